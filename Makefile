@@ -134,7 +134,7 @@ frameworks: $(TORCHREC)/.torchrec $(RAY)/.ray $(JAX)/.jax
 	@# Of TorchRec's own, when it is imported and used.
 	$(TORCHREC)/bin/python -m pytest -n $(WORKERS) -W ignore::DeprecationWarning -W ignore::FutureWarning \
 	    tests/adapters/torchrec
-	$(RAY)/bin/python -m pytest -rs -o faulthandler_timeout=900 tests/adapters/on_ray tests/adapters/test_actor.py
+	$(RAY)/bin/python -m pytest -rs -o faulthandler_timeout=900 tests/adapters/test_ray.py tests/adapters/test_actor.py
 	$(JAX)/bin/python -m pytest -n $(WORKERS) tests/adapters/jax
 
 schemas: $(VENV)/.dev

@@ -22,7 +22,7 @@ from scarctl.stateful import (
 
 
 class NumpyAdapter:
-    """State of a dict of arrays: every array is a group without slots.
+    """An `Adapter` of a dict of arrays: every array is a group without slots.
 
     There are no hooks: the loop calls `session.step()` at the end of every iteration.
     """
@@ -60,7 +60,6 @@ class NumpyAdapter:
         return adapter
 
     def mix_late(self, theirs: Any, own: Any) -> Any:
-        """See `Adapter`."""
         return theirs
 
     @property

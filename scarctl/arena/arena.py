@@ -89,6 +89,8 @@ class Arena(Fields):
         """The file of a new arena whose pages are not mapped yet; see `put_rows`."""
         self._lines: Lines | None = None
         """Set if this process has the store's writer."""
+        self.replica_of: str | None = None
+        """Host of which it was a replica when it was opened; see `scarctl.arena.kinship.believed`."""
         n, at = layout.partitions, geometry.arrays_at
         self.generation: NDArray[np.uint64] = np.frombuffer(memory, np.uint64, n, at)
         self.version: Ids = np.frombuffer(memory, np.int64, n, at + 8 * n)
@@ -114,8 +116,7 @@ class Arena(Fields):
     ) -> Arena:
         """Create an arena in `folder`, and the folder if it is missing. The file appears only when it is complete.
 
-        place: address of the store, for display.
-        populate: see `map_file`.
+        place: address of the store, for display. populate: see `map_file`.
 
         Hand-overs in a folder without an arena are obsolete, and deleted.
 
@@ -158,7 +159,6 @@ class Arena(Fields):
         """Open the arena of a dead run of this store in `folder`; None if the folder has no arena.
 
         patience: seconds to wait for a live process to release it.
-
         An arena from before the last boot, which may survive on a disk, is deleted. Its pages were written back in any
         order, so that generations do not show which copies are intact.
 

@@ -165,6 +165,8 @@ def believed(arena: Arena | None, store: Store, *, set_aside: bool = False) -> A
     what = f"the copies in {arena.folder} are not used"
     try:
         if is_kin(arena, store):
+            owner = read_owner(arena.folder)
+            arena.replica_of = None if owner is None else owner.host
             return arena
         if set_aside:
             what = f"the copies in memory are not used, and set aside in {put_aside(arena.folder)}"

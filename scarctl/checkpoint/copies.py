@@ -18,6 +18,7 @@ from scarctl.checkpoint.found_extras import Saved, all_extras, newest_extras, se
 from scarctl.checkpoint.loading import NewSlots
 from scarctl.recovery.execute import ArenaSink, Report, execute
 from scarctl.recovery.plan import MEMORY, Plan, plan_partial, plan_rollback
+from scarctl.state.caveats import Caveats
 from scarctl.state.extras import Extras
 from scarctl.store import ShardState, Snapshot, Store
 from scarctl.util.arrays import Ids, distinct
@@ -30,12 +31,21 @@ Sealed = tuple[int, int, str]
 class Copies:
     """The copies of one session's state."""
 
-    def __init__(self, arena: Arena, queue: HandOverQueue, store: Store, shard_of: NDArray[np.int32]) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        queue: HandOverQueue,
+        store: Store,
+        shard_of: NDArray[np.int32],
+        caveats: Caveats,
+    ) -> None:
+        """Take what holds the copies. caveats: gets a caveat if bytes in memory have changed."""
         self._arena = arena
         self._layout = arena.layout
         self._queue = queue
         self._store = store
         self._shard_of = shard_of
+        self._caveats = caveats
 
     def all_extras(self) -> Iterator[Saved]:
         """Yield all extras that can be read, newest first. Raises Unavailable, AccessDenied."""
@@ -123,6 +133,9 @@ class Copies:
         sink = ArenaSink(self._arena, None if new is None else new.rows)
         report = execute(plan, self._store, self._arena, sink)
         self._arena.end_filling()
+        if report.memory_fault:
+            # The state has the right bytes: the store's.
+            self._caveats.say("memory-changed", report.memory_fault, inexact=False)
         if new is not None:
             new.written = sink.written
         return report

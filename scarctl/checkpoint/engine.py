@@ -70,7 +70,7 @@ class Engine:
         """Open or create the arena in `folder`, and begin a new epoch.
 
         selector: selects the partitions of a partial checkpoint.
-        caveats: gets a caveat when the store falls behind.
+        caveats: gets a caveat when the store falls behind, or bytes in memory have changed.
         resuming: saved copies fill a new arena at once.
 
         Raises Contention, Unavailable (arena or store is full), AccessDenied, Corruption.
@@ -91,7 +91,7 @@ class Engine:
         self.arena = arena_for(folder, layout, store, populate=not resuming)
         self.pinning = Pinning(self.arena.memory())
         self.queue = HandOverQueue(self.arena.folder)
-        self.copies = Copies(self.arena, self.queue, store, self.shard_of)
+        self.copies = Copies(self.arena, self.queue, store, self.shard_of, caveats)
         self.encoded = EncodedCopies(self.arena, settings.encoding, settings.norm)
         self._protection = Protection(self.arena, self.queue)
         most = layout.nbytes if settings.policy == "full" else self.budget

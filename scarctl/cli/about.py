@@ -23,11 +23,11 @@ Examples:
 """,
 )
 @output_options
-def version(as_json: bool, debug: bool) -> int:
+def version() -> int:
     """Show the versions of scarctl and of the Python that runs it."""
     fields = {"version": __version__, "python": platform.python_version(), "executable": sys.executable}
     text = f"scarctl {__version__}, Python {platform.python_version()} ({sys.executable})"
-    emit(fields, as_json=as_json, text=text)
+    emit(fields, text=text)
     return EXIT_OK
 
 

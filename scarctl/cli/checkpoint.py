@@ -27,7 +27,7 @@ from scarctl.config import DEFAULT_FRACTION, DEFAULT_POLICY, POLICIES, Policy, b
 from scarctl.util.text import counted
 
 if TYPE_CHECKING:
-    from scarctl.ops.checkpoint import Checkpoint
+    from scarctl.ops.checkpoint import Checkpoint, CheckpointSettings
 
 EXAMPLES = """\b
 Examples:
@@ -76,8 +76,6 @@ def command(
     assume_single_writer: bool,
     arena_dir: str | None,
     dry_run: bool,
-    as_json: bool,
-    debug: bool,
 ) -> int:
     """Save the part of the state file STATE that changed most since it was last saved.
 
@@ -87,61 +85,36 @@ def command(
     """
     if policy == "full":
         refuse("fraction", why="has no effect with --policy full, which saves everything")
-    return save_state(
-        state,
-        store=store,
-        step=step,
-        fraction=parse_fraction(str(fraction)),
-        policy=policy,
-        shards=shards,
-        partition_bytes=partition_bytes,
-        assume_single_writer=assume_single_writer,
-        arena_dir=arena_dir,
-        dry_run=dry_run,
-        as_json=as_json,
-    )
-
-
-def save_state(
-    state: Path,
-    *,
-    store: str,
-    step: int,
-    fraction: float = DEFAULT_FRACTION,
-    policy: Policy = DEFAULT_POLICY,
-    shards: int | None,
-    partition_bytes: int | None,
-    assume_single_writer: bool,
-    arena_dir: str | None,
-    dry_run: bool,
-    as_json: bool,
-    snapshot: str | None = None,
-) -> int:
-    """Save a state file, print the result, and return the exit code. snapshot: save everything under this name."""
-    from scarctl.formats.state_file import open_state
-    from scarctl.ops.checkpoint import CheckpointSettings, checkpoint
+    from scarctl.ops.checkpoint import CheckpointSettings
 
     settings = CheckpointSettings(
         store=store,
         storage_options=options_for(store),
         assume_single_writer=assume_single_writer,
         step=step,
-        fraction=fraction,
+        fraction=parse_fraction(str(fraction)),
         policy=policy,
         shards=shards,
         partition_bytes=partition_bytes,
         arena_dir=arena_dir,
-        snapshot=snapshot,
     )
+    return save_state(state, settings, dry_run=dry_run)
+
+
+def save_state(state: Path, settings: CheckpointSettings, *, dry_run: bool) -> int:
+    """Save a state file, print the result, and return the exit code."""
+    from scarctl.formats.state_file import open_state
+    from scarctl.ops.checkpoint import checkpoint
+
+    snapshot = settings.snapshot
     done = checkpoint(open_state(state), settings, dry_run=dry_run)
     for reason in done.damaged:
         warn(f"{reason}; its partitions are saved again")
     if done.nonfinite_partitions:
         warn(_about_nonfinite(done))
     emit(
-        {**done.to_json(), "policy": policy if snapshot is None else "full", "dry_run": dry_run},
-        as_json=as_json,
-        text=_text(done, shown_url(store), dry_run),
+        {**done.to_json(), "policy": settings.policy if snapshot is None else "full", "dry_run": dry_run},
+        text=_text(done, shown_url(settings.store), dry_run),
     )
     if done.left_out_partitions:
         note(

@@ -20,6 +20,7 @@ from scarctl.cli.output import (
     note,
     output_options,
     timeout_option,
+    wants_json,
 )
 from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.util.text import counted
@@ -69,8 +70,6 @@ def command(
     metrics_listen: str | None,
     timeout: float,
     arena_dir: str | None,
-    as_json: bool,
-    debug: bool,
 ) -> int:
     """Start, inspect or stop this host's daemon, which makes checkpoints durable.
 
@@ -86,13 +85,13 @@ def command(
         refuse("metrics", "metrics_listen", why=f"requires start, not {action}")
     folder = host_folder(arena_dir)
     if action == "start":
-        return _start(folder, metrics, metrics_listen, as_json)
+        return _start(folder, metrics, metrics_listen)
     if action == "status":
-        return _status(folder, as_json)
-    return _stop(folder, timeout, reap, as_json)
+        return _status(folder)
+    return _stop(folder, timeout, reap)
 
 
-def _start(folder: Path, metrics: str | None, metrics_listen: str | None, as_json: bool) -> int:
+def _start(folder: Path, metrics: str | None, metrics_listen: str | None) -> int:
     from scarctl.daemon.client import hold, start
     from scarctl.daemon.outlet import FILE_VARIABLE, LISTEN_VARIABLE, parse_listen
 
@@ -115,7 +114,7 @@ def _start(folder: Path, metrics: str | None, metrics_listen: str | None, as_jso
             None, (published["file"], published["listen"] and f"http://{published['listen']}/metrics")
         )
         text += f"; metrics: {', '.join(places)}"
-    emit(fields, as_json=as_json, text=text)
+    emit(fields, text=text)
     return EXIT_OK
 
 
@@ -142,7 +141,7 @@ def _published(folder: Path, pid: int, file: str | None, *, listen: bool) -> Met
     raise _no_daemon()
 
 
-def _status(folder: Path, as_json: bool) -> int:
+def _status(folder: Path) -> int:
     from scarctl.arena.stale import survey
 
     answer = _ask(folder)
@@ -164,7 +163,7 @@ def _status(folder: Path, as_json: bool) -> int:
     if answer is None:
         missing = _no_daemon()
         fields["error"], code = error_fields(missing), missing.exit_code
-        if not as_json:
+        if not wants_json():
             note(str(missing))
     lines = [f"daemon {answer['pid']} in {folder}, {counted(len(runs), 'run')}"] if answer else []
     if fields["metrics"] is not None and fields["metrics"]["fault"] is not None:
@@ -173,11 +172,11 @@ def _status(folder: Path, as_json: bool) -> int:
         lines += _run_lines(run)
     lines += [_replica_line(replica) for replica in replicas]
     lines += [_stale_line(arena) for arena in stale]
-    emit(fields, as_json=as_json, text="\n".join(lines))
+    emit(fields, text="\n".join(lines))
     return code
 
 
-def _stop(folder: Path, timeout: float, reap_too: bool, as_json: bool) -> int:
+def _stop(folder: Path, timeout: float, reap_too: bool) -> int:
     from scarctl.arena.stale import reap, survey
 
     answer = _ask(folder)
@@ -197,7 +196,7 @@ def _stop(folder: Path, timeout: float, reap_too: bool, as_json: bool) -> int:
     lines = [f"daemon {answer['pid']} has ended" if answer else "no daemon was running"]
     lines += [f"removed {arena.folder}, {human_bytes(arena.nbytes)}" for arena in reaped]
     lines += [_stale_line(arena) for arena in stale]
-    emit(fields, as_json=as_json, text="\n".join(lines))
+    emit(fields, text="\n".join(lines))
     if attached:
         note(f"{counted(len(attached), 'live session')} will start another daemon")
     return EXIT_OK

@@ -52,16 +52,7 @@ Examples:
     help="Differences that are shown as text; --json lists all.",
 )
 @output_options
-def command(
-    a: str,
-    b: str,
-    ignore: tuple[str, ...],
-    rtol: float,
-    atol: float,
-    limit: int | None,
-    as_json: bool,
-    debug: bool,
-) -> int:
+def command(a: str, b: str, ignore: tuple[str, ...], rtol: float, atol: float, limit: int | None) -> int:
     """Compare the checkpoints A and B tensor by tensor, the largest change first.
 
     Each is a safetensors or .pt file, a DCP folder, or a folder of safetensors files with an index. STORE is the newest
@@ -89,7 +80,7 @@ def command(
         "differences": [one.to_json() for one in found.differences],
     }
     lines = difference_lines(found, sources[0].where, sources[1].where, limit)
-    emit(fields, as_json=as_json, text="\n".join(lines))
+    emit(fields, text="\n".join(lines))
     if not found.equal:
         return EXIT_DIFFERENT
     if any(source.problems for source in sources):

@@ -55,11 +55,7 @@ class Files(click.ParamType[Any]):
     show_default=True,
     help="Number of races of 16 writers for one file.",
 )
-@click.option(
-    "--peer",
-    metavar="HOST:PORT",
-    help="Where a daemon listens for peers; its log says so.",
-)
+@click.option("--peer", metavar="HOST:PORT", help="Where a daemon listens for peers; its log says so.")
 @click.option(
     "--peer-tls",
     metavar="CERT,KEY,CA",
@@ -68,14 +64,7 @@ class Files(click.ParamType[Any]):
 )
 @store_option()
 @output_options
-def command(
-    store: str | None,
-    peer: str | None,
-    peer_tls: tuple[str, ...] | None,
-    rounds: int,
-    as_json: bool,
-    debug: bool,
-) -> int:
+def command(store: str | None, peer: str | None, peer_tls: tuple[str, ...] | None, rounds: int) -> int:
     """Test a place for a store: its guarantees, their consequences, and its speed.
 
     This creates files in a folder of its own, and deletes them. An existing store is not touched. Exit code 14: a
@@ -84,22 +73,22 @@ def command(
     if (store is None) == (peer is None):
         raise UsageError("give either --store or --peer")
     if peer is not None:
-        return _peer(peer, peer_tls, as_json=as_json)
+        return _peer(peer, peer_tls)
     assert store is not None
     from scarctl.store.doctor import diagnose
 
     found = diagnose(store, storage_options=options_for(store), rounds=rounds, progress=note)
-    emit(found.to_json(), as_json=as_json, text=_text(found))
+    emit(found.to_json(), text=_text(found))
     return EXIT_OK if found.sound else EXIT_NO_GUARANTEE
 
 
-def _peer(peer: str, files: tuple[str, ...] | None, *, as_json: bool) -> int:
+def _peer(peer: str, files: tuple[str, ...] | None) -> int:
     from scarctl.peers.probe import parse_peer, probe
     from scarctl.peers.tls import Tls
 
     host, port = parse_peer(peer)
     found = probe(host, port, None if files is None else Tls(files))
-    emit(found.to_json(), as_json=as_json, text=_peer_text(found))
+    emit(found.to_json(), text=_peer_text(found))
     return EXIT_OK
 
 

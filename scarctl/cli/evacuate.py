@@ -48,9 +48,7 @@ Examples:
 )
 @arena_option
 @output_options
-def command(
-    deadline: str, store: str | None, to: str | None, arena_dir: str | None, as_json: bool, debug: bool
-) -> int:
+def command(deadline: str, store: str | None, to: str | None, arena_dir: str | None) -> int:
     """Save what this host has in memory, before the host goes.
 
     The sessions on this host bring their newest step into memory. Then the daemon brings what is not elsewhere to the
@@ -71,7 +69,7 @@ def command(
         "stores": [one.to_json() for one in host.stores],
         "in_memory": list(host.in_memory),
     }
-    emit(fields, as_json=as_json, text="\n".join(_lines(host)))
+    emit(fields, text="\n".join(_lines(host)))
     if host.safe:
         return EXIT_OK
     note("exit code 3: losing this host now would lose what is named above")

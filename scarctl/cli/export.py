@@ -34,11 +34,7 @@ Examples:
 
 @click.command(cls=Command, epilog=EXAMPLES)
 @click.argument("output", type=click.Path(path_type=Path))
-@click.option(
-    "--snapshot",
-    metavar="NAME",
-    help="This snapshot.  [default: the newest copies]",
-)
+@click.option("--snapshot", metavar="NAME", help="This snapshot.  [default: the newest copies]")
 @click.option(
     "--format",
     "form",
@@ -58,14 +54,7 @@ Examples:
 )
 @common_options
 def command(
-    output: Path,
-    store: str,
-    snapshot: str | None,
-    form: str | None,
-    weights: bool,
-    max_shard_size: int,
-    as_json: bool,
-    debug: bool,
+    output: Path, store: str, snapshot: str | None, form: str | None, weights: bool, max_shard_size: int
 ) -> int:
     """Write the running checkpoint, or a snapshot, to OUTPUT for other tools.
 
@@ -99,7 +88,6 @@ def command(
     )
     emit(
         done.to_json(),
-        as_json=as_json,
         text=f"wrote {counted(done.tensors, 'tensor')}, {human_bytes(done.bytes)}, to {output} "
         f"({counted(len(done.files), 'file')}): {label}",
     )

@@ -11,7 +11,7 @@ import click
 from scarctl.cli.checkpoints import chosen, inspected, inspected_lines, store_or_checkpoint
 from scarctl.cli.given import refuse
 from scarctl.cli.groups import Command
-from scarctl.cli.output import EXIT_OK, Seconds, arena_option, emit, open_store
+from scarctl.cli.output import EXIT_OK, Seconds, arena_option, emit, open_store, wants_json
 from scarctl.errors import UsageError
 
 EXAMPLES = """\b
@@ -71,8 +71,6 @@ def command(
     arena_dir: str | None,
     follow: bool,
     every: float,
-    as_json: bool,
-    debug: bool,
 ) -> int:
     """Show a store's copies, their ages and sizes, and the predicted effect of losing each shard.
 
@@ -87,7 +85,7 @@ def command(
         if follow:
             raise UsageError("--watch is for stores")
         fields = inspected(checkpoint, values, limit)
-        emit(fields, as_json=as_json, text="\n".join(inspected_lines(fields)))
+        emit(fields, text="\n".join(inspected_lines(fields)))
         return EXIT_OK
     if values:
         raise UsageError("--values is for a CHECKPOINT", hint="give STORE@NAME for the tensors of a snapshot")
@@ -96,7 +94,7 @@ def command(
 
     if not follow:
         refuse("every", why="requires --watch")
-    if not as_json:
+    if not wants_json():
         refuse("limit", why="requires --json: tables show the partitions at most risk")
     opened = open_store(store)
     on_screen = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
@@ -105,11 +103,11 @@ def command(
 
         if click.get_current_context().get_parameter_source("limit") is click.core.ParameterSource.DEFAULT:
             limit = 0
-        watch(lambda: survey(opened, arena_dir), every, as_json=as_json, on_screen=on_screen, limit=limit)
+        watch(lambda: survey(opened, arena_dir), every, on_screen=on_screen, limit=limit)
         return EXIT_OK
     view = survey(opened, arena_dir)
-    if as_json:
-        emit(view.to_json(limit), as_json=True)
+    if wants_json():
+        emit(view.to_json(limit))
         return EXIT_OK
     from scarctl.cli.inspect_view import draw, plain
 
@@ -118,5 +116,5 @@ def command(
 
         draw(view, Console())
     else:
-        emit({}, as_json=False, text=plain(view))
+        emit({}, text=plain(view))
     return EXIT_OK

@@ -55,9 +55,7 @@ Examples:
 @timeout_option("Seconds to wait until the checkpoint is durable.")
 @arena_option
 @common_options
-def checkpoint(
-    store: str, full: bool, timeout: float, arena_dir: str | None, as_json: bool, debug: bool
-) -> int:
+def checkpoint(store: str, full: bool, timeout: float, arena_dir: str | None) -> int:
     """Take a checkpoint in the running session.
 
     The command ends when the checkpoint is durable. If several ranks save to the store, those on this host are asked.
@@ -66,11 +64,11 @@ def checkpoint(
     from scarctl.ops.live import checkpoint_live
 
     made = checkpoint_live(open_store(store), full=full, timeout=timeout, arena_dir=arena_dir)
-    return report_saved(made, store, full=full, as_json=as_json)
+    return report_saved(made, store, full=full)
 
 
 def report_saved(
-    made: LiveCheckpoint | LiveRanks, url: str, *, full: bool, as_json: bool, snapshot: str | None = None
+    made: LiveCheckpoint | LiveRanks, url: str, *, full: bool, snapshot: str | None = None
 ) -> int:
     """Print a running session's checkpoint, and return the exit code. snapshot: name that it was to get."""
     done = made.to_json()
@@ -82,7 +80,6 @@ def report_saved(
         who = f"{len(done['ranks'])} of {counted(done['world'], 'member' if done['members'] else 'rank')}"
     emit(
         {**done, "live": True, "full": full},
-        as_json=as_json,
         text=f"step {done['step']}: {who} saved {done['saved_partitions']} of "
         f"{counted(done['total_partitions'], 'partition')}, {human_bytes(done['saved_bytes'])}, "
         f"to {shown_url(url)}{exact}",
@@ -113,13 +110,7 @@ Examples:
 @arena_option
 @common_options
 def recover(
-    store: str,
-    lost: tuple[str, ...],
-    max_rework: float | None,
-    timeout: float,
-    arena_dir: str | None,
-    as_json: bool,
-    debug: bool,
+    store: str, lost: tuple[str, ...], max_rework: float | None, timeout: float, arena_dir: str | None
 ) -> int:
     """Restore lost parts in the running session.
 
@@ -157,7 +148,7 @@ def recover(
         "bytes": nbytes,
         "by_rank": [{"restored_partitions": count, "bytes": n} for count, n in ranks],
     }
-    emit(fields, as_json=as_json, text="\n".join(lines))
+    emit(fields, text="\n".join(lines))
     if report["problems"] and not report["degraded"]:
         note("exit code 3: the parts named above could not be restored completely")
     return EXIT_PARTLY if report["degraded"] or report["problems"] else EXIT_OK

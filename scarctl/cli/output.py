@@ -43,6 +43,8 @@ EXIT_RUN_FAILED = 125
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 EXIT_SIGNAL = 128
 """Base of exit codes for signals: add the signal's number."""
+_JSON = "scarctl.json"
+"""Key of `--json` in the context of a command."""
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -95,10 +97,24 @@ def store_argument(command: Decorated) -> Decorated:
 
 
 def output_options(command: Decorated) -> Decorated:
-    """Add `--json` and `--debug`."""
-    debug = click.option("--debug", is_flag=True, help="Show a traceback when something fails.")
-    as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-    return as_json(debug(command))
+    """Add `--json` and `--debug`, which are no parameters of the command: `emit` and `report_error` ask for them."""
+    debug = click.option(
+        "--debug", is_flag=True, expose_value=False, help="Show a traceback when something fails."
+    )
+    json_ = click.option(
+        "--json", is_flag=True, expose_value=False, callback=_note_json, help="Print one JSON document."
+    )
+    return json_(debug(command))
+
+
+def _note_json(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    ctx.meta[_JSON] = value
+
+
+def wants_json() -> bool:
+    """Return whether the current command prints a JSON document."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(_JSON))
 
 
 def arena_option(command: Decorated) -> Decorated:
@@ -155,9 +171,9 @@ def timeout_option(about: str, *, default: float = 60.0) -> Callable[[Decorated]
     )
 
 
-def emit(fields: Mapping[str, Any], *, as_json: bool, text: str = "") -> None:
-    """Write a command's result to stdout: the JSON document of `fields`, or `text`."""
-    if as_json:
+def emit(fields: Mapping[str, Any], text: str = "") -> None:
+    """Write a command's result to stdout: with `--json` the document of `fields`, otherwise `text`."""
+    if wants_json():
         document = {
             "schema_version": SCHEMA_VERSION,
             "command": click.get_current_context().command_path.partition(" ")[2],

@@ -43,17 +43,9 @@ _TITLES = {
     required=True,
     help="Bytes per second of the store; `scarctl doctor` measures it.",
 )
+@click.option("--mtbf", type=Time(), required=True, help="Mean time between failures of the job.")
 @click.option(
-    "--mtbf",
-    type=Time(),
-    required=True,
-    help="Mean time between failures of the job.",
-)
-@click.option(
-    "--shards",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Parts of the state; a failure loses one.",
+    "--shards", type=click.IntRange(min=1), metavar="N", help="Parts of the state; a failure loses one."
 )
 @store_option("--from source", about="Store that has the options not given.")
 @click.option(
@@ -87,11 +79,7 @@ _TITLES = {
     help="Bytes per second of comparing and copying a shard.",
 )
 @click.option(
-    "--duration",
-    type=Time(),
-    default="24h",
-    show_default=True,
-    help="Duration of training without failures.",
+    "--duration", type=Time(), default="24h", show_default=True, help="Duration of training without failures."
 )
 @click.option(
     "--peers",
@@ -117,8 +105,6 @@ def command(
     duration: float,
     peers: int | None,
     hosts: int | None,
-    as_json: bool,
-    debug: bool,
 ) -> int:
     """Recommend how often to save how much of the state, and report whether partial checkpoints pay.
 
@@ -164,7 +150,7 @@ def command(
         "history": None if known is None else _history(known, stored),
     }
     text = _text(job, advice, known, stored)
-    emit(fields, as_json=as_json, text=text if copies is None else f"{text}\n\n{_copies_text(copies)}")
+    emit(fields, text=text if copies is None else f"{text}\n\n{_copies_text(copies)}")
     return EXIT_OK
 
 

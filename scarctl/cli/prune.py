@@ -10,7 +10,7 @@ import click
 
 from scarctl.cli.given import refuse
 from scarctl.cli.groups import Command
-from scarctl.cli.output import EXIT_OK, common_options, emit, human_bytes, note, open_store, say
+from scarctl.cli.output import EXIT_OK, common_options, emit, human_bytes, note, open_store, say, wants_json
 from scarctl.errors import UsageError
 from scarctl.util.text import counted
 
@@ -71,8 +71,6 @@ def command(
     no_writer: bool,
     dry_run: bool,
     yes: bool,
-    as_json: bool,
-    debug: bool,
 ) -> int:
     """Delete old copies, records and sealed states that need not be kept.
 
@@ -85,10 +83,10 @@ def command(
     if "://" not in store or store.startswith("file:"):
         refuse("no_writer", why="is for a remote store: a folder shows whether a session writes to it")
     retention = Retention(keep_last=keep_last, keep_every=keep_every, keep=keep, no_writer=no_writer)
-    return delete_old(store, retention, dry_run=dry_run, yes=yes, as_json=as_json)
+    return delete_old(store, retention, dry_run=dry_run, yes=yes)
 
 
-def delete_old(store: str, retention: Retention, *, dry_run: bool, yes: bool, as_json: bool) -> int:
+def delete_old(store: str, retention: Retention, *, dry_run: bool, yes: bool) -> int:
     """Delete obsolete files, after asking unless `yes`; print them, and return the exit code."""
     from scarctl.store.prune import Pruned, plan_prune, prune
 
@@ -100,13 +98,13 @@ def delete_old(store: str, retention: Retention, *, dry_run: bool, yes: bool, as
         done = Pruned(len(plan.files), plan.bytes)
     else:
         if not yes and not plan.empty:
-            _ask(plan, as_json)
+            _ask(plan)
         done = prune(opened, plan)
-    _report(plan, done, dry_run=dry_run, as_json=as_json)
+    _report(plan, done, dry_run=dry_run)
     return EXIT_OK
 
 
-def _report(plan: PrunePlan, done: Pruned, *, dry_run: bool, as_json: bool) -> None:
+def _report(plan: PrunePlan, done: Pruned, *, dry_run: bool) -> None:
     """Print the deleted files, and the freed bytes."""
     emit(
         {
@@ -118,15 +116,14 @@ def _report(plan: PrunePlan, done: Pruned, *, dry_run: bool, as_json: bool) -> N
             "live_bytes": done.sizes.get("live_bytes"),
             "dry_run": dry_run,
         },
-        as_json=as_json,
         text=_text(plan, done, dry_run),
     )
     if plan.writer is not None:
         note(f"{plan.writer}; it collects old copies automatically")
 
 
-def _ask(plan: PrunePlan, as_json: bool) -> None:
-    if as_json or not sys.stdin.isatty():
+def _ask(plan: PrunePlan) -> None:
+    if wants_json() or not sys.stdin.isatty():
         raise UsageError("this deletes files", hint="give --yes, or look first with --dry-run")
     say("\n".join(_lines(plan, "will be")))
     click.confirm("Delete?", abort=True, err=True)

@@ -62,11 +62,7 @@ Examples:
     help="partial: restore what is lost; rollback: everything, to the newest state of one step; auto: whichever is "
     "predicted to cost less.",
 )
-@click.option(
-    "--snapshot",
-    metavar="NAME",
-    help="With --mode rollback: to this snapshot, exactly.",
-)
+@click.option("--snapshot", metavar="NAME", help="With --mode rollback: to this snapshot, exactly.")
 @arena_option
 @click.option("--dry-run", is_flag=True, help="Print the plan; change nothing.")
 @common_options
@@ -80,8 +76,6 @@ def command(
     snapshot: str | None,
     arena_dir: str | None,
     dry_run: bool,
-    as_json: bool,
-    debug: bool,
 ) -> int:
     """Restore the lost partitions; everything else stays as it is.
 
@@ -112,7 +106,6 @@ def command(
         )
     emit(
         {**done.to_json(), "saved_at": saved_at, "dry_run": dry_run},
-        as_json=as_json,
         text=f"{_text(done, dry_run, new_file=output is not None)}\nthe store was {describe(saved_at)}",
     )
     if done.plan.degraded:

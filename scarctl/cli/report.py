@@ -41,9 +41,7 @@ Examples:
 )
 @arena_option
 @output_options
-def command(
-    place: str | None, store: str | None, output: str, arena_dir: str | None, as_json: bool, debug: bool
-) -> int:
+def command(place: str | None, store: str | None, output: str, arena_dir: str | None) -> int:
     """Write a page on a store: whether it is safe now, ages over time, failures, what changes, what was restored.
 
     It is one file for any browser, on screen or paper, and loads nothing. Its data are embedded as JSON. With --json
@@ -63,7 +61,7 @@ def command(
     found = gather(open_store(wanted), arena_dir)
     document = found.to_json()
     _write(target, page(found, document))
-    emit({**document, "output": str(target)}, as_json=as_json, text=f"wrote {target}")
+    emit({**document, "output": str(target)}, text=f"wrote {target}")
     if found.history.damage is None:
         return EXIT_OK
     warn(f"the history cannot be shown: {found.history.damage}; `scarctl verify` says what else is damaged")

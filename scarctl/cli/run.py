@@ -73,11 +73,7 @@ _PATIENCE = 1.0
     metavar="N",
     help="Number of other hosts that keep a copy of this one's memory.",
 )
-@click.option(
-    "--overhead",
-    metavar="SHARE",
-    help="Largest share of training time for checkpoints: 0.01, 1%.",
-)
+@click.option("--overhead", metavar="SHARE", help="Largest share of training time for checkpoints: 0.01, 1%.")
 @click.option("--debug", is_flag=True, help="Show a traceback when something fails.")
 def command(
     cmd: tuple[str, ...],

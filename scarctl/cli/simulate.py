@@ -33,11 +33,7 @@ _PAUSE = 30.0
 @click.argument("workload")
 @click.option("--data", metavar="DIR", help="Folder for the workload's factory.")
 @click.option(
-    "--lost",
-    default="1/2",
-    show_default=True,
-    metavar="SHARES",
-    help="Shares that a failure loses.",
+    "--lost", default="1/2", show_default=True, metavar="SHARES", help="Shares that a failure loses."
 )
 @click.option(
     "--fraction",
@@ -54,11 +50,7 @@ _PAUSE = 30.0
     help="How a share is chosen.",
 )
 @click.option(
-    "--mode",
-    default="partial,rollback",
-    show_default=True,
-    metavar="NAMES",
-    help="Also: extrapolate.",
+    "--mode", default="partial,rollback", show_default=True, metavar="NAMES", help="Also: extrapolate."
 )
 @click.option(
     "--interval",
@@ -91,28 +83,13 @@ _PAUSE = 30.0
     help="Probability of a failure per iteration, instead of equally likely ones.",
 )
 @click.option(
-    "--fail-after",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Fail after iteration N, not a random one.",
+    "--fail-after", type=click.IntRange(min=1), metavar="N", help="Fail after iteration N, not a random one."
 )
 @click.option(
-    "--iterations",
-    type=click.IntRange(min=2),
-    metavar="N",
-    help="Length of a run, if not the workload's.",
+    "--iterations", type=click.IntRange(min=2), metavar="N", help="Length of a run, if not the workload's."
 )
-@click.option(
-    "--target",
-    type=float,
-    metavar="X",
-    help="Metric to reach, if not the workload's.",
-)
-@click.option(
-    "--norm",
-    metavar="NAME",
-    help="l2, rms or relative, if not the workload's.",
-)
+@click.option("--target", type=float, metavar="X", help="Metric to reach, if not the workload's.")
+@click.option("--norm", metavar="NAME", help="l2, rms or relative, if not the workload's.")
 @click.option("--jobs", type=click.IntRange(min=1), metavar="N", help="Processes.  [default: all cores]")
 @click.option(
     "--results",
@@ -126,11 +103,7 @@ _PAUSE = 30.0
     metavar="FILE",
     help="Picture: .svg, or .png with the extra `png`.",
 )
-@click.option(
-    "--predictions",
-    is_flag=True,
-    help="Compare with what a session would have predicted.",
-)
+@click.option("--predictions", is_flag=True, help="Compare with what a session would have predicted.")
 @output_options
 def command(
     workload: str,
@@ -151,8 +124,6 @@ def command(
     results: Path | None,
     plot: Path | None,
     predictions: bool,
-    as_json: bool,
-    debug: bool,
 ) -> int:
     """Fail runs of WORKLOAD, and show how many iterations each failure costs.
 
@@ -212,7 +183,7 @@ def command(
         comparison = compare(study, chosen)
         fields["predictions"] = comparison.to_json()
         text += "\n\n" + "\n".join(comparison.text())
-    emit(fields, as_json=as_json, text=text)
+    emit(fields, text=text)
     return EXIT_OK
 
 

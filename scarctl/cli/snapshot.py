@@ -10,7 +10,7 @@ from scarctl.cli.checkpoint import save_state, state_options
 from scarctl.cli.given import refuse
 from scarctl.cli.groups import Command, Group
 from scarctl.cli.live import report_saved
-from scarctl.cli.output import EXIT_OK, common_options, emit, open_store, timeout_option
+from scarctl.cli.output import EXIT_OK, common_options, emit, open_store, options_for, timeout_option
 from scarctl.cli.prune import delete_old, deleting_options
 from scarctl.errors import UsageError
 
@@ -42,14 +42,13 @@ Examples:
 """,
 )
 @common_options
-def list_(store: str, as_json: bool, debug: bool) -> int:
+def list_(store: str) -> int:
     """List a store's snapshots, oldest step first."""
     from scarctl.store import snapshots
 
     found = sorted(snapshots(open_store(store)), key=lambda one: (one.step, one.name))
     emit(
         {"snapshots": [one.to_json() for one in found]},
-        as_json=as_json,
         text="\n".join(f"{one.name}: step {one.step}" for one in found) or "no snapshots",
     )
     return EXIT_OK
@@ -80,8 +79,6 @@ def create(
     arena_dir: str | None,
     dry_run: bool,
     timeout: float,
-    as_json: bool,
-    debug: bool,
 ) -> int:
     """Save a whole state, and keep it as the snapshot NAME.
 
@@ -91,31 +88,32 @@ def create(
     """
     if state is None:
         refuse(*_OF_STATES, why="requires STATE")
-        return _of_session(name, store, timeout, arena_dir, as_json)
+        return _of_session(name, store, timeout, arena_dir)
     refuse("timeout", why="cannot be combined with STATE")
     if step is None:
         raise UsageError(
             "give --step with STATE", hint="it is the number of iterations done when STATE was written"
         )
-    return save_state(
-        state,
+    from scarctl.ops.checkpoint import CheckpointSettings
+
+    settings = CheckpointSettings(
         store=store,
+        storage_options=options_for(store),
+        assume_single_writer=assume_single_writer,
         step=step,
         shards=shards,
         partition_bytes=partition_bytes,
-        assume_single_writer=assume_single_writer,
         arena_dir=arena_dir,
-        dry_run=dry_run,
-        as_json=as_json,
         snapshot=name,
     )
+    return save_state(state, settings, dry_run=dry_run)
 
 
-def _of_session(name: str, store: str, timeout: float, arena_dir: str | None, as_json: bool) -> int:
+def _of_session(name: str, store: str, timeout: float, arena_dir: str | None) -> int:
     from scarctl.ops.live import snapshot_live
 
     made = snapshot_live(open_store(store), name, timeout=timeout, arena_dir=arena_dir)
-    return report_saved(made, store, full=True, as_json=as_json, snapshot=name)
+    return report_saved(made, store, full=True, snapshot=name)
 
 
 @command.command(
@@ -130,14 +128,7 @@ Examples:
 @deleting_options
 @common_options
 def delete(
-    names: tuple[str, ...],
-    store: str,
-    keep_last: int,
-    keep_every: int | None,
-    dry_run: bool,
-    yes: bool,
-    as_json: bool,
-    debug: bool,
+    names: tuple[str, ...], store: str, keep_last: int, keep_every: int | None, dry_run: bool, yes: bool
 ) -> int:
     """Delete snapshots permanently, and free their space.
 
@@ -147,4 +138,4 @@ def delete(
     from scarctl.store.prune import Retention
 
     retention = Retention(keep_last=keep_last, keep_every=keep_every, delete=names)
-    return delete_old(store, retention, dry_run=dry_run, yes=yes, as_json=as_json)
+    return delete_old(store, retention, dry_run=dry_run, yes=yes)

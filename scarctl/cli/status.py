@@ -20,6 +20,7 @@ from scarctl.cli.output import (
     open_store,
     output_options,
     store_argument,
+    wants_json,
 )
 from scarctl.errors import NoStore, ScarError
 
@@ -48,15 +49,7 @@ Examples:
 )
 @arena_option
 @output_options
-def command(
-    place: str | None,
-    store: str | None,
-    follow: bool,
-    every: float,
-    arena_dir: str | None,
-    as_json: bool,
-    debug: bool,
-) -> int:
+def command(place: str | None, store: str | None, follow: bool, every: float, arena_dir: str | None) -> int:
     """Show what is not well, worst first, what would be lost now, and what to do next.
 
     Without STORE: all stores that this host's daemon and memory know. Exit code 3: something is not well; that of the
@@ -74,16 +67,16 @@ def command(
     if not follow:
         found = look()
         width = _width()
-        emit(_fields(found), as_json=as_json, text="\n".join(page(found, width)))
+        emit(_fields(found), text="\n".join(page(found, width)))
         return _code(found, wanted)
     from scarctl.cli.watch import repeat
 
-    if as_json:
-        repeat(every, lambda: emit(_fields(look()), as_json=True))
+    if wants_json():
+        repeat(every, lambda: emit(_fields(look())))
     elif sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
         _on_screen(look, every)
     else:
-        repeat(every, lambda: emit({}, as_json=False, text="\n".join([*page(look(), _width()), ""])))
+        repeat(every, lambda: emit({}, text="\n".join([*page(look(), _width()), ""])))
     return EXIT_OK
 
 

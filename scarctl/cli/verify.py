@@ -55,8 +55,6 @@ def command(
     memory: bool,
     arena_dir: str | None,
     finite: bool,
-    as_json: bool,
-    debug: bool,
 ) -> int:
     """Check every record, segment and checksum of a store, or the structure of CHECKPOINT.
 
@@ -76,24 +74,22 @@ def command(
             raise UsageError("--read-data-subset is for stores", hint="a checkpoint is read as a whole")
         if memory:
             raise UsageError("--memory is for stores: a checkpoint has no copies in memory")
-        return _of_file(checkpoint, read_data, finite, as_json)
+        return _of_file(checkpoint, read_data, finite)
     if finite:
         raise UsageError("--finite is for a CHECKPOINT that is not a store")
     assert store is not None
-    return _of_store(store, read_data, part, arena_dir if memory else False, as_json)
+    return _of_store(store, read_data, part, arena_dir if memory else False)
 
 
-def _of_file(checkpoint: str, read_data: bool, finite: bool, as_json: bool) -> int:
+def _of_file(checkpoint: str, read_data: bool, finite: bool) -> int:
     from scarctl.ops.verify_file import verify_file
 
     found = verify_file(Path(checkpoint), read_data=read_data, finite=finite, progress=Progress("verified"))
-    emit(found.to_json(), as_json=as_json, text="\n".join(verified_lines(found)))
+    emit(found.to_json(), text="\n".join(verified_lines(found)))
     return EXIT_CORRUPT if found.problems else EXIT_OK
 
 
-def _of_store(
-    store: str, read_data: bool, part: str | None, memory: str | Literal[False] | None, as_json: bool
-) -> int:
+def _of_store(store: str, read_data: bool, part: str | None, memory: str | Literal[False] | None) -> int:
     """memory: the folder of the arenas that are compared, too; False: none are."""
     from scarctl.ops.verify_memory import verify_memory
     from scarctl.store import verify
@@ -140,7 +136,7 @@ def _of_store(
     lines = [*lines, f"{looked}: {verdict}", *memory_lines(copies)]
     if memory is not False and not copies:
         lines.append("no copies of this store's runs in this host's memory" if not problems else _SKIPPED)
-    emit(fields, as_json=as_json, text="\n".join(lines))
+    emit(fields, text="\n".join(lines))
     damaged = any(copy.damaged for copy in copies)
     if damaged:
         note(

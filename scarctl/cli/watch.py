@@ -7,24 +7,24 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from scarctl.cli.inspect_view import line, page
-from scarctl.cli.output import emit, note
+from scarctl.cli.output import emit, note, wants_json
 from scarctl.ops.surveyed import Survey
 
 Look: TypeAlias = Callable[[], Survey]
 
 
-def watch(look: Look, every: float, *, as_json: bool, on_screen: bool, limit: int | None) -> None:
+def watch(look: Look, every: float, *, on_screen: bool, limit: int | None) -> None:
     """Show the result of `look` every `every` seconds until the run has ended.
 
-    With `as_json`, every look is a line of JSON with at most `limit` partitions (None: all). With `on_screen`, one page
+    With `--json`, every look is a line of JSON with at most `limit` partitions (None: all). With `on_screen`, one page
     is refreshed in place. Otherwise every look is a line of text. Ctrl-C raises KeyboardInterrupt.
     """
-    if as_json:
-        _follow(look, every, lambda view: emit(view.to_json(limit), as_json=True))
+    if wants_json():
+        _follow(look, every, lambda view: emit(view.to_json(limit)))
     elif on_screen:
         _follow_on_screen(look, every)
     else:
-        _follow(look, every, lambda view: emit({}, as_json=False, text=line(view)))
+        _follow(look, every, lambda view: emit({}, text=line(view)))
 
 
 def _follow(look: Look, every: float, show: Callable[[Survey], None]) -> None:

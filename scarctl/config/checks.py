@@ -55,6 +55,14 @@ def check_policy(policy: object) -> None:
         raise UsageError(f"unknown policy {policy!r}", hint=f"use one of {', '.join(POLICIES)}")
 
 
+def check_rate(name: str, value: object) -> None:
+    """Raise UsageError naming the setting unless `value` is None or a finite number above 0."""
+    if value is not None and (
+        isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf
+    ):
+        raise UsageError(f"{name} is {value!r}", hint="give bytes per second, more than 0")
+
+
 def check_peer_files(tls: object, secret: object) -> None:
     """Raise UsageError unless `tls` is three paths, `secret` is one, or None. The files are read later."""
     if secret is not None and not (isinstance(secret, str | os.PathLike) and os.fspath(secret)):

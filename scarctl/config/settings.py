@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from scarctl.config.checks import (
     check_overhead,
     check_peer_files,
     check_policy,
+    check_rate,
     check_storage_options,
     check_store,
     parse_bytes,
@@ -47,25 +47,8 @@ from scarctl.config.options import (
 from scarctl.errors import UsageError
 from scarctl.state.encodings import ENCODINGS, Encoding
 
-VERBS = frozenset(
-    {
-        *(
-            "atol",
-            "finite",
-            "full",
-            "ignore",
-            "into",
-            "keep",
-            "lost",
-            "memory",
-            "no_writer",
-            "output",
-            "reap",
-            "rtol",
-        ),
-        *("snapshot", "values", "weights", "yes"),
-    }
-)
+VERBS = frozenset(("atol", "finite", "full", "ignore", "into", "keep", "lost", "memory", "no_writer", "output", "reap",
+                   "rtol", "snapshot", "values", "weights", "yes"))  # fmt: skip
 """Options that name an action: they are accepted on the command line only, never from the environment or a file."""
 
 
@@ -178,11 +161,7 @@ class SessionSettings:
             isinstance(self.peer_domain, str) and len(self.peer_domain) < 200
         ):
             raise UsageError(f"peer_domain is {self.peer_domain!r:.80}", hint="give a short name")
-        rate = self.peer_bandwidth
-        if rate is not None and (
-            isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < math.inf
-        ):
-            raise UsageError(f"peer_bandwidth is {rate!r}", hint="give bytes per second, more than 0")
+        check_rate("peer_bandwidth", self.peer_bandwidth)
         if self.peer_ack not in get_args(PeerAck):
             raise UsageError(f"peer_ack is {self.peer_ack!r:.80}", hint='use "next" or "all"')
         check_peer_files(self.peer_tls, self.peer_secret_file)
@@ -193,12 +172,8 @@ class SessionSettings:
             )
 
     def _check_bandwidth(self) -> None:
-        limit = self.max_bandwidth
-        if limit is None:
-            return
-        if isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < math.inf:
-            raise UsageError(f"max_bandwidth is {limit!r}", hint="give bytes per second, more than 0")
-        if self.interval != "auto":
+        check_rate("max_bandwidth", self.max_bandwidth)
+        if self.max_bandwidth is not None and self.interval != "auto":
             raise UsageError(
                 f"max_bandwidth sets the pace, and so does an interval of {self.interval}",
                 hint='give interval="auto" with it, or leave one of them out',
@@ -320,16 +295,9 @@ def _whole_bytes(text: str) -> int:
 
 
 def _flag(text: str) -> bool:
-    words = {
-        "1": True,
-        "true": True,
-        "yes": True,
-        "on": True,
-        "0": False,
-        "false": False,
-        "no": False,
-        "off": False,
-    }
+    words = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
+        ("0", "false", "no", "off"), False
+    )
     return words[text.strip().lower()]
 
 
@@ -342,34 +310,19 @@ def _parse(name: str, text: str, read: Callable[[str], object]) -> object:
 
 # A norm function and row patterns have no form as text.
 _FROM_TEXT: dict[str, Callable[[str], object]] = {
-    "store": str,
-    "assume_single_writer": _flag,
+    **dict.fromkeys(
+        ("store", "policy", "norm", "tracker", "encoding", "grace", "on_error", "arena_dir"), str
+    ),
+    **dict.fromkeys(("peer_domain", "peer_ack", "peer_secret_file"), str),
+    **dict.fromkeys(("assume_single_writer", "extrapolate", "by_layer"), _flag),
+    **dict.fromkeys(("flush_on_signal", "daemon", "pin_memory", "validate"), _flag),
+    **dict.fromkeys(("max_staleness", "shards", "seed", "peers"), int),
     "fraction": parse_fraction,
     "interval": _interval,
     "overhead": parse_overhead,
     "max_bandwidth": parse_bytes,
-    "policy": str,
-    "norm": str,
-    "tracker": str,
-    "encoding": str,
-    "max_staleness": int,
-    "extrapolate": _flag,
-    "shards": int,
-    "seed": int,
     "partition_bytes": _whole_bytes,
-    "by_layer": _flag,
-    "flush_on_signal": _flag,
-    "grace": str,
-    "on_error": str,
-    "daemon": _flag,
-    "arena_dir": str,
-    "pin_memory": _flag,
-    "validate": _flag,
     "timeout": float,
-    "peers": int,
-    "peer_domain": str,
     "peer_bandwidth": parse_bytes,
-    "peer_ack": str,
     "peer_tls": parse_paths,
-    "peer_secret_file": str,
 }

@@ -61,7 +61,6 @@ class HostSaver(LocalSaver):
             super().notify()
 
     def stop(self) -> None:
-        """See `Saver`."""
         with self._lock:
             super().stop()
 

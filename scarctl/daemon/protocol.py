@@ -89,6 +89,14 @@ def writable(connection: socket.socket) -> bool:
     return _ready(connection, select.POLLOUT)
 
 
+def hung_up(connection: socket.socket) -> bool:
+    """Return whether the peer has ended the connection, even if requests that it sent before are not read yet."""
+    try:
+        return _ready(connection, getattr(select, "POLLRDHUP", select.POLLHUP))
+    except ValueError:  # closed on this side, too
+        return True
+
+
 def _ready(connection: socket.socket, event: int) -> bool:
     # select() cannot handle descriptors above 1023.
     poll = select.poll()
@@ -192,6 +200,14 @@ def number(message: dict[str, Any], key: str) -> int:
     if type(value) is not int or not 0 <= value < 1 << 40:
         raise UsageError(f"{key} must be a whole number")
     return value
+
+
+def token(message: dict[str, Any]) -> str:
+    """Return the hex digits that identify a repeated request, "" without any. Raises UsageError."""
+    value = message.get("token", "")
+    if value != "" and not is_hex(value, 32):
+        raise UsageError("token is 32 hex digits")
+    return str(value)
 
 
 def secret(message: dict[str, Any]) -> tuple[str, bytes]:

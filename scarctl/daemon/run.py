@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,10 +60,17 @@ class _Speeds:
             self._events.put({"speed": speed.to_json()})
 
 
+class Owner(Protocol):
+    """The connection of a training process."""
+
+    def hung_up(self) -> bool:
+        """Return whether the training process has ended the connection."""
+
+
 class Run:
     """A training process that saves to one store. `saver` saves the copies in its arena."""
 
-    def __init__(self, store: Store, folder: Path, pid: int, owner: object) -> None:
+    def __init__(self, store: Store, folder: Path, pid: int, owner: Owner) -> None:
         self.id = store.run_id
         self.store = store
         self.pid = pid
@@ -75,6 +82,7 @@ class Run:
         self.answers: dict[int, dict[str, Any]] = {}
         """Answers of the training process to the newest wishes, by their number."""
         self._wishes = 0
+        self._tokens: dict[str, int] = {}
         self.saver = HostSaver(store, folder, _Speeds(self.events))
         self.closed = False
         """The training process has ended by closing its session."""
@@ -91,10 +99,19 @@ class Run:
         self._rank = _rank_in(self.store)
         return epoch
 
-    def ask(self, wish: Wish) -> int:
-        """Pass a wish to the training process, and return its number."""
+    def ask(self, wish: Wish, token: str = "") -> int:
+        """Pass a wish to the training process, and return its number.
+
+        token: identifies the wish, "" if it is never repeated. A wish that was passed on is not passed on again.
+        """
+        if token and token in self._tokens:
+            return self._tokens[token]
         self._wishes += 1
         self.events.put({"wish": replace(wish, number=self._wishes).to_json()})
+        if token:
+            self._tokens[token] = self._wishes
+            for old in list(self._tokens)[:-_ANSWERS]:
+                del self._tokens[old]
         return self._wishes
 
     def answer(self, number: int, answer: dict[str, Any]) -> None:
@@ -202,6 +219,13 @@ class Run:
         except PermissionError:
             pass
         return True
+
+    def in_use(self) -> bool:
+        """Return whether the training process exists, and has not ended its connection.
+
+        A busy daemon may read the session's farewell later than the next session's claim.
+        """
+        return self.trainer_lives() and not self.owner.hung_up()
 
     def status(self, phase: Phase) -> RunStatus:
         """Return the figures for `scarctl daemon status`."""

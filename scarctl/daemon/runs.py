@@ -27,7 +27,7 @@ from scarctl.daemon.lifecycle import (
     Tick,
     TrainerGone,
 )
-from scarctl.daemon.run import Run
+from scarctl.daemon.run import Owner, Run
 from scarctl.daemon.status import RunStatus
 from scarctl.errors import Contention, UsageError
 from scarctl.store import Store
@@ -103,21 +103,21 @@ class Runs:
             self._apply(Released(run.id))
             self.changed.notify_all()
 
-    def claim(self, store: Store, pid: int, owner: object) -> Run:
+    def claim(self, store: Store, pid: int, owner: Owner) -> Run:
         """Begin a run of the training process `pid`, with the connection `owner`. Takes the store's lock.
 
-        Raises Contention if a live process has the store, if the daemon has not finished a dead process's run, or if
+        Raises Contention if a live session has the store, if the daemon has not finished a dead process's run, or if
         it is ending. Raises Unavailable if there are too many sessions.
         """
         deadline = time.monotonic() + _PATIENCE
         with self.changed:
             while (known := self._runs.get(store.run_id)) is not None:
-                if self.life.runs[store.run_id] is Phase.ATTACHED and known.trainer_lives():
+                if self.life.runs[store.run_id] is Phase.ATTACHED and known.in_use():
                     raise Contention(
                         f"{store.url}: process {known.pid} is saving to this store",
                         hint="wait until it ends, or stop it; reading needs no lock",
                     )
-                # The earlier training process has died: the new one continues with its arena.
+                # The earlier session has ended or its process has died: the new one continues with its arena.
                 known.saver.give_way()
                 self._apply(Detached(store.run_id))
                 if not self.changed.wait(deadline - time.monotonic()):

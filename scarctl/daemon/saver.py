@@ -40,7 +40,7 @@ _LONGEST_PAUSE = 2.0
 
 
 class DaemonSaver:
-    """Saves in the host's daemon. Saving continues if this process dies, and in a new daemon if the daemon dies."""
+    """A `Saver` in the host's daemon. Saving continues if this process dies, and in a new daemon if the daemon dies."""
 
     outlives = True
 
@@ -87,7 +87,6 @@ class DaemonSaver:
         self._watcher.start()
 
     def open(self, arena: Arena) -> None:
-        """See `Saver`."""
         arena.begin_epoch(self._done("open")["epoch"], again=True)
         self._arena = arena
 
@@ -105,7 +104,6 @@ class DaemonSaver:
             self._lock.release()
 
     def drain(self, timeout: float) -> bool:
-        """See `Saver`."""
         deadline = time.monotonic() + timeout
         while self._failure is None:
             left = max(0.0, deadline - time.monotonic())
@@ -126,17 +124,14 @@ class DaemonSaver:
         return False
 
     def fault(self) -> ScarError:
-        """See `Saver`."""
         return self._failure or self._last or Unavailable("the store did not finish in time")
 
     @property
     def failure(self) -> ScarError | None:
-        """See `Saver`."""
         return self._failure
 
     @property
     def trouble(self) -> ScarError | None:
-        """See `Saver`."""
         return self._trouble
 
     @property
@@ -145,17 +140,14 @@ class DaemonSaver:
         return self._speed
 
     def stop(self) -> None:
-        """See `Saver`."""
         self._stopped = True  # first, so that a new daemon does not start saving either
         self._done("pause")
 
     def resume(self) -> None:
-        """See `Saver`."""
         self._stopped = False
         self._done("resume")
 
     def roll_back(self, seqs: Mapping[int, int]) -> None:
-        """See `Saver`."""
         assert self._arena is not None
         reply = self._done("roll_back", seqs={str(k): v for k, v in seqs.items()})
         self._arena.begin_epoch(reply["epoch"], again=True)
@@ -176,7 +168,6 @@ class DaemonSaver:
             return not_evacuated(self._arena, HandOverQueue(self._arena.folder), error)
 
     def answer(self, number: int, fields: Mapping[str, Any]) -> None:
-        """See `Saver`."""
         with contextlib.suppress(ScarError):  # without an answer the command ends after its timeout
             self._ask("answer", number=number, answer=dict(fields))
 
@@ -232,12 +223,10 @@ class DaemonSaver:
             time.sleep(min(_PAUSE, left))
 
     def leave(self) -> None:
-        """See `Saver`."""
         # The end of the connection has the same effect, so a daemon that does not answer is not waited for.
         self._part("leave", _FAREWELL)
 
     def close(self, current: Current = Current.FINISH) -> None:
-        """See `Saver`."""
         self._part("close", _SLICE + _MARGIN)
 
     def _part(self, op: str, patience: float) -> None:
@@ -320,6 +309,8 @@ class DaemonSaver:
                     self._on_request(Wish.from_json(event["wish"]))
                 elif "warn" in event:
                     log.warning("%s", event["warn"])
+                elif "note" in event:
+                    log.info("%s", event["note"])
                 elif "speed" in event:
                     self._speed = Speed.from_json(event["speed"])
             except (protocol.Closed, OSError, Corruption):

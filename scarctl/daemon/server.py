@@ -25,6 +25,7 @@ from scarctl.daemon.request import Wish
 from scarctl.daemon.run import Run
 from scarctl.daemon.runs import Runs
 from scarctl.daemon.status import DaemonStatus, ReplicaStatus
+from scarctl.daemon.trouble import Trouble
 from scarctl.errors import ScarError, UsageError, error_fields
 from scarctl.peers.host import Host
 from scarctl.peers.sender import Source
@@ -130,7 +131,7 @@ class Daemon:
 
     def _converse(self, connection: socket.socket) -> None:
         """Answer one peer until it disconnects. No message of a peer ends the daemon by an exception."""
-        peer = _Peer()
+        peer = _Peer(connection)
         try:
             with connection:
                 connection.settimeout(_PATIENCE)
@@ -177,11 +178,13 @@ class Daemon:
 
     def _watch(self, connection: socket.socket, run: Run) -> NoReturn:
         """Send a session the events of its run until it disconnects. The end of the connection reports our end."""
-        reported = False
+        reported, trouble = False, Trouble()
         while not self.runs.ended.is_set():
             with contextlib.suppress(queue.Empty):
                 protocol.send(connection, run.events.get(timeout=_TICK))
-            failed = run.saver.failure
+            thread, failed = run.saver.thread, run.saver.failure
+            if failed is None and (news := trouble.look(thread.last_error if thread else None)) is not None:
+                protocol.send(connection, news)
             if failed is not None and not reported:
                 reported = True
                 protocol.send(connection, {"failed": error_fields(failed)})
@@ -308,9 +311,10 @@ class Daemon:
     def ask(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """Pass a wish on to a running session."""
         wish = Wish.from_json(message.get("wish"))
+        token = protocol.token(message)
         with self.runs.changed:
             run = self.runs.attached(protocol.text(message, "store"))
-            return {"pid": run.pid, "number": run.ask(wish)}
+            return {"pid": run.pid, "number": run.ask(wish, token)}
 
     def answer(self, peer: _Peer, message: dict[str, Any]) -> None:
         """Keep a session's answer to a wish."""
@@ -360,11 +364,16 @@ class Daemon:
 class _Peer:
     """One connection: the process at its other end, and the run that it has claimed."""
 
-    def __init__(self) -> None:
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
         self.pid = 0
         self.run: str | None = None
         self.watched: Run | None = None
         """The run whose events are sent over this connection, if any."""
+
+    def hung_up(self) -> bool:
+        """See `Owner`."""
+        return protocol.hung_up(self._connection)
 
 
 _Operation = Callable[[Daemon, _Peer, dict[str, Any]], Mapping[str, Any] | None]

@@ -163,19 +163,15 @@ class Solo(Team):
         self.rank, self.world = 0, 1
 
     def gather(self, value: object) -> list[Any]:
-        """See `Team`."""
         return [value]
 
     def from_rank(self, rank: int, value: object = None) -> Any:
-        """See `Team`."""
         return value
 
     def agree(self, call: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
-        """See `Team`."""
         return call()
 
     def collect(self, call: Callable[[], T]) -> list[T]:
-        """See `Team`."""
         return [call()]
 
     def close(self) -> None:

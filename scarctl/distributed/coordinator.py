@@ -193,14 +193,12 @@ class Crew(Together):
         return sum(parameter._version for parameter in self._parameters)
 
     def selector(self) -> Selector:
-        """See `Together`."""
         rank, world = self.team.rank, self.team.world
         if self._exchange_group is None:
             return super().selector()
         return GlobalSelector(Exchange(self._exchange_group, rank, world), self.shards[rank])
 
     def keep_copies(self, saver: Saver, settings: SessionSettings, caveats: Caveats) -> None:
-        """See `Together`."""
         if settings.peers:
             keep_copies(saver, settings, self.team, self.start, caveats)
 
@@ -213,26 +211,21 @@ class Crew(Together):
         self._begun = True
 
     def holds_earlier_run(self, store: Store) -> bool:
-        """See `Together`."""
         return self._earlier
 
     # -- resuming -----------------------------------------------------------------------------------------------
 
     def agree(self, call: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
-        """See `Together`."""
         return self.team.agree(call, undo)
 
     @property
     def several(self) -> bool:
-        """See `Together`."""
         return self.team.world > 1
 
     def gather(self, value: object) -> list[Any]:
-        """See `Together`."""
         return self.team.gather(value)
 
     def agree_on_state(self, found: Found | None, store: Store) -> AgreedState | None:
-        """See `Together`."""
         mine = None
         if found is not None:
             whole = found.whole if found.exact else ""
@@ -260,7 +253,6 @@ class Crew(Together):
         return AgreedState(agreement.step, extras, agreement.exact, summary)
 
     def completed(self, extras: Extras) -> Extras:
-        """See `Together`."""
         early = Early.of(extras.early)
         if early.rng is not None and not self._rank_extras - early.objects.keys():
             return extras
@@ -305,8 +297,6 @@ class Crew(Together):
         return found
 
     def elsewhere(self, store: Store, mode: str, snapshot: str | None) -> Moved | None:
-        """See `Together`."""
-
         def find() -> Moved | None:
             whole = store.again()
             name = None if snapshot is None else read_snapshot(whole, snapshot)
@@ -335,7 +325,6 @@ class Crew(Together):
         return ids
 
     def spread(self) -> None:
-        """See `Together`."""
         if self.division.copies:
             groups, broadcast = self._whole.groups(), broadcast_over(self.team.group)
             self.team.collectively(lambda: spread(self.division, self.team.rank, groups, broadcast))
@@ -355,13 +344,11 @@ class Crew(Together):
         return Wish.from_json(wish if mine else {**wish, "number": 0})
 
     def rescue(self, store: Store, step: int, extras: Callable[[], Extras], whole: str) -> None:
-        """See `Together`."""
         rescue = Rescue(self.division, self.team.rank, self.shards, self._rank_extras)
         if rescue.possible:
             rescue.run(store, self._settings, self._whole.groups(), step, extras(), whole)
 
     def close(self) -> None:
-        """See `Together`."""
         self.team.close()
 
 

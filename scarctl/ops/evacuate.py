@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -148,6 +149,8 @@ def _flush(folder: Path, runs: Sequence[RunStatus], deadline: float, seconds: fl
 
     One that has ended meanwhile has: its memory is evacuated as that of a dead process.
     """
+    token = secrets.token_hex(16)
+    """Has the session flush once, although a request whose answer is late is repeated."""
     waiting = {run["id"]: 0 for run in runs}
     """Numbers of the wishes, by run; 0: not asked yet."""
     flushed = dict.fromkeys(waiting, False)
@@ -158,7 +161,7 @@ def _flush(folder: Path, runs: Sequence[RunStatus], deadline: float, seconds: fl
             try:
                 if not number:
                     wish = Wish("flush", seconds=max(_POLL, deadline - time.monotonic())).to_json()
-                    asked = client.ask(folder, "ask", patience=patience, store=name, wish=wish)
+                    asked = client.ask(folder, "ask", patience=patience, store=name, wish=wish, token=token)
                     waiting[name] = int(asked["number"])
                     continue
                 replied = client.ask(folder, "answered", patience=patience, store=name, number=number)

@@ -30,6 +30,18 @@ _ANSWER_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
+class _Request:
+    """A request for a checkpoint."""
+
+    full: bool
+    timeout: float
+    """Seconds to wait for it."""
+    deadline: float
+    """The end of these seconds, by the monotonic clock."""
+    arena_dir: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class LiveCheckpoint:
     """A durable checkpoint of a running session."""
 
@@ -116,11 +128,10 @@ def checkpoint_live(
     Raises UsageError (`kind` "no-session"), and Unavailable if no new checkpoint is durable after `timeout` seconds.
     """
     topology = newest_topology(store)
-    deadline = time.monotonic() + timeout
+    request = _Request(full, timeout, time.monotonic() + timeout, arena_dir)
     if topology is None:
         asked_at = _under_way(store, arena_dir)
-        pid = _ask(store, full=full, arena_dir=arena_dir)
-        return _wait(store, pid, asked_at, full=full, timeout=timeout, deadline=deadline, arena_dir=arena_dir)
+        return _wait(store, _ask(store, request), asked_at, request)
     if every and topology.independent:
         raise UsageError(
             f"{store.url}: members have no common step, so that no snapshot is of all of them",
@@ -130,10 +141,10 @@ def checkpoint_live(
     for left in reversed(range(_TOGETHER)):
         if every:
             _require_all(store, topology, arena_dir)
-        made = _ask_ranks(store, topology, full=full, timeout=timeout, deadline=deadline, arena_dir=arena_dir)
+        made = _ask_ranks(store, topology, request)
         # Some ranks got the request a step later than others, so it is repeated for all.
         again = full and made.apart and not topology.independent
-        if not (again and left and time.monotonic() < deadline):
+        if not (again and left and time.monotonic() < request.deadline):
             return made
     raise AssertionError("unreachable")
 
@@ -153,22 +164,20 @@ def _require_all(store: Store, topology: Topology, arena_dir: str | None) -> Non
         )
 
 
-def _ask_ranks(
-    store: Store, topology: Topology, *, full: bool, timeout: float, deadline: float, arena_dir: str | None
-) -> LiveRanks:
+def _ask_ranks(store: Store, topology: Topology, request: _Request) -> LiveRanks:
     asked: dict[int, tuple[Store, int, int]] = {}
     views = [store.of_shard(shard) for shard in topology.shards]
     # Read for all ranks first, because all have to get the request at one moment.
-    before = [_under_way(view, arena_dir) for view in views]
+    before = [_under_way(view, request.arena_dir) for view in views]
     for rank, (view, asked_at) in enumerate(zip(views, before, strict=True)):
-        if full and asked and not topology.independent:
+        if request.full and asked and not topology.independent:
             # The rank passes the request on, so that all save after the same step.
-            there = peek(arena_dir, view.run_id)
+            there = peek(request.arena_dir, view.run_id)
             if there is not None and there.alive:
                 asked[rank] = (view, there.pid, asked_at)
             continue
         try:
-            asked[rank] = (view, _ask(view, full=full, arena_dir=arena_dir), asked_at)
+            asked[rank] = (view, _ask(view, request), asked_at)
         except UsageError as error:
             if error.kind != "no-session" or (not asked and rank + 1 == topology.world):
                 raise
@@ -176,12 +185,10 @@ def _ask_ranks(
     problem: Unavailable | None = None
     for rank, (view, pid, asked_at) in asked.items():
         try:
-            made[rank] = _wait(
-                view, pid, asked_at, full=full, timeout=timeout, deadline=deadline, arena_dir=arena_dir
-            )
+            made[rank] = _wait(view, pid, asked_at, request)
         except Unavailable as error:
             problem = error  # perhaps none of its partitions has changed
-    if problem is not None and (full or not made):
+    if problem is not None and (request.full or not made):
         raise problem
     return LiveRanks(topology.world, made, topology.independent)
 
@@ -193,45 +200,42 @@ def _under_way(store: Store, arena_dir: str | None) -> int:
     return pack(epoch_of(newest), before.head_step) if before is not None and newest >= 0 else NEVER
 
 
-def _ask(store: Store, *, full: bool, arena_dir: str | None) -> int:
+def _ask(store: Store, request: _Request) -> int:
     """Request a checkpoint from a session, and return its process id."""
+    wish = Wish("full" if request.full else "partial")
+    hint = "start the session with Settings(daemon=True), or SCARCTL_DAEMON=1"
+    return int(_pass_on(request.arena_dir, store.run_id, wish, hint)["pid"])
+
+
+def _pass_on(arena_dir: str | None, run: str, wish: Wish, hint: str) -> dict[str, Any]:
+    """Give a wish to the daemon, and return its answer. Raises UsageError (`kind` "no-session") without one."""
     try:
-        wish = Wish("full" if full else "partial")
-        return int(ask(host_folder(arena_dir), "ask", store=store.run_id, wish=wish.to_json())["pid"])
+        return ask(host_folder(arena_dir), "ask", store=run, wish=wish.to_json())
     except Unavailable as error:
         if error.kind != "no-daemon":
             raise
         raise UsageError(
             "no running session saves to this store through this host's daemon",
-            hint="start the session with Settings(daemon=True), or SCARCTL_DAEMON=1",
+            hint=hint,
             kind="no-session",
         ) from None
 
 
-def _wait(
-    store: Store,
-    pid: int,
-    asked_at: int,
-    *,
-    full: bool,
-    timeout: float,
-    deadline: float,
-    arena_dir: str | None,
-) -> LiveCheckpoint:
+def _wait(store: Store, pid: int, asked_at: int, request: _Request) -> LiveCheckpoint:
     """Wait until a checkpoint newer than version `asked_at` is durable."""
     while True:
         started = time.monotonic()
-        found = _look(store, arena_dir, asked_at, pid)
-        if found is not None and (found.exact or not full):
+        found = _look(store, request.arena_dir, asked_at, pid)
+        if found is not None and (found.exact or not request.full):
             return found
         now = time.monotonic()
-        if now > deadline:
+        if now > request.deadline:
             break
         time.sleep(max(_POLL, now - started))  # a large arena takes longer to read
     if found is not None:
         return found
     raise Unavailable(
-        f"process {pid} got the request, but no newer checkpoint is durable after {timeout:g} s",
+        f"process {pid} got the request, but no newer checkpoint is durable after {request.timeout:g} s",
         hint="it saves after its next step, if a partition has changed; `scarctl daemon status` shows its step",
     )
 
@@ -329,21 +333,14 @@ def recover_live(
     else:
         runs = [store.run_id] if topology is None else [store.of_shard(s).run_id for s in topology.shards]
     wish, deadline = Wish("recover", lost=tuple(lost), max_rework=max_rework), time.monotonic() + timeout
+    hint = "`scarctl recover` restores into a stopped run's arena, or into a file"
     for run in runs:
         try:
-            asked = ask(folder, "ask", store=run, wish=wish.to_json())
+            asked = _pass_on(arena_dir, run, wish, hint)
         except UsageError as error:
             if error.kind != "no-session" or run == runs[-1]:
                 raise
             continue
-        except Unavailable as error:
-            if error.kind != "no-daemon":
-                raise
-            raise UsageError(
-                "no running session saves to this store through this host's daemon",
-                hint="`scarctl recover` restores into a stopped run's arena, or into a file",
-                kind="no-session",
-            ) from None
         while (answer := ask(folder, "answered", store=run, number=asked["number"])["answer"]) is None:
             if time.monotonic() > deadline:
                 raise Unavailable(

@@ -14,14 +14,11 @@ from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena, arena_folder
 from scarctl.arena.owner import read_owner
-from scarctl.arena.rows import read_rows
-from scarctl.state.layout import Layout
+from scarctl.recovery.memory import checksums, pieces
 from scarctl.store import ShardState, Store, topology_epochs
-from scarctl.store.segment import by_group, partition_checksums
-from scarctl.util.arrays import Bytes, Ids
+from scarctl.util.arrays import Ids
 from scarctl.util.document import Document
 
-_BATCH = 8 << 20
 _NAMED = 1000
 
 
@@ -69,6 +66,7 @@ def _check(arena: Arena, folder: Path, run: str, store: Store, shards: Sequence[
     layout, step = arena.layout, arena.head_step
     # Noted before the records are read: of what is durable now, and stays unchanged, they have the checksums.
     generation, version, durable = arena.generation.copy(), arena.version.copy(), arena.durable.copy()
+    lifted = np.maximum(version, arena.sealed)  # a seal found all durable copies unchanged
     has = ((generation & np.uint64(1)) == 0) & (version >= 0)
     compared, damaged = 0, [np.empty(0, np.int64)]
     for state in store.states(shards).values():
@@ -78,8 +76,9 @@ def _check(arena: Arena, folder: Path, run: str, store: Store, shards: Sequence[
         at = np.flatnonzero(state.saved & ~state.doubt & ~state.encoded)
         ids = state.ids[at]
         # A later copy of the same version may have other values; then it is not acknowledged as durable.
-        same = has[ids] & (version[ids] == state.version[at]) & (durable[ids] == version[ids])
-        for looked, differs in _compare(arena, ids[same], state, at[same], generation):
+        same = has[ids] & (durable[ids] == version[ids])
+        same &= (version[ids] == state.version[at]) | (lifted[ids] == state.version[at])
+        for looked, differs in _compare(arena, ids[same], state, at[same], version, generation):
             compared += looked
             damaged.append(differs)
     bad = np.concatenate(damaged)
@@ -97,37 +96,17 @@ def _check(arena: Arena, folder: Path, run: str, store: Store, shards: Sequence[
 
 
 def _compare(
-    arena: Arena, ids: Ids, state: ShardState, at: Ids, generation: NDArray[np.uint64]
+    arena: Arena, ids: Ids, state: ShardState, at: Ids, version: Ids, generation: NDArray[np.uint64]
 ) -> Iterator[tuple[int, Ids]]:
     """Yield how many partitions were compared, and which of them differ.
 
-    at: places of `ids` in the state. generation: of every partition, even for `ids`, noted before the state was read.
+    at: places of `ids` in the state. version, generation: of every partition, noted before the state was read. The
+    generations of `ids` were even.
     """
-    layout = arena.layout
-    for g, first, last in by_group(layout, ids):
-        sizes = np.cumsum(layout.partition_bytes[ids[first:last]])
-        a = first
-        while a < last:
-            done = int(sizes[a - first - 1]) if a > first else 0
-            b = max(a + 1, first + int(np.searchsorted(sizes, done + _BATCH, side="right")))
-            part, places = ids[a:b], at[a:b]
-            data = read_rows(arena, part, np.empty(int(layout.partition_bytes[part].sum()), np.uint8))
-            sums = partition_checksums(layout.groups[g], b - a, _by_tensor(layout, g, part, data))
-            # What changed while it was read says nothing.
-            still = (arena.version[part] == state.version[places]) & (
-                arena.generation[part] == generation[part]
-            )
-            differs = still & (sums != state.checksum[places])
-            yield int(still.sum()), part[differs]
-            a = b
-
-
-def _by_tensor(layout: Layout, g: int, ids: Ids, data: Bytes) -> list[Bytes]:
-    """Split what `read_rows` returned of one group's partitions into its tensors."""
-    group = layout.groups[g]
-    local = ids - layout.base[g]
-    rows = np.minimum(group.rows_per_partition, group.rows - local * group.rows_per_partition)
-    ends = np.cumsum([int(rows.sum()) * tensor.row_bytes for tensor in group.tensors])
-    return [
-        data[end - int(rows.sum()) * t.row_bytes : end] for t, end in zip(group.tensors, ends, strict=True)
-    ]
+    for g, part in pieces(arena.layout, ids):
+        some = ids[part]
+        sums = checksums(arena, g, some)
+        # What changed while it was read says nothing.
+        still = (arena.version[some] == version[some]) & (arena.generation[some] == generation[some])
+        differs = still & (sums != state.checksum[at[part]])
+        yield int(still.sum()), some[differs]

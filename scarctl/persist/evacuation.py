@@ -346,7 +346,7 @@ class Evacuation:
         started = self._clock()
         written = self._tier.persist(handover)
         if handover.sealed:
-            self._committed(written, started)
+            self._committed(written + nbytes, started)
         if self._extras is handover and (written or handover.sealed):
             self._extras = None
         self._queue.remove(handover.number)

@@ -106,7 +106,7 @@ class Saver(Protocol):
 
 
 class LocalSaver:
-    """Saves from a thread of this process."""
+    """A `Saver` in a thread of this process."""
 
     outlives = False
 
@@ -153,16 +153,13 @@ class LocalSaver:
         self._running().notify()
 
     def drain(self, timeout: float) -> bool:
-        """See `Saver`."""
         return self._running().drain(timeout)
 
     def fault(self) -> ScarError:
-        """See `Saver`."""
         return self._running().fault()
 
     @property
     def failure(self) -> ScarError | None:
-        """See `Saver`."""
         return self._thread.failure if self._thread is not None else None
 
     @property
@@ -172,7 +169,6 @@ class LocalSaver:
 
     @property
     def speed(self) -> Speed | None:
-        """See `Saver`."""
         return self._thread.speed if self._thread is not None else None
 
     @property
@@ -192,7 +188,6 @@ class LocalSaver:
             self._start()
 
     def roll_back(self, seqs: Mapping[int, int]) -> None:
-        """See `Saver`."""
         assert self.arena is not None
         assert self._writer is not None
         self._writer.roll_back(seqs)
@@ -220,7 +215,6 @@ class LocalSaver:
         """See `Saver`. Does nothing: commands send requests through the daemon only."""
 
     def close(self, current: Current = Current.FINISH) -> None:
-        """See `Saver`."""
         if current is Current.INTERRUPT:
             self.store.blobs.hurry()
         try:

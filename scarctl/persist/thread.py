@@ -346,7 +346,8 @@ class PersisterThread:
             return False
 
     def _note(self, error: ScarError) -> None:
-        if self.last_error is None or self.last_error.message != error.message:
+        # The message is another one in each attempt: it names a new file.
+        if self.last_error is None or self.last_error.kind != error.kind:
             log.warning("saving failed, %s: %s", "retrying" if _may_pass(error) else "giving up", error)
         self.last_error = error
         self.stats.errors += 1

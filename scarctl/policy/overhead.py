@@ -36,6 +36,10 @@ _STALE = 256
 """Iterations without a quiet one after which an interval is made longer to get some."""
 _PROBE, _MOST_PROBE = 8, 64
 """Iterations of such an interval; doubled if it did not suffice."""
+_SURE = 8
+"""Checkpoints after which their mean cost is known. Before, an interval is no longer than all iterations so far ..."""
+_YOUNG = 8
+"""... unless that takes more than so many times the budget."""
 
 
 class Cost(NamedTuple):
@@ -93,6 +97,8 @@ class Overhead:
         """Whether a regular checkpoint was begun: then the lines below are its own."""
         self._beside: list[tuple[float, float]] = []
         self._iterations = 0
+        self._all_iterations = 0
+        """All iterations that were noted."""
         self._over = True
         """Whether a quiet iteration has come after those alongside the newest checkpoint."""
         self._void = False
@@ -133,6 +139,7 @@ class Overhead:
         """Note an iteration. stalled: seconds of it in hooks and waiting. busy: a checkpoint was copied or saved."""
         one = max(0.0, seconds - stalled), stalled
         self._iterations += 1
+        self._all_iterations += 1
         self._any.append(one)
         if busy:
             self._without_quiet += 1
@@ -148,6 +155,7 @@ class Overhead:
     def skip(self) -> None:
         """Note an iteration that says nothing, because something else than a regular checkpoint was made."""
         self._iterations += 1
+        self._all_iterations += 1
         self._void = self._void or not self._over
 
     def begin(self) -> None:
@@ -188,6 +196,9 @@ class Overhead:
             found = (expected + debt / _PAID_BACK) / allowed
         longest = max(1.0, self._longest / usual.seconds) if usual.seconds else math.inf
         self.bounded = found > longest
+        if len(self._costs) < _SURE:
+            # A few noisy iterations must not leave a young run without a copy. The account has what this costs.
+            found = max(found / _YOUNG, min(found, self._all_iterations))
         self.interval = max(1, math.ceil(min(found, longest, 1e9)))
         stale = self._without_quiet > max(_STALE, _CHECKPOINTS * self.interval)
         self.probing = len(self._quiet) < _ENOUGH or stale

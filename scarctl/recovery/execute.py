@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.errors import NoIntactCopy
+from scarctl.recovery.memory import differing, fault
 from scarctl.recovery.plan import (
     MEMORY,
     PEER,
@@ -77,6 +78,8 @@ class Report:
     seconds: float
     problems: tuple[str, ...] = ()
     """Descriptions of damaged copies, for display."""
+    memory_fault: str = ""
+    """Sentence that names copies in memory whose bytes had changed, and which were not used; "" without one."""
     output: str | None = None
     """Path of the written file."""
     cost: Cost | None = None
@@ -137,7 +140,10 @@ class Report:
 
 
 def execute(plan: Plan, store: Store | None, arena: Arena | None, sink: Sink) -> Report:
-    """Write the plan's partitions to `sink`. Those from the store are verified; copies in memory have no checksums.
+    """Write the plan's partitions to `sink`. Those from the store are verified.
+
+    Copies in memory are verified where the plan has a state of the store with the same copy; where their bytes differ,
+    that copy is taken.
 
     A damaged copy is replaced by the next best: the newer of the copy in memory and an older version in the store. A
     rollback takes the next older sealed state instead. The report is then `degraded`.
@@ -182,7 +188,7 @@ def execute_once(plan: Plan, store: Store | None, arena: Arena | None, sink: Sin
     if sink.overwrites(plan.ids, plan.version):
         for _ in run.pieces():
             pass
-        run = _Run(run.outcome(), store, arena, run.problems)
+        run = _Run(run.outcome(), store, arena, run)
     squared = run.deliver(sink)
     done = run.outcome()
     return Report(
@@ -190,7 +196,8 @@ def execute_once(plan: Plan, store: Store | None, arena: Arena | None, sink: Sin
         _perturbation(done.ids, squared, distance),
         time.perf_counter() - started,
         tuple(dict.fromkeys(run.problems)),
-        saved_at=last_saved(store, plan.states) if store is not None and (plan.tier == STORE).any() else None,
+        run.memory_fault,
+        saved_at=last_saved(store, plan.states) if store is not None and (done.tier == STORE).any() else None,
     )
 
 
@@ -210,20 +217,26 @@ class _Piece:
 
 
 class _Run:
-    """One pass over a plan: yields pieces, verified if they are the store's, and records their actual sources."""
+    """One pass over a plan: yields verified pieces, and records their actual sources.
+
+    earlier: a pass over the same plan, of which this one's plan is the outcome.
+    """
 
     def __init__(
-        self, plan: Plan, store: Store | None, arena: Arena | None, problems: Sequence[str] = ()
+        self, plan: Plan, store: Store | None, arena: Arena | None, earlier: _Run | None = None
     ) -> None:
         self.plan = plan
         self.store = store
         self.arena = arena
         self.tier = plan.tier.copy()
         self.version = plan.version.copy()
-        self.decoded = np.zeros(len(plan.ids), dtype=bool)
-        self.problems = list(problems)
-        self.fell_back = False
-        self.moved_on = False
+        none = np.zeros(len(plan.ids), dtype=bool)
+        self.decoded = none.copy()
+        self.problems: list[str] = [] if earlier is None else earlier.problems
+        self.memory_fault: str = "" if earlier is None else earlier.memory_fault
+        self.changed: NDArray[np.bool_] = none if earlier is None else earlier.changed
+        """Marks the partitions whose copies in memory have other bytes than the same copies in the store."""
+        self.fell_back = self.moved_on = False
         self.same = True
         """Whether every substituted copy has the bytes of the planned one, or belongs to the same whole state."""
         self.skip_memory = False
@@ -246,7 +259,7 @@ class _Run:
 
     def outcome(self) -> Plan:
         """Return the executed plan."""
-        if not self.fell_back and not self.moved_on:
+        if not self.fell_back and not self.moved_on and not self.changed.any():
             return self.plan
         step = only_step(self.version)
         return replace(
@@ -263,12 +276,29 @@ class _Run:
     def pieces(self) -> Generator[_Piece, None, None]:
         """Yield every partition of the plan once; with `skip_memory` only those from the store."""
         plan = self.plan
-        near = plan.tier == MEMORY
+        self._compare()
+        near = self.tier == MEMORY
         yield from self._from_memory(plan.ids[near], plan.version[near])
-        far = plan.ids[plan.tier == STORE]
+        far = plan.ids[self.tier == STORE]
         shard_of = plan.shard_of[far]
         for shard in distinct(shard_of).tolist():
             yield from self._from_store(shard, far[shard_of == shard])
+
+    def _compare(self) -> None:
+        """Take the store's copies instead of those in memory whose bytes differ from them. The state is the same."""
+        arena, near = self.arena, self.plan.ids[self.plan.tier == MEMORY]
+        if arena is None or not near.size:
+            return
+        shard_of = self.plan.shard_of[near]
+        bad = near[:0]
+        for shard, state in self.plan.states.items():
+            found = differing(arena, near[shard_of == shard], state)
+            self._settle(found, STORE, versions_of(state, found))
+            bad = np.union1d(bad, found)
+        if bad.size:
+            self.changed[places(self.plan.ids, bad)] = True
+            self.memory_fault = fault(arena, bad)
+            self.problems.append(self.memory_fault)
 
     def _from_memory(self, ids: Ids, versions: Ids) -> Iterator[_Piece]:
         arena, layout = self.arena, self.plan.layout
@@ -323,6 +353,7 @@ class _Run:
             return ids
         stored = versions_of(older, ids) if older is not None else np.full(len(ids), NEVER)
         near, memory = nearer(self.arena, ids, stored)
+        near &= ~self.changed[places(self.plan.ids, ids)]
         self._settle(ids[near], MEMORY, memory[near])
         self.same &= not near.any() or self.arena.whole == self.plan.whole
         yield from self._from_memory(ids[near], memory[near])
@@ -344,8 +375,7 @@ class _Run:
 
 def _checksums(state: ShardState, ids: Ids) -> NDArray[np.uint64]:
     """Return the checksums of a state's copies of `ids`, which are its members: uint64 of the shape of `ids`."""
-    found: NDArray[np.uint64] = state.checksum[state.find(ids)]
-    return found
+    return np.asarray(state.checksum[state.find(ids)], dtype=np.uint64)
 
 
 def _perturbation(

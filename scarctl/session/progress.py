@@ -34,7 +34,7 @@ _CHECKED = 3
 
 
 class Progress:
-    """The progress of one session's loop."""
+    """The progress of one session's loop, which is the `Host` of `Loop`."""
 
     def __init__(
         self,
@@ -138,7 +138,6 @@ class Progress:
             )
 
     def settled(self) -> None:
-        """See `Host`."""
         if self.witness.seen(self.head_step):
             self.caveats.say(
                 "fetched-ahead",
@@ -164,24 +163,19 @@ class Progress:
         moment.settled = True
 
     def handed_out(self) -> None:
-        """See `Host`."""
         self.witness.given(self.head_step)
 
     def begins(self) -> None:
-        """See `Host`."""
         self.end_copy()
 
     def repeating(self) -> None:
-        """See `Host`."""
         self.keep()
 
     def repeated(self) -> None:
-        """See `Host`."""
         if why := self.put_back():
             self.doubt(why)
 
     def doubt(self, reason: str) -> None:
-        """See `Host`."""
         self._origin.doubt((reason,))
 
     def _forward_begins(self) -> None:

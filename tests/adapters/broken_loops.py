@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import scarctl
 import scarctl.api
 from scarctl.testing import Visit
-from tests.adapters.test_conformance_torch import TorchTraining
+from tests.adapters.torch.test_conformance import TorchTraining
 
 
 class Loop(TorchTraining):

@@ -21,7 +21,7 @@ from scarctl.state.layout import Layout
 from scarctl.testing import AdapterConformance, Training, Visit
 from scarctl_adapters.torch import TorchAdapter
 from tests.adapters import broken_loops
-from tests.adapters.test_conformance_torch import TorchTraining
+from tests.adapters.torch.test_conformance import TorchTraining
 
 Hook = Callable[[], None]
 

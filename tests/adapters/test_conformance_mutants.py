@@ -12,7 +12,7 @@ import pytest
 from scarctl.testing import leaks
 from scarctl_adapters.torch import TorchAdapter
 from tests.adapters import broken_loops, mutants
-from tests.adapters.test_conformance_torch import TorchTraining
+from tests.adapters.torch.test_conformance import TorchTraining
 
 FOUND: dict[type[TorchAdapter] | type[TorchTraining], tuple[str, str]] = {
     mutants.TurnsOrder: ("the_layout_is_stable", "in another order"),

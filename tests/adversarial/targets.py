@@ -187,7 +187,7 @@ class Targets(StoreTargets):
                 return
         if not isinstance(message, dict) or message.get("op") == "stop":
             return
-        self.daemon._answer(self.near, _Peer(), message)
+        self.daemon._answer(self.near, _Peer(self.near), message)
         if message.get("op") == "notify":
             return
         reply = protocol.receive(self.far, protocol.MAX_REPLY)

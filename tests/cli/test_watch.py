@@ -114,7 +114,7 @@ def test_the_beat_does_not_drift(arena: Arena, arena_dir: Path) -> None:
             arena.take_over(_dead())
         return survey(store, str(arena_dir))
 
-    watch(slow_look, 0.1, as_json=False, on_screen=False, limit=0)
+    watch(slow_look, 0.1, on_screen=False, limit=0)
     assert len(looks) == 5
     assert looks[-1] - looks[0] >= 0.39
 

@@ -114,9 +114,7 @@ class TestOperations:
             assert refused(connection, op, milliseconds=1, seqs={}) == "not-claimed"
         assert refused(connection, "unheard-of") == "usage"
         assert refused(connection, "watch", run="x") == "not-claimed"
-        assert refused(connection, "ask", store="x", wish={"kind": "full"}) == "no-session"
-        for wish in (None, {}, {"kind": "x"}, {"kind": "recover"}, {"kind": "recover", "lost": [1]}):
-            assert refused(connection, "ask", store="x", wish=wish) == "usage"
+        assert refused(connection, "ask", store="x", wish=None) == "usage"
         for store in ("", 7, None, [], str(tmp_path / "\0"), "s3://bucket/x?y"):
             assert refused(connection, "claim", store=store) == "usage"
         assert refused(connection, "claim", store="memory://x/y", options=[1]) == "usage"
@@ -174,20 +172,6 @@ class TestOperations:
         trainer.saver.resume()
         trainer.close()
         assert_sound(tmp_path / "store")
-
-    def test_a_request_for_a_checkpoint_reaches_the_session(
-        self, daemon: Daemon, base: Path, tmp_path: Path
-    ) -> None:
-        trainer = Trainer(tmp_path / "store", base)
-        for full in (True, False):
-            wish = {"kind": "full" if full else "partial"}
-            told = client.ask(daemon.folder, "ask", store=trainer.store.run_id, wish=wish)
-            assert told["pid"] == os.getpid()
-        wait_until(lambda: trainer.requests == ["full", "partial"])
-        trainer.close()
-        with pytest.raises(UsageError) as caught:
-            client.ask(daemon.folder, "ask", store=trainer.store.run_id, wish={"kind": "full"})
-        assert caught.value.kind == "no-session"
 
     def test_a_failure_for_good_is_told_and_shown(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
         trainer = Trainer(tmp_path / "store", base)

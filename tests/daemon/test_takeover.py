@@ -13,6 +13,7 @@ from scarctl.arena.arena import Arena
 from scarctl.daemon import client, protocol
 from scarctl.daemon import runs as runs_module
 from scarctl.daemon.server import Daemon
+from scarctl.errors import Contention
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from tests.daemon.trainer import Trainer, assert_sound, orphans, status, wait_until, wide_layout
 
@@ -130,3 +131,28 @@ class TestDeath:
         wait_until(lambda: status(daemon.folder)["runs"] == [])  # type: ignore[index]
         assert set(trainer.stored()[0]) == {2}
         assert trainer.queue.numbers() == []
+
+
+@pytest.mark.leaves_arena
+def test_the_next_session_of_a_living_process_does_not_wait_for_the_farewell_to_be_read(
+    daemon: Daemon, arena_dir: Path, tmp_path: Path, slow: threading.Event
+) -> None:
+    """The daemon is busy with a request of the session before, which has hung up meanwhile."""
+    trainer = Trainer(tmp_path / "store", arena_dir, shards=1, layout=many_tensors())
+    trainer.save(trainer.everything, 1, sealed=True)
+    control = trainer.saver._control
+    assert control is not None
+    protocol.send(control, {"v": protocol.VERSION, "op": "drain", "milliseconds": 60_000})
+    trainer.saver.abandon()
+    trainer.arena.close()
+    trainer.store.close()
+    assert trainer.phases() == ["attached"], "the request keeps the daemon from noticing"
+    again = Trainer(tmp_path / "store", arena_dir, shards=1, layout=many_tensors())
+    assert again.arena.pending().all(), "the write is put off"
+    with pytest.raises(Contention, match="is saving to this store"):
+        Trainer(tmp_path / "store", arena_dir, shards=1, layout=many_tensors())
+    slow.set()
+    again.drained()
+    assert set(again.stored()[0]) == {1}
+    again.close()
+    assert_sound(tmp_path / "store")

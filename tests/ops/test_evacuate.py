@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from scarctl.arena.owner import Owner, write_owner
 from scarctl.arena.queue import HandOverQueue
 from scarctl.daemon import client
 from scarctl.daemon.client import ask_status
-from scarctl.errors import UsageError
+from scarctl.errors import ScarError, UsageError
 from scarctl.ops import evacuate
 from scarctl.state.version import pack
 from tests.daemon.rig import fill, small_layout
@@ -147,17 +146,32 @@ def test_a_process_that_lives_is_waited_for(
 def test_a_daemon_that_is_late_is_asked_again(
     child: Forked, daemon_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is stopped for longer than one answer is waited for, as on a host without time for it."""
+    """It is stopped until an answer was waited for in vain, as on a host without time for it."""
+    late: list[ScarError] = []
+    ask = client.ask
+
+    def in_vain(folder: Path, op: str, **fields: Any) -> dict[str, Any]:
+        try:
+            return ask(folder, op, **fields)
+        except ScarError as error:
+            late.append(error)
+            monkeypatch.setattr(evacuate, "_PATIENCE", 5.0)
+            os.kill(pids[0], signal.SIGCONT)
+            raise
+
+    pids: list[int] = []
 
     def is_late() -> None:
-        monkeypatch.setattr(evacuate, "_PATIENCE", 0.3)
         answer = ask_status(daemon_folder, patience=30.0)
         assert answer is not None
-        os.kill(answer["pid"], signal.SIGSTOP)
-        threading.Timer(1.5, os.kill, (answer["pid"], signal.SIGCONT)).start()
+        pids.append(answer["pid"])
+        os.kill(pids[0], signal.SIGSTOP)
+        monkeypatch.setattr(evacuate, "_PATIENCE", 0.3)
+        monkeypatch.setattr(client, "ask", in_vain)
 
     after("_runs", is_late, monkeypatch)
     host = evacuate.evacuate_host(60.0, arena_dir=str(daemon_folder.parent))
+    assert late
     assert host.safe, host
 
 

@@ -52,7 +52,7 @@ def test_changed_bytes_are_damage(rig: Rig) -> None:
     assert (found.compared, found.damaged, found.names) == (rig.layout.partitions, 1, (rig.layout.name(0),))
 
 
-@pytest.mark.parametrize("moment", ["by_group", "read_rows"])
+@pytest.mark.parametrize("moment", ["pieces", "checksums"])
 def test_a_copy_that_is_under_way_is_no_damage(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
@@ -67,7 +67,7 @@ def test_a_copy_that_is_under_way_is_no_damage(
 
 
 def test_the_same_version_copied_again_is_no_damage(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    meanwhile(monkeypatch, "by_group", lambda: rig.copy(FEW, 1, value=2))
+    meanwhile(monkeypatch, "pieces", lambda: rig.copy(FEW, 1, value=2))
     assert check(rig).damaged == 0
 
 

@@ -105,6 +105,19 @@ def test_what_fits_is_sealed_and_exact(slow: Slow) -> None:
     assert found.commits > 3, "in small commits all the same"
 
 
+def test_a_seal_without_copies_takes_as_long_as_its_extras(slow: Slow) -> None:
+    """The step was flushed again, twice, with nothing to copy."""
+    slow.flush(7, RISING)
+    slow.evacuation(120.0).run()
+    nothing, extras = slow.everything[:0], {"step": 7, "position": np.zeros(1000)}
+    for _ in range(2):
+        slow.queue.put(version=slow.version(7), ids=nothing, whole=f"{7:032x}", extras=extras)
+    evacuation = slow.evacuation(20.0)
+    evacuation.run()
+    assert evacuation.report().safe
+    assert slow.queue.numbers() == []
+
+
 @pytest.mark.parametrize("seconds", [3.0, 8.0, 15.0])
 def test_what_does_not_fit_is_saved_in_the_order_of_change(slow: Slow, seconds: float) -> None:
     slow.flush(7, RISING)

@@ -184,6 +184,24 @@ def test_hooks_of_every_iteration_come_out_of_the_budget() -> None:
     assert run.overhead.interval == pytest.approx(10 / LEAST_SHARE, abs=4)
 
 
+def test_one_noisy_measurement_leaves_no_young_run_without_a_copy() -> None:
+    run = Training(Overhead(0.01), seconds=0.02, stall=constant(0.0005), slow=constant(0.5), span=1, seed=0)
+    for step in range(1, 2000):
+        if run.checkpoints == 3:
+            run.slow = constant(0.0)  # iterations alongside the first ones were disturbed, not by them
+        run.run(1)
+        assert run._since <= max(40, step / 2 + 2)
+    assert run.overhead.interval < 10
+
+
+def test_a_young_run_does_not_save_an_expensive_checkpoint_often() -> None:
+    run = Training(Overhead(0.01), seconds=1.0, stall=constant(2.0), slow=constant(0.0), span=1, seed=0)
+    run.run(100)
+    assert run.share <= 0.09 + 4 * 2.0 / 100  # and a few before anything was measured
+    run.run(3000)
+    assert run.share <= 0.012
+
+
 def test_a_very_expensive_checkpoint_is_made_at_last_and_the_budget_is_exceeded() -> None:
     run = Training(Overhead(0.01), seconds=1.0, stall=constant(60.0), slow=constant(0.0), span=1, seed=0)
     run.run(5000)
@@ -248,7 +266,7 @@ def test_the_longer_of_what_store_and_budget_require_is_the_interval() -> None:
     dear = Store(
         Cadence(None, checkpoint_bytes=1000, overhead=0.01, max_bandwidth=200.0, divisible=False), 0.2
     ).run(3000)
-    assert dear.cadence.interval in range(195, 206)
+    assert dear.cadence.interval in range(195, 210)  # the first ones came earlier: they are paid back
 
 
 def test_ranks_take_the_longest_interval_of_all_and_take_it_together() -> None:

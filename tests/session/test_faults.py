@@ -296,7 +296,7 @@ def test_an_exception_ends_quickly_beside_a_daemon_that_is_stopped(
             loop.train(2)
             started = time.monotonic()
             raise RuntimeError("out of memory")
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 10, "an answer is waited for for a minute"
     finally:
         os.kill(pid, signal.SIGCONT)
     again = Loop(tmp_path / "store", seed=99)

@@ -175,7 +175,6 @@ class JaxAdapter:
     # -- the protocol -----------------------------------------------------------------------------------------------
 
     def mix_late(self, theirs: Any, own: Any) -> Any:
-        """See `Adapter`."""
         return theirs
 
     @property

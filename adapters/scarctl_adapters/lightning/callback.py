@@ -171,7 +171,6 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
         self._fit.hooks.train_starts()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """See `Callback`."""
         if self._fit is not None:
             self._fit.late.batch_starts()
 
@@ -187,13 +186,11 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
             self._session.step()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """See `Callback`."""
         if self._fit is not None and not trainer.sanity_checking:
             self._fit.late.settle()
             self._fit.hooks.validation_starts()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """See `Callback`."""
         if self._fit is None:
             return
         self._fit.late.settle()

@@ -45,7 +45,7 @@ from scarctl_adapters.torch.watch import Watch
 
 
 class TorchAdapter:
-    """State of a module and its optimizers.
+    """State of a module and its optimizers: an `Adapter` that `KnowsLoop` and `KnowsCaveats`.
 
     Groups are the module's parameters and persistent buffers, then parameters that only an optimizer has. Parameters
     that share memory are one group, under the first name. Optimizer state of the parameter's shape is in its slots.
@@ -255,23 +255,18 @@ class TorchAdapter:
             return {"rng": rng, "extras": {n: state_of(item) for n, item in self._early.items()}}
 
     def modules(self) -> Iterator[nn.Module]:
-        """See `KnowsLoop`."""
         return self._model.modules()
 
     def early_extras(self) -> dict[str, Any]:
-        """See `KnowsLoop`."""
         return self._early
 
     def late_extras(self) -> dict[str, Any]:
-        """See `KnowsLoop`."""
         return self._late
 
     def capture_light(self) -> list[Any]:
-        """See `KnowsLoop`."""
         return light_of(self._late, self._optimizers)
 
     def with_light(self, late: Any, light: Any) -> Any:
-        """See `KnowsLoop`."""
         return with_light(late, light)
 
     def capture_late(self) -> dict[str, Any]:
@@ -306,7 +301,6 @@ class TorchAdapter:
         return self._watching
 
     def mix_late(self, theirs: Any, own: Any) -> Any:
-        """See `Adapter`."""
         if not self.late_per_rank:
             return theirs
         zeros = {id(p) for o in self._optimizers if zero_of(o) is not None for p in params_of(o)}

@@ -95,7 +95,6 @@ class Watch:
             self._counting.pop(number).remove()
 
     def stepped(self) -> None:
-        """See `Watching`."""
         self._steps += 1
         self._foreign = 0
         if self._looked_at:
@@ -121,12 +120,10 @@ class Watch:
             self._count(range(len(self._looked_at)))
 
     def look(self) -> None:
-        """See `Watching`."""
         if self._handles and self._seen and max(self._backwards, default=0) > self._usual + 1:
             self._compare()
 
     def end(self) -> None:
-        """See `Watching`."""
         self._carried.end()
         self.outside.end()
         handles, self._handles = self._handles, []

@@ -108,7 +108,6 @@ class TorchRecAdapter(TorchAdapter):
         return [[names.get(id(p), "") for p in params_of(optimizer)] for optimizer in self._optimizers]
 
     def mix_late(self, theirs: Any, own: Any) -> Any:
-        """See `Adapter`."""
         return {**super().mix_late(theirs, own), "tables": mixed(theirs["tables"], own["tables"])}
 
     def restore(self, early: Any, late: Any) -> None:

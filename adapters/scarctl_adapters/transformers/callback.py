@@ -286,7 +286,6 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
             self._progress.counted()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """See `TrainerCallback`."""
         self._end()
 
     # -- end --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from scarctl.testing import AdapterConformance, Training
-from tests.adapters.test_conformance_torch import TorchTraining
+from tests.adapters.torch.test_conformance import TorchTraining
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("ray", reason="Ray is not installed here: `make frameworks`")
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 _APART = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 pytestmark = [
     pytest.mark.timeout(600),

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = [pytest.mark.usefixtures("usual_saver"), pytest.mark.long, pytest.mark.timeout(240)]
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "hf_finetune" / "train.py"
+SCRIPT = Path(__file__).parents[3] / "examples" / "hf_finetune" / "train.py"
 
 
 def test_lora_killed_and_run_again(tmp_path: Path) -> None:

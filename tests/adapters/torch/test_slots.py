@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import scarctl
 from scarctl_adapters.torch.slots import Slots
-from tests.adapters.test_torch import OPTIMIZERS, make_model, train
+from tests.adapters.torch.test_adapter import OPTIMIZERS, make_model, train
 
 FORETOLD: dict[str, Callable[..., torch.optim.Optimizer]] = {
     **OPTIMIZERS,

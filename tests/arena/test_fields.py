@@ -1,0 +1,98 @@
+"""The counters in an arena's header: each is a word of its own, and the order of writing survives a kill."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from scarctl.arena.fields import Fields
+from scarctl.arena.header import FIELDS
+from scarctl.state.version import NEVER
+
+
+@pytest.fixture
+def words() -> np.ndarray:
+    return np.zeros(len(FIELDS), np.int64)
+
+
+def named(words: np.ndarray) -> dict[str, int]:
+    """The fields that are not 0, by the name that the header gives them."""
+    return {name: int(value) for name, value in zip(FIELDS, words, strict=True) if value}
+
+
+def test_every_field_has_its_word(words: np.ndarray) -> None:
+    fields = Fields(words)
+    fields.begin_epoch(3)
+    fields.reach(7)
+    fields.take_over(99)
+    fields.seal(11)
+    fields.note_errors(2)
+    fields.read_begins(13)
+    assert named(words) == {
+        "epoch": 3,
+        "base_epoch": 3,
+        "head_step": 7,
+        "pid": 99,
+        "sealed": 11,
+        "errors": 2,
+        "reading": 13,
+        "progress": 1,
+    }
+    read = (fields.epoch, fields.base_epoch, fields.head_step, fields.pid, fields.sealed, fields.errors)
+    assert read == (3, 3, 7, 99, 11, 2)
+    assert (fields.reading, fields.taken, fields.progress) == (13, 0, 1)
+    fields.take_over()
+    assert fields.pid == os.getpid()
+
+
+def test_another_daemon_keeps_the_first_epoch_and_what_was_taken(words: np.ndarray) -> None:
+    fields = Fields(words)
+    fields.begin_epoch(3)
+    fields.read_begins(13)
+    fields.read_ends(5)
+    fields.begin_epoch(4, again=True)
+    assert (fields.base_epoch, fields.epoch, fields.taken, fields.reading) == (3, 4, 5, 0)
+    fields.begin_epoch(6)
+    assert (fields.base_epoch, fields.epoch, fields.taken) == (6, 6, 0)
+
+
+def test_a_read_that_stopped_early_takes_nothing(words: np.ndarray) -> None:
+    fields = Fields(words)
+    fields.read_begins(1)
+    fields.read_ends(8)
+    fields.read_begins(2)
+    fields.read_ends(0)
+    assert (fields.reading, fields.taken, fields.progress) == (0, 8, 4)
+
+
+@pytest.mark.parametrize("whole", ["", "f" * 32, "0" * 31 + "1", "8" + "0" * 31, "0123456789abcdef" * 2])
+def test_a_name_of_a_whole_state_comes_back(words: np.ndarray, whole: str) -> None:
+    fields = Fields(words)
+    fields.name_whole("a" * 32)
+    fields.name_whole(whole)
+    assert fields.whole == whole
+    assert set(named(words)) <= {"whole", "whole_low"}
+
+
+@pytest.mark.parametrize(("overhead", "word"), [(None, 0), (0.0, 1), (0.0123, 12301)])
+def test_an_unknown_overhead_is_not_one_of_zero(words: np.ndarray, overhead: float | None, word: int) -> None:
+    Fields(words).note_pace(25, overhead)
+    assert words[FIELDS.index("interval")] == 25
+    assert words[FIELDS.index("overhead")] == word
+
+
+def test_a_process_without_copies_keeps_epoch_step_and_errors(words: np.ndarray) -> None:
+    fields = Fields(words)
+    fields.begin_epoch(3)
+    fields.reach(7)
+    fields.note_errors(2)
+    fields.seal(11)
+    fields.name_whole("a" * 32)
+    fields.read_begins(13)
+    fields.read_ends(4)
+    fields._clear()
+    assert (fields.epoch, fields.head_step, fields.errors) == (3, 7, 2)
+    assert (fields.sealed, fields.whole, fields.reading, fields.taken) == (NEVER, "", 0, 0)
+    assert fields.pid == os.getpid()

@@ -1,0 +1,89 @@
+"""Requests of commands to a running session: what they may say, and their way through the daemon."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from scarctl.daemon import client
+from scarctl.daemon.request import MAX_LOST, MAX_SECONDS, Wish
+from scarctl.daemon.server import Daemon
+from scarctl.errors import UsageError
+from tests.daemon.trainer import Trainer, wait_until
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        Wish("partial"),
+        Wish("full", 7),
+        Wish("recover", 3, ("embed", "rank:1"), max_rework=2.5),
+        Wish("flush", seconds=25.0),
+        Wish("recover", 1, ("x",) * MAX_LOST),
+    ],
+)
+def test_a_wish_arrives_as_it_was_sent(wish: Wish) -> None:
+    assert Wish.from_json(wish.to_json()) == wish
+
+
+@pytest.mark.parametrize(
+    "obj",
+    [
+        None,
+        {},
+        {"kind": "x"},
+        {"kind": "full", "number": 1.0},
+        {"kind": "full", "number": True},
+        {"kind": "recover"},
+        {"kind": "recover", "lost": [1]},
+        {"kind": "recover", "lost": "embed"},
+        {"kind": "recover", "lost": ["x"] * (MAX_LOST + 1)},
+        {"kind": "full", "lost": ["embed"]},
+        {"kind": "recover", "lost": ["x"], "max_rework": -1},
+        {"kind": "recover", "lost": ["x"], "max_rework": True},
+        {"kind": "flush", "seconds": -1},
+        {"kind": "flush", "seconds": float("nan")},
+        {"kind": "flush", "seconds": MAX_SECONDS + 1},
+        {"kind": "flush", "seconds": "25"},
+    ],
+    ids=str,
+)
+def test_what_is_no_wish_is_refused(obj: object) -> None:
+    with pytest.raises(UsageError):
+        Wish.from_json(obj)
+
+
+def test_one_for_no_session_or_with_a_wrong_token_is_refused(connection: socket.socket) -> None:
+    wish = Wish("full").to_json()
+    for token, kind in (("a" * 32, "no-session"), (1, "usage"), ("x" * 32, "usage"), ("a" * 31, "usage")):
+        with pytest.raises(UsageError) as caught:
+            client.request(connection, "ask", store="x", wish=wish, token=token)
+        assert caught.value.kind == kind
+
+
+def test_one_for_a_checkpoint_reaches_the_session(daemon: Daemon, arena_dir: Path, tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    for kind in ("full", "partial"):
+        told = client.ask(daemon.folder, "ask", store=trainer.store.run_id, wish={"kind": kind})
+        assert told["pid"] == os.getpid()
+    wait_until(lambda: trainer.requests == ["full", "partial"])
+    trainer.close()
+    with pytest.raises(UsageError) as caught:
+        client.ask(daemon.folder, "ask", store=trainer.store.run_id, wish={"kind": "full"})
+    assert caught.value.kind == "no-session"
+
+
+def test_one_that_is_repeated_reaches_the_session_once(
+    daemon: Daemon, arena_dir: Path, tmp_path: Path
+) -> None:
+    """Its answer was late, and the command has asked again."""
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    for kind, token, number in (("full", "a", 1), ("full", "b", 2), ("full", "a", 1), ("partial", "c", 3)):
+        asked = {"store": trainer.store.run_id, "wish": {"kind": kind}, "token": 32 * token}
+        assert client.ask(daemon.folder, "ask", **asked)["number"] == number
+    wait_until(lambda: trainer.requests[-1:] == ["partial"])
+    assert trainer.requests == ["full", "full", "partial"]
+    trainer.close()

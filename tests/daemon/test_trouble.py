@@ -1,0 +1,62 @@
+"""A session hears of a store that cannot be written, once, and of its return."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scarctl.daemon.server import Daemon
+from scarctl.daemon.trouble import Trouble
+from scarctl.errors import AccessDenied, Unavailable
+from scarctl.persist.persister import Persister
+from tests.daemon.trainer import Trainer, status, wait_until
+
+
+def test_a_store_that_cannot_be_written_and_its_return_are_reported(
+    daemon: Daemon,
+    arena_dir: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    trainer.save(trainer.everything, 1)
+    trainer.drained()
+
+    def full(*args: Any) -> int:
+        raise Unavailable("cannot write: No space left on device")
+
+    with caplog.at_level(logging.INFO, "scarctl"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Persister, "persist", full)
+            trainer.save(trainer.everything, 2)
+            (said,) = wait_until(lambda: [one for one in caplog.messages if "copies wait" in one])
+            wait_until(lambda: status(daemon.folder)["runs"][0]["errors"] >= 3)  # type: ignore[index]
+        trainer.drained()
+        wait_until(lambda: "the store can be written again" in caplog.messages)
+    assert said.startswith("saving fails, and is tried again")
+    assert "No space left on device" in said
+    assert [one for one in caplog.messages if "copies wait" in one] == [said]
+    trainer.close()
+
+
+def test_a_store_that_fails_now_and_then_is_reported_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("scarctl.daemon.trouble.time.monotonic", lambda: now)
+    trouble = Trouble()
+    assert trouble.look(None) is None
+    for seconds, warned in ((0, True), (10, False), (49, False), (61, True)):
+        now = 100.0 + seconds
+        # Each attempt names another file.
+        found = [trouble.look(Unavailable(f"cannot write {n}: disk full")) for n in range(3)]
+        assert [one is not None for one in found] == [warned, False, False]
+        assert (trouble.look(None) is not None) == warned  # the return of what was reported
+    now += 1
+    assert trouble.look(Unavailable("disk full")) is None
+    now += 60
+    assert "disk full" in (trouble.look(Unavailable("disk full")) or {})["warn"]
+    now += 60
+    assert "denied" in (trouble.look(AccessDenied("denied")) or {})["warn"]
