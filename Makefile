@@ -10,6 +10,7 @@ DATA ?= ../shared/data
 SEED ?= 0
 MINUTES ?= 30
 QUICK ?= $(addprefix tests/,config formats ops policy recovery state store theory util) tests/test_documents.py tests/test_prose.py
+PYTHONS ?= 3.10 3.11 3.12 3.13 3.14
 ATTACKS ?= model episodes same_step hosts crash power races creations clocks faults corruption fuzz hostile claims secrets
 
 VENV := .venv
@@ -20,6 +21,7 @@ TORCHREC := .venv-torchrec
 JAX := .venv-jax
 RAY := .venv-ray
 DOCS := .venv-docs
+PYTHON_OF := .venv-python
 # Those of the files that are programs.
 BENCHMARKS = $(filter-out benchmarks/soak.py,$(shell grep -l __main__ benchmarks/*.py))
 SETUP := pyproject.toml constraints.txt
@@ -27,7 +29,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick servers servers-quick man schemas pictures quick test lint types layers unit long oldest optimizers frameworks docs package format bench torture soak attack ceph clean
+.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick servers servers-quick man schemas pictures quick test lint types layers unit long oldest pythons optimizers frameworks docs package format bench torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
@@ -43,6 +45,7 @@ help:
 	@echo "make test     lint, types, layers and unit, in this order"
 	@echo "make long     tests that unit leaves out: some minutes"
 	@echo "make oldest   the adapters' tests with the oldest versions of their frameworks, in $(OLDEST): some minutes, most of it set-up"
+	@echo "make pythons  the quick tests, and some with torch, under every Python that is found: minutes each, in $(PYTHON_OF)-*: PYTHONS=\"$(PYTHONS)\""
 	@echo "make optimizers  train with every optimizer of other packages, stop, resume: some minutes, in $(OPTIMIZERS)"
 	@echo "make frameworks  tests with frameworks that have an environment of their own: $(TORCHREC), $(RAY), $(JAX): some minutes"
 	@echo "make man      the manual page, docs/scarctl.1, from what the commands say of their options"
@@ -106,9 +109,9 @@ layers: $(VENV)/.dev
 	$(BIN)/lint-imports
 
 # Hundreds of the tests' processes import scarctl: it is compiled once, whatever the environment says.
-quick unit long oldest optimizers frameworks: export PYTHONDONTWRITEBYTECODE =
+quick unit long oldest pythons optimizers frameworks: export PYTHONDONTWRITEBYTECODE =
 # A worker runs thousands of tests with threads: glibc would give most of them 64 MB of their own, which each fork copies.
-quick unit long oldest optimizers frameworks: export MALLOC_ARENA_MAX = 2
+quick unit long oldest pythons optimizers frameworks: export MALLOC_ARENA_MAX = 2
 
 quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -p tests.support.quick -m "not slow and not long" -r fE $(QUICK)
@@ -124,6 +127,19 @@ oldest: $(OLDEST)/.oldest
 	@# Of setuptools, whenever this Lightning is imported.
 	$(OLDEST)/bin/python -m pytest -n $(WORKERS) -W "ignore:pkg_resources is deprecated" -W "ignore:Deprecated call to" \
 	    tests/adapters
+
+# pyenv's commands for versions that are not chosen exist, and fail.
+pythons:
+	@failed=; for version in $(PYTHONS); do \
+	    python=; for one in python$$version "$$HOME"/.pyenv/versions/$$version.*/bin/python; do \
+	        if "$$one" -c "" 2>/dev/null; then python=$$one; break; fi; done; \
+	    test -n "$$python" || { echo "== Python $$version: not found"; continue; }; \
+	    echo "== Python $$version: $$python"; own=$(PYTHON_OF)-$$version; \
+	    { test -x $$own/bin/python || "$$python" -m venv $$own; } \
+	    && $$own/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . hypothesis pytest pytest-timeout \
+	    && $$own/bin/python -m pytest -p tests.support.quick -m "not slow and not long" $(filter-out %.py,$(QUICK)) \
+	    && $$own/bin/python -m pytest tests/test_api.py || failed="$$failed $$version"; \
+	done; test -z "$$failed" || { echo "failed with:$$failed" >&2; exit 1; }
 
 optimizers: $(OPTIMIZERS)/.optimizers
 	$(OPTIMIZERS)/bin/python -m tests.optimizers
@@ -179,7 +195,7 @@ ceph: $(VENV)/.dev
 	$(BIN)/python -m tests.store.conformance.real_server
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(OPTIMIZERS) $(TORCHREC) $(RAY) $(JAX) $(DOCS) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(OPTIMIZERS) $(TORCHREC) $(RAY) $(JAX) $(DOCS) $(PYTHON_OF)-* build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp per set of extras; the development set contains the one for the examples.

@@ -19,6 +19,7 @@ from scarctl.config import (
     flatten,
 )
 from scarctl.config.environment import warn_of_unread
+from scarctl.config.unknown import explains_options
 from scarctl.distributed.collectives import Solo, Team, world_size
 from scarctl.distributed.coordinator import Crew
 from scarctl.distributed.members import Membership, member_of
@@ -28,6 +29,7 @@ from scarctl.session.peers import WrittenByRanks
 from scarctl.session.session import Session
 
 
+@explains_options
 def attach(
     model: Any,
     optimizer: Any = None,

@@ -151,10 +151,29 @@ def test_memory_that_is_too_small_is_found_out_at_once(
     scarctl.attach(nn.Linear(2, 2), store=tmp_path / "store", hooks="off").close()
 
 
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("scheduler", "did you mean schedulers?"),
+        ("stroe", "did you mean store?"),
+        ("shards", r"did you mean partitioning=scarctl\.Partitioning\(shards=\.\.\.\)\?"),
+        ("polcy", r"did you mean selection=scarctl\.Selection\(policy=\.\.\.\)\?"),
+        ("arena_dir", r"did you mean settings=scarctl\.Settings\(arena_dir=\.\.\.\)\?"),
+        ("xyzzy", "options: model, optimizer, store, "),
+    ],
+)
+def test_an_option_that_does_not_exist_names_the_one_that_was_meant(option: str, meant: str) -> None:
+    options: dict[str, Any] = {option: None}
+    with pytest.raises(UsageError, match=f"no option '{option}' \\({meant}"):
+        scarctl.attach(torch.nn.Linear(2, 2), **options)
+
+
 def test_an_arena_dir_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(Unavailable, match="No such file or directory"):
+    with pytest.raises(
+        Unavailable, match=r"No such file or directory \(create it \(mkdir -p .*/none\), mount"
+    ):
         scarctl.attach(
             model, optimizer, store=tmp_path / "store", settings=scarctl.Settings(arena_dir=tmp_path / "none")
         )

@@ -51,3 +51,44 @@ def test_the_dashboard_asks_for_figures_that_there_are() -> None:
         assert named(expression)
         assert named(expression) <= PUBLISHED
     assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+
+
+GRID = 24
+"""Columns of a dashboard."""
+UNITS = {"none", "short", "bytes", "s", "Bps", "percentunit"}
+"""Those of Grafana's units that a figure of scarctl can have."""
+
+
+def test_the_dashboard_keeps_to_grafanas_json_model() -> None:
+    """Grafana is not installed here: this checks what its documentation asks of a dashboard, not what it draws."""
+    board: dict[str, Any] = json.loads((DOCS / "monitoring" / "grafana.json").read_text())
+    assert isinstance(board["schemaVersion"], int)
+    assert "id" not in board, "Grafana gives the number: with one, an import may replace another dashboard"
+    assert 0 < len(board["uid"]) <= 40
+    assert board["time"].keys() == {"from", "to"}
+    variables = {one["name"]: one for one in board["templating"]["list"]}
+    (source,) = [name for name, one in variables.items() if one["type"] == "datasource"]
+    assert variables[source]["query"] == "prometheus"
+    asking = [one for one in variables.values() if one["type"] == "query"]
+    cells: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        assert panel["type"] in ("timeseries", "stat", "table")
+        assert panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"] in UNITS
+        place = panel["gridPos"]
+        taken = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert taken
+        assert not taken & cells, f"{panel['title']} lies on another panel"
+        assert max(x for x, _ in taken) < GRID
+        cells |= taken
+        letters = [target["refId"] for target in panel["targets"]]
+        assert len(set(letters)) == len(letters)
+        for target in panel["targets"]:
+            assert set(re.findall(r"\$\{?(\w+)", target["expr"])) <= {*variables, "__rate_interval"}
+            assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= {"store", "rank"}
+    for one in [*board["panels"], *asking]:
+        assert one["datasource"] == {"type": "prometheus", "uid": f"${{{source}}}"}

@@ -23,7 +23,6 @@ ROOT = Path(__file__).parent.parent
 STEPS = ("docs/quickstart.md", "docs/costs.md", "docs/failures.md", "docs/report.md")
 """Their commands are one session of a terminal, in this order."""
 PROGRAMS = (
-    "README.md",
     "docs/api.md",
     "docs/loops.md",
     "docs/members.md",

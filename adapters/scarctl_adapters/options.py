@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import scarctl
+from scarctl.config.unknown import unknown_option
 from scarctl.errors import UsageError
 
 
@@ -24,10 +24,7 @@ def check_options(
         if name in given:
             raise UsageError(f"{name} comes from {owner}", hint=f"leave {name} out")
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            raise UsageError(
-                f"no option {name!r}", hint=f"{close[0]}?" if close else f"options: {', '.join(known)}"
-            )
+            raise unknown_option(name, known)
     for name in sorted(set(names) & set(options.get("extras") or {})):
         raise UsageError(f"the extra {name!r} is scarctl's own", hint="give yours another name")
 

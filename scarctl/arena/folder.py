@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shlex
 import stat
 import sys
 import tempfile
@@ -67,6 +68,8 @@ def make_private_level(folder: Path) -> None:
             os.mkdir(folder, 0o700)
         except FileExistsError:
             pass
+        except FileNotFoundError as error:
+            raise _missing(folder.parent) from error
         except OSError as error:
             raise folder_error(error, folder) from error
         try:
@@ -145,7 +148,7 @@ def require_room(folder: Path, nbytes: int) -> None:
     """
     base = folder.parents[1]
     if not base.is_dir():
-        raise folder_error(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)), base)
+        raise _missing(base)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if existing != folder and _free_bytes(existing) < nbytes:
         raise _no_room(existing, nbytes, least=True)
@@ -163,6 +166,15 @@ def reserve(fd: int, size: int, folder: Path) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
             raise
         raise _no_room(folder, size) from error
+
+
+def _missing(base: Path) -> Unavailable:
+    """Return the error for an arena_dir that does not exist. It is not created: perhaps its disk is not mounted."""
+    return Unavailable(
+        f"{base}: {os.strerror(errno.ENOENT)}",
+        hint=f"create it (mkdir -p {shlex.quote(str(base))}), mount its disk, or set another arena_dir "
+        "(SCARCTL_ARENA_DIR)",
+    )
 
 
 def _no_room(folder: Path, nbytes: int, *, least: bool = False) -> Unavailable:

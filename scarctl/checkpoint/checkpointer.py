@@ -20,7 +20,7 @@ from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.step_end import Moment
 from scarctl.checkpoint.streams import Streams
 from scarctl.checkpoint.uncounted import Uncounted
-from scarctl.errors import Corruption
+from scarctl.errors import Corruption, ScarError
 from scarctl.state.extras import Extras
 from scarctl.util.text import counted
 from scarctl.util.worker import Job, Worker
@@ -165,10 +165,10 @@ class Checkpoints:
         engine.tracker.interrupt()
         self._under_way = _UnderWay(moment, self._worker.submit(copy), live, counters, snapshot)
 
-    def look(self, engine: Engine) -> None:
+    def look(self, engine: Engine, current: Callable[[], LiveState] | None = None) -> None:
         """Have the worker compute distances for coming checkpoints, after a step and after its current work.
 
-        Returns at once. The worker reads the tensors of the newest checkpoint.
+        Returns at once. current: returns the live state. None: the tensors are those of the newest checkpoint.
         """
         if self._live is None or not (engine.tracker.overlaps and engine.pace.looks):
             return
@@ -180,7 +180,12 @@ class Checkpoints:
                 look.wait()
             except Exception as error:
                 self._fault(error)
-        live, marks = self._live, self._streams.mark()
+        try:
+            self._live = live = self._live if current is None else current()
+        except ScarError as error:  # the state no longer fits the store
+            self._fault(error)
+            return
+        marks = self._streams.mark()
 
         def look_at() -> None:
             with self._streams.beside(marks):

@@ -31,6 +31,9 @@ _UNPROTECTED = frozenset(("absent", "lost", "replaced", "fenced"))
 """States of a link (`scarctl.peers.link.State`) in which the other host does not get new copies."""
 
 
+_AGAIN = "start it again with the command that started it"
+
+
 @dataclass(frozen=True, slots=True)
 class Finding(Document):
     """One observation about a store."""
@@ -40,7 +43,7 @@ class Finding(Document):
     """Stable name for programs."""
     message: str
     command: str | None = None
-    """What to do next, as a command line; None if there is nothing to do."""
+    """What to do next, as a command line to paste; None if the message says what, or there is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ def unreadable(url: str, error: ScarError) -> Health:
     command: str | None = (
         f"scarctl verify --store {shlex.quote(url)}" if error.exit_code == 13 else _doctor(url)
     )
-    if error.kind == "store-without-settings":
+    if error.kind in ("store-without-settings", "damaged-settings"):
         command = None  # none can open it
     reason = f"{error.message}{f' ({error.hint})' if error.hint else ''}"
     return Health(url, (Finding(LOSING, error.kind, reason, command),), exit_code=error.exit_code)
@@ -201,13 +204,12 @@ def _of_processes(view: Survey) -> Iterable[Finding]:
         if len(view.ended) == max(1, len(here)):
             steps = {rank.head_step for rank in here} or {run.head_step}
             of = "all of their newest steps" if len(steps) > 1 else f"all of step {steps.pop()}"
-            yield Finding(NOTE, "ended", f"{what} has ended; the store has {of}", _resume(view))
+            yield Finding(NOTE, "ended", f"{what} has ended; the store has {of}")
         elif run.pending_partitions:
-            text = f"{what} has died; {_pending(run.pending_partitions)}: start the run again on this host"
-            yield Finding(LOSING, "died", text, _resume(view))
+            text = f"{what} has died; {_pending(run.pending_partitions)}: {_AGAIN}, on this host"
+            yield Finding(LOSING, "died", text)
         else:
-            text = f"{what} has died; the store has all of its copies: start the run again"
-            yield Finding(AT_RISK, "died", text, _resume(view))
+            yield Finding(AT_RISK, "died", f"{what} has died; the store has all of its copies: {_AGAIN}")
     elif dead:
         names = ", ".join(str(rank.rank) for rank in dead)
         pending = sum(rank.pending_partitions or 0 for rank in dead)
@@ -314,10 +316,6 @@ def _doctor(url: str) -> str:
     return f"scarctl doctor --store {shlex.quote(url)}"
 
 
-def _save(view: Survey) -> str:
+def _save(view: Survey) -> str | None:
     alive = view.run is not None and view.run.alive
-    return f"scarctl live checkpoint --full --store {_name(view)}" if alive else _resume(view)
-
-
-def _resume(view: Survey) -> str:
-    return f"scarctl run --store {_name(view)} -- COMMAND"
+    return f"scarctl live checkpoint --full --store {_name(view)}" if alive else None

@@ -22,6 +22,7 @@ from scarctl.recovery.shares import SharedState, named_snapshot, open_shares
 from scarctl.state.group import Group
 from scarctl.state.layout import Layout, TensorSpec
 from scarctl.store import Store
+from scarctl.store.foreign import STORE_FOLDERS
 from scarctl.store.format import SETTINGS
 from scarctl.store.snapshot import snapshot_names
 from scarctl.util.arrays import Bytes, Ids
@@ -47,10 +48,15 @@ def open_any(name: str, storage_options: Mapping[str, Any] | None = None) -> Sou
 
 
 def is_store(name: str) -> bool:
-    """Return whether a path or address means a store: an address always does, unless it has `@` after its last `/`."""
+    """Return whether a path or address means a store: an address always does, unless it has `@` after its last `/`.
+
+    A store that has lost its settings is one, too.
+    """
     if "://" in name:
         return "@" not in name.rpartition("/")[2]
-    return os.path.lexists(os.path.join(name, SETTINGS))
+    return os.path.lexists(os.path.join(name, SETTINGS)) or all(
+        os.path.isdir(os.path.join(name, folder)) for folder in STORE_FOLDERS
+    )
 
 
 class StoreSource:

@@ -8,6 +8,7 @@ time limit. So neither can block the other for ever.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ import torch
 SETTLE = 0.25
 """Seconds after a step in which the loop may still change state that belongs to the step (a schedule), unless the next
 step has begun."""
+_ALIVE = 0.25
+"""Seconds between two looks whether the training thread still exists."""
 
 
 class Gate:
@@ -121,11 +124,16 @@ class Gate:
             settled = self._at_gate or now >= self._settled_at
             if not self._stepping and settled:
                 return True
-            if now >= deadline:
+            if now >= deadline or (self._stepping and not self._trains()):
                 return False
-            limit = deadline if self._stepping else min(deadline, self._settled_at)
+            # A thread that ends does not notify.
+            limit = min(deadline, now + _ALIVE) if self._stepping else min(deadline, self._settled_at)
             self._changed.wait(limit - now)
         return False
+
+    def _trains(self) -> bool:
+        """Return whether the training thread runs Python code, so that a step may still end."""
+        return self._trainer in sys._current_frames()
 
 
 class _Held:

@@ -169,7 +169,11 @@ class Progress:
         self.end_copy()
 
     def repeating(self) -> None:
-        self.keep()
+        try:
+            self.keep()
+        except Exception as error:
+            self._fault(error)
+            self.doubt(f"what the loop repeats before the first batch of an epoch is not undone: {error}")
 
     def repeated(self) -> None:
         if why := self.put_back():

@@ -67,6 +67,7 @@ class Saving:
         self._opening = parts.opening
         self._binding = parts.binding
         self._progress = parts.progress
+        self._automatic = parts.adapter.automatic
         self._journal = parts.journal
         self._gate = parts.gate
         self._together = parts.together
@@ -109,8 +110,13 @@ class Saving:
         return moment
 
     def take_between(self) -> Moment | None:
-        """Return the moment for a checkpoint between two iterations of the loop."""
-        return self._progress.settled_moment() or self.take()
+        """Return the moment for a checkpoint between two iterations of the loop.
+
+        That is the newest step's end if the next forward has begun: it drew random numbers, and changed buffers.
+        """
+        kept, progress = self.moment, self._progress
+        begun = kept is not None and kept.step == progress.head_step and progress.witness.seen(kept.step)
+        return progress.settled_moment() or (kept if begun else self.take())
 
     def begin(self, moment: Moment | None, extent: Extent) -> None:
         """Start the first half: copy the state of `moment`. Do nothing for None."""
@@ -202,8 +208,11 @@ class Saving:
 
     def look_ahead(self) -> None:
         """Have the worker compute distances for coming checkpoints, after a step."""
-        if self._opening.engine is not None:
-            self._checkpoints.look(self._opening.engine)
+        engine = self._opening.engine
+        if engine is not None:
+            # A loop without hooks may replace its arrays in every iteration.
+            replaced = None if self._automatic else lambda: self._binding.live(engine.arena)
+            self._checkpoints.look(engine, replaced)
 
     def extras(self, engine: Engine, moment: Moment) -> Extras:
         """Return the extras of the step of `moment`. Call it right before the next step."""

@@ -1,6 +1,9 @@
-"""Refuse a place that holds no store, and say what it holds."""
+"""Refuse a place that holds no store, or one whose settings cannot be read, and say what it holds."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 from scarctl.errors import Corruption, NoStore
 from scarctl.store.backends.address import Address
@@ -8,8 +11,12 @@ from scarctl.store.backends.base import Blobs
 from scarctl.store.backends.probe import is_left_over
 from scarctl.store.format import LOCK, SETTINGS
 
-_STORES = frozenset(("layout", "shards"))
+STORE_FOLDERS = frozenset(("layout", "shards"))
 """Folders that every store has after its first commit."""
+_PUT_BACK = (
+    "put that file back from a copy of this store, however old: it never changes. Nothing else is missing because of "
+    "it. Without a copy, the tensors are in shards/*/seg, as safetensors"
+)
 
 
 def refuse_foreign(address: Address, blobs: Blobs, hint: str) -> None:
@@ -21,10 +28,10 @@ def refuse_foreign(address: Address, blobs: Blobs, hint: str) -> None:
     if not others or SETTINGS in others or blobs.has(SETTINGS):
         return  # another process may create the store meanwhile
     place = address.root or address.shown
-    if set(others) >= _STORES:
+    if set(others) >= STORE_FOLDERS:
         raise Corruption(
             f"{place}: this is a store without its {SETTINGS}",
-            hint="put that file back from a copy of this store; nothing else is missing because of it",
+            hint=_PUT_BACK,
             kind="store-without-settings",
         )
     raise NoStore(
@@ -32,3 +39,14 @@ def refuse_foreign(address: Address, blobs: Blobs, hint: str) -> None:
         hint=hint,
         kind="foreign-store",
     )
+
+
+@contextlib.contextmanager
+def damaged_settings() -> Iterator[None]:
+    """Raise Corruption (kind "damaged-settings") with the right advice: no command opens a store without settings."""
+    try:
+        yield
+    except Corruption as error:
+        if error.kind == "newer-format":
+            raise
+        raise Corruption(error.message, hint=_PUT_BACK, kind="damaged-settings") from error

@@ -22,7 +22,7 @@ from scarctl.store.backends.address import S3_SCHEMES, Address
 from scarctl.store.backends.base import Blobs
 from scarctl.store.backends.connect import blobs_at
 from scarctl.store.backends.probe import exclusive_here, probe
-from scarctl.store.foreign import refuse_foreign
+from scarctl.store.foreign import damaged_settings, refuse_foreign
 from scarctl.store.format import (
     FORMAT,
     LOCK,
@@ -170,13 +170,15 @@ class Store:
                     f"{address.root or address.shown}: there is no store here",
                     hint="check the path; `scarctl status` shows the stores that this host knows",
                 )
-        obj = load_json(blobs.read(SETTINGS, MAX_SETTINGS), what)
-        f = Fields(obj, what)
-        if f.text("kind") != "store":
-            raise corrupt(what, "it is not a store's file")
+        with damaged_settings():
+            obj = load_json(blobs.read(SETTINGS, MAX_SETTINGS), what)
+            f = Fields(obj, what)
+            if f.text("kind") != "store":
+                raise corrupt(what, "it is not a store's file")
+            run, settings = f.hex("id", 32), Settings.from_json(f.raw("settings"), what)
         if address.root is None:
             blobs.exclusive = exclusive_here(blobs, obj.get("probe"), what, strict=strict)
-        return cls(address, blobs, f.hex("id", 32), Settings.from_json(f.raw("settings"), what))
+        return cls(address, blobs, run, settings)
 
     def again(self) -> Store:
         """Return the same store, opened again, without cached files."""

@@ -20,16 +20,16 @@ from tests.loops.oversights import Lazy
 from tests.loops.rig import net, train
 
 
-def attached(store: Path) -> tuple[nn.Sequential, Any, scarctl.Session]:
+def attached(store: Path, **given: Any) -> tuple[nn.Sequential, Any, scarctl.Session]:
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     options = grouped(interval=1, policy="full", daemon=False)
-    return model, optimizer, scarctl.attach(model, optimizer, store=store, **options)
+    return model, optimizer, scarctl.attach(model, optimizer, store=store, **given, **options)
 
 
-def stopped(store: Path, loader: Any, *, after: int) -> None:
+def stopped(store: Path, loader: Any, *, after: int, **given: Any) -> None:
     """A run that is closed after this many steps of its first epoch; 0: at its end."""
-    model, optimizer, session = attached(store)
+    model, optimizer, session = attached(store, **given)
     session.resume()
     for _ in session.epochs(1):
         for batch in session.batches(loader):
@@ -38,6 +38,37 @@ def stopped(store: Path, loader: Any, *, after: int) -> None:
                 session.close()
                 return
     session.close()
+
+
+class Meter:
+    """Fails to tell its state while `away`."""
+
+    away = False
+
+    def state_dict(self) -> dict[str, int]:
+        if self.away:
+            raise OSError("the meter is away")
+        return {"count": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+def test_an_object_that_cannot_be_read_then_is_said_and_does_not_reach_training(tmp_path: Path) -> None:
+    loader = [(torch.ones(4, 8), torch.tensor([0, 1, 0, 1]))] * 5
+    meter = Meter()
+    stopped(tmp_path / "store", loader, after=2, extras={"meter": meter})
+    model, optimizer, session = attached(tmp_path / "store", extras={"meter": meter})
+    session.resume()
+    meter.away = True
+    for _ in session.epochs(1):
+        for batch in session.batches(loader):
+            meter.away = False
+            train(model, optimizer, batch)
+    session.close()
+    assert session.resumed is not None
+    assert (session.head_step, session.stats.errors, session.resumed.exact) == (5, 1, False)
+    assert "the meter is away" in "; ".join(session.resumed.reasons)
 
 
 def test_a_change_between_the_resume_and_the_loop_stays(tmp_path: Path) -> None:

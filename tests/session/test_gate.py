@@ -35,6 +35,17 @@ def test_the_gate_waits_for_the_loop_to_settle_or_to_come_back() -> None:
         assert waited < SETTLE if comes_back else waited >= SETTLE - 0.01
 
 
+def test_a_step_of_a_thread_that_has_died_is_not_waited_for() -> None:
+    gate = Gate(stepping=False)
+    trainer = threading.Thread(target=gate.enter)
+    trainer.start()
+    trainer.join()
+    began = time.monotonic()
+    with gate.quiet(60.0) as quiet:
+        assert not quiet
+    assert time.monotonic() - began < 30
+
+
 def test_the_gate_gives_up_on_a_step_that_does_not_end() -> None:
     gate = Gate(stepping=False)
     gate.enter()

@@ -1,4 +1,7 @@
-"""Find modules that take part in training, change, and are not saved: a target network, a teacher, another average."""
+"""Find what takes part in training, changes, and is not saved: a target network, a teacher, another average.
+
+So does the state of a communication hook of DistributedDataParallel, such as PowerSGD's error.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from scarctl.state.caveats import Caveats
 
@@ -44,7 +49,10 @@ class _Other:
 
 
 class Outside:
-    """Looks at all forward passes of the first iterations, and later at the modules found then."""
+    """Looks at all forward passes of the first iterations, and later at the modules found then.
+
+    A communication hook whose state has a true `settled` has nothing to save.
+    """
 
     def __init__(
         self, model: nn.Module, parameters: Iterable[torch.Tensor], saved: Iterable[Any], caveats: Caveats
@@ -58,12 +66,16 @@ class Outside:
         self._saved = [model, *_modules_of(saved)]
         self._known = {id(module) for owner in self._saved for module in owner.modules()}
         self._others: list[_Other] = []
+        self._ddp = weakref.WeakSet(m for m in self._saved if isinstance(m, DistributedDataParallel))
+        self._given = {id(item) for item in saved}
         self._steps = 0
         self._handle: Any = nn.modules.module.register_module_forward_pre_hook(self._runs)
 
     def _runs(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling() or id(module) in self._known:
             return
+        if isinstance(module, DistributedDataParallel):
+            self._ddp.add(module)
         self._known |= {id(inner) for inner in module.modules()}
         # Wrappers around the model have its tensors. Those of a transformed function have no memory.
         with contextlib.suppress(RuntimeError):
@@ -91,11 +103,28 @@ class Outside:
                     "session.batches()",
                 )
 
+        states = [state for ddp in self._ddp for _, state in ddp._comm_hooks]
+        states = [s for s in states if not (s is None or _is_group(s) or id(s) in self._given)]
+        kinds = sorted({type(s).__name__ for s in states if not getattr(s, "settled", False)})
+        if kinds:
+            self._caveats.say(
+                "communication-hook",
+                f"a communication hook of DistributedDataParallel has a state ({', '.join(kinds)}) that is not saved: "
+                "a resumed run reduces its next gradients differently",
+            )
+        else:
+            self._caveats.withdraw("communication-hook")
+
     def end(self) -> None:
         """Remove the hook."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.remove()
+
+
+def _is_group(state: object) -> bool:
+    """Return whether a hook's state is only the ranks that it reduces over."""
+    return dist.is_available() and isinstance(state, dist.ProcessGroup)
 
 
 def _modules_of(items: Iterable[Any]) -> list[nn.Module]:

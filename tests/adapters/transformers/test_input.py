@@ -24,7 +24,7 @@ from tests.adapters.trainer_runs import Net, Rows, differing, make_trainer, resu
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"fractoin": 0.5}, "no option 'fractoin' .fraction"),
+        ({"fractoin": 0.5}, "no option 'fractoin' .did you mean fraction"),
         ({"model": Net()}, "model comes from the Trainer"),
         ({"mode": "whole"}, "unknown mode 'whole'"),
         ({"extras": {"trainer": {}}}, "the extra 'trainer' is scarctl's own"),

@@ -1,0 +1,45 @@
+"""A loop over numpy arrays that puts new arrays into its dict: distances are those of the new ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+import scarctl
+from scarctl.checkpoint.tracker import SMALL
+from scarctl.config import grouped
+from scarctl.state.version import step_of
+
+ROWS, ROW = 64, SMALL // 32
+"""Twice as many bytes as those from which distances are found between checkpoints."""
+
+
+def test_what_moves_between_two_checkpoints_is_chosen(tmp_path: Path) -> None:
+    state = {"w": np.zeros((ROWS, ROW // 4), np.float32)}
+    options = {"interval": 4, "fraction": 1 / 8, "partition_bytes": ROW, "flush_on_signal": False}
+    session = scarctl.attach(state, store=tmp_path / "store", **grouped(daemon=False, **options))
+    session.resume()
+
+    def step(*rows: int) -> None:
+        new = state["w"].copy()
+        for row in rows:
+            new[row] += 1
+        state["w"] = new
+        session.step()
+        look = session._saving._checkpoints._look
+        if look is not None:
+            look.settle(60)
+
+    step()
+    for _ in range(7):
+        step(40)
+    for _ in range(5):
+        step(3, 11)  # the next look compares them, and no other does before the checkpoint
+    engine = session._engine
+    assert engine is not None
+    assert engine.tracker.overlaps, "what is tested"
+    session._finish()
+    copied = set(np.flatnonzero(step_of(engine.arena.version) == 12).tolist())
+    assert {3, 11} <= copied
+    session.close(seal=False)
