@@ -1,7 +1,7 @@
-# `make demo` and `make test` do all their own set-up: they need python3 (3.10 or newer) and make, nothing else.
+# `make demo` and `make test` do all their own set-up: they need only make and python3 (3.10 or newer).
 
 PYTHON ?= python3
-# More than cores: tests wait for processes and deadlines about half of the time.
+# More workers than cores, because tests wait for processes and deadlines about half of the time.
 WORKERS ?= 4
 ROUNDS ?= 500
 RUNS ?= 150
@@ -22,7 +22,7 @@ JAX := .venv-jax
 RAY := .venv-ray
 DOCS := .venv-docs
 PYTHON_OF := .venv-python
-# Those of the files that are programs.
+# The files that are programs.
 BENCHMARKS = $(filter-out benchmarks/soak.py,$(shell grep -l __main__ benchmarks/*.py))
 SETUP := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
@@ -71,7 +71,7 @@ demo-ranks: $(VENV)/.examples
 demo-rows: $(VENV)/.examples
 	$(BIN)/python -m examples.embedding.compare
 
-# One thread: sums in one order are the same on every machine.
+# One thread, because sums in one order are the same on every machine.
 paper paper-quick beyond beyond-quick: export OMP_NUM_THREADS = 1
 paper paper-quick beyond beyond-quick: export OPENBLAS_NUM_THREADS = 1
 paper paper-quick beyond beyond-quick: export MKL_NUM_THREADS = 1
@@ -102,15 +102,15 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.dev
-	@# It was seen to die of an internal error (2) once, with nothing to read from; what it finds is 1.
+	@# It once died of an internal error (2) without any output; findings exit with 1.
 	$(BIN)/mypy || { test $$? -eq 2 && $(BIN)/mypy --show-traceback; }
 
 layers: $(VENV)/.dev
 	$(BIN)/lint-imports
 
-# Hundreds of the tests' processes import scarctl: it is compiled once, whatever the environment says.
+# Hundreds of the tests' processes import scarctl, so it is compiled once, whatever the environment says.
 quick unit long oldest pythons optimizers frameworks: export PYTHONDONTWRITEBYTECODE =
-# A worker runs thousands of tests with threads: glibc would give most of them 64 MB of their own, which each fork copies.
+# A worker runs thousands of tests with threads. glibc would give most threads 64 MB, which each fork copies.
 quick unit long oldest pythons optimizers frameworks: export MALLOC_ARENA_MAX = 2
 
 quick: $(VENV)/.dev
@@ -124,7 +124,7 @@ long: $(VENV)/.dev
 	$(MAKE) optimizers
 
 oldest: $(OLDEST)/.oldest
-	@# Of setuptools, whenever this Lightning is imported.
+	@# setuptools warns whenever this Lightning is imported.
 	$(OLDEST)/bin/python -m pytest -n $(WORKERS) -W "ignore:pkg_resources is deprecated" -W "ignore:Deprecated call to" \
 	    tests/adapters
 
@@ -147,7 +147,7 @@ optimizers: $(OPTIMIZERS)/.optimizers
 	$(OPTIMIZERS)/bin/python -m tests.optimizers --third-party --killed
 
 frameworks: $(TORCHREC)/.torchrec $(RAY)/.ray $(JAX)/.jax
-	@# Of TorchRec's own, when it is imported and used.
+	@# TorchRec warns when it is imported and used.
 	$(TORCHREC)/bin/python -m pytest -n $(WORKERS) -W ignore::DeprecationWarning -W ignore::FutureWarning \
 	    tests/adapters/torchrec
 	$(RAY)/bin/python -m pytest -rs -o faulthandler_timeout=900 tests/adapters/test_ray.py tests/adapters/test_actor.py
@@ -162,7 +162,7 @@ man: $(VENV)/.dev
 pictures: $(VENV)/.dev
 	$(BIN)/python docs/site/pictures.py
 
-# Warnings fail. This one is about a program that this project does not use.
+# Warnings are errors. This one is about a program that this project does not use.
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(DOCS)/.docs
 	$(DOCS)/bin/mkdocs build --strict
@@ -223,7 +223,7 @@ $(OPTIMIZERS)/.optimizers: $(SETUP) constraints-optimizers.txt | $(BIN)/python
 	$(OPTIMIZERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-optimizers.txt
 	@touch $@
 
-# What TorchRec asks for by name is not on PyPI (fbgemm-gpu without a GPU has another one), or too old: see the file.
+# TorchRec's named requirements are not on PyPI (fbgemm-gpu for CPUs has another name), or too old: see the file.
 $(TORCHREC)/.torchrec: $(SETUP) constraints-torchrec.txt | $(BIN)/python
 	$(BIN)/python -m venv $(TORCHREC)
 	$(TORCHREC)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . hypothesis pytest \

@@ -1,4 +1,4 @@
-"""What `interval="auto"` makes of its budget of training time, with one process and with several ranks.
+"""Measure how `interval="auto"` uses its budget of training time, with one process and with several ranks.
 
 python benchmarks/budget.py [--rounds 5] [--ranks 2] [--mb 50] [--overhead 0.01] [--seconds 0.05] [--block 10]
 
@@ -31,7 +31,7 @@ import scarctl
 
 
 class Block:
-    """A training of its own, perhaps with a session."""
+    """A separate training, perhaps with a session."""
 
     def __init__(self, args: Any, session_of: Any = None) -> None:
         self.seconds, self.block = args.seconds, args.block

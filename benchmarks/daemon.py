@@ -1,4 +1,4 @@
-"""The host's daemon: how long its start takes, and how much memory it needs while it has no arena.
+"""Measure the start of the host's daemon, and its memory without an arena.
 
 python benchmarks/daemon.py [--rounds 11] [--folder DIR]
 
@@ -68,7 +68,7 @@ def taken_over(folder: Path, store: Store) -> float:
 
 
 def memory(pid: int) -> dict[str, float]:
-    """MB (10**6 bytes) and threads of a process; nothing where there is no /proc."""
+    """Return MB (10**6 bytes) and threads of a process; {} without /proc."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text() + Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:

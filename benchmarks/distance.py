@@ -1,5 +1,5 @@
-"""Fused distance pass over a GPT-2-small state, next to one `a.sub_(b)` pass over the same parameters; and over
-hundreds of biases, all together and one by one.
+"""Measure the fused distance pass over a GPT-2-small state, compared with one `a.sub_(b)` pass over the same
+parameters; and over hundreds of biases, all together and one by one.
 
 python benchmarks/distance.py [--repeats 9] [--threads N] [--device cuda]
 """

@@ -1,10 +1,10 @@
-"""Measure what is left of a change when a host goes: an evacuation, a full save in the order of names, a full DCP save.
+"""Measure the change lost when a host shuts down: an evacuation, a full save in the order of names, a full DCP save.
 
     PYTHONPATH=. python benchmarks/evacuate.py
 
 A model with an embedding table trains after a full checkpoint, with a skewed choice of rows. Then its store takes
-`--bandwidth` bytes per second, and the host goes after 5, 15 and 30 s. What counts is the squared distance of the live
-parameters from what the store has then. All three write the same state through the same throttle.
+`--bandwidth` bytes per second, and the host shuts down after 5, 15 and 30 s. What counts is the squared distance of the
+live parameters from what the store has then. All three write the same state through the same throttle.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What extrapolating recovery gains in real sessions, and what it takes.
+"""Measure the gain of extrapolating recovery in real sessions, and its cost.
 
 python benchmarks/extrapolation.py [--only NAME] [--seeds 10] [--mb 128] [--rounds 7]
 
@@ -122,7 +122,7 @@ def factors(seed: int) -> Training:
 
 
 def noise(seed: int) -> Training:
-    """A quadratic that has long converged, and only follows its batches' noise: there is no way to go on along."""
+    """A quadratic that has long converged, and only follows its batches' noise: there is no path to continue."""
     torch.manual_seed(seed)
     model = nn.Linear(64, 64, bias=False)
     nn.init.zeros_(model.weight)
@@ -161,7 +161,7 @@ def undisturbed(build: Callable[[int], Training], seed: int) -> tuple[float, int
 def outcome(
     build: Callable[[int], Training], seed: int, save: tuple[float, int], extrapolate: bool, folder: Path
 ) -> Outcome:
-    """One run that loses `LOST` shards, recovers, and goes on until it is as good as the undisturbed one."""
+    """One run that loses `LOST` shards, recovers, and continues until it is as good as the undisturbed one."""
     target, reached = undisturbed(build, seed)
     chance = np.random.default_rng(seed)
     fails_after = int(chance.integers(MEASURED_FROM // 2, MEASURED_FROM))

@@ -1,11 +1,12 @@
-"""Time per step under Hugging Face's Trainer and under Accelerate: bare, with scarctl, with their own checkpoints.
+"""Measure the time per step under Hugging Face's Trainer and Accelerate: bare, with scarctl, with their own
+checkpoints.
 
 python benchmarks/huggingface.py [--rounds 5] [--width 192] [--folder DIR]
 
 A GPT-2 of four layers with AdamW, from random values; two batches per step under the Trainer, one under Accelerate.
 Each arm runs 2 steps that are not measured and then 32 that are. scarctl saves 1/8 of the state every 4 steps; the
-Trainer (`save_steps`) and Accelerate (`save_state`) save all of it once in 32: the same bytes per time. What scarctl
-has not written when the 32 steps are over is not waited for: it is written beside training.
+Trainer (`save_steps`) and Accelerate (`save_state`) save all of it once in 32: the same bytes per time. Writes
+that scarctl has not finished after the 32 steps are not waited for, because they run alongside training.
 
 One line per arm: time per step relative to the bare framework's of the same round (median and range over rounds); the
 same of the processor's time of the training thread, on which other work on the machine has little influence;
@@ -75,7 +76,7 @@ class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Timed(TrainerCallback):  # type: ignore[misc]
-    """Tells a clock at the next step, when all that belongs to the last one is done."""
+    """Reports to a clock at the next step, when all work of the last one is done."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock

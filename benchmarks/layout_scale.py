@@ -1,4 +1,4 @@
-"""Layout and selection of an embedding table with one row per partition.
+"""Measure layout and selection of an embedding table with one row per partition.
 
     python benchmarks/layout_scale.py [--rows 10000000] [--repeats 5] [--fraction 0.125]
 

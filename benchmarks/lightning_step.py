@@ -1,10 +1,10 @@
-"""What the Lightning callback adds to a training step, beside the bare framework and its own ModelCheckpoint.
+"""Measure the Lightning callback's cost per training step, compared with the bare framework and its ModelCheckpoint.
 
 python benchmarks/lightning_step.py [--rounds 7] [--items 50000] [--cycles 2] [--interval 4] [--sleep 0]
     [--folder DIR]
 
-A recommender: an embedding table of `items` x 64 and a small network, Adam, batches of 256 rows. A step sleeps `sleep`
-seconds besides, as it would while an accelerator computes; without that the model keeps every core busy. Every arm is
+A recommender: an embedding table of `items` x 64 and a small network, Adam, batches of 256 rows. A step also sleeps
+`sleep` seconds, as it would while an accelerator computes; without that the model keeps every core busy. Every arm is
 one fit in this process; arms take turns. scarctl saves 1/8 of the state every `interval` steps, ModelCheckpoint all of
 it every 8 * interval steps, a cycle: the same bytes per time. The first cycle of a fit is not measured (scarctl's first
 checkpoint is of everything), nor is the end; `cycles` cycles between them are.

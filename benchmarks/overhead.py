@@ -1,4 +1,4 @@
-"""What a session costs a training: per step, per hook, and with ten thousand parameters; each next to its limit.
+"""Measure a session's cost: per step, per hook, and with ten thousand parameters; each compared with its limit.
 
     python benchmarks/overhead.py [--rounds 9] [--seconds 1] [--only steps|hooks|many] [--folder DIR]
 
@@ -43,7 +43,7 @@ Row = tuple[str, str, str]
 
 
 class Training:
-    """A model of its own, perhaps with a session."""
+    """A separate model, perhaps with a session."""
 
     def __init__(self, model: nn.Module, data: torch.Tensor | None) -> None:
         self.model = model

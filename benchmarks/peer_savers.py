@@ -1,4 +1,4 @@
-"""One class per way to save a training state, all with the same four calls; `peers.py` measures them.
+"""Define one class per way to save a training state, all with the same four calls; `peers.py` measures them.
 
 What a user would write in the training loop is the class's `lines`. Every class imports its library when it is made.
 """
@@ -33,7 +33,7 @@ class Saver:
     """Saves the state of a model and its optimizer into `folder`, whole."""
 
     lines: ClassVar[str]
-    """What a user adds to a training loop, to save and to go on after a failure."""
+    """Lines that a user adds to a training loop, to save and to continue after a failure."""
     parts = 1
     """Checkpoints that are as many bytes as the state."""
 
@@ -88,7 +88,7 @@ class Saver:
         self.load()
 
     def close(self) -> None:
-        """Let go."""
+        """Release everything."""
 
     def _copy(self, found: dict[str, Any]) -> None:
         for name, tensor in tensors(self.model, self.optimizer):
@@ -337,7 +337,7 @@ class Dlrover(Saver):
     def __init__(self, model: Any, optimizer: Any, folder: Path) -> None:
         super().__init__(model, optimizer, folder)
         library = importlib.import_module("dlrover.trainer.torch.flash_checkpoint.ddp")
-        # Names its sockets and memory, beside those that a killed run has left. Without its launcher it starts the
+        # Names its sockets and memory, next to those that a killed run has left. Without its launcher it starts the
         # process that saves by itself.
         os.environ["TORCHELASTIC_RUN_ID"] = f"scarctl-benchmark-{os.getpid()}"
         # Forked from a process with threads that one hangs now and then.

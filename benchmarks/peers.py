@@ -1,4 +1,4 @@
-"""scarctl and its peers in one table: the same state, the same training loop, each in a process of its own.
+"""Compare scarctl and its peers in one table: the same state, the same training loop, each in a separate process.
 
 python benchmarks/peers.py [--rounds 3] [--only NAME] [--python NAME=INTERPRETER] [--plot FILE.svg] [--folder DIR]
 

@@ -1,4 +1,4 @@
-"""Bytes per second into the store and out of it, checksums and fsyncs included, next to plain files of the same bytes.
+"""Measure the store's throughput, checksums and fsyncs included, compared with plain files of the same bytes.
 
 python benchmarks/persist.py [--megabytes 512] [--rounds 7] [--folder DIR]
 

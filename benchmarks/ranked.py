@@ -1,4 +1,4 @@
-"""Ranks under torchrun, and the FSDP2 state that they have, for the benchmarks of several ranks."""
+"""Start ranks under torchrun, and build their FSDP2 state, for the benchmarks of several ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def torchrun(script: str, options: Sequence[str], ranks: int, restarts: int = 0)
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        # Else ranks that torchrun starts again read addresses of those that are dead.
+        # Otherwise ranks that torchrun restarts read addresses of dead ones.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "PYTHONWARNINGS": "ignore",
         "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -1,4 +1,4 @@
-"""One of several ranks is killed under torchrun: how long until the next step, and how many steps are lost?
+"""Kill one of several ranks under torchrun, and measure the time until the next step and the steps lost.
 
 python benchmarks/ranks_recover.py [--kills 5] [--ranks 4] [--mb 200] [--interval 2] [--steps 20] [--folder DIR]
 
@@ -9,9 +9,9 @@ the whole state into slots of zeros in a second model, as a job that saves with 
 
 First table, medians over kills with (lowest-highest), the slowest rank counts: seconds of every part from the kill to
 the first new step. "engine" is torchrun noticing, ending the ranks, new processes, torch, process group and model: the
-same for all ways. Second table: steps of work lost. scarctl's survivors go on where they were, so what is lost is how
-old the killed rank's copies are; whoever saves everything every 8 * interval steps, which are as many bytes, goes back
-to the last one, with all ranks.
+same for all ways. Second table: steps of work lost. scarctl's survivors continue where they were, so the loss is the
+age of the killed rank's copies. A job that saves everything every 8 * interval steps, which are as many bytes, goes
+back to the last save, with all ranks.
 """
 
 from __future__ import annotations

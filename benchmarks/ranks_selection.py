@@ -1,4 +1,4 @@
-"""Selection over many ranks: time and traffic, next to one `policy.select` over the same partitions.
+"""Measure time and traffic of selection over many ranks, compared with one `policy.select` over the same partitions.
 
 python benchmarks/ranks_selection.py [--repeats 5] [--largest 10000000] [--ranks 10000] [--each 1000]
 

@@ -1,4 +1,4 @@
-"""Time per step of several ranks: without checkpoints, with scarctl, and with DCP's async_save at equal bytes per time.
+"""Measure the time per step of several ranks: without checkpoints, with scarctl, with DCP's async_save (equal bytes).
 
 python benchmarks/ranks_step.py [--rounds 5] [--ranks 4] [--mb 200] [--interval 2] [--seconds 0.25] [--folder DIR]
 

@@ -1,4 +1,5 @@
-"""Partial recovery of 1/8 and of all of a state, from memory and from the store, next to loading a full checkpoint.
+"""Measure recovery of 1/8 and of all of a state, from memory and from the store, compared with a full checkpoint's
+load.
 
 python benchmarks/recover.py [--rounds 5] [--cold] [--folder DIR]
 

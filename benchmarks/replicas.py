@@ -1,4 +1,4 @@
-"""Measure what a copy of memory on another host costs: sending it, beside raw TCP in the same run, and CPU per GiB.
+"""Measure the cost of a copy of memory on another host: throughput, compared with raw TCP, and CPU per GiB.
 
     python benchmarks/replicas.py --mib 512 --rounds 3
 

@@ -1,4 +1,4 @@
-"""A process that takes the place of a dead one: its resume from memory, next to loading the same state from files.
+"""Measure a resume from a dead process's memory, compared with loading the same state from files.
 
 python benchmarks/resume.py [--rounds 5] [--folder DIR]
 

@@ -1,4 +1,4 @@
-"""A table of millions of rows that TorchRec trains in the backward pass, on a Zipf trace: bytes and stall of saving it.
+"""Measure bytes and stall of saving a table of millions of rows, which TorchRec trains in the backward pass.
 
 python benchmarks/sharded_tables.py [--rows 4000000] [--rounds 5] [--interval 10] [--folder DIR]
 

@@ -169,8 +169,8 @@ class ReplacesArrays(Protocol):
     def writable(self, name: str) -> Mapping[str, torch.Tensor]:
         """Return private copies of a group's tensors by slot, which take the place of the live ones.
 
-        A recovery writes into them. From this call on, `groups` returns them, until the loop has got arrays of them.
-        The same copies are returned again until then.
+        A recovery writes into them. From this call on, `groups` returns them, until the loop has received arrays made
+        from them. The same copies are returned again until then.
         """
 
 

@@ -31,6 +31,12 @@ BANNED = {
     r"in between": "meanwhile, between what and what",
     r"belongs? into": "belong in",
     r"for want of": "without",
+    r"for ever": "forever",
+    r"left-overs?": "leftovers",
+    r"(?:has|have|had) got": "has, has received",
+    r"about to go|hosts? goes?|host that goes": "shut down, be lost",
+    r"(?:is|are) there if": "present if",
+    r"(?<!there )(?:is|are|was|were) no (?!longer|more|less|better|faster|worse|gain|help)\w+": "is not a",
 }
 ANY_BANNED = re.compile(rf"\b(?:{'|'.join(BANNED)})\b", re.IGNORECASE)
 NO_VERB = re.compile(

@@ -1,4 +1,4 @@
-"""Save and resume a loop with Accelerate: everything that an `Accelerator` has prepared.
+"""Save and resume a loop with Accelerate, with everything that an `Accelerator` has prepared.
 
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     run = attach_and_resume(accelerator, store="ckpt")
@@ -50,17 +50,17 @@ def attach_and_resume(
 ) -> Run:
     """Resume the store's run, and from now on save everything that `accelerator` has prepared.
 
-    That is models, optimizers, schedulers, gradient scaler, and the objects of `register_for_checkpointing`. Call it
-    after `accelerator.prepare`, on all ranks, right before the loop.
+    This covers models, optimizers, schedulers, gradient scaler, and the objects of `register_for_checkpointing`. Call
+    it after `accelerator.prepare`, on all ranks, right before the loop.
 
     mode, snapshot: the state to resume, see `Session.resume`.
-    options: those of `scarctl.attach` (store, fraction, interval, extras, ...), except model, optimizer, schedulers,
-        scaler and hooks. Registered objects and schedulers are read right before the next optimizer's step. Pass state
+    options: options of `scarctl.attach` (store, fraction, interval, extras, ...), except model, optimizer, schedulers,
+    scaler and hooks. Registered objects and schedulers are read right before the next optimizer's step. Pass state
         that the next batch changes as `extras`.
 
     Raises UsageError for unknown options, without a prepared model or optimizer, and for an object whose state is more
-    than plain values and arrays; also for DeepSpeed, Megatron-LM, TPUs and FSDP of version 1. Raises what
-    `scarctl.attach` and `Session.resume` raise. After an error nothing was changed, and no session is open.
+    than plain values and arrays. Raises UsageError for DeepSpeed, Megatron-LM, TPUs and FSDP of version 1. Raises the
+    errors of `scarctl.attach` and `Session.resume`. After an error nothing was changed, and no session is open.
     """
     check_mode(mode)
     check_options(options, given=_GIVEN, owner="the Accelerator", names=(_NAME,))
@@ -105,7 +105,7 @@ class Run:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the loop is in, from 0."""
+        """Number of the loop's current epoch, from 0."""
         return self.session.epoch
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -131,7 +131,7 @@ class Run:
         """Raise UsageError when the run is closed: nothing of the loop would be saved."""
         if self._closed:
             raise UsageError(
-                "the run is closed: nothing more would be saved",
+                "the run is closed: further changes would not be saved",
                 hint="pass the number of all epochs to epochs(), or attach again to continue",
             )
 

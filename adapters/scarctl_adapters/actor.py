@@ -11,9 +11,9 @@
 
     table.add(3, values, call=("worker-7", 12))
 
-A call is answered when the state after it, and its answer, are durable as one sealed checkpoint. An actor that starts
-again continues from the newest sealed checkpoint. So a call that is repeated is answered from there, if it is in it,
-and otherwise executed: in both cases it has changed the state once.
+A call is answered when the state after it, and its answer, are durable as one sealed checkpoint. A restarted actor
+continues from the newest sealed checkpoint. If that includes a repeated call, the call gets its kept answer; otherwise
+it is executed. In both cases it has changed the state once.
 
 Actors of Ray: `scarctl_adapters.ray`. Everything here works without a framework.
 """
@@ -35,27 +35,27 @@ from scarctl.state.torch_dtypes import plain
 from scarctl.store import complete_sets
 
 Call: TypeAlias = "tuple[str, int] | str"
-"""Identity of a call: (caller, number), numbers ascending by caller, or a text that no other call has."""
+"""Identity of a call: (caller, number), with numbers ascending by caller, or a string that no other call has."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 ANSWERS = 1024
-"""Answers that are kept for calls that have a text as identity."""
+"""Number of kept answers to calls that have a string as identity."""
 _PAUSE = 0.1
 
 
 class Calls:
-    """The answers of calls: the last one of every caller, and the newest ones of calls with a text as identity."""
+    """The answers to calls: the last one of every caller, and the newest ones of calls with a string as identity."""
 
     def __init__(self, limit: int = ANSWERS) -> None:
-        """Keep the answers of `limit` calls with a text as identity."""
+        """Keep the answers to `limit` calls with a string as identity."""
         self._limit = limit
         self._last: dict[str, tuple[int, Any]] = {}
         self._single: OrderedDict[str, Any] = OrderedDict()
 
     def find(self, call: Call) -> tuple[Any] | None:
-        """Return the answer of a call in a tuple; None for a call that is new.
+        """Return the answer to a call in a tuple; None for a new call.
 
         Raises UsageError for a call older than its caller's last one: its answer is no longer kept.
         """
@@ -66,13 +66,13 @@ class Calls:
         if number < last:
             raise UsageError(
                 f"call {number} of {caller!r} comes after its call {last}: only the last answer is kept",
-                hint="number the calls of a caller upwards, and repeat the last one only",
+                hint="number the calls of a caller upwards, and repeat only the last one",
                 kind="old-call",
             )
         return (answer,) if number == last else None
 
     def note(self, call: Call, answer: Any) -> None:
-        """Keep the answer of a new call."""
+        """Keep the answer to a new call."""
         if isinstance(call, str):
             self._single[call] = answer
             while len(self._single) > self._limit:
@@ -85,7 +85,7 @@ class Calls:
         return {"last": dict(self._last), "single": list(self._single.items())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the answers of `state_dict`."""
+        """Restore the answers of `state_dict`."""
         self._last = {caller: (number, answer) for caller, (number, answer) in state["last"].items()}
         self._single = OrderedDict((call, answer) for call, answer in state["single"])
 
@@ -107,12 +107,12 @@ class Kept:
 
         model, optimizer: as for `scarctl.attach`.
         store: address of the store. With `member` in the options, members share it.
-        every: calls from one sealed checkpoint to the next. With 1, each answer is durable. With more, a kill can
-            lose that many answered calls less one; none is ever applied twice.
+        every: calls from one sealed checkpoint to the next. With 1, each answer is durable. With n, a kill can lose
+        n - 1 answered calls. No call is ever applied twice.
         patience: seconds to wait for an earlier process of this actor that holds the store.
-        options: of `scarctl.attach`, except hooks. An iteration is a call.
+        options: options of `scarctl.attach`, except hooks. An iteration is a call.
 
-        Raises UsageError, and what `scarctl.attach` and `Session.resume` raise.
+        Raises UsageError, and the errors of `scarctl.attach` and `Session.resume`.
         """
         if type(every) is not int or every < 1:
             raise UsageError(f"every is {every!r}", hint="give a number of calls, 1 or more")
@@ -138,14 +138,14 @@ class Kept:
 
     def _resume(self) -> Resumed:
         try:
-            # Not the newest copy of every partition: these can be of several calls.
+            # Not the newest copy of every partition, because these can belong to several calls.
             return self.session.resume(mode="rollback")
         except NoIntactCopy as error:
             part = self.session.store.part
             of = None if part is None else part.shard
             if error.kind != "no-sealed-state" or complete_sets(self.session.store, of=of):
                 raise
-        # The process died before its first call was sealed. So none was answered.
+        # The process died before its first call was sealed. So no call was answered.
         self.session.supersede()
         return Resumed(step=0, exact=True, report=None)
 
@@ -155,12 +155,12 @@ class Kept:
         return self.session.fencing_token
 
     def run(self, call: Call, work: Callable[[], T]) -> T:
-        """Return the answer of a call: the kept one if it was executed before, or else that of `work`.
+        """Return the answer to a call: the kept one if it was executed before, otherwise the result of `work`.
 
-        Calls that come at once are executed one after the other.
+        Concurrent calls are executed one after the other.
 
-        Raises what `work` raises: then its answer is not kept, and what it has changed until then stays. Raises
-        UsageError for an answer that cannot be saved; Fenced if a newer process has taken over the store; and
+        Raises the exception of `work`: then no answer is kept, but the changes of `work` until then remain. Raises
+        UsageError for an answer that cannot be saved. Raises Fenced if a newer process has taken over the store. Raises
         Unavailable if the answer is not durable yet: repeat the call.
         """
         _check(call)
@@ -192,7 +192,7 @@ def once(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def answered_once(method: Callable[P, T], identify: Callable[[], Call]) -> Callable[P, T]:
-    """Implement `once`. identify: returns the identity of a call that was given none."""
+    """Implement `once`. identify: returns an identity for a call without one."""
 
     @functools.wraps(method)
     def answer(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -219,5 +219,5 @@ def _check(call: object) -> None:
     ):
         return
     raise UsageError(
-        f"call is {call!r:.80}", hint='give ("caller", number), or a text that is the call\'s own'
+        f"call is {call!r:.80}", hint='give ("caller", number), or a string that no other call has'
     )

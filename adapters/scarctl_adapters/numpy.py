@@ -64,11 +64,11 @@ class NumpyAdapter:
 
     @property
     def optimizer(self) -> str:
-        """Always "": the arrays of an optimizer are ordinary groups."""
+        """Always "", because the arrays of an optimizer are ordinary groups."""
         return ""
 
     def groups(self) -> list[StateGroup]:
-        """Return the arrays that the dict holds now: a loop may replace them."""
+        """Return the arrays that the dict now holds: a loop may replace them."""
         groups = []
         for name, array in self._state.items():
             if not isinstance(array, np.ndarray):
@@ -109,11 +109,11 @@ class NumpyAdapter:
         restore_host_rng(early["rng"])
 
     def create_slots(self, layout: Layout) -> Callable[[], None]:
-        """Make nothing: there are no slots."""
+        """Do nothing, because groups have no slots."""
         return lambda: None
 
     def install(self, before: Callable[[], None], after: Callable[[], None] | None) -> Callable[[], None]:
-        """Raise UsageError: there are no hooks."""
+        """Raise UsageError, because a loop over arrays has no hooks."""
         raise UsageError(
             "a loop over numpy arrays has no hooks", hint="call session.step() after every iteration"
         )

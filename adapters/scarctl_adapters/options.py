@@ -1,4 +1,4 @@
-"""Check the options of a framework's adapter: those of `scarctl.attach` that the adapter does not give itself."""
+"""Check the options of a framework's adapter: options of `scarctl.attach` that the adapter does not set."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def check_options(
 ) -> None:
     """Raise UsageError for options that a user of an adapter may not give.
 
-    given: arguments of `scarctl.attach` that the adapter takes from `owner`, as a message calls it.
-    names: extras of the adapter itself.
+    given: arguments of `scarctl.attach` that the adapter takes from `owner`, a name for messages.
+    names: names of the adapter's own extras.
     """
     known = sorted(set(inspect.signature(scarctl.attach).parameters) - set(given))
     for name in options:
         if name in given:
-            raise UsageError(f"{name} comes from {owner}", hint=f"leave {name} out")
+            raise UsageError(f"{name} comes from {owner}", hint=f"omit {name}")
         if name not in known:
             raise unknown_option(name, known)
     for name in sorted(set(names) & set(options.get("extras") or {})):

@@ -10,8 +10,8 @@
         def add(self, row, values):
             self.rows["rows"][row] += values
 
-Ray places actors, notices that one has died and runs its constructor again; scarctl keeps the state. The store of an
-actor is found by its name. A call has the identity of Ray's task, which stays the same when Ray sends it again.
+Ray places actors, detects that one has died, and runs its constructor again; scarctl keeps the state. An actor's store
+is found by the actor's name. A call has the identity of Ray's task, which stays the same when Ray resends it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger("scarctl")
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", re.ASCII)
 NOTICE = 30.0
-"""Seconds until a node goes for which Ray has no deadline."""
+"""Assumed seconds until a node shuts down if Ray has no deadline for it."""
 
 
 class Kept(actor.Kept):
@@ -63,18 +63,18 @@ class Kept(actor.Kept):
         name: name of the store below `root`. Default: the actor's name. Members of one store have one name here.
         options: `every` and `patience`; those of `scarctl.attach`, except store and hooks.
 
-        Raises UsageError if the actor has no name, or one that is no name of a folder.
+        Raises UsageError if the actor has no name, or a name that cannot name a folder.
         """
         super().__init__(model, optimizer, store=store_of(root, name), **options)
 
 
 def store_of(root: str, name: str | None = None) -> str:
-    """Return the address of the store of the actor that calls this. Raises UsageError as `Kept` does."""
+    """Return the address of the calling actor's store. Raises UsageError as `Kept` does."""
     if name is None:
         name = ray.get_runtime_context().get_actor_name()
         if not name:
             raise UsageError(
-                "this actor has no name, so that its store could not be found again",
+                "this actor has no name, so its store could not be found again",
                 hint="make it with .options(name=...), or give Kept a name",
             )
     if not _NAME.fullmatch(name):
@@ -97,7 +97,7 @@ def once(method: Callable[P, T]) -> Callable[P, T]:
 def _task() -> Call:
     found: str | None = ray.get_runtime_context().get_task_id()
     if found is None:
-        raise UsageError("this is no task of Ray", hint='add call=("caller", number)')
+        raise UsageError("this call is not a task of Ray", hint='add call=("caller", number)')
     return found
 
 
@@ -107,12 +107,12 @@ def _task() -> Call:
 def attach_and_resume(model: Any, optimizer: Any, *, root: str, **options: Any) -> Session:
     """Attach on every rank of a Ray Train run, and resume. Call it in the training function, before the loop.
 
-    The store has the name of the run, so that a run that Ray Train starts again finds it.
+    The store has the name of the run, so a run that Ray Train restarts finds it.
 
     root: folder or address that holds the stores of runs, reachable from every node.
     options: those of `scarctl.attach`, except store.
 
-    Raises UsageError if the run's name is no name of a folder, and what `scarctl.attach` and `Session.resume` raise.
+    Raises UsageError if the run's name cannot name a folder, and the errors of `scarctl.attach` and `Session.resume`.
     """
     import ray.train
 
@@ -127,18 +127,19 @@ def attach_and_resume(model: Any, optimizer: Any, *, root: str, **options: Any) 
 
 
 class Preemption:
-    """Save a run before one of its nodes goes. Call it after every step, on every rank."""
+    """Saves a run before one of its nodes shuts down. Call it after every step, on every rank."""
 
     def __init__(self, session: Session, *, every: int = 1) -> None:
-        """Ask Ray Train in every `every`-th call: its question is a barrier of all ranks."""
+        """Ask Ray Train in every `every`-th call, because the question is a barrier of all ranks."""
         self._session, self._every, self._calls = session, every, 0
         self._seen: frozenset[str] = frozenset()
 
     def __call__(self) -> Evacuated | None:
-        """Evacuate once for each set of nodes that are about to go, and return what is safe; None otherwise.
+        """Evacuate once for each set of nodes that are about to shut down. Return what is safe; None without such
+        nodes.
 
-        All ranks evacuate, also those on other nodes: only a state of all of them is exact. Training may continue. If
-        several nodes go, the store alone counts, as the node that has a copy may be one of them.
+        All ranks evacuate, even those on other nodes: only a state of all ranks is exact. Training may continue. If
+        several nodes shut down, only the store counts, because the node with a copy may be one of them.
         """
         import ray.train
 
@@ -151,5 +152,5 @@ class Preemption:
             return None
         self._seen |= nodes
         seconds = NOTICE if notice.deadline_ms is None else max(0.0, notice.deadline_ms / 1000 - time.time())
-        log.warning("Ray is about to take %d nodes of this run in %.0f s", len(nodes), seconds)
+        log.warning("Ray is about to shut down %d nodes of this run in %.0f s", len(nodes), seconds)
         return self._session.evacuate(seconds, to="store" if len(nodes) > 1 else None)

@@ -21,7 +21,7 @@ class Settled(Generic[T]):
         self.value: T | None = None
 
     def settle(self) -> None:
-        """Keep the current values, unless those of this step are kept already."""
+        """Keep the current values, unless values of this step are already kept."""
         if self.value is None:
             self.value = self._capture()
 

@@ -86,11 +86,11 @@ class Arena(Fields):
         self._memory = memory
         self._geometry = geometry
         self._file = -1
-        """The file of a new arena whose pages are not mapped yet; see `put_rows`."""
+        """File descriptor of a new arena whose pages are not mapped yet; see `put_rows`."""
         self._lines: Lines | None = None
         """Set if this process has the store's writer."""
         self.replica_of: str | None = None
-        """Host of which it was a replica when it was opened; see `scarctl.arena.kinship.believed`."""
+        """Host whose arena this was a replica of when it was opened; see `scarctl.arena.kinship.believed`."""
         n, at = layout.partitions, geometry.arrays_at
         self.generation: NDArray[np.uint64] = np.frombuffer(memory, np.uint64, n, at)
         self.version: Ids = np.frombuffer(memory, np.int64, n, at + 8 * n)
@@ -129,7 +129,7 @@ class Arena(Fields):
         lock, arena = lock_folder(folder), None
         try:
             if os.path.lexists(folder / FILE):
-                raise UsageError(f"an arena exists already in {folder}", hint="open it, or remove it")
+                raise UsageError(f"an arena already exists in {folder}", hint="open it, or remove it")
             clear_queue(folder)
             (folder / LINES).unlink(missing_ok=True)
             (folder / OWNER).unlink(missing_ok=True)
@@ -173,7 +173,7 @@ class Arena(Fields):
             fd = open_file(path)
             try:
                 layout, geometry = read_header(fd, path, run_id)
-                # Its pages exist: the threads that read them map them, several at a time.
+                # Its pages exist: several threads map them while reading.
                 return cls(map_file(fd, geometry.size, populate=False), layout, geometry, folder, lock)
             finally:
                 os.close(fd)
@@ -280,13 +280,13 @@ class Arena(Fields):
     def put_rows(self, g: int, t: int, rows: slice | Ids, data: Bytes) -> None:
         """Assign `data`, uint8 of shape (rows, bytes per row), to some rows of tensor `t` of group `g`.
 
-        In a new arena adjacent rows are written to the file. The system then neither clears pages that are overwritten
-        at once, nor takes a fault for each. Fewer bytes than a page has gain nothing by that.
+        In a new arena adjacent rows are written to the file. Then the system neither clears pages that are overwritten
+        at once, nor takes a page fault for each. Fewer bytes than a page gain nothing from this.
         """
         target = self.rows(g, t)
         inside = self._file < 0 or data.nbytes < mmap.PAGESIZE
         if inside or not isinstance(rows, slice) or not data.flags.c_contiguous:
-            # What was read into `rows` is there.
+            # The bytes that were read into `rows` are in place.
             if not np.may_share_memory(target, data):
                 target[rows] = data
             return
@@ -319,7 +319,7 @@ class Arena(Fields):
     def end(self, ids: Ids, version: int) -> None:
         """End the copy into these partitions, which is of `version`.
 
-        Where the store has an earlier copy of the same version, the new copy is pending.
+        If the store has an earlier copy of the same version, the new copy is pending.
         """
         at = adjacent(ids)
         self.version[at] = version
@@ -348,7 +348,7 @@ class Arena(Fields):
         self.seal(NEVER)
 
     def relabel(self, ids: Ids, version: int) -> None:
-        """Count the copies of these partitions as `version`, and as pending."""
+        """Label the copies of these partitions as `version`, and as pending."""
         if len(ids):
             self.name_whole("")
         self.version[ids] = version
@@ -367,7 +367,7 @@ class Arena(Fields):
         """
         self.durable[adjacent(ids)] = version
         if generation is not None:
-            # Read after `durable` was written: a copy that begins later finds `version` there, and `end` resets it.
+            # Read after `durable` was written: a copy that begins later finds `version` in it, and `end` resets it.
             newer = (self.generation[ids] != generation) & (self.version[ids] == version)
             self.durable[ids[newer]] = NEVER
 
@@ -377,7 +377,7 @@ class Arena(Fields):
         self.durable[ids] = versions
 
     def mark_all_durable(self, whole: str) -> None:
-        """Note, after a rollback, that the store's newest state is the arena's, the commit `whole`."""
+        """Note, after a rollback, that the store's newest state is the arena's: the commit `whole`."""
         self.durable[:] = self.version
         self.seal(NEVER)
         self.name_whole(whole)
@@ -427,7 +427,7 @@ class Arena(Fields):
         Does nothing after `close`, and in a forked child: another process may own the arena by then.
         """
         if self._folder is not None and self._lock >= 0:
-            # Movements without an arena are ignored, so that a process may be killed meanwhile.
+            # Movements without an arena are ignored, so the process may be killed between two deletions.
             for name in (MOVEMENTS, FILE, LINES, OWNER):
                 (self._folder / name).unlink(missing_ok=True)
             try:

@@ -1,4 +1,4 @@
-"""Count how much of an arena the store has: the figures that a session's metrics and the daemon's status share."""
+"""Count an arena's durable copies: the figures that a session's metrics and the daemon's status share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Durability:
     """The durable and pending copies of one arena. Steps are -1 before the first."""
 
     versions: NDArray[np.int64]
-    """Newest version of each partition that the store has: int64 of shape (partitions,), -1 without a durable copy."""
+    """Newest durable version of each partition: int64 of shape (partitions,), -1 without a durable copy."""
     durable_step: int
-    """The newest of their steps."""
+    """The newest step among these versions."""
     oldest_durable_step: int
     sealed_step: int
     """Step of the newest durable sealed checkpoint."""

@@ -4,7 +4,7 @@
 
 A run's id is that of its store. If several ranks save to the store, the number of the shard follows.
 
-Other users can neither read the folder nor replace it: both levels belong to this user, have mode 0700, and are no
+Other users can neither read the folder nor replace it: both levels belong to this user, have mode 0700, and are not
 symbolic links.
 """
 
@@ -115,7 +115,7 @@ def lock_folder(folder: Path, *, patience: float = LOCK_SECONDS) -> int:
         try:
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
-            continue  # its last owner has just removed it
+            continue  # the folder's last owner has just removed it
         except OSError as error:
             raise folder_error(error, folder) from error
         try:

@@ -88,7 +88,7 @@ def read_header(fd: int, path: Path, run_id: str) -> tuple[Layout, Geometry]:
         not stat.S_ISREG(status.st_mode)
         or status.st_uid != os.getuid()
         or stat.S_IMODE(status.st_mode) & 0o077
-        or status.st_nlink > 1  # under its other name it may be a file of another kind
+        or status.st_nlink > 1  # under a second name it may be a file of another kind
     ):
         raise AccessDenied(
             f"{path} is not a private file of this user", hint="another user may have created it: remove it"
@@ -117,7 +117,7 @@ def read_header(fd: int, path: Path, run_id: str) -> tuple[Layout, Geometry]:
     if mine != (size, partitions, arrays_at, tensors_at, digest.hex()):
         raise not_an_arena(path, "its header does not fit its layout")
     if not _possible(os.pread(fd, 8 * len(FIELDS), FIELDS_AT)):
-        raise not_an_arena(path, "its numbers are impossible")
+        raise not_an_arena(path, "its counters are impossible")
     if boot != boot_id():
         raise BeforeBoot(f"{path} is from before this machine's last boot", hint="it cannot be used")
     return layout, geometry
@@ -148,7 +148,7 @@ class BeforeBoot(Corruption):
 
 
 def stamp_boot(fd: int) -> None:
-    """Have an arena's file belong to this start of this machine: it came from another host, complete."""
+    """Mark an arena's file as belonging to this boot: it arrived complete from another host."""
     os.pwrite(fd, boot_id(), _FIXED.size - 16)
 
 

@@ -1,7 +1,7 @@
 """Decide whether an arena belongs to a store in the store's present state.
 
-A replica of another host's arena may be older than the store: records were created since it was sent. It belongs to the
-store if they are all of the arena's own epoch: no other process has saved since, and nothing was rolled back.
+A replica of another host's arena may be older than the store, because records were created since. It belongs to the
+store if all of these are of the arena's own epoch: then no other process has saved, and nothing was rolled back.
 
 The run may have continued on another host. The store may have been rolled back there, copied, or replaced by its own
 backup. Then the arena's copies, and its durable versions, are of another state than the store's. So an arena notes the
@@ -32,13 +32,13 @@ from scarctl.store.log import ShardLog
 log = logging.getLogger("scarctl")
 
 _MOST_RECORDS = 10_000
-"""Records that are read to find out whether a log continues a line."""
+"""Most records that are read to decide whether a log continues a line."""
 ASIDE = ".aside"
 """Suffix of a folder whose arena no longer belongs to its store."""
 
 
 def belongs(lines: Callable[[], Noted], store: Store) -> bool:
-    """Return whether an arena is of the store's line.
+    """Return whether an arena is on the store's line.
 
     lines: reads the lines that the arena has noted. A live run may change them at any time.
 
@@ -51,7 +51,7 @@ def belongs(lines: Callable[[], Noted], store: Store) -> bool:
 
 
 def follows(noted: Noted, epoch: int, store: Store) -> bool:
-    """Return whether each log of the store continues the noted lines, by records of this same epoch alone.
+    """Return whether each log of the store continues the noted lines, with records of this epoch only.
 
     Raises Corruption, AccessDenied, or Unavailable if the store does not answer.
     """
@@ -103,7 +103,7 @@ def require_kinship(arena: Arena, lines: Mapping[int, int], store: Store, *, aga
 
 
 def require_same_line(arena: Arena, store: Store) -> None:
-    """Raise Fenced unless the store, from which copies were just read, is of the line of a live run's arena."""
+    """Raise Fenced unless the store, whose copies were just read, is on the line of a live run's arena."""
     if not belongs(lambda: arena.lines, store):
         raise _overtaken(store)
 
@@ -162,7 +162,7 @@ def believed(arena: Arena | None, store: Store, *, set_aside: bool = False) -> A
     """
     if arena is None:
         return None
-    what = f"the copies in {arena.folder} are not used"
+    what = f"the copies in {arena.folder} are ignored"
     try:
         if is_kin(arena, store):
             owner = read_owner(arena.folder)
@@ -255,7 +255,7 @@ def put_aside(folder: Path) -> Path:
 
 
 def _report_others(folder: Path, store: Store) -> None:
-    """Log which other arenas of the same store are not used, although they may have pending copies."""
+    """Log other arenas of the same store, which are not used although they may have pending copies."""
     for path in _others(folder, store):
         view = peek(str(path.parents[1]), path.name)
         if view is None or view.alive or not (view.version >= 0).any():

@@ -1,4 +1,4 @@
-"""Create, open and map the file of an arena: private, no symbolic link, and shared between processes."""
+"""Create, open and map the file of an arena: private, not a symbolic link, and shared between processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scarctl.arena.header import not_an_arena
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
 COHERENT = sys.platform == "linux"
-"""Whether what is written to a file is seen in its maps at once, and the other way round."""
+"""Whether writes to a file appear in its maps at once, and writes to a map in the file."""
 
 
 def open_file(path: Path) -> int:
@@ -46,16 +46,16 @@ def map_file(fd: int, size: int, *, populate: bool = True) -> mmap.mmap:
     """Map a file of `size` bytes, shared and writable.
 
     populate: map all pages at once. With page faults on first touch, the first checkpoint takes several times as long.
-        Leave it out where several threads fill the map, and so fault its pages in together.
+        Leave it out if several threads fill the map, because they share the page faults.
     """
     flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populate else 0)
     return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def populate(data: NDArray[np.uint8]) -> None:
-    """Map the pages of a part of a map at once, before it is written: a fault for each takes twice as long.
+    """Map the pages of a part of a map at once, before it is written. A fault for each page would take twice as long.
 
-    Changes no byte. Does nothing where the system cannot do so: then the faults come.
+    Changes no byte. Does nothing if the system lacks this operation.
     """
     if _MADVISE is None or not data.size:
         return

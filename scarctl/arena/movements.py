@@ -5,7 +5,7 @@
 The store cannot provide movements, because it deletes older copies. The file outlives its process, like the arena, and
 is deleted with the arena. Movements are never saved: they only improve an estimate.
 
-A movement is valid for one copy only, of the version next to it. Nothing else in the file has to be trusted.
+A movement is valid only for the copy whose version is next to it. Nothing else in the file has to be trusted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Movements:
     """
 
     def __init__(self, folder: Path | None, layout: Layout, groups: Collection[int]) -> None:
-        """Open the file, if it is of this layout and of this boot; otherwise create it anew.
+        """Open the file if it belongs to this layout and boot; otherwise replace it.
 
         folder: None keeps the movements in memory without a file, for one process.
         groups: numbers of the groups whose first tensors' movements are kept.

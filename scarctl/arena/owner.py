@@ -1,7 +1,7 @@
-"""Name the owner of a replica: an arena whose run lives on another host. A small file in the arena's folder does.
+"""Note the owner of a replica, an arena whose run lives on another host, in a small file in the arena's folder.
 
 A process that takes the arena for a run on this host deletes the file, under the folder's lock. So the daemon that
-writes the replica knows that it is one no more.
+writes the replica notices that the arena is no longer a replica.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _MOST = 4096
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The arena of which a folder has a replica."""
+    """The owner of the arena whose replica a folder has."""
 
     host: str
-    """Name of its host, for display."""
+    """Name of the owner's host, for display."""
     start: str
     """Name of the start of the job: see `Together`."""
     base_epoch: int

@@ -54,7 +54,7 @@ _EXTRAS = "scarctl/extras/"
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Copies in the arena that have to be saved to the store."""
+    """Copies in the arena that are to become durable in the store."""
 
     number: int
     """Place in the queue."""
@@ -81,7 +81,7 @@ class HandOver:
 def unsaved_distances(handovers: Sequence[HandOver], partitions: int) -> NDArray[np.float32]:
     """Return the distance of each newest copy from the store's, NaN if unknown: float32 of shape (partitions,).
 
-    handovers: all that wait, in their order.
+    handovers: all waiting ones, in order.
     """
     found = np.full(partitions, np.nan, dtype=np.float32)
     for handover in handovers:
@@ -93,7 +93,7 @@ def unsaved_distances(handovers: Sequence[HandOver], partitions: int) -> NDArray
 class HandOverQueue:
     """Hand-overs in an arena's folder, in the order in which they were put.
 
-    Usually one process puts them. After its death, its daemon and a rescuing rank may both do so.
+    Usually one process puts hand-overs. After its death, its daemon and a rescuing rank may both do so.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -196,7 +196,7 @@ class HandOverQueue:
             raise os_error(error, path, "read") from error
 
     def read(self, number: int) -> HandOver:
-        """Return one hand-over. Raises FileNotFoundError; Corruption if `put` did not write it so."""
+        """Return one hand-over. Raises FileNotFoundError; Corruption if it is not what `put` wrote."""
         path = self._path(number)
         try:
             with open(path, "rb", opener=_no_links) as file:
@@ -236,7 +236,7 @@ class HandOverQueue:
             if name.startswith(_EXTRAS)
         }
         if not 0 < version < pack(MAX_EPOCH, 0) or (ids < 0).any() or (ids[1:] <= ids[:-1]).any():
-            raise Corruption(f"{path} is not a hand-over: its numbers are impossible")
+            raise Corruption(f"{path} is not a hand-over: its fields are impossible")
         if whole and not is_hex(whole, 32):
             raise Corruption(f"{path} is not a hand-over: its name of the whole state is not valid")
         if encoding not in ENCODINGS or (whole and encoding != "exact"):
@@ -258,7 +258,7 @@ class HandOverQueue:
         return found
 
     def set_aside(self, number: int) -> None:
-        """Rename a damaged hand-over, for inspection by people."""
+        """Rename a damaged hand-over, so that a person can inspect it."""
         path = self._path(number)
         os.replace(path, path.removesuffix(".safetensors") + ".bad")
 

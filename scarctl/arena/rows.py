@@ -27,9 +27,9 @@ def read_rows(arena: Arena, ids: Ids, out: Bytes) -> Bytes:
 
 
 def write_rows(arena: Arena, ids: Ids, data: Bytes, *, new: bool = False) -> None:
-    """Copy what `read_rows` returned into the rows of partitions `ids`. data: uint8, exactly of their size.
+    """Copy the result of `read_rows` into the rows of partitions `ids`. data: uint8, exactly their size.
 
-    new: nothing was written to these rows since the arena was mapped.
+    new: whether nothing was written to these rows since the arena was mapped.
     """
     at = 0
     for rows, which in _pieces(arena, ids):
@@ -49,7 +49,7 @@ def write_fields(
     distance: NDArray[np.float64],
     generation: NDArray[np.uint64],
 ) -> None:
-    """Set the fields of partitions `ids` to those of copies in another arena: they end a copy that `begin` began."""
+    """Set the fields of partitions `ids` to those of copies in another arena. This ends a copy that `begin` began."""
     arena.version[ids] = version
     arena.durable[ids] = durable
     arena.distance[ids] = distance

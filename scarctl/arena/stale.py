@@ -52,14 +52,14 @@ class StaleArena:
     place: str = ""
     """Address of the store, for display; "" if unknown."""
     foreign: bool = False
-    """Whether it has ceased to belong to that store: see `scarctl.arena.kinship`."""
+    """Whether it no longer belongs to that store: see `scarctl.arena.kinship`."""
 
     owner: str = ""
     """Name of the host of whose arena it is a replica; "" if it is not one."""
 
     @property
     def expired(self) -> bool:
-        """Whether it is a replica that nothing has changed for a day: its host has gone, and no job asked for it."""
+        """Whether it is a replica that was unchanged for a day: its host is gone, and no job has requested it."""
         return bool(self.owner) and self.seconds >= DAY
 
     @property
@@ -88,7 +88,7 @@ def survey(folder: Path, live: frozenset[str] = frozenset()) -> list[StaleArena]
 def reap(folder: Path, *, older_than: float = 0.0) -> list[StaleArena]:
     """Remove the arenas of dead runs in the host folder that are durable or were set aside. Return them.
 
-    Also replicas of other hosts' arenas, a day after their last change.
+    Also removes replicas of other hosts' arenas, a day after their last change.
 
     older_than: only arenas without a change for that many seconds.
 
@@ -159,7 +159,7 @@ def _is_foreign(path: Path, view: ArenaView) -> bool:
 
 
 def _remove(path: Path) -> StaleArena | None:
-    """Remove the arena, and return it; None if it stays, because copies would be lost or its run is alive."""
+    """Remove the arena, and return it; None if it stays because copies would be lost or its run is alive."""
     try:
         lock = lock_folder(path, patience=0.0)
     except Contention:
@@ -178,7 +178,7 @@ def _remove(path: Path) -> StaleArena | None:
         (path / FILE).unlink()
         (path / LINES).unlink(missing_ok=True)
         (path / OWNER).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # damaged hand-overs stay, for inspection by people
+        with contextlib.suppress(OSError):  # damaged hand-overs stay, so that a person can inspect them
             path.rmdir()
         return arena
     finally:

@@ -24,7 +24,7 @@ from scarctl.util.arrays import Bytes
 log = logging.getLogger("scarctl")
 
 _SMALL = re.compile(rf"handover-[0-9]{{20}}\.safetensors|{LINES}", re.ASCII)
-"""Names of files that go with an arena. Movements stay: extrapolation learns anew."""
+"""Names of files that are sent with an arena. Movements are not sent: extrapolation starts learning again."""
 _RECEIVED = ".arena-received"
 
 
@@ -69,7 +69,7 @@ class Outgoing:
     def read(self, at: int, size: int) -> Bytes:
         """Return bytes of the arena's file, in order: uint8 of shape (size,). Call it until the file's end.
 
-        After a failure they are not those of the file, and `digest` says so: the receiver waits for them anyway.
+        After a failure they differ from the file's, which `digest` reports: the receiver waits for them anyway.
         """
         data = np.zeros(size, np.uint8)
         try:
@@ -91,19 +91,21 @@ class Outgoing:
 
 
 class Incoming:
-    """An arena that is received. It appears in its folder only when it is complete."""
+    """An arena that is being received. It appears in its folder only when it is complete."""
 
     def __init__(self, store: Store, base: str | None, head: Mapping[str, Any]) -> None:
-        """Reserve the space. An arena that is there already is set aside.
+        """Reserve the space. An existing arena is set aside.
 
-        head: what `Outgoing.head` returned. Raises Contention if the present arena is in use, Unavailable if there is
-        no room, Corruption if the head is not one.
+        head: the result of `Outgoing.head`. Raises Contention if the existing arena is in use, Unavailable if there is
+        no room, Corruption if the head is malformed.
         """
         self.folder = arena_folder(base, store.run_id)
         size = head.get("size")
         self._files: dict[str, bytes] = dict(head.get("files", {}))
         if type(size) is not int or size <= 0 or not all(map(_SMALL.fullmatch, self._files)):
-            raise Corruption("what another rank announces is no arena", hint="the store is not affected")
+            raise Corruption(
+                "another rank announced something other than an arena", hint="the store is not affected"
+            )
         self.size = size
         """Bytes."""
         self._run_id = store.run_id
@@ -134,12 +136,12 @@ class Incoming:
             self._complete = False
 
     def install(self, digest: str) -> None:
-        """Give the arena its name. digest: that of the sender.
+        """Give the arena its name. digest: the sender's.
 
-        Raises Corruption if something else was received than sent, or if it is no arena of this run; Unavailable.
+        Raises Corruption if the received bytes differ from those sent, or are not an arena of this run; Unavailable.
         """
         if not self._complete or digest != self._digest.hexdigest():
-            raise Corruption("the arena did not arrive as it was sent", hint="the store is not affected")
+            raise Corruption("the arena was damaged on its way", hint="the store is not affected")
         stamp_boot(self._fd)
         read_header(self._fd, self.folder / _RECEIVED, self._run_id)
         try:
@@ -153,7 +155,7 @@ class Incoming:
             raise folder_error(error, self.folder) from error
 
     def close(self) -> None:
-        """Release the folder. What was not installed is deleted."""
+        """Release the folder. An arena that was not installed is deleted."""
         if self._fd >= 0:
             os.close(self._fd)
             (self.folder / _RECEIVED).unlink(missing_ok=True)

@@ -198,7 +198,7 @@ def _states_of(there: Sequence[StateGroup], layout: Layout) -> list[StateGroup]:
         if new := [s for s, t in state.tensors.items() if s not in known and not is_placeholder(t)]:
             # A resumed run could not continue without these slots.
             raise LayoutMismatch(
-                f"group {group.name!r} has got optimizer state since the layout was fixed: {', '.join(new)}",
+                f"group {group.name!r} has gained optimizer state since the layout was fixed: {', '.join(new)}",
                 hint="to train a parameter that was frozen at first, start a session with a new store; "
                 "earlier checkpoints are safe",
             )

@@ -28,13 +28,13 @@ NARROW_HERE = 4096
 LEAST = 256
 """Least number of values sampled per partition."""
 STRIDE = 64
-"""One in so many values of a large partition is sampled."""
+"""Values of a large partition per sampled value."""
 _CHUNK = 1 << 20
 """Most sampled values that are gathered at once."""
 
 
 def stride_of(values: int) -> int:
-    """Return the stride of a partition with so many values: one in `stride` is sampled."""
+    """Return the stride of a partition of `values` values: one in `stride` is sampled."""
     return min(STRIDE, max(1, values // LEAST))
 
 

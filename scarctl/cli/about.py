@@ -1,4 +1,4 @@
-"""`scarctl help` and `scarctl version`: for those who try a command before an option."""
+"""Define `scarctl help` and `scarctl version`, for users who try a command before an option."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ Examples:
 @click.option("--schemas", is_flag=True, help="Print the JSON Schemas of what --json prints.")
 @click.pass_context
 def help_(context: click.Context, words: tuple[str, ...], manual: bool, schemas: bool) -> int:
-    """Show all of the help of scarctl, or of a command; --help shows one screen of it."""
-    assert context.parent is not None, "it is a command of scarctl's"
+    """Show the full help of scarctl or of a command; --help shows one screen of it."""
+    assert context.parent is not None, "this command belongs to scarctl's group"
     here = context.parent
     if manual or schemas:
         if words or (manual and schemas):
-            raise click.UsageError("--man and --schemas are of all commands: give one of them alone", context)
+            raise click.UsageError("--man and --schemas cover all commands: give one of them alone", context)
         click.echo(_schemas() if schemas else _manual(here), nl=False)
         return EXIT_OK
     for word in words:

@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem
 _SETTINGS = "scarctl.json"
 _DEPTH = 2
 _MOST = 1000
-"""Folders that are looked into: a completion has to be quick."""
+"""Most folders that are searched: a completion has to be quick."""
 
 
 def complete_store(
@@ -32,7 +32,7 @@ def _stores(root: str, start: str, depth: int) -> Iterator[str]:
         with os.scandir(os.path.expanduser(root) or ".") as entries:
             names = sorted(entry.name for entry in entries if entry.name.startswith(start) and entry.is_dir())
     except OSError:
-        return  # a folder that cannot be read has nothing to offer
+        return  # an unreadable folder has no completions
     for name in names[:_MOST]:
         if name.startswith(".") and not start.startswith("."):
             continue

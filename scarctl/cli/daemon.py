@@ -58,7 +58,7 @@ _PATIENCE = 5.0
 @click.option(
     "--metrics-listen",
     metavar="[HOST:]PORT",
-    help="With start: serve them to Prometheus. Without HOST: to this host only.",
+    help="With start: serve these figures to Prometheus. Without HOST: to this host only.",
 )
 @timeout_option("With stop: seconds to wait until the daemon has written its current segment.", default=30.0)
 @arena_option
@@ -125,8 +125,8 @@ def _published(folder: Path, pid: int, file: str | None, *, listen: bool) -> Met
         published = answer.get("metrics")
         if published is None or file not in (None, published["file"]) or (listen and not published["listen"]):
             raise UsageError(
-                f"daemon {pid} was started without these metrics, and keeps what it was started with",
-                hint="stop the daemon while no session runs; sessions that start one need SCARCTL_METRICS..., too",
+                f"daemon {pid} was started without these metrics, and cannot add them now",
+                hint="stop the daemon while no session runs; set SCARCTL_METRICS... for sessions, which start daemons",
                 kind="daemon-running",
             )
         if published["ready"]:
@@ -293,7 +293,7 @@ def _stale_line(arena: StaleArena) -> str:
     elif arena.aside:
         what = f"step {arena.head_step}, set aside: it no longer matches the store's state"
     elif arena.foreign:
-        what = f"step {arena.head_step}, useless: another run has saved to the store or rolled it back"
+        what = f"step {arena.head_step}, obsolete: another run has saved to the store or rolled it back"
     elif arena.durable:
         what = f"step {arena.durable_step}, completely in the store"
     else:

@@ -34,7 +34,7 @@ Examples:
 
 
 class Files(click.ParamType[Any]):
-    """Three paths with commas between them, or a list of three in `scarctl.toml`."""
+    """Three paths separated by commas, or a list of three in `scarctl.toml`."""
 
     name = "files"
 
@@ -55,7 +55,7 @@ class Files(click.ParamType[Any]):
     show_default=True,
     help="Number of races of 16 writers for one file.",
 )
-@click.option("--peer", metavar="HOST:PORT", help="Where a daemon listens for peers; its log says so.")
+@click.option("--peer", metavar="HOST:PORT", help="Where a daemon listens for peers, according to its log.")
 @click.option(
     "--peer-tls",
     metavar="CERT,KEY,CA",
@@ -98,7 +98,7 @@ def _peer_text(found: PeerDiagnosis) -> str:
             f"{found.address} port {found.port}: a daemon that keeps copies of other hosts' memory",
             f"  connection from {found.source}: {1000 * found.connect_seconds:.1f} ms",
             f"  answer: {1000 * found.answer_seconds:.1f} ms",
-            "reachable; who does not have the job's secret is refused",
+            "reachable; it refuses hosts without the job's secret",
         ]
     )
 

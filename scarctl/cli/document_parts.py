@@ -42,7 +42,7 @@ class DamagedFile(TypedDict):
 
 
 class Event(TypedDict):
-    """An event of a run: a start, a resume or a recovery. More facts, by name, depend on its kind."""
+    """An event of a run: a start, a resume or a recovery. Further fields depend on its kind."""
 
     kind: str
     at: str
@@ -81,7 +81,7 @@ class RankCopies(ShardCopies):
     pending_partitions: int | None
     errors: int | None
     replica_of: str | None
-    """Host of whose memory this host keeps a copy."""
+    """Host that the copy belongs to; None if the memory is this host's own."""
     copies: list[str]
     """Copies of its memory on other hosts, in words."""
 
@@ -164,7 +164,7 @@ class _Survey(TypedDict):
 
 
 class Survey(_Survey, total=False):
-    """A store's copies, and their ages. The last three are there if several ranks or members save to it."""
+    """A store's copies, and their ages. The last three fields are present if several ranks or members save to it."""
 
     topology: Topology
     ranks: list[RankCopies]
@@ -200,7 +200,7 @@ class _Restored(TypedDict):
     mode: Literal["partial", "rollback"]
     exact: bool
     degraded: bool
-    """Whether an older copy had to be taken than the newest one."""
+    """Whether an older copy had to be used instead of the newest one."""
     step: int | None
     snapshot: str | None
     lost_partitions: int
@@ -260,7 +260,7 @@ class SavedByRank(SavedByProcess):
 
 
 class Losses(TypedDict, total=False):
-    """What is lost with what. Empty if nothing is saved."""
+    """What the loss of the process, the host or the store would cost. Empty if nothing is saved."""
 
     process: Loss
     host: Loss
@@ -278,7 +278,7 @@ class _Health(TypedDict):
 
 
 class Health(_Health, total=False):
-    """What is not well with a store. The last four are there if it can be read."""
+    """A store's problems, and the cost of losses. The last four fields are present if the store can be read."""
 
     step: int | None
     saved_at: str | None

@@ -19,7 +19,7 @@ class Odds(TypedDict):
 
 
 class CopiesOnHosts(TypedDict):
-    """What copies of memory on other hosts take, and give."""
+    """Size and benefit of copies of memory on other hosts."""
 
     hosts: int
     peers: int
@@ -43,7 +43,7 @@ class Job(TypedDict):
 
 
 class SecondsPerHour(TypedDict):
-    """Seconds that failures and saving take of an hour of training; None: without end."""
+    """Seconds that failures and saving cost per hour of training; None: training never ends."""
 
     dump: float | None
     rework: float | None
@@ -52,7 +52,7 @@ class SecondsPerHour(TypedDict):
 
 
 class Way(TypedDict):
-    """One way of saving: this fraction of the state in each interval. None: it saves nothing."""
+    """One way of saving: this fraction of the state in each interval. None: nothing is saved."""
 
     fraction: float | None
     interval: int | None
@@ -71,7 +71,7 @@ class Ways(TypedDict):
 
 
 class SavedSoFar(TypedDict):
-    """How a run saves, as its store shows it."""
+    """A run's pace of saving, according to its store."""
 
     partitions: int | None
     step_seconds: float | None
@@ -87,9 +87,9 @@ class Plan(TypedDict):
     ways: Ways
     pays: bool | None
     rival: str
-    """The best other way."""
+    """The best of the other ways."""
     saves: float | None
-    """Seconds per hour saved, compared with it."""
+    """Seconds per hour saved, compared with `rival`."""
     history: SavedSoFar | None
 
 
@@ -100,7 +100,7 @@ class ReportedSurvey(Survey):
 
 
 class Report(TypedDict):
-    """`scarctl report`. The page has all of it but `output`."""
+    """`scarctl report`. The page contains every field except `output`."""
 
     made: str
     store: str

@@ -70,7 +70,7 @@ class LeftArena(TypedDict):
     """Whether another run has saved to the store since."""
     aside: bool
     owner: str | None
-    """Host of whose memory it is a copy."""
+    """Host that the copy belongs to; None if the memory is this host's own."""
 
 
 class _DaemonStarted(TypedDict):
@@ -80,7 +80,7 @@ class _DaemonStarted(TypedDict):
 
 
 class DaemonStarted(_DaemonStarted, total=False):
-    """`scarctl daemon start`. `metrics` is there if it was asked for."""
+    """`scarctl daemon start`. `metrics` is present if requested."""
 
     metrics: MetricsStatus
 
@@ -97,7 +97,7 @@ class _DaemonShown(TypedDict):
 
 
 class DaemonShown(_DaemonShown, total=False):
-    """`scarctl daemon status`. `error` is there if no daemon runs."""
+    """`scarctl daemon status`. `error` is present if no daemon runs."""
 
     error: ErrorFields
 
@@ -146,7 +146,7 @@ class _EvacuatedProcess(TypedDict):
 
 
 class EvacuatedProcess(_EvacuatedProcess, total=False):
-    """What one process has brought to safety. The other fields are missing if it did not answer."""
+    """The evacuated copies of one process. The other fields are missing if it did not answer."""
 
     step: int
     total_partitions: int
@@ -207,7 +207,7 @@ class _LiveSaved(SavedByProcess):
 
 
 class LiveCheckpoint(_LiveSaved, total=False):
-    """`scarctl live checkpoint`. The last ones are there if several ranks or members save to the store."""
+    """`scarctl live checkpoint`. The last fields are present if several ranks or members save to the store."""
 
     snapshot: str
     world: int

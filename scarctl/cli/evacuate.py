@@ -1,4 +1,4 @@
-"""`scarctl evacuate`: bring to safety what a host has in memory, before the host goes."""
+"""Define `scarctl evacuate`: save a host's memory to other hosts and the store, before the host shuts down."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Examples:
     "--deadline",
     required=True,
     metavar="DURATION",
-    help="Time until the host goes, such as 25s or 2m. The command ends before.",
+    help="Time until the host shuts down, such as 25s or 2m. The command ends earlier.",
 )
 @click.option(
     "--store", metavar="URL", help=f"{describe('store')} Default: all stores of this host's sessions."
@@ -43,19 +43,19 @@ Examples:
 @click.option(
     "--to",
     metavar="HOST",
-    help="Host of the same job whose memory comes first, then the store; `store`: the store alone. "
+    help="Host of the same job to save to first, then the store; `store`: the store alone. "
     "Default: the hosts that keep copies of this one's memory, then the store.",
 )
 @arena_option
 @output_options
 def command(deadline: str, store: str | None, to: str | None, arena_dir: str | None) -> int:
-    """Save what this host has in memory, before the host goes.
+    """Save this host's memory to other hosts and the store, before the host shuts down.
 
-    The sessions on this host bring their newest step into memory. Then the daemon brings what is not elsewhere to the
-    hosts that keep copies, and to the stores, in commits that end before the deadline. The most changed per byte is
-    first. What is committed stays, whenever the host goes. Training continues meanwhile, without checkpoints.
+    The sessions on this host bring their newest step into memory. Then the daemon sends what exists only here to
+    the hosts that keep copies, and to the stores, in commits that end before the deadline. Partitions that changed
+    most per byte come first. A commit counts whenever the host shuts down. Training continues without checkpoints.
 
-    Exit code 0: all is safe. 3: partly; the command says what would be lost, and the iterations that this would cost.
+    Exit code 0: all is safe. 3: partly safe; the command reports what would be lost, and the predicted rework.
     """
     from scarctl.config.checks import seconds_of
     from scarctl.ops.evacuate import evacuate_host

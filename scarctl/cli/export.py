@@ -58,9 +58,10 @@ def command(
 ) -> int:
     """Write the running checkpoint, or a snapshot, to OUTPUT for other tools.
 
-    OUTPUT appears when it is whole: a .pt file, one .safetensors file, or a folder. Several safetensors files come with
-    an index, as Hugging Face's do. Tensors are named as in the store: `layers.3.weight`, `layers.3.weight/exp_avg`.
-    With --weights they are what the model's `load_state_dict(strict=True)` and `from_pretrained` take.
+    OUTPUT appears once it is complete: a .pt file, one .safetensors file, or a folder. Several safetensors files come
+    with an index, as Hugging Face's do. Tensors are named as in the store: `layers.3.weight`,
+    `layers.3.weight/exp_avg`. With --weights they are what the model's `load_state_dict(strict=True)` and
+    `from_pretrained` take.
 
     Without --snapshot steps may be mixed; the answer says so. Exit code 3: an older copy than the newest one had to be
     taken.

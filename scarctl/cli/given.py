@@ -26,7 +26,7 @@ def named_store(place: str | None, store: str | None) -> str | None:
 
 
 def refuse(*names: str, why: str, hint: str = "") -> None:
-    """Raise UsageError for those of the options that are on the command line: "--every requires --watch"."""
+    """Raise UsageError for each of the options that is on the command line: "--every requires --watch"."""
     parameters = {parameter.name: parameter for parameter in click.get_current_context().command.params}
     for name in names:
         if was_given(name):

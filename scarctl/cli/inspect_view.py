@@ -32,7 +32,7 @@ NEVER = ("!", "bold magenta")
 PLAIN = ".:+%#"
 """Shapes of the levels for a terminal that shows ASCII only."""
 MAX_LINES = 12
-"""Of the heatmap, without its legend."""
+"""Most lines of the heatmap, without its legend."""
 
 
 class Table(NamedTuple):
@@ -132,7 +132,9 @@ def summary(view: Survey) -> list[str]:
     lines += [f"caution: {caveat.message}" for caveat in view.caveats]
     lines.append(_convergence(view))
     if (stale := view.effective_staleness) is not None:
-        lines.append(f"losing all live values is like {stale:.3g} iterations of staleness")
+        lines.append(
+            f"losing all live values undoes about {stale:.3g} iterations of movement at the present speed"
+        )
     expected = [line.expected_perturbation for line in view.shards]
     known = [change for change in expected if change is not None]
     if 1 < len(expected) == len(known):
@@ -144,7 +146,7 @@ def summary(view: Survey) -> list[str]:
 
 
 def pace_of(run: RunOnHost) -> list[str]:
-    """Return how often a run saves, and what that costs it, as far as is known: no line or one."""
+    """Return one line about a run's interval and overhead; no line if they are unknown."""
     if run.interval is None:
         return []
     every = "iteration" if run.interval == 1 else f"{run.interval:,} iterations"
@@ -164,7 +166,7 @@ def _processes(view: Survey) -> list[str]:
             *pace_of(run),
         ]
     noun = topology.noun
-    # The first members have no earlier ones, so nothing asks for their epoch.
+    # The first members replaced no others, so no command needs their epoch.
     since = "" if topology.independent and topology.epoch == 1 else f", since epoch {topology.epoch}"
     lines = [f"{counted(topology.world, noun)}{since}; one shard each"]
     if run is not None:
@@ -178,7 +180,7 @@ def _processes(view: Survey) -> list[str]:
         lines += pace_of(run)
     kept = [str(rank.rank) for rank in view.ranks if rank.replica_of is not None]
     if kept:
-        lines.append(f"{noun}s of other hosts of whose memory this host keeps a copy: {', '.join(kept)}")
+        lines.append(f"{noun}s of other hosts whose memory is copied to this host: {', '.join(kept)}")
     held = [other for other in view.others if not other.retired]
     if held:
         names = ", ".join(str(other.shard) for other in held)
@@ -192,7 +194,7 @@ def _processes(view: Survey) -> list[str]:
 
 
 def _convergence(view: Survey) -> str:
-    """Return how fast the run converges, and from how many points that is estimated."""
+    """Return the run's convergence rate, and the number of points that the estimate uses."""
     fit = view.outlook.to_json()
     if fit["c"] is None:
         return f"no convergence rate yet: {fit['reason']}"

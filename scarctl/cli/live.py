@@ -59,7 +59,7 @@ def checkpoint(store: str, full: bool, timeout: float, arena_dir: str | None) ->
     """Take a checkpoint in the running session.
 
     The command ends when the checkpoint is durable. If several ranks save to the store, those on this host are asked.
-    Exit code 3: with --full, the store has not got the whole state of one step.
+    Exit code 3: with --full, the store does not have the whole state of one step.
     """
     from scarctl.ops.live import checkpoint_live
 
@@ -70,7 +70,7 @@ def checkpoint(store: str, full: bool, timeout: float, arena_dir: str | None) ->
 def report_saved(
     made: LiveCheckpoint | LiveRanks, url: str, *, full: bool, snapshot: str | None = None
 ) -> int:
-    """Print a running session's checkpoint, and return the exit code. snapshot: name that it was to get."""
+    """Print a running session's checkpoint, and return the exit code. snapshot: name of the snapshot to make."""
     done = made.to_json()
     if made.exact and snapshot is not None:
         done["snapshot"] = snapshot

@@ -31,18 +31,18 @@ COMMANDS = {
     "daemon": "Start, show or stop the process that saves for all runs of a host.",
     "diff": "Compare two checkpoints of any kind, tensor by tensor.",
     "doctor": "Test a place for a store: its guarantees, and its speed.",
-    "evacuate": "Save what this host has in memory, before the host goes.",
+    "evacuate": "Save this host's memory before the host shuts down.",
     "export": "Write a state as safetensors, .pt or DCP, for other tools.",
     "inspect": "Show the content of a store, and the change if a shard is lost.",
     "live": "Have the session that runs on this host save or recover.",
     "plan": "Recommend how often to save how much, and whether that pays.",
     "prune": "Delete old copies and sealed states that need not be kept.",
     "recover": "Restore only the lost parts of a state.",
-    "report": "Write a page on a store: is it safe, ages, what was restored.",
+    "report": "Write a page about a store: safety, ages, recoveries.",
     "run": "Run a command whose sessions save through the host's daemon.",
     "simulate": "Fail runs of a workload, and count the iterations that costs.",
     "snapshot": "Create, list and delete whole states that are kept under a name.",
-    "status": "Show what is not well, worst first, and what to do next.",
+    "status": "Show problems, worst first, and what to do next.",
     "verify": "Check every record, segment and checksum of a store.",
 }
 
@@ -52,7 +52,7 @@ ABOUT = {"help": "Show the help of a command.", "version": "Show the versions of
 GROUPS = {"live": ("checkpoint", "recover"), "snapshot": ("create", "delete", "list")}
 """Commands that have commands of their own."""
 
-# Options that are no settings of a session, and are allowed at the top of scarctl.toml.
+# Options that are not settings of a session, and are allowed at the top of scarctl.toml.
 OPTIONS = frozenset(
     {
         "json",
@@ -73,7 +73,7 @@ OPTIONS = frozenset(
 )
 
 _OF_STUDIES = frozenset({"simulate"})
-"""Commands whose options mean something else than a run's of the same name (`interval`): only their own table counts,
+"""Commands whose options differ in meaning from a run's of the same name (`interval`): only their own table counts,
 and their variables have the command's name too (SCARCTL_SIMULATE_INTERVAL)."""
 _OF_ALL = frozenset({"json", "debug"})
 """Options that mean the same in every command."""
@@ -234,7 +234,7 @@ def _refuse_verb(key: str) -> None:
     if key in VERBS:
         option = f"--{key.replace('_', '-')}"
         raise UsageError(
-            f"scarctl.toml has {key!r}, which is not a setting", hint=f"say {option} on the command line"
+            f"scarctl.toml has {key!r}, which is not a setting", hint=f"give {option} on the command line"
         )
 
 

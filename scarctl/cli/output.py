@@ -97,7 +97,7 @@ def store_argument(command: Decorated) -> Decorated:
 
 
 def output_options(command: Decorated) -> Decorated:
-    """Add `--json` and `--debug`, which are no parameters of the command: `emit` and `report_error` ask for them."""
+    """Add `--json` and `--debug`, which are not parameters of the command: `emit` and `report_error` ask for them."""
     debug = click.option(
         "--debug", is_flag=True, expose_value=False, help="Show a traceback when something fails."
     )

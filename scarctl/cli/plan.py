@@ -47,7 +47,7 @@ _TITLES = {
 @click.option(
     "--shards", type=click.IntRange(min=1), metavar="N", help="Parts of the state; a failure loses one."
 )
-@store_option("--from source", about="Store that has the options not given.")
+@store_option("--from source", about="Store to take omitted options from.")
 @click.option(
     "--restart",
     type=Time(zero=True),
@@ -155,7 +155,7 @@ def command(
 
 
 def _copies(state_bytes: float, hosts: int, peers: int) -> dict[str, Any]:
-    """Return what copies on other hosts take, and the odds that all memory survives some hosts lost at once."""
+    """Return the size of copies on other hosts, and the odds that all memory survives some hosts lost at once."""
     from scarctl.peers.placement import survival
 
     kept = min(peers, hosts - 1)
@@ -179,7 +179,7 @@ def _copies_text(copies: dict[str, Any]) -> str:
 
 
 def _odds(odds: float) -> str:
-    """Format odds; 100 % and 0 % are what they say."""
+    """Format odds. Only certain outcomes are shown as 100 % or 0 %."""
     return f"{100 * odds:.0f} %" if odds in (0.0, 1.0) else f"{min(99.99, max(0.01, 100 * odds)):.4g} %"
 
 

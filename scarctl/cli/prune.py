@@ -81,7 +81,7 @@ def command(
     from scarctl.store.prune import Retention
 
     if "://" not in store or store.startswith("file:"):
-        refuse("no_writer", why="is for a remote store: a folder shows whether a session writes to it")
+        refuse("no_writer", why="applies to remote stores: a folder shows whether a session writes to it")
     retention = Retention(keep_last=keep_last, keep_every=keep_every, keep=keep, no_writer=no_writer)
     return delete_old(store, retention, dry_run=dry_run, yes=yes)
 
@@ -150,7 +150,9 @@ def _text(plan: PrunePlan, done: Pruned, dry_run: bool) -> str:
         )
     else:
         now, live = done.sizes["bytes"], done.sizes["live_bytes"]
-        change = f"{human_bytes(done.bytes)} less" if done.bytes >= 0 else f"{human_bytes(-done.bytes)} more"
+        change = (
+            f"freed {human_bytes(done.bytes)}" if done.bytes >= 0 else f"grew by {human_bytes(-done.bytes)}"
+        )
         lines.append(
             f"deleted {counted(done.files, 'file')}, moved {human_bytes(done.moved_bytes)}: {change}; "
             f"on disk {human_bytes(now)}, of which live {human_bytes(live)}"

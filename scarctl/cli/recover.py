@@ -51,7 +51,7 @@ Examples:
     "--output",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="New file for the rows: .pt, .pth or else safetensors.",
+    help="New file for the rows: .pt, .pth, otherwise safetensors.",
 )
 @click.option(
     "--mode",
@@ -151,7 +151,7 @@ def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
     if value is not None:
         lines.append(f"perturbation: {value:.6g} ({kind})")
     elif not new_file:
-        lines.append("perturbation: unknown, for the lost values are gone")
+        lines.append("perturbation: unknown, because the lost values are gone")
     lines += cost_lines(done.cost, plan.mode)
     ranks = fields.get("ranks")
     if ranks is not None and plan.mode == "partial":

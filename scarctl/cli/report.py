@@ -1,4 +1,4 @@
-"""`scarctl report`: write what is known of a store as one HTML file."""
+"""Define `scarctl report`: write the known facts about a store as one HTML file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def command(place: str | None, store: str | None, output: str, arena_dir: str | 
     """Write a page on a store: whether it is safe now, ages over time, failures, what changes, what was restored.
 
     It is one file for any browser, on screen or paper, and loads nothing. Its data are embedded as JSON. With --json
-    they are also printed.
+    the command also prints them.
     """
     from scarctl.cli.report_page import page
     from scarctl.ops.report import gather
@@ -56,7 +56,7 @@ def command(place: str | None, store: str | None, output: str, arena_dir: str | 
     target = Path(output)
     if target.is_dir() or not target.parent.is_dir():
         raise UsageError(
-            f"{target} is no place for a file", hint="give a file in an existing folder: report.html"
+            f"{target} cannot be written as a file", hint="give a file in an existing folder: report.html"
         )
     found = gather(open_store(wanted), arena_dir)
     document = found.to_json()
@@ -64,7 +64,7 @@ def command(place: str | None, store: str | None, output: str, arena_dir: str | 
     emit({**document, "output": str(target)}, text=f"wrote {target}")
     if found.history.damage is None:
         return EXIT_OK
-    warn(f"the history cannot be shown: {found.history.damage}; `scarctl verify` says what else is damaged")
+    warn(f"the history cannot be shown: {found.history.damage}; `scarctl verify` lists all damage")
     return EXIT_PARTLY
 
 

@@ -123,8 +123,8 @@ def _steps(report: Report) -> list[str]:
             Line("median", "oldest copy in memory", [sample.copied for sample in samples]),
             Line("oldest", "oldest copy in the store", [sample.durable for sample in samples]),
         ]
-        about = "Partitions that equal their copy do not count. Of several ranks, this is the first."
-        stall = f" The session has delayed training for {samples[-1].stall:.3g} s in all."
+        about = "Partitions that equal their copy do not count. With several ranks, this is the first rank."
+        stall = f" The session has delayed training by {samples[-1].stall:.3g} s in total."
     elif points:
         moments = [(parse(start.at), start) for start in report.history.starts]
         marks = [
@@ -145,7 +145,7 @@ def _steps(report: Report) -> list[str]:
     keys = [(line.name, line.label) for line in lines]
     return [
         "<h2>Steps over time</h2>",
-        f"<p>The band is how far the oldest copy is behind. {about}{stall}</p>",
+        f"<p>The band shows how far the oldest copy is behind. {about}{stall}</p>",
         _keys([*keys, ("failure", "failure")]),
         _wide(steps_over_time(seconds, lines, marks)),
     ]
@@ -191,14 +191,14 @@ def _ago(report: Report) -> str:
 
 
 def _findings(health: Health) -> str:
-    """Return what is not well, the worst first, each with what to do next."""
+    """Return the problems, worst first, each with what to do next."""
     lines = [
         f"<li class='{_LEVELS[one.severity]}'><b>{text(one.message)}</b>"
         f"{f'<br><code>{text(one.command)}</code>' if one.command else ''}</li>"
         for one in health.findings
     ]
     if health.well:
-        lines.insert(0, "<li class='good'><b>Well: nothing is lost or at risk that is known here</b></li>")
+        lines.insert(0, "<li class='good'><b>Well: nothing known here is lost or at risk</b></li>")
     return f"<ul class='list'>{''.join(lines)}</ul>"
 
 

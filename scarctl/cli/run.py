@@ -63,7 +63,7 @@ _PATIENCE = 1.0
     default=0,
     show_default=True,
     metavar="N",
-    help="Run CMD again so often if it fails.",
+    help="Times to run CMD again if it fails.",
 )
 @timeout_option("Seconds to wait at the end until all is durable.")
 @arena_option
@@ -179,7 +179,7 @@ class _Unattached:
             return
         self._said = True
         warn(
-            f"{self._name} {what}, and no session has attached through this host's daemon: nothing of it is saved. "
+            f"{self._name} {what}, and no session has attached through this host's daemon: none of it is saved. "
             "Does it call scarctl.attach, without Settings(daemon=False)?"
         )
 

@@ -17,8 +17,8 @@ def short_help(context: click.Context, commands: dict[str, str] | None = None) -
     """Return the help of a command in at most 24 lines of 80 columns, if its examples leave room for that.
 
     commands: summaries of a group's commands, which are shown in place of options.
-    It loses, in this order and only as far as necessary: later paragraphs, sentences about options, and the options
-    given last, which are then listed by name. Required options come first.
+    To fit, it omits, in this order and only as far as necessary: later paragraphs, sentences about options, and the
+    last options, which are then listed by name. Required options come first.
     """
     command = context.command
     about = inspect.cleandoc((command.help or "").partition("\f")[0]).split("\n\n")
@@ -101,12 +101,12 @@ def _long(name: str) -> str:
 
 
 def _tail(context: click.Context) -> list[str]:
-    """Return the examples, and the way to all of the help."""
+    """Return the examples, and the command for the full help."""
     words = context.command_path.partition(" ")[2]
-    if context.parent is None:  # of scarctl itself: its settings and exit codes alone fill a screen
-        return ["All of it, with settings and exit codes: scarctl help"]
+    if context.parent is None:  # for scarctl itself: its settings and exit codes alone fill a screen
+        return ["Full help, with settings and exit codes: scarctl help"]
     epilog = (context.command.epilog or "").replace("\b\n", "").rstrip().splitlines()
-    return [*(["", *epilog] if epilog else []), f"All of it: scarctl help {words}"]
+    return [*(["", *epilog] if epilog else []), f"Full help: scarctl help {words}"]
 
 
 def _wrap(text: str, after: str, before: str = "") -> list[str]:

@@ -95,7 +95,7 @@ _PAUSE = 30.0
     "--results",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="File that keeps all trials: the same call continues.",
+    help="File that keeps all trials: the same command continues.",
 )
 @click.option(
     "--plot",
@@ -168,8 +168,8 @@ def command(
     summary = summarise(study, chosen)
     if summary.irreproducible:
         warn(
-            f"in {summary.irreproducible} of {counted(trials, 'trial')} the same seed gave another run: part of the "
-            "differences shown come from that"
+            f"in {summary.irreproducible} of {counted(trials, 'trial')} the same seed gave a different run: part of "
+            "the differences shown comes from that"
         )
     if plot is not None:
         from scarctl.simulate.chart import draw

@@ -1,4 +1,4 @@
-"""`scarctl status`: is everything well, what is lost if something dies now, and what to do next."""
+"""Define `scarctl status`: show problems, what a loss would cost now, and what to do next."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ Examples:
 @arena_option
 @output_options
 def command(place: str | None, store: str | None, follow: bool, every: float, arena_dir: str | None) -> int:
-    """Show what is not well, worst first, what would be lost now, and what to do next.
+    """Show problems, worst first, what would be lost now, and what to do next.
 
-    Without STORE: all stores that this host's daemon and memory know. Exit code 3: something is not well; that of the
-    error if STORE cannot be read; 10: no store is known here.
+    Without STORE: all stores that this host's daemon and memory know. Exit code 3: there are problems; 10: no store is
+    known here; the error's code if STORE cannot be read.
     """
     from scarctl.cli.status_view import page
 

@@ -30,7 +30,9 @@ def page(stores: Sequence[Health], width: int) -> list[str]:
     lines = []
     if len(stores) > 1:
         unwell = sum(not one.well for one in stores)
-        lines.append(f"{counted(len(stores), 'store')}, {f'{unwell} not well' if unwell else 'all well'}")
+        lines.append(
+            f"{counted(len(stores), 'store')}, {f'{unwell} with problems' if unwell else 'all well'}"
+        )
     for one in stores:
         lines += [line for text in _store(one) for line in _wrapped(text, width)]
     return lines
@@ -77,7 +79,7 @@ def _losses(one: Health) -> Iterator[str]:
 
 
 def _progress(one: Health) -> Iterator[str]:
-    """Yield a table: what this host's daemon saves now, those that are the farthest behind first."""
+    """Yield a table of this host's daemon's progress, the farthest behind first."""
     if not one.saving:
         return
     shown = sorted(one.saving, key=lambda saving: (-saving.errors, -saving.lag))[:_RANKS]

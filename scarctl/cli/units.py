@@ -46,7 +46,9 @@ class Size(click.ParamType[Any]):
         except UsageError:
             number = 0
         if number < 1:
-            self.fail(f"{value!r} is no number of bytes above 0, such as 4096, 800MiB or 1.5GB", param, ctx)
+            self.fail(
+                f"{value!r} is not a number of bytes above 0, such as 4096, 800MiB or 1.5GB", param, ctx
+            )
         return Given(number, _with_unit(given))
 
 

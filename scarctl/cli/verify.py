@@ -71,7 +71,7 @@ def command(
     store, checkpoint = chosen(store, checkpoint)
     if checkpoint is not None:
         if part is not None:
-            raise UsageError("--read-data-subset is for stores", hint="a checkpoint is read as a whole")
+            raise UsageError("--read-data-subset is for stores", hint="a checkpoint is read completely")
         if memory:
             raise UsageError("--memory is for stores: a checkpoint has no copies in memory")
         return _of_file(checkpoint, read_data, finite)

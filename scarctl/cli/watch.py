@@ -1,4 +1,4 @@
-"""`scarctl inspect --watch`: repeat a survey as long as a run on this host is alive."""
+"""Implement `scarctl inspect --watch`: repeat a survey while a run on this host is alive."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def repeat(every: float, turn: Callable[[], bool | None]) -> None:
     started = time.monotonic()
     turns = 0
     while not turn():
-        # At fixed times, because reading a large store takes a while itself.
+        # At fixed times, because reading a large store takes time, too.
         turns = max(turns + 1, int((time.monotonic() - started) / every))
         time.sleep(max(0.0, started + turns * every - time.monotonic()))
 

@@ -93,7 +93,7 @@ def unread(name: str) -> str | None:
     """Return why the variable `name` has no effect, None if something reads it."""
     key = name.removeprefix(PREFIX).lower()
     if key in VERBS:
-        return f"say --{key.replace('_', '-')} on the command line"
+        return f"give --{key.replace('_', '-')} on the command line"
     if key in _NOT_TEXT:
         return _NOT_TEXT[key]
     known = (KNOWN_NAMES | OF_COMMANDS | _OURS) - _NOT_TEXT.keys()

@@ -39,7 +39,7 @@ def main(folder: Path) -> int:
     log = _open_log(folder / LOG)
     daemon = Daemon(folder)
     if os.fork():
-        os._exit(0)  # the caller sees its child end; init adopts the daemon
+        os._exit(0)  # the caller's child ends, and init adopts the daemon
     _detach(daemon)
     logging.basicConfig(stream=log, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logger = logging.getLogger("scarctl")

@@ -31,7 +31,7 @@ _LAST_MOMENTS = 0.005
 _PASSING = ("daemon-gone", "daemon-ending", "run-busy")
 """Kinds of errors after which the next attempt may succeed."""
 UNKNOWN = ("no-daemon", "not-claimed")
-"""Kinds of errors that say that no daemon has the run."""
+"""Kinds of errors that mean that no daemon has the run."""
 _PACKAGES = Path(__file__).parents[2]
 
 
@@ -42,7 +42,7 @@ def start(folder: Path, variables: Mapping[str, str] | None = None) -> None:
 
     Raises Unavailable (`kind` "daemon-not-started") with the daemon's message if it could not start.
     """
-    # The daemon has to import the same packages, also those from an edited `sys.path`.
+    # The daemon has to import the same packages, including those from an edited `sys.path`.
     path = os.pathsep.join(filter(None, [str(_PACKAGES), os.environ.get("PYTHONPATH")]))
     try:
         done = subprocess.run(
@@ -105,7 +105,7 @@ def request(
     """
     try:
         connection.settimeout(patience)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the reply may be there already
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the reply may already be there
             protocol.send(connection, {"v": protocol.VERSION, "op": op, **fields})
         reply = protocol.receive(connection, protocol.MAX_REPLY)
     except (protocol.Closed, OSError) as error:
@@ -127,7 +127,7 @@ def evacuate(
     *,
     ended: Callable[[], bool] = lambda: False,
 ) -> Evacuated:
-    """Have the daemon evacuate a run within that time: see `scarctl.persist.evacuation`. Return the report.
+    """Have the daemon evacuate a run within `seconds`: see `scarctl.persist.evacuation`. Return the report.
 
     to: see `Session.evacuate`.
 
@@ -172,7 +172,7 @@ def question(folder: Path, op: str, *, patience: float) -> dict[str, Any] | None
         connection = connect(folder, begin=False, patience=patience)
     except Unavailable as error:
         if isinstance(error.__cause__, BlockingIOError):
-            raise _silent(0, patience) from error  # it accepts no connection at all
+            raise _silent(0, patience) from error  # the daemon accepts no connection at all
         if error.kind == "no-daemon":
             return None
         raise
@@ -197,7 +197,7 @@ def _in_any_version(connection: socket.socket, op: str, patience: float) -> dict
 
 
 def hold(folder: Path, seconds: int) -> int:
-    """Have the daemon wait that long for its first run. Start it if necessary. Returns its process id."""
+    """Have the daemon wait `seconds` for its first run. Start it if necessary. Returns its process id."""
 
     def attempt() -> int:
         with contextlib.closing(connect(folder)) as connection:
@@ -250,7 +250,7 @@ def wait_until_released(folder: Path, run_id: str, seconds: float = RELEASE_SECO
 
 
 def insist(attempt: Callable[[], T]) -> T:
-    """Repeat the attempt for some time while no daemon answers: one may be ending, and another one about to start.
+    """Repeat the attempt for some time while no daemon answers: one may be ending while another one starts.
 
     Raises other errors of `attempt` at once, and its last error when the time is over.
     """
@@ -272,7 +272,7 @@ def gone() -> Unavailable:
 def _silent(pid: int, patience: float) -> Unavailable:
     return Unavailable(
         f"the daemon{f', process {pid},' if pid else ''} has not answered for {patience:g} s",
-        hint="if it was stopped, SIGCONT continues it; killing it loses nothing that is in memory or durable",
+        hint="if it was stopped, SIGCONT continues it; killing it loses no copy in memory or in the store",
         kind="daemon-silent",
     )
 

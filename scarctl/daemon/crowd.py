@@ -1,6 +1,6 @@
-"""Accept the daemon's peers, as many as its limit of open files allows.
+"""Accept as many connections as the daemon's limit of open files allows.
 
-A session has two connections, and its run some files: the lock, the arena, the segment that is being written.
+A session has two connections. Its run has some files: the lock, the arena, the segment being written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from scarctl.daemon import protocol
 from scarctl.errors import ScarError, Unavailable
 
 BACKLOG = 4096
-"""Most connections that wait to be accepted, if the system allows as many."""
+"""Most connections that wait to be accepted, if the system allows so many."""
 
 MOST_DESCRIPTORS = 1 << 16
 """Most open files. More are useless: each session needs a few threads, too."""
@@ -44,14 +44,14 @@ def most_sessions() -> int:
 
 
 def most_connections() -> int:
-    """Return the number of connections that this process can serve: those of sessions, and some of commands."""
+    """Return the number of connections that this process can serve: sessions' connections, and some for commands."""
     return 2 * most_sessions() + _SPARE // 2
 
 
 def full(sessions: int) -> Unavailable:
     """Return the error for a session above the limit."""
     return Unavailable(
-        f"the daemon serves {sessions} sessions already, which is its limit",
+        f"the daemon already serves {sessions} sessions, its limit",
         hint="raise the limit of open files (`ulimit -Hn`) before the daemon starts; or save with daemon=False "
         "(SCARCTL_DAEMON=0)",
         kind="daemon-full",
@@ -59,7 +59,7 @@ def full(sessions: int) -> Unavailable:
 
 
 def turn_away(connection: socket.socket) -> None:
-    """Close a connection above the limit. The reason is sent if that needs no waiting."""
+    """Close a connection above the limit. The reason is sent if this needs no waiting."""
     with contextlib.suppress(OSError, ScarError):
         connection.setblocking(False)
         protocol.send(connection, protocol.failure(full(most_sessions())))

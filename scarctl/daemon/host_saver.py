@@ -40,11 +40,12 @@ class HostSaver(LocalSaver):
         """
         with self._lock:
             if self._released or self.arena is not None:
-                raise UsageError("this run is open already, or released", kind="not-claimed")
+                raise UsageError("this run is already open, or released", kind="not-claimed")
             arena = self._share()
             if arena is None:
                 raise Corruption(
-                    f"there is no arena in {self._folder}", hint="the session makes it before it opens a run"
+                    f"there is no arena in {self._folder}",
+                    hint="the session creates it before it opens a run",
                 )
             self.open(arena, again=again)
             return self.epoch
@@ -86,7 +87,7 @@ class HostSaver(LocalSaver):
             super().roll_back(seqs)
 
     def adopt(self) -> None:
-        """Note that the training process has died. If it had not opened its run, open the arena of an earlier process.
+        """Note that the training process has died. If it never opened its run, open the arena of an earlier process.
 
         Raises whatever `open` raises.
         """
@@ -100,7 +101,7 @@ class HostSaver(LocalSaver):
                 self._adopted = True
 
     def finish(self) -> bool:
-        """Continue saving after `adopt`, also if the training process died during a pause. Never waits.
+        """Continue saving after `adopt`, even if the training process died during a pause. Never waits.
 
         Returns whether all hand-overs are durable, or saving has stopped permanently.
         """

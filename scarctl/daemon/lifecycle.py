@@ -28,7 +28,7 @@ class Phase(Enum):
     ATTACHED = "attached"
     ORPHANED = "orphaned"
     CLOSING = "closing"
-    """The run is being released: its store is not free yet."""
+    """The run is being released; its store is not free yet."""
 
 
 # -- events ------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Bracing:
-    """The host is about to go: until then training processes and commands may need the daemon, after a SIGTERM too."""
+    """The host shuts down at `until`. Training processes and commands may need the daemon, even after a SIGTERM."""
 
     until: float
 
@@ -136,9 +136,9 @@ class Lifecycle:
     patience: float = LINGER
     """Current idle timeout, in seconds."""
     terminated: float | None = None
-    """Time of a SIGTERM."""
+    """Time of the first SIGTERM; None before it."""
     stopping: bool = False
-    """New runs are refused."""
+    """Whether new runs are refused."""
     ended: bool = False
 
     def handle(self, event: Event) -> list[Instruction]:

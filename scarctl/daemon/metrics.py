@@ -69,7 +69,7 @@ FAMILIES = (
         _step("oldest_durable_step"),
     ),
     Family(
-        "scarctl_sealed_step", "gauge", "Newest step of which the store has all state.", _step("sealed_step")
+        "scarctl_sealed_step", "gauge", "Newest step whose whole state is in the store.", _step("sealed_step")
     ),
     Family(
         "scarctl_pending_partitions",

@@ -1,6 +1,6 @@
 """Publish the daemon's metrics: in a file for node_exporter's textfile collector, and over HTTP on request.
 
-Neither can stop the daemon from saving: a fault is logged, shown by `scarctl daemon status`, and tried again.
+Neither can stop the daemon from saving: a fault is logged, shown by `scarctl daemon status`, and retried.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOPBACK = "127.0.0.1"
 WRITE_SECONDS = 15.0
 """Time between two writes of the file, and between two attempts to listen."""
 _FRESH_SECONDS = 1.0
-"""Requests within this time get the same figures, so that many of them cost little."""
+"""Seconds within which requests get the same figures, so that many requests cost little."""
 _DEADLINE = 2.0
 """Seconds that one HTTP request may take. Requests are answered one after the other."""
 _MOST = 16 << 10
@@ -61,7 +61,7 @@ class Outlet:
             threading.Thread(target=self._serve, name="scarctl-http", daemon=True).start()
 
     def end(self) -> None:
-        """Stop, and remove the file: figures that are no longer updated must not look alive."""
+        """Stop, and remove the file: figures that are no longer updated must not look current."""
         self._ending.set()
         if self._listening is not None:
             self._listening.close()
@@ -145,17 +145,18 @@ class Outlet:
 
 
 def write_file(path: str, text: bytes) -> None:
-    """Write the file at once: readers see the old text or the new one. Raises UsageError for a relative path, OSError.
+    """Replace the file atomically: readers see the old text or the new one. Raises UsageError for a relative path,
+    OSError.
 
     The folder must exist. Everyone may read the file.
     """
     if not os.path.isabs(path):
-        raise UsageError("the metrics' file needs an absolute path: a daemon has no folder of its own")
+        raise UsageError("the metrics' file needs an absolute path, because a daemon has no current folder")
     folder, name = os.path.split(path)
     # The textfile collector reads *.prom only.
     temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)  # of an earlier process with this id
+        os.unlink(temporary)  # left by an earlier process with this id
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         with os.fdopen(fd, "wb") as file:
@@ -177,7 +178,7 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 
 def listen(text: str) -> socket.socket:
-    """Return a socket that accepts connections there. Raises UsageError, OSError."""
+    """Return a socket that accepts connections at an address. Raises UsageError, OSError."""
     host, port = parse_listen(text)
     ((family, _, _, _, address), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return socket.create_server(address[:2], family=family)
@@ -218,7 +219,7 @@ def answer(connection: socket.socket, figures: Callable[[bool], bytes]) -> None:
 
 
 def _accepts(request: bytes, kind: str) -> bool:
-    """Return whether a request's header Accept names a media type, and not to refuse it."""
+    """Return whether a request's header Accept names a media type without refusing it."""
     head = request.decode("latin-1").lower().split("\r\n\r\n")[0].split("\r\n")[1:]
     found = [value for name, _, value in (line.partition(":") for line in head) if name == "accept"]
     for one in ",".join(found).split(","):

@@ -27,7 +27,7 @@ from scarctl.store.format import MAX_SHARD, is_hex
 
 VERSION = 4
 EARLIER = 3
-"""Protocol version of an earlier scarctl's daemon, which can still be asked for its status, and to stop."""
+"""Protocol version of an earlier scarctl's daemon, which still answers requests for its status and to stop."""
 MAX_MESSAGE = 64 << 10
 MAX_REPLY = 1 << 20
 SOCKET = "daemon.sock"
@@ -175,14 +175,14 @@ class short_path:  # noqa: N801
 
 
 def text(message: dict[str, Any], key: str) -> str:
-    """Return a field as a text that is not empty. Raises UsageError."""
+    """Return a field as a non-empty string. Raises UsageError."""
     value = message.get(key)
     if not isinstance(value, str) or not value or "\0" in value:
-        raise UsageError(f"{key} must be a text")
+        raise UsageError(f"{key} must be a string")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"{key} must be a text in UTF-8") from None  # JSON allows half a surrogate pair
+        raise UsageError(f"{key} must be a string in UTF-8") from None  # JSON allows half a surrogate pair
     return value
 
 
@@ -211,7 +211,7 @@ def token(message: dict[str, Any]) -> str:
 
 
 def secret(message: dict[str, Any]) -> tuple[str, bytes]:
-    """Return the name and the secret of the start of a job. Raises UsageError, which does not quote them."""
+    """Return the name and the secret of a job's start. Raises UsageError, which does not quote them."""
     start, found = message.get("start"), message.get("secret")
     if not is_hex(start, 32) or not is_hex(found, 2 * SECRET_BYTES):
         raise UsageError("start and secret are hex digits")
@@ -219,7 +219,7 @@ def secret(message: dict[str, Any]) -> tuple[str, bytes]:
 
 
 def tls(message: dict[str, Any]) -> Tls | None:
-    """Return what encrypts links, from the files that a message names. Raises UsageError (kind "peer-tls")."""
+    """Return the TLS settings of links, from the files that a message names. Raises UsageError (kind "peer-tls")."""
     files = message.get("tls")
     if files is None:
         return None
@@ -229,7 +229,7 @@ def tls(message: dict[str, Any]) -> Tls | None:
 
 
 def candidates(message: dict[str, Any]) -> list[Candidate]:
-    """Return the daemons that a message names. Raises UsageError."""
+    """Return the candidate daemons in a message. Raises UsageError."""
     found = message.get("peers")
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise UsageError("peers must be a list of objects")
@@ -253,7 +253,7 @@ def part(message: dict[str, Any]) -> Part | None:
 
 
 def part_fields(part: Part | None) -> dict[str, Any] | None:
-    """Return the fields of which `part` makes the same part."""
+    """Return the fields from which `part` makes the same part."""
     if part is None:
         return None
     return {"shard": part.shard, "epoch": part.epoch, **({"current": True} if part.current else {})}

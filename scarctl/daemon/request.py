@@ -15,11 +15,11 @@ MAX_LOST = 1024
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A request that the daemon passes on. `number` identifies its answer."""
+    """A request that the daemon passes on to a session. `number` identifies its answer."""
 
     kind: str
     """"partial", "full": a checkpoint; "recover": the parts `lost`, from their newest copies; "flush": bring the newest
-    step into memory, because the host goes in `seconds`."""
+    step into memory, because the host shuts down in `seconds`."""
     number: int = 0
     lost: tuple[str, ...] = ()
     max_rework: float | None = None

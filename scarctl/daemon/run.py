@@ -36,11 +36,11 @@ log = logging.getLogger("scarctl")
 MAX_SHARDS_SHOWN = 1024
 _ANSWERS = 16
 _SPARE = 8
-"""Candidates beyond the hosts that keep copies, for those that cannot. The others are only evacuated to."""
+"""Candidates in reserve for hosts that cannot keep copies. Further hosts only serve evacuations."""
 _LAST_ROUND = 5.0
 """Seconds to bring the peers up to date when a run ends."""
 _ACK_PAUSE = 0.002
-"""Seconds between two looks whether a peer has acknowledged."""
+"""Seconds between two checks whether a peer has acknowledged."""
 _SPEED_PAUSE = 0.25
 """Least time between two messages to the session about the speed of saving."""
 
@@ -74,7 +74,7 @@ class Run:
         self.id = store.run_id
         self.store = store
         self.pid = pid
-        """Process id of the training process, 0 if unknown."""
+        """Process id of the training process; 0 if unknown."""
         self.owner = owner
         """The connection of the training process."""
         self.events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -85,7 +85,7 @@ class Run:
         self._tokens: dict[str, int] = {}
         self.saver = HostSaver(store, folder, _Speeds(self.events))
         self.closed = False
-        """The training process has ended by closing its session."""
+        """Whether the training process ended by closing its session."""
         self._senders: list[Sender] = []
         self._others: tuple[Candidate, ...] = ()
         """All hosts that may keep copies."""
@@ -130,7 +130,7 @@ class Run:
             self._source, self._others = source, tuple(candidates)
             best = candidates[: copies + _SPARE]
             for n in range(min(copies, len(best))):
-                # Each copy has candidates of its own, so that no host gets two.
+                # Each copy has its own candidates, so that no host gets two.
                 self._send(source, best[n::copies], arena)
 
     def _send(self, source: Source, candidates: Sequence[Candidate], arena: Arena) -> Sender:
@@ -140,7 +140,7 @@ class Run:
         return sender
 
     def evacuate(self, seconds: float, to: str | None) -> Evacuated:
-        """Bring the run's memory to other hosts, then to the store, within that time: see `Session.evacuate`.
+        """Save the run's memory to other hosts, then to the store, within `seconds`: see `Session.evacuate`.
 
         Raises UsageError (`kind` "unknown-host"); without peers Unavailable while nothing is saved.
         """
@@ -161,7 +161,7 @@ class Run:
             copies.rest()
 
     def _senders_to(self, to: str | None) -> list[Sender]:
-        """Return the senders to the hosts that count in an evacuation. One more is started if `to` has no copy yet."""
+        """Return the senders to the hosts that count in an evacuation. Starts another one if `to` has no copy yet."""
         if to == STORE_ONLY:
             return []
         with self._senders_lock:
@@ -181,9 +181,9 @@ class Run:
             return [self._send(self._source, [host], arena)]
 
     def await_peers(self, count: int, seconds: float) -> tuple[int, list[str]]:
-        """Wait until `count` peers have what the arena has now, or it is clear that they will not.
+        """Wait until `count` peers have the arena's present content, or clearly will not get it.
 
-        Returns how many have it, and all links in words.
+        Returns the number of peers that have it, and all links in words.
         """
         until = time.monotonic() + seconds
         asked = [(sender, sender.ask()) for sender in self._senders]
@@ -197,7 +197,7 @@ class Run:
             time.sleep(_ACK_PAUSE)
 
     def end_sending(self) -> None:
-        """End the links, once the peers have what is missing, within some seconds."""
+        """End the links once the peers are up to date, or after some seconds."""
         arena = self.saver.arena
         done = self.closed and arena is not None and not arena.pending().any() and not _waits(arena)
         self._stop_senders(done=done, patience=0.0 if self.saver.gives_way else _LAST_ROUND)
@@ -287,11 +287,11 @@ class Run:
 
 
 def _waits(arena: Arena) -> bool:
-    """Return whether a hand-over waits: extras or a seal that the store has not, even if it has all copies."""
+    """Return whether a hand-over waits: the store may have all copies, but lack extras or a seal."""
     try:
         return bool(HandOverQueue(arena.folder).numbers())
     except ScarError:
-        return arena.folder.exists()  # a session that closes removes the folder once all of it is durable
+        return arena.folder.exists()  # a closing session removes the folder once everything is durable
 
 
 def _rank_in(store: Store) -> int | None:

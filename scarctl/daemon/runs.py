@@ -35,7 +35,7 @@ from scarctl.store import Store
 log = logging.getLogger("scarctl")
 
 _LOOK_SECONDS = 1.0
-"""Time after which a hand-over is found although its announcement was lost."""
+"""Seconds after which a hand-over is found although its announcement was lost."""
 _PATIENCE = 10.0
 """Seconds that a peer waits for a run to be released."""
 
@@ -46,7 +46,7 @@ class Runs:
     def __init__(self, folder: Path, hosting: Callable[[], bool] = lambda: False) -> None:
         """Begin without runs. folder: folder of the daemon; each run's arena has a folder in it.
 
-        hosting: whether a peer sends to a replica on this host.
+        hosting: returns whether a peer sends to a replica on this host.
         """
         self._hosting = hosting
         self.ended = threading.Event()
@@ -59,7 +59,7 @@ class Runs:
         self._claiming = 0
         """Claims in progress: opening a remote store may take longer than the idle timeout."""
         self.claims = 0
-        """Runs that have begun."""
+        """Number of runs that have begun."""
 
     def look_after(self, *, terminated: bool) -> None:
         """Find runs whose training process has died, and runs that are finished. Wake savers, and report the time."""
@@ -166,19 +166,19 @@ class Runs:
                 self._apply(TrainerGone(run.id))
 
     def detach(self, run: Run) -> None:
-        """End a run whose training process has finished. Waits some time until the store is free."""
+        """End a run whose training process has finished. Waits some time for the store to be free."""
         with self.changed:
             self._apply(Detached(run.id))
             self.changed.wait_for(lambda: self._runs.get(run.id) is not run, _PATIENCE)
 
     def hold(self, seconds: float) -> None:
-        """Stay for that many seconds without a run: a training process is about to start."""
+        """Stay for `seconds` seconds without a run: a training process is about to start."""
         with self.changed:
             self._require_staying()
             self._apply(Held(time.monotonic() + seconds))
 
     def brace(self, seconds: float) -> None:
-        """Stay for that many seconds, also after a SIGTERM, while there are runs."""
+        """Stay for `seconds` seconds while there are runs, even after a SIGTERM."""
         with self.changed:
             self._apply(Bracing(time.monotonic() + seconds))
 

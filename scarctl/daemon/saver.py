@@ -57,7 +57,7 @@ class DaemonSaver:
 
         on_request: called from another thread when a command sends a request.
 
-        options: options of the remote store's file system. Only this process and the daemon have them, in memory.
+        options: options of the remote store's file system. They exist only in this process's and the daemon's memory.
         part: the shard that this process saves to, if it is one of several ranks.
         """
         self._store = store
@@ -77,7 +77,7 @@ class DaemonSaver:
         self._speed: Speed | None = None
         self._last: ScarError | None = None
         self._copied: tuple[dict[str, Any], dict[str, Any]] | None = None
-        """What was asked for of peers, for the next daemon."""
+        """The request for copies on peers, to repeat to the next daemon."""
         self._watcher = threading.Thread(target=self._look, name="scarctl-watch", daemon=True)
         _savers.add(self)
 
@@ -154,7 +154,7 @@ class DaemonSaver:
 
     def brace(self, seconds: float) -> None:
         """See `Saver`. A daemon that has received SIGTERM, too, then stays."""
-        with contextlib.suppress(ScarError):  # without a daemon, another one is started, which got no signal
+        with contextlib.suppress(ScarError):  # a new daemon has received no signal
             ask(self._folder, "brace", patience=_FAREWELL, milliseconds=int(seconds * 1000))
 
     def evacuate(self, seconds: float, to: str | None = None) -> Evacuated:
@@ -203,7 +203,7 @@ class DaemonSaver:
         self._done("follow", **asked)
 
     def await_peers(self, count: int, timeout: float) -> Acknowledged:
-        """See `Saver`. Also waits for a daemon that replaces one that has ended."""
+        """See `Saver`. If the daemon has ended, also waits for its replacement."""
         deadline = time.monotonic() + timeout
         known = Acknowledged(0, ())
         while True:
@@ -347,9 +347,9 @@ class DaemonSaver:
             time.sleep(pause)
 
     def _follow_again(self) -> None:
-        """Have the new daemon keep copies of memory, too. If it cannot, only the store has what is saved from now on.
+        """Have the new daemon keep copies of memory, too. If it cannot, only the store gets further changes.
 
-        Raises Unavailable (kind "daemon-gone") if it has ended as well.
+        Raises Unavailable (kind "daemon-gone") if the new daemon has ended, too.
         """
         if self._copied is None:
             return

@@ -1,4 +1,4 @@
-"""Serve the host's daemon: one process per user that saves the hand-overs of all runs, also of dead ones.
+"""Serve the host's daemon: one process per user that saves the hand-overs of all runs, dead ones included.
 
 It imports neither torch nor a training framework. Per run it maps the arena, holds the store's lock and epoch, and
 drives a persister thread. `scarctl.daemon.lifecycle` decides when a run is released and when the daemon ends.
@@ -110,7 +110,7 @@ class Daemon:
         try:
             with self._peers_lock:
                 if len(self._peers) >= most_connections():
-                    raise OSError(f"{most_connections()} connections are open already")
+                    raise OSError(f"{most_connections()} connections are already open")
                 thread.start()
                 self._peers[thread] = connection
         except BaseException:
@@ -177,7 +177,7 @@ class Daemon:
         connection.settimeout(None if peer.run else _PATIENCE)
 
     def _watch(self, connection: socket.socket, run: Run) -> NoReturn:
-        """Send a session the events of its run until it disconnects. The end of the connection reports our end."""
+        """Send a session its run's events until it disconnects. The end of the connection reports the daemon's end."""
         reported, trouble = False, Trouble()
         while not self.runs.ended.is_set():
             with contextlib.suppress(queue.Empty):
@@ -206,7 +206,7 @@ class Daemon:
             store = Store.open(protocol.text(message, "store"), storage_options=protocol.options(message))
             part = protocol.part(message)
             if peer.run is not None:
-                raise UsageError("this connection has claimed a store already")
+                raise UsageError("this connection has already claimed a store")
             peer.run = self.runs.claim(store if part is None else store.of_part(part), peer.pid, peer).id
 
     def open(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
@@ -283,7 +283,7 @@ class Daemon:
         run.send_to(source, protocol.candidates(message), protocol.number(message, "copies"))
 
     def await_peers(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """Wait until so many peers have the run's memory of this moment."""
+        """Wait until `count` peers have the run's memory of this moment."""
         seconds = min(protocol.number(message, "milliseconds") / 1000, _MAX_HOLD)
         have, links = self._run(peer).await_peers(protocol.number(message, "count"), seconds)
         return {"have": have, "links": links}
@@ -295,11 +295,11 @@ class Daemon:
             raise UsageError("there is no such run", kind="not-claimed")
 
     def brace(self, peer: _Peer, message: dict[str, Any]) -> None:
-        """Stay that long, also after a SIGTERM: the host is about to go."""
+        """Stay for some seconds, even after a SIGTERM, because the host is about to shut down."""
         self.runs.brace(min(protocol.number(message, "milliseconds") / 1000, _MAX_HOLD))
 
     def evacuate(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """Bring a run, also of a dead process, to other hosts and to the store within some time. Return the report."""
+        """Evacuate a run, even a dead process's, to other hosts and the store within some time. Return the report."""
         seconds = min(protocol.number(message, "milliseconds") / 1000, _MAX_HOLD)
         run = self.runs.known(protocol.text(message, "run"))
         if run is None:
@@ -330,7 +330,7 @@ class Daemon:
             return {"answer": run.answers.get(protocol.number(message, "number"))}
 
     def hold(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """Stay for that many seconds without a run: a training process is about to start."""
+        """Stay for some seconds without a run: a training process is about to start."""
         seconds = min(protocol.number(message, "seconds"), _MAX_HOLD)
         self.runs.hold(seconds)
         return {"pid": os.getpid()}
@@ -369,7 +369,7 @@ class _Peer:
         self.pid = 0
         self.run: str | None = None
         self.watched: Run | None = None
-        """The run whose events are sent over this connection, if any."""
+        """The run whose events are sent over this connection; None without one."""
 
     def hung_up(self) -> bool:
         """See `Owner`."""

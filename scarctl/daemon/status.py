@@ -65,7 +65,7 @@ class ReplicaStatus(TypedDict):
     """Name of the owner's host."""
     head_step: int
     complete: bool
-    """Whether recovery finds it."""
+    """Whether the replica is complete, so that recovery finds it."""
 
 
 class MetricsStatus(TypedDict):
@@ -75,7 +75,7 @@ class MetricsStatus(TypedDict):
     listen: str | None
     """Host and port of the HTTP endpoint."""
     ready: bool
-    """Whether each of them has worked."""
+    """Whether the file and the endpoint have worked."""
     fault: str | None
 
 

@@ -17,7 +17,7 @@ class Trouble:
 
     def __init__(self) -> None:
         self._reported: str | None = None
-        """Kind of the reported error; None while none is."""
+        """Kind of the reported error; None while no error is reported."""
         self._next = -math.inf
         """Time before which no other error is reported."""
 
@@ -32,4 +32,4 @@ class Trouble:
         if error.kind == self._reported or now < self._next:
             return None
         self._reported, self._next = error.kind, now + _AGAIN
-        return {"warn": f"saving fails, and is tried again; copies wait in this host's memory: {error}"}
+        return {"warn": f"saving fails, and is retried; copies wait in this host's memory: {error}"}

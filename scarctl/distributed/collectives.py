@@ -1,6 +1,6 @@
-"""Exchange plain values between the ranks of one job, and raise on all ranks what fails on one.
+"""Exchange plain values between the ranks of one job, and raise one rank's failure on all ranks.
 
-Everything is sent over a separate gloo group, next to the group of the training. So it works the same for NCCL, and
+Everything is sent over a separate gloo group, in addition to training's own group. So it works the same with NCCL, and
 never comes between collectives of the training. Every call here is a collective: all ranks make it, in the same order.
 """
 
@@ -26,10 +26,10 @@ from scarctl.store.format import canonical
 T = TypeVar("T")
 
 PATIENCE = 120.0
-"""Seconds that a rank waits for the others, at most."""
+"""Most seconds that a rank waits for the others."""
 
 _FIRST = 1016
-"""Bytes of a value that are exchanged at once. The rest of longer ones takes a second exchange."""
+"""Bytes of a value that the first exchange carries. The rest of a longer value takes a second one."""
 
 _GONE = "the remaining ranks saved their state as far as possible; restart the job"
 
@@ -51,7 +51,7 @@ class Team:
         self._patience = timedelta(seconds=PATIENCE)
         try:
             self.group = dist.new_group(backend="gloo", timeout=self._patience)
-            # Its error names the missing ranks. That of an ordinary collective does not.
+            # Its error names the missing ranks, unlike an ordinary collective's.
             dist.monitored_barrier(self.group, timeout=self._patience, wait_all_ranks=True)
         except (RuntimeError, ValueError) as error:
             raise Unavailable(
@@ -101,7 +101,7 @@ class Team:
         """Make the call on every rank. If it fails on one rank, raise on all ranks.
 
         undo: called with the result of this rank when another rank failed.
-        Raises the exception of the call on this rank, or else the error of the first rank that failed, with its number.
+        Raises the exception of this rank's call, otherwise the error of the first rank that failed, with its number.
         """
         value, _ = self._agree(call, undo, lambda _: None)
         return value
@@ -117,7 +117,7 @@ class Team:
     def _agree(
         self, call: Callable[[], T], undo: Callable[[T], object] | None, shown: Callable[[T], object]
     ) -> tuple[T, list[Any]]:
-        """Return what the call returns here, and what is `shown` of it everywhere. See `agree`."""
+        """Return this rank's result of the call, and the `shown` part of every rank's result. See `agree`."""
         value, error = None, None
         try:
             value = call()
@@ -179,7 +179,7 @@ class Solo(Team):
 
 
 def _missing(text: str) -> str:
-    """Return the missing rank that torch's error names, if it waited for a key of that rank, else the error."""
+    """Return the missing rank that torch's error names, if it waited for that rank's key; otherwise the error."""
     key = re.search(r"keys: \S*/(\d+)$", text)
     return f": rank {key[1]} is missing" if key else f": {text}"
 
@@ -199,7 +199,7 @@ def _pack(value: object) -> NDArray[np.uint8]:
 
 
 def _head_of(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return the length of `data` and its first bytes: what one exchange carries of a value, and usually all of it."""
+    """Return the length of `data` and its first bytes, for the first exchange. Usually these are all bytes."""
     head = np.zeros(8 + _FIRST, np.uint8)
     head[:8] = np.frombuffer(len(data).to_bytes(8, "little"), np.uint8)
     head[8 : 8 + len(data)] = data[:_FIRST]

@@ -119,7 +119,7 @@ class Crew(Together):
         if settings.shards not in (None, 1):
             raise UsageError(
                 f"shards={settings.shards}: with several ranks, each rank is one shard",
-                hint="leave shards out",
+                hint="omit shards",
             )
         everyone = team.collect(lambda: [holding.to_json() for holding in holdings_of(adapter.groups())])
         # All ranks have the same values, so all get the same result, or the same error.
@@ -170,11 +170,13 @@ class Crew(Together):
         return bool(store.shards()) if newest is None else newest.division != self._digest
 
     def _decide(self, store: Store) -> tuple[int, list[int], bool, str]:
-        """Return the epoch, the shards by rank, whether the store holds an earlier run, and a name for this start."""
+        """Choose the epoch and the shards by rank. Also return whether the store holds an earlier run, and this start's
+        name.
+        """
         newest, epochs, used = newest_topology(store), topology_epochs(store), store.shards()
         records = [store.log(shard).newest() for shard in used]
         epoch = 1 + max([*epochs, *(record.epoch for record in records if record)], default=0)
-        # A topology without records is of a job that died before it saved.
+        # A topology without records belongs to a job that died before it saved.
         earlier = any(records)
         if newest is not None and newest.division == self._digest:
             return epoch, list(newest.shards), earlier, uuid.uuid4().hex
@@ -311,13 +313,13 @@ class Crew(Together):
             raise Unavailable(
                 f"{store.url}: copies that an earlier run left in memory are still being saved, and ranks have seen "
                 "different states of the store",
-                hint="retry in a while; nothing was changed",
+                hint="retry after some time; nothing was changed",
                 kind="store-changes",
             )
         return found
 
     def lost_ids(self, lost: Lost, layout: Layout, store: Store) -> NDArray[np.int64]:
-        """See `Together`. Raises UsageError for a name that no rank has. Another rank's name is good."""
+        """See `Together`. Raises UsageError for a name that no rank has. Another rank's name is valid."""
         names = dict.fromkeys(part.name for owned in self.division.owned for part in owned)
         items = self.agree(lambda: parse_lost(lost, names, self.shards, self.team.world))
         ids, unmatched = find_lost(items, layout, store.shard_of(layout), self.team.rank)
@@ -335,7 +337,7 @@ class Crew(Together):
         agreed = selector.agreed() if regular else 0
         if not agreed:
             return None
-        # A rank announces a wish in every round until it is granted, so that this may be a repetition.
+        # A rank announces a wish in every round until it is granted, so this may be a repetition.
         mine = wishes.popleft().to_json() if wishes and self.team.rank == agreed - 1 else None
         wish = self.team.from_rank(agreed - 1, mine)
         if wish is None:
@@ -364,7 +366,7 @@ def _close(store: Store | None) -> None:
 
 
 def _digest_of(division: Division) -> str:
-    """Return the SHA-256 of the owned rows of all ranks."""
+    """Return the SHA-256 of all ranks' owned rows."""
     owned = [
         [
             [

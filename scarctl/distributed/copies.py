@@ -1,4 +1,4 @@
-"""Have daemons of other hosts keep copies of each rank's memory: agree on a secret, addresses, and who keeps what."""
+"""Have daemons of other hosts keep copies of each rank's memory: agree on a secret, addresses, and places of copies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KIND = "peers"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What a rank says of its host: where its arenas are, what fails with it, and where its daemon listens."""
+    """A rank's facts about its host: the place of arenas, the failure domain, and the daemon's address."""
 
     place: str
     host: str
@@ -37,13 +37,13 @@ class Member:
     domain: str
     address: str
     port: int
-    """0: it keeps no copies."""
+    """Port of the daemon; 0: it keeps no copies."""
 
 
 def keep_copies(saver: Saver, settings: SessionSettings, team: Team, start: str, caveats: Caveats) -> None:
     """Have `settings.peers` other hosts keep copies of this rank's memory. A collective.
 
-    What cannot be kept is a caveat: training continues without it. Raises Unavailable if a rank is gone.
+    A copy that cannot be kept becomes a caveat: training continues without it. Raises Unavailable if a rank is gone.
     """
     secret = _secret(settings, team, start)
     address = _address(team)
@@ -69,7 +69,7 @@ def keep_copies(saver: Saver, settings: SessionSettings, team: Team, start: str,
 def check_files(settings: SessionSettings) -> None:
     """Read the files of `peer_tls` and `peer_secret_file`, before anything depends on them.
 
-    Raises UsageError, AccessDenied for one that cannot be used.
+    Raises UsageError, AccessDenied for an unusable file.
     """
     if settings.peers and settings.peer_tls is not None:
         Tls([os.path.abspath(path) for path in settings.peer_tls])
@@ -78,9 +78,9 @@ def check_files(settings: SessionSettings) -> None:
 
 
 def _secret(settings: SessionSettings, team: Team, start: str) -> str:
-    """Return the secret of this start, hex digits: from the file, or drawn by rank 0. A collective.
+    """Return the secret of this start in hex digits: from the file, or drawn by rank 0. A collective.
 
-    Raises UsageError on all ranks if they have different ones.
+    Raises UsageError on all ranks if their secrets differ.
     """
     path = settings.peer_secret_file
     own = None if path is None else secret_of_start(read_secret(os.path.abspath(path)), start)
@@ -124,7 +124,7 @@ def _say_missing(hosts: Sequence[Member], settings: SessionSettings, caveats: Ca
 
 
 def _hosts(members: Sequence[Member]) -> list[Member]:
-    """Return the first rank's words for each host."""
+    """Return each host's facts from its first rank."""
     found: dict[str, Member] = {}
     for member in members:
         found.setdefault(member.place, member)
@@ -139,7 +139,7 @@ def _address(team: Team) -> str:
 
 
 def _reaching(host: str) -> str:
-    """Return the address from which packets to `host` are sent. Sends none."""
+    """Return the local address of packets to `host`. Sends no packet."""
     try:
         family, kind, protocol, _, to = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -155,5 +155,5 @@ def _is_local(address: str) -> bool:
 
 
 def _shown(arena_dir: str) -> str:
-    """Return a name of this host for people: several on one machine differ by their arenas' folders."""
+    """Return a display name of this host. Several on one machine differ by their arenas' folders."""
     return f"{socket.gethostname()}:{os.path.basename(os.path.abspath(arena_dir))}"

@@ -34,13 +34,13 @@ BINS = 1 << BITS
 LEVELS = 4
 """Most histograms of one round: two by key, two by hash."""
 TOLERANCE = 1 / 200
-"""Fraction of the budget. A bin with at most that many bytes is not split further."""
+"""Fraction of the budget: a bin with at most this many bytes is not split further."""
 
 POLICIES = ("priority", "round", "random")
 """Policies that need other ranks. "full" does not: it takes everything."""
 
 MOST, SUMS = 2, 2
-"""Numbers in a turn of which all ranks need the maximum; sums that precede the bins."""
+"""Count of numbers in a turn whose maximum all ranks need; count of sums that precede the bins."""
 
 _FORCED = 1 << 63
 """Bit in the keys of partitions that are too stale, which puts them above all others: the sign bit is free."""
@@ -72,7 +72,7 @@ class Offer:
         policy: the order of the candidates.
             "priority": largest squared distance per byte first.
             "random": by a hash of (seed, step, shard, id).
-            "round": the oldest saved copy first. If all partitions change, this visits those of all ranks in turn.
+            "round": the oldest saved copy first. If all partitions change, this visits all ranks' partitions in turn.
                 Ranks then need not agree on a cursor.
         shard: number of this rank's shard. It differs between ranks and never changes, so that picks are reproducible.
 
@@ -122,7 +122,7 @@ class Threshold:
     above: int
     """Every key of at least this is picked."""
     low: int
-    """Of the keys from this up to `above`, those are picked whose hash is at least `spread`."""
+    """Keys from this up to `above` are picked if their hash is at least `spread`."""
     spread: int
     """The smallest hash that is picked among keys from `low` up to `above`."""
     taken: int
@@ -132,7 +132,7 @@ class Threshold:
 class Search:
     """Search for the threshold: give it the sum of all ranks' `histogram()` until `done`.
 
-    All ranks get the same sums, so that they take the same decisions. `own`: bytes that this rank picks so far.
+    All ranks get the same sums, so they make the same decisions. `own`: bytes that this rank has picked so far.
     """
 
     def __init__(self, offer: Offer, room: int | None = None) -> None:
@@ -164,7 +164,7 @@ class Search:
         return self._bins
 
     def narrow(self, summed: Ids) -> None:
-        """Take in the sum over all ranks of the newest histogram: int64 of shape (BINS,)."""
+        """Continue with the sum over all ranks of the newest histogram: int64 of shape (BINS,)."""
         assert self.room is not None
         assert not self.done
         reaching = np.cumsum(summed[::-1])[::-1]  # bytes of this bin and all above it
@@ -224,7 +224,7 @@ def pick_alone(offer: Offer, room: int) -> Ids:
 
 
 class Books:
-    """Budget and credit of all ranks together. Every rank keeps the same, from the same sums."""
+    """Budget and credit of all ranks together. Every rank keeps the same account, from the same sums."""
 
     def __init__(self) -> None:
         self.room = 0
@@ -285,7 +285,7 @@ class Turn:
         return most, np.concatenate(((self.budget, self.spent), self._search.histogram()))
 
     def receive(self, most: Ids, sums: Ids) -> bool:
-        """Take in maximum and sum of all ranks' `send`. Return whether another `send` has to follow."""
+        """Continue with maximum and sum of all ranks' `send`. Return whether another `send` has to follow."""
         search, books = self._search, self._books
         if search.room is None:
             budget, spent = sums[:SUMS].tolist()

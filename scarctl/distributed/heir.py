@@ -1,4 +1,4 @@
-"""Take over what another number of members has saved: see `scarctl.recovery.members`."""
+"""Take over the state that another number of members has saved: see `scarctl.recovery.members`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def end_earlier(
 ) -> Heritage | None:
     """Fence the earlier members whose state member `number` of a topology takes over, and return it.
 
-    What they left in this host's memory is saved before. store: the whole store. sealed: see `heritage`.
+    Their copies in this host's memory are saved first. store: the whole store. sealed: see `heritage`.
 
     Raises Contention if one of them runs on this host; NoIntactCopy if none has a sealed state; Corruption,
     AccessDenied, Unavailable.
@@ -62,7 +62,7 @@ def end_earlier(
     last = heritage(store, topologies, sealed=sealed)
     if sealed and found.saved and (last is None or not last.saved):
         raise NoIntactCopy(
-            f"{store.where}: none of the members before has an intact sealed state",
+            f"{store.where}: no previous member has an intact sealed state",
             hint="nothing was changed; resume(mode='partial') takes their newest copies",
             kind="no-sealed-state",
         )
@@ -70,7 +70,7 @@ def end_earlier(
 
 
 class Heir:
-    """What one member takes over: see the module, and `scarctl.session.peers.Elsewhere`."""
+    """The state that one member takes over: see the module, and `scarctl.session.peers.Elsewhere`."""
 
     def __init__(
         self, found: Heritage, adapter: Adapter, number: int, count: int, own_extras: frozenset[str]
@@ -133,7 +133,9 @@ class Heir:
         return (parameter, *(slot.of(parameter.shape) for slot in slots))
 
     def _check_optimizer(self, groups: Sequence[Group]) -> None:
-        """Raise LayoutMismatch if the optimizer has other tensors than that whose step counts it continues."""
+        """Raise LayoutMismatch if the optimizer's tensors differ from those of the optimizer whose step counts it
+        continues.
+        """
         theirs = self._found.parts.states[self._shard].layout
         assert theirs is not None, "a shard with extras has a layout"
         mine, there = ([g.name for g in of if g.kind == "parameter"] for of in (groups, theirs.groups))

@@ -1,4 +1,4 @@
-"""Bring each rank's arena to its host, if a restart has put ranks on other hosts than before."""
+"""Bring each rank's arena to its host, if a restart has moved ranks to other hosts."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ class Transfer:
 def plan_transfers(
     places: Sequence[str], inventories: Sequence[Inventory], shards: Sequence[int]
 ) -> list[Transfer]:
-    """Return which arenas move: for each rank the newest one of its shard, if that is at another place.
+    """Return the arenas to move: for each rank the newest one of its shard, if it is at another place.
 
-    places: of each rank's arenas. inventories: of each rank; the first rank of each place lists all that is there.
-    shards: of the ranks.
+    places: place of each rank's arenas. inventories: by rank; the first rank of each place lists all arenas there.
+    shards: shard of each rank.
     """
     found = []
     for target, shard in enumerate(shards):
@@ -85,13 +85,13 @@ def bring_memory(store: Store, settings: SessionSettings, team: Team, shards: Se
 
 
 def place_of(settings: SessionSettings) -> str:
-    """Return a name of where this process's arenas are: equal for two processes exactly if they share them."""
+    """Return a name for the place of this process's arenas: equal for two processes exactly if they share arenas."""
     folder = os.path.realpath(host_folder(settings.arena_dir))
     return f"{socket.gethostname()}:{boot_id().hex()}:{folder}"
 
 
 def _inventory(store: Store, settings: SessionSettings, shards: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Return the newest state of each shard in this host's memory, as far as it belongs to the store."""
+    """Return the newest state of each shard in this host's memory, if it belongs to the store."""
     found = {}
     for shard in shards:
         try:
@@ -128,7 +128,7 @@ def _carry_out(transfer: Transfer, store: Store, settings: SessionSettings, team
 def _outgoing(
     view: Store, settings: SessionSettings, undo: contextlib.ExitStack
 ) -> tuple[Outgoing | None, Mapping[str, Any] | None]:
-    """Open an arena to send, and return its head too. Until `undo`, no daemon saves its copies: it does not change."""
+    """Open an arena to send, and return its head, too. No daemon saves it until `undo`, so it does not change."""
     try:
         saver = claim_saver(view, settings, lambda wish: None)
         undo.callback(view.unlock)
@@ -138,7 +138,7 @@ def _outgoing(
         undo.callback(outgoing.close)
         return outgoing, outgoing.head()
     except ScarError as error:
-        log.warning("what this host has in memory of %s cannot be sent: %s", view.url, error)
+        log.warning("this host's memory of %s cannot be sent: %s", view.url, error)
         return None, None
 
 
@@ -146,7 +146,7 @@ def _incoming(view: Store, settings: SessionSettings, head: Mapping[str, Any]) -
     try:
         return Incoming(view, settings.arena_dir, head)
     except ScarError as error:
-        log.warning("what another host has in memory of %s cannot be received: %s", view.url, error)
+        log.warning("another host's memory of %s cannot be received: %s", view.url, error)
         return None
 
 
@@ -154,7 +154,7 @@ def _install(incoming: Incoming, digest: str, view: Store) -> bool:
     try:
         incoming.install(digest)
     except ScarError as error:
-        log.warning("what another host has in memory of %s is not used: %s", view.url, error)
+        log.warning("another host's memory of %s is not used: %s", view.url, error)
         return False
     log.info(
         "%s: brought %d bytes from another host's memory to %s", view.url, incoming.size, incoming.folder

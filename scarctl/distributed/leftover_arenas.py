@@ -28,11 +28,11 @@ log = logging.getLogger("scarctl")
 def save_leftovers(store: Store, settings: SessionSettings, team: Team) -> None:
     """Save the pending copies in all arenas of this store, on all hosts. Then remove these arenas.
 
-    Replicas come after the arenas of which they are copies. If those were there, the replicas are set aside.
+    Arenas come before their replicas on other hosts. If an arena exists, its replicas are set aside.
 
     Raises Unavailable on every rank if the copies are not durable within `timeout` seconds.
     """
-    # The lowest rank of every place saves the arenas that are there.
+    # The lowest rank of every place saves the arenas there.
     places = team.gather(place_of(settings))
     first = places.index(places[team.rank]) == team.rank
     found = _arenas(store, settings) if first else []
@@ -78,8 +78,8 @@ def _age(view: Store, settings: SessionSettings) -> list[int] | None:
 
 
 def _arenas(store: Store, settings: SessionSettings) -> list[tuple[Store, bool]]:
-    """Return the views of this store that have an arena on this host, and whether that is a replica."""
-    # If the store never answered a rank, that rank has an arena, and perhaps no folder in the store.
+    """Return the views of this store with an arena on this host, and whether that arena is a replica."""
+    # If the store never answered a rank, that rank has an arena, but perhaps no folder in the store.
     named = (read_topology(store, epoch).shards for epoch in topology_epochs(store))
     shards = sorted({*store.shards(), *(shard for found in named for shard in found)})
     views = [store, *(store.of_shard(shard) for shard in shards)]
@@ -107,7 +107,7 @@ def _save_if_left(view: Store, settings: SessionSettings) -> None:
 
 
 def _patience(view: Store, settings: SessionSettings) -> float:
-    """Return how many seconds to wait for a shard: as long as saving may take, unless the arena's own process lives."""
+    """Return the seconds to wait for a shard: as long as saving may take, unless the arena's own process lives."""
     left = peek(settings.arena_dir, view.run_id)
     return PATIENCE if left is None or left.alive else PATIENCE + settings.timeout
 
@@ -133,7 +133,7 @@ def _save_one(view: Store, settings: SessionSettings) -> None:
             if not saver.drain(settings.timeout):
                 raise Unavailable(
                     f"{view.url}: copies that an earlier run left in {folder} are not saved yet: {saver.fault()}",
-                    hint="retry in a while; nothing is lost",
+                    hint="retry after some time; nothing is lost",
                 )
             if not arena.pending().any():
                 log.info("%s: saved the copies that an earlier run left in memory", view.url)

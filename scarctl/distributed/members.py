@@ -31,7 +31,7 @@ _MOST_ROWS = 1 << 60
 
 
 def member_of(member: object) -> Member:
-    """Return what `attach` was given as a checked `Member`. Raises UsageError."""
+    """Return the argument of `attach` as a checked `Member`. Raises UsageError."""
     if isinstance(member, tuple | list) and len(member) == 2:
         member = Member(*member)
     if not isinstance(member, Member) or not all(type(n) is int for n in (member.number, member.count)):
@@ -53,7 +53,7 @@ def member_of(member: object) -> Member:
     ):
         raise UsageError(
             f"after is {member.after!r:.80}",
-            hint="give the epoch of the members that these replace, with replaces=: `scarctl inspect` shows it",
+            hint="give with replaces= the epoch of the replaced members, which `scarctl inspect` shows",
         )
     if not _is_divided(member.divided):
         raise UsageError(
@@ -77,7 +77,7 @@ class Membership(Together):
     """Member `rank` of `count`: see the module, and `scarctl.session.peers.Together`."""
 
     def __init__(self, member: Member, adapter: Adapter, own_extras: frozenset[str] = frozenset()) -> None:
-        """Take a checked member. own_extras: names of extras that another member's state never replaces.
+        """Prepare for a checked member. own_extras: names of extras that another member's state never replaces.
 
         Raises UsageError if a divided tensor does not fit the model.
         """
@@ -93,7 +93,7 @@ class Membership(Together):
     def open_store(self, settings: SessionSettings) -> Store:
         """See `Together`. Raises as `scarctl.store.members.join_members` does, and as `Heritage.check` does."""
         if settings.shards not in (None, 1):
-            raise UsageError(f"shards={settings.shards}: each member is one shard", hint="leave shards out")
+            raise UsageError(f"shards={settings.shards}: each member is one shard", hint="omit shards")
         refuse_peers(settings)
         self._settings = settings
         store = Store.create(settings.store, **settings.fixed(), **settings.place())
@@ -111,7 +111,7 @@ class Membership(Together):
         return store.of_shard(self._topology.shards[self.rank], current=True)
 
     def _prepare(self, store: Store, before: Topology) -> None:
-        """Bring what earlier members left on this host into the store, and check that this one can take over."""
+        """Save earlier members' copies on this host to the store, and check that this member can take over."""
         assert self._settings is not None, "the store is being opened"
         settings = self._settings
         save_own([store.of_shard(shard) for shard in before.shards], settings)
@@ -128,7 +128,7 @@ class Membership(Together):
     def elsewhere(self, store: Store, mode: str, snapshot: str | None) -> Heir | None:
         """See `Together`. Returns the state of earlier members, which are fenced then.
 
-        Raises UsageError for a snapshot: it is of one of those members, and in its shard.
+        Raises UsageError for a snapshot, because it belongs to one of those members, and is in its shard.
         """
         assert self._settings is not None, "the store is open"
         assert self._topology is not None, "the store is open"
@@ -136,8 +136,8 @@ class Membership(Together):
             return None
         if snapshot is not None:
             raise UsageError(
-                f"snapshot {snapshot!r} is not of these {self.count} members",
-                hint="`scarctl recover --snapshot` takes its tensors out; nothing was changed",
+                f"these {self.count} members did not save snapshot {snapshot!r}",
+                hint="`scarctl recover --snapshot` restores its tensors into a file; nothing was changed",
             )
         whole = store.again()
         sealed = mode == "rollback"

@@ -33,7 +33,7 @@ class Early:
 
 
 NOTHING = Early(None, {})
-"""Extras of a rank that saved none."""
+"""Extras of a rank that saved no extras."""
 
 
 def with_own(extras: Extras, own: Early, names: Collection[str]) -> Extras:

@@ -65,7 +65,7 @@ class OwnedAdapter:
     """
 
     def __init__(self, adapter: Adapter, division: Division, rank: int) -> None:
-        """Take a division that was computed from the adapter's current groups. They may gain slots later."""
+        """Prepare with a division computed from the adapter's current groups, which may gain slots later."""
         self._adapter = adapter
         self._owned = division.owned[rank]
         groups = adapter.groups()
@@ -99,7 +99,7 @@ class OwnedAdapter:
         return self._adapter.optimizer
 
     def groups(self) -> list[StateGroup]:
-        """Return the owned rows of every group that has some."""
+        """Return the owned rows of every group that has any."""
         found = {group.name: group for group in self._adapter.groups()}
         groups = []
         for name, owned in zip(self._original, self._owned, strict=True):
@@ -111,7 +111,7 @@ class OwnedAdapter:
         return groups
 
     def _cut(self, touched: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return those of the adapter's touched rows that this rank owns."""
+        """Return the adapter's touched rows that this rank owns."""
         found = {}
         for name, owned in zip(self._original, self._owned, strict=True):
             rows = touched.get(name)

@@ -47,7 +47,7 @@ class Holding:
     """Shape of this rank's part."""
     place: Place | None = None
     scope: str = ""
-    """Only ranks with the same text hold the same tensor under this name; "": all ranks."""
+    """Only ranks with the same scope hold the same tensor under this name; "": all ranks."""
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ class Holding:
         if len(place) not in (0, 2) or not all(type(item) is list for item in lists):
             raise UsageError(f"tensor {name!r}: its place is not a shape and an offset")
         if not all(type(size) is int for item in lists for size in item):
-            raise UsageError(f"tensor {name!r}: its shape and place are not of integers")
+            raise UsageError(f"tensor {name!r}: its shape and place are not integers")
         if role not in ROLES or not is_text(scope):
             raise UsageError(f"tensor {name!r} has the role {role!r}, not one of {', '.join(ROLES)}")
         holding = cls(
@@ -108,7 +108,7 @@ class Owned(NamedTuple):
     stop: int
     """First row and last row + 1 of the rank's own part."""
     place: Place | None
-    """Place of these rows in the whole tensor; None: they are all of it."""
+    """Place of these rows in the whole tensor; None: they are the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +120,11 @@ class Holders:
     groups: Mapping[int, int]
     """Index into the rank's holdings, by rank, ascending."""
     sharing: tuple[int, ...]
-    """Those of these ranks that have the optimizer's slots too, ascending."""
+    """The holders that also have the optimizer's slots, ascending."""
 
 
 class Copy(NamedTuple):
-    """Rows that ranks other than their owner hold too."""
+    """Rows that other ranks hold in addition to their owner."""
 
     owner: int
     start: int
@@ -140,7 +140,7 @@ class Division:
     owned: tuple[tuple[Owned, ...], ...]
     """Owned rows by rank, in the order of its holdings."""
     names: tuple[tuple[str, ...], ...]
-    """Stored name by rank and holding, also of holdings of which the rank owns no row."""
+    """Stored name by rank and holding, even if the rank owns no row of the holding."""
     copies: tuple[Copy, ...]
 
 

@@ -100,11 +100,11 @@ class Rescue:
 
 _OLDER = Caveat(
     "rescued",
-    "a rank died, and what is its own (random numbers, extras with per_rank) is not of this step: where the loop draws "
-    "random numbers, as for dropout, it draws others",
+    "a rank died, and its own state (random numbers, extras with per_rank) is older than this step: random numbers "
+    "that the loop draws, as for dropout, differ",
 )
 _Held: TypeAlias = dict[str, tuple[int, int, int]]
-"""By stored name: index of this rank's group, and start and stop of the owner's rows in it."""
+"""Index of this rank's group, and start and stop of the owner's rows in it, by stored name."""
 
 
 def _held_for_others(division: Division, rank: int) -> dict[int, _Held]:
@@ -134,7 +134,7 @@ def _bring_up(
     whole: str,
     names: Collection[str],
 ) -> bool:
-    """Update the owner's arena. Return whether there was something to do. Raises Contention while the owner lives."""
+    """Update the owner's arena. Return whether it was out of date. Raises Contention while the owner lives."""
     folder = arena_folder(settings.arena_dir, store.run_id)
     if not (folder / FILE).exists():
         return False
@@ -159,7 +159,7 @@ def _bring_up(
         finite = np.isfinite(live.distances())
         version = pack(arena.epoch, step)
         ids = np.flatnonzero(changed & finite)
-        disown(folder)  # if its host still sends, that is older
+        disown(folder)  # if its host still sends, its copies are older
         live.save(ids, version)
         if whole and mine.all() and finite[changed].all():
             queued = next((h.extras for h in reversed(waiting) if h.extras is not None), None)

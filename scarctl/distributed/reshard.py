@@ -40,7 +40,7 @@ class Moved:
         self._team = team
         if adapter.late_per_rank:
             raise UsageError(
-                "the optimizer's state differs between ranks, so that it cannot be divided in another way",
+                "the optimizer's state differs between ranks, so it cannot be divided in another way",
                 hint="start as many ranks as before, or use an optimizer whose state is sharded by FSDP",
             )
         groups = adapter.groups()
@@ -58,7 +58,7 @@ class Moved:
 
     @property
     def seen(self) -> list[list[int]]:
-        """Shards, and the newest record of each. All ranks have to see the same ones."""
+        """Shards, and the newest record of each. All ranks have to see the same records."""
         return [[shard, state.seq] for shard, state in self._parts.states.items()]
 
     def fill(self, arena: Arena) -> AgreedState:
@@ -90,7 +90,7 @@ class Moved:
         return AgreedState(agreement.step, mixed, exact, summary)
 
     def _standings(self) -> tuple[list[Standing], list[int]]:
-        """Return the standing of every shard with extras, and its number. A single process has extras in one shard."""
+        """Return the standing and number of every shard with extras. A single process has extras in one shard."""
         states = {s: state for s, state in self._parts.states.items() if state.extras is not None}
         if not self._parts.of_ranks and states:
             newest = max(states, key=lambda shard: states[shard].extras or (0, 0))

@@ -11,23 +11,23 @@ from scarctl.recovery.plan import Perturbation
 from scarctl.theory.rework import Outlook, Rework, rework_of_loss
 
 MAX_APART = 1
-"""Largest difference of the steps of two survivors of one failure, in iterations."""
+"""Largest difference between the steps of two survivors of one failure, in iterations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The state that one rank has found of its own part."""
+    """The state that one rank has found for its own part."""
 
     step: int
     """Step of its newest extras."""
     exact: bool
     """All its copies are of that step, and of one commit of the whole state."""
     survived: bool
-    """Its arena has the last iteration that it finished."""
+    """Whether its arena has the last iteration that it finished."""
     distance: float | None = None
     """Norm of its last known distances from these copies; None if they are unknown."""
     owns: bool = True
-    """It owns rows. A rank without rows does not count in the decision."""
+    """Whether it owns rows. A rank without rows does not count in the decision."""
     whole: str = ""
     """Name of the commit of the whole state that has its copies and extras, "" if they are of different commits."""
 
@@ -47,14 +47,14 @@ class Agreement:
     lost: tuple[int, ...]
     """Ranks whose state is older than that of the survivors; () if all are equal."""
     exact: bool
-    """The whole state is of `step`, as one commit of the whole state saved it."""
+    """Whether the whole state is of `step`, as one commit of the whole state saved it."""
 
 
 def agree_on_step(ranks: Sequence[Standing]) -> Agreement:
     """Return the step after which all ranks continue: the smallest step of the survivors.
 
     If no arena survived, ranks whose copies are all of the newest step count as survivors; without any, those with
-    extras of the newest step. A rank of which nothing changes saves no extras: its old ones must not set all back.
+    extras of the newest step. A rank whose state never changes saves no extras: its old extras must not set all back.
 
     Survivors that are more than one iteration behind the others (an arena that an earlier run left) count as lost.
     Newer copies of a survivor are kept, and make the state inexact.

@@ -39,7 +39,7 @@ class Turn(Protocol):
         """Return two arrays. Their shapes are the same in all turns of all ranks."""
 
     def receive(self, most: NDArray[np.int64], sums: NDArray[np.int64]) -> bool:
-        """Take in the elementwise maximum of the first arrays of all ranks, and the sum of the second ones.
+        """Continue with the elementwise maximum of all ranks' first arrays, and the sum of their second arrays.
 
         Returns whether another `send` follows: equal on all ranks.
         """
@@ -64,7 +64,7 @@ class Round:
         self.done = False
         self.failed = False
         self.given_up = False
-        """Training has stopped waiting for this round."""
+        """Whether training has stopped waiting for this round."""
 
 
 class Exchange:
@@ -81,7 +81,7 @@ class Exchange:
     ) -> None:
         """Start the thread.
 
-        group: a gloo group of all ranks, for this exchange alone: its connections are closed on failure and at the end.
+        group: a gloo group of all ranks for this exchange alone. Its connections are closed on failure and at the end.
         """
         self.rank = rank
         self.world = world
@@ -91,7 +91,7 @@ class Exchange:
         self._timeout = timedelta(seconds=timeout)
         self._linger = linger
         self._changed = threading.Condition()
-        self._rounds: deque[Round] = deque()  # the first one is being carried out
+        self._rounds: deque[Round] = deque()  # the first round is being carried out
         self._hurried = False
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="scarctl-exchange", daemon=True)

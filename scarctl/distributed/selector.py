@@ -1,4 +1,4 @@
-"""Select the partitions that one rank saves: its part of a selection over all ranks, or a selection without them."""
+"""Select the partitions that one rank saves: its part of a selection over all ranks, or a selection alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GlobalSelector(Selector):
     shared = True
 
     def __init__(self, exchange: Exchange, shard: int, *, patience: float = PATIENCE) -> None:
-        """Take an exchange that this selector closes. shard: this rank's. patience: seconds, see `Exchange.wait`."""
+        """Use an exchange, which this selector closes. shard: this rank's. patience: seconds, see `Exchange.wait`."""
         self._rounds: deque[Round] = deque()
         self.late = 0
         """Rounds in which this rank stopped waiting for others."""
@@ -66,7 +66,7 @@ class GlobalSelector(Selector):
     def agreed(self) -> int:
         """Return the largest wish of the round `LAG` rounds ago, and set `interval`. Call once before each `expect`.
 
-        By then all ranks have finished that round, so that no rank waits, unless another one is that late.
+        By then all ranks have finished that round, so no rank waits, unless another one is that late.
         """
         if len(self._rounds) < LAG:
             self.interval = 0
@@ -137,7 +137,7 @@ class GlobalSelector(Selector):
         return ids, left
 
     def _from(self, offer: Offer, budget: int) -> tuple[Ids, int]:
-        """Pick without the other ranks."""
+        """Pick partitions without the other ranks."""
         cap = budget + offer.largest
         room = budget + min(self._credit or 0, cap)
         ids = pick_alone(offer, room)

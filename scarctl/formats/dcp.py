@@ -80,7 +80,7 @@ class _Reader(filesystem.FileSystemReader):
 
 
 class DcpFolder:
-    """The tensors of a checkpoint folder. Their values are loaded when they are asked for."""
+    """The tensors of a checkpoint folder. Their values are loaded on request."""
 
     def __init__(self, folder: Path) -> None:
         """Read and check the metadata.

@@ -17,7 +17,7 @@ Box = tuple[Sequence[int], Sequence[int]]
 
 
 def faults(folder: Path) -> Iterator[tuple[str, str | None, str]]:
-    """Yield what is wrong with a checkpoint folder: file, tensor if it is of one, and reason.
+    """Yield the faults of a checkpoint folder: file, tensor if it concerns one, and reason.
 
     Raises Corruption when the metadata cannot be read.
     """
@@ -30,13 +30,13 @@ def faults(folder: Path) -> Iterator[tuple[str, str | None, str]]:
 
 
 def _of_files(folder: Path, known: metadata.Metadata) -> Iterator[tuple[str, str | None, str]]:
-    """Compare the places of all pieces with the files that there are."""
+    """Compare the places of all pieces with the existing files."""
     places: dict[str, list[tuple[int, int, str]]] = {}
     for index, info in known.storage_data.items():
         places.setdefault(info.relative_path, []).append((info.offset, info.length, index.fqn))
     for name, pieces in sorted(places.items()):
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
-            yield ".metadata", None, f"it names the file {name!r}"
+            yield ".metadata", None, f"the metadata name the file {name!r}"
             continue
         file = folder / name
         if not file.is_file():
@@ -51,7 +51,7 @@ def _of_files(folder: Path, known: metadata.Metadata) -> Iterator[tuple[str, str
             end = max(end, offset + length)
     for path in sorted(folder.iterdir()):
         if path.suffix == ".distcp" and path.name not in places:
-            yield path.name, None, "no metadata name this file: it is of another save"
+            yield path.name, None, "the metadata do not name this file, which belongs to another save"
 
 
 def _of_tensors(known: metadata.Metadata) -> Iterator[tuple[str, str | None, str]]:
@@ -66,7 +66,7 @@ def _of_tensors(known: metadata.Metadata) -> Iterator[tuple[str, str | None, str
             yield ".metadata", name, f"{missing} of its {len(boxes)} pieces are stored nowhere"
         size = tuple(item.size)
         if any(not _within(box, size) for box in boxes):
-            yield ".metadata", name, "a piece lies outside of the tensor"
+            yield ".metadata", name, "a piece lies outside the tensor"
         elif sum(math.prod(sizes) for _, sizes in boxes) != math.prod(size) or _overlap(boxes):
             yield ".metadata", name, "its pieces do not cover the tensor once"
 

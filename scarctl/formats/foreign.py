@@ -1,4 +1,4 @@
-"""Name the kind of a file that is no state file, and what to do with it."""
+"""Name the kind of a file that is not a state file, and what to do with it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def foreign_archive(path: Path, names: Sequence[str]) -> UsageError:
 
 
 def foreign_folder(path: Path) -> UsageError:
-    """Return the error for a folder that is no folder of torch.distributed.checkpoint."""
+    """Return the error for a folder that torch.distributed.checkpoint did not write."""
     if (path / "scarctl.json").exists():
         return _error(
             f"{path} is a store, not a state file", "name it with --store, or write it with `scarctl export`"

@@ -28,7 +28,7 @@ class Index:
     files: Mapping[str, str]
     """File name of every tensor."""
     total_size: int | None
-    """Bytes of all tensors, as the index claims; None if it does not."""
+    """Bytes of all tensors, as the index claims; None without a claim."""
 
     def by_file(self) -> dict[str, list[str]]:
         """Return the tensors of every file, ordered by file."""
@@ -44,7 +44,7 @@ class Index:
         except UsageError as error:
             raise self.corrupt(error.message) from error
         if state.format != "safetensors":
-            raise self.corrupt(f"{file} is no safetensors file")
+            raise self.corrupt(f"{file} is not a safetensors file")
         return state
 
     def corrupt(self, reason: str) -> Corruption:
@@ -61,7 +61,7 @@ def index_in(folder: Path) -> Path | None:
     found = found or [name for name in names if name.endswith(".safetensors")]
     if len(found) > 1:
         raise UsageError(
-            f"{folder} has {len(found)} files that may be meant: {', '.join(found[:5])}",
+            f"{folder} has {len(found)} possible files: {', '.join(found[:5])}",
             hint="name one of them",
             kind="foreign-state-file",
         )

@@ -1,7 +1,7 @@
 """Open any checkpoint as a source of named tensors that are read in blocks: for comparing, listing and verifying.
 
-Known are the state files of `scarctl.formats.state_file`, and folders with several safetensors files and an index, as
-Hugging Face writes them. A scarctl store is such a source too: `scarctl.ops.store_source`.
+It opens the state files of `scarctl.formats.state_file`, and folders of several safetensors files with an index, as
+Hugging Face writes them. A scarctl store is also a source: `scarctl.ops.store_source`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class FileSource:
 
 
 class DcpSource:
-    """The tensors of a folder of `torch.distributed.checkpoint`, loaded some adjacent ones at a time."""
+    """The tensors of a folder of `torch.distributed.checkpoint`, loaded in batches of adjacent tensors."""
 
     format = "dcp"
 

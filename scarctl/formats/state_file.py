@@ -242,7 +242,7 @@ def _stored(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
     archive.fp.seek(info.header_offset)
     head = archive.fp.read(30)
     if len(head) < 30:
-        raise zipfile.BadZipFile("a file begins behind the end")
+        raise zipfile.BadZipFile("a file begins after the archive's end")
     archive.fp.seek(
         int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little"), os.SEEK_CUR
     )

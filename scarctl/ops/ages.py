@@ -34,8 +34,7 @@ class Age:
 def age_of(store: Store, shards: Iterable[int], arenas: Iterable[ArenaView | None]) -> Age:
     """Return the age of the newest copies in `shards`.
 
-    arenas: one for every process that saves to them; None if its arena is not on this host.
-
+    arenas: one for every process that saves to these shards; None if its arena is not on this host.
 
     Raises Unavailable, AccessDenied.
     """

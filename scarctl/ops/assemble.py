@@ -1,8 +1,8 @@
 """Assemble whole tensors of a file from the boxes in the shares.
 
-A rank has a box of a whole tensor (`scarctl.state.group.Place`), and a single process has all of it. Partitions are
-rows of that box. A file has the whole tensor. If only a part is restored, the file has pieces. `name[start:stop]` has
-rows of the whole tensor, and `name[0:4,8:16]` a box that is narrower than the tensor.
+A rank has a box of a whole tensor (`scarctl.state.group.Place`); a single process has the whole tensor. Partitions are
+rows of that box. A file has the whole tensor, or pieces if only a part is restored. A piece `name[start:stop]` has
+rows of the whole tensor; `name[0:4,8:16]` is a box that is narrower than the tensor.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Runs:
 
 
 Plan: TypeAlias = Mapping[int, Runs]
-"""By group of a layout."""
+"""Runs by group of a layout."""
 
 
 def whole_groups(layouts: Iterable[Layout]) -> dict[str, Group]:
@@ -73,8 +73,8 @@ def whole_groups(layouts: Iterable[Layout]) -> dict[str, Group]:
 def content(layouts: Sequence[Layout], ids: Sequence[Ids]) -> tuple[dict[str, TensorSpec], list[Plan]]:
     """Return the tensors of a new file with the partitions `ids` (ascending) of each layout, and the targets of rows.
 
-    A tensor is whole if all its rows are there, otherwise in pieces. A file with all partitions also has the tensors
-    without values.
+    A tensor is whole if all its rows are restored, otherwise in pieces. A file with all partitions also contains the
+    tensors without values.
     """
     wholes = whole_groups(layouts)
     pieces: dict[str, list[tuple[int, int, int, int]]] = {}  # name: (layout, group, start, stop)
@@ -123,7 +123,7 @@ def check_complete(layouts: Sequence[Layout]) -> None:
         size = sum(_extent(shape) for _, shape in mine)
         if whole.nbytes and (size != _extent(whole.tensors[0].shape) or _any_overlap(mine)):
             raise NoIntactCopy(
-                f"tensor {name!r} is not complete in this store: its parts have {size} of its values",
+                f"tensor {name!r} is not complete in this store: the saved parts have {size} of its values",
                 hint="nothing was written; `scarctl inspect` shows which ranks have saved",
             )
 
@@ -183,7 +183,7 @@ def _box(group: Group, start: int, stop: int) -> tuple[Shape, Shape]:
 
 
 def _extent(shape: Shape) -> int:
-    """Return the number of values. A row without values counts as one, because a slot may have values in it."""
+    """Return the number of values. A row without values counts as one, because a slot may have values there."""
     return math.prod(shape[:1]) * math.prod(max(1, n) for n in shape[1:])
 
 

@@ -47,7 +47,7 @@ class Difference:
     a: TensorSpec | None
     b: TensorSpec | None
     measured: bool = False
-    """Whether the values were compared. Otherwise the numbers below mean nothing."""
+    """Whether the values were compared. Otherwise the numbers below are meaningless."""
     changed: int = 0
     """Number of values that differ."""
     change: float = 0.0
@@ -70,7 +70,7 @@ class Difference:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Key to sort by: values that stopped being finite, then what cannot be compared, then the largest change."""
+        """Sort key: values that stopped being finite, then tensors that cannot be compared, then the largest change."""
         first = 0 if self.nan or self.inf else 2 if self.measured else 1
         return first, -(self.nan + self.inf), -self.relative, -self.max_abs, self.name
 
@@ -100,7 +100,7 @@ class Comparison:
     """Tensors in A or B, without the ignored ones."""
     ignored: int = 0
     bytes: int = 0
-    """Bytes that were compared, of A."""
+    """Bytes of A that were compared."""
     differences: list[Difference] = field(default_factory=list)
     """Largest first."""
 
@@ -217,7 +217,7 @@ def _measure(found: Difference, left: Bytes, right: Bytes, tolerance: Tolerance)
                 found.inf += inf
                 alike = (np.isnan(before) & np.isnan(after)) | (~finite & (before == after))
                 if not (tolerance.exact and found.kind == VALUES):
-                    # Otherwise an infinite tolerance would accept what is infinite on one side only.
+                    # Otherwise an infinite tolerance would accept a value that is infinite on one side only.
                     differ = (differ | ~finite) & ~alike
                 change, before = change[finite], before[finite]
     # A complex value is two numbers.

@@ -1,4 +1,4 @@
-"""Evacuate a host: have its sessions flush, and its daemon save what the time allows."""
+"""Evacuate a host: have its sessions flush, and its daemon save as much as the time allows."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from scarctl.persist.evacuation import Evacuated, before, rework_of_all
 from scarctl.theory.rework import Rework
 
 _FLUSH_SHARE = 0.4
-"""Largest part of the time that the sessions' flushes are waited for: they wait for a running step for a third."""
+"""Largest fraction of the time spent waiting for the sessions' flushes, which wait a third for a running step."""
 _POLL = 0.05
 _PATIENCE = 5.0
-"""Seconds to wait for one answer of the daemon: hosts that are about to go may be busy."""
+"""Seconds to wait for one answer of the daemon: a host that shuts down may be busy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process that saves to a store, alive or dead, and what was evacuated of its part of the state."""
+    """One process that saves to a store, alive or dead, and the result of evacuating its part of the state."""
 
     store: str
     rank: int | None
     pid: int
     found: Evacuated | None
-    """None if nothing could be asked: `error` says why."""
+    """None if no answer came: `error` says why."""
     error: str | None = None
 
     @property
@@ -55,14 +55,14 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """What was evacuated of one store's state: of all its processes on this host."""
+    """The result of evacuating one store's state: all its processes on this host."""
 
     url: str
     processes: tuple[Process, ...]
 
     @property
     def safe(self) -> bool:
-        """Whether losing this host loses nothing of this state."""
+        """Whether losing this host would lose nothing of this state."""
         return all(process.safe for process in self.processes)
 
     @property
@@ -92,7 +92,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What was evacuated of this host."""
+    """The result of evacuating this host."""
 
     stores: tuple[Store, ...]
     in_memory: tuple[str, ...] = ()
@@ -100,7 +100,7 @@ class Host:
 
     @property
     def safe(self) -> bool:
-        """Whether losing this host loses nothing that is known here."""
+        """Whether losing this host would lose nothing known here."""
         return not self.in_memory and all(store.safe for store in self.stores)
 
 
@@ -109,7 +109,7 @@ def evacuate_host(
 ) -> Host:
     """Evacuate all processes that save through this host's daemon, in `seconds` at most. Return what is safe.
 
-    run_id: of a store: only its processes, all ranks of it. to: see `Session.evacuate`.
+    run_id: id of a store, to evacuate only its processes, all of its ranks. to: see `Session.evacuate`.
 
     Raises UsageError (`kind` "no-session") if none of them saves to that store, unless copies for it wait in memory.
     Raises UsageError (`kind` "unknown-host") if none of them can use `to`; AccessDenied.
@@ -127,7 +127,7 @@ def evacuate_host(
     if run_id is not None and not runs and not waiting:
         raise UsageError(
             "no running session saves to this store through this host's daemon",
-            hint="what the store has is safe; `scarctl inspect --store` shows it",
+            hint="copies in the store are safe; `scarctl inspect --store` shows them",
             kind="no-session",
         )
     return Host(tuple(Store(url, tuple(found)) for url, found in by_store.items()), waiting)
@@ -139,20 +139,20 @@ def _runs(folder: Path, run_id: str | None, patience: float) -> list[RunStatus]:
 
 
 def _saves_to(name: str, run_id: str | None) -> bool:
-    """Return whether a run's id is that of a store, or of a rank that saves to it. run_id: None for any store."""
+    """Return whether a run's id belongs to a store, or to a rank that saves to it. run_id: None for any store."""
     # A rank's id is the store's, followed by the number of its shard.
     return run_id is None or name == run_id or name.startswith(f"{run_id}-")
 
 
 def _flush(folder: Path, runs: Sequence[RunStatus], deadline: float, seconds: float) -> dict[str, bool]:
-    """Have the sessions bring their newest step into memory, all at once. Return by run whether they have.
+    """Have all sessions flush their newest step into memory at once. Return by run whether they have.
 
-    One that has ended meanwhile has: its memory is evacuated as that of a dead process.
+    A session that has ended meanwhile counts as flushed: its memory is evacuated like a dead process's.
     """
     token = secrets.token_hex(16)
     """Has the session flush once, although a request whose answer is late is repeated."""
     waiting = {run["id"]: 0 for run in runs}
-    """Numbers of the wishes, by run; 0: not asked yet."""
+    """Numbers of the requests, by run; 0: not requested yet."""
     flushed = dict.fromkeys(waiting, False)
     until = deadline - (1 - _FLUSH_SHARE) * seconds
     while waiting and time.monotonic() < until:
@@ -166,7 +166,7 @@ def _flush(folder: Path, runs: Sequence[RunStatus], deadline: float, seconds: fl
                     continue
                 replied = client.ask(folder, "answered", patience=patience, store=name, number=number)
             except ScarError as error:
-                # A busy daemon may be late, and another one may be taking its place: it is asked again.
+                # The daemon may be busy, or another one may be taking its place: ask again.
                 if error.kind == "no-session":
                     waiting[name] = 0
                     if _has_ended(folder, name):
@@ -183,7 +183,7 @@ def _flush(folder: Path, runs: Sequence[RunStatus], deadline: float, seconds: fl
 def _evacuate(
     folder: Path, runs: Sequence[RunStatus], flushed: dict[str, bool], deadline: float, to: str | None
 ) -> list[Process]:
-    """Have the daemon evacuate the runs, all at once. Return those that have not ended meanwhile, all durable."""
+    """Have the daemon evacuate all runs at once. Return them without those that ended with everything durable."""
     made: dict[str, Process] = {}
     unknown: list[ScarError] = []
 
@@ -219,7 +219,7 @@ def _evacuate(
 
 
 def _has_ended(folder: Path, run_id: str) -> bool:
-    """Return whether the training process of a run on this host has ended: its arena is gone, or its owner is."""
+    """Return whether the training process of a run on this host has ended: its arena or its owner is gone."""
     try:
         view = peek(str(folder.parent), run_id)
     except ScarError:
@@ -228,17 +228,17 @@ def _has_ended(folder: Path, run_id: str) -> bool:
 
 
 def _waits(path: Path) -> bool:
-    """Return whether the arena in a folder may have copies or hand-overs that are nowhere else. Takes no lock."""
+    """Return whether the arena in a folder may have copies or hand-overs that exist nowhere else. Takes no lock."""
     if read_owner(path) is not None:
         return False  # a replica: its owner's host has them
     view = peek(str(path.parents[1]), path.name)
     if view is None:
-        return (path / FILE).exists()  # what cannot be read counts as unsaved
+        return (path / FILE).exists()  # an unreadable arena counts as unsaved
     return view.pending > 0 or bool(HandOverQueue(path).numbers())
 
 
 def _only_in_memory(folder: Path, known: frozenset[str], run_id: str | None) -> tuple[str, ...]:
-    """Return the folders of arenas in which something waits, without those of `known` runs and what was set aside."""
+    """Return the folders of arenas with waiting copies, except those of `known` runs and those set aside."""
     return tuple(
         str(path)
         for path in run_folders(folder)

@@ -56,7 +56,7 @@ class ExportSettings:
     max_shard_bytes: int = 5 * 10**9
     """Most bytes of tensors per file, for safetensors and dcp. A tensor is never split."""
     weights: bool = False
-    """Write the model's own `state_dict()`: no optimizer state, and tied tensors under each of their names."""
+    """Write only the model's own `state_dict()`: no optimizer state, and tied tensors under each of their names."""
 
     @property
     def form(self) -> str:
@@ -120,7 +120,7 @@ def export(settings: ExportSettings, *, progress: Callable[[int, int], None] | N
     if settings.form == "safetensors":  # the others can hold one tensor under several names
         specs |= {alias: specs[name] for alias, name in of_model.tied.items()}
     if os.path.lexists(target):
-        raise UsageError(f"{settings.output} exists already", hint="use another name, or delete it")
+        raise UsageError(f"{settings.output} already exists", hint="use another name, or delete it")
     inner = {"pt": "state.pt", "safetensors": WHOLE}[settings.form] if settings.one_file else None
     with _made_whole(target, inner) as folder:
         parts = [list(specs)] if settings.one_file else _split(specs, settings.max_shard_bytes)
@@ -152,7 +152,7 @@ def export(settings: ExportSettings, *, progress: Callable[[int, int], None] | N
 
 
 class _Switch:
-    """Write each tensor to its own file, and under its other names to theirs."""
+    """Writes each tensor to its file, and copies under its other names to theirs."""
 
     def __init__(self, writers: Mapping[str, StateWriter], tied: Mapping[str, str]) -> None:
         self._writers = writers
@@ -232,7 +232,7 @@ def _split(specs: Mapping[str, TensorSpec], limit: int) -> list[list[str]]:
 def _mapped(folder: Path, names: Sequence[str], tied: Mapping[str, str]) -> dict[str, Any]:
     """Map the tensors of safetensors files, so that memory holds only used pages.
 
-    Each tensor has its own storage, but for those that are `tied`: by their other name, the name in the files.
+    Each tensor has its own storage, except `tied` ones: other names, each with the name in the files.
     """
     import torch
 
@@ -286,7 +286,7 @@ def _made_whole(target: Path, inner: str | None) -> Iterator[Path]:
             for path in [*temporary.iterdir(), temporary]:
                 _sync(path)
             if os.path.lexists(target):
-                raise UsageError(f"{target} has appeared meanwhile", hint="use another name, or delete it")
+                raise UsageError(f"{target} was created meanwhile", hint="use another name, or delete it")
             os.rename(made, target)
             _sync(target.parent)
     finally:

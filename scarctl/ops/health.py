@@ -1,4 +1,4 @@
-"""Judge a store and its run on this host: what is lost if something dies now, what is not well, and what to do next."""
+"""Judge a store and its run on this host: the cost of a loss now, the problems, and what to do next."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from scarctl.util.text import counted
 
 Severity: TypeAlias = Literal["losing", "at-risk", "note"]
 LOSING: Final = "losing"
-"""Something is not being saved."""
+"""Something is not saved."""
 AT_RISK: Final = "at-risk"
-"""Something is not protected as it should be."""
+"""Something is not protected as requested."""
 NOTE: Final = "note"
 """Worth knowing."""
 _RANK: dict[Severity, int] = {NOTE: 0, AT_RISK: 1, LOSING: 2}
 
 _UNPROTECTED = frozenset(("absent", "lost", "replaced", "fenced"))
-"""States of a link (`scarctl.peers.link.State`) in which the other host does not get new copies."""
+"""States of a link (`scarctl.peers.link.State`) in which the other host receives no new copies."""
 
 
 _AGAIN = "start it again with the command that started it"
@@ -79,7 +79,7 @@ class Saving(Document):
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """A store's findings, worst first, and what a loss costs."""
+    """A store's findings, worst first, and the cost of a loss."""
 
     url: str
     findings: tuple[Finding, ...]
@@ -90,9 +90,9 @@ class Health:
     survey: Survey | None = field(default=None, repr=False)
     """None: the store cannot be read."""
     saving: tuple[Saving, ...] = ()
-    """What the daemon of this host saves to the store, by rank."""
+    """The progress of this host's daemon in saving to the store, by rank."""
     exit_code: int = 0
-    """Of the error for which the store cannot be read; 0 if it can."""
+    """Exit code of the error that prevents reading the store; 0 if the store can be read."""
 
     @property
     def severity(self) -> Severity:
@@ -137,7 +137,7 @@ def unreadable(url: str, error: ScarError) -> Health:
 
 
 def health_of(view: Survey, runs: Iterable[RunStatus]) -> Health:
-    """Judge a store. runs: what the daemon reports of those that save to it."""
+    """Judge a store. runs: the daemon's report on the runs that save to it."""
     runs = tuple(runs)
     found = [*_of_damage(view), *_of_saving(view, runs), *_of_processes(view), *_of_copies(view)]
     found += [
@@ -168,19 +168,19 @@ def _saving(runs: Iterable[RunStatus]) -> tuple[Saving, ...]:
 
 
 def _of_saving(view: Survey, runs: Iterable[RunStatus]) -> Iterable[Finding]:
-    """Yield what the daemon reports: failures of saving, and copies on other hosts that are not kept, by rank."""
+    """Yield the daemon's problems by rank: failures to save, and copies on other hosts that are not kept."""
     for run in runs:
         yield from _of_links(run)
         if run.get("last_error") is None:
             continue
         who = "" if run.get("rank") is None else f"rank {run['rank']}: "
-        what = "saving has stopped" if run["stopped"] else "saving fails, and is tried again"
+        what = "saving has stopped" if run["stopped"] else "saving fails, and is retried"
         message = f"{who}{what}: {run['last_error']} ({counted(run['errors'], 'error')})"
         yield Finding(LOSING, "stopped" if run["stopped"] else "failing", message, _doctor(view.url))
 
 
 def _of_links(run: RunStatus) -> Iterable[Finding]:
-    """Yield the copies of a run's memory that no other host keeps up to date. A run that begins has nothing to send."""
+    """Yield the copies of a run's memory that no other host keeps up to date. A new run has nothing to send yet."""
     who = "" if run.get("rank") is None else f"rank {run['rank']}: "
     for link in run.get("peers", ()) if "head_step" in run else ():
         state = link.rpartition(": ")[2].partition(",")[0]
@@ -190,7 +190,7 @@ def _of_links(run: RunStatus) -> Iterable[Finding]:
 
 
 def _of_processes(view: Survey) -> Iterable[Finding]:
-    """Yield what the arenas on this host show: processes that have died, and copies that wait for the store."""
+    """Yield findings from the arenas on this host: dead processes, and copies that wait for the store."""
     run = view.run
     if run is None:
         return
@@ -226,7 +226,7 @@ def _of_processes(view: Survey) -> Iterable[Finding]:
 
 
 def _of_copies(view: Survey) -> Iterable[Finding]:
-    """Yield what the store lacks."""
+    """Yield findings about missing copies in the store."""
     if view.layout is None:
         yield Finding(AT_RISK, "empty", "nothing is saved yet", _save(view))
         return
@@ -241,7 +241,7 @@ def _of_copies(view: Survey) -> Iterable[Finding]:
 
 
 def _of_damage(view: Survey) -> Iterable[Finding]:
-    """Yield the damage of the store's newest copies, as far as it is visible without reading them."""
+    """Yield damage to the store's newest copies that is visible without reading them."""
     if not view.damage:
         return
     (file, reason), more = view.damage[0], len(view.damage) - 1
@@ -253,7 +253,7 @@ def _of_damage(view: Survey) -> Iterable[Finding]:
 
 
 def _losses(view: Survey) -> dict[str, Loss]:
-    """Return what is lost with the process, with this host, and with the store."""
+    """Return the cost of losing the process, this host, and the store."""
     if view.layout is None:
         return {}
     kept, saved = view.kept_step, view.saved_step

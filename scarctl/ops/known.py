@@ -17,7 +17,7 @@ def daemon_here(arena_dir: str | None) -> DaemonStatus | None:
 
 
 def runs_of(daemon: DaemonStatus | None, run_id: str) -> list[RunStatus]:
-    """Return what the daemon reports of the runs of one store: of a process alone, or of ranks, a shard each."""
+    """Return the daemon's reports on the runs of one store: one process alone, or ranks with a shard each."""
     runs = daemon["runs"] if daemon is not None else []
     return [run for run in runs if run["id"] == run_id or run["id"].startswith(f"{run_id}-")]
 

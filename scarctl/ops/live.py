@@ -73,9 +73,9 @@ class LiveRanks:
 
     world: int
     ranks: dict[int, LiveCheckpoint]
-    """Checkpoints by rank or member, of those that have a session on this host."""
+    """Checkpoints by rank or member, for those with a session on this host."""
     independent: bool = False
-    """The processes are members: no step is one of all of them."""
+    """Whether the processes are members, which have no common step."""
 
     @property
     def step(self) -> int:
@@ -134,8 +134,8 @@ def checkpoint_live(
         return _wait(store, _ask(store, request), asked_at, request)
     if every and topology.independent:
         raise UsageError(
-            f"{store.url}: members have no common step, so that no snapshot is of all of them",
-            hint="take one in a member: session.snapshot(name)",
+            f"{store.url}: members have no common step, so that no snapshot can cover all of them",
+            hint="take a snapshot in one member: session.snapshot(name)",
             kind="members-apart",
         )
     for left in reversed(range(_TOGETHER)):
@@ -294,7 +294,8 @@ def _look(store: Store, arena_dir: str | None, asked_at: int, pid: int) -> LiveC
 
 
 def _closed(store: Store, asked_at: int, pid: int) -> LiveCheckpoint | None:
-    """Return the checkpoint of a session that has ended since. It leaves no arena if all copies are durable.
+    """Return the checkpoint of a session that ended meanwhile. Such a session leaves no arena if all copies are
+    durable.
 
     If the session took no further step, its last version may be as old as the request.
     """

@@ -1,4 +1,4 @@
-"""Measure values of any dtype: norms that neither overflow nor vanish, and counts of what is not finite."""
+"""Measure values of any dtype: norms that neither overflow nor vanish, and counts of values that are not finite."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def numbers_of(data: Bytes, dtype: str) -> NDArray[Any]:
 
 
 def count_not_finite(values: NDArray[Any], *, except_in: NDArray[Any] | None = None) -> tuple[int, int]:
-    """Return how many values are NaN, and how many infinite. Those that are so in `except_in` too do not count."""
+    """Count values that are NaN, and values that are infinite, except where `except_in` has the same."""
     nan, inf = np.isnan(values), np.isinf(values)
     if except_in is not None:
         nan, inf = nan & ~np.isnan(except_in), inf & ~np.isinf(except_in)
@@ -91,5 +91,5 @@ def norm_of(values: NDArray[Any]) -> float:
 
 
 def join_norms(one: float, other: float) -> float:
-    """Return the norm of the values of both."""
+    """Return the norm of two sets of values from their norms."""
     return math.hypot(one, other)

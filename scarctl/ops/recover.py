@@ -176,7 +176,7 @@ class _Recovery:
             for share, ids, arena in zip(state.shares, self.ids, self.arenas, strict=True)
         ]
         if settings.mode != "rollback":
-            # Before the cost is weighed: of what cannot be read it would be an unknown age's.
+            # Before the cost is weighed: an unreadable copy would have an unknown age.
             for share, ids in zip(state.shares, self.ids, strict=True):
                 share.require(ids)
         choice, self.cost = weigh(
@@ -207,14 +207,14 @@ class _Recovery:
         return state
 
     def _refuse_older_ranks(self) -> None:
-        """Raise UsageError if the snapshot is of other ranks than the current ones: it cannot become the newest."""
+        """Raise UsageError if earlier ranks saved the snapshot: it cannot become the newest state."""
         newest, topology = newest_topology(self.state.store), self.state.topology
         if self.snapshot is None or newest is None:
             return
         if topology is None or topology.shards != newest.shards:
             others = "one process" if topology is None else f"{topology.world} other ranks"
             raise UsageError(
-                f"snapshot {self.snapshot.name!r} is of {others}: the store cannot be rolled back to it",
+                f"snapshot {self.snapshot.name!r} was saved by {others}: the store cannot be rolled back to it",
                 hint="use --output for a file, or resume the job from it: resume(snapshot=...)",
                 kind="snapshot-of-other-ranks",
             )
@@ -286,13 +286,13 @@ class _Recovery:
             ranks = ", ".join(str(rank) for rank in missing if rank is not None)
             noun = "rank" if self.state.topology is None else self.state.topology.noun
             raise UsageError(
-                f"there is no stopped run's arena {f'of {noun} {ranks} ' if ranks else ''}on this host",
+                f"this host has no arena of {f'stopped {noun} {ranks}' if ranks else 'a stopped run'}",
                 hint="use --into to patch a state file, or --output for a new file",
                 kind="no-arena",
             )
 
     def _survivors(self) -> str:
-        """Return the commit of the whole state that has all copies that stay in the arenas, "" if unknown.
+        """Return the name of the commit of the whole state with all copies that stay in the arenas; "" if unknown.
 
         It is unknown if an arena is on another host, and for a state file.
         """
@@ -332,7 +332,7 @@ class _Recovery:
         )
 
     def _named(self, plan: SharedPlan) -> SharedPlan:
-        """Return a plan for display: what replicas of other hosts' memory have is of tier "peer"."""
+        """Return a plan for display, in which copies from replicas of other hosts' memory have the tier "peer"."""
         plans = list(plan.plans)
         for k, (one, arena) in enumerate(zip(plans, self.arenas, strict=True)):
             if one is not None and arena is not None and read_owner(arena.folder) is not None:

@@ -1,4 +1,4 @@
-"""Gather what a report shows, as one document of plain values."""
+"""Gather the content of a report as one document of plain values."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def gather(store: Store, arena_dir: str | None) -> Report:
 
 
 def _health(store: Store, view: Survey, arena_dir: str | None) -> Health:
-    """Judge the store, with what this host's daemon reports of its runs."""
+    """Judge the store, using this host's daemon's reports on its runs."""
     try:
         return health_of(view, runs_of(daemon_here(arena_dir), store.run_id))
     except ScarError as error:

@@ -35,7 +35,7 @@ def open_any(name: str, storage_options: Mapping[str, Any] | None = None) -> Sou
     """Open a checkpoint of any kind by its name: a path, or a store's folder or address.
 
     `STORE@NAME` is a snapshot of a store. `STORE@STEP` is its newest sealed state of that step, unless a snapshot has
-    that name. A path that exists is taken as it is.
+    that name. A path that exists is never split at `@`.
 
     Raises UsageError, NoStore, NoIntactCopy, Corruption, AccessDenied, Unavailable.
     """
@@ -112,7 +112,7 @@ class StoreSource:
 
     def _load(self, names: Sequence[str], first: int, stop: int) -> None:
         """Read rows `[first, stop)` of some groups, as far as they have them."""
-        self._window = _Window({}, 0, 0)  # its memory is given back before more is taken
+        self._window = _Window({}, 0, 0)  # free its memory before more is allocated
         self._window = window = _Window({name: self._wholes[name] for name in names}, first, stop)
         plans: list[Plan | None] = []
         for k, plan in enumerate(self._plan.plans):

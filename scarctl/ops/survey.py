@@ -154,7 +154,7 @@ def _never(topology: Topology, numbers: Sequence[int]) -> str:
     listed = ", ".join(map(str, numbers))
     if topology.epoch == 1:
         return f"members that have saved nothing yet: {listed}"
-    return f"members that have not started yet, so that their parts are with the members before: {listed}"
+    return f"members that have not started yet, whose parts the previous members still hold: {listed}"
 
 
 def _share(
@@ -240,7 +240,7 @@ def _ranks(topology: Topology, shares: Sequence[_Share], arena_dir: str | None) 
 
 
 def _copies(shares: Sequence[_Share], arena_dir: str | None) -> dict[str, tuple[str, ...]]:
-    """Return by arena the copies of live ranks' memory on other hosts: what this host's daemon says, if it answers."""
+    """Return by arena the copies of live ranks' memory on other hosts, as reported by this host's daemon, if any."""
     if not any(share.arena is not None and share.arena.alive for share in shares):
         return {}
     try:

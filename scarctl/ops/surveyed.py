@@ -102,7 +102,7 @@ class RankLine:
     pending_partitions: int | None
     errors: int | None
     replica_of: str | None = None
-    """Name of the host of whose memory this host keeps a copy; None if the arena here is of a process of this host."""
+    """Name of the host whose memory is copied here; None if the arena belongs to a process of this host."""
     copies: tuple[str, ...] = ()
     """The copies of its memory on other hosts, in words: "b: following, 4 behind"."""
 
@@ -141,9 +141,9 @@ class Survey:
     """The convergence of the run, for predictions."""
     snapshots: tuple[Snapshot, ...] = ()
     run: RunOnHost | None = None
-    """Status of the run; None if none of its processes was on this host: copies for other hosts do not count."""
+    """Status of the run; None if no process of it was on this host. Copies for other hosts do not count."""
     ended: frozenset[int] = frozenset()
-    """Ranks of this host that have ended, and of which the store has all of the newest step; 0 for a process alone."""
+    """Ended ranks of this host whose newest step is completely in the store; 0 for a process that trains alone."""
     topology: Topology | None = None
     """Topology of the ranks that save to the store; None for a process that saves alone."""
     ranks: tuple[RankLine, ...] = ()
@@ -162,11 +162,11 @@ class Survey:
     events: tuple[Event, ...] = ()
     """Starts, resumes and recoveries of that run, as of its newest checkpoint."""
     samples: tuple[Sample, ...] = ()
-    """How old its copies were over time."""
+    """Ages of its copies over time."""
     damage: tuple[tuple[str, str], ...] = ()
     """Damaged files with newest copies, and the reason, as far as names and sizes show it."""
     damaged: NDArray[np.bool_] | None = None
-    """Whether each partition's newest copy in the store is in one of them; None: none is."""
+    """Whether each partition's newest copy in the store is in a damaged file; None: no copy is."""
     encoded: Mapping[Encoding, int] = field(default_factory=dict)
     """Number of newest copies in the store that are not exact, by their encoding."""
     heads: NDArray[np.int64] | None = None

@@ -19,7 +19,7 @@ from scarctl.util.arrays import Ids
 from scarctl.util.document import Document
 
 MOST_RECORDS = 4000
-"""Records that are replayed, over all shards: the newest."""
+"""Most records that are replayed, over all shards, newest first."""
 MOST_POINTS = 200
 """Moments at which the ages of all copies are computed."""
 COLUMNS = 48
@@ -44,14 +44,14 @@ class Point(Document):
 
 @dataclass(frozen=True, slots=True)
 class Start(Document):
-    """A writer's beginning."""
+    """The beginning of a writer."""
 
     at: str
     epoch: int
     step: int
     """The newest step that the store had."""
     after_failure: bool
-    """The writer before it had not ended with a sealed commit."""
+    """Whether the previous writer ended without a sealed commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def _timeline(store: Store, shards: Sequence[int]) -> Timeline:
 
 def _moments(store: Store, shard: int, most: int) -> Iterator[_Moment]:
     for record, ids, state in store.log(shard).replay(most):
-        assert state.layout is not None, "it is the state after a record"
+        assert state.layout is not None, "the state follows a record"
         yield _Moment(record, ids, step_of(state.version), state.layout)
 
 

@@ -123,13 +123,13 @@ def _index(index: Index) -> Iterator[Problem]:
             if other is None:
                 yield Problem(str(path), name, "the index does not name this tensor")
             elif other != file:
-                yield Problem(str(path), name, f"the index says that it is in {other}")
+                yield Problem(str(path), name, f"the index places it in {other}")
     shard = re.compile(
         re.escape(index.path.name.removesuffix(INDEX_ENDING)) + r"-\d{5}-of-\d{5}\.safetensors"
     )
     for path in sorted(index.path.parent.iterdir()):
         if shard.fullmatch(path.name) and path.name not in files:
-            yield Problem(str(path), None, "the index does not name this file: it is of another save")
+            yield Problem(str(path), None, "the index does not name this file, which belongs to another save")
     if readable and index.total_size is not None and index.total_size != size:
         yield Problem(
             str(index.path), None, f"it claims {index.total_size} bytes of tensors, the files have {size}"
@@ -142,8 +142,8 @@ def _begins_as_archive(path: Path) -> bool:
 
 
 def _archive(path: Path) -> Iterator[Problem]:
-    """Compare the files of a `.pt` archive with their checksums, which torch does not do."""
-    open_source(path)  # refuses what must not be unpacked
+    """Compare the files of a `.pt` archive with their checksums, which torch does not check."""
+    open_source(path)  # refuses archives that must not be unpacked
     with zipfile.ZipFile(path) as archive:
         for info in archive.infolist():
             if not info.CRC:  # torch can leave checksums out

@@ -35,7 +35,7 @@ class MemoryCheck(Document):
     compared: int
     """Partitions whose checksum was compared with a record's."""
     newer: int
-    """Partitions with a copy of which the store has no record yet, or another one."""
+    """Partitions whose copy has no record in the store, or a record of another version."""
     moving: int
     """Partitions that have no copy, or were being copied."""
     damaged: int
@@ -64,7 +64,7 @@ def verify_memory(store: Store, arena_dir: str | None) -> list[MemoryCheck]:
 def _check(arena: Arena, folder: Path, run: str, store: Store, shards: Sequence[int]) -> MemoryCheck:
     owner = read_owner(folder)
     layout, step = arena.layout, arena.head_step
-    # Noted before the records are read: of what is durable now, and stays unchanged, they have the checksums.
+    # Noted before the records are read: they have the checksums of copies that are durable now and stay unchanged.
     generation, version, durable = arena.generation.copy(), arena.version.copy(), arena.durable.copy()
     lifted = np.maximum(version, arena.sealed)  # a seal found all durable copies unchanged
     has = ((generation & np.uint64(1)) == 0) & (version >= 0)
@@ -98,7 +98,7 @@ def _check(arena: Arena, folder: Path, run: str, store: Store, shards: Sequence[
 def _compare(
     arena: Arena, ids: Ids, state: ShardState, at: Ids, version: Ids, generation: NDArray[np.uint64]
 ) -> Iterator[tuple[int, Ids]]:
-    """Yield how many partitions were compared, and which of them differ.
+    """Yield the number of partitions compared, and those that differ.
 
     at: places of `ids` in the state. version, generation: of every partition, noted before the state was read. The
     generations of `ids` were even.
@@ -106,7 +106,7 @@ def _compare(
     for g, part in pieces(arena.layout, ids):
         some = ids[part]
         sums = checksums(arena, g, some)
-        # What changed while it was read says nothing.
+        # A partition that changed while it was read cannot be compared.
         still = (arena.version[some] == version[some]) & (arena.generation[some] == generation[some])
         differs = still & (sums != state.checksum[at[part]])
         yield int(still.sum()), some[differs]

@@ -22,7 +22,7 @@ class Weights:
     tied: Mapping[str, str]
     """Other names of tensors, each with the name of the group."""
     problems: tuple[str, ...]
-    """What the model's `state_dict()` has and the store cannot give, for display."""
+    """Entries of the model's `state_dict()` that the store lacks, for display."""
 
 
 def weights_of(plan: SharedPlan, specs: Mapping[str, TensorSpec]) -> Weights:
@@ -48,13 +48,13 @@ def weights_of(plan: SharedPlan, specs: Mapping[str, TensorSpec]) -> Weights:
     kept = {name: specs[name] for name in groups if name in specs and name not in outside}
     if not kept:
         raise UsageError(
-            f"{plan.state.store.where}: no tensor in it is a model's", hint="export without --weights"
+            f"{plan.state.store.where}: it contains no tensor of a model", hint="export without --weights"
         )
     problems = []
     if not known:
         problems.append(
-            "the store does not say which tensors are the model's, or which are tied: all that are no optimizer's are "
-            "written. A session of this version that saves once says so"
+            "the store does not record which tensors belong to the model, or which are tied: all except the "
+            "optimizer's are written. A save by a session of this version adds the record"
         )
     if modules:
         names = ", ".join(sorted(modules)[:5])

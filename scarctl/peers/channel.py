@@ -1,4 +1,4 @@
-"""Send and receive frames over a TCP connection. What a stranger may send is small, and its time is short."""
+"""Send and receive frames over a TCP connection. A stranger may send only small frames, in a short time."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from scarctl.peers.tls import refusal
 from scarctl.util.arrays import Bytes
 
 STRANGER_SECONDS = 10.0
-"""Time in which a peer has to prove who it is."""
+"""Seconds in which a peer has to prove its identity."""
 REPLY_SECONDS = 120.0
-"""Time for the answer to a frame: some batches over a slow network. A dead host is found out earlier."""
+"""Seconds for the answer to a frame: some batches over a slow network. A dead host is detected earlier."""
 _SO_MAX_PACING_RATE = 47  # Linux
 _MOST_RATE = (1 << 32) - 2
 
@@ -43,7 +43,7 @@ class Channel:
     """One connection. `trust` lifts the limits of strangers."""
 
     def __init__(self, connection: socket.socket, *, seconds: float | None = None) -> None:
-        """Begin as strangers. seconds: to prove who each is; None: `STRANGER_SECONDS`."""
+        """Begin as strangers. seconds: time to prove identities; None: `STRANGER_SECONDS`."""
         self._connection = connection
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._deadline: float | None = time.monotonic() + (STRANGER_SECONDS if seconds is None else seconds)
@@ -51,9 +51,11 @@ class Channel:
         self._staging: Bytes = np.empty(0, np.uint8)
 
     def trust(self, seconds: float | None) -> None:
-        """Take larger frames from now on. seconds: to wait for each piece; None: for ever, while the host answers."""
+        """Accept larger frames from now on. seconds: time to wait for each piece; None: forever, while the host
+        answers.
+        """
         self._trusted, self._deadline = True, None
-        # A host that is dead sends no end of the connection.
+        # A dead host does not end the connection.
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (
             ("TCP_KEEPIDLE", 10),
@@ -74,7 +76,7 @@ class Channel:
         except OSError as error:
             raise Unavailable(
                 f"this system does not limit the rate of a connection: {error.strerror}",
-                hint="leave out peer_bandwidth",
+                hint="omit peer_bandwidth",
                 kind="no-pacing",
             ) from error
 
@@ -88,7 +90,7 @@ class Channel:
             raise Gone(str(error)) from error
 
     def receive(self, *, most_body: int = MAX_BODY) -> tuple[Kind, dict[str, Any], Bytes]:
-        """Return the next frame: kind, head, and body, which is good until the next call. Raises Gone, Corruption."""
+        """Return the next frame: kind, head, and body, which is valid until the next call. Raises Gone, Corruption."""
         strange = not self._trusted
         data = np.empty(PREFIX.size, np.uint8)
         self._fill(data)
@@ -106,7 +108,7 @@ class Channel:
         return prefix.kind, decode_head(prefix, text.tobytes(), body), body
 
     def expect(self, kind: Kind, *, most_body: int = MAX_BODY) -> tuple[dict[str, Any], Bytes]:
-        """Return head and body of the next frame, which is of this kind.
+        """Return head and body of the next frame, which must be of this kind.
 
         Raises the error of a refusal; Corruption for another kind, Gone.
         """
@@ -118,7 +120,7 @@ class Channel:
         return head, body
 
     def refuse(self, error: ScarError) -> None:
-        """Report to the other side why this ends, if it still listens."""
+        """Send the other side the reason for the end, if it still listens."""
         with contextlib.suppress(Gone):
             self.send(encode(Kind.REFUSED, {"error": error_fields(error)}))
 
@@ -128,13 +130,13 @@ class Channel:
 
     @property
     def buffered(self) -> bool:
-        """Whether something was received that `receive` has not returned yet."""
+        """Whether bytes were received that `receive` has not returned yet."""
         return isinstance(self._connection, ssl.SSLSocket) and self._connection.pending() > 0
 
     def shut(self) -> None:
         """End the connection for both sides, also for a thread of this process that waits in `receive`."""
         with contextlib.suppress(OSError):
-            # Below TLS: its own method would take the encryption away from a thread that still sends.
+            # Below TLS, because its own method would end encryption for a thread that still sends.
             socket.socket.shutdown(self._connection, socket.SHUT_RDWR)
 
     def _staged(self, size: int) -> Bytes:
@@ -152,7 +154,7 @@ class Channel:
                     raise Gone("the connection has ended")
                 left = left[count:]
         except ssl.SSLError as error:
-            # A peer refuses this host's certificate after this end of the handshake.
+            # A peer may refuse this host's certificate after this side has finished the handshake.
             raise refusal(error) from error
         except OSError as error:
             raise Gone(str(error)) from error
@@ -161,12 +163,12 @@ class Channel:
         if self._deadline is not None:
             left = self._deadline - time.monotonic()
             if left <= 0:
-                raise Gone("a peer did not prove in time who it is")
+                raise Gone("a peer did not prove its identity in time")
             self._connection.settimeout(left)
 
 
 def readable(channel: Channel) -> bool:
-    """Return whether the other side has sent something, or has gone."""
+    """Return whether the other side has sent bytes, or is gone."""
     if channel.buffered:
         return True
     poll = select.poll()

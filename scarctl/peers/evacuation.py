@@ -1,4 +1,4 @@
-"""Bring a host's memory to the hosts that keep copies of it before the host goes: the most changed per byte first."""
+"""Send a host's memory to the hosts that keep copies before it shuts down: the most changed per byte first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scarctl.state.version import NEVER
 from scarctl.util.arrays import Ids
 
 HEAD_START = 0.1
-"""Part of the time that peers have for themselves, if they need it, before the store is written to."""
+"""Largest fraction of the time for peers alone, before the store is written to."""
 _POLL = 0.01
 _MOVING = (*CONNECTED, State.CONNECTING)
 
@@ -25,14 +25,14 @@ _MOVING = (*CONNECTED, State.CONNECTING)
 class PeerCopies:
     """The copies of one run's memory on other hosts, in an evacuation (`scarctl.persist.evacuation.Copies`).
 
-    Only a host counts that is connected, has a complete replica, and has answered since `hurry`: others may be dead.
+    A host counts only if it is connected, has a complete replica, and has answered since `hurry`: others may be dead.
     """
 
     def __init__(self, arena: Arena, senders: Sequence[Sender]) -> None:
-        """Prepare. senders: to those hosts that count, at least one."""
+        """Prepare. senders: those to the hosts that count, at least one."""
         self._arena = arena
         self._rounds = dict.fromkeys(senders, 0)
-        """Number of the round that brings all, by sender."""
+        """Number of the round that sends everything, by sender."""
         self._began = math.inf
 
     def hurry(self) -> None:
@@ -48,12 +48,12 @@ class PeerCopies:
             self._rounds[sender] = sender.hurry(rank)
 
     def rest(self) -> None:
-        """Have all senders send in the usual order again."""
+        """Have all senders return to the usual order."""
         for sender in self._rounds:
             sender.hurry(None)
 
     def wait(self, seconds: float) -> None:
-        """Wait until every host that is connected has all of this memory that it can get, and at most that long."""
+        """Wait at most `seconds` until every connected host has all of this memory that it can get."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if all(
@@ -64,21 +64,21 @@ class PeerCopies:
             time.sleep(_POLL)
 
     def versions(self) -> Ids:
-        """Return the version of every copy that another host has as it is here: int64 (partitions,), -1 for none."""
+        """Return the version of every copy that another host has unchanged: int64 (partitions,), -1 for none."""
         none: Ids = np.full(self._arena.layout.partitions, NEVER, np.int64)
         newest: Ids = np.maximum.reduce([none, *(sender.versions_as_here() for sender in self._alive())])
         return newest
 
     def hosts(self) -> tuple[str, ...]:
-        """Return the names of the hosts that have any."""
+        """Return the names of the hosts that have any of these copies."""
         return tuple(sender.host.host for sender in self._alive())
 
     def whole(self) -> str:
-        """Return the name of the whole state that one of them has of this memory as it is now, "" if none has it."""
+        """Return the name of the whole state in this memory if one of these hosts has it; otherwise ""."""
         return next((sender.whole for sender in self._alive() if sender.whole), "")
 
     def complete(self) -> bool:
-        """Return whether one of them has all of the memory that there was at `hurry`, hand-overs included."""
+        """Return whether one of these hosts has all of the memory at the time of `hurry`, hand-overs included."""
         return any(sender.has_acknowledged(self._rounds[sender]) for sender in self._alive())
 
     def _alive(self) -> list[Sender]:

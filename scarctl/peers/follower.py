@@ -1,7 +1,7 @@
-"""Follow a live arena by its generations, and say what a peer lacks of it: the sending side of a replica.
+"""Follow a live arena by its generations, and send a peer the copies that it lacks: the sending side of a replica.
 
-What is sent is always "intact here, another one there". So changes of one partition coalesce, nothing is queued, and a
-new connection is no special case: the peer says what it has.
+A copy is sent if it is intact here and differs from the peer's. So changes of one partition coalesce, and nothing is
+queued. A new connection is not a special case: the peer reports the copies that it has.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ BATCH_BYTES = 8 << 20
 """Bytes of rows in a batch, if no partition is larger."""
 _MOST_COPIES = 1 << 16
 _TORN_SECONDS = 2.0
-"""Seconds to wait for copies that are under way, before a round ends without a mark."""
+"""Seconds to wait for copies in progress before a round ends without a mark."""
 _PAUSE = 0.005
 _NO_IDS: Ids = np.empty(0, np.int64)
 _NO_COPIES = (_NO_IDS, _NO_IDS, np.empty(0, np.uint64))
 
 
 def _inode_in(folder: Path) -> int:
-    """Return what identifies the arena's file in a folder; 0 without one."""
+    """Return the inode of the arena's file in a folder; 0 without one."""
     try:
         return os.stat(folder / FILE).st_ino
     except FileNotFoundError:
@@ -55,7 +55,7 @@ def most_body(arena: Arena) -> int:
 
 
 class Follower:
-    """Knows what one peer has of an arena. It only reads the arena; its run continues meanwhile."""
+    """Tracks the copies of an arena that one peer has. It only reads the arena, whose run continues meanwhile."""
 
     def __init__(
         self, arena: Arena, *, most: int = BATCH_BYTES, clock: Callable[[], float] = time.monotonic
@@ -70,38 +70,38 @@ class Follower:
         self._version = np.full(n, NEVER, np.int64)
         self._durable = np.full(n, NEVER, np.int64)
         self.acknowledged = self._version.copy()
-        """Version of each copy that the peer has certainly: int64 of shape (partitions,), -1 for none."""
+        """Version of each copy that the peer certainly has: int64 of shape (partitions,), -1 for none."""
         self.confirmed: NDArray[np.uint64] = np.ones(n, np.uint64)
-        """Generation of each copy that the peer has certainly: uint64 of shape (partitions,), 1 for none."""
+        """Generation of each copy that the peer certainly has: uint64 of shape (partitions,), 1 for none."""
         self._under_way: deque[tuple[Ids, Ids, NDArray[np.uint64]]] = deque()
         """Partitions, versions and generations in each frame that is not acknowledged yet."""
         self.rank: Ids | None = None
         """Place of each partition in the order of sending: int64 of shape (partitions,). None: ascending ids."""
         self._sent: set[int] = set()
-        """Numbers of hand-overs that the peer has."""
+        """Numbers of the hand-overs that the peer has."""
         self._too_large: set[int] = set()
         self._buffer = np.empty(max(most, int(arena.layout.partition_bytes.max(initial=0))), np.uint8)
         self.marked_step = NEVER
-        """Step of the newest mark that was sent."""
+        """Step of the newest mark sent."""
         self.marked_whole = ""
         """Name of the whole state in that mark, "" without one."""
         self._seen: Counters = ()
         """Counters when the newest round began."""
         self.marked: Counters = ()
-        """Counters of the newest mark that was sent."""
+        """Counters of the newest mark sent."""
         self.withheld = False
-        """Whether a hand-over waited in the newest round that is too large to be sent: the peer lacks it."""
+        """Whether a hand-over in the newest round was too large to send, so that the peer lacks it."""
 
     def has(self, have: Sequence[Ids]) -> None:
-        """Note what the peer has: what `Replica.have` returned. Raises Corruption for arrays of another length."""
+        """Note the copies that the peer has, from `Replica.have`. Raises Corruption for arrays of another length."""
         if len(have) != 3 or any(len(array) != len(self._version) for array in have):
-            raise Corruption("a peer says of another number of copies that it has them")
+            raise Corruption("a peer reports another number of copies than the layout has")
         generation, version, durable = have
         self._generation[:] = np.where(generation < 0, np.int64(1), generation).astype(np.uint64)
         self._version[:], self._durable[:] = version, durable
         self.confirmed = np.ones(
             len(version), np.uint64
-        )  # before the versions, which are of another peer's copies
+        )  # cleared before the versions, which still describe another peer's copies
         self.acknowledged = np.where(generation < 0, np.int64(NEVER), version)
         self.confirmed = self._generation.copy()
         self._under_way.clear()
@@ -117,7 +117,7 @@ class Follower:
         return self.counters() != self._seen
 
     def changed(self) -> NDArray[np.bool_]:
-        """Return which copies are other ones than the peer has, or are under way: bool of shape (partitions,)."""
+        """Return which copies differ from the peer's, or are in progress: bool of shape (partitions,)."""
         arena = self._arena
         found: NDArray[np.bool_] = arena.generation != self._generation
         found |= arena.version != self._version
@@ -127,15 +127,16 @@ class Follower:
     def round(self) -> Iterator[list[Buffer]]:
         """Yield frames that bring the peer up to this moment or later: copies, hand-overs, and a mark.
 
-        Each has to be sent before the next is taken. Without a mark at the end some copies were under way for too
-        long; what was sent is good.
+        Each frame has to be sent before the next is taken. If no mark ends the round, some copies were in progress for
+        too long. The frames already sent remain valid.
 
-        Raises Fenced if another arena has the place: then the hand-overs there are of its copies.
+        Raises Fenced if another arena has taken the place, whose hand-overs then describe other copies.
         """
         arena = self._arena
         self._require_place()
         self._seen = self.counters()
-        # What is read now is true of the copies of this moment. It may be said once the peer has these, or later ones.
+        # The values read now describe the copies of this moment. They may be sent once the peer has these or later
+        # copies.
         epoch, base, head = arena.epoch, arena.base_epoch, arena.head_step
         errors, sealed, whole = arena.errors, arena.sealed, arena.whole
         handovers = self._handovers()
@@ -158,13 +159,13 @@ class Follower:
         same = bool((arena.generation == self._generation).all()) and arena.whole == whole
         named = whole if same and not self.withheld else ""
         self._under_way.append(_NO_COPIES)
-        # Lines may be of later records than the copies say, but never of earlier ones.
+        # Lines may belong to later records than the copies, but never to earlier ones.
         yield Mark(epoch, base, head, errors, sealed, named, sorted(handovers), arena.lines).frame()
         self._sent &= handovers.keys()
         self.marked_step, self.marked_whole, self.marked = head, named, self._seen
 
     def counters(self) -> Counters:
-        """Return numbers of which one changes with nearly everything that happens to the arena."""
+        """Return counters, at least one of which changes with nearly every change of the arena."""
         arena = self._arena
         try:
             queued = os.stat(arena.folder).st_mtime_ns
@@ -173,7 +174,7 @@ class Follower:
         return (arena.epoch, arena.head_step, arena.sealed, arena.progress, arena.errors, arena.whole, queued)
 
     def _require_place(self) -> None:
-        """Raise Fenced unless the arena is where it was: a replica of the job's next start may have taken its place."""
+        """Raise Fenced unless the arena is in its place: a replica of the job's next start may have taken it."""
         if _inode_in(self._arena.folder) != self._inode:
             raise Fenced(
                 f"{self._arena.folder}: another arena has taken the place",
@@ -181,9 +182,9 @@ class Follower:
             )
 
     def _handovers(self) -> dict[int, bytes | None]:
-        """Return the hand-overs that wait, by number: their files; None for those that the peer has.
+        """Return the files of waiting hand-overs by number; None for those that the peer has.
 
-        Those that are too large are not among them; then `withheld` is True.
+        Hand-overs that are too large are left out; then `withheld` is True.
         """
         found: dict[int, bytes | None] = {}
         self.withheld = False
@@ -204,7 +205,7 @@ class Follower:
         return found
 
     def _copies(self, ids: Ids) -> Generator[list[Buffer], None, Ids]:
-        """Yield frames with these copies, and return those that were under way. Notes what the peer has by then."""
+        """Yield frames with these copies, and return those in progress. Notes the copies that the peer then has."""
         missed = [_NO_IDS]
         for part in self._parts(ids):
             batches, under_way = self._read(part)
@@ -218,9 +219,9 @@ class Follower:
         return np.sort(np.concatenate(missed))
 
     def _parts(self, ids: Ids) -> Iterator[Ids]:
-        """Yield the partitions in parts of at most as many bytes as a batch may have, and at least one partition.
+        """Yield the partitions in parts of at most a batch's bytes, but at least one partition.
 
-        Ids ascend within a part. `rank` may change meanwhile: the parts that are left follow the new order.
+        Ids ascend within a part. `rank` may change meanwhile: the remaining parts follow the new order.
         """
         rank = None
         while ids.size:
@@ -238,7 +239,7 @@ class Follower:
             ids = ids[first:]
 
     def _read(self, ids: Ids) -> tuple[list[tuple[Kind, Batch]], Ids]:
-        """Return batches of those copies that did not change meanwhile: with rows, and without; and the others' ids."""
+        """Return batches of copies that did not change meanwhile, with and without rows, and the other ids."""
         arena = self._arena
         before = arena.generation[ids]
         even = (before & np.uint64(1)) == 0
@@ -247,12 +248,12 @@ class Follower:
         wanted = before != self._generation[ids]
         rows = ids[wanted]
         data = read_rows(arena, rows, self._buffer)
-        # A copy is acknowledged, and that is taken back at once if it has changed since it was read.
+        # A copy counts as acknowledged, but no longer if it has changed since it was read.
         durable = np.where(durable == arena.durable[ids], durable, np.int64(NEVER))
         same = arena.generation[ids] == before
         missed = np.sort(np.concatenate([missed, ids[~same]]))
         if not same[wanted].all():
-            # Rare: only the rows that are whole are sent.
+            # Rare: only complete rows are sent.
             whole = same[wanted]
             sizes = arena.layout.partition_bytes[rows]
             if not whole.any():

@@ -1,8 +1,8 @@
-"""Encode and decode what two daemons send each other: a pure codec over bytes, for hostile input.
+"""Encode and decode the frames between two daemons: a pure codec over bytes, for hostile input.
 
     kind uint8, 3 zero bytes, head uint32, body uint64, digest uint64 (little-endian) | head: JSON | body: bytes
 
-`digest` is the XXH3 of head and body. It finds damage, not malice: who may send is decided before (`peers.handshake`).
+`digest` is the XXH3 of head and body. It finds damage, not malice: the handshake decides who may send.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ class Kind(IntEnum):
     HANDOVER = 7
     """A hand-over's file."""
     MARK = 8
-    """What the replica has is a state of the run, with these counters and hand-overs."""
+    """The replica's copies now form a state of the run, with these counters and hand-overs."""
     ACK = 9
     REFUSED = 10
     DONE = 11
-    """The run has ended and the store has all of it: the replica is no longer needed."""
+    """The run has ended, and the store has its whole state: the replica is no longer needed."""
 
 
 PREFIX = struct.Struct("<B3xIQQ")
 MAX_STRANGER = 4 << 10
-"""Bytes of a frame from a peer that has not proved who it is."""
+"""Most bytes of a frame from a peer that has not proved its identity."""
 MAX_HEAD = 64 << 10
 MAX_BODY = 256 << 20
-"""Bytes of a body, except of a batch: its limit is that of the link."""
+"""Most bytes of a body, except a batch's, whose limit the link sets."""
 
 Buffer: TypeAlias = "bytes | memoryview | Bytes"
 
@@ -80,7 +80,7 @@ def encode(kind: Kind, head: Mapping[str, Any], *body: Buffer) -> list[Buffer]:
 
 
 def decode_prefix(data: bytes, *, most_head: int = MAX_HEAD, most_body: int = MAX_BODY) -> Prefix:
-    """Return the beginning of a frame, `PREFIX.size` bytes. Raises Corruption, also for one above the limits."""
+    """Decode the beginning of a frame, `PREFIX.size` bytes. Raises Corruption, also for sizes above the limits."""
     if len(data) != PREFIX.size:
         raise Corruption("a frame ends in its prefix")
     kind, head, body, digest = PREFIX.unpack(data)
@@ -92,7 +92,7 @@ def decode_prefix(data: bytes, *, most_head: int = MAX_HEAD, most_body: int = MA
 
 
 def decode_head(prefix: Prefix, text: bytes, body: Buffer) -> dict[str, Any]:
-    """Return the head of a frame whose bytes are all there. Raises Corruption if they are not those that were sent."""
+    """Return the head of a complete frame. Raises Corruption if its bytes differ from those sent."""
     digest = xxhash.xxh3_64(text)
     digest.update(body)
     if digest.intdigest() != prefix.digest or len(text) != prefix.head:
@@ -110,15 +110,15 @@ def decode_head(prefix: Prefix, text: bytes, body: Buffer) -> dict[str, Any]:
 
 
 def text_of(head: Mapping[str, Any], key: str, most: int = 1000) -> str:
-    """Return a field that is a text of at most `most` characters. Raises Corruption."""
+    """Return a field that is a string of at most `most` characters. Raises Corruption."""
     value = head.get(key)
     if not isinstance(value, str) or len(value) > most or "\0" in value:
-        raise Corruption(f"a frame's {key} is not a text")
+        raise Corruption(f"a frame's {key} is not a string")
     return value
 
 
 def hex_of(head: Mapping[str, Any], key: str, digits: int) -> str:
-    """Return a field that is a text of so many hex digits. Raises Corruption."""
+    """Return a field that is a string of `digits` hex digits. Raises Corruption."""
     value = head.get(key)
     if not isinstance(value, str) or not is_hex(value, digits):
         raise Corruption(f"a frame's {key} is not {digits} hex digits")
@@ -126,7 +126,7 @@ def hex_of(head: Mapping[str, Any], key: str, digits: int) -> str:
 
 
 def number_of(head: Mapping[str, Any], key: str, least: int, most: int) -> int:
-    """Return a field that is a whole number in these bounds. Raises Corruption."""
+    """Return a field that is a whole number within bounds. Raises Corruption."""
     value = head.get(key)
     if type(value) is not int or not least <= value <= most:
         raise Corruption(f"a frame's {key} is not a number from {least} to {most}")
@@ -148,14 +148,14 @@ class Batch:
     ids: Ids
     """Partitions, ascending."""
     generation: NDArray[np.uint64]
-    """Those of the owner's arena."""
+    """Generations in the owner's arena."""
     version: Ids
     durable: Ids
     distance: NDArray[np.float64]
     data: Bytes
 
     def parts(self) -> list[Buffer]:
-        """Return the body of its frame."""
+        """Return the body of the batch's frame, in parts."""
         table = np.empty(len(self.ids), _COPY)
         table["id"], table["generation"] = self.ids, self.generation
         table["version"], table["durable"], table["distance"] = self.version, self.durable, self.distance
@@ -163,7 +163,7 @@ class Batch:
 
 
 def decode_batch(head: Mapping[str, Any], body: Bytes, partitions: int) -> Batch:
-    """Return the copies in a frame's body. partitions: of the layout. Raises Corruption for impossible numbers."""
+    """Decode the copies in a frame's body. partitions: the layout's count. Raises Corruption if impossible."""
     count = number_of(head, "count", 1, partitions)
     at = count * COPY_BYTES
     if at > body.size:
@@ -200,12 +200,12 @@ class Mark:
     sealed: int
     whole: str
     handovers: Sequence[int]
-    """Numbers of all hand-overs that wait."""
+    """Numbers of all waiting hand-overs."""
     lines: Mapping[int, tuple[int, int]]
     """See `Arena.lines`."""
 
     def frame(self) -> list[Buffer]:
-        """Return its frame."""
+        """Return the mark's frame."""
         head = {
             name: getattr(self, name) for name in ("epoch", "base_epoch", "head_step", "errors", "sealed")
         }
@@ -216,10 +216,10 @@ class Mark:
 
 
 def decode_mark(head: Mapping[str, Any], body: Bytes) -> Mark:
-    """Return the mark of a frame. Raises Corruption for impossible numbers."""
+    """Decode the mark in a frame. Raises Corruption for impossible numbers."""
     count = number_of(head, "handovers", 0, body.size // 8)
     if body.size % 8 or (body.size // 8 - count) % 3:
-        raise Corruption("a mark's body has another length than it says")
+        raise Corruption("a mark's body differs in length from its head")
     numbers = body.view("<i8").tolist()
     handovers, flat = numbers[:count], numbers[count:]
     lines = {flat[i]: (flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)}

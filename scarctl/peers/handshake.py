@@ -4,10 +4,10 @@
     receiver -> CHALLENGE its nonce, its proof
     sender   -> PROOF     its proof
 
-The secret of a start is drawn by rank 0. It travels over the job's process group and the private sockets of the hosts,
-and is in memory only. Or each host has it in a file (`peers.secret`). A proof covers both nonces, who gives it, all of
-HELLO, and with `peers.tls` both certificates: none can be used again, or for another run. After that, frames carry
-checksums, no proofs: like NCCL, a link without TLS trusts the network that it runs over.
+Rank 0 draws the secret of a start. The secret travels over the job's process group and the hosts' private sockets, and
+exists only in memory. Or each host has it in a file (`peers.secret`). A proof covers both nonces, the side that gives
+it, all of HELLO, and with `peers.tls` both certificates. So no proof can be used again, or for another run. Later
+frames carry checksums, not proofs: like NCCL, a link without TLS trusts the network that it runs over.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NONCE_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a sender says first."""
+    """The greeting of a sender."""
 
     start: str
     """Public name of this start of the job: 32 hex digits."""
@@ -43,11 +43,11 @@ class Hello:
 
     @classmethod
     def new(cls, start: str, run: str, epoch: int) -> Hello:
-        """Return one with a fresh nonce."""
+        """Return a greeting with a fresh nonce."""
         return cls(start, run, epoch, secrets.token_hex(_NONCE_BYTES))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the head of its frame."""
+        """Return the head of the greeting's frame."""
         return {
             "v": self.version,
             "start": self.start,
@@ -85,14 +85,14 @@ def answer(secret: bytes, hello: Hello, head: Mapping[str, Any], binding: str = 
 
 
 def verify(secret: bytes, hello: Hello, nonce: str, head: Mapping[str, Any], binding: str = "") -> None:
-    """Check the sender's proof. nonce: the receiver's. Raises AccessDenied if it is another, Corruption."""
+    """Check the sender's proof. nonce: the receiver's. Raises AccessDenied if the proof is wrong, Corruption."""
     _compare(_proof(secret, "sender", hello, nonce, binding), head)
 
 
 def _compare(expected: str, head: Mapping[str, Any]) -> None:
     if not hmac.compare_digest(expected, hex_of(head, "proof", 64)):
         raise AccessDenied(
-            "a peer does not have this job's secret", hint="it is of another job, or an intruder"
+            "a peer does not have this job's secret", hint="it belongs to another job, or is an intruder"
         )
 
 

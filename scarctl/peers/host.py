@@ -1,4 +1,4 @@
-"""Keep the replicas of other hosts on this one: listen for their daemons, ask for a proof, and write what they send."""
+"""Keep replicas of other hosts: listen for their daemons, require a proof, and write the copies that they send."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from scarctl.state.version import MAX_EPOCH
 log = logging.getLogger("scarctl")
 
 _MOST_STRANGERS = 64
-"""Connections that may be without a proof at one time."""
+"""Most connections without a proof at one time."""
 _WARN_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _Start:
-    """A start of a job whose daemons are let in. Not shown anywhere: it has the secret."""
+    """A start of a job whose daemons are admitted. Never displayed, because it has the secret."""
 
     secret: bytes
     runs: str
-    """The beginning of its runs' ids."""
+    """Common prefix of its runs' ids."""
     files: tuple[str, ...] | None
-    """Those of TLS, if its links use it."""
+    """Files for TLS, if its links use it."""
 
 
 @dataclass(slots=True)
@@ -61,14 +61,14 @@ class _Listener:
 
 
 class Host:
-    """The replicas of one daemon. Its socket opens with the first start of a job that asks for it."""
+    """The replicas that one daemon keeps. The socket opens with the first start of a job that requests it."""
 
     def __init__(self, folder: Path) -> None:
         """Prepare, without a socket. folder: folder of the daemon."""
         self._folder = folder
         self._lock = threading.Lock()
         self._secrets: dict[str, _Start] = {}
-        """By name of the start."""
+        """Starts by name."""
         self._listeners: dict[tuple[str, int], _Listener] = {}
         self._strangers = threading.Semaphore(_MOST_STRANGERS)
         self._writing: dict[str, tuple[Channel, threading.Thread, Replica | None]] = {}
@@ -79,17 +79,17 @@ class Host:
     def admit(
         self, start: str, secret: bytes, runs: str, address: str, port: int, tls: Tls | None = None
     ) -> int:
-        """Take replicas of the runs of a start, and return the port. runs: the beginning of their ids.
+        """Accept replicas of a start's runs, and return the port. runs: common prefix of their ids.
 
-        address: that of this host, to listen at; no other one is bound. port: the one to listen at if it is free, or 0.
-        tls: certificates that peers have to show; None: a link without TLS.
+        address: this host's address to listen at; no other one is bound. port: port to listen at if it is free, or 0.
+        tls: TLS settings, with which peers have to show certificates; None: links without TLS.
 
         Raises Unavailable if that address cannot be bound.
         """
         with self._lock:
             if self._closing:
                 raise Contention("the daemon is ending", hint="retry", kind="daemon-ending")
-            # An earlier start of the same runs is over: its daemons are not let in again.
+            # An earlier start of the same runs is over: its daemons are no longer admitted.
             others = {name: known for name, known in self._secrets.items() if known.runs != runs}
             files = None if tls is None else tls.files
             self._secrets = {**others, start: _Start(secret, runs, files)}
@@ -113,7 +113,7 @@ class Host:
             return bool(self._writing)
 
     def status(self) -> list[dict[str, Any]]:
-        """Return the replicas that are being written: run, host of the owner, and step."""
+        """Return the replicas being written: run, owner's host, and step."""
         with self._lock:
             replicas = [(run, replica) for run, (_, _, replica) in sorted(self._writing.items()) if replica]
         return [
@@ -166,7 +166,7 @@ class Host:
                 self._warn("a connection was refused: %s", error)
 
     def _converse(self, connection: socket.socket, tls: Tls | None) -> None:
-        """Serve one sender until it disconnects. Nothing that it sends ends the daemon."""
+        """Serve one sender until it disconnects. No bytes that it sends can end the daemon."""
         strange = True
         channel = None
         try:
@@ -200,7 +200,7 @@ class Host:
         with self._lock:
             start = self._secrets.get(hello.start)
         if hello.version != VERSION or start is None or start.files != files:
-            # Passing: the ranks of this host have not reached their daemon yet.
+            # This is temporary: the ranks of this host have not reached their daemon yet.
             channel.refuse(Unavailable("this host does not know this start of the job", kind="unknown-start"))
             raise Gone
         asked = challenge(start.secret, hello, binding)
@@ -212,7 +212,7 @@ class Host:
         return hello
 
     def _write(self, channel: Channel, hello: Hello) -> None:
-        """Write one replica, as the peer describes it. Refusals are sent to it."""
+        """Write one replica from the peer's frames. Refusals are sent to the peer."""
         run = hello.run
         self._replace(channel, run)
         try:
@@ -274,7 +274,7 @@ class Host:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """Listen at `port` if it is free, else at any. Raises Unavailable."""
+    """Listen at `port` if it is free, otherwise at any port. Raises Unavailable."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for wanted in (port, 0):
         listener = socket.socket(family, socket.SOCK_STREAM)

@@ -27,7 +27,7 @@ class State(Enum):
     """There is nothing to send yet, or no other host."""
     CONNECTING = "connecting"
     FULL = "full"
-    """All is being sent: the peer has no complete replica of this start yet."""
+    """Everything is being sent, because the peer has no complete replica of this start yet."""
     FOLLOWING = "following"
     BEHIND = "behind"
     LOST = "lost"
@@ -43,14 +43,14 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """There is an arena to send."""
+    """An arena exists to be sent."""
 
     now: float
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The peer has accepted the replica, and waits for copies. complete: it has a complete one of this start."""
+    """The peer has accepted the replica, and waits for copies. complete: it has a complete replica of this start."""
 
     now: float
     complete: bool = False
@@ -65,7 +65,7 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The connection has ended, or could not be made."""
+    """The connection has ended, or could not be opened."""
 
     now: float
 
@@ -84,7 +84,7 @@ class Overtaken:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. waiting: something is not sent yet."""
+    """Time has passed. waiting: some changes are not sent yet."""
 
     now: float
     waiting: bool = False
@@ -97,7 +97,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Hurry:
-    """The next attempt to connect is due at once: the owner's host is about to go."""
+    """The next attempt to connect is due at once, because the owner's host is about to shut down."""
 
 
 Event = Begin | Accepted | Marked | Lost | Refused | Overtaken | Tick | Close | Hurry
@@ -111,15 +111,15 @@ class Link:
     """One link. Only `handle` changes it."""
 
     candidates: int
-    """Number of hosts that may keep this copy; the first is the best."""
+    """Number of hosts that may keep this copy, best first."""
     at: int = 0
-    """The candidate that is tried, or connected."""
+    """Index of the candidate that is connected, or being tried."""
     state: State = State.ABSENT
     complete: bool = False
-    """The candidate has a complete replica of this start."""
+    """Whether the candidate has a complete replica of this start."""
     marked_at: float = 0.0
     lost_at: float | None = None
-    """When the present candidate ceased to be connected; None while it is."""
+    """Time at which the present candidate was disconnected; None while it is connected."""
     retry_at: float = 0.0
     pause: float = _PAUSE
 
@@ -184,7 +184,7 @@ class Link:
         self.retry_at, self.pause = now + self.pause, min(_LONGEST_PAUSE, 2 * self.pause)
 
     def _replace(self, now: float) -> bool:
-        """Turn to the next candidate: at once, or after a pause if all were tried."""
+        """Try the next candidate: at once, or after a pause if all were tried."""
         self.state, self.complete = State.REPLACED, False
         self.at = (self.at + 1) % self.candidates
         self.lost_at = now

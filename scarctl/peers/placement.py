@@ -1,7 +1,7 @@
 """Choose the hosts that keep copies of each other's memory: a pure function of the hosts and their failure domains.
 
-Hosts form groups of `copies + 1`, in which each has a copy of all others; those that are left form a ring. So more of
-the cases are survived in which several hosts die at once than with one ring (Wang et al., Gemini, SOSP 2023).
+Hosts form groups of `copies + 1`, in which each has a copy of all others. The remaining hosts form a ring. With groups,
+more simultaneous losses of several hosts are survived than with one ring (Wang et al., Gemini, SOSP 2023).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from math import comb
 def place(domains: Sequence[str], copies: int) -> list[list[int]]:
     """Return for each host the hosts that may keep its copies, best first: the first `copies` of them do.
 
-    domains: of each host, what fails together: a rack, a zone; "" if the host is its own domain.
-    copies: how many hosts keep a copy; fewer if there are not so many.
+    domains: failure domain of each host, such as a rack or zone; "" if the host is its own domain.
+    copies: number of hosts that keep a copy; fewer if the job has fewer hosts.
     """
     assert copies >= 0
     named = [domain or f"\0{host}" for host, domain in enumerate(domains)]
@@ -33,16 +33,15 @@ def place(domains: Sequence[str], copies: int) -> list[list[int]]:
 
 
 def survival(hosts: int, copies: int, lost: int) -> float:
-    """Return the share of all sets of `lost` hosts, lost at once, of which no host's memory has lost all its copies.
+    """Return the share of all sets of `lost` hosts whose loss at once leaves a copy of every host's memory.
 
-    All hosts are domains of their own. Hosts that are lost one after the other are safer, if each loss leaves time for
-    another copy.
+    Each host is its own domain. Losses one after the other are safer, if each leaves time for another copy.
     """
     if copies < 1 or hosts < 2:
         return float(lost == 0)
     copies = min(copies, hosts - 1)
     groups, ring = _divided([f"\0{host}" for host in range(hosts)], copies)
-    # A group survives what leaves one of its hosts, a ring what leaves one of each `copies + 1` neighbours.
+    # A group survives if one of its hosts remains, a ring if one of each `copies + 1` neighbours remains.
     ways = [1]
     for group in groups:
         ways = _product(ways, [comb(len(group), n) for n in range(len(group))])
@@ -60,7 +59,7 @@ def _product(first: Sequence[int], second: Sequence[int]) -> list[int]:
 
 
 def _of_ring(size: int, copies: int) -> list[int]:
-    """Return how many sets of n hosts of a ring may be lost, by n: no `copies + 1` of them follow each other.
+    """Count, by n, the sets of n hosts of a ring that may be lost: no `copies + 1` of them are adjacent.
 
     Each survivor is followed by 0 to `copies` lost hosts.
     """
@@ -76,7 +75,7 @@ def _of_ring(size: int, copies: int) -> list[int]:
 
 
 def _divided(named: Sequence[str], copies: int) -> tuple[list[list[int]], list[int]]:
-    """Return the groups, and the ring of those that are left."""
+    """Return the groups, and the ring of the remaining hosts."""
     size, hosts = copies + 1, _by_domain(range(len(named)), named)
     count = len(hosts) // size
     ring: list[int] = []
@@ -86,24 +85,24 @@ def _divided(named: Sequence[str], copies: int) -> tuple[list[list[int]], list[i
             ring.append(_next_of_ring(hosts, ring, named))
             hosts.remove(ring[-1])
         ring = _spread(ring, named)
-    # Hosts of one domain are adjacent, so no group gets two of them unless there are more of them than groups.
+    # Hosts of one domain are adjacent, so no group gets two of them unless they outnumber the groups.
     return [hosts[n::count] for n in range(count)], ring
 
 
 def _next_of_ring(left: Sequence[int], ring: Sequence[int], named: Sequence[str]) -> int:
-    """Return the host to take into the ring: of a domain that is rare there, and has many hosts left."""
+    """Return the host to add to the ring: from a domain that is rare in it, and that has many hosts left."""
     there, sizes = Counter(named[host] for host in ring), Counter(named[host] for host in left)
     return min(left, key=lambda host: (there[named[host]], -sizes[named[host]], host))
 
 
 def _by_domain(hosts: Sequence[int], named: Sequence[str]) -> list[int]:
-    """Return the hosts with those of one domain side by side, large domains first."""
+    """Return the hosts ordered by domain, large domains first."""
     sizes = Counter(named[host] for host in hosts)
     return sorted(hosts, key=lambda host: (-sizes[named[host]], named[host], host))
 
 
 def _spread(hosts: Sequence[int], named: Sequence[str]) -> list[int]:
-    """Return the hosts so that neighbours are of different domains, as far as possible: the largest rest comes next."""
+    """Order the hosts so that neighbours have different domains, if possible: the largest rest comes next."""
     left = list(hosts)
     found: list[int] = []
     while left:
@@ -120,7 +119,7 @@ def _spread(hosts: Sequence[int], named: Sequence[str]) -> list[int]:
 
 
 def _then_others(host: int, chosen: list[int], named: Sequence[str]) -> list[int]:
-    """Return the chosen hosts, then all others to fall back on: other domains first, the next in number first."""
+    """Return the chosen hosts, then all others in reserve: other domains first, then the next by number."""
     count = len(named)
     others = [other for n in range(1, count) if (other := (host + n) % count) not in chosen]
     return chosen + sorted(others, key=lambda other: named[other] == named[host])

@@ -1,4 +1,4 @@
-"""Test whether a daemon keeps replicas at an address, as any stranger can: it refuses, and says so in its protocol."""
+"""Test whether a daemon keeps replicas at an address: to a stranger it answers with a refusal."""
 
 from __future__ import annotations
 
@@ -38,17 +38,19 @@ def parse_peer(text: str) -> tuple[str, int]:
     """Return host and port of "HOST:PORT"; an IPv6 address may be in brackets. Raises UsageError."""
     host, _, port = text.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
-        raise UsageError(f"{text!r:.80} is not HOST:PORT", hint='the daemon\'s log has both: "listens at"')
+        raise UsageError(
+            f"{text!r:.80} is not HOST:PORT", hint='the daemon\'s log has both, after "listens at"'
+        )
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def probe(host: str, port: int, tls: Tls | None = None, *, rounds: int = ROUNDS) -> PeerDiagnosis:
-    """Connect to a daemon and be refused by it, some times. No secret is needed, and nothing is kept.
+    """Connect to a daemon several times, to be refused. Needs no secret, and leaves nothing behind.
 
     tls: certificate to show to a daemon that uses TLS.
 
     Raises Unavailable if nothing answers there in time, or (kind "peer-tls") if a certificate is necessary;
-    AccessDenied (kind "peer-tls") if one end refuses the other's; Corruption if it is no daemon that keeps replicas.
+    AccessDenied (kind "peer-tls") if one end refuses the other's; Corruption if no daemon for replicas answers.
     """
     found = [_once(host, port, tls) for _ in range(rounds)]
     source, _, _ = found[0]
@@ -94,13 +96,13 @@ def _connect(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise Unavailable(
             f"{host} port {port} cannot be reached: {error.strerror or error}",
-            hint="a firewall, another network, or the daemon has ended; its log says where it listens",
+            hint="perhaps a firewall, another network, or the daemon has ended; its log shows where it listens",
             kind="peer-unreachable",
         ) from error
 
 
 def _asks_for_certificate(host: str, port: int) -> bool:
-    """Return whether a TLS server is there that refuses clients without a certificate, as a daemon with TLS does."""
+    """Return whether a TLS server answers that refuses clients without a certificate, as a daemon with TLS does."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -118,6 +120,6 @@ def _asks_for_certificate(host: str, port: int) -> bool:
 def _stranger(host: str, port: int) -> Corruption:
     return Corruption(
         f"{host} port {port} is open, but no daemon of this version keeps replicas there",
-        hint="the daemon's log says where it listens",
+        hint="the daemon's log shows where it listens",
         kind="no-peer",
     )

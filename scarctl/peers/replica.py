@@ -1,11 +1,11 @@
-"""Write a replica: the arena of a run that lives on another host, as its owner's daemon describes it.
+"""Write a replica: the arena of a run that lives on another host, from the frames of its owner's daemon.
 
-A new replica grows in a folder next to its place, and takes the place with its first mark, complete. An older one
-stays until then. A replica that has its place follows there: each copy is whole, old or new, by its generation, which
-is the owner's. Counters and hand-overs appear with a mark, after the copies that they speak of.
+A new replica grows in a folder next to its place. With its first mark it is complete, and takes the place; until then
+an older one stays there. In its place, each copy is complete, old or new, according to its generation, which is the
+owner's. Counters and hand-overs appear with a mark, after the copies that they describe.
 
-The folder is locked for each change only. So a session or a survivor takes the arena when it needs it; the replica then
-no longer has an owner (`arena.owner`), and the next change finds that out.
+The folder is locked only for each change. So a session or a survivor takes the arena when necessary. The replica then
+has no owner (`arena.owner`), which the next change notices.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ class Replica:
         self.owner = owner
         self.arena = arena
         self.complete = folder == place
-        """It has its place: recovery finds it."""
+        """Whether the replica has its place, so that recovery finds it."""
         self._place, self._folder = place, folder
         self._inode = os.stat(folder / FILE).st_ino
         self._checked: tuple[int, ...] | None = None
-        """What `_identity` returned when the owner's file was read last."""
+        """Result of `_identity` when the owner's file was last read."""
         self._handovers: dict[int, Path] = {}
-        """Files of hand-overs that no mark has named yet."""
+        """Files of hand-overs that no mark names yet."""
 
     @classmethod
     def begin(cls, base: Path, run: str, layout_json: bytes, owner: Owner, epoch: int, store: str) -> Replica:
-        """Begin a replica, or continue that of the same owner. All space is reserved before this returns.
+        """Begin a replica, or continue the same owner's. All space is reserved on return.
 
-        base: the host's folder. layout_json: as in the owner's arena. epoch: of the owner.
+        base: the host's folder. layout_json: as in the owner's arena. epoch: the owner's epoch.
         store: address of the store, for display.
 
         Raises Fenced if this host has seen a later epoch of the run; Unavailable (`kind` "arena-full") without room.
         Raises Contention if a live process uses the place; Corruption, AccessDenied.
         """
         if not _RUN.fullmatch(run):
-            raise Corruption(f"a peer names no run of a rank: {run!r:.80}")
+            raise Corruption(f"a peer names a run that is not a rank's: {run!r:.80}")
         place = base / run
         require_newest(place, run, owner, epoch)
         try:
@@ -83,7 +83,7 @@ class Replica:
             _remove(growing)
         arena = Arena.create(growing, layout, run_id=run, epoch=owner.base_epoch, place=store, populate=False)
         try:
-            arena.take_over(0)  # no process of this host writes it
+            arena.take_over(0)  # no process of this host writes to it
             arena.begin_epoch(owner.base_epoch)
             write_owner(growing, owner)
         except BaseException:
@@ -104,7 +104,7 @@ class Replica:
         ]
 
     def apply(self, batch: Batch, *, rows: bool) -> None:
-        """Copy a batch that was verified. rows: with its rows; without, only the fields of copies that are here.
+        """Copy a verified batch. rows: with its rows; otherwise only the fields of copies that are already here.
 
         Raises Fenced if the replica was taken, Corruption if the batch has another size than its copies.
         """
@@ -132,19 +132,19 @@ class Replica:
             self._handovers[number] = path
 
     def mark(self, mark: Mark) -> None:
-        """Note the counters of the owner's arena, and which hand-overs wait. Then the replica is complete.
+        """Note the counters of the owner's arena, and the waiting hand-overs. Then the replica is complete.
 
         Raises Fenced, Corruption, Unavailable, Contention.
         """
         if mark.base_epoch != self.owner.base_epoch or mark.epoch < self.arena.epoch:
-            raise Corruption("a mark is of another epoch than the replica")
+            raise Corruption("a mark belongs to another epoch than the replica")
         with self._held():
             self._note(mark)
         if not self.complete:
             self._take_place()
 
     def _note(self, mark: Mark) -> None:
-        """Note a mark, in an order in which a process that dies meanwhile claims nothing false."""
+        """Note a mark, in an order that leaves no false claim if the process dies meanwhile."""
         arena, queue = self.arena, HandOverQueue(self._folder)
         try:
             arena.name_whole("")
@@ -172,7 +172,9 @@ class Replica:
             raise folder_error(error, self._folder) from error
 
     def _take_place(self) -> None:
-        """Give the complete replica its place. An older arena there goes; one of this host's own runs is set aside."""
+        """Move the complete replica to its place. An older replica there is deleted; an arena of this host is set
+        aside.
+        """
         lock = lock_folder(self._place, patience=1.0)
         old = self._place.with_name(self._place.name + ".old")
         try:
@@ -192,22 +194,22 @@ class Replica:
         shutil.rmtree(old, ignore_errors=True)
 
     def remove(self) -> None:
-        """Delete the replica: the store has all of it. Raises Fenced if it was taken."""
+        """Delete the replica, because the store has its whole state. Raises Fenced if it was taken."""
         with self._held():
             shutil.rmtree(self._folder, ignore_errors=True)
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        """Hold the folder's lock, and check that this is still the replica. Raises Fenced if it is not.
+        """Hold the folder's lock, and check that the arena is still this replica. Raises Fenced if it is not.
 
-        Raises Contention while another process reads it, or is about to take it.
+        Raises Contention while another process reads the arena, or is about to take it.
         """
         lock = lock_folder(self._folder)
         try:
             now = self._identity()
             if now is None:
                 with contextlib.suppress(OSError):
-                    os.rmdir(self._folder)  # looking made it
+                    os.rmdir(self._folder)  # the look created the folder
                 raise _taken(self._folder)
             if now != self._checked:
                 if now[0] != self._inode or read_owner(self._folder) != self.owner:
@@ -218,7 +220,7 @@ class Replica:
             os.close(lock)
 
     def _identity(self) -> tuple[int, ...] | None:
-        """Return what identifies the arena and the owner's file in the folder; None if one is missing."""
+        """Return the identity of the arena and of the owner's file in the folder; None if one is missing."""
         try:
             arena, owner = os.stat(self._folder / FILE), os.lstat(self._folder / OWNER)
         except (FileNotFoundError, NotADirectoryError):
@@ -227,7 +229,7 @@ class Replica:
 
 
 def require_newest(place: Path, run: str, owner: Owner, epoch: int) -> None:
-    """Raise Fenced if the arena in `place` is of a later epoch, or was taken by a process of this host in this one."""
+    """Raise Fenced if the arena in `place` has a later epoch, or if a process of this host took it in this epoch."""
     try:
         present = Arena.share(place, run_id=run)
     except Corruption as error:
@@ -247,14 +249,14 @@ def require_newest(place: Path, run: str, owner: Owner, epoch: int) -> None:
 
 
 def sweep(base: Path) -> None:
-    """Delete what daemons that were killed have left of replicas that were not complete."""
+    """Delete incomplete replicas that killed daemons have left."""
     for path in [*base.glob(f"*{SUCCESSOR}"), *base.glob("*.old")]:
         with contextlib.suppress(ScarError):
             _remove(path)
 
 
 def _continued(folder: Path, run: str, layout: Layout) -> Arena | None:
-    """Return the arena in `folder`, if it can be continued."""
+    """Return the arena in `folder` if this replica can continue it."""
     try:
         arena = Arena.share(folder, run_id=run)
     except ScarError:

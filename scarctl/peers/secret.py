@@ -1,6 +1,6 @@
-"""Read the secret of a job's hosts from a file that only this user can read, and derive each start's own from it.
+"""Read the secret of a job's hosts from a file that only this user can read, and derive each start's secret from it.
 
-Without such a file rank 0 draws a secret for each start, and it travels over the job's process group.
+Without such a file, rank 0 draws a secret for each start, and sends it over the job's process group.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import stat
 from scarctl.errors import AccessDenied, UsageError
 
 _LEAST, _MOST = 32, 4096
-"""Bytes of the file without the space around them."""
+"""Least and most bytes of the file, without surrounding white space."""
 
 
 def read_secret(path: str) -> bytes:
@@ -31,7 +31,7 @@ def read_secret(path: str) -> bytes:
             raise _bad(path, "is not a file")
         if status.st_uid not in (os.geteuid(), 0) or stat.S_IMODE(status.st_mode) & 0o077:
             raise AccessDenied(
-                f"the secret's file {path} can be read by other users, or belongs to one",
+                f"the secret's file {path} can be read by other users, or belongs to another user",
                 hint=f"chmod 600 {path}, and draw a new secret",
                 kind="peer-secret",
             )
@@ -39,23 +39,23 @@ def read_secret(path: str) -> bytes:
     finally:
         os.close(fd)
     if not _LEAST <= len(content) <= _MOST:
-        raise _bad(path, f"has to have {_LEAST} to {_MOST} bytes")
+        raise _bad(path, f"must have {_LEAST} to {_MOST} bytes")
     return content
 
 
 def secret_of_start(secret: bytes, start: str) -> str:
-    """Return the secret of one start of the job, in hex digits: an earlier start's processes do not have it."""
+    """Return the secret of one start of the job, in hex digits. Processes of an earlier start do not have it."""
     return hmac.new(secret, b"scarctl-start:" + start.encode(), hashlib.sha256).hexdigest()
 
 
 def fingerprint(secret: str) -> str:
-    """Return what shows whether two secrets are equal, and nothing else of them."""
+    """Return a digest that shows whether two secrets are equal, and nothing else."""
     return hashlib.sha256(b"scarctl-fingerprint:" + secret.encode()).hexdigest()[:16]
 
 
 def _bad(path: str, why: str) -> UsageError:
     return UsageError(
         f"the secret's file {path} {why}",
-        hint="make one on all hosts: openssl rand -hex 32",
+        hint="create the same file on all hosts: openssl rand -hex 32",
         kind="peer-secret",
     )

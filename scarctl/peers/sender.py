@@ -1,4 +1,5 @@
-"""Send one run's arena to a peer, in a thread of the daemon: connect, prove, follow; again when the link is lost."""
+"""Send one run's arena to a peer, in a thread of the daemon: connect, prove, follow; reconnect when the link is
+lost."""
 
 from __future__ import annotations
 
@@ -41,14 +42,14 @@ from scarctl.util.arrays import Bytes, Ids
 log = logging.getLogger("scarctl")
 
 _WINDOW = 4
-"""Frames that are sent before the first of them is acknowledged."""
+"""Most frames that are sent before the first of them is acknowledged."""
 _LEAST_BATCH = 64 << 10
 _PAUSE = 0.05
-"""Seconds between two rounds, at least."""
+"""Least seconds between two rounds."""
 _LOOK_SECONDS = 1.0
-"""Time after which changes are found that no counter shows."""
+"""Seconds after which changes that no counter shows are found."""
 _SIGN_SECONDS = 600.0
-"""Time after which a mark says that the owner lives: replicas of a day without any are removed."""
+"""Seconds after which a mark shows that the owner lives: replicas without a mark for a day are removed."""
 _FINAL = ("arena-full", "no-pacing")
 """Kinds of errors after which the next candidate is tried at once."""
 
@@ -65,7 +66,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What is sent: a run of one start of a job."""
+    """The run to send, in one start of a job."""
 
     run: str
     store: str
@@ -79,15 +80,15 @@ class Source:
     tls: Tls | None = None
 
     def __repr__(self) -> str:
-        return f"Source({self.run})"  # the secret is in no log
+        return f"Source({self.run})"  # the secret must not appear in logs
 
 
 class _RolledBack(Exception):
-    """The run has begun anew in the same arena."""
+    """The run has restarted in the same arena."""
 
 
 class Sender:
-    """One copy of one run, kept by the first of the candidates that can."""
+    """One copy of one run, which the first able candidate keeps."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class Sender:
         arena: Arena,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Prepare, without a connection. warn: called with what the run's user should know."""
+        """Prepare, without a connection. warn: called with warnings for the run's user."""
         self._source = source
         self._candidates = tuple(candidates)
         self._arena = arena
@@ -107,14 +108,15 @@ class Sender:
         """Step of the newest mark that `_marker` has acknowledged."""
         self._marker: Candidate | None = None
         self._current: Counters = ()
-        """Counters of that mark."""
+        """Counters of the newest acknowledged mark."""
         self._whole = ""
-        """Name of the whole state of that mark."""
+        """Name of the whole state in the newest acknowledged mark."""
         self.avoided: set[Candidate] = set()
-        """Those that another copy of this run has taken."""
+        """Candidates that another copy of this run has taken."""
         self._channel: Channel | None = None
         self._begun = self._ended = self._acknowledged = self._wanted = 0
-        """Numbers of rounds: the newest that has begun, ended with a mark, brought all, and is wanted by a caller."""
+        """Numbers of rounds: the newest begun, the newest ended with a mark, the newest that sent everything, and the
+        newest that a caller wants."""
         self._asking = threading.Lock()
         self._hurrying = False
         self._vouched_at = -math.inf
@@ -123,7 +125,7 @@ class Sender:
         self._done = False
         self._said = ""
         self._lacked = False
-        """Whether the newest mark that was acknowledged lacked a hand-over."""
+        """Whether the newest acknowledged mark lacked a hand-over."""
         self._thread = threading.Thread(target=self._run, name="scarctl-sender", daemon=True)
 
     def start(self) -> None:
@@ -131,9 +133,9 @@ class Sender:
         self._thread.start()
 
     def close(self, *, done: bool, patience: float) -> None:
-        """Send what is missing, within `patience` seconds, and end. done: the store has all of it, sealed.
+        """Send missing changes, within `patience` seconds, and end. done: the store has the whole state, sealed.
 
-        Does nothing more than that if the link is not connected.
+        If the link is not connected, nothing is sent.
         """
         self._done = done
         self._closing.set()
@@ -145,7 +147,7 @@ class Sender:
             channel.shut()
 
     def ask(self) -> int:
-        """Have a round begin soon, and return its number: it brings to the peer what the arena has now."""
+        """Have a round begin soon, and return its number. It sends the arena's present content."""
         with self._asking:
             wanted = self._begun + 1
             self._wanted = max(self._wanted, wanted)
@@ -157,7 +159,7 @@ class Sender:
         return self._acknowledged >= number
 
     def has_ended(self, number: int) -> bool:
-        """Return whether round `number`, or a later one, has ended: a hand-over may have been too large for it."""
+        """Return whether round `number`, or a later one, has ended. It may lack a hand-over that is too large."""
         return self._ended >= number
 
     @property
@@ -167,7 +169,7 @@ class Sender:
 
     @property
     def behind(self) -> int | None:
-        """Steps that the peer is behind this host's memory; None without a complete replica there."""
+        """Steps that the peer is behind this host's memory; None without a complete replica on the peer."""
         return max(0, self._arena.head_step - self._marked) if self.link.complete else None
 
     def describe(self) -> str:
@@ -180,17 +182,19 @@ class Sender:
 
     @property
     def current(self) -> bool:
-        """Whether the peer has all of this host's memory, as it is now."""
+        """Whether the peer has all of this arena's present content."""
         return self.behind == 0 and self._follower.counters() == self._current
 
     @property
     def host(self) -> Candidate:
-        """The candidate that is connected, or tried."""
+        """The candidate that is connected, or being tried."""
         return self._candidates[self.link.at]
 
     @property
     def vouched_at(self) -> float:
-        """When the peer last said that it keeps a complete replica, on the monotonic clock; -inf if it may be gone."""
+        """Time of the peer's last word that it keeps a complete replica, on the monotonic clock; -inf if it may be
+        gone.
+        """
         return self._vouched_at if self.link.complete and self.state in CONNECTED else -math.inf
 
     def versions(self) -> Ids:
@@ -198,21 +202,21 @@ class Sender:
         return self._follower.acknowledged.copy()
 
     def versions_as_here(self) -> Ids:
-        """Return the same, but -1 for copies that are other ones here by now, even if of the same version."""
+        """Return `versions`, but -1 for copies that have changed here since, even within the same version."""
         follower = self._follower
         confirmed = follower.confirmed
         found = np.where(confirmed == self._arena.generation, follower.acknowledged, np.int64(NEVER))
-        if follower.confirmed is not confirmed:  # another peer has just been connected
+        if follower.confirmed is not confirmed:  # another peer was just connected
             found[:] = NEVER
         return found
 
     @property
     def whole(self) -> str:
-        """Name of the whole state whose copies the peer has, as it is in this host's memory; "" if it has not all."""
+        """Name of the whole state in this host's memory if the peer has all of its copies; otherwise ""."""
         return self._whole if self.current and self._whole == self._arena.whole else ""
 
     def hurry(self, rank: Ids | None) -> int:
-        """Send in another order from now on, at once, and return the number of the round that brings all there is now.
+        """Send in another order, starting at once, and return the number of the round that sends all present content.
 
         rank: place of each partition in the order; None: the usual one.
         """
@@ -246,7 +250,7 @@ class Sender:
         return connect
 
     def _connect(self) -> None:
-        """Send to the present candidate until the connection ends, and report to the link why."""
+        """Send to the present candidate until the connection ends, and report the reason to the link."""
         peer = self.host
         if peer in self.avoided:
             self._handle(Refused(time.monotonic()))
@@ -265,7 +269,7 @@ class Sender:
             now = time.monotonic()
             final = error.kind in _FINAL
             if error.kind == "unknown-start":
-                self._handle(Lost(now))  # its ranks begin later than these
+                self._handle(Lost(now))  # the peer's ranks begin later than these
             else:
                 self._lost(peer, str(error), Refused(now) if final else Lost(now))
         except Exception as error:
@@ -305,7 +309,7 @@ class Sender:
             follower.has(_have(body, arena.layout.partitions))
             if peer != self._marker:
                 self._marker, self._marked = peer, NEVER
-            # Which hand-overs it has is not known before the next mark.
+            # Its hand-overs are unknown until the next mark.
             self._current, self._whole = (), ""
             self._ended = self._acknowledged = 0
             self._handle(Accepted(time.monotonic(), head.get("complete") is True))
@@ -321,7 +325,7 @@ class Sender:
         while not self.link.ended:
             closing = self._closing.is_set()
             if self._arena.base_epoch != base:
-                raise _RolledBack  # its generations are of another history: the peer begins a new replica
+                raise _RolledBack  # its generations belong to another history: the peer begins a new replica
             if closing and self._done:
                 channel.send(encode(Kind.DONE, {}))
                 channel.expect(Kind.ACK)
@@ -344,11 +348,11 @@ class Sender:
             self._wake.wait(max(_PAUSE, (time.monotonic() - began) / 8))
             self._wake.clear()
             if readable(channel):
-                channel.expect(Kind.ACK)  # nothing is due: this raises why the peer ends
+                channel.expect(Kind.ACK)  # no answer is due: this raises the reason why the peer ends
 
     def _round(self, channel: Channel) -> None:
         waiting, marked = 0, False
-        # Before the arena is read: a question from now on is answered by the next round.
+        # Set before the arena is read: a later request is answered by the next round.
         self._begun += 1
         number = self._begun
         for frame in self._follower.round():
@@ -384,7 +388,7 @@ class Sender:
 
 
 def _batch_bytes(rate: float | None) -> int:
-    """Return the size of a batch: about a second's worth where the rate is limited."""
+    """Return the size of a batch in bytes: about a second's worth if the rate is limited."""
     return BATCH_BYTES if rate is None else max(_LEAST_BATCH, min(BATCH_BYTES, int(rate)))
 
 

@@ -1,8 +1,8 @@
 """Encrypt links, and have both ends verify each other's certificate: mutual TLS, as an option.
 
-Certificates are checked against one authority, which signs nothing else than the hosts of a job or a cluster. Names in
-them do not count: hosts are reached by their addresses. The proofs that follow (`peers.handshake`) cover both
-certificates, so a host that has one cannot stand between two others.
+Certificates are checked against one authority, which signs only the hosts of a job or a cluster. Names in certificates
+do not count: hosts are reached by their addresses. The proofs that follow (`peers.handshake`) cover both certificates,
+so a host with a certificate cannot stand between two others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from scarctl.errors import AccessDenied, ScarError, UsageError
 
 _FAREWELL = 1.0
-"""Seconds to wait until a peer that is refused has read why."""
+"""Seconds to wait until a refused peer has read the reason."""
 _MOST_LEFT = 64 << 10
 
 
@@ -32,7 +32,7 @@ class Tls:
         for path in self.files:
             _require_readable(path)
         self._server = _context(ssl.PROTOCOL_TLS_SERVER, certificate, key, authority)
-        self._server.num_tickets = 0  # a link is resumed by proving again
+        self._server.num_tickets = 0  # a link resumes with a new proof
         self._client = _context(ssl.PROTOCOL_TLS_CLIENT, certificate, key, authority)
         self._own = _try_alone(self._server, self._client, certificate)
 
@@ -57,13 +57,13 @@ class Tls:
         return wrapped
 
     def binding(self, connection: ssl.SSLSocket, *, server: bool) -> str:
-        """Return what names both ends: digests of the sender's certificate and of the receiver's."""
+        """Return the identity of both ends: digests of the sender's certificate and of the receiver's."""
         other = hashlib.sha256(connection.getpeercert(binary_form=True) or b"").hexdigest()
         return other + self._own if server else self._own + other
 
 
 def refusal(error: OSError) -> ScarError:
-    """Return why two ends do not talk to each other, in words."""
+    """Describe why two ends do not communicate."""
     if isinstance(error, ssl.SSLCertVerificationError):
         text = f"its certificate is not accepted: {error.verify_message}"
         return AccessDenied(text, hint="peer_tls of both hosts needs the same authority", kind="peer-tls")
@@ -75,7 +75,7 @@ def refusal(error: OSError) -> ScarError:
     if isinstance(error, TimeoutError):
         return AccessDenied("it does not finish a TLS handshake in time", kind="peer-tls")
     return AccessDenied(
-        f"no TLS with it: {error.strerror or error}",
+        f"TLS with it failed: {error.strerror or error}",
         hint="give peer_tls on all hosts, or on none",
         kind="peer-tls",
     )
@@ -97,7 +97,7 @@ def _context(protocol: int, certificate: str, key: str, authority: str) -> ssl.S
         text = (
             f"it is not the key of {certificate}"
             if why
-            else f"it and {certificate} are no key and certificate"
+            else f"it and {certificate} are not a key and a certificate"
         )
         raise _bad(key, text) from error
     return context
@@ -148,7 +148,7 @@ def _try_alone(server: ssl.SSLContext, client: ssl.SSLContext, certificate: str)
                 pass
             except ssl.SSLError as error:
                 why = getattr(error, "verify_message", "") or getattr(error, "reason", "") or str(error)
-                raise _bad(certificate, f"another host would not accept it: {why}") from error
+                raise _bad(certificate, f"other hosts would not accept it: {why}") from error
     if left:
         raise _bad(certificate, "a TLS handshake with it does not end")
     return hashlib.sha256(ends[0].getpeercert(binary_form=True) or b"").hexdigest()

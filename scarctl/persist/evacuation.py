@@ -1,8 +1,8 @@
 """Save pending copies before a deadline: in small commits, the most changed per byte first, until time runs out.
 
-What is committed stays, whenever the process is killed. If all of it was in time, the waiting seals follow: then the
-store has the newest step exactly. The plan is `scarctl.policy.evacuation`. Hosts that keep copies of this memory have
-them before the store does (`scarctl.peers.evacuation`): the store then begins with what they lack.
+Commits remain valid whenever the process is killed. If all copies were saved in time, the waiting seals follow: then
+the store has the newest step exactly. The plan is `scarctl.policy.evacuation`. Hosts that keep copies of this memory
+get copies before the store does (`scarctl.peers.evacuation`). The store then begins with copies that these hosts lack.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from scarctl.util.arrays import Ids
 log = logging.getLogger("scarctl")
 
 RESERVE = 0.05
-"""Part of the time that is kept for the report and for the end of the process."""
+"""Fraction of the time reserved for the report and the end of the process."""
 _MOST_RESERVE = 1.0
 _PAUSE = 0.05
-"""Seconds after a failure; the double after each further one."""
+"""Seconds to pause after a failure, doubled after each further one."""
 
 
 def before(deadline: float, seconds: float) -> float:
-    """Return the end of saving for a deadline that is `seconds` away: some time is kept for what follows."""
+    """Return the time at which saving ends, for a deadline `seconds` away: some time is reserved for the rest."""
     return deadline - min(_MOST_RESERVE, RESERVE * seconds)
 
 
@@ -50,21 +50,21 @@ class Tier(Protocol):
         """Save copies of one version, with the extras unless they are None. Durable on return. Return their bytes."""
 
     def persist(self, handover: HandOver) -> int:
-        """Save what is left of a hand-over, and seal it if it says so. Return the bytes saved."""
+        """Save the rest of a hand-over, and its seal if it has one. Return the bytes saved."""
 
     def stored(self) -> Ids:
         """Return the version that the tier has of every partition, -1 for none: int64 (partitions,)."""
 
 
 STORE_ONLY = "store"
-"""Name of the only place that counts if the other hosts go as well."""
+"""Name of the only place that counts if the other hosts shut down, too."""
 
 
 def unknown_host(name: str, known: Iterable[str]) -> UsageError:
-    """Return the error for a host that an evacuation cannot use. known: names of those that it can."""
+    """Return the error for a host that an evacuation cannot use. known: names of usable hosts."""
     names = ", ".join(sorted(set(known)))
     return UsageError(
-        f"to={name!r:.200}: no such host takes copies of this run's memory",
+        f"to={name!r:.200}: no host of this name takes copies of this run's memory",
         hint=f"one of: {names}"
         if names
         else "with Settings(peers=1), hosts keep copies of each other's memory",
@@ -76,27 +76,27 @@ class Copies(Protocol):
     """The copies of one arena in the memory of other hosts."""
 
     def wait(self, seconds: float) -> None:
-        """Wait until the other hosts have all of this memory, or cannot get more, and at most that long."""
+        """Wait at most `seconds` until the other hosts have all of this memory, or cannot get more."""
 
     def versions(self) -> Ids:
-        """Return the version of every copy that another host has as it is here: int64 (partitions,), -1 for none."""
+        """Return the version of every copy that another host has unchanged: int64 (partitions,), -1 for none."""
 
     def complete(self) -> bool:
         """Return whether another host has all of this memory, hand-overs with their extras included."""
 
     def hosts(self) -> tuple[str, ...]:
-        """Return the names of the hosts that have any."""
+        """Return the names of the hosts that have any of these copies."""
 
     def whole(self) -> str:
-        """Return the name of the whole state that one of them has of this memory as it is now, "" if none has it."""
+        """Return the name of the whole state in this memory if one of these hosts has it; otherwise ""."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evacuated:
-    """What an evacuation of one process's state has brought to safety, and what a loss of the host would cost."""
+    """The result of evacuating one process's state: what is safe, and what a loss of the host would cost."""
 
     step: int
-    """The newest step of which this host's memory has copies."""
+    """The newest step with copies in this host's memory."""
     total_partitions: int
     total_bytes: int
     written_bytes: int
@@ -122,17 +122,17 @@ class Evacuated:
     peers: tuple[str, ...] = ()
     """Names of hosts that have copies of this memory."""
     peer_exact: bool = False
-    """One of these hosts has the whole state of `step`: a resume from there is exact."""
+    """Whether one of these hosts has the whole state of `step`, so that a resume from it is exact."""
     flushed: bool = True
-    """False if a live process's newest step could not be brought into memory: more is lost than is counted here."""
+    """False if a live process's newest step could not be flushed: more would be lost than is counted here."""
     extras_lost: bool = False
-    """Whether the newest extras are only in this host's memory: step counters, random states, what the user added."""
+    """Whether the newest extras (step counters, random states, the user's) are only in this host's memory."""
     error: str | None = None
-    """Why saving stopped before the deadline, or failed last."""
+    """Why saving stopped before the deadline, or the last failure."""
 
     @property
     def safe(self) -> bool:
-        """Whether losing the host loses nothing."""
+        """Whether losing the host would lose nothing."""
         return self.flushed and not self.lost_partitions and not self.extras_lost
 
     @property
@@ -201,7 +201,7 @@ class Evacuation:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Prepare. deadline: on `clock`, in seconds. speed: of saving so far. copies: of the arena on other hosts."""
+        """Prepare. deadline: seconds on `clock`. speed: speed of saving so far. copies: the arena's on other hosts."""
         self.error: str | None = None
         self._arena = arena
         self._queue = queue
@@ -220,7 +220,7 @@ class Evacuation:
         self._extras: HandOver | None = None
         """The hand-over whose extras are not saved yet."""
         self._unread = False
-        """Whether the queue could not be read: then nothing is known of extras."""
+        """Whether the queue could not be read, so that its extras are unknown."""
         self._look()
 
     def _look(self) -> None:
@@ -238,7 +238,7 @@ class Evacuation:
     def run(self, ended: Callable[[], bool] = lambda: False) -> None:
         """Save until all is durable and sealed, the deadline would be missed, or `ended` returns True.
 
-        Faults that may pass are retried. The others end it, and are in `error`.
+        Temporary faults are retried. Others end the evacuation, and are in `error`.
         """
         while not ended():
             try:
@@ -316,15 +316,15 @@ class Evacuation:
             )
         left = self._order.ids
         left = left[(arena.version[left] == version) & (arena.durable[left] != version)]
-        if not left.size:  # copied again at this version meanwhile, without a place in the order
+        if not left.size:  # these were copied again at this version meanwhile, and have no place in the order
             left = ids[versions == version]
-        if self._copies is not None:  # what no other host has comes first
+        if self._copies is not None:  # copies that no other host has come first
             left = left[np.argsort(self._elsewhere()[left], kind="stable")]
         self._order = _Order(version, left)
         return self._order
 
     def _elsewhere(self) -> NDArray[np.bool_]:
-        """Return which copies of this memory another host has as they are: bool of shape (partitions,)."""
+        """Return which copies of this memory another host has unchanged: bool of shape (partitions,)."""
         arena = self._arena
         if self._copies is None:
             return np.zeros(arena.layout.partitions, dtype=bool)
@@ -332,7 +332,7 @@ class Evacuation:
         return there
 
     def _seal(self) -> bool:
-        """Finish a waiting hand-over of which all copies are durable, also its seal. Return whether one was left."""
+        """Finish a waiting hand-over whose copies are all durable, including its seal. Return whether one was left."""
         arena = self._arena
         if (arena.pending() & arena.intact()).any() or not self._waiting:
             return False
@@ -354,7 +354,7 @@ class Evacuation:
         return True
 
     def report(self) -> Evacuated:
-        """Return what is safe now, and what a loss of the host would lose."""
+        """Report what is safe now, and what a loss of the host would lose."""
         arena = self._arena
         stored = self._tier.stored()
         unsaved = arena.pending() | ~arena.intact()
@@ -404,7 +404,7 @@ class Evacuation:
 def not_evacuated(
     arena: Arena, queue: HandOverQueue, error: ScarError, copies: Copies | None = None
 ) -> Evacuated:
-    """Return the report of an arena whose saver cannot be reached, or does not save. copies: on other hosts."""
+    """Report on an arena whose saver cannot be reached, or does not save. copies: the arena's on other hosts."""
     found = Evacuation(arena, queue, _Unreached(arena), 0.0, copies=copies).report()
     return replace(found, error=error.message)
 
@@ -419,10 +419,10 @@ class _Unreached:
         return np.maximum(self._arena.durable, NEVER)
 
     def commit_part(self, handover: HandOver, ids: Ids, extras: Any) -> int:
-        raise AssertionError("only asked for a report")
+        raise AssertionError("this tier only reports")
 
     def persist(self, handover: HandOver) -> int:
-        raise AssertionError("only asked for a report")
+        raise AssertionError("this tier only reports")
 
 
 def _pace_of(speed: Speed | None) -> Pace:

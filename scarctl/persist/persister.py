@@ -35,7 +35,7 @@ _TIDY_PAUSE = 30.0  # seconds after a failure
 
 
 class Interrupted(Exception):
-    """A hand-over was not written to its end, because of a pause or of another process that needs the store."""
+    """A hand-over was not written completely, because of a pause, or because another process needs the store."""
 
 
 class Persister:
@@ -45,7 +45,7 @@ class Persister:
         self.meter = Meter()
         """Measures the speed of commits."""
         self.interrupt = threading.Event()
-        """Set by another thread: the current write ends with `Interrupted`."""
+        """Set by another thread to end the current write with `Interrupted`."""
         self._arena = arena
         self._writer = writer
         self._collector = Collector(writer)
@@ -58,7 +58,7 @@ class Persister:
         self._sealed: tuple[int, set[int]] = (
             -1,
             set(),
-        )  # of one hand-over: the shards that are sealed already
+        )  # the shards of one hand-over that are already sealed
 
     def check(self, handover: HandOver) -> None:
         """Raise Corruption if the hand-over names partitions that the layout does not have."""
@@ -340,14 +340,14 @@ def reconcile(arena: Arena, queue: HandOverQueue, states: Mapping[int, ShardStat
         # An error that was not measured is that of a copy which the arena will get from the store, as it is there.
         arena.encoding_error[state.ids] = np.where(state.encoded, np.maximum(error, 0.0), -1.0)
         if state.whole and state.whole == arena.whole:
-            # The process died after it had committed the whole state, and before it noted that in the arena.
+            # The process died after it had committed the whole state, but before it noted the commit in the arena.
             arena.confirm(state.ids, state.version)
     stale = arena.lifted(stored) > arena.lifted(arena.version)
     arena.begin(np.flatnonzero(stale))
     old, waiting = arena.version.copy(), arena.pending()
     current = (old >= 0) & ~stale
-    # In this order a process that dies or fails meanwhile leaves the old queue or the new one, whole, and whatever of
-    # the other does not fit the copies is dropped by the next.
+    # In this order a process that dies or fails meanwhile leaves the old or the new queue complete. The next process
+    # drops those hand-overs of the other queue that do not fit the copies.
     before = queue.pending()
     for handover in before:
         kept = current[handover.ids] & (old[handover.ids] == handover.version)

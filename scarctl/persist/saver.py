@@ -24,10 +24,10 @@ from scarctl.store.saved import last_saved
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """What other hosts have of the memory of one moment."""
+    """The copies that other hosts have of this host's memory at one moment."""
 
     have: int
-    """Number of hosts that have all of it."""
+    """Number of hosts that have the whole memory."""
     links: tuple[str, ...]
     """The copies on other hosts, in words: "b: following, 4 behind"."""
 
@@ -81,16 +81,16 @@ class Saver(Protocol):
         """
 
     def brace(self, seconds: float) -> None:
-        """Announce that the host is about to go: an evacuation may come within that time. Never raises."""
+        """Announce that the host shuts down in `seconds`: an evacuation may follow. Never raises."""
 
     def evacuate(self, seconds: float, to: str | None = None) -> Evacuated:
-        """Bring what can be brought to other hosts and to the store within that time, and report what is safe.
+        """Save what the time allows to other hosts and to the store, and report what is safe.
 
-        to: see `Session.evacuate`. Returns in time, whatever the store does. Raises UsageError for an unknown host.
+        to: see `Session.evacuate`. Returns in time, even if the store hangs. Raises UsageError for an unknown host.
         """
 
     def await_peers(self, count: int, timeout: float) -> Acknowledged:
-        """Wait up to `timeout` seconds until `count` other hosts have what this host's memory has now."""
+        """Wait up to `timeout` seconds until `count` other hosts have everything that is now in this host's memory."""
 
     def answer(self, number: int, fields: Mapping[str, Any]) -> None:
         """Send the outcome of wish `number` to the command that waits for it."""
@@ -129,7 +129,7 @@ class LocalSaver:
 
     def open(self, arena: Arena, *, again: bool = False) -> None:
         """See `Saver`. again: the training process that made the arena's copies is alive, and continues."""
-        with contextlib.suppress(ScarError):  # only displayed
+        with contextlib.suppress(ScarError):  # for display only
             self._saved_at = last_saved(self.store)
         # Checked before an epoch begins, because a saver of a foreign arena must not fence the real one. Checked again
         # after it, when no other process can write.
@@ -204,7 +204,7 @@ class LocalSaver:
         return self.save_in_time(seconds, None)
 
     def save_in_time(self, seconds: float, copies: Copies | None) -> Evacuated:
-        """Save to the store what can be saved within that time: see `PersisterThread.evacuate`."""
+        """Save to the store what the time allows: see `PersisterThread.evacuate`."""
         return self._running().evacuate(seconds, copies)
 
     def await_peers(self, count: int, timeout: float) -> Acknowledged:

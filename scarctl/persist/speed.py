@@ -32,7 +32,7 @@ class Speed:
     """Bytes per second while a hand-over is being saved."""
     commits_per_second: float
     handover_seconds: float
-    """Seconds to save a hand-over that is not large."""
+    """Seconds to save a hand-over of ordinary size."""
     fixed_share: float | None
     """Fraction of that time that does not depend on bytes; None without a hand-over of another size to compare with."""
     processor_share: float

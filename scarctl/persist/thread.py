@@ -57,7 +57,7 @@ class Current(Enum):
 
 @dataclass(slots=True)
 class PersisterStats:
-    """Count the thread's work."""
+    """Counts of the thread's work."""
 
     handovers: int = 0
     """Hand-overs saved."""
@@ -70,12 +70,12 @@ class PersisterStats:
 
 
 class _Look:
-    """A request to the thread to read the queue, which makes the event."""
+    """Request that the thread reads the queue, which creates the event."""
 
 
 @dataclass(slots=True, eq=False)
 class _Evacuate:
-    """A request to the thread to save what it can before a time."""
+    """Request that the thread saves what it can before a deadline."""
 
     deadline: float
     copies: Copies | None
@@ -128,15 +128,15 @@ class PersisterThread:
             return self._settled()
 
     def evacuate(self, seconds: float, copies: Copies | None = None) -> Evacuated:
-        """Save what can be saved within that time, the most changed per byte first, and report what is safe.
+        """Save what the time allows, the most changed per byte first, and report what is safe.
 
-        Interrupts what is being saved, and returns in time also if the store hangs. Usual saving continues after it.
-        copies: of the arena on other hosts: what they lack is saved first, and what they have is safe.
+        Interrupts the current hand-over, and returns in time even if the store hangs. Usual saving then continues.
+        copies: the arena's copies on other hosts. Copies that these lack are saved first; the others count as safe.
         """
         request = _Evacuate(before(time.monotonic() + seconds, seconds), copies)
         self._persister.interrupt.set()
         with self._changed:
-            # Before all that waits but the thread's end, and after the result of what is interrupted.
+            # Before all waiting events except the thread's end, and after the result of the interrupted one.
             self._events.insert(int(self._events[:1] == [Stop()]), request)
             self._changed.notify_all()
             self._changed.wait_for(
@@ -170,7 +170,7 @@ class PersisterThread:
 
     @property
     def settled(self) -> bool:
-        """Whether all hand-overs that the thread has seen are durable."""
+        """Whether all hand-overs that the thread knows are durable."""
         return self._settled()
 
     def _settled(self) -> bool:
@@ -247,7 +247,7 @@ class PersisterThread:
             return Tick(time.monotonic())
 
     def _evacuate(self, request: _Evacuate) -> None:
-        """Carry out an evacuation. It takes part in no hand-over that the machine counts as being saved."""
+        """Carry out an evacuation, independently of the hand-over that the machine counts as being saved."""
         self._persister.interrupt.clear()
         try:
             made = request.made = Evacuation(

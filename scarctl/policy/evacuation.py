@@ -1,7 +1,7 @@
 """Plan an evacuation: in which order pending copies are saved, and how many bytes go into the next commit.
 
 Pure functions of arrays and seconds, without clock and store. A commit that is cut off saves nothing, so each one takes
-a small part of the time that is left. Its size follows the bandwidth that the earlier ones had.
+a small part of the time left. Its size follows the bandwidth of the earlier ones.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ FIRST = 256 << 10
 GROWTH = 4
 """Largest ratio of a commit's bytes to those of the largest one that was measured."""
 SHARE = 0.2
-"""Part of the time left that a commit takes, once one was measured."""
+"""Fraction of the time left that a commit takes, after the first was measured."""
 FIRST_SHARE = 1 / 16
-"""The same for the first commit."""
+"""Fraction of the time left that the first commit takes."""
 FIRST_KNOWN = 1 << 20
-"""Most bytes of the first commit: the speed that is known may be of another hour, and one cut off saves nothing."""
+"""Most bytes of the first commit: the known speed may be outdated, and a commit that is cut off saves nothing."""
 SURE = 0.8
-"""Part of the time left that a commit may be predicted to take at most."""
+"""Largest predicted fraction of the time left for which a commit is still made."""
 LEAST = 0.02
-"""Seconds that a commit takes at least in the plan, so that the last ones do not become ever smaller."""
+"""Least planned seconds of a commit, so that the last ones do not become ever smaller."""
 _KEPT = 3
-"""Measurements of which the slowest counts."""
+"""Number of newest measurements, whose slowest counts."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Pace:
         self._points.append((nbytes, max(seconds, 1e-6)))
 
     def seconds(self, nbytes: int) -> float:
-        """Predict the seconds of a commit of so many bytes. Without any measurement they are 0."""
+        """Predict the seconds of a commit of `nbytes` bytes; 0 without any measurement."""
         fixed, bandwidth = self._line()
         return fixed + (nbytes / bandwidth if bandwidth else 0.0)
 
@@ -75,8 +75,8 @@ class Pace:
     def _line(self) -> tuple[float, float]:
         """Return the seconds of a commit without bytes, and bytes per second: 0 if unknown.
 
-        They are a line through the smallest and the largest commit. If the newest ones took longer than it says, both
-        are slower by as much.
+        They define a line through the smallest and the largest commit. If the newest ones took longer than the line
+        predicts, both are scaled by that factor.
         """
         if not self._points:
             over = self.expected_seconds - self.expected_fixed
@@ -85,7 +85,7 @@ class Pace:
         if most >= 2 * least and longest > shortest:
             bandwidth = (most - least) / (longest - shortest)
             fixed = max(0.0, shortest - least / bandwidth)
-        else:  # sizes that are alike say nothing about the fixed part: as if it were all
+        else:  # similar sizes do not show the fixed part: assume that all of the time is fixed
             bandwidth, fixed = max(most, 1) / longest, shortest
         slower = [seconds / (fixed + nbytes / bandwidth) for nbytes, seconds in self._points[-_KEPT:]]
         factor = max(1.0, *slower)
@@ -100,7 +100,7 @@ def order(
     distance: of each copy from the store's, NaN if unknown: float32 of any length. nbytes: int64, the same length.
     missing: the store has no copy at all, and no recovery is possible without one: bool, the same length.
 
-    Missing ones come first, then those of unknown distance. Equal ones keep their order.
+    Missing ones come first, then those of unknown distance. Ties keep their order.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         urgency = np.square(distance.astype(np.float64)) / np.maximum(nbytes, 1)
@@ -113,8 +113,8 @@ def order(
 def fitting(nbytes: NDArray[np.int64], room: int, most: float) -> NDArray[np.int64]:
     """Return the indices that the next commit takes from `nbytes`, which are in order: int64, ascending.
 
-    It takes the longest prefix of `room` bytes. If the first one is larger, it takes the first alone that has at most
-    `most` bytes, and none if there is no such one.
+    It takes the longest prefix of at most `room` bytes. If the first copy is larger, it takes only the first copy of at
+    most `most` bytes, or nothing if every copy is larger.
     """
     count = int(np.searchsorted(np.cumsum(nbytes), room, side="right"))
     if count:

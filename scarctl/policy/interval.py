@@ -15,13 +15,13 @@ from collections.abc import Collection, Iterable
 from scarctl.policy.overhead import LONGEST_SECONDS, Overhead
 
 FIRST_INTERVAL = 10
-"""Iterations, until the first measurement."""
+"""Interval in iterations, until the first measurement."""
 LONGEST_INTERVAL = 10_000
-"""Iterations: the longest interval that the store's pace causes."""
+"""Longest interval, in iterations, that the store's pace causes."""
 LONGEST_SHARED = 60.0
-"""Seconds: the longest time that a budget causes among ranks, because they exchange requests at checkpoints."""
+"""Longest interval, in seconds, that a budget causes among ranks, because they exchange requests at checkpoints."""
 LONG_INTERVAL = 40
-"""Iterations. If the pace requires a longer interval, checkpoints become smaller."""
+"""Interval in iterations above which checkpoints become smaller."""
 LEAST_SHARE = 1 / 8
 """Size of the smallest checkpoint, as a share of the largest."""
 SHARE = 0.8
@@ -32,7 +32,7 @@ LARGER_HYSTERESIS = 1.5
 """Checkpoints become larger only if the pace leaves this factor of room: waiting loses nothing."""
 
 _NEW = 0.3  # weight of a new measurement
-_OUTLIER = 4.0  # most that one step (perhaps an evaluation) counts, in usual steps
+_OUTLIER = 4.0  # most that one step, perhaps an evaluation, counts for, in usual steps
 _ENOUGH = 5  # measurements of checkpoints of one size before it is judged
 _PATIENCE = 20  # measurements before checkpoints become larger
 _LATER = 100  # measurements before a halving that did not help is tried again
@@ -73,14 +73,14 @@ class Cadence:
         self.step_seconds: float | None = None
         """Seconds per iteration; None before the first."""
         self.overhead = Overhead(overhead, LONGEST_SHARED if shared else LONGEST_SECONDS)
-        """What checkpoints cost: measured for a fixed interval, too."""
+        """The cost of checkpoints, also measured for a fixed interval."""
         self._fixed = interval is not None
         self._paced = self.interval
         """Shortest interval that the store allows."""
         self._copying = False
-        """A regular checkpoint was due after the newest iteration, so it is copied alongside the next."""
+        """Whether a regular checkpoint was due after the newest iteration, so that it is copied alongside the next."""
         self._foreign = False
-        """Something else than a regular checkpoint is being saved."""
+        """Whether something other than a regular checkpoint is being saved."""
         self._divisible = divisible
         self.shared = shared
         self._bytes = checkpoint_bytes
@@ -114,7 +114,7 @@ class Cadence:
     def handed_over(self, now: float, number: int, nbytes: int, *, regular: bool = True) -> None:
         """Note that hand-over `number`, of `nbytes` bytes of state, waits for the store since `now`.
 
-        regular: it is of a checkpoint that was due here.
+        regular: it comes from a regular checkpoint.
         """
         self._foreign = self._foreign or not regular
         if self._busy_since is None:
@@ -154,7 +154,7 @@ class Cadence:
         return self._begin(True)
 
     def _account(self, now: float, stalled: float, busy: bool) -> None:
-        """Add the iteration that ends `now` to the account of what checkpoints cost."""
+        """Add the iteration that ends `now` to the account of checkpoints' costs."""
         if self._looked_at is None:
             return
         if self._foreign:
@@ -209,7 +209,7 @@ class Cadence:
                 self._take(durable / (done_at - self._busy_since))
             self._busy_since = done_at if self._waiting else None
         elif not self._waiting:
-            self._busy_since = None  # it had no bytes
+            self._busy_since = None  # the hand-over had no bytes
         elif self.bandwidth is not None and now > self._busy_since:
             # An unfinished hand-over bounds the bandwidth from above: a store that hangs never acknowledges.
             oldest = self._waiting[min(self._waiting)]
@@ -276,7 +276,7 @@ class Cadence:
         self._measured = self._long = 0
 
     def _least(self) -> float:
-        """Return the iterations that a checkpoint of the current share takes at the permitted pace."""
+        """Return the iterations that saving a checkpoint of the current share takes at the permitted pace."""
         seconds = max(self._seconds(self.bandwidth) / SHARE, self._seconds(self._budget))
         return seconds / self.step_seconds if self.step_seconds else 0.0
 

@@ -3,7 +3,7 @@
 A checkpoint costs the time that the training thread spends in hooks and waiting, which is measured exactly. It also
 slows down the iterations during which it is copied and saved. That is the difference between those iterations and quiet
 ones of the same time, in which nothing of a checkpoint runs. One iteration is noise, so means over many checkpoints
-decide, and an account of what was spent corrects them: what one checkpoint took too much, the next eight pay back.
+decide. An account of the time spent corrects them: the next eight checkpoints pay back what one took too much.
 
 All times are seconds. Callers pass them in.
 """
@@ -18,22 +18,22 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 LONGEST_SECONDS = 300.0
-"""Longest time between two checkpoints that the budget may cause: then it is exceeded."""
+"""Longest time between two checkpoints that the budget may cause. A budget that needs more is exceeded."""
 LEAST_SHARE = 1 / 4
-"""Share of the budget that checkpoints may use even if the hooks of every iteration use it up."""
+"""Share of the budget that checkpoints may use even if every iteration's hooks use all of it."""
 
 _QUIET = 64
 """Quiet iterations that are kept for comparison: the newest."""
 _ENOUGH = 5
 """Quiet iterations without which no iteration is compared."""
 _CHECKPOINTS = 16
-"""Checkpoints of which the mean cost is taken."""
+"""Number of newest checkpoints whose costs are averaged."""
 _PAID_BACK = 8
 """Checkpoints over which a deviation from the budget is made up for."""
 _OUTLIER, _OUTLIER_SECONDS = 4.0, 0.05
-"""Most that one iteration counts, in usual ones, and beyond a usual one: it may contain an evaluation."""
+"""Most that one iteration counts for, in usual ones, and most beyond a usual one: it may contain an evaluation."""
 _STALE = 256
-"""Iterations without a quiet one after which an interval is made longer to get some."""
+"""Iterations without a quiet one, after which an interval is lengthened to get some."""
 _PROBE, _MOST_PROBE = 8, 64
 """Iterations of such an interval; doubled if it did not suffice."""
 _SURE = 8
@@ -46,25 +46,25 @@ class Cost(NamedTuple):
     """Mean seconds that one checkpoint takes from training."""
 
     stalled: float
-    """Of the training thread, in hooks and waiting."""
+    """Seconds of the training thread in hooks and waiting."""
     slowed: float
-    """By which iterations alongside its copying and saving took longer; negative if noise is larger than that."""
+    """Seconds by which iterations alongside its copying and saving took longer; negative if noise dominates."""
 
     @property
     def seconds(self) -> float:
-        """Return both. Noise in the second, an estimate, never makes up for the first, which is exact."""
+        """Return their sum. Noise in `slowed`, an estimate, never offsets `stalled`, which is exact."""
         return max(0.0, self.stalled) + max(0.0, self.slowed)
 
 
 @dataclass(frozen=True, slots=True)
 class _Usual:
-    """A usual iteration."""
+    """Duration of a usual iteration."""
 
     own: float
-    """Its time without hooks."""
+    """Seconds without hooks."""
     hooks: float
     most: float
-    """Time at which longer ones are cut off."""
+    """Seconds at which longer iterations are clipped."""
 
     @property
     def seconds(self) -> float:
@@ -84,9 +84,9 @@ class Overhead:
         self.interval = 1
         """Shortest interval that the budget allows, in iterations."""
         self.slowed_seconds = 0.0
-        """Estimate of all time by which iterations alongside checkpoints took longer."""
+        """Estimated total seconds by which iterations alongside checkpoints took longer."""
         self.probing = False
-        """Whether the interval is longer than the budget requires, to see an iteration that nothing disturbs."""
+        """Whether the interval is longer than the budget requires, to measure an undisturbed iteration."""
         self.bounded = False
         """Whether the longest time sets the interval, and the budget is exceeded."""
         self._quiet: deque[tuple[float, float]] = deque(maxlen=_QUIET)
@@ -94,18 +94,18 @@ class Overhead:
         self._without_quiet = 0
         self._probe = _PROBE
         self._open = False
-        """Whether a regular checkpoint was begun: then the lines below are its own."""
+        """Whether a regular checkpoint was begun, which the next fields describe."""
         self._beside: list[tuple[float, float]] = []
         self._iterations = 0
         self._all_iterations = 0
         """All iterations that were noted."""
         self._over = True
-        """Whether a quiet iteration has come after those alongside the newest checkpoint."""
+        """Whether a quiet iteration has followed those alongside the newest checkpoint."""
         self._void = False
-        """Something else was made alongside the newest checkpoint: its cost is unknown."""
+        """Whether other work ran alongside the newest checkpoint, so that its cost is unknown."""
         self._costs: deque[Cost] = deque(maxlen=_CHECKPOINTS)
         self._debt = 0.0
-        """Seconds by which checkpoints have exceeded the budget; negative: by which they have not used it."""
+        """Seconds by which checkpoints have exceeded the budget; negative: seconds of the budget not used."""
         self._spent = self._trained = 0.0
         """Seconds that the newest checkpoints took, and seconds of training in that time; older ones count less."""
 
@@ -153,25 +153,25 @@ class Overhead:
             self._choose()
 
     def skip(self) -> None:
-        """Note an iteration that says nothing, because something else than a regular checkpoint was made."""
+        """Note an iteration that measures nothing, because other work than a regular checkpoint ran."""
         self._iterations += 1
         self._all_iterations += 1
         self._void = self._void or not self._over
 
     def begin(self) -> None:
-        """Note that a regular checkpoint begins: the one before has cost what it has cost."""
+        """Note that a regular checkpoint begins, and settle the account of the previous one."""
         if self._open and self._any and not self._void:
             usual = self._usual()
             cost = self._cost(usual)
             self._costs.append(cost)
-            # One checkpoint's slowdown is mostly noise: the mean is accounted for, and what is exact.
+            # One checkpoint's slowdown is mostly noise, so the account gets its exact part and the mean slowdown.
             taken = max(0.0, cost.stalled) + max(0.0, _mean(self._costs).slowed)
             trained = self._iterations * usual.own
             self.slowed_seconds += cost.slowed
             if not math.isinf(self.budget):
                 most = _mean(self._costs).seconds
                 debt = self._debt + taken - self._allowed(usual) * trained
-                # What was not used cannot be used later; nor is paid back what the longest interval has caused.
+                # Unused budget cannot be used later. An excess that the longest interval causes is not paid back.
                 self._debt = max(-most, min(debt, most) if self.bounded else debt)
             kept = 1 - 1 / _CHECKPOINTS
             self._spent, self._trained = kept * self._spent + taken, kept * self._trained + trained
@@ -212,7 +212,7 @@ class Overhead:
         return self._open and self._over and not self._void
 
     def _allowed(self, usual: _Usual) -> float:
-        """Return the share of training time that checkpoints may take, next to the hooks of every iteration."""
+        """Return the share of training time that checkpoints may take in addition to every iteration's hooks."""
         hooks = usual.hooks / usual.own if usual.own else 0.0
         return max(self.budget - hooks, LEAST_SHARE * self.budget)
 
@@ -224,7 +224,7 @@ class Overhead:
         return _Usual(fmean(min(own, most) for own, _ in known), hooks, most)
 
     def _cost(self, usual: _Usual) -> Cost:
-        """Return what the newest checkpoint has cost so far."""
+        """Return the cost of the newest checkpoint so far."""
         stalled = sum(stall for _, stall in self._beside) - len(self._beside) * usual.hooks
         if len(self._quiet) < _ENOUGH:
             return Cost(stalled, 0.0)
@@ -232,7 +232,7 @@ class Overhead:
 
 
 def _mean(costs: Collection[Cost]) -> Cost:
-    """Return the mean cost. A single very expensive checkpoint counts less: the account has all of it."""
+    """Return the mean cost. A single very expensive checkpoint counts less, because the account has its full cost."""
     return Cost(
         _without_outliers(one.stalled for one in costs), _without_outliers(one.slowed for one in costs)
     )

@@ -2,7 +2,7 @@
 
 Every policy orders the candidates and takes the longest prefix that the byte budget allows. Selection stops at the
 first partition that does not fit, and the unused budget carries over as credit. So a partition larger than one budget
-is saved once the credit covers it, and smaller ones cannot displace it for ever.
+is saved once the credit covers it, and smaller ones cannot displace it forever.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scarctl.errors import UsageError
 POLICIES = ("priority", "round", "random", "full")
 
 _LARGEST = 1e150
-"""Squares of larger distances overflow float64; these distances all rank highest."""
+"""Squares of larger distances overflow float64. Such distances all rank highest."""
 _DIGIT_BITS = 16
 _CHUNK = 1 << 17
 """Values per piece of a histogram, so that temporaries stay in the cache."""

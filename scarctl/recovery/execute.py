@@ -50,12 +50,14 @@ class Sink(Protocol):
     """The arena, if it is the destination: its own copies need no writing."""
 
     def overwrites(self, ids: Ids, versions: Ids) -> bool:
-        """Return whether writing these would destroy newer copies: then all are verified before any is written."""
+        """Return whether writing these partitions would destroy newer copies. Then all are verified before any is
+        written.
+        """
 
     def room(self, group: int, ids: Ids) -> Sequence[Bytes | None] | None:
-        """Return where copies of partitions `ids` may be read to before they are verified: `scarctl.store.read.Room`.
+        """Return buffers for reading copies of partitions `ids` before they are verified: `scarctl.store.read.Room`.
 
-        Nothing that is there may be worth keeping, and nothing may take it for a copy before `put`.
+        Their present content may be lost. Until `put`, nothing may take the new content for a copy.
         """
 
     def put(
@@ -177,10 +179,7 @@ def execute(plan: Plan, store: Store | None, arena: Arena | None, sink: Sink) ->
 
 
 def execute_once(plan: Plan, store: Store | None, arena: Arena | None, sink: Sink) -> Report:
-    """Like `execute`, but do not continue with an older sealed state if a copy of this one is damaged.
-
-    Raises SealedStateDamaged then.
-    """
+    """Execute like `execute`, but raise SealedStateDamaged if a copy of the sealed state is damaged."""
     started = time.perf_counter()
     # The sink may be the arena itself, and forgets the distances of what it takes in.
     distance = None if arena is None else np.array(arena.distance)
@@ -241,7 +240,7 @@ class _Run:
         """Whether every substituted copy has the bytes of the planned one, or belongs to the same whole state."""
         self.skip_memory = False
         self.room: Room | None = None
-        """Where copies are read to from the store; None: into memory of their own."""
+        """Provides buffers for copies from the store; None: new memory is used."""
 
     def deliver(self, sink: Sink) -> NDArray[np.float64]:
         """Write every piece; return the squared changes, float64 parallel to the plan's ids, NaN where unknown."""
@@ -396,8 +395,8 @@ def _perturbation(
 class ArenaSink:
     """Writes into an arena under the generation protocol, and marks the copies as durable, as the store has them.
 
-    It writes the same rows into `slots`: uint8 of shape (rows, bytes per row), by group and tensor. They are memory
-    that means nothing yet, so copies are read into it before they are verified.
+    It writes the same rows into `slots`: uint8 of shape (rows, bytes per row), by group and tensor. Slots have no
+    values yet, so copies are read into them before they are verified.
     """
 
     def __init__(self, arena: Arena, slots: Mapping[tuple[int, int], Bytes] | None = None) -> None:
@@ -407,14 +406,14 @@ class ArenaSink:
         self.written = np.ones(arena.layout.partitions, np.uint64)
         """Generation of each partition after `put`. It is even; 1 before."""
         self._free = ~arena.intact()
-        """Partitions without an intact copy: what is written over them destroys nothing."""
+        """Partitions without an intact copy: overwriting them destroys nothing."""
 
     def overwrites(self, ids: Ids, versions: Ids) -> bool:
         """Return whether the arena has a newer intact copy of any of them."""
         return bool((self._arena.intact()[ids] & (self._arena.newest()[ids] > versions)).any())
 
     def room(self, group: int, ids: Ids) -> Sequence[Bytes | None] | None:
-        """Return rows of slots, and of partitions that have no intact copy, and have none until `put`."""
+        """Return rows of slots, and of partitions that have no intact copy before `put`."""
         rows, tensors = rows_of(self._arena.layout, group, ids), self._arena.layout.groups[group].tensors
         inside = not self._arena.is_filling and bool(self._free[ids].all())
         places: list[Bytes | None] = []
@@ -436,7 +435,7 @@ class ArenaSink:
         arena.begin(ids)
         for t, data in enumerate(tensors):
             slot = self._slots.get((group, t))
-            # What was read into `room` is there.
+            # The rows that were read into `room` are in place.
             if slot is not None and not np.may_share_memory(slot, data):
                 slot[rows] = data
             arena.put_rows(group, t, rows, data)

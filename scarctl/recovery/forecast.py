@@ -36,21 +36,21 @@ from scarctl.theory.rework import (
 
 
 class Told(NamedTuple):
-    """What the newest extras of a store report of its run."""
+    """The facts in a store's newest extras about its run."""
 
     outlook: Outlook
     """The run's convergence."""
     norm: str = ""
-    """The norm of its distances; "" if unknown."""
+    """Norm of the run's distances; "" if unknown."""
     caveats: tuple[Caveat, ...] = ()
     events: tuple[Event, ...] = ()
-    """Its starts, resumes and recoveries."""
+    """The run's starts, resumes and recoveries."""
     samples: tuple[Sample, ...] = ()
-    """How old its copies were over time; of several ranks, the first one's."""
+    """Ages of its copies over time; with several ranks, the first rank's."""
 
 
 def stored_outlook(writers: Sequence[tuple[Store, Mapping[int, ShardState]]], step: int) -> Told:
-    """Return what the newest extras report of the run at `step`.
+    """Return the facts in the newest extras about the run at `step`.
 
     writers: each writer's view of the store, with the states of its shards. One writer, or one for each rank that holds
     part of the state. Damaged extras raise no error: the outlook gives the reason.

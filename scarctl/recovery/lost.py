@@ -55,7 +55,7 @@ def parse_lost(
                 kind = number[1] or kind
                 if kind == "member" and noun != "member":
                     raise UsageError(
-                        f"{piece!r}: this state is not of members", hint=f"give {noun}s or shards"
+                        f"{piece!r}: no members saved this state", hint=f"give {noun}s or shards"
                     )
                 kind = "rank" if kind == "member" else kind
                 there = shards if kind == "shard" else range(world or 1)

@@ -1,7 +1,7 @@
 """Find the state that another number of members has saved, for the members that take it over.
 
-Each row is taken from the newest members that have saved it. A member that was to take some over, and never did, has
-saved nothing: its rows are still with the members before.
+Each row is taken from the newest members that have saved it. A member that never took over its rows has saved nothing:
+the previous members still have them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Heritage:
 
     parts: Parts
     numbers: dict[int, int]
-    """The number that the member of each shard had."""
+    """The number of the member of each shard."""
     topologies: tuple[Topology, ...]
 
     @property
     def saved(self) -> bool:
-        """Whether any of them has saved something."""
+        """Whether any of these members has saved a partition."""
         return any(state.saved.any() for state in self.parts.states.values())
 
     @property
@@ -48,8 +48,9 @@ class Heritage:
     def check(self, number: int, count: int, groups: Sequence[Group], optimizer: str) -> None:
         """Raise unless member `number` of `count`, with these groups, can take its part over.
 
-        Raises UsageError (kind "members-own-state") if a member ends whose state none could take, and (kind
-        "members-overlap") if two earlier members have the same rows. Raises LayoutMismatch for another model.
+        Raises UsageError (kind "members-own-state") if no new member could take an ending member's state. Raises
+        UsageError (kind "members-overlap") if two earlier members have the same rows. Raises LayoutMismatch for another
+        model.
         """
         self._check_ending(count)
         self._check_overlaps()
@@ -81,25 +82,25 @@ class Heritage:
         for name, total in totals.items():
             if not covered((0, total), spans[name]):
                 raise UsageError(
-                    f"{self.parts.store.url}: some of the {total} rows of {name!r} were never saved by the "
-                    f"{self._had} members before",
+                    f"{self.parts.store.url}: the {self._had} previous members never saved some of the "
+                    f"{total} rows of {name!r}",
                     hint="start them, and let each save once; nothing was changed",
                     kind="members-incomplete",
                 )
 
     def is_new(self, group: Group, number: int) -> bool:
-        """Return whether a group of member `number` is its own, and no earlier member had it."""
+        """Return whether a group belongs to member `number` alone, and no earlier member had it."""
         return group.place is None and name_among(group, number) not in self.names
 
     def like(self, group: Group) -> Group | None:
-        """Return the group of this name that is some member's own, for the slots of a new one; None without any."""
+        """Return a member's own group of this name, as a model for the slots of a new group; None without one."""
         found = (one for layout in self.parts.named.values() for one in layout.groups if one.place is None)
         return next((one for one in found if one.name.rpartition("@")[0] == group.name), None)
 
     def reference(self, number: int, groups: Sequence[Group]) -> int:
-        """Return the shard whose extras member `number` continues: its own, or that with most bytes of its rows.
+        """Return the shard whose extras member `number` continues: its own, or the one with most bytes of its rows.
 
-        Raises NoIntactCopy if none of them has saved extras.
+        Raises NoIntactCopy if no such shard has saved extras.
         """
         states = self.parts.states
         mine = [shard for shard, of in self.numbers.items() if of == number]
@@ -150,15 +151,15 @@ class Heritage:
                     if start < stop:
                         raise UsageError(
                             f"{self.parts.store.url}: members {one} and {other} both have row {start} of {name!r}",
-                            hint="it is unknown whose is right; `scarctl recover` takes each out. Nothing was changed",
+                            hint="it is unknown which are right; `scarctl recover` restores each into a file",
                             kind="members-overlap",
                         )
 
 
 def heritage(store: Store, topologies: Sequence[Topology], *, sealed: bool = False) -> Heritage | None:
-    """Read what the members of these topologies (newest first) have saved; None if none of them has begun to.
+    """Read the state that the members of these topologies (newest first) have saved; None if no member has begun.
 
-    sealed: of each member take the newest state that it sealed, instead of the newest copy of every partition.
+    sealed: take each member's newest sealed state instead of the newest copy of every partition.
 
     Raises Corruption, AccessDenied, Unavailable.
     """
@@ -167,7 +168,7 @@ def heritage(store: Store, topologies: Sequence[Topology], *, sealed: bool = Fal
         there = store.states(topology.shards)
         for number, shard in enumerate(topology.shards):
             state = _last_sealed(store, there[shard]) if sealed else there[shard]
-            # One that has saved nothing yet may be about to. A retired one has no partitions.
+            # A member that has saved nothing yet may be about to. A retired one has no partitions.
             if state.layout is not None and len(state.ids):
                 states[shard], numbers[shard] = state, number
                 named[shard] = as_member(state.layout, number)
@@ -177,7 +178,7 @@ def heritage(store: Store, topologies: Sequence[Topology], *, sealed: bool = Fal
 
 
 def _last_sealed(store: Store, state: ShardState) -> ShardState:
-    """Return the newest sealed state of a shard that can be read; an empty one if every one is gone."""
+    """Return the newest readable sealed state of a shard; an empty state without one."""
     for seal in reversed(state.sealed):
         with contextlib.suppress(Corruption):  # collected or damaged
             return store.state(state.shard, at=seal.seq)
@@ -185,7 +186,7 @@ def _last_sealed(store: Store, state: ShardState) -> ShardState:
 
 
 def overlapping(found: Heritage, groups: Collection[Group], number: int) -> list[int]:
-    """Return the shards that have something of these groups of member `number`: their members have to be fenced."""
+    """Return the shards with rows of these groups of member `number`: their members have to be fenced."""
     wanted = {name_among(group, number): group for group in groups}
     return [
         shard
@@ -198,7 +199,7 @@ def overlapping(found: Heritage, groups: Collection[Group], number: int) -> list
 
 
 def _common(one: Group, other: Group) -> int:
-    """Return how many rows two parts of a tensor have in common."""
+    """Count the common rows of two parts of a tensor."""
     (start, stop), (first, last) = rows_of(one), rows_of(other)
     return max(0, min(stop, last) - max(start, first))
 

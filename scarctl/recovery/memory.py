@@ -27,7 +27,7 @@ _NAMED = 5
 
 
 def comparable(arena: Arena, ids: Ids, state: ShardState) -> tuple[Ids, Ids]:
-    """Return those of `ids` of which the store has the same copy as memory, and their indices in `state`.
+    """Return the `ids` whose copy in the store is the same as in memory, and their indices in `state`.
 
     A copy that was made again has the same version and perhaps other bytes. It is not durable until it is saved.
     """
@@ -44,7 +44,7 @@ def comparable(arena: Arena, ids: Ids, state: ShardState) -> tuple[Ids, Ids]:
 
 
 def differing(arena: Arena, ids: Ids, state: ShardState) -> Ids:
-    """Return those of `ids` (ascending) whose copies in memory have other bytes than the same copies in the store.
+    """Return the `ids` (ascending) whose copies in memory differ in bytes from the same copies in the store.
 
     Reads all bytes, in several threads. They must not change meanwhile.
     """
@@ -76,7 +76,7 @@ def checksums(arena: Arena, g: int, ids: Ids) -> NDArray[np.uint64]:
 
 
 def fault(arena: Arena, ids: Ids) -> str:
-    """Return a sentence that names copies in memory which differ from the store's."""
+    """Describe the copies in memory that differ from the store's."""
     host = arena.replica_of
     where = "this host's memory" if host is None else f"this host's replica of the memory of {host}"
     names = ", ".join(arena.layout.name(i) for i in ids[:_NAMED].tolist())

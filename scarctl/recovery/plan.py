@@ -246,7 +246,7 @@ def plan_sealed(
         )
     tier = np.full(len(ids), STORE, dtype=np.int8)
     whole = _whole_of(shard_of, tier, states, None) if len(ids) else sealed.whole
-    # Copies of the same version may be of another state.
+    # Copies of the same version may belong to another state.
     if arena is not None and whole and arena.whole == whole:
         tier[arena.intact()] = MEMORY
     return Plan(
@@ -286,13 +286,13 @@ def sealed_in(snapshot: Snapshot, shards: Sequence[int], layout: Layout | None) 
     """
     if layout is None and not set(shards) <= snapshot.seqs.keys():
         raise LayoutMismatch(
-            f"snapshot {snapshot.name!r} is not of shard {', '.join(map(str, shards))}",
+            f"snapshot {snapshot.name!r} does not contain shard {', '.join(map(str, shards))}",
             hint="nothing was changed; use a snapshot of this rank or member",
         )
     if (layout is not None and snapshot.layout != layout.digest) or not set(shards) <= snapshot.seqs.keys():
         raise LayoutMismatch(
             f"snapshot {snapshot.name!r} has another layout than the model",
-            hint="nothing was changed; use the model of which the snapshot was taken",
+            hint="nothing was changed; use the model that the snapshot was taken from",
         )
     return SealedSet(snapshot.epoch, snapshot.step, snapshot.seqs, snapshot.whole)
 
@@ -311,7 +311,7 @@ def estimate(distance: NDArray[np.float64]) -> Perturbation:
     """Estimate the perturbation if partitions with these last known distances, of shape (n,), were lost now."""
     with np.errstate(over="ignore"):
         norm = float(np.linalg.norm(distance))
-    if not math.isfinite(norm):  # also if a square overflows
+    if not math.isfinite(norm):  # even if a square overflows
         return Perturbation(None, "unknown")
     return Perturbation(norm, "estimated")
 

@@ -158,8 +158,8 @@ def topology_of(store: Store, shards: Iterable[int], epochs: Iterable[int] | Non
 def check_fits(parts: Parts, groups: Iterable[Group], names: Iterable[str], optimizer: str) -> None:
     """Raise LayoutMismatch, naming the differences, unless the state has exactly these tensors.
 
-    groups: wanted groups with their place, of one rank, with the slots that exist already. names: names of the wanted
-    groups of all ranks.
+    groups: one rank's wanted groups with their places, and the slots that already exist. names: names of all ranks'
+    wanted groups.
     """
     there, names = parts.groups(), set(names)
     lines = []
@@ -190,7 +190,7 @@ def check_fits(parts: Parts, groups: Iterable[Group], names: Iterable[str], opti
 
 
 def with_slots(parts: Parts, group: Group) -> tuple[TensorSpec, ...]:
-    """Return the tensors of a group without slots, with the slots that the store has of it."""
+    """Return the tensors of a group without slots, and the slots that the store has for it."""
     there, parameter = parts.groups(), group.tensors[0]
     slots = there[_source(group, there)].tensors[1:]
     return (parameter, *(slot.of(parameter.shape) for slot in slots))
@@ -286,7 +286,7 @@ def _overlapping(layout: Layout, g: int, theirs: Group, ours: Group) -> Ids:
 
 
 def _still(layout: Layout, ids: Ids, theirs: Group, ours: Group, missing: NDArray[np.bool_]) -> Ids:
-    """Return those of the partitions `ids` that have rows of `ours` that are missing: bool of shape (rows,)."""
+    """Return the partitions of `ids` that have rows of `ours` marked as missing: bool of shape (rows,)."""
     if not missing.any() or not ours.tensors[0].shape:
         return ids if missing.any() else _NONE
     shift = theirs.box.offset[0] - ours.box.offset[0]
@@ -306,7 +306,7 @@ def _copy(
 ) -> int:
     """Copy the overlap of a batch into `targets`; return its bytes.
 
-    missing: if not None, rows of `ours` to copy, bool of shape (rows,). They are missing no more then.
+    missing: if not None, rows of `ours` to copy, bool of shape (rows,). Copied rows are unmarked.
     """
     box = _overlap(ours, theirs)
     assert box is not None, "only partitions that overlap are read"
@@ -329,7 +329,7 @@ def _copy(
     target_columns = _columns(box, ours.box)
     copied = 0
     for t, (data, target) in enumerate(zip(batch.tensors, targets, strict=True)):
-        beyond = len(theirs.tensors[t].shape) - 1  # 0: one value per row
+        beyond = len(theirs.tensors[t].shape) - 1  # 0 means one value per row
         source: tuple[Any, ...] = (good, *source_columns[:beyond])
         goal: tuple[Any, ...] = (at, *target_columns[:beyond])
         piece = _values(data, theirs.tensors[t])[source]

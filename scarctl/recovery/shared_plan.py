@@ -35,7 +35,7 @@ Arenas: TypeAlias = Sequence[Arena | None]
 
 @dataclass(frozen=True, slots=True)
 class SharedPlan:
-    """The plans of all shares; None for shares of which nothing is restored."""
+    """The plans of all shares; None for shares that need no restoring."""
 
     state: SharedState
     plans: tuple[Plan | None, ...]
@@ -52,7 +52,7 @@ class SharedPlan:
 
     @property
     def noun(self) -> str:
-        """The word for one of the processes that saved the state."""
+        """The word for a process that saved the state: "rank" or "member"."""
         return "rank" if self.state.topology is None else self.state.topology.noun
 
     @property
@@ -85,7 +85,7 @@ class SharedPlan:
         return seqs | others
 
     def each(self) -> Iterator[tuple[Share, Plan]]:
-        """Yield the shares of which something is restored, and their plans."""
+        """Yield the shares with partitions to restore, and their plans."""
         for share, plan in zip(self.state.shares, self.plans, strict=True):
             if plan is not None and len(plan.ids):
                 yield share, plan
@@ -233,7 +233,7 @@ def execute_shared(plan: SharedPlan, arenas: Arenas, sinks: Sequence[Sink]) -> S
     plans = tuple(reports[k].plan if k in reports else None for k in range(len(plan.plans)))
     done = replace(plan, plans=plans).settled()
     if plan.mode != "rollback":
-        # An older copy with the same bytes serves as well.
+        # An older copy with the same bytes is as good.
         same = done.whole == plan.whole and done.step is not None
         done = replace(done, exact=plan.exact and same)
     return SharedReport(

@@ -65,7 +65,7 @@ class Share:
 class SharedState:
     """A whole state in shares. Ranks that own nothing have no share.
 
-    Members have states of their own, so that theirs may be incomplete: see `absent`.
+    Members have separate states, so the whole may be incomplete: see `absent`.
     """
 
     store: Store
@@ -75,11 +75,11 @@ class SharedState:
     topology: Topology | None = None
     """Topology of the ranks or members that saved the state; None for a single process."""
     absent: Mapping[int, ScarError] = field(default_factory=dict)
-    """Members without a share, each with the error for its partitions: nothing is saved, or nothing can be read."""
+    """Members without a share, each with the error for its partitions: they saved nothing, or it cannot be read."""
 
     @property
     def of_members(self) -> bool:
-        """Whether members saved it."""
+        """Whether members saved this state."""
         return self.topology is not None and self.topology.independent
 
     @property
@@ -142,14 +142,14 @@ class SharedState:
         if topology is not None and not any(mine.size for mine in ids):
             raise UsageError(
                 f"the lost {topology.noun}s or names have no partitions",
-                hint=f"nothing is lost: other {topology.noun}s own the partitions that these hold",
+                hint=f"nothing is lost: other {topology.noun}s own the partitions of these",
             )
         return ids
 
     def only(self, ids: Sequence[Ids]) -> tuple[SharedState, list[Ids]]:
         """Return the state of those members that have partitions in `ids` (by share), and these ids.
 
-        A member's state is whole without the others, so that it is restored without them.
+        A member's state is complete without the others, so it is restored without them.
         """
         mine = [(share, own) for share, own in zip(self.shares, ids, strict=True) if own.size]
         states = {shard: state for share, _ in mine for shard, state in share.states.items()}
@@ -268,10 +268,10 @@ def _of_members(store: Store, topology: Topology, snapshot: Snapshot | None) -> 
 
 
 def nothing_yet(topology: Topology, number: int) -> str:
-    """Return a sentence about a member without a record of its own."""
+    """Describe a member that has no record yet."""
     if topology.epoch == EPOCH:
         return f"member {number} has saved nothing yet"
-    return f"member {number} of {topology.world} has not started yet, and what it takes over is with the members before"
+    return f"member {number} of {topology.world} has not started yet, and the previous members still have its rows"
 
 
 def _nothing_saved(message: str) -> NoIntactCopy:

@@ -133,5 +133,5 @@ def said(found: Evacuated) -> str:
     safe = found.total_bytes - found.lost_bytes
     return (
         f"{safe / mib:.1f} of {found.total_bytes / mib:.1f} MiB are {where}; "
-        f"if this host goes, {lost} go back to older copies: predicted rework {found.rework}{newest}{why}"
+        f"if this host is lost, {lost} go back to older copies: predicted rework {found.rework}{newest}{why}"
     )

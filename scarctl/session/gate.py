@@ -2,7 +2,7 @@
 
 A flush never copies during a step: it waits until the step has ended. During a flush the next step waits at the gate,
 while forward and backward continue. A flush waits for nothing else in the training thread, and for a step only up to a
-time limit. So neither can block the other for ever.
+time limit. So neither can block the other forever.
 """
 
 from __future__ import annotations

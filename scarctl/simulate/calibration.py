@@ -44,7 +44,7 @@ class Row(Document):
     basis: str
     failures: int
     unchanged: int
-    """Failures that lost nothing which had changed. Their rework of 0 is no prediction, and is not counted as one."""
+    """Failures that lost only unchanged values. Their rework of 0 is not counted as a prediction."""
     estimates: int
     """Other failures with a prediction. The values below cover these alone."""
     predicted: float | None
@@ -54,7 +54,8 @@ class Row(Document):
     """Share whose rework is at most the interval's upper end."""
     within_interval: float | None
     correlation: float | None
-    """Spearman's, of predicted and simulated rework. None with fewer than 5 pairs, or if all are equal."""
+    """Spearman's rank correlation of predicted and simulated rework. None with fewer than 5 pairs, or if all are
+    equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +110,12 @@ class Comparison(Document):
 def compare(study: Study, results: Sequence[dict[str, Any]]) -> Comparison:
     """Compare the prediction for each failure with its simulated rework.
 
-    Raises UsageError when the results are of a version that did not predict, or nothing partial was simulated.
+    Raises UsageError when the results come from a version that did not predict, or without partial recoveries.
     """
     cells = study.cells()
     partial = [k for k, cell in enumerate(cells) if cell.mode == "partial"]
     if not partial:
-        raise UsageError("predictions are of partial recoveries", hint="give --mode partial,rollback")
+        raise UsageError("only partial recoveries have predictions", hint="give --mode partial,rollback")
     if not all("predicted" in result for result in results):
         raise UsageError(
             "the results are from a version of scarctl that predicted nothing", hint="give another --results"

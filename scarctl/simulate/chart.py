@@ -13,7 +13,7 @@ from html import escape
 from scarctl.simulate.study import Study
 from scarctl.simulate.summary import Line, Summary
 
-# The marks differ as well, for readers who do not see the colours.
+# The marks differ, too, for readers who do not see the colours.
 _STYLES = {"full": ("#444444", "circle"), "priority": ("#0072b2", "circle"), "round": ("#d55e00", "square"),
            "random": ("#009e73", "triangle")}  # fmt: skip
 _WIDTH, _HEIGHT = 360.0, 260.0

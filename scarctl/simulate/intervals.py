@@ -1,8 +1,8 @@
 """Compute 95 % intervals that cover: of a mean, and of the ratio of two means of the same trials.
 
 Means get Student's interval, ratios Fieller's (Fieller, "Some problems in interval estimation", 1954), which draws both
-sides from the same trials. The percentile bootstrap, common for such tables, is too narrow for few trials: of ten it
-covers 90 %, of four 73 %. The tests check by simulation how often these intervals cover.
+sides from the same trials. The percentile bootstrap, common for such tables, is too narrow for few trials: with ten it
+covers 90 %, with four 73 %. The tests check by simulation how often these intervals cover.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scarctl.util.document import Document
 
 CONFIDENCE = 0.95
 LEAST_TRIALS = 5
-"""Fewer trials get no interval: their spread is hardly known."""
+"""Least trials for an interval: with fewer, their spread is hardly known."""
 
 Values = NDArray[np.float64]
 

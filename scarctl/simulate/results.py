@@ -96,7 +96,7 @@ def _check_head(path: Path, found: Any, head: dict[str, Any]) -> None:
             what = (
                 "the workload's program has changed"
                 if name == "source"
-                else f"{name} was {found.get(name)!r}, is {value!r}"
+                else f"{name} was {found.get(name)!r}, and is {value!r}"
             )
             raise UsageError(
                 f"{path} has the results of another study: {what}",

@@ -1,4 +1,4 @@
-"""Describe a study: which ways of saving and recovering are compared on the same failures."""
+"""Describe a study: the ways of saving and recovering to compare on the same failures."""
 
 from __future__ import annotations
 

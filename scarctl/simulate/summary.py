@@ -25,13 +25,13 @@ class Line:
     rework: Mean
     """Iterations."""
     median: float
-    """Median of the trials' iterations. Far from the mean, single trials decide the mean."""
+    """Median of the trials' iterations. If it is far from the mean, single trials decide the mean."""
     reduction: Mean | None
     """1 - rework / the rollback's rework. None if the study has no rollback, or the rollback costs nothing."""
     perturbation: float
     """Root mean square of the perturbations' norms."""
     given_up: int
-    """Trials that did not reach the target. Their rework is that of the iterations done."""
+    """Trials that did not reach the target. Their rework counts the iterations done."""
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -43,7 +43,7 @@ from scarctl.theory.rework import Outlook
 from scarctl.util.arrays import Ids
 
 PATIENCE = 4
-"""A run is given up after this multiple of the undisturbed run's iterations."""
+"""Multiple of the undisturbed run's iterations after which a run is given up."""
 _SAME = 1e-6
 """Largest relative difference of the metric between two equal runs of one seed."""
 
@@ -60,7 +60,7 @@ def run_trial(study: Study, workload: Workload, trial: int) -> dict[str, Any]:
     failed_after = study.fail_after or _failure(study.failure_rate, undisturbed.iterations, words[2] / 2**64)
     if failed_after >= undisturbed.iterations:
         raise UsageError(
-            f"the run is done after {undisturbed.iterations} iterations: it cannot fail after {failed_after}"
+            f"the run ends after {undisturbed.iterations} iterations: it cannot fail after {failed_after}"
         )
     run = _Run(study, workload, seed)
     reached = run.train(failed_after)
@@ -153,7 +153,7 @@ class _Keeper:
 
     @property
     def step(self) -> int:
-        """The iteration of its newest copies."""
+        """Iteration of the newest copies."""
         return int(step_of(self.arena.version).max())
 
     def live(self, adapter: Adapter) -> LiveState:
@@ -230,7 +230,7 @@ class _Run:
         for iteration in range(1, iterations + 1):
             self._workload.step(iteration)
             if iteration == 1:
-                # After the first step, as in a session: an optimizer has no moments before.
+                # After the first step, as in a session: before it, an optimizer has no moments.
                 layout = layout_of(self._adapter, _cut(self._workload))
                 for policy, fraction in sorted(ways):
                     keeper = _Keeper(

@@ -22,7 +22,7 @@ def main() -> None:
     """Read the study, then numbers of trials; answer each with its result or an error."""
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the parent process ends this one
+    )  # Ctrl-C reaches the whole process group; the parent process ends this one
     # A workload's output must not mix with the results.
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -15,7 +15,7 @@ from typing import Any
 from scarctl.errors import ScarError, UsageError, by_kind
 from scarctl.simulate.study import Study
 
-# One thread sums in one order on every machine. The processes use the cores already.
+# One thread sums in one order on every machine. The processes already use the cores.
 _ONE_THREAD = dict.fromkeys(
     (
         "OMP_NUM_THREADS",
@@ -50,7 +50,7 @@ class Workers:
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
-            process.kill()  # a worker keeps nothing: its finished results are written
+            process.kill()  # a worker holds no results: finished ones are already written
         for process in self._processes:
             process.wait()
             for stream in (process.stdin, process.stdout):

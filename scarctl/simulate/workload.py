@@ -19,7 +19,7 @@ class Workload(Protocol):
     """A training run, returned by a factory. It need not inherit from this class.
 
     The same seed must give the same run: everything that a step changes is in `state`, in `extras`, or follows from the
-    iteration's number. So choose batches by that number: a run that goes back repeats its batches.
+    iteration's number. So choose batches by that number: after a rollback a run repeats its batches.
 
     Optional attributes:
 
@@ -57,7 +57,7 @@ def check_name(name: str) -> None:
 
 
 def load(name: str, data: str | None) -> Workload:
-    """Return the workload that `module:factory` makes. The current folder comes first on the import path.
+    """Return the workload that `module:factory` creates. The current folder comes first on the import path.
 
     data: folder passed to the factory; None: the factory takes no argument. Raises UsageError for a name without a
     factory, a factory that fails, and an object that is not a workload.

@@ -59,7 +59,9 @@ class Caveats:
 
 
 def read_caveats(stored: object) -> tuple[Caveat, ...]:
-    """Read a list of the values of `Caveat.to_json`. Takes hostile input: an entry that is no caveat is skipped."""
+    """Read a list of the values of `Caveat.to_json`. The input may be hostile: an entry that is not a caveat is
+    skipped.
+    """
     caveats = []
     for entry in stored[:_MOST] if isinstance(stored, list) else ():
         if not isinstance(entry, dict):

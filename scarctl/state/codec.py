@@ -42,10 +42,10 @@ from scarctl.state.layout import DTYPES
 from scarctl.util.json_size import too_much
 
 MAX_DEPTH = 64
-"""Levels of nested containers. A deeper structure contains itself, or is hostile."""
+"""Most levels of nested containers. A deeper structure contains itself, or is hostile."""
 
 _MAX_CONTAINERS = 3 << 18
-"""Lists and objects in a text. A dict with a tensor for each of 196,000 parameters has as many."""
+"""Most lists and objects in a text: those of a dict with a tensor for each of 196,000 parameters."""
 _LEAF_DEPTH = 2
 """A leaf may be an object in an object: {"np.str": {"str": ..}}."""
 

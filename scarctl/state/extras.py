@@ -57,17 +57,18 @@ class Notes:
     """A session's measurements of its run, for forecasts and display. Every field may be absent."""
 
     points: Any = None
-    """How far the parameters moved: `scarctl.theory.history.History.to_array`, which also checks it."""
+    """Movements of the parameters, as `scarctl.theory.history.History.to_array` returns them; `from_array` checks
+    them."""
     norm: str = ""
     """Norm of the session's distances, such as "l2"; "" when no session stored it."""
     caveats: tuple[Caveat, ...] = ()
-    """Why resuming from this checkpoint may not be exact."""
+    """Reasons why resuming from this checkpoint may not be exact."""
     events: tuple[Event, ...] = ()
     """Starts, resumes and recoveries of the run: see `scarctl.state.journal`."""
     samples: Any = None
-    """How old copies were over time: `scarctl.state.journal.Journal.samples`; `read_samples` checks it."""
+    """Ages of copies over time: `scarctl.state.journal.Journal.samples`; `read_samples` checks it."""
     fits: Any = None
-    """Of extrapolating recovery: `scarctl.theory.extrapolation.Fits.to_array`; `from_array` checks it."""
+    """Fits of extrapolating recovery: `scarctl.theory.extrapolation.Fits.to_array`; `from_array` checks it."""
 
     @classmethod
     def from_tree(cls, tree: object) -> Notes:
@@ -101,7 +102,9 @@ class Notes:
         return tree
 
     def of_part(self, own: Notes) -> Notes:
-        """Return these notes of another process, with `own` where they describe one process's part of the state."""
+        """Return these notes of another process, with the fields of `own` that describe one process's part of the
+        state.
+        """
         return replace(self, points=own.points, norm=own.norm, samples=own.samples, fits=own.fits)
 
 
@@ -155,7 +158,7 @@ class Extras:
         return {**tree, "policy": self.policy.to_tree(), **self.notes.to_tree()}
 
     def digest(self) -> bytes:
-        """Return a digest of the state in them: all but measurements and what came after the step.
+        """Return a digest of the saved state: all fields but the measurements, and those from after the step.
 
         Raises UsageError for values that cannot be stored.
         """

@@ -51,7 +51,7 @@ class TensorSpec:
         return self.rows * self.row_bytes
 
     def of(self, shape: tuple[int, ...]) -> TensorSpec:
-        """Return this slot for a parameter of another shape: of that shape, or with one value per row, as it was."""
+        """Return this slot for a parameter of another shape: with that shape, or still with one value per row."""
         return replace(self, shape=shape[: len(self.shape)])
 
 
@@ -84,7 +84,7 @@ class Group:
 
     @property
     def box(self) -> Place:
-        """Its place in the whole tensor, also if it is all of it."""
+        """Place in the whole tensor, even if the group holds all of it."""
         shape = self.tensors[0].shape
         return self.place or Place(shape, (0,) * len(shape))
 
@@ -121,7 +121,7 @@ def group_fault(group: Group) -> str:
     if group.kind not in KINDS:
         return f"tensor {name!r} is a {group.kind!r}, neither parameter nor buffer"
     if not group.tensors or group.tensors[0].slot:
-        return f"tensor {name!r}: its own values do not come before its slots"
+        return f"tensor {name!r}: its values do not come before its slots"
     for t, tensor in enumerate(group.tensors):
         key = group.key(t)
         if not is_text(tensor.slot):

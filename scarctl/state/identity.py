@@ -1,4 +1,4 @@
-"""Name commits of the whole state: ranks in lockstep choose the same name, and no two contents share one.
+"""Name commits of the whole state: ranks in lockstep choose the same name, and different contents never share one.
 
 The step does not identify a state: weights may be replaced without a step and saved again. So a name is a hash of facts
 that all ranks know without communicating: the start of the job, the recoveries since, the step, the writes to
@@ -23,7 +23,7 @@ class Lockstep(Protocol):
 
     @property
     def several(self) -> bool:
-        """Whether other processes train with this one, each with extras of its own."""
+        """Whether other processes train with this one, each with its own extras."""
 
     def writes(self) -> int:
         """Return the number of counted in-place writes to parameters."""
@@ -36,12 +36,12 @@ class Identities:
         self._lockstep = lockstep
         self._turns = 0
         self._at: tuple[int, int] | None = None
-        """The newest step, and the number of writes at its end."""
+        """The newest step, and the number of writes to parameters at its end."""
         self._given: set[str] = set()
         self._commits = 0
         """Number of calls of `of` after the newest step."""
         self._newest: tuple[str, bytes] | None = None
-        """The name of the newest of them, and the digest of its extras."""
+        """The newest name, and the digest of its extras."""
 
     def turn(self) -> None:
         """Note that a recovery changed the state, on all ranks and without a step."""
@@ -59,8 +59,8 @@ class Identities:
         """Return the name of the current whole state, after `step`: 32 hex digits.
 
         there: name of the arena's previous state. changed: whether the arena has received copies since then.
-        extras: returns a digest of the process's extras. They are one process's: one alone saves them in one record,
-            so that copies and extras of its states with equal copies cannot be mixed.
+        extras: returns a digest of the process's extras. A process alone saves copies and extras in one record, so
+        its states with equal copies cannot be mixed.
         """
         self.stepped(step)
         assert self._at is not None

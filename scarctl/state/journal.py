@@ -1,4 +1,4 @@
-"""Keep a bounded journal of a run, saved with its checkpoints: starts, resumes, recoveries, and how old copies were."""
+"""Keep a bounded journal of a run, saved with its checkpoints: starts, resumes, recoveries, and ages of copies."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 Fact: TypeAlias = str | int | float | bool | None
 
 MOST = 64
-"""Events kept: the newest."""
+"""Number of newest events that are kept."""
 MOST_SAMPLES = 128
-"""Samples kept, over the whole run: when there are more, every second one is dropped."""
+"""Most samples that are kept over the whole run. When they exceed it, every second one is dropped."""
 _LEAST_GAP = 0.5
 """Seconds between two samples at the beginning of a run."""
 _TEXT = 200
@@ -32,9 +32,9 @@ class Event:
     at: str
     """UTC time, in ISO 8601, for display."""
     step: int
-    """Iterations finished when it was over."""
+    """Iterations finished at the event's end."""
     facts: Mapping[str, Fact] = field(default_factory=dict)
-    """What is known of it, by name: see `Journal`."""
+    """Facts by name: see `Journal`."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields for JSON documents and extras."""
@@ -42,16 +42,16 @@ class Event:
 
 
 class Sample(NamedTuple):
-    """How old the copies were at one moment."""
+    """Ages of the copies at one moment."""
 
     seconds: float
     """Unix time."""
     head: float
     """Iterations finished."""
     copied: float
-    """Step of the oldest copy in memory, among partitions that have changed since theirs; -1: one had none."""
+    """Step of the oldest copy in memory, among partitions changed since; -1: a partition had no copy."""
     durable: float
-    """The same of the copies in the store, as far as this host's memory knows."""
+    """Step of the oldest such copy in the store, as far as this host's memory knows."""
     stall: float
     """Seconds for which this session has delayed training so far."""
 
@@ -104,7 +104,7 @@ class Journal:
 
 
 def read_events(stored: object) -> tuple[Event, ...]:
-    """Read a list of the values of `Event.to_json`. Takes hostile input: an entry that is no event is skipped."""
+    """Read a list of the values of `Event.to_json`. Takes hostile input: entries that are not events are skipped."""
     events = []
     for entry in stored[:MOST] if isinstance(stored, list) else ():
         if not (isinstance(entry, dict) and len(entry) <= _TEXT):
@@ -122,7 +122,7 @@ def read_events(stored: object) -> tuple[Event, ...]:
 
 
 def read_samples(stored: object) -> list[Sample]:
-    """Read what `Journal.samples` returned. Anything else gives none: only a report depends on it."""
+    """Read the result of `Journal.samples`. Anything else gives an empty list: only a report depends on it."""
     if not (isinstance(stored, np.ndarray) and stored.dtype == np.float64 and stored.ndim == 2):
         return []
     if stored.shape[1] != len(Sample._fields) or len(stored) > MOST_SAMPLES or not np.isfinite(stored).all():

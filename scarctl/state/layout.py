@@ -54,14 +54,14 @@ MAX_PARTITION_BYTES = 1 << 20
 """Bounds of the default partition size, in bytes."""
 
 MAX_PARTITIONS = 1 << 28
-"""A layout with more is refused, so that a file cannot demand arrays of any size."""
+"""Most partitions of a layout, so that a file cannot demand arrays of any size."""
 _ROWS = re.compile(r"(.+)\[(\d{0,18}):(\d{0,18})\]", re.ASCII | re.DOTALL)
 _CHUNK = 1 << 15
-"""Values per piece of an array computation: pieces that stay in the cache are many times faster."""
+"""Values per piece of an array computation: pieces that fit the cache are many times faster."""
 
 
 def members_by_shard(shard_of: NDArray[np.int32]) -> dict[int, Ids]:
-    """Return the partition ids of every shard that has some: int64, ascending. Negative shards are left out.
+    """Return the partition ids of every shard that has any: int64, ascending. Negative shards are left out.
 
     shard_of: int32 of shape (partitions,), as `Layout.shards` returns it.
     """
@@ -387,7 +387,7 @@ def _changes(old: Group, new: Group | None) -> list[str]:
     if not lines and list(mine) != list(theirs):
         lines.append(f"tensor {old.name!r} has its slots in another order")
     if old.kind != new.kind:
-        lines.append(f"tensor {old.name!r} was a {old.kind}, is a {new.kind}")
+        lines.append(f"tensor {old.name!r} was a {old.kind}, and is a {new.kind}")
     if old.place != new.place:
         lines.append(
             f"tensor {old.name!r} is another part of the whole tensor: {_where(old)} -> {_where(new)}"

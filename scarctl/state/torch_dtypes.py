@@ -51,7 +51,7 @@ def name_of(dtype: torch.dtype, tensor: str) -> str:
     except KeyError:
         raise UsageError(
             f"tensor {tensor!r} has dtype {dtype}, which safetensors files cannot hold",
-            hint="convert the tensor, or leave it out of the checkpointed state",
+            hint="convert the tensor, or exclude it from the checkpointed state",
         ) from None
 
 
@@ -103,12 +103,12 @@ def from_raw(raw: RawTensor) -> torch.Tensor:
 
 
 class Deferred:
-    """A private value that is kept in a form which is quick to make, until it is saved."""
+    """A private value in a form that is quick to make, until it is saved."""
 
     __slots__ = ()
 
     def value(self) -> object:
-        """Return the value in its usual form."""
+        """Convert the value into its usual form."""
         raise NotImplementedError
 
 
@@ -119,7 +119,7 @@ _CHANGED_IN_PLACE = (np.ndarray, set, Counter)
 def plain(value: object) -> object:
     """Return `value` with every torch tensor inside dicts, lists, tuples and deques replaced by a `RawTensor`.
 
-    Subclasses of tuple, such as torch.Size, become plain tuples. What is `Deferred` gets its usual form.
+    Subclasses of tuple, such as torch.Size, become plain tuples. A `Deferred` value gets its usual form.
     """
     if type(value) in _AS_THEY_ARE:
         return value
@@ -131,7 +131,9 @@ def plain(value: object) -> object:
 
 
 def private(value: object) -> object:
-    """Return the same as `plain`, with what is `Deferred` left as it is: `plain` of it later is `plain` of it now."""
+    """Return the result of `plain`, except that `Deferred` values stay: `plain` of the result is `plain` of `value`
+    now.
+    """
     if type(value) is dict:
         return {key: private(item) for key, item in value.items()}
     if type(value) in _AS_THEY_ARE or isinstance(value, Deferred):

@@ -1,4 +1,4 @@
-"""Interpret stored bytes as numbers, including the dtypes that numpy lacks."""
+"""Interpret stored bytes as numbers, including dtypes that numpy lacks."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ FREE = 1 << 20
 def check_backed(store: Store, states: Iterable[ShardState]) -> None:
     """Raise Corruption if a layout of these states has more partitions than members, and more than `FREE`.
 
-    An intact store may be in that state between the openings of two shards, while nothing is saved in it.
+    While a store is empty, it may be in that state between the openings of two shards.
     """
     members: dict[Layout, int] = {}
     for state in states:
@@ -39,9 +39,9 @@ def check_backed(store: Store, states: Iterable[ShardState]) -> None:
 
 
 def check_cut(store: Store, layout: Layout, *, asked: bool) -> None:
-    """Raise UsageError when the store alone demands that a state is cut into far more partitions than it has saved.
+    """Raise UsageError if only the store demands that a state is cut into far more partitions than it has saved.
 
-    asked: the caller has given the size of partitions, too. A store of one rank is not checked.
+    asked: whether the caller has given the size of partitions, too. A store of one rank is not checked.
     """
     free = FREE + layout.nbytes // MIN_PARTITION_BYTES
     if asked or store.part is not None or layout.partitions <= free:
@@ -49,7 +49,7 @@ def check_cut(store: Store, layout: Layout, *, asked: bool) -> None:
     members = sum(len(state.ids) for state in store.states(store.shards()).values())
     if layout.partitions > free + members:
         raise UsageError(
-            f"{store.where} cuts this state into {layout.partitions} partitions, and has {members} of them",
+            f"{store.where} cuts this state into {layout.partitions} partitions, but has only {members} of them",
             hint="if that is right, give the size of partitions yourself, as when the store was created",
             kind="unasked-partitions",
         )

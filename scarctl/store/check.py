@@ -58,7 +58,7 @@ class Problem(Document):
 
 @dataclass
 class Report:
-    """The result of `verify`. `files`, `bytes`: numbers of what was checked. `orphans`: segments that no record names.
+    """The result of `verify`. `files`, `bytes`: counts of the files checked. `orphans`: segments that no record names.
 
     Orphans are harmless. At most 1,000 partitions are named per segment and reason; `damaged_partitions` counts all.
     """
@@ -193,7 +193,7 @@ class _Check:
             with self.blobs.reader(name) as file:
                 return file.size
         except (FileNotFoundError, Corruption):
-            return 0  # noted already
+            return 0  # already noted
 
     # --- logs -----------------------------------------------------------------------------------------------
 

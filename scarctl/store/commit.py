@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Doubt:
-    """A record that may be visible or durable, or not, and the tail of its segment."""
+    """A record that may or may not be visible or durable, and the tail of its segment."""
 
     record: Record
     tail: Tail | None
@@ -48,7 +48,7 @@ class Publisher:
         Raises FileExistsError if another record has or had its number, InDoubt, and as `create_exclusive` does. If the
         record certainly does not exist, its segment is deleted.
         """
-        # Kept until the outcome is known, even after an interrupt.
+        # Keep the record until its outcome is known, even after an interrupt.
         self._doubts[record.shard] = _Doubt(record, tail)
         if self.companion is not None:
             self.companion.expect(record.shard, number_of(record.line))

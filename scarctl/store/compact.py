@@ -20,7 +20,7 @@ from scarctl.store.store import Store
 from scarctl.util.arrays import Bytes, Ids
 
 LONG = 64.0
-"""Longest life of a copy that is estimated, in commits: longer estimates would not be reliable."""
+"""Longest estimated life of a copy, in commits: longer estimates would be unreliable."""
 _HASTE = 4.0  # shortest life of a copy that is estimated, in commits
 PARTS = 4
 SMALLEST = 64 << 10

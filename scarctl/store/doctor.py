@@ -127,7 +127,7 @@ def diagnose(
 
 @contextmanager
 def _ends(blobs: Blobs, address: Address, seconds: float) -> Iterator[None]:
-    """End all waiting for the place after that time, or after an interrupt; also that of the cleanup."""
+    """End all waiting for the place after `seconds`, or after an interrupt; the cleanup's, too."""
     late = threading.Event()
 
     def hurry() -> None:

@@ -251,7 +251,7 @@ def load_json(
         raise corrupt(what, "not a JSON object")
     try:
         intact = _is_intact(obj, data)
-    except (ValueError, RecursionError):  # 1e999 parses as infinity, which canonical JSON cannot represent
+    except (ValueError, RecursionError):  # 1e999 parses as infinity, which canonical JSON does not have
         intact = False
     if not intact:
         raise corrupt(what, "its checksum does not match its content")

@@ -3,8 +3,8 @@
 A turn is a bounded piece of work on one shard. It moves some copies out of mostly dead segments, writes an index, and
 commits a record that moves the boundary. Only then it deletes the files that are not reachable from the boundary on.
 
-Garbage stays garbage for ever: new records only name new segments, and a rollback restores only kept states. So it may
-be deleted late, or twice, or by the next writer.
+Garbage stays garbage forever: new records only name new segments, and a rollback restores only kept states. So a file
+may be deleted late, or twice, or by the next writer.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ _log = logging.getLogger(__name__)
 RATIO = 2.0
 """Largest size of a shard's files, as a multiple of the bytes of its newest copies. Kept sealed states come on top."""
 TIGHT = 1.5
-"""The ratio that is kept instead where copies die in such an order that few have to be moved for it."""
+"""The ratio to keep instead while few copies must be moved for it, because they die in a favourable order."""
 EXTRA = 0.2
-"""Bytes moved per byte committed, from which on the ratio is `RATIO` again."""
+"""Bytes moved per byte committed above which the ratio is `RATIO` again."""
 _STEP = 1 / 64  # fraction of the newest copies' bytes that a turn frees at least
 TURN_BYTES = 64 << 20
-"""Most bytes that a turn moves, which is also its use of memory."""
+"""Most bytes that a turn moves; also the memory that it uses."""
 TURN_FILES = 2000
 """Most files that a turn deletes."""
 _WORTH = 4  # bytes freed per byte of index that a turn writes, at least
 _ATTEMPTS = 8
 FLOOR = 128 << 10
-"""Bytes per shard that are not worth collecting: records, indexes, headers."""
+"""Bytes per shard that are not worth collecting, such as records, indexes and headers."""
 
 
 @dataclass
@@ -214,12 +214,12 @@ class Collector:
         if moved or freed >= gap // 2:
             known.look_at = min(known.look_at, start)
             return True
-        # The rest has to be kept, so the next attempt waits until the shard has grown.
+        # All else has to be kept, so the next attempt waits until the shard has grown.
         known.look_at = known.files.total - freed + max(space.live // 8, self._floor, gap)
         return False
 
     def _ratio_now(self, known: _Shard, space: Space) -> float:
-        """Return the ratio to keep: the smaller, the fewer copies were moved so far."""
+        """Return the ratio to keep. The fewer copies were moved so far, the smaller it is."""
         spare = EXTRA * known.files.handed - known.moved
         share = min(max(spare / max(space.live, 1), 0.0), 1.0)
         return self._ratio - max(self._ratio - TIGHT, 0.0) * share
@@ -316,7 +316,7 @@ class Collector:
         needed |= {
             record.segment.name for record in _from(log, boundary, writer.states[shard].seq) if record.segment
         }
-        # Segments of later epochs are of a writer that has taken over, and has to collect them itself.
+        # Segments of later epochs belong to a writer that has taken over, and that has to collect them.
         segments = [
             (segment_path(shard, name), size)
             for name, size in self._segments(shard).items()

@@ -32,14 +32,14 @@ from scarctl.store.shard_state import KEEP_SEALED, Seal, ShardState
 INDEX_RECORDS = 512
 """Most records between two indexes of a writer."""
 INDEX_LEAST = 16
-"""Least records between two indexes, but for those of other reasons than reading less: reading so few is fast."""
+"""Least records between two indexes that are written only to speed up reading: reading so few is fast."""
 INDEX_BYTES = 36
 """Bytes of an index per partition."""
 
 _HEADER_BYTES, _PER_MEMBER = 64 << 10, 512
 """Bytes of an index's header without segments, and for each partition: there are no more segments than partitions."""
 _OTHERS, _OF_SEGMENT = 64, 8
-"""Lists and objects of an index that are no segments; fields that a segment has, and more."""
+"""Lists and objects of an index that are not segments; upper bound of a segment's fields."""
 _WHOLE = 16
 """Bytes of an identity in an index."""
 _COLUMNS = {"ids": "I64", "version": "I64", "position": "I64", "segment": "I32", "checksum": "U64"}
@@ -99,7 +99,7 @@ class Index:
 def read_index(blobs: Blobs, path: str, partitions: int) -> NDArray[np.uint8]:
     """Return the bytes of an index file, uint8.
 
-    Raises FileNotFoundError. Raises Corruption before reading if the file is too large for a layout of so many
+    Raises FileNotFoundError. Raises Corruption before reading if the file is too large for a layout of `partitions`
     partitions.
     """
     with blobs.reader(path) as file:

@@ -13,7 +13,7 @@ from scarctl.store.shard_state import ShardState
 
 @dataclass
 class ShardFiles:
-    """The files of one shard, counted from the moment a collector asked for it."""
+    """The files of one shard, counted since a collector first requested the count."""
 
     total: int
     """Bytes of all files."""
@@ -23,7 +23,7 @@ class ShardFiles:
 
 
 class Ledger:
-    """The books of one writer. Several threads may commit, each to another shard."""
+    """The counts of one writer. Several threads may commit, each to a different shard."""
 
     def __init__(self) -> None:
         self.handed_bytes = 0
@@ -31,7 +31,7 @@ class Ledger:
         self.written_bytes = 0
         """Bytes of all files written since the store was opened: segments, records and indexes."""
         self.shards: dict[int, ShardFiles] = {}
-        """Files of the shards that a collector asked for."""
+        """Files of the shards that a collector requested."""
         self._counting = threading.Lock()
 
     def handed(self, shard: int, nbytes: int) -> None:

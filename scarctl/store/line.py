@@ -12,10 +12,9 @@ from typing import Protocol
 
 
 class Companion(Protocol):
-    """Notes the line of every log. An arena does, to prove that it belongs to the store.
+    """Notes the line of every log. An arena does so, to prove that it belongs to the store.
 
-
-    Several threads may publish records at once, each of another shard.
+    Several threads may publish records at once, each of a different shard.
     """
 
     def begin_lines(self, lines: Mapping[int, int]) -> None:

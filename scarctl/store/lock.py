@@ -32,7 +32,7 @@ class StoreLock:
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:  # the file is about to be written
-                raise corrupt(path, "the lock is not a regular file, or has another name as well")
+                raise corrupt(path, "the lock is not a regular file, or has a second name")
             _lock(fd, path, shared=shared)
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
@@ -62,7 +62,7 @@ class NoLock:
     held = True
 
     def release(self) -> None:
-        """Do nothing, because a remote store has no lock."""
+        """Do nothing: a remote store has no lock."""
 
 
 class BothLocks:

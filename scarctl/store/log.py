@@ -140,7 +140,7 @@ class ShardLog:
     def replay(self, most: int) -> Iterator[tuple[Record, Ids, ShardState]]:
         """Yield the newest records, oldest first: each with the ids of its partitions, and the state after it.
 
-        It is one state, which changes with the next record. most: limit on records. A damaged segment gives no ids.
+        The same state object changes with the next record. most: limit on records. A damaged segment yields no ids.
         Raises Corruption, also if the writer collects these records meanwhile.
         """
         state: ShardState | None = None
@@ -180,9 +180,7 @@ class ShardLog:
                     self.blobs.delete(path)  # a damaged index serves no reader
                 except FileNotFoundError:
                     if attempt:
-                        return (
-                            0  # a newer writer collects this writer's files: the next commit will be fenced
-                        )
+                        return 0  # a newer writer collects these files: the next commit will be fenced
                 continue
             except InDoubt:
                 # The index is visible, but perhaps not durable, and a later boundary must not rely on it.
@@ -313,7 +311,7 @@ class ShardLog:
         return read_tail(self.blobs, path, record.segment, record.segment_kind, record.partitions, layout)
 
     def older(self, ids: Ids, state: ShardState) -> ShardState | None:
-        """Return, for `ids`, the next older copies than those in `state`; None if no partition has an older copy.
+        """Return, for `ids`, the copies next older than those in `state`; None if no partition has an older copy.
 
         The result has these ids only; version and segment are -1 without an older copy. It can be passed as `state`
         again. Damaged segments are skipped. Reads tails back to the oldest needed copy.

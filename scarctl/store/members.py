@@ -3,7 +3,7 @@
 The newest topology has the number of members, and the shard of each. The first member creates it exclusively, and all
 later ones compare theirs with it. A member that starts again begins an epoch in its own log only.
 
-Another number of members gets another topology, with new shards. Its members take over what is in the older ones.
+A new number of members gets a new topology, with new shards. Its members take over the content of the older ones.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EPOCH = 1
 MAX_MEMBERS = 100_000
 
 PATIENCE = 5.0
-"""Seconds to wait for a lock that another member may hold for a moment, to fence the same shard."""
+"""Seconds to wait for a lock that another member may hold briefly, to fence the same shard."""
 _POLL = 0.02
 
 
@@ -79,7 +79,7 @@ def join_members(
         found = newest_topology(store)
         assert found is not None, "a topology was created"
     if found.world != count:
-        # A process that was started for the members before may still have their arguments.
+        # A process that was started for the previous members may still have their arguments.
         since = f" since epoch {found.epoch}; it had {count} before" if had else ""
         asked = f"replaces={found.world}" + (f", after={found.epoch}" if had or after is not None else "")
         raise SettingsConflict(
@@ -92,11 +92,12 @@ def join_members(
 
 
 def _create(store: Store, count: int) -> None:
-    # A single process holds this lock alone from its start on, so that it cannot begin here at the same moment.
+    # A single process holds this lock exclusively from its start, so it cannot begin here at the same moment.
     local = store.address.root is not None
     lock = StoreLock(store.root / LOCK, shared=True) if local else NoLock()
     try:
-        # Another member may have begun since this one looked for a topology. Then that is there: logs come after it.
+        # Another member may have begun since this one looked for a topology. Then a topology exists: it precedes the
+        # logs.
         if store.shards() and newest_topology(store) is None:
             raise UsageError(
                 f"{store.where}: this store has a state that one process saved, or has lost its topology",
@@ -116,7 +117,7 @@ def _create(store: Store, count: int) -> None:
 def _replace(store: Store, found: Topology, count: int, before: Callable[[Topology], object]) -> None:
     """Create the topology of `count` members, unless another member is first. Raises Contention if one of `found` runs.
 
-    On a remote store a member that still runs is not seen. It is fenced when its shard is taken over.
+    On a remote store a member that still runs cannot be detected. It is fenced when its shard is taken over.
     """
     first = found.shards[-1] + 1
     if first + count - 1 > MAX_SHARD:
@@ -134,7 +135,7 @@ def _replace(store: Store, found: Topology, count: int, before: Callable[[Topolo
                 f"{store.where}: member {number} of {found.world} still runs: {error.message}",
                 hint="end it first: nothing was changed",
             ) from error
-    # Epoch and shards follow from the topology that is replaced. So of several creations at one moment one succeeds.
+    # Epoch and shards follow from the replaced topology. So of several simultaneous creations one succeeds.
     with contextlib.suppress(Contention):
         create_topology(store, topology_of_members(count, found.epoch + 1, first))
 
@@ -160,7 +161,7 @@ def fence(store: Store, shard: int) -> None:
 def patiently(call: Callable[[], object], seconds: Callable[[], float] = lambda: PATIENCE) -> None:
     """Repeat a call while it raises Contention: other members take the same locks for a moment.
 
-    seconds: returns how long, from the first call on. It is asked after each Contention.
+    seconds: returns the time limit since the first call. It is called after each Contention.
     """
     began = time.monotonic()
     while True:
@@ -174,7 +175,7 @@ def patiently(call: Callable[[], object], seconds: Callable[[], float] = lambda:
 
 
 def taken_over(store: Store, topology: Topology, states: Mapping[int, ShardState]) -> set[int]:
-    """Return the shards of earlier members of which these members have all rows, in sealed states of their own.
+    """Return the shards of earlier members whose rows are all in sealed states of these members.
 
     states: states of all shards.
     """
@@ -211,7 +212,7 @@ def rows_of(group: Group) -> tuple[int, int]:
 
 
 def covered(wanted: tuple[int, int], there: Sequence[tuple[int, int]]) -> bool:
-    """Return whether intervals of rows cover one."""
+    """Return whether several intervals of rows cover one."""
     at, stop = wanted
     for start, end in sorted(there):
         if start > at:

@@ -50,7 +50,7 @@ class Retention:
     delete: tuple[str, ...] = ()
     """Snapshots to delete."""
     no_writer: bool = False
-    """Assume that no process writes to this store, if it has no lock. A process that does is fenced."""
+    """Assume that no process writes to this store, if it has no lock. A writer is fenced."""
 
     def __post_init__(self) -> None:
         for name, value in (("--keep-last", self.keep_last), ("--keep-every", self.keep_every)):
@@ -131,7 +131,7 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
     found_sets = sealed_sets(states.values()) if topology is None else complete_sets(store, states)
     sealed = [s for s in found_sets if all(seq in there[shard] for shard, seq in s.seqs.items())]
     writer = None if retention.no_writer and store.address.root is None else _live_writer(store)
-    # Next to a live writer no sealed state is given up.
+    # Alongside a live writer no sealed state is given up.
     keep_sealed = _retained(sealed, retention) if writer is None else sealed
     stays = [s.seqs for s in keep_sealed] + [s.seqs for s in kept]
     files: dict[str, int] = {}
@@ -325,7 +325,7 @@ def _collectable(store: Store, state: ShardState, pins: set[int]) -> dict[str, i
     return found if any("/seg/" in path for path in found) or len(found) > _USUAL else {}
 
 
-_USUAL = 6  # records and indexes that collecting leaves, and creates again each time
+_USUAL = 6  # records and indexes that collecting leaves, and that it creates each time
 
 
 def _of(state: ShardState) -> list[Any]:

@@ -26,7 +26,7 @@ class Wanted:
     last: int
     """Bytes of the last piece."""
     out: Bytes
-    """Room for all of them, one after another: exactly as many bytes, or as if the last piece were a full one."""
+    """Room for all pieces, one after another: exactly their bytes, or as many as if the last piece were full."""
 
     @property
     def data(self) -> Bytes:

@@ -23,8 +23,8 @@ from scarctl.store.shard_state import ShardState
 from scarctl.util.arrays import Bytes, Ids, adjacent
 
 Room: TypeAlias = Callable[[int, Ids], Sequence[Bytes | None] | None]
-"""Returns where copies of adjacent partitions of a group may be read to before they are verified: of every tensor
-uint8[bytes], their rows one after another. None: into memory of their own. Called in several threads."""
+"""Returns buffers for reading copies of adjacent partitions of a group before they are verified: for every tensor
+uint8[bytes], for their rows one after another. None: new memory is used. Called in several threads."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def read_unit(
     *,
     as_stored: bool = False,
 ) -> Found:
-    """Read a unit's copies, in the order of the layout. What is read into `room` is verified there.
+    """Read a unit's copies, in the order of the layout. Copies that are read into `room` are verified there.
 
     as_stored: do not decode encoded copies.
     """

@@ -61,13 +61,13 @@ class Record:
     that commit have, in all shards. "": no commit of several shards."""
     segment: SegmentRef | None = None
     mixed: bool = False
-    """Whether the commit has copies of several steps. Then its segment says of which."""
+    """Whether the commit has copies of several steps, which its segment lists."""
     partitions: int = 0
     extras: bool = False
     base: int | None = None
     boundary: int = 0
     line: str = ""
-    """See `scarctl.store.line`. A new record without a line begins one. That of an old record may be unknown."""
+    """See `scarctl.store.line`. A new record without a line begins one. An old record's line may be unknown."""
     write_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: str = field(default_factory=now)
     writer: str = field(default_factory=who)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from scarctl.store.store import Store
 
 LEAST_SECONDS = 10
-"""Shortest usable time span: the times in records have a resolution of one second."""
+"""Shortest usable time span in seconds: times in records have a resolution of one second."""
 
 
 @dataclass(frozen=True, slots=True)

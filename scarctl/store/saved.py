@@ -57,7 +57,7 @@ def parse(created: str) -> datetime.datetime | None:
 
 
 def seconds_since(created: str | None) -> float | None:
-    """Return the seconds since a time of `last_saved`; None if unknown. At least 0, because clocks of hosts differ."""
+    """Return the seconds since a time of `last_saved`; None if unknown. At least 0, because hosts' clocks differ."""
     moment = parse(created) if created is not None else None
     if moment is None:
         return None

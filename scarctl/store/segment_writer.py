@@ -43,7 +43,7 @@ from scarctl.util.arrays import Bytes, Ids
 CHUNK = 4 << 20
 """Bytes that are hashed and written, or gathered, at once."""
 BIG_RUN = 256 << 10
-"""Mean bytes of runs of adjacent partitions from which on they are written from the source without a copy."""
+"""Mean bytes of runs of adjacent partitions above which runs are written from the source without a copy."""
 
 
 def write_segment(

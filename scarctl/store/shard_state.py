@@ -54,7 +54,7 @@ class ShardState:
     records: number of the log's files.
     line: see `scarctl.store.line`; "" if unknown.
     unindexed_records, unindexed: the records since the last index, and the partitions in them.
-    past: whether this is the state after a given record, not after the newest.
+    past: whether this is the state after a requested record, not the newest one.
     """
 
     shard: int
@@ -137,7 +137,7 @@ class ShardState:
         return np.where(self.ids[at] == ids, at, -1)
 
     def require_members(self, ids: Ids) -> Ids:
-        """Return the indices of `ids` in the arrays. Raise UsageError if one is not a member."""
+        """Return the indices of `ids` in the arrays. Raises UsageError if one is not a member."""
         at = self.find(ids)
         if len(ids) and (at < 0).any():
             raise UsageError(f"partition {int(ids[at < 0][0])} is not of shard {self.shard}")

@@ -1,4 +1,4 @@
-"""Find and name sealed states that are kept (docs/FORMAT.md, section 9).
+"""Find sealed states, and name those to keep (docs/FORMAT.md, section 9).
 
 A snapshot is a small file that names one record of every shard. Creating one needs no lock. The file is created first,
 then the records are checked: a collector may have given them up meanwhile. A collector works in the opposite order,
@@ -133,7 +133,7 @@ def check_new_snapshot(store: Store, name: str) -> None:
 
 def _taken(name: str) -> UsageError:
     return UsageError(
-        f"a snapshot {name!r} exists already",
+        f"a snapshot {name!r} already exists",
         hint="use another name, or delete it: `scarctl snapshot delete`",
         kind="snapshot-exists",
     )

@@ -165,7 +165,7 @@ class Store:
         what = blobs.where(SETTINGS)
         if not blobs.has(SETTINGS):
             refuse_foreign(address, blobs, "use the folder of a store")
-            if not blobs.has(SETTINGS):  # another process may have just created it
+            if not blobs.has(SETTINGS):  # another process may just have created it
                 raise NoStore(
                     f"{address.root or address.shown}: there is no store here",
                     hint="check the path; `scarctl status` shows the stores that this host knows",
@@ -192,7 +192,7 @@ class Store:
         return self.of_part(Part(shard, epoch, current))
 
     def of_part(self, part: Part) -> Store:
-        """Return the view with one shard: see `of_shard`."""
+        """Return the view of one shard: see `of_shard`."""
         twin = Store(self.address, self.blobs, self.id, self.settings)
         twin.part = part
         twin._layouts = self._layouts  # a digest names the same layout in both
@@ -231,7 +231,7 @@ class Store:
             lock.release()
 
     def take_lock(self) -> Lock:
-        """Take the lock, from this store if it holds it. Give it back with `return_lock`. Raises Contention."""
+        """Take the lock, from this store if it holds one. Give it back with `return_lock`. Raises Contention."""
         lock, self._lock = self._lock, None
         if lock is not None and lock.held:
             return lock
@@ -363,7 +363,7 @@ class Store:
         """Read and verify the copies of `ids` that `state` names, about `Blobs.batch` bytes at a time.
 
         corrupt: gets (ids, reason) for partitions whose copy is missing or damaged, or that were never saved.
-        room: memory to read into. Its contents mean nothing before they are yielded.
+        room: memory to read into. Its contents are not verified before they are yielded.
         as_stored: do not decode encoded copies.
 
         Yields the others by segment, group and id. Raises Unavailable, AccessDenied.

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 _HEAL = (
     "data are not affected; restore the file from a backup. If the job had the same ranks at its previous start, this "
-    "file may be deleted: the previous topology names the same shards. Of members whose number never changed, another "
-    "store's file serves, if it has as many members"
+    "file may be deleted: the previous topology names the same shards. For members whose number never changed, "
+    "the file of another store with as many members can be used"
 )
 
 
@@ -58,7 +58,7 @@ class Topology:
     created: str = field(default_factory=now)
     writer: str = field(default_factory=who)
     independent: bool = False
-    """The processes are members: each starts alone, and none shares a state with another."""
+    """Whether the processes are members: each starts alone, and shares no state with another."""
 
     @property
     def world(self) -> int:
@@ -101,7 +101,7 @@ class Topology:
         ):
             raise corrupt(what, "its shards are malformed")
         independent = f.raw("independent") is not None and f.flag("independent")
-        # The first members have the first shards, and all later ones those after the members before.
+        # The first members have the first shards, and later members have the shards after their predecessors'.
         if independent and (
             shards != list(range(shards[0], shards[0] + len(shards))) or (epoch == 1) != (shards[0] == 0)
         ):
@@ -168,7 +168,7 @@ def require_current(store: Store) -> None:
     if newest is None or store.part.shard not in newest.shards:
         count = 0 if newest is None else newest.world
         raise Fenced(
-            f"{store.where}: {counted(count, 'member')} have taken over this store, and the state of this one",
+            f"{store.where}: {counted(count, 'member')} have taken over this store and this member's state",
             hint="stop this process; its earlier commits are safe",
         )
 

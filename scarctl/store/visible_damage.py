@@ -51,7 +51,7 @@ def visible_damage(store: Store, states: Mapping[int, ShardState]) -> dict[int, 
 def _still_missing(
     store: Store, state: ShardState, missing: dict[int, str]
 ) -> tuple[ShardState, dict[int, str]]:
-    """Return the newest state, and what it misses: not what a writer has collected since `state` was read.
+    """Return the newest state and its missing segments, except those that a writer collected since `state` was read.
 
     A writer deletes a segment after the record that supersedes it. So it is damage if there is no newer record.
     """
@@ -62,7 +62,7 @@ def _still_missing(
         state, missing = fresh, _missing(fresh, dict(store.blobs.files(f"{shard_folder(state.shard)}/seg")))
         if not missing:
             break
-    return state, {}  # also if a writer is this busy: it would not collect what it needs
+    return state, {}  # even a busy writer does not collect segments that it needs
 
 
 def _missing(state: ShardState, sizes: Mapping[str, int]) -> dict[int, str]:

@@ -42,7 +42,6 @@ _RARE = 400  # state bytes per byte of a second index
 def open_writer(store: Store, *, layout: Layout, shard_of: NDArray[np.int32]) -> StoreWriter:
     """Open a store for writing. Start a new epoch in every shard's log, which fences all older writers.
 
-
     shard_of: shard of every partition, int32 of shape (layout.partitions,); -1: in no shard.
 
     Raises Contention if another live process writes; LayoutMismatch if the store holds another layout; UsageError
@@ -178,7 +177,7 @@ class StoreWriter:
         self._publish_next(record, tail)
         self.ledger.handed(shard, record.nbytes)
         self._floor[shard] = step
-        # Until there is an index, one small segment has the only list of the members, and all else needs it.
+        # Until an index exists, one small segment has the only list of the members, which all else needs.
         none = state.unindexed_records > state.seq
         half = (none or state.unindexed_records >= INDEX_LEAST) and 0 < len(state.ids) <= 2 * state.unindexed
         if half or state.unindexed_records >= INDEX_RECORDS:
@@ -250,7 +249,7 @@ class StoreWriter:
         state.sealed = [seal for seal in sealed if seal.seq == state.seq or seal.seq in keep]
         try:
             if not self.put_index(state) and state.sealed != sealed:
-                # The existing index lists states that are given up now, but a rollback relies on the boundary's list.
+                # The existing index lists states that this gives up, but a rollback relies on the boundary's list.
                 self._publish_next(self._moving(state), None)
                 self.put_index(state)
             boundary = state.seq

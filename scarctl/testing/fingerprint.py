@@ -1,4 +1,4 @@
-"""Fingerprint a training from outside its adapter: digests to compare bit by bit, also between processes."""
+"""Fingerprint a training from outside its adapter: digests to compare bit by bit, even between processes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Seen:
 
 
 class Recorder:
-    """The `visit` of one run: records fingerprints, checks the count, and acts at chosen iterations."""
+    """The `visit` callback of one run: records fingerprints, checks the count, and acts at chosen iterations."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Recorder:
         """at: actions by the iteration after which they run; the number resumed from: before the first iteration."""
         self.training = training
         self.seen: dict[int, Seen] = {}
-        """By iteration. The first is that of the resumed state."""
+        """Fingerprints by iteration. The first one is the resumed state's."""
         self.layouts: dict[int, Description] = {}
         self.session: weakref.ref[Session] | None = None
         self._generators = tuple(generators)
@@ -75,8 +75,8 @@ class Recorder:
     def __call__(self, session: Session) -> None:
         step = max(self.seen) + 1 if self.seen else session.head_step
         assert session.head_step == step, (
-            f"after iteration {step} the session has counted {session.head_step}: each iteration must count once, also "
-            "one of several backward passes or several optimizers"
+            f"after iteration {step} the session has counted {session.head_step}: each iteration must count once, even "
+            "with several backward passes or several optimizers"
         )
         self.session = weakref.ref(session)
         self.seen[step] = Seen.of(self.training, self._generators)
@@ -126,7 +126,7 @@ def rows_of(adapter: Adapter) -> dict[tuple[str, str], NDArray[np.uint8]]:
 
 
 def is_placeholder(tensor: torch.Tensor) -> bool:
-    """Return whether it stands for a slot that the optimizer has not made yet: an expanded zero."""
+    """Return whether a tensor stands for a slot that the optimizer has not created yet: an expanded zero."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 

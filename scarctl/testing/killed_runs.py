@@ -1,4 +1,4 @@
-"""Run trainings in a process of their own, and kill it with SIGKILL."""
+"""Run trainings in a separate process, and kill it with SIGKILL."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from scarctl.session.session import Session
 from scarctl.testing.fingerprint import Description, Recorder, Seen
 
 SECONDS = 300.0
-"""Timeout for importing the framework and a few iterations, also on a busy machine."""
+"""Timeout in seconds for importing the framework and a few iterations, even on a busy machine."""
 
 
 def checkpoint(session: Session) -> None:
@@ -53,14 +53,15 @@ def run_and_kill(
 ) -> list[tuple[dict[int, Seen], dict[int, Description]]]:
     """Train in a new interpreter, and kill it. Returns fingerprints and layouts of each training, by iteration.
 
-    Several trainings run nested in one process and end by one kill: importing a framework takes longer than all.
+    Several trainings run nested in one process, which is killed once: importing a framework takes longer than all of
+    them.
 
-    suite: a subclass of `AdapterConformance` at the top level of a module. hash_seed: of the interpreter; another seed
-    changes every order that comes from hashing.
+    suite: a subclass of `AdapterConformance` at the top level of a module. hash_seed: the interpreter's; another seed
+    changes every order that depends on hashing.
     """
     if "<" in suite.__qualname__:
         raise AssertionError(
-            f"{suite.__qualname__} is inside a function: another process cannot find it there"
+            f"{suite.__qualname__} is defined inside a function, where another process cannot find it"
         )
     task = {
         "file": inspect.getfile(suite),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 GRACE = 5.0
-"""Seconds in which a thread that is ending must end."""
+"""Seconds within which an ending thread must have ended."""
 
 
 def residue(arena_dir: Path) -> Counter[str]:
@@ -34,7 +34,7 @@ def handlers() -> dict[str, object]:
 
 
 def left_behind(before: Counter[str], arena_dir: Path, what: str = "") -> list[str]:
-    """Return what has increased since `before`, after threads had time to end. what: part of the names."""
+    """Return the counts that have increased since `before`, after threads had time to end. what: part of the names."""
     deadline = time.monotonic() + GRACE
     while True:
         more = residue(arena_dir) - before

@@ -67,7 +67,9 @@ class AdapterConformance(Runs):
     # -- the training itself ------------------------------------------------------------------------------------
 
     def test_the_training_is_one_that_shows_something(self, tmp_path: Path) -> None:
-        """Two runs are equal, and every value and generator changes: otherwise the other tests prove little."""
+        """Check that two runs are equal, and that every value and generator changes: otherwise the other tests prove
+        little.
+        """
         expected = self._uninterrupted(tmp_path)
         assert list(expected) == list(range(LAST + 1)), (
             f"visit() was called after iterations {list(expected)}"
@@ -157,10 +159,10 @@ class AdapterConformance(Runs):
             made = {group.name: set(group.tensors) for group in adapter.groups()}
             for group in layout.groups:
                 missing = {spec.slot for spec in group.tensors} - made[group.name]
-                assert not missing, f"create_slots() has not made {sorted(missing)} of {group.name}"
+                assert not missing, f"create_slots() has not created {sorted(missing)} of {group.name}"
             remove()
             assert describe(adapter) == before, (
-                "the function returned by create_slots() does not take away all slots that it made"
+                "the function returned by create_slots() does not remove all slots that it made"
             )
 
         run = self._run(tmp_path, LAST, at={0: make_and_remove})
@@ -221,7 +223,7 @@ class AdapterConformance(Runs):
             session.recover("all", mode="rollback")
             assert session.head_step == 2
             found = Seen.of(training, self.generators).differences(recorder.seen[2])
-            assert not found, f"not as after iteration 2: {found}"
+            assert not found, f"different from the state after iteration 2: {found}"
             raise Stop
 
         recorder = Recorder(training, self.generators, {2: checkpoint, 4: roll_back})
@@ -271,14 +273,14 @@ class AdapterConformance(Runs):
         self._train(training, recorder, tmp_path, 3, **OFTEN)
         assert recorder.session is not None
         alive = leaks.survivors({"session": recorder.session})
-        assert not alive, f"still there while the model is: {alive}"
+        assert not alive, f"still referenced while the model lives: {alive}"
 
     def test_nothing_of_the_training_outlives_it(self, tmp_path: Path) -> None:
         """Objects that the training's attributes refer to are freed: models are large."""
         references = self._references(tmp_path)
         assert references, "the training has no attributes that can be watched"
         alive = leaks.survivors(references)
-        assert not alive, f"still there after the training: {alive}"
+        assert not alive, f"still alive after the training: {alive}"
 
     def _references(self, tmp_path: Path) -> dict[str, weakref.ref[Any]]:
         training = self.training()
@@ -288,7 +290,7 @@ class AdapterConformance(Runs):
     def test_runs_one_after_the_other_leave_nothing_in_the_process(self, tmp_path: Path) -> None:
         """No threads, no open files, no files in the arena's folder. Every run checks signal handlers."""
         expected = self._uninterrupted(tmp_path)
-        self._run(tmp_path, 2, **OFTEN)  # creates what is created once per process
+        self._run(tmp_path, 2, **OFTEN)  # creates objects that are created once per process
         gc.collect()
         before = leaks.residue(tmp_path / "arena")
         for until in (4, LAST):
@@ -428,7 +430,7 @@ class AdapterConformance(Runs):
         self._train(training, recorder, tmp_path, LAST)
         names = [name for name, _ in calls]
         ends = [i for i, name in enumerate(names) if name == "visit"]
-        assert ends[-1] == len(names) - 1, "hooks that were removed are called"
+        assert ends[-1] == len(names) - 1, "removed hooks are called"
         for step, (first, last) in enumerate(itertools.pairwise(ends), start=1):
             between = names[first + 1 : last]
             assert between[:1] == ["before"], f"iteration {step} has called {between}: `before` comes first"

@@ -28,7 +28,7 @@ LEAST_POINTS = 8
 LEAST_EXPLAINED = 0.5
 """Share of the values' variance that the curve must explain."""
 WIDEST = 8.0
-"""Largest accepted ratio between the two ends of an interval of 1 - c."""
+"""Largest accepted ratio between the two ends of the interval for 1 - c."""
 _POWERS = np.linspace(0.25, 1.5, 6)
 _BETTER = 0.7  # a power of k fits better if it leaves less than this share of the residue
 _GRID = 400
@@ -179,7 +179,7 @@ def _fit(
     amplitude, spread_of_amplitude, residue, rest = data.solve(decay)
     if residue > (1 - LEAST_EXPLAINED) * spread:
         return NoEstimate(
-            "the history is no convergence: a decaying curve explains less than half of its variance"
+            "the history does not converge: a decaying curve explains less than half of its variance"
         )
     parameters = 3 if gaps is None else 2
     independent = max(parameters + 1.0, _independent(rest))

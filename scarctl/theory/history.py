@@ -19,7 +19,7 @@ from scarctl.theory.convergence import LEAST_POINTS, Convergence, NoEstimate, fi
 MOST = 64
 """Points kept."""
 _RECENT = 4
-"""Newest points of which `History.speed` is the mean."""
+"""Number of newest points whose mean is `History.speed`."""
 
 Point = tuple[int, int, float]
 """Iteration k, gap in iterations, ‖x(k + gap) - x(k)‖ of the parameters."""
@@ -64,9 +64,9 @@ class History:
         return fit_increments(steps - step, norms, gaps)
 
     def speed(self) -> float | None:
-        """Return the distance that the parameters move per iteration, of late; None if it is unknown or 0.
+        """Return the distance that the parameters have recently moved per iteration; None if it is unknown or 0.
 
-        Where a run follows the noise of its batches, steps cancel: this is less than the length of one step.
+        If a run follows the noise of its batches, steps cancel, and the distance is less than the length of one step.
         """
         recent = self._points[-_RECENT:]
         moved = sum(norm for _, _, norm in recent)
@@ -91,7 +91,7 @@ class History:
 
     @staticmethod
     def joined(parts: Sequence[History]) -> History:
-        """Return the history of a whole state from those of its parts, by the points that all parts have."""
+        """Return the history of a whole state: the points that the histories of all its parts have."""
         if len(parts) == 1:
             return parts[0]
         norms = [{(step, gap): norm for step, gap, norm in part.points} for part in parts]

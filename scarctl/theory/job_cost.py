@@ -30,12 +30,12 @@ SHARE = 0.8
 FRACTIONS = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32)
 _GAIN_AT = 1 / 8
 USUAL = 1 / 8
-"""Fraction of `attach`'s defaults: taken where another one is not clearly better."""
+"""Default fraction of `attach`: recommended unless another one is clearly better."""
 SLIGHT, SLIGHT_SHARE = 3.6, 0.05
 """Costs count as equal if they differ by less than 3.6 s per hour, a thousandth of the time, or by less than 5 %. The
 model is not more accurate: it knows neither the machine's noise nor how the state moves."""
 _NEVER = 1000.0
-"""Hours lost in an hour of training above which a job counts as one that never ends."""
+"""Hours lost per hour of training above which a job counts as never ending."""
 # Points and weights of a mean over an interval (Gauss and Legendre): the integrand is smooth.
 _PHASES, _WEIGHTS = np.polynomial.legendre.leggauss(5)
 _RATIO = 1.05
@@ -124,7 +124,7 @@ class Advice:
 
     @property
     def pays(self) -> bool | None:
-        """Whether partial checkpoints and recovery cost clearly less than every other way; None if about as much."""
+        """Whether partial checkpoints and recovery cost clearly less than every other way; None if about equal."""
         mine, other = self.scar.cost.total, self.rival.cost.total
         return None if about_equal(mine, other) else mine < other
 
@@ -178,7 +178,7 @@ def cost_of_scar(job: Job, fraction: float, interval: float) -> Cost:
     slowed = 1 + stall / interval
     rework = mean_rework(job, fraction, interval) * job.step_seconds * slowed
     restart = job.restart + job.state_bytes / job.shards / job.bandwidth
-    # No iteration is repeated, so the costs of failures add up, also of one during the recovery from another.
+    # No iteration is repeated, so the costs of failures add up, even of a failure during another recovery.
     left = 1 - (rework + restart) / job.mtbf
     if left <= 1 / (1 + _NEVER) or math.isinf(rework):
         return Cost(stall / interval * HOUR, math.inf, math.inf)

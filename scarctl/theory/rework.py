@@ -33,7 +33,7 @@ class Rework(Document):
     iterations: float | None
     """Expected rework; None: no estimate."""
     low: float | None = None
-    """Least expected rework over the 95 % interval of the convergence estimate."""
+    """Smallest expected rework over the 95 % interval of the convergence estimate."""
     high: float | None = None
     """Largest bound over the same interval."""
     basis: str | None = None
@@ -113,7 +113,7 @@ class Outlook:
             return by_rate
         if by_rate.high is None:
             return replace(by_staleness, reason=by_rate.reason)
-        # Few runs converge as evenly as (6) assumes: it has been seen to be too low where rates adapt (Adagrad).
+        # Few runs converge as evenly as (6) assumes. With adaptive rates (Adagrad) it was seen to be too low.
         return replace(by_rate, high=max(by_rate.high, by_staleness.high or 0.0))
 
     def staleness(self, norm: float) -> float | None:
@@ -126,8 +126,8 @@ class Outlook:
     def _of_staleness(self, norm: float, share: float, age: float | None, since: int) -> Rework | None:
         """Predict without a convergence rate: by the staleness, which (6) approaches for c near 1.
 
-        A run that slows down has moved faster since its copies than it does now. So the staleness is at least that of
-        the copies' age, of a part that has moved straight.
+        A run that slows down has moved faster since its copies than it does now. So the staleness is at least the
+        copies' age if the part has moved straight.
         """
         stale = self.staleness(norm)
         if stale is None or age is None:
@@ -192,7 +192,7 @@ def rework_of_loss(
 
 
 def mean_age(distance: NDArray[np.float64], ages: NDArray[Any]) -> float | None:
-    """Return the root mean square age of copies by squared distance: what has moved counts. None: no distances.
+    """Return the root mean square age of copies, weighted by squared distance. None: no distances.
 
     distance: of the live values from their copies. ages: of the copies, in iterations. Both have the shape (copies,).
     """
@@ -236,7 +236,7 @@ class Choice:
 
 
 def choose(mode: str, rework: Rework, rollback_steps: int | None, most: float | None = None) -> Choice:
-    """Choose the mode of less predicted rework, partial if there is no estimate.
+    """Choose the mode with less predicted rework; partial if there is no estimate.
 
     mode: "auto", or the mode to use. rework: of a partial recovery. rollback_steps: None when there is no sealed state.
     most: iterations that the recovery may cost. The upper end of the prediction counts.
@@ -276,7 +276,7 @@ def _cheaper(rework: Rework, rollback_steps: int | None) -> Choice:
     if rollback_steps is None:
         return Choice("partial", "there is no sealed state")
     if rework.iterations is None or rework.basis == "staleness":
-        # A staleness bounds the rework well, but is often several times what it turns out to be.
+        # A staleness bounds the rework well, but is often several times the actual rework.
         return Choice(
             "partial",
             f"no convergence rate ({rework.reason}); its perturbation is expected to be at most that of a rollback "

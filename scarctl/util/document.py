@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Document:
-    """A dataclass of which every field is one of its JSON object, under the same name.
+    """A dataclass whose fields are those of its JSON object, under the same names.
 
     `scarctl.cli.schemas` publishes the types of the fields, with the text below each.
     """

@@ -1,8 +1,8 @@
-"""Keep the states of the global random generators of Python and numpy, faster than these offer it.
+"""Keep the states of the global random generators of Python and numpy, faster than their own functions do.
 
 `random.getstate` builds 625 integers, and `numpy.random.get_state` reads 624 words one by one: 40 µs after every step
-of a training. Here the generators' memory is copied, and interpreted when a state is needed. Where that is, is found
-out on generators made for it. If what is found there is not what the official functions return, those are used.
+of a training. Here the generators' memory is copied, and interpreted when a state is needed. Its layout is
+determined on generators made for this purpose. If it yields other values than the official functions, these are used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WORDS = 624
 """Words of a Mersenne twister. Its position is one word more."""
 _BYTES = 4 * (_WORDS + 1)
 _SIGN = 16
-"""First bytes of a state. A generator that has drawn is at another position, or all of its words are others."""
+"""First bytes of a state. A generator that has drawn has another position, or other words throughout."""
 _Memory: Any = ctypes.c_char * _BYTES
 _Gauss: Any = ctypes.c_char * 16
 
@@ -36,7 +36,7 @@ class HostStates:
         self._numpy = of_numpy
 
     def python(self) -> tuple[Any, ...]:
-        """Return what `random.getstate` returned then."""
+        """Return what `random.getstate` would have returned then."""
         words, gauss = self._python
         if isinstance(words, bytes):
             position, *state = np.frombuffer(words, np.uint32).tolist()
@@ -44,7 +44,7 @@ class HostStates:
         return gauss  # type: ignore[no-any-return]
 
     def numpy(self) -> tuple[Any, ...]:
-        """Return what `numpy.random.get_state` returned then."""
+        """Return what `numpy.random.get_state` would have returned then."""
         words, gauss = self._numpy
         if isinstance(words, bytes):
             state = np.frombuffer(words, np.uint32)
@@ -156,7 +156,7 @@ def _numpy_reader(generator: object) -> Reader | None:
 
 @functools.cache
 def _gauss_of_numpy() -> int | None:
-    """Return where in a `RandomState` a flag says that a gaussian is left, which is 8 bytes later; None: unknown."""
+    """Return the offset in a `RandomState` of the flag for a stored gaussian, 8 bytes before it; None: unknown."""
     twin: Any = np.random.RandomState(20210)
     twin.standard_normal()
     memory = ctypes.string_at(id(twin), np.random.RandomState.__basicsize__)

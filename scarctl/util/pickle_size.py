@@ -15,7 +15,7 @@ _OPERAND = rb"[Kh\x80].|M..|[Jj].{4}|[G\x95].{8}"
 _RUN = re.compile(rb"(?:[%s]{1,4096}|%s){1,4096}" % (_PLAIN, _OPERAND), re.DOTALL)
 _OPERANDS = re.compile(_OPERAND, re.DOTALL)
 _LENGTHS = {0x8C: 1, ord("X"): 4, 0x8A: 1, ord("C"): 1, ord("B"): 4}
-"""Opcodes followed by a length in so many bytes, then by text, a number or bytes of that length."""
+"""By opcode, the size in bytes of the length field that follows it. The field precedes data of that length."""
 _STOP = ord(".")
 _PIECE = 1 << 20
 
@@ -51,7 +51,7 @@ def torch_fault(data: bytes, tensors: int = 0) -> str | None:
 
 
 def torch_pickles_fault(data: bytes | mmap.mmap, at: int, count: int, most: int) -> tuple[str | None, int]:
-    """Return the same for `count` pickles one after another from byte `at`, `most` bytes at most; and where they end.
+    """Return the fault of `count` consecutive pickles from byte `at`, at most `most` bytes, and the byte at their end.
 
     A pickle with an opcode that torch refuses is the last: nothing after it would be read.
     """

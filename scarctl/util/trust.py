@@ -24,14 +24,14 @@ def why_untrusted(path: Path, opened: os.stat_result) -> str | None:
     if not _owned(opened) or not _owned(link):
         return f"it belongs to user {opened.st_uid if not _owned(opened) else link.st_uid}"
     if who := _writers(opened):
-        return f"{who} may write it"
+        return f"{who} may write to it"
     status = folder.stat()
     if status.st_mode & stat.S_ISVTX:
         return None
     if not _owned(status):
         return f"its folder belongs to user {status.st_uid}"
     if who := _writers(status):
-        return f"{who} may write its folder"
+        return f"{who} may write to its folder"
     return None
 
 

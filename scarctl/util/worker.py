@@ -17,7 +17,7 @@ T = TypeVar("T")
 def run_all(call: Callable[[T], object], items: Iterable[T], threads: int) -> None:
     """Call `call` with every item, in up to `threads` threads, the caller's own included; return when all have ended.
 
-    Raises what one of them raised. Then not all items may have been taken.
+    Raises the exception of a call that failed. Then some items may not have been processed.
     """
     todo = deque(items)
     errors: list[BaseException] = []

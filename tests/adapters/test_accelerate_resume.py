@@ -106,7 +106,7 @@ def test_the_end_of_the_epochs_closes_the_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the session is closed"):
         run.session.checkpoint()
     for more in (run.epochs(4), run.batches(loop.loader)):
-        with pytest.raises(UsageError, match="the run is closed: nothing more would be saved"):
+        with pytest.raises(UsageError, match="the run is closed: further changes would not be saved"):
             next(more)
     forget_accelerators()
     with attach_and_resume(Loop(99).accelerator, store=tmp_path / "store", **EXACT) as run:

@@ -136,9 +136,9 @@ def test_an_index_that_does_not_fit_its_files(run: Run) -> None:
     save_file({}, "x/model-00004-of-00004.safetensors")
     found = reasons(run, "x")
     assert sum("does not have the tensor" in reason for reason in found) == 2
-    assert f"the index says that it is in {files[1]}" in found
+    assert f"the index places it in {files[1]}" in found
     assert "the index does not name this tensor" in found
-    assert "the index does not name this file: it is of another save" in found
+    assert "the index does not name this file, which belongs to another save" in found
     Path("x", files[0]).unlink()
     assert any("does not exist" in reason for reason in reasons(run, index))
     run("inspect", "x", code=13)
@@ -152,7 +152,7 @@ def test_a_shard_of_another_kind(run: Run) -> None:
     index = save_index({"w": torch.ones(2)}, Path("x"), shards=1)
     torch.save({"w": torch.ones(2)}, "x/model.bin")
     index.write_text(json.dumps({"weight_map": {"w": "model.bin"}}))
-    assert "model.bin is no safetensors file" in reasons(run, index)
+    assert "model.bin is not a safetensors file" in reasons(run, index)
 
 
 def test_a_folder_of_dcp_and_its_files(run: Run) -> None:
@@ -163,7 +163,7 @@ def test_a_folder_of_dcp_and_its_files(run: Run) -> None:
     assert any("but the file has" in reason for reason in reasons(run, "x"))
     file.write_bytes(data)
     (folder / "__9_0.distcp").write_bytes(b"")
-    assert reasons(run, "x") == ["no metadata name this file: it is of another save"]
+    assert reasons(run, "x") == ["the metadata do not name this file, which belongs to another save"]
     (folder / "__9_0.distcp").unlink()
     run("verify", "x/.metadata")
     file.unlink()

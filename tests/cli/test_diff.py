@@ -152,8 +152,8 @@ def test_hostile_names_stay_on_their_line(run: Run) -> None:
     )
 
 
-def test_a_hundred_thousand_tensors(run: Run, tmp_path: Path) -> None:
-    count = 100_000
+def test_very_many_tensors(run: Run, tmp_path: Path) -> None:
+    count = 20_000
     entries = {
         f"layers.{i}.w": {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]}
         for i in range(count)
@@ -167,8 +167,8 @@ def test_a_hundred_thousand_tensors(run: Run, tmp_path: Path) -> None:
     found = run("diff", "a.safetensors", "b.safetensors", "--json", code=4).document
     assert (found["tensors"], found["different"]) == (count, 1)
     text = run("inspect", "a.safetensors").stdout
-    assert "100000 tensors" in text
-    assert text.splitlines()[-1] == "and 99000 more tensors: --limit all lists them"
+    assert "20000 tensors" in text
+    assert text.splitlines()[-1] == "and 19000 more tensors: --limit all lists them"
     assert run("verify", "a.safetensors", "--json").document["tensors"] == count
 
 

@@ -106,7 +106,7 @@ def test_members_have_no_common_step_to_go_back_to(run: Run, store: Path, tmp_pa
 
 def test_a_member_without_memory_here_is_named_a_member(run: Run, store: Path) -> None:
     error = run("recover", "--store", store, "--lost", "1", "--json", code=2).error
-    assert error["message"] == "there is no stopped run's arena of member 1 on this host"
+    assert error["message"] == "this host has no arena of stopped member 1"
 
 
 def test_a_damaged_member_is_its_own_affair(run: Run, store: Path, tmp_path: Path) -> None:

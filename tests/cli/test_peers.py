@@ -44,7 +44,7 @@ def test_inspect_says_whose_memory_it_is(run: Run, replica: RankStore, tmp_path:
     ]
     text = run(*arguments).stdout
     assert "copy of east" in text
-    assert "ranks of other hosts of whose memory this host keeps a copy: 1" in text
+    assert "ranks of other hosts whose memory is copied to this host: 1" in text
     assert "alive" not in text, "no process of this job was on this host"
 
 

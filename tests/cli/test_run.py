@@ -120,8 +120,8 @@ def test_restarts(folder: Path, tmp_path: Path) -> None:
 class Training(Running):
     """`scarctl run` with a training process without torch, that has taken some steps."""
 
-    def __init__(self, place: Path, base: Path, *options: object) -> None:
-        command = [sys.executable, "-m", "tests.daemon.trainer", "store", base, 100_000]
+    def __init__(self, place: Path, base: Path, *options: object, steps: int = 100_000) -> None:
+        command = [sys.executable, "-m", "tests.daemon.trainer", "store", base, steps]
         super().__init__(place, *options, "--", *command)
         self.store = place / "store"
         self.folder = host_folder(str(base))
@@ -256,6 +256,23 @@ def test_nothing_stays(arena_dir: Path, tmp_path: Path) -> None:
     wait_until(lambda: status(folder) is None, seconds=3.0)
 
 
+def test_a_process_that_is_killed_continues_with_its_memory(
+    folder: Path, arena_dir: Path, tmp_path: Path
+) -> None:
+    training = Training(tmp_path, arena_dir, "--restarts", 2, steps=40)
+    told = training.kill()
+    training.ends(0)
+    assert "ended with exit code 137: restart 1 of 2" in training.stderr
+    lines = training.told()
+    steps = [line["step"] for line in lines]
+    assert steps == sorted(set(steps)), "the next process counts on from what the memory has"
+    assert told["step"] + 40 <= steps[-1] <= told["step"] + 41
+    # Partitions that wait for the store are not copied again, so the last copies are of several steps.
+    assert training.stored() == lines[-1]["handed"]
+    assert min(training.stored()) > told["step"]
+
+
+@pytest.mark.long  # with torch, twice
 def test_training_that_is_killed_goes_on(folder: Path, run: Run, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.stepper", "store", 150]
     running = Running(tmp_path, "--restarts", 2, "--store", "store", "--", *command)

@@ -15,7 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from scarctl.simulate import workers
+from scarctl.simulate.study import Study
 from tests.cli.conftest import Done, Run
+from tests.support.forkserver import Program
+
+pytestmark = pytest.mark.usefixtures("forked")
 
 WORKLOADS = "tests.simulate.workloads"
 ROOT = Path(__file__).parents[2]
@@ -28,6 +33,34 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials run in processes of their own, which import the workloads of these tests."""
     path = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), path])))
+
+
+class Forked(Program):
+    """A process of a study with what `subprocess.Popen` has: it need not import torch, which takes seconds."""
+
+    def __init__(self, study: Study) -> None:
+        given, stdin = os.pipe()
+        stdout, told = os.pipe()
+        try:
+            super().__init__(
+                ["-m", "scarctl.simulate.worker"],
+                env={**os.environ, **workers._ONE_THREAD},
+                cwd=Path.cwd(),
+                stdin=given,
+                stdout=told,
+            )
+        finally:
+            os.close(given)
+            os.close(told)
+        self.stdin, self.stdout = os.fdopen(stdin, "w"), os.fdopen(stdout)
+        self.stdin.write(json.dumps(study.to_json()) + "\n")
+        self.stdin.flush()
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials run in forks. `test_a_killed_study_goes_on_where_it_was` starts real ones."""
+    monkeypatch.setattr(workers.Workers, "_start", lambda self: Forked(self._study))
 
 
 def simulate(run: Run, workload: str, *arguments: object, code: int = 0) -> Done:
@@ -65,16 +98,20 @@ def test_a_table_for_people(run: Run) -> None:
     assert "5 trials; undisturbed, a run takes 60.0 iterations" in done.stdout
 
 
-def test_a_killed_study_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_killed_study_goes_on_where_it_was(run: Run, tmp_path: Path) -> None:
     """kill -9 in the middle: nothing of it goes on alone, and the second call does the rest only."""
-    command = [sys.executable, "-m", "scarctl", "simulate", f"{WORKLOADS}:Slow", *map(str, QUICK[:-1])]
-    command += ["12", "--results", "results.jsonl", "--json"]
+    results_file = ("--results", "results.jsonl")
+    command = ["simulate", f"{WORKLOADS}:Slow", *map(str, QUICK[:-1]), "12", "--json"]
 
     def marks() -> list[str]:
         path = tmp_path / "marks"
         return path.read_text().split() if path.exists() else []
 
-    process = subprocess.Popen([*command, "--jobs", "2"], cwd=tmp_path, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scarctl", *command, *results_file, "--jobs", "2"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+    )
     results = tmp_path / "results.jsonl"
     deadline = time.monotonic() + 60
     while not results.exists() or results.read_bytes().count(b"\n") < 4:
@@ -91,20 +128,10 @@ def test_a_killed_study_goes_on_where_it_was(tmp_path: Path) -> None:
         if marks() == before:
             break
     (tmp_path / "marks").unlink()
-    done = subprocess.run(
-        [*command, "--jobs", "1"], cwd=tmp_path, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
+    done = run(*command, *results_file, "--jobs", "1")
     assert re.search(r"\d+ of 12 trials already in results.jsonl", done.stderr)
     assert len(set(marks())) == 12 - len(kept)
-    whole = subprocess.run(
-        [*(a for a in command if a not in ("--results", "results.jsonl")), "--jobs", "2"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert json.loads(whole.stdout) == json.loads(done.stdout)
+    assert run(*command, "--jobs", "2").document == done.document
 
 
 def test_more_trials_go_on_from_the_same_file(run: Run, tmp_path: Path) -> None:
@@ -152,7 +179,7 @@ def test_predictions_beside_what_failures_cost(run: Run) -> None:
     text = simulate(run, "quadratic", *given).stdout
     assert re.search(r"^distances +priority 1/8 +1/2 +0 +6 of 6 ", text, re.MULTILINE)
     refused = simulate(run, "quadratic", *given, "--mode", "rollback", "--json", code=2)
-    assert "predictions are of partial" in refused.error["message"]
+    assert "only partial recoveries have predictions" in refused.error["message"]
 
 
 def test_results_of_before_have_no_predictions(run: Run, tmp_path: Path) -> None:

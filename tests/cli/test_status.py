@@ -175,7 +175,7 @@ def test_what_the_daemon_cannot_save_is_the_worst(saved: Model) -> None:
     }  # fmt: skip
     health = health_of(view, [run])
     assert (health.severity, health.well) == (LOSING, False)
-    assert health.findings[0].message == "saving fails, and is tried again: no space left (17 errors)"
+    assert health.findings[0].message == "saving fails, and is retried: no space left (17 errors)"
     assert health_of(view, [{**run, "stopped": True, "errors": 1}]).findings[0].kind == "stopped"
     assert health_of(view, []).well
 
@@ -210,7 +210,7 @@ def test_stores_come_worst_first(saved: Model) -> None:
     broken = unreadable("gone", NoStore("there is no store here"))
     assert worst_first([well, broken, risky]) == [broken, risky, well]
     lines = page(worst_first([well, broken, risky]), 60)
-    assert lines[0] == "3 stores, 2 not well"
+    assert lines[0] == "3 stores, 2 with problems"
     assert [line.partition(":")[0] for line in lines if line[0] != " "][1:] == ["LOSING", "AT RISK", "well"]
     assert all(len(line) <= 60 or "$ " in line for line in lines)
 

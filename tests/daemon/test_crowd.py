@@ -51,7 +51,7 @@ def test_one_too_many_saves_from_a_thread(
         stack.callback(savers[-1].close)
         assert time.monotonic() - started < client.START_SECONDS / 2
         assert [saver.outlives for saver in savers] == [True, True, False]
-        assert "the daemon serves 2 sessions already, which is its limit" in caplog.text
+        assert "the daemon already serves 2 sessions, its limit" in caplog.text
         assert "in a thread of this process" in caplog.text
         with pytest.raises(Unavailable) as caught:
             claim(tmp_path / "run-3", arena_dir, daemon=True)

@@ -37,7 +37,7 @@ def test_a_store_that_cannot_be_written_and_its_return_are_reported(
             wait_until(lambda: status(daemon.folder)["runs"][0]["errors"] >= 3)  # type: ignore[index]
         trainer.drained()
         wait_until(lambda: "the store can be written again" in caplog.messages)
-    assert said.startswith("saving fails, and is tried again")
+    assert said.startswith("saving fails, and is retried")
     assert "No space left on device" in said
     assert [one for one in caplog.messages if "copies wait" in one] == [said]
     trainer.close()

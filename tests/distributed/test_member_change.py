@@ -130,7 +130,7 @@ def test_a_member_that_waits_to_take_over_is_named_and_its_rows_stay(tmp_path: P
 
     note = survey(Store.open(tmp_path / "s"), None).note
     assert note is not None
-    assert "members before: 1, 2" in note
+    assert "still hold: 1, 2" in note
     with pytest.raises(scarctl.NoIntactCopy, match="member 1 of 3 has not started yet"):
         export(ExportSettings(store=str(tmp_path / "s"), output=tmp_path / "out"))
     # Nothing is retired before all have taken over.

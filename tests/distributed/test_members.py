@@ -110,7 +110,7 @@ def test_a_snapshot_is_of_one_member(tmp_path: Path) -> None:
             train(session, state, 3)
     assert read_snapshot(Store.open(tmp_path / "s"), "of-1").seqs.keys() == {1}
     with attached(tmp_path / "s", 1, 2, state_of(1)) as session:
-        with pytest.raises(LayoutMismatch, match="'of-0' is not of shard 1"):
+        with pytest.raises(LayoutMismatch, match="'of-0' does not contain shard 1"):
             session.resume(snapshot="of-0")
         resumed = session.resume(snapshot="of-1")
         assert (resumed.step, resumed.exact) == (4, True)

@@ -124,7 +124,7 @@ def test_nothing_is_guessed(tmp_path: Path) -> None:
     assert list(open_source(index).specs) == ["w"]
     assert list(open_source(tmp_path / "both" / ".metadata").specs) == ["v"]
     save_file({}, tmp_path / "both" / "model.safetensors")
-    with pytest.raises(UsageError, match="2 files that may be meant"):
+    with pytest.raises(UsageError, match="2 possible files"):
         open_source(tmp_path / "both")
     (tmp_path / "nothing").mkdir()
     with pytest.raises(UsageError, match="a folder without a checkpoint"):
@@ -136,7 +136,7 @@ def test_an_index_names_files_of_its_own_folder(tmp_path: Path, file: object) ->
     save_file({"w": torch.ones(2)}, tmp_path / "secret.safetensors")
     index = save_index({"w": torch.ones(2)}, tmp_path / "model")
     index.write_text(json.dumps({"weight_map": {"w": file}}))
-    with pytest.raises(Corruption, match="it names the file"):
+    with pytest.raises(Corruption, match="the metadata name the file"):
         open_source(index)
 
 

@@ -108,7 +108,7 @@ def refused(senders: list[Sender], arena: Arena, port: int, **other: Any) -> str
 
 def test_an_expired_certificate_is_refused_at_once(authority: Authority) -> None:
     with pytest.raises(
-        UsageError, match="another host would not accept it: certificate has expired"
+        UsageError, match="other hosts would not accept it: certificate has expired"
     ) as caught:
         Tls(authority.host("late", days=-1))
     assert caught.value.kind == "peer-tls"
@@ -163,7 +163,7 @@ def test_a_host_without_tls_and_one_with_it_do_not_talk(
     plain = west.admit("22" * 16, SECRET, "ee" * 16, "127.0.0.1", 0)
     assert plain != secured, "jobs with and without TLS do not share a port"
     said = refused(senders, arena, plain, tls=Tls(authority.host("east")))
-    assert "no TLS with it" in said
+    assert "TLS with it failed" in said
     assert "on all hosts, or on none" in said
     assert [path for path in (tmp_path / "west").rglob("*") if path.name == FILE] == []
 
@@ -283,7 +283,7 @@ def connection_ready(channel: Channel, secured: ssl.SSLSocket, expected: bool) -
     ("spoil", "said"),
     [
         (lambda files, _: (files[0] + ".gone", *files[1:]), "No such file"),
-        (lambda files, _: (files[0], files[2], files[2]), "no key and certificate"),
+        (lambda files, _: (files[0], files[2], files[2]), "not a key and a certificate"),
         (lambda files, other: (files[0], other.host("odd")[1], files[2]), "is not the key of"),
         (lambda files, other: (*files[:2], str(other.file)), "would not accept it"),
         (lambda files, _: (*files[:2], files[1]), "no certificate of an authority"),

@@ -182,7 +182,7 @@ def test_moments_of_what_is_thawed_are_never_left_out_unsaid(tmp_path: Path) -> 
     run.train(2)
     assert run.session.stats.errors
     assert (
-        "'base.weight' has got optimizer state since the layout was fixed: exp_avg"
+        "'base.weight' has gained optimizer state since the layout was fixed: exp_avg"
         in run.session.stats.last_error
     )
     run.session.close()

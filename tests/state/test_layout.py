@@ -272,9 +272,9 @@ def test_equal_cuts_are_equal_layouts() -> None:
         (
             [("a", "parameter", (TensorSpec("m", "F32", (2,)),))],
             {},
-            "own values do not come before its slots",
+            "values do not come before its slots",
         ),
-        ([("a", "parameter", ())], {}, "own values do not come before its slots"),
+        ([("a", "parameter", ())], {}, "values do not come before its slots"),
         ([("a", "weight", (TensorSpec("", "F32", (2,)),))], {}, "neither parameter nor buffer"),
         ([("a", "parameter", (TensorSpec("", "F4", (2,)),))], {}, "unknown dtype 'F4'"),
         ([parameter("", 2)], {}, "cannot be a tensor's name"),

@@ -64,7 +64,7 @@ def test_differences() -> None:
         "tensor 'emb.weight/exp_avg_sq' resized (10, 4) -> (12, 4)",
         "tensor 'layers.0.weight/exp_avg_sq' missing",
         "tensor 'layers.0.weight' rows per partition 2 -> 3",
-        "tensor 'layers.0.bias' was a parameter, is a buffer",
+        "tensor 'layers.0.bias' was a parameter, and is a buffer",
         "tensor 'scale' dtype F32 -> BF16",
         "tensor 'scale/exp_avg' dtype F32 -> BF16",
         "tensor 'scale/exp_avg_sq' dtype F32 -> BF16",
@@ -134,7 +134,7 @@ def test_a_layout_with_one_foreign_value_is_corruption_or_sound(value: object, d
         ("shape", [8, 2**58], "bytes exceeds the limit"),
         ("shape", [2**40], "partitions exceed the limit"),
         ("dtype", "F128", "unknown dtype"),
-        ("slot", "m", "own values do not come before its slots"),
+        ("slot", "m", "values do not come before its slots"),
         ("slot", None, "slot of a tensor is not of type str"),
     ],
 )

@@ -180,7 +180,7 @@ def test_a_flipped_bit_in_the_topology_stops_everything_and_the_file_can_be_made
     path.write_bytes(data)
     with pytest.raises(Corruption, match="topology") as caught:
         join_members(store, 2)
-    assert "another store's file serves" in caught.value.hint
+    assert "the file of another store" in caught.value.hint
     other = Store.create(tmp_path / "other")
     join_members(other, 2)
     path.write_bytes((tmp_path / "other" / topology_path(1)).read_bytes())

@@ -51,11 +51,15 @@ class Program:
         *,
         env: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
+        stdin: IO[bytes] | int | None = None,
         stdout: IO[bytes] | int | None = None,
         stderr: IO[bytes] | int | None = None,
         imports: tuple[str, ...] = TORCH,
     ) -> None:
-        """`stdout`, `stderr`: open files; None is this process's own. `imports`: modules that are there already."""
+        """`stdin`, `stdout`, `stderr`: open files. None is no input, and this process's own output.
+
+        `imports`: modules that are there already.
+        """
         self.args = arguments
         self.returncode: int | None = None
         self._server = _server(imports)
@@ -65,7 +69,11 @@ class Program:
             "cwd": str(cwd),
         }
         with open(os.devnull, "rb") as nothing:
-            streams = [nothing, 1 if stdout is None else stdout, 2 if stderr is None else stderr]
+            streams = [
+                nothing if stdin is None else stdin,
+                1 if stdout is None else stdout,
+                2 if stderr is None else stderr,
+            ]
             files = [stream if isinstance(stream, int) else stream.fileno() for stream in streams]
             self.pid = self._server.start(task, files)
 

@@ -57,8 +57,8 @@ def _chown(name: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (_chmod("scarctl.toml", 0o666), "every user may write it"),
-        (_chmod("", 0o777), "every user may write its folder"),
+        (_chmod("scarctl.toml", 0o666), "every user may write to it"),
+        (_chmod("", 0o777), "every user may write to its folder"),
         pytest.param(_chown("scarctl.toml"), f"it belongs to user {NOBODY}", marks=only_root),
         pytest.param(_chown(""), f"its folder belongs to user {NOBODY}", marks=only_root),
     ],
@@ -75,7 +75,7 @@ def test_one_that_others_may_write_is_ignored(folder: Path, change: Callable[[Pa
 def test_a_group_of_others(folder: Path) -> None:
     os.chown(folder / "scarctl.toml", -1, NOBODY)
     (folder / "scarctl.toml").chmod(0o664)
-    assert f"group {NOBODY} may write it" in scarctl(folder, "inspect").stderr
+    assert f"group {NOBODY} may write to it" in scarctl(folder, "inspect").stderr
 
 
 @only_root
@@ -96,7 +96,7 @@ def test_where_others_may_make_files_and_replace_none(folder: Path) -> None:
 def test_what_to_do_comes_from_the_command_line_only(folder: Path) -> None:
     done = scarctl(folder, "prune", SCARCTL_KEEP="first", SCARCTL_YES="1")
     assert done.returncode == 0, "there is no such snapshot, and nobody asked for it"
-    assert "SCARCTL_KEEP has no effect: say --keep on the command line" in done.stderr
+    assert "SCARCTL_KEEP has no effect: give --keep on the command line" in done.stderr
     assert "SCARCTL_YES has no effect" in done.stderr
     with (folder / "scarctl.toml").open("a") as file:
         file.write("[prune]\nyes = true\n")

@@ -1,7 +1,7 @@
 """Adapt one tree of immutable arrays, which the loop replaces in every iteration.
 
-What is live is the tree that the loop passed last. Its arrays are read where they are. A recovery cannot write into
-them. It writes into private copies of the groups that it restores (`writable`), and `tree` makes arrays of these.
+The live state is the tree that the loop passed last. Its arrays are read in place. A recovery cannot write into them.
+It writes into private copies of the restored groups (`writable`), and `tree` makes arrays from these.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ HINT = "use `session = scarctl_adapters.jax.attach(state, store=...)`: see docs/
 
 
 class Tree:
-    """The state of a training: the tree that the loop has passed last."""
+    """The state of a training: the tree that the loop passed last."""
 
     def __init__(self, tree: Any, parameters: str | None, *, donated: bool) -> None:
-        """Take the first tree, and the arguments of `attach`. Raises UsageError for one that cannot be saved."""
+        """Prepare with the first tree, and the arguments of `attach`. Raises UsageError for a tree that cannot be
+        saved.
+        """
         self.donated = donated
         self.plan: Plan = divide(tree, parameters)
         self.leaves, self.structure = jax.tree_util.tree_flatten(tree)
@@ -69,7 +71,7 @@ class JaxAdapter:
         self._written: dict[str, dict[str, torch.Tensor]] = {}
         """Private copies by group and slot, which have taken the place of leaves."""
         self._dirty = False
-        """Leaves were replaced since the tree was built."""
+        """Whether leaves were replaced since the tree was built."""
         self._hooks: list[tuple[Callable[[], None], Callable[[], None] | None]] = []
         self._caveats: Caveats | None = None
 
@@ -92,7 +94,7 @@ class JaxAdapter:
             raise UsageError("the tree has the optimizer's state", hint="put opt_state into the tree")
         if after_step:
             raise UsageError(
-                "an iteration ends with session.step(state), after which nothing of it changes",
+                "an iteration ends with session.step(state), after which its state does not change",
                 hint="pass these extras without after_step",
             )
         for name, item in (extras or {}).items():
@@ -122,7 +124,7 @@ class JaxAdapter:
         return leaves
 
     def adopt(self, tree: Any, leaves: list[Any]) -> None:
-        """Make these leaves the live ones. Nothing may read the former ones from now on."""
+        """Make these leaves the live ones. The former ones must not be read from now on."""
         if self.automatic and self._caveats is not None and any(map(is_deleted, self._tree.leaves)):
             self._caveats.say(
                 "donated",
@@ -144,7 +146,7 @@ class JaxAdapter:
                 for tensor in group.tensors.values():
                     tensor.data = tensor.new_empty(
                         0
-                    )  # the core may still have the tensor, though it reads it no more
+                    )  # the core may still have the tensor, but no longer reads it
         self._groups = None
 
     def tree(self) -> Any:
@@ -162,7 +164,7 @@ class JaxAdapter:
         return state.tree
 
     def before(self) -> None:
-        """Report that an iteration is about to end: what is being copied of the former tree is finished first."""
+        """Report that an iteration is about to end: a running copy of the former tree is finished first."""
         for before, _ in list(self._hooks):
             before()
 
@@ -194,7 +196,7 @@ class JaxAdapter:
             for n, leaf in enumerate(leaves):
                 if is_deleted(leaf):
                     raise UsageError(
-                        f"leaf {plan.names[n]!r} of the newest state was donated, and the next state is not there yet",
+                        f"leaf {plan.names[n]!r} of the newest state was donated, and no next state exists yet",
                         hint="attach with donated=True",
                     )
             self._groups = [
@@ -224,7 +226,9 @@ class JaxAdapter:
         return {}
 
     def capture_early(self) -> dict[str, Any]:
-        """Return what is saved whole: leaves, global random generators of Python and numpy, the user's extras."""
+        """Return the values that are saved whole: leaves, Python's and numpy's global random generators, the user's
+        extras.
+        """
         state = self._tree
         return {
             "leaves": Kept({state.plan.names[n]: state.leaves[n] for n in state.plan.whole}),
@@ -233,7 +237,7 @@ class JaxAdapter:
         }
 
     def capture_late(self) -> None:
-        """Return None: nothing of an iteration changes after its end."""
+        """Return None, because an iteration's state does not change after its end."""
         return
 
     def restore(self, early: Any, late: Any) -> None:
@@ -249,7 +253,7 @@ class JaxAdapter:
         restore_host_rng(early["rng"])
 
     def create_slots(self, layout: Layout) -> Callable[[], None]:
-        """Make nothing: the optimizer's state is in the tree from the start."""
+        """Do nothing, because the optimizer's state is in the tree from the start."""
         return lambda: None
 
     def install(self, before: Callable[[], None], after: Callable[[], None] | None) -> Callable[[], None]:
@@ -274,8 +278,8 @@ class JaxAdapter:
             self._caveats.say(
                 "copied-whole",
                 f"{len(away)} leaves of the state, such as {away[0]!r}, are on an accelerator or on several devices: "
-                "every checkpoint copies all of the state to the host first, while the loop waits. This is tested "
-                "with several devices of a CPU only",
+                "every checkpoint copies all of the state to the host first, while the loop waits. This was tested "
+                "only with several devices of a CPU",
                 inexact=False,
             )
 

@@ -22,7 +22,7 @@ def is_deleted(leaf: Any) -> bool:
 
 
 def view(name: str, leaf: Any) -> torch.Tensor:
-    """Return a leaf as a tensor: the same memory if JAX has the leaf in one piece on the host, else a copy.
+    """Return a leaf as a tensor: the same memory if JAX has the leaf in one piece on the host, otherwise a copy.
 
     JAX does not use that memory again while the tensor refers to it: a function to which it is donated then copies.
     Waits until the leaf is computed. Raises UsageError for a dtype that torch or the store lacks.
@@ -35,7 +35,7 @@ def view(name: str, leaf: Any) -> torch.Tensor:
     except Exception as error:
         raise UsageError(
             f"leaf {name!r} of the state has dtype {leaf.dtype}, and cannot be read: {error}",
-            hint="convert it, or leave it out of the state",
+            hint="convert it, or exclude it from the state",
         ) from error
 
 
@@ -45,11 +45,11 @@ def in_host(leaf: jax.Array) -> bool:
 
 
 def check(name: str, leaf: Any) -> None:
-    """Raise UsageError for an array of which other processes have parts."""
+    """Raise UsageError for an array whose parts are in several processes."""
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise UsageError(
             f"leaf {name!r} of the state is divided among several processes",
-            hint="scarctl saves JAX states that one process has whole; see docs/jax.md",
+            hint="scarctl saves a JAX state only if one process has all of it; see docs/jax.md",
         )
 
 
@@ -96,7 +96,7 @@ def _impl(key: jax.Array) -> str:
 
 
 def _stored(leaf: Any, weak: bool) -> Any:
-    """Return a leaf as plain values. weak: its type is weak, as that of a number of Python."""
+    """Return a leaf as plain values. weak: its type is weak, like that of a Python number."""
     if is_key(leaf):
         return {"key": _impl(leaf), "data": np.asarray(jax.random.key_data(leaf))}
     if weak:
@@ -110,7 +110,7 @@ def _stored(leaf: Any, weak: bool) -> Any:
 
 
 def restored(stored: Any, like: Any) -> Any:
-    """Return the leaf of which `_stored` was kept. like: the live leaf, for its placement."""
+    """Return the leaf from the result of `_stored`. like: the live leaf, for its placement."""
     if not isinstance(stored, dict):
         return stored
     if "key" in stored:

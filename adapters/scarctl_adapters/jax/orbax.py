@@ -1,4 +1,4 @@
-"""Write a store's state as a checkpoint of Orbax. The other way needs nothing of this: see docs/jax.md."""
+"""Write a store's state as a checkpoint of Orbax. The reverse needs no function: see docs/jax.md."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def to_orbax(
     """
     target = Path(os.path.abspath(output))
     if os.path.lexists(target):
-        raise UsageError(f"{output} exists already", hint="use another name, or delete it")
+        raise UsageError(f"{output} already exists", hint="use another name, or delete it")
     plan = divide(like, parameters)
     leaves, structure = jax.tree_util.tree_flatten(like)
     target.parent.mkdir(parents=True, exist_ok=True)
     whole = _whole(os.fspath(store), snapshot)
-    # Next to the output, which has to have room for as much.
+    # In the output's folder, which needs the same space anyway.
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
         file = Path(folder, WHOLE)
         found = export(ExportSettings(store=os.fspath(store), output=file, snapshot=snapshot))
@@ -68,7 +68,7 @@ def to_orbax(
 
 
 def _fill(file: Path, plan: Plan, leaves: list[Any], store: str) -> None:
-    """Replace the leaves of all groups by what a file has of them. Raises LayoutMismatch."""
+    """Replace the leaves of all groups by a file's tensors. Raises LayoutMismatch."""
     with safe_open(file, "pt") as tensors:
         there = set(tensors.keys())
         for name, slots in plan.groups.items():
@@ -86,7 +86,7 @@ def _fill(file: Path, plan: Plan, leaves: list[Any], store: str) -> None:
 
 
 def _whole(store: str, snapshot: str | None) -> dict[str, Any]:
-    """Return the values that are saved whole, by name. Raises Corruption if the store has none of a tree."""
+    """Return the values that are saved whole, by name. Raises Corruption if the store has no values of a tree."""
     opened = Store.open(store)
     named = named_snapshot(opened, snapshot)
     state = open_shares(opened, named)
@@ -104,7 +104,7 @@ def _whole(store: str, snapshot: str | None) -> dict[str, Any]:
     early = newest[1].get("early") if isinstance(newest[1], dict) else None
     leaves = early.get("leaves") if isinstance(early, dict) else None
     if not isinstance(leaves, dict):
-        raise Corruption(f"{store}: no session over a tree of JAX has saved there")
+        raise Corruption(f"{store}: no session over a JAX tree has saved to it")
     return {name: leaf for name, leaf in leaves.items() if _is_sound(leaf)}
 
 

@@ -26,7 +26,7 @@ from scarctl_adapters.jax.adapter import JaxAdapter, Tree
 from scarctl_adapters.options import check_options
 
 _GIVEN = frozenset(("model", "optimizer", "schedulers", "scaler", "hooks", "ranks"))
-"""Arguments of `scarctl.attach` that a tree leaves no choice for."""
+"""Arguments of `scarctl.attach` that a tree determines."""
 
 T = TypeVar("T")
 B = TypeVar("B")
@@ -40,9 +40,9 @@ def attach(
     state: Any tree of arrays: a `TrainState`, a dict, a tuple, `nnx.state(...)`. It is not changed, and neither are
         later ones.
     parameters: Path of the parameters in the tree, such as "params" or "train.params". Leaves whose path ends like a
-        parameter's are its slots. Default: "params", "model" or "0", whichever is there first.
-    donated: The step gives the state's memory away (`donate_argnums`). Then every copy ends within `step`, and the
-        session holds no memory between two steps.
+        parameter's are its slots. Default: the first of "params", "model" and "0" that exists.
+    donated: Whether the step gives the state's memory away (`donate_argnums`). Then every copy ends within `step`, and
+        the session holds no memory between two steps.
     options: Those of `scarctl.attach`: store, fraction, interval, extras, member, settings, and so on.
 
     Raises UsageError for unknown options, trees that cannot be saved, and several processes of `jax.distributed`
@@ -74,7 +74,7 @@ def _selection(given: Selection | None) -> Selection:
 
 
 class TreeSession(Generic[T]):
-    """A session over a tree. Made by `attach`. What is not here is in `session`."""
+    """A session over a tree. Made by `attach`. Other methods are those of `session`."""
 
     session: scarctl.Session
     """The session itself. It restores into this object: after `session.recover` the new tree is `state`."""
@@ -102,7 +102,8 @@ class TreeSession(Generic[T]):
         return self.session.head_step
 
     def resume(self, mode: Mode = "partial", snapshot: str | None = None) -> T:
-        """Return the state to continue from: the store's and this host's memory's, or the attached one of a new run.
+        """Return the state to continue from: the one in the store and this host's memory, or a new run's attached
+        state.
 
         The step after which to continue is `head_step`. See `scarctl.Session.resume`.
         """
@@ -110,9 +111,9 @@ class TreeSession(Generic[T]):
         return self._left()
 
     def supersede(self, step: int = 0) -> T:
-        """Continue with the attached state, after `step` iterations, instead of `resume`: one of Orbax, for example.
+        """Continue with the attached state, such as one of Orbax, after `step` iterations, instead of calling `resume`.
 
-        The first step replaces what the store has. See `scarctl.Session.supersede`.
+        The first step replaces the state in the store. See `scarctl.Session.supersede`.
         """
         self.session.supersede(step)
         return self._left()
@@ -120,8 +121,8 @@ class TreeSession(Generic[T]):
     def step(self, state: T) -> T:
         """End an iteration with its new state, and return the state to continue with.
 
-        That is the same object, unless a part was recovered meanwhile (`scarctl live recover`).
-        Raises UsageError for a tree of another structure, and for one that was donated.
+        The result is the same object, unless a part was recovered meanwhile (`scarctl live recover`).
+        Raises UsageError for a tree of another structure, and for a donated one.
         """
         leaves = self._adapter.leaves_of(state)
         if self._donated:
@@ -158,7 +159,7 @@ class TreeSession(Generic[T]):
         self.session.close()
 
     def _left(self) -> T:
-        """Return the newest tree, and keep no memory of it if the next step wants that."""
+        """Return the newest tree, and release its memory if the next step needs it."""
         state = self.state
         if self._donated:
             self._adapter.release()

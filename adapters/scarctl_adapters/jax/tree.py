@@ -1,9 +1,9 @@
 """Name the leaves of a tree, and divide them into groups with slots and values that are saved whole.
 
-A partial recovery restores groups row by row. Random keys, step counts and rates are saved whole, as extras: they are
-of one step. That is every leaf which is
+A partial recovery restores groups row by row. Random keys, step counts and rates are saved whole, as extras of one
+step. These are all leaves of the following kinds:
 
-- a random key (`jax.random.key`), or no array at all,
+- a random key (`jax.random.key`), or a value that is not an array,
 - an array of integers or bools of at most `WHOLE` bytes (counts, and keys of `jax.random.PRNGKey`),
 - a scalar outside the parameters.
 
@@ -25,7 +25,7 @@ from scarctl.errors import UsageError
 WHOLE = 1024
 """Bytes up to which an array of integers or bools is saved whole."""
 ROOTS = ("params", "model", "0")
-"""Top-level names below which parameters are looked for: of a TrainState or dict, of nnx, of (params, opt_state)."""
+"""Top-level names that may hold the parameters: of a TrainState or dict, of nnx, of (params, opt_state)."""
 
 Path: TypeAlias = tuple[str, ...]
 
@@ -35,7 +35,7 @@ class Plan:
     """The division of one tree's leaves."""
 
     names: list[str]
-    """Of all leaves: their paths, joined by dots."""
+    """Paths of all leaves, joined by dots."""
     groups: dict[str, dict[str, int]] = field(default_factory=dict)
     """Numbers of leaves by group and slot; "" is the parameter itself, and the first."""
     whole: list[int] = field(default_factory=list)
@@ -55,7 +55,7 @@ def is_array(leaf: Any) -> bool:
 def divide(tree: Any, parameters: str | None) -> Plan:
     """Divide the leaves of `tree`. parameters: path of the parameters' part, such as "params"; None: one of `ROOTS`.
 
-    Raises UsageError for a path that is not there, two leaves of one name, and leaves that cannot be saved.
+    Raises UsageError for a path that does not exist, two leaves of one name, and leaves that cannot be saved.
     """
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
     paths = [tuple(map(_text, path)) for path, _ in found]
@@ -93,7 +93,7 @@ def divide(tree: Any, parameters: str | None) -> Plan:
 
 
 def _text(key: Any) -> str:
-    """Return a path's entry as text: of a dict, a sequence, a class, or a custom node."""
+    """Return the entry of a path (of a dict, a sequence, a class, or a custom node) as text."""
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
@@ -122,7 +122,7 @@ def _is_whole(leaf: Any, *, trained: bool) -> bool:
 
 
 def _owner(path: Path, leaves: Sequence[Any], n: int, known: dict[Path, int]) -> int | None:
-    """Return the parameter of which leaf `n` is a slot: that with the longest end of the path in common."""
+    """Return the parameter whose slot leaf `n` is: the one with the longest common end of the path."""
     for start in range(1, len(path)):
         owner = known.get(path[start:])
         if owner is not None:

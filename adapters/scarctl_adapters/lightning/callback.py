@@ -4,8 +4,8 @@
     trainer = Trainer(callbacks=[ScarCallback(store="ckpt")])
 
 Lightning is published twice, as `lightning` and as `pytorch_lightning`: two copies with unrelated classes. A trainer
-calls callbacks by their methods' names, which are the same in both, so one class serves both. It derives from the
-`Callback` of each copy that is loaded when this module is, or else of the one that is installed.
+calls callbacks by their methods' names, which are the same in both, so one class serves both. The class derives from
+the `Callback` of each copy that is already loaded, otherwise from the installed copy's.
 
 An iteration is a training batch in which an optimizer steps. It begins right before the first parameter changes, and
 ends with the batch: Lightning runs forward and backward inside the optimizer's step, may step several optimizers in
@@ -79,13 +79,13 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
     mode: "partial" restores every partition's newest copy; "rollback" the newest sealed state, if there is one.
     snapshot: restore the snapshot of this name, exactly.
     options: see `scarctl.attach`. The callback adds optimizers, schedulers, gradient scaler and the loops' counters. It
-        also adds the order of the training data, and the states of the data module and the other callbacks.
+    also adds the order of the training data, and the states of the data module and of other callbacks.
 
     `fit(ckpt_path=...)` continues from that checkpoint. From the first step on, its state replaces an earlier run's
     state in the store. A second fit of the same process likewise continues from the live state.
 
-    Raises UsageError for unknown options. Before training, `fit` raises what `attach` and `Session.resume` raise, and
-    UsageError for a trainer that cannot be saved. From the first step on, `on_error` decides.
+    Raises UsageError for unknown options. Before training, `fit` raises the errors of `attach` and `Session.resume`,
+    and UsageError for a trainer that cannot be saved. From the first step on, `on_error` decides.
     """
 
     def __init__(
@@ -100,9 +100,10 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
         check_mode(mode)
         check_options(options, given=_GIVEN, owner="the Trainer", names=(_POSITION, _ORDER))
         if options.get("ranks") is False:
-            raise UsageError("all ranks of a fit save together", hint="leave out ranks=False")
+            raise UsageError("all ranks of a fit save together", hint="omit ranks=False")
         self.resumed: Resumed | None = None
-        """The state from which the newest fit resumed; None when it continues from another state, and did not look."""
+        """The state from which the newest fit resumed; None when it continues from another state, and did not
+        resume."""
         self._options = {"store": store, **options}
         self._mode, self._snapshot = mode, snapshot
         self._session: Session | None = None
@@ -156,7 +157,7 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
         fit.first_step = self._session.head_step
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """See `Callback`. From here on the live state is that of the run."""
+        """See `Callback`. From now on the live state is the run's."""
         if self._session is None or self._fit is None:
             return
         if self.resumed is None:
@@ -166,7 +167,7 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
             # A sharding strategy loads ckpt_path after on_fit_start, over the restored state.
             raise UsageError(
                 f"{self._session.store.url} holds an earlier run, but ckpt_path is {trainer.ckpt_path!s}",
-                hint="leave out ckpt_path to continue from the store's state, or use a new store; nothing was saved",
+                hint="omit ckpt_path to continue from the store's state, or use a new store; nothing was saved",
             )
         self._fit.hooks.train_starts()
 
@@ -209,7 +210,7 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """See `Callback`. Saves the newest step to this host's memory; the daemon writes it to the store."""
-        # Before the first step the store has this state already.
+        # Before the first step the store already has this state.
         self._close(trainer, seal=self._session is not None and self._has_trained(self._session))
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -293,7 +294,7 @@ class _Fit:
         self.is_waiting()
 
     def forget_handlers(self, trainer: Any) -> None:
-        """Have Lightning restore the handlers from before the session: it has noted the session's own."""
+        """Have Lightning restore the handlers from before the session, because it has noted the session's own."""
         noted = getattr(trainer._signal_connector, "_original_handlers", {})
         for signum, (before, after) in self.replaced.items():
             if noted.get(signum) == after:
@@ -337,7 +338,7 @@ def _optimizers(trainer: Any) -> list[Any]:
     if not found or any(type(optimizer).__name__ == "_MockOptimizer" for optimizer in found):
         raise UsageError(
             f"{type(trainer.lightning_module).__name__}.configure_optimizers returns no optimizer",
-            hint="return one, or leave out the callback",
+            hint="return one, or remove the callback",
         )
     return found
 

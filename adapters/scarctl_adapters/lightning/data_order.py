@@ -1,4 +1,4 @@
-"""Save the random states that an epoch's data order is drawn from, and advance a new process to the same batch."""
+"""Save the random states that determine an epoch's data order, and advance a new process to the same batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DataOrder:
         self._begun = self.random_now()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return both random states, the loaders' own states if any, and the batch that the latter belong to."""
+        """Return both random states, the loaders' own states if any, and the batch of those states."""
         return {
             "made": self._made,
             "begun": self._begun,
@@ -69,7 +69,7 @@ class DataOrder:
             return
         else:
             if loaded["made"]["new"]:
-                # Starting persistent workers draws one number more.
+                # Starting persistent workers draws one more number.
                 fetcher.combined_loader.reset()
             self._restore(loaded["made"])
         iter(fetcher)
@@ -91,7 +91,7 @@ class DataOrder:
         return list(combined.flattened) if combined is not None else []
 
     def _loader_states(self) -> list[Any]:
-        """Return the loaders' states, [] unless every loader has one for the batch that training is at."""
+        """Return the loaders' states; [] unless every loader has one for training's current batch."""
         loaders = self._loaders()
         stateful = all(hasattr(x, "state_dict") and hasattr(x, "load_state_dict") for x in loaders)
         fetcher = self._trainer.fit_loop._data_fetcher

@@ -12,7 +12,7 @@ from scarctl_adapters.torch.optimizer_state import update_group
 
 
 class LateState:
-    """State that changes between two steps, apart from the batch: late extras.
+    """State that changes between two steps, independently of the batch: late extras.
 
     Schedulers that wait for a validation's metric, and other callbacks (best checkpoints, patience), change in a
     validation and at an epoch's end. A resumed run repeats these, so their state from before is saved. The same holds
@@ -20,13 +20,13 @@ class LateState:
     """
 
     def __init__(self, trainer: Any, callbacks: Mapping[str, Any]) -> None:
-        """callbacks: those to save, by state key."""
+        """callbacks: callbacks to save, by state key."""
         self._trainer = trainer
         self._callbacks = callbacks
         self._settled = Settled(self._capture)
 
     def batch_ended(self) -> None:
-        """Note that a batch has changed all of it."""
+        """Note that a batch has changed all of this state."""
         self._settled.drop()
 
     def batch_starts(self) -> None:

@@ -45,7 +45,7 @@ class LoopHooks:
         if self._random is None:
             return
         if self._inside:
-            # Lightning warns that the data cannot be resumed; here they are.
+            # Lightning warns that the data cannot be resumed, but here they are.
             self._quiet.enter_context(warnings.catch_warnings())
             warnings.filterwarnings(
                 "ignore", message=".*resuming from a checkpoint that ended before the epoch"

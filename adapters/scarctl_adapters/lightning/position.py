@@ -23,7 +23,7 @@ class FitPosition:
     """The loops' counters and the data module's state, as extras that are the same on all ranks."""
 
     def __init__(self, trainer: Any, datamodule: Any = None) -> None:
-        """datamodule: the one whose state is saved, if any."""
+        """datamodule: the data module whose state is saved; None without one."""
         self._trainer = trainer
         self._datamodule = datamodule
         loop = trainer.fit_loop
@@ -34,7 +34,7 @@ class FitPosition:
         self.loaded: dict[str, Any] | None = None
         """The state that a resumed run continues from."""
         self.running = False
-        """Training has begun: a state loaded from now on comes from a recovery within the fit."""
+        """Whether training has begun: then a loaded state comes from a recovery within the fit."""
 
     def batch_ended(self) -> None:
         """Take the position, at the end of a training batch in which an optimizer stepped."""
@@ -77,7 +77,7 @@ class FitPosition:
             # The next epoch must begin as in the process that ended, not as after a restart.
             for loop in _loops(self._trainer.fit_loop):
                 loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
-            # Except here: a resumed run skips the sanity check. Training resets the flag.
+            # One exception: a resumed run skips the sanity check. Training resets the flag.
             self._trainer.fit_loop.epoch_loop.val_loop._restarting = True
             return False
         counters = {**self._now["counters"]}
@@ -105,11 +105,11 @@ class FitPosition:
         )
 
     def correct_counters(self, *, validation_due: bool) -> None:
-        """Undo what Lightning's restart and `restore_counters` have changed for a validation that may not be due."""
+        """Undo the changes of Lightning's restart and `restore_counters` for a validation that may not be due."""
         epoch_loop = self._trainer.fit_loop.epoch_loop
         # Before 2.5.1 Lightning counts a restarted epoch once more.
         self._trainer.fit_loop.epoch_progress.load_state_dict(self._now["counters"]["epoch_progress"])
-        # Lightning counts the batch after its validation.
+        # Lightning counts a batch after the batch's validation.
         epoch_loop._batches_that_stepped = self._now["stepped"] + (0 if validation_due else 1)
         if not validation_due:
             epoch_loop.val_loop.batch_progress.load_state_dict(self._now["counters"][_VALIDATION])

@@ -59,7 +59,7 @@ class TorchAdapter:
 
     automatic: ClassVar[bool] = True
     _knows_tables: ClassVar[bool] = False
-    """Whether it saves tables that TorchRec has sharded."""
+    """Whether the adapter saves tables that TorchRec has sharded."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class TorchAdapter:
         # Walking all modules takes longer than the rest of the work after every step.
         self._places: list[tuple[str, nn.Module, str]] = []
         self._trained: list[tuple[str, nn.Parameter, int]] = []
-        """Name, parameter, and number of the optimizer that changes it."""
+        """Name, parameter, and number of the optimizer that changes the parameter."""
         self._tables: set[str] = set()
         """Names of the weights of embedding modules."""
         self._sparse: set[str] = set()
@@ -108,7 +108,7 @@ class TorchAdapter:
         after_step: Mapping[str, Any] | None = None,
         replicated: Sequence[str] = (),
     ) -> TorchAdapter:
-        """Make an adapter; see `scarctl.attach` for the arguments. Raises UsageError for unsuitable objects."""
+        """Return an adapter; see `scarctl.attach` for the arguments. Raises UsageError for unsuitable objects."""
         check_trained(model, optimizers, knows_tables=cls._knows_tables)
         late = {f"scheduler{i}": scheduler for i, scheduler in enumerate(schedulers)}
         if scaler is not None:
@@ -209,7 +209,7 @@ class TorchAdapter:
         return groups
 
     def _zeros(self) -> dict[int, str]:
-        """Return the scopes, by id, of the parameters whose slots ZeRO divides among ranks."""
+        """Return the scopes, by id, of parameters whose slots ZeRO divides among ranks."""
         found: dict[int, str] = {}
         for optimizer in self._optimizers:
             zero = zero_of(optimizer)

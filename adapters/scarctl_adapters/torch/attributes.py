@@ -1,6 +1,6 @@
 """Save an optimizer's own attributes that training has changed: counters, generators, helpers with a state.
 
-Most of them are in no `state_dict`. Objects are never created from a store. Of an object the changed attributes are
+Most of them are in no `state_dict`. Objects are never created from a store: only an object's changed attributes are
 saved, and they are set on the object that the new process has created.
 """
 
@@ -45,10 +45,10 @@ _CONSTANT = (
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, functools.partial),
     *(logging.Logger, weakref.ref),
 )
-"""Types whose values do not change, or are not the optimizer's."""
+"""Types whose values do not change, or do not belong to the optimizer."""
 _DEPTH = 8
 _SMALL = 1 << 12
-"""Largest tensor whose values are compared: torch does not count writes through `.data`."""
+"""Most elements of a tensor whose values are compared: torch does not count writes through `.data`."""
 
 Path = tuple[str, ...]
 
@@ -62,7 +62,7 @@ class Attributes:
         self._first: dict[Path, Any] = {} if optimizer.state else self._now()
         self._had = {path for path, _ in _walk(optimizer)}
         self._kept = [value for _, value in _walk(optimizer)]
-        """Keeps the values alive, so that no other object gets their ids."""
+        """Values that are kept alive, so that no other object gets their ids."""
 
     def _now(self) -> dict[Path, Any]:
         return {path: _print(value) for path, value in _walk(self._optimizer)}
@@ -93,7 +93,7 @@ class Attributes:
 
 
 def _walk(holder: Any, path: Path = (), seen: set[int] | None = None) -> Iterator[tuple[Path, Any]]:
-    """Yield attributes that may change, by path. For an object its own attributes are yielded."""
+    """Yield attributes that may change, by path. An object is replaced by its own attributes."""
     seen = set() if seen is None else seen
     seen.add(id(holder))
     for name, value in list(vars(holder).items()):
@@ -107,7 +107,7 @@ def _walk(holder: Any, path: Path = (), seen: set[int] | None = None) -> Iterato
 
 
 def _is_object(value: Any) -> bool:
-    """Return whether it is an object with attributes of its own that may change."""
+    """Return whether a value is an object with its own attributes that may change."""
     known = (*LEAVES, *_CONTAINERS, *_CONSTANT, *GENERATORS, Mapping, torch.Tensor, np.ndarray, np.generic)
     return hasattr(value, "__dict__") and not isinstance(value, known)
 

@@ -10,13 +10,13 @@ import torch
 from scarctl.state.caveats import Caveats
 
 _STEPS = 4
-"""Steps before which gradients are looked at."""
+"""Number of first steps before which gradients are checked."""
 _PARAMETERS = 2
-"""Number of parameters whose gradients are looked at."""
+"""Number of parameters whose gradients are checked."""
 
 
 class Carried:
-    """Looks at the gradients of a few parameters before backward passes add to them, in the first iterations."""
+    """Checks the gradients of a few parameters before backward passes add to them, in the first iterations."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], caveats: Caveats) -> None:
         chosen = [p for p in (*parameters[:1], *parameters[-1:]) if p.requires_grad][:_PARAMETERS]
@@ -24,7 +24,7 @@ class Carried:
         self._fresh = [False] * len(chosen)
         """Whether no backward pass has reached the parameter since the last step."""
         self._used = [False] * len(chosen)
-        """Whether its gradient has a part of an earlier iteration."""
+        """Whether the parameter's gradient has a part from an earlier iteration."""
         self._handles: list[Any] = [p.register_hook(self._hook(n)) for n, p in enumerate(chosen)]  # type: ignore[no-untyped-call]
 
     def _hook(self, number: int) -> Callable[[torch.Tensor], None]:

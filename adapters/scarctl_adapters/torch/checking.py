@@ -70,11 +70,11 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_not_sharded(name: str, tensor: torch.Tensor) -> None:
-    """Raise UsageError for a table of TorchRec: each rank has another part, and the backward pass trains it."""
+    """Raise UsageError for a table of TorchRec: each rank has a different part, and the backward pass trains it."""
     kinds = [type(tensor), *map(type, getattr(tensor, "_in_backward_optimizers", ()))]
     if any(kind.__module__.startswith("torchrec.") for kind in kinds):
         raise UsageError(
-            f"{name} is a part of a table that TorchRec has sharded, and no DistributedModelParallel is around it",
+            f"{name} is a part of a table that TorchRec has sharded, without a DistributedModelParallel around it",
             hint="wrap the model in torchrec.distributed.DistributedModelParallel, and attach that",
         )
 

@@ -21,15 +21,15 @@ class Home:
     prefix: str = ""
     """Prefix of its slots' names: its path within the given optimizer, such as "base_optimizer."."""
     shares: bool = False
-    """Whether its state is that of the optimizer around it."""
+    """Whether its state is the enclosing optimizer's."""
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
-        """The state of its own, {} if it shares another's."""
+        """Its own state; {} if it shares another optimizer's."""
         return {} if self.shares else self.optimizer.state
 
     def numbers(self) -> dict[int, int]:
-        """Return its parameters' numbers, by id."""
+        """Return the numbers of its parameters, by id."""
         return {id(p): number for number, p in enumerate(params_of(self.optimizer))}
 
 

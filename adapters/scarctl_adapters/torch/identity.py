@@ -1,7 +1,7 @@
 """Detect whether a model's and its optimizers' tensors are still the same objects in the same memory.
 
-Collecting all groups anew takes longer than the rest of a checkpoint in the training thread. Asking whether they still
-hold takes a fraction of that time: every loop over all tensors runs in C.
+Collecting all groups takes longer than the rest of a checkpoint in the training thread. Checking whether they are still
+valid takes a fraction of that time, because every loop over all tensors runs in C.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLAIN = {torch.Tensor, nn.Parameter}
 _DICTS = attrgetter("_modules", "_parameters")
 _VALUES = methodcaller("values")
 _FACTS = attrgetter("_cdata", "dtype", "requires_grad")
-"""What may change although the object stays. Another `_cdata` has another version counter."""
+"""Properties that may change although the object stays. Another `_cdata` has another version counter."""
 _LAZY = (torch.Tensor.is_conj, torch.Tensor.is_neg)
 
 
@@ -34,10 +34,10 @@ class Tensors:
         self._structure, self._objects = self._now()
         tensors = {id(each): each for each in self._objects if isinstance(each, torch.Tensor)}
         self.tensors = list(tensors.values())
-        """Each once."""
+        """The distinct tensors."""
         self._complex = [tensor for tensor in self.tensors if tensor.is_complex()]
         self._views: list[torch.Tensor] = []
-        """A view of each, which keeps its storage alive, so that no other storage gets its address."""
+        """A view of each tensor, which keeps its storage alive, so that no other storage gets its address."""
         self._facts: list[object] = []
 
     def settle(self) -> None:
@@ -46,8 +46,8 @@ class Tensors:
         self._facts = self._form()
 
     def hold(self) -> bool:
-        """Return whether model and optimizers still have these tensors, so that views of them are still valid."""
-        # An emptied storage lives on, and its address may belong to another one by now: both are asked for.
+        """Return whether model and optimizers still have these tensors, so that views of the tensors are valid."""
+        # An emptied storage still exists, and another one may have its address by now: compare both.
         return (
             self._now()[0] == self._structure
             and all(map(torch.Tensor.is_set_to, self.tensors, self._views))
@@ -59,7 +59,7 @@ class Tensors:
         return [list(map(torch.Tensor.data_ptr, self.tensors)), list(map(_FACTS, self.tensors)), lazy]
 
     def _now(self) -> tuple[list[object], list[object]]:
-        """Return what is where, as names and ids, and the objects of these ids, so that no others get them."""
+        """Return the places of tensors as names and ids, and the objects, so that no others get these ids."""
         homes = [home for optimizer in self._optimizers for home in homes_of(optimizer, self._optimizers)]
         # With ZeRO a home is the inner optimizer, whose parameters have their slots on this rank.
         optimizers = [*self._optimizers, *(home.optimizer for home in homes)]

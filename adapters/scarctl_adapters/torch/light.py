@@ -47,7 +47,7 @@ def with_light(late: Mapping[str, Any], light: Sequence[Any]) -> dict[str, Any]:
 
 
 _CONSTANT = frozenset((*LEAVES, list, tuple))
-"""Types of values that are no tensors."""
+"""Types of values other than tensors."""
 
 
 class Settings(Deferred):
@@ -64,12 +64,12 @@ class Settings(Deferred):
         self._found = found
 
     def value(self) -> dict[str, Any]:
-        """Return those that extras can hold."""
+        """Return the settings that extras can hold."""
         return {key: value for key, value in self._found.items() if key != "params" and is_savable(value)}
 
 
 def _scale_of(scaler: GradScaler) -> Any:
-    """Return the list [scale, growth tracker], which no other state is; {} if the scaler is disabled."""
+    """Return [scale, growth tracker], a form that no other state has; {} if the scaler is disabled."""
     if not scaler.is_enabled():
         return {}
     scale, growth = scaler._scale, scaler._growth_tracker  # state_dict() would wait for the GPU

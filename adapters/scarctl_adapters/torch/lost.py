@@ -1,4 +1,4 @@
-"""Restore optimizer state of lost parameters whose shape is not the parameter's, so that it is in no slot.
+"""Restore optimizer state of lost parameters that is in no slot, because its shape differs from the parameter's.
 
 Adafactor keeps one number per row and one per column, SOAP matrices of each dimension, LBFGS vectors over all
 parameters under the first of them. A partial recovery restores it from the newest late extras:
@@ -36,8 +36,8 @@ def restore_lost(
 ) -> None:
     """Restore the optimizer state of lost rows.
 
-    optimizers: for each optimizer its own home, then those of the optimizers that it wraps. names: of groups, by id of
-    the parameter. lost: masks by group, bool of shape (rows,). saved: returns late extras; called only if needed.
+    optimizers: for each optimizer its own home, then the homes of optimizers that it wraps. names: names of groups, by
+    id of the parameter. lost: masks by group, bool of shape (rows,). saved: returns late extras; called only if needed.
     """
     for number, homes in enumerate(optimizers):
         for home in homes:
@@ -63,7 +63,7 @@ def _states(home: Home) -> Iterator[tuple[int, torch.Tensor, Any]]:
 
 
 def _needs_copies(own: Mapping[str, Any], rows: Rows | None) -> bool:
-    """Return whether some of this state may need to be restored."""
+    """Return whether a part of this state may have to be restored."""
     return any(not is_finite(value) or (rows is not None and not _is_single(value)) for value in own.values())
 
 
@@ -103,7 +103,7 @@ def _restored(
 
 
 def _put_rows(value: torch.Tensor, copy: Any, rows: Rows | None) -> None:
-    """Restore one number per row: those of lost rows, and those that are not finite."""
+    """Restore state with one number per row: numbers of lost rows, and numbers that are not finite."""
     if not isinstance(copy, torch.Tensor) or copy.shape != value.shape:
         return
     there = copy.to(value.device, value.dtype)
@@ -114,7 +114,7 @@ def _put_rows(value: torch.Tensor, copy: Any, rows: Rows | None) -> None:
 
 
 def _like(value: Any, copy: Any, device: torch.device) -> Any:
-    """Return the copy with its tensors on the devices of those of `value`."""
+    """Return the copy with its tensors on the devices of the tensors in `value`."""
     if isinstance(copy, torch.Tensor):
         return copy.clone().to(value.device if isinstance(value, torch.Tensor) else device)
     if isinstance(copy, list | tuple):
@@ -127,19 +127,19 @@ def _like(value: Any, copy: Any, device: torch.device) -> Any:
 
 
 def _is_single(value: Any) -> bool:
-    """Return whether it is a single number, or has no values."""
+    """Return whether a value is a single number, or is empty."""
     if isinstance(value, torch.Tensor):
         return not value.dim()
     return not isinstance(value, list | tuple | dict)
 
 
 def _is_per_row(value: Any, count: int) -> bool:
-    """Return whether it has one number for each of `count` rows: shape (count,), (count, 1), ..."""
+    """Return whether a value has one number for each of `count` rows: shape (count,), (count, 1), ..."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == count == value.numel()
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether no number in it is Inf or NaN."""
+    """Return whether no number in a value is Inf or NaN."""
     if isinstance(value, torch.Tensor):
         return not value.is_floating_point() or bool(torch.isfinite(value).all())
     if isinstance(value, float):

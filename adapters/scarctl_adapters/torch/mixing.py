@@ -1,4 +1,4 @@
-"""Build late extras for a rank that has lost its own of a step, from another rank's and its own older ones."""
+"""Build late extras for a rank that has lost its own, from another rank's extras and its own older ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Name what a model's own `state_dict()` holds: groups have one name each, and a tied tensor is there under several."""
+"""Name the tensors of a model's own `state_dict()`: a group has one name, but a tied tensor appears under several."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def model_names(
     owners: Mapping[int, str],
     groups: Collection[str],
 ) -> dict[str, Any]:
-    """Return which tensors are the model's, and their other names, as plain values for the extras.
+    """Return the model's tensors, and their other names, as plain values for the extras.
 
-    clean: removes wrappers from a name. resident: the parameter that stands behind a gathered one. owners: the group of
+    clean: removes wrappers from a name. resident: returns the sharded parameter of a gathered one. owners: the group of
     every parameter, by id. groups: names of all groups. The result has `tied`, the group of every other name in the
     model, and `outside`, the groups that are not in the model.
     """

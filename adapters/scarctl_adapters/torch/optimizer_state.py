@@ -33,17 +33,17 @@ _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 class _Sorted:
-    """What belongs where in one optimizer's state.
+    """The classified values of one optimizer's state.
 
-    To find out takes long with thousands of parameters, and changes only with the tensors.
+    Classifying takes long with thousands of parameters, and the result changes only with the tensors.
     """
 
     def __init__(self, references: References) -> None:
         self.references = references
         self.stateful: list[int] = []
-        """Numbers of the parameters with a state."""
+        """Numbers of the parameters that have state."""
         self.columns: Columns = {}
-        """Values that are saved as they are, by their key: the numbers of the parameters, and the states to read."""
+        """Values that are saved unchanged, by key: the numbers of the parameters, and the states to read."""
         self.packed: Columns = {}
         self.slots: dict[str, list[int]] = {}
         self.others: list[Any] = []
@@ -53,12 +53,12 @@ class _Sorted:
         """The numbers of parameters by key, as arrays. Made once, when all are known."""
 
     def remember(self, state: Mapping[Any, Any], tensors: object) -> bool:
-        """Note of what this was found. Return whether it holds as long as that is the same."""
+        """Note the source of this result. Return whether the result stays valid while the source is unchanged."""
         content = None if self.packed or self.others else _content(state)
         if content is None:
             return False
         kept = [*state, *(value for held in state.values() for value in held.values())]
-        self._known = tensors, content, kept  # no other object gets their ids
+        self._known = tensors, content, kept  # kept, so that no other object gets their ids
         return True
 
     def holds(self, state: Mapping[Any, Any], tensors: object) -> bool:
@@ -66,7 +66,7 @@ class _Sorted:
         return self._known is not None and self._known[0] is tensors and self._known[1] == _content(state)
 
     def to_tree(self) -> dict[str, Any]:
-        """Return it as it is saved, with the present values."""
+        """Return the saved form, with the present values."""
         if self._numbers is None:
             self._numbers = tuple(
                 {key: np.array(where, dtype=np.int64) for key, where in wheres.items()}
@@ -92,7 +92,7 @@ class _Sorted:
 
 
 def _content(state: Mapping[Any, Any]) -> list[Any] | None:
-    """Return the ids of parameters and tensors, and the types of other values. None: they do not say it all."""
+    """Return the ids of parameters and tensors, and the types of other values; None if they do not identify it."""
     every = list(state.values())
     if set(map(type, every)) - {dict}:
         return None
@@ -104,7 +104,7 @@ def _content(state: Mapping[Any, Any]) -> list[Any] | None:
 
 
 class OptimizerState:
-    """Extras of one attached optimizer, and of those that it wraps."""
+    """Extras of one attached optimizer, and of the optimizers that it wraps."""
 
     def __init__(self, given: Optimizer, homes: list[Home]) -> None:
         self._given = given
@@ -113,10 +113,11 @@ class OptimizerState:
         self._settings = [[dict(group) for group in home.optimizer.param_groups] for home in homes]
         """The param_groups at attach."""
         self._sorted: list[_Sorted | None] = [None] * len(homes)
-        """What the newest capture has found in each home."""
+        """The newest capture's result for each home."""
 
     def capture(self, unsavable: Callable[[str], None], tensors: object = None) -> dict[str, Any]:
-        """Return the state by parameter number. unsavable: called with a text for every attribute that cannot be saved.
+        """Return the state by parameter number. unsavable: called with a message for every attribute that cannot be
+        saved.
 
         tensors: the same object as in an earlier call only if no tensor's form or memory has changed since.
         Raises UsageError for a value that cannot be saved and is needed to restore the optimizer.
@@ -309,7 +310,7 @@ def _restore(given: Optimizer, home: Home, attributes: Attributes, saved: Mappin
 
 
 def _drop_slots(home: Home, saved: Mapping[str, Any]) -> None:
-    """Delete slots that the saved state lacks, and that were made for resuming or by the constructor."""
+    """Delete slots that the saved state lacks: they were created for resuming, or by the constructor."""
     if "slots" not in saved:
         return
     had = {key: set(where.tolist()) for key, where in saved["slots"].items()}

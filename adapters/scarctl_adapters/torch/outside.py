@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from scarctl.state.caveats import Caveats
 
 _STEPS = 3
-"""Iterations in which forward passes are looked at."""
+"""Number of first iterations in which forward passes are checked."""
 _SAMPLES = 8
-"""Tensors of a module that are compared, one value of each."""
+"""Number of a module's tensors that are compared, one value of each."""
 
 
 class _Other:
@@ -57,9 +57,10 @@ class Outside:
     def __init__(
         self, model: nn.Module, parameters: Iterable[torch.Tensor], saved: Iterable[Any], caveats: Caveats
     ) -> None:
-        """parameters: those of the optimizers, which are saved also where they are not the model's, as a criterion's.
+        """parameters: the optimizers' parameters, which are saved even if they are not the model's, such as a
+        criterion's.
 
-        saved: the objects whose state is saved next to that of `model`.
+        saved: the objects whose state is saved in addition to that of `model`.
         """
         self._caveats = caveats
         self._parameters = list(parameters)
@@ -128,7 +129,7 @@ def _is_group(state: object) -> bool:
 
 
 def _modules_of(items: Iterable[Any]) -> list[nn.Module]:
-    """Return the modules among `items`, and those that they have as attributes or values."""
+    """Return the modules among `items`, and modules in their attributes or values."""
     found = []
     for item in items:
         if isinstance(item, nn.Module):

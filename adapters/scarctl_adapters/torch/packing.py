@@ -1,4 +1,4 @@
-"""Pack the values that optimizers keep as plain values, with parameters and their state by reference.
+"""Pack an optimizer's values as plain values, with parameters and their state by reference.
 
 A packed value is a leaf (a number, text, an array) or a tuple that begins with its kind. `unpack` creates no other
 kinds, so a hostile store cannot create objects of other classes.
@@ -37,7 +37,7 @@ class Unsavable(UsageError):
 
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
-    """Return whether it has one value in memory per element: no subclass, not sparse, not expanded."""
+    """Return whether a tensor has one value in memory per element: no subclass, not sparse, not expanded."""
     return (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
@@ -48,7 +48,7 @@ def is_plain_tensor(tensor: torch.Tensor) -> bool:
 
 
 class References:
-    """Tensors with a place in the state, which are packed as that place."""
+    """Tensors with a place in the state, which are packed as their places."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self.parameters = list(parameters)
@@ -79,7 +79,7 @@ class References:
         return found
 
     def shares(self, tensor: torch.Tensor) -> bool:
-        """Return whether it shares memory with a tensor that has a place."""
+        """Return whether a tensor shares memory with a tensor that has a place."""
         return tensor.numel() > 0 and _memory(tensor) in self._memory
 
     def device(self) -> torch.device:

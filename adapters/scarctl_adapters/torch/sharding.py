@@ -34,7 +34,7 @@ def world() -> int:
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Return whether it is a DTensor. Does not import their module, which is slow, and loaded if there is one."""
+    """Return whether a tensor is a DTensor. Does not import the slow module, which is loaded if a DTensor exists."""
     if type(tensor) in _PLAIN:  # called thousands of times per checkpoint
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -61,7 +61,7 @@ def distinct_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_part_like(value: object, parameter: torch.Tensor) -> TypeGuard[torch.Tensor]:
-    """Return whether `value` has the parameter's shape, and this process the same part of both."""
+    """Return whether `value` has the parameter's shape, and this process has the same part of both."""
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return False
     if is_dtensor(parameter):
@@ -77,7 +77,7 @@ def place_of(tensor: torch.Tensor, name: str) -> Place | None:
     if not is_dtensor(tensor):
         return None
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-    assert coordinate is not None, "the caller leaves out tensors that only other ranks have"
+    assert coordinate is not None, "the caller omits tensors that only other ranks have"
     shape, offset = list(tensor.shape), [0] * tensor.dim()
     for placement in tensor.placements:
         if placement.is_partial():
@@ -126,7 +126,7 @@ def _order(tensor: DTensor, dim: int, name: str) -> list[int]:
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:
-    """Return whether it is a DTensor of which this process has no part."""
+    """Return whether a tensor is a DTensor without a part in this process."""
     return is_dtensor(tensor) and tensor.device_mesh.get_coordinate() is None
 
 
@@ -137,7 +137,7 @@ def is_gathered(tensor: torch.Tensor, sharded: torch.Tensor) -> bool:
 
 
 def scope_of_ranks(ranks: Sequence[int]) -> str:
-    """Return a short text for a set of ranks, "" for all."""
+    """Return a short string for a set of ranks; "" for all ranks."""
     if len(ranks) == world():
         return ""
     text = ",".join(map(str, sorted(ranks)))
@@ -209,7 +209,7 @@ class Wrapping:
 
 
 def zero_of(optimizer: Optimizer) -> Any:
-    """Return the optimizer if it is a ZeroRedundancyOptimizer, else None. Raises UsageError if it overlaps with DDP."""
+    """Return a ZeroRedundancyOptimizer itself, otherwise None. Raises UsageError if it overlaps with DDP."""
     found = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", ())
     if not isinstance(optimizer, found):
         return None

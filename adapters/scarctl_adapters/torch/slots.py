@@ -21,7 +21,7 @@ from scarctl_adapters.torch.packing import is_plain_tensor
 from scarctl_adapters.torch.sharding import is_dtensor, is_part_like, local_part, world
 
 Template = Mapping[str, torch.dtype | None]
-"""Slots that an optimizer makes for a parameter, with their dtype (None: the parameter's)."""
+"""Slots that an optimizer creates for a parameter, with their dtype (None: the parameter's)."""
 
 # Adam's step counts are 0-dim tensors, like the moments of a 0-dim parameter: only the names differ.
 NEVER_SLOTS = frozenset({"step"})
@@ -48,12 +48,12 @@ class Slots:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._templates: dict[int, Template] = {}
-        """By id of the parameter."""
+        """Slots by id of the parameter."""
         self._predicted: dict[tuple[int, int], Template | None] = {}
-        """By number of the param_group and number of dimensions: the slots of some optimizers depend on both. None:
-        unknown."""
+        """Slots by number of the param_group and number of dimensions, because some optimizers' slots depend on both.
+        None: unknown."""
         self._states: dict[int, MutableMapping[str, Any]] = {}
-        """As of the newest `learn`, by id of the parameter."""
+        """Slots at the newest `learn`, by id of the parameter."""
         self._awaited: set[int] = set()
         """Ids of parameters whose slots the layout had before they existed."""
 
@@ -138,7 +138,7 @@ def _template(state: Mapping[str, Any], parameter: torch.Tensor) -> Template:
 
 
 def _of_others(optimizer: Optimizer) -> Template:
-    """Return the slots of some parameter that the optimizer has stepped: the best guess for the others."""
+    """Return the slots of a parameter that the optimizer has stepped: the best guess for the others."""
     held = optimizer.state.items()
     found = (_template(state, parameter) for parameter, state in held if isinstance(parameter, torch.Tensor))
     return next(filter(None, found), {})
@@ -172,7 +172,7 @@ def _try_out(optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Param
 def _twin(
     optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter
 ) -> tuple[Optimizer | None, nn.Parameter]:
-    """Return an optimizer of the same class and settings for one small parameter, and the parameter.
+    """Return an optimizer of the same class and settings for one small parameter, and that parameter.
 
     None if its step could affect more: a list of parameters, a wrapped optimizer, a generator, other ranks.
     """

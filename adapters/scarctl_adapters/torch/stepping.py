@@ -16,7 +16,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def _untraced(hook: Hook) -> Hook:
-    """Return a hook that `torch.compile` runs as it is, where it compiles the step that the hook belongs to."""
+    """Return a hook that `torch.compile` runs unchanged when it compiles the step with the hook."""
     return torch.compiler.disable(hook)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -32,9 +32,9 @@ def running() -> Iterator[Optimizer]:
 
 
 def is_nested(optimizer: Optimizer) -> bool:
-    """Return whether the running step is inside another one of the same optimizer, as of its parent class."""
+    """Return whether the running step is inside another step of the same optimizer, such as its parent class's."""
     frame, found = sys._getframe(1), 0
-    while frame is not None:  # as in `running`; asked twice per step, below all of the program's frames
+    while frame is not None:  # as in `running`; called twice per step, below all of the program's frames
         if frame.f_code is _WRAPPER and frame.f_locals.get("self") is optimizer:
             found += 1
         frame = frame.f_back  # type: ignore[assignment]
@@ -42,9 +42,9 @@ def is_nested(optimizer: Optimizer) -> bool:
 
 
 class _Nesting:
-    """Counts one optimizer's running steps, from its pre and post hooks: quicker than looking at frames.
+    """Counts one optimizer's running steps, from its pre and post hooks: quicker than inspecting frames.
 
-    A step that raises never calls its post hook. So frames decide wherever the count says that a step is nested.
+    A step that raises never calls its post hook. So frames decide whenever the count indicates a nested step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

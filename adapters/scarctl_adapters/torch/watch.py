@@ -24,16 +24,16 @@ from scarctl_adapters.torch.sharding import params_of
 from scarctl_adapters.torch.stepping import running
 
 SLACK = 20
-"""Parameters are compared after so many more backward passes than were usual between two steps. Five times as many
+"""Backward passes beyond the usual number between two steps, after which parameters are compared. Five times as many
 steps of other optimizers, without one of the attached ones, give a warning."""
 FIRST = 4
-"""Iterations in which gradients and other modules are looked at."""
+"""Number of first iterations in which gradients and other modules are checked."""
 _LOOKED_AT = 8
-"""Number of parameters that are compared, the smallest ones."""
+"""Number of parameters that are compared: the smallest ones."""
 _LARGEST = 1 << 16
 """Largest number of elements of such a parameter."""
 _ALIKE = 3
-"""Steps after which two of them are enough to count backward passes."""
+"""Steps after which two of the parameters are enough to count backward passes."""
 _HINT = "pass hooks='off' to attach, and call session.step() at the end of every iteration"
 
 
@@ -48,7 +48,7 @@ class Watch:
         caveats: Caveats,
         saved: Iterable[Any] = (),
     ) -> None:
-        """saved: other objects whose state is saved."""
+        """saved: other objects whose state is also saved."""
         self._model, self._caveats = model, caveats
         self._ours = {id(o) for o in optimizers} | {id(home.optimizer) for home in homes}
         self._given = {id(o) for o in optimizers}
@@ -71,7 +71,7 @@ class Watch:
         self._usual = 0
         """Most backward passes between two steps so far."""
         self._alike = 0
-        """Steps in a row before which all of them had as many."""
+        """Consecutive steps before which all compared parameters had equal counts."""
         self._seen: list[torch.Tensor] = []
         self._compared = 0
         self._handles: list[Any] = [
@@ -84,7 +84,7 @@ class Watch:
         self.outside = Outside(model, [p for o in optimizers for p in params_of(o)], saved, caveats)
 
     def _count(self, numbers: Iterable[int]) -> None:
-        """Count the backward passes of these parameters, and of no others. One that is frozen now can have no hook."""
+        """Count the backward passes of only these parameters. A parameter that is frozen now cannot have a hook."""
         wanted = set(numbers)
         for number in sorted(wanted - self._counting.keys()):
             if not self._looked_at[number].requires_grad:
@@ -106,7 +106,7 @@ class Watch:
             self.outside.stepped()
 
     def _forget_passes(self) -> None:
-        """Begin to count anew. Where all parameters have as many, two are enough, until one of these has none."""
+        """Restart counting. If all parameters have equal counts, two are enough, until one of them has no pass."""
         backwards = self._backwards
         counts = [backwards[number] for number in self._counting]
         least, most = min(counts, default=0), max(counts, default=0)
@@ -142,15 +142,15 @@ class Watch:
             return
         self._foreign += 1
         if optimizer not in self._strangers:
-            # Ids are read now: the id of a freed parameter may belong to another by later.
+            # Read ids now, because the id of a freed parameter may later belong to another one.
             known = self._trained | {id(p) for p in self._model.parameters()}
             self._strangers[optimizer] = any(id(p) in known for p in params_of(optimizer))
         name = type(optimizer).__name__
         if self._strangers[optimizer]:
             self._caveats.say(
                 "other-optimizer",
-                f"an optimizer {name} changes parameters of the model, and attach was not given it. Its state is not "
-                "saved, and no iteration ends with its steps. Close the session, and attach with every optimizer",
+                f"an optimizer {name} that was not passed to attach changes parameters of the model. Its state is not "
+                "saved, and its steps do not end iterations. Close the session, and attach with every optimizer",
             )
         elif self._foreign >= 5 * SLACK and self._steps:
             self._caveats.say(
@@ -186,6 +186,6 @@ class Watch:
     def _say_no_step(self, what: str) -> None:
         self._caveats.say(
             "no-step",
-            f"{what}, without a step of an optimizer that attach was given: nothing of it is saved. {_HINT[0].upper()}"
+            f"{what}, without a step of an optimizer that attach was given: none of it is saved. {_HINT[0].upper()}"
             f"{_HINT[1:]}",
         )

@@ -1,4 +1,4 @@
-"""Adapt `DistributedModelParallel`: tables with their fused optimizers; all else as the torch adapter does."""
+"""Adapt `DistributedModelParallel`: tables with their fused optimizers; all else is left to the torch adapter."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TorchRecAdapter(TorchAdapter):
 
     @classmethod
     def build(cls, model: Any, optimizers: Sequence[Any], **options: Any) -> TorchAdapter:
-        """Make an adapter; see `TorchAdapter.build`. Raises UsageError for what cannot be saved."""
+        """Return an adapter; see `TorchAdapter.build`. Raises UsageError for a model that cannot be saved."""
         return super().build(model, list(torch_optimizers(optimizers)), **options)
 
     @property
@@ -168,7 +168,7 @@ class TorchRecAdapter(TorchAdapter):
 
 
 class _Watch(Watch):
-    """A watch that knows optimizers which only call others."""
+    """A watch that ignores optimizers that only call others."""
 
     def _after(self, optimizer: Optimizer, *given: object) -> None:
         if not only_wraps(optimizer):
@@ -176,7 +176,7 @@ class _Watch(Watch):
 
 
 def _is_in_backward(parameter: object) -> bool:
-    """Return whether the parameter is trained in the backward pass, or an empty one for a table of other ranks."""
+    """Return whether a parameter is trained in the backward pass, or is an empty one for other ranks' table."""
     return hasattr(parameter, "_in_backward_optimizers")
 
 

@@ -1,7 +1,7 @@
-"""Hook into the lookups of embedding tables: which rows a step reads, and when its backward pass begins to change them.
+"""Hook into lookups of embedding tables: note the rows that a step reads, and the moment before they change.
 
-FBGEMM's fused kernels have no hooks of an optimizer. The gradient of a lookup's output is there right before the
-kernel's own backward pass, which changes the rows. A hook on that tensor is the last moment before.
+FBGEMM's fused kernels have no optimizer hooks. The gradient of a lookup's output exists right before the kernel's own
+backward pass, which changes the rows. A hook on that output is the last moment before the change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Lookups:
     def __init__(self, kernels: Sequence[Kernel]) -> None:
         self._kernels = kernels
         self._read: list[dict[str, torch.Tensor]] | None = None
-        """Rows of the lookups since they were asked for last; None: they never were."""
+        """Rows of lookups since the last `touched`; None before the first call."""
 
     def touched(self) -> dict[str, torch.Tensor]:
         """Return the rows that were read since the last call, by the table's name: int64 of shape (n,)."""
@@ -71,13 +71,13 @@ class Lookups:
 
 
 def rows_of(kernel: Kernel, args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the rows of each table that a lookup with these arguments reads: int64; all of them if that is unknown."""
+    """Return the rows of each table that a lookup with these arguments reads: int64; all rows if unknown."""
     given = {**dict(zip(("indices", "offsets"), args, strict=False)), **named}
     indices, offsets = given.get("indices"), given.get("offsets")
     features = kernel.lookup.feature_table_map
     if (
         not (isinstance(indices, torch.Tensor) and isinstance(offsets, torch.Tensor))
-        or indices.device.type != "cpu"  # to cut there would wait for the device
+        or indices.device.type != "cpu"  # cutting there would wait for the device
         or given.get("batch_size_per_feature_per_rank") is not None
         or (offsets.numel() - 1) % len(features)
     ):

@@ -1,4 +1,4 @@
-"""Find the torch optimizers inside TorchRec's, and save what fused optimizers keep outside of slots."""
+"""Find the torch optimizers inside TorchRec's, and save fused optimizers' state outside slots."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from scarctl_adapters.torchrec.tables import Kernel
 def torch_optimizers(given: Iterable[Any]) -> Iterator[Any]:
     """Yield the optimizers that step parameters with gradients, in the order in which the given ones step.
 
-    Fused optimizers are left out: their steps only set the learning rate. Raises UsageError for a wrapper with a state
-    of its own.
+    Fused optimizers are left out: their steps only set the learning rate. Raises UsageError for a wrapper with its own
+    state.
     """
     for optimizer in given:
         if isinstance(optimizer, CombinedOptimizer):
@@ -46,12 +46,12 @@ def only_wraps(optimizer: Optimizer) -> bool:
 class FusedState:
     """Learning rates and step counts of fused kernels, as extras.
 
-    Ranks have different kernels, and another sharding plan has others. So what is saved goes by sharded module and
-    optimizer, learning rates also by the rate at attach: tables that begin with the same one follow the same schedule.
+    Ranks and sharding plans have different kernels. So values are saved by sharded module and optimizer, and learning
+    rates also by the rate at attach: tables with the same initial rate follow the same schedule.
     """
 
     def __init__(self, kernels: Iterable[tuple[str, Kernel]], caveats: Callable[[], Caveats]) -> None:
-        """kernels: fused ones, with the names of their modules. caveats: returns those of the session."""
+        """kernels: fused kernels, with the names of their modules. caveats: returns the session's caveats."""
         self._kernels = [
             (f"{name}: {k.lookup.optimizer.name}", f"{k.lookup.get_learning_rate():g}", k)
             for name, k in kernels
@@ -61,12 +61,12 @@ class FusedState:
         """Counts from before a forward pass that has begun, by id of the kernel: it counts before its step is taken."""
 
     def forward_begins(self, kernel: Kernel) -> None:
-        """Keep the counts, of which the first forward pass after a step is no part."""
+        """Keep the counts from before the first forward pass after a step."""
         if kernel.counts:
             self._begun.setdefault(id(kernel), _counts(kernel))
 
     def step_begins(self) -> None:
-        """Let the present counts be those of the step that begins."""
+        """Take the present counts as those of the step that begins."""
         self._begun.clear()
 
     def capture(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class FusedState:
         for name, _, kernel in self._kernels:
             if kernel.counts and name not in saved["counts"]:
                 raise UsageError(
-                    f"the steps that {name} has taken are not known: the rank that saved them had no table of it",
+                    f"the step count of {name} is unknown: the rank that saved these extras had no table of it",
                     hint="start with the sharding plan and the number of ranks of the run to resume",
                 )
         for name, first, kernel in self._kernels:
@@ -107,7 +107,7 @@ class FusedState:
             if found is None:
                 self._caveats().say(
                     "table-rates",
-                    f"the learning rate that tables of {name} had is not known: they continue with {first}",
+                    f"the learning rate of tables of {name} is unknown: they continue with {first}",
                 )
                 continue
             kernel.lookup.set_learning_rate(found["rate"])
@@ -116,7 +116,7 @@ class FusedState:
 
 
 def mixed(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `FusedState.capture` of another rank, with what only this rank has from `own`."""
+    """Return another rank's `FusedState.capture`, with values from `own` that only this rank has."""
     return {key: {**own.get(key, {}), **theirs[key]} for key in theirs}
 
 

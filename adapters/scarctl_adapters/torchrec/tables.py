@@ -1,7 +1,7 @@
-"""Find this process's parts of a model's embedding tables, with the optimizer state that FBGEMM keeps of them.
+"""Find this process's parts of a model's embedding tables, with the optimizer state that FBGEMM keeps for them.
 
-TorchRec replaces an embedding collection by a sharded module. Its lookups are no registered submodules. Each has
-kernels, and a kernel has the parts of several tables in one flat tensor. A fused kernel trains its tables in the
+TorchRec replaces an embedding collection by a sharded module. Its lookups are not registered submodules. Each lookup
+has kernels, and a kernel has the parts of several tables in one flat tensor. A fused kernel trains its tables in the
 backward pass. The parameters of a dense kernel have gradients, and an ordinary optimizer.
 """
 
@@ -42,11 +42,11 @@ class Table:
     """This process's part of a table."""
 
     name: str
-    """Name of its parameter in the model, with wrappers."""
+    """Name of the table's parameter in the model, with wrappers."""
     weight: torch.Tensor
     """A view of the kernel's memory, of shape (rows, columns)."""
     place: Place | None
-    """Its place in the whole table; None if it is all of it."""
+    """Place in the whole table; None if the part is the whole table."""
     slots: dict[str, torch.Tensor]
     """State of the fused optimizer, of the weight's shape or of shape (rows,)."""
 
@@ -80,7 +80,7 @@ class Kernel:
 def kernels_of(model: nn.Module) -> list[Kernel]:
     """Return the kernels of this process, in the order of the model's modules.
 
-    Raises UsageError, naming the module or table, for what cannot be saved.
+    Raises UsageError, naming the module or table, for a kernel that cannot be saved.
     """
     found: list[Kernel] = []
     for name, module in model.named_modules():
@@ -120,7 +120,7 @@ def _shardings(module: Any) -> list[Any]:
 def _kernels(name: str, attribute: str, module: Any) -> Iterator[Kernel]:
     seen: set[str] = set()
     for lookup in module._lookups:
-        # Of tables that all ranks hold, it is inside DistributedDataParallel.
+        # For tables that all ranks hold, it is inside DistributedDataParallel.
         for kernel in getattr(lookup, "module", lookup)._emb_modules:
             configs = kernel.config.embedding_tables
             names = [".".join(filter(None, (name, attribute, config.name, "weight"))) for config in configs]

@@ -6,8 +6,8 @@
 
 A callback alone cannot set the Trainer's position. The Trainer computes it before the first event, from the
 `trainer_state.json` of the checkpoint to resume from. So the callback replaces `trainer.train` by a method that names a
-folder with nothing but this file. For the rest of a checkpoint the Trainer calls its own methods, which the callback
-replaces during training:
+folder with only this file. For the rest of a checkpoint the Trainer calls its own methods, which the callback replaces
+during training:
 
     _load_from_checkpoint           attach to model and optimizer, resume, write trainer_state.json
     _load_optimizer_and_scheduler   restore what making the scheduler has changed
@@ -63,7 +63,7 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
     it, the callback warns, and saves all of that state before the next step. A run that has taken all its steps is
     not trained again.
 
-    session: the `scarctl.Session` during a training, else None. resumed: the state from which the session resumed.
+    session: the `scarctl.Session` during training, otherwise None. resumed: the state from which the session resumed.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         mode: "partial" restores every partition's newest copy; "rollback" the newest sealed state, from which the run
             ends bit for bit like one that was not interrupted.
         snapshot: restore the snapshot of this name, exactly, at the beginning of every `train()`.
-        options: those of `scarctl.attach` (store, fraction, interval, ...), except those that come from the Trainer:
-            model, optimizer, schedulers, scaler, ranks, hooks.
+        options: options of `scarctl.attach` (store, fraction, interval, ...), except those that come from the Trainer:
+        model, optimizer, schedulers, scaler, ranks, hooks.
 
         Raises UsageError for unknown options, for a second callback, and for a Trainer that cannot be saved: DeepSpeed,
         FSDP, TPUs, optimizers that step within the backward pass, `auto_find_batch_size`.
@@ -85,7 +85,7 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         _check_trainer(trainer)
         if _added(trainer):
             raise UsageError(
-                "the Trainer has a ScarCallback already", hint="one callback saves all of its state"
+                "the Trainer already has a ScarCallback", hint="one callback saves all of the Trainer's state"
             )
         self._trainer, self._mode, self._snapshot, self._options = trainer, mode, snapshot, options
         self.session: scarctl.Session | None = None
@@ -124,7 +124,7 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         if kwargs.get("trial") is not None or (args and args[0] is not None):
             raise UsageError(
                 "a hyperparameter search trains many runs, but a store holds one",
-                hint="give every trial a process, a ScarCallback and a store of its own",
+                hint="give every trial its own process, ScarCallback and store",
             )
         self._reset()
         finished = False

@@ -207,16 +207,16 @@ class Progress:
 
 
 class Generators:
-    """A rank's own random numbers, where those that a session saves are not the ones to continue with."""
+    """A rank's own random numbers, if the session's saved ones are not those to continue with."""
 
     def __init__(self) -> None:
         self.epoch: dict[str, Any] | None = None
-        """As of the epoch's beginning: the data order may be drawn from them."""
+        """States at the epoch's beginning, which may determine the data order."""
         self.held: dict[str, Any] | None = None
-        """As of the restored step, until the resumed run continues with them."""
+        """States at the restored step, until the resumed run continues with them."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return both."""
+        """Return both states."""
         return {"epoch": self.epoch, "held": self.held}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -267,7 +267,7 @@ def _data(args: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a JSON value for one that json does not know: a number if it converts to one, else text."""
+    """Return a JSON value for one that json does not know: a number if it converts to one, otherwise text."""
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -26,7 +26,7 @@ TIMEOUT_OPTION = "scarctl_timeout"
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*", re.ASCII)
 _MISTYPED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(:|:/|//)[^/]*:[^/]*@")
-"""A mistyped address, which may contain a password: it must not be taken for a folder, and shown."""
+"""Pattern of a mistyped address. It may contain a password, so it must not be taken for a folder and shown."""
 S3_SCHEMES = ("s3", "s3a")
 PORTABLE = (
     "AWS_ACCESS_KEY_ID",
@@ -38,7 +38,7 @@ PORTABLE = (
     "AWS_ENDPOINT_URL",
     "AWS_ENDPOINT_URL_S3",
 )
-"""Variables with credentials or paths of them. A daemon gets them with each run, not from its own environment."""
+"""Variables with credentials or their paths. A daemon gets them with each run, not from its own environment."""
 _WHO = ("key", "secret", "username", "password", "profile", "anon", "session")
 _HINT = "use a folder, or an address such as s3://bucket/folder"
 

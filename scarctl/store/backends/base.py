@@ -1,4 +1,4 @@
-"""Define the interface of backends: files of a store by name.
+"""Define the interface of backends, which keep a store's files by name.
 
 All guarantees rest on two operations: `writer`, for a large file with a unique name, and `create_exclusive`, for a
 small file that exactly one caller may create. Both return only when the bytes are durable.
@@ -112,8 +112,8 @@ class Blobs(Protocol):
     def create_exclusive(self, name: str, parts: Sequence[Buffer]) -> None:
         """Create a complete, durable file, if it is absent. Raises FileExistsError if it exists.
 
-        Raises InDoubt if it was perhaps created, or is perhaps not durable. After any other error it was not created.
-        A remote store takes a file with the same bytes for its own, so unique files need unique bytes.
+        Raises InDoubt if the file may have been created, or may not be durable. After any other error it was not
+        created. A remote store takes a file with the same bytes for its own, so unique files need unique bytes.
         """
 
     def settle(self, name: str, data: bytes) -> bool:

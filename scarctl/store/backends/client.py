@@ -136,7 +136,7 @@ class Client:
                 self._made = None
 
     def _shared(self) -> tuple[_Opened, str]:
-        """Create a client. That is slow, so concurrent calls for the same one share it."""
+        """Create a client. This is slow, so concurrent calls for the same client share it."""
         options = sorted((name, repr(value)) for name, value in self.address.options.items())
         # Clients are shared only under the same environment, which the file system reads, too.
         environment = hash(tuple(sorted(item for item in os.environ.items() if self._reads(item[0]))))
@@ -254,7 +254,7 @@ class Client:
         try:
             opened, _ = self._opened()
         except ScarError as error:
-            raise Refused(Fault(Meaning.BROKEN, error.kind)) from None  # it was open before
+            raise Refused(Fault(Meaning.BROKEN, error.kind)) from None  # the file system was open before
 
         def call() -> Any:
             # The file system in memory checks first and then writes, so creations of all clients take turns.

@@ -1,4 +1,4 @@
-"""List the file systems that create a file exclusively, by their implementation, not by the result of a test.
+"""List the file systems whose implementation creates files exclusively; a test cannot show it.
 
 fsspec's own creation checks whether the file exists, and then writes it. Two processes may both find it absent, but in
 a test that is rare. So a file system counts as exclusive only if it is known to create with one conditional request.

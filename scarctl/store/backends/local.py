@@ -34,7 +34,7 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _HELPERS = Helpers(max(1, min(4, os.cpu_count() or 1) - 1), patient=True)
 _SYNCING = Helpers()
 _SMALL = 8 << 20
-"""Bytes of several files from which on hashing and writing them in several threads is faster than taking turns."""
+"""Bytes of several files above which hashing and writing them in several threads is faster than taking turns."""
 
 
 class LocalBlobs:
@@ -75,7 +75,7 @@ class LocalBlobs:
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
-            # A failing disk must not look like an absent file: a writer whose files are absent gives up permanently.
+            # A failing disk must not look like absence: a writer whose files are absent gives up permanently.
             raise os_error(error, path, "look for") from error
         return True
 
@@ -186,7 +186,7 @@ class LocalBlobs:
             try:
                 os.link(temporary, path)
             except FileExistsError:
-                raise FileExistsError(errno.EEXIST, "exists already", path) from None
+                raise FileExistsError(errno.EEXIST, "already exists", path) from None
             except OSError as error:
                 if error.errno in _NO_LINKS:
                     raise MissingGuarantee(
@@ -203,7 +203,7 @@ class LocalBlobs:
         except FileNotFoundError:
             return False
         if found != data:
-            raise FileExistsError(errno.EEXIST, "exists already", path)
+            raise FileExistsError(errno.EEXIST, "already exists", path)
         # A new file with a new entry: after a failed sync, syncing again would prove nothing.
         with self._temporary(path, [data]) as temporary:
             try:

@@ -112,7 +112,7 @@ class LocalWriter:
     def _start_writeback(self) -> None:
         # On Linux this advice starts writing dirty pages without waiting: the disk works during hashing.
         if sys.platform == "linux":
-            with contextlib.suppress(OSError):  # advice only
+            with contextlib.suppress(OSError):  # the advice is optional
                 os.posix_fadvise(
                     self._fd, self._started, self._length - self._started, os.POSIX_FADV_DONTNEED
                 )
@@ -160,7 +160,7 @@ def create(path: str, mode: int) -> int:
     try:
         return os.open(path, flags, mode)
     except FileExistsError:
-        raise FileExistsError(errno.EEXIST, "exists already", path) from None
+        raise FileExistsError(errno.EEXIST, "already exists", path) from None
     except FileNotFoundError as error:
         # The folder is not created again: a record in a new folder would lack the earlier records.
         raise Unavailable(

@@ -36,8 +36,8 @@ def no_bytes(_: Any) -> int:
 class Turns:
     """Lets one of several threads compute at a time. A thread that is `idle` lets the next one compute.
 
-    Threads that compute at once take the interpreter from each other at every system call. For small commits that costs
-    more than they gain. Waiting for a disk needs no interpreter.
+    Threads that compute at once take the interpreter from each other at every system call. For small commits this costs
+    more than the threads gain. Waiting for a disk needs no interpreter.
     """
 
     def __init__(self) -> None:
@@ -83,9 +83,9 @@ class Helpers:
     """
 
     def __init__(self, count: int = AT_ONCE - 1, *, patient: bool = False) -> None:
-        """patient: if the caller stops early, wait until current work has ended: it may write somewhere."""
+        """patient: if the caller stops early, wait until current work has ended, because it may still write."""
         self._patient = patient
-        # In a forked child some helpers may be taken for ever. That costs speed, but never blocks.
+        # In a forked child some helpers may be taken forever. This costs speed, but never blocks.
         self._free = threading.Semaphore(count)
 
     def each(

@@ -25,7 +25,7 @@ _LEFT_OVER = re.compile(r"probe-[0-9a-f]{32}(-race-[0-9]+)?", re.ASCII)
 
 
 def is_left_over(name: str) -> bool:
-    """Return whether a name at the top of a store is that of a file left by a crash or a killed probe."""
+    """Return whether a name at the top of a store belongs to a file left by a crash or a killed probe."""
     return name.startswith(TEMPORARY) or _LEFT_OVER.fullmatch(name) is not None
 
 
@@ -155,7 +155,7 @@ def _one_round(blobs: Blobs, name: str, racers: int) -> tuple[list[bytes], list[
         for thread in threads:
             thread.join()
     except BaseException:
-        # After an interrupt, waiting racers would wait for the others for ever, and the process for them.
+        # After an interrupt, waiting racers would wait for the others forever, and the process for them.
         gate.abort()
         for thread in threads:
             if thread.is_alive():

@@ -1,4 +1,4 @@
-"""Keep a store's files on any file system of fsspec; `scarctl.store.backends.s3` has the special case S3.
+"""Keep a store's files on any file system of fsspec; `scarctl.store.backends.s3` handles S3.
 
 After an error of a request that creates a file, the file is read back: the request may have succeeded.
 """
@@ -190,7 +190,7 @@ class FsspecBlobs(Client):
             if found == data:
                 return
             if found is not None:
-                raise FileExistsError(errno.EEXIST, "exists already", self.where(name))
+                raise FileExistsError(errno.EEXIST, "already exists", self.where(name))
             # The file is absent, but a delayed request may still create it, so the same bytes are sent again.
             pause = patience.pause()
             if pause is None or self._hurry.wait(pause):
@@ -306,7 +306,7 @@ class _Spool:
     def commit(self) -> None:
         blobs, name = self._blobs, self._name
         if blobs.has(name):
-            raise FileExistsError(errno.EEXIST, "exists already", blobs.where(name))
+            raise FileExistsError(errno.EEXIST, "already exists", blobs.where(name))
         try:
             self._file.flush()
             length = os.fstat(self._file.fileno()).st_size

@@ -200,7 +200,7 @@ class _Upload:
             FileNotFoundError
         ):  # some servers ignore the condition when an upload is completed
             blobs._size(name, patience)
-            raise FileExistsError(errno.EEXIST, "exists already", blobs.where(name))
+            raise FileExistsError(errno.EEXIST, "already exists", blobs.where(name))
         self._complete(patience)
         if (size := blobs._size(name, patience)) != self._length:
             raise Unavailable(f"{blobs.where(name)}: {size} bytes after writing {self._length}")
@@ -303,7 +303,7 @@ class _Upload:
             return  # the first answer was lost
         if fault.meaning is Meaning.EXISTS:
             self._completing = False  # another writer's file must not be deleted
-            raise FileExistsError(errno.EEXIST, "exists already", blobs.where(self._name))
+            raise FileExistsError(errno.EEXIST, "already exists", blobs.where(self._name))
         if fault.meaning is Meaning.ABSENT:
             fault = Fault(Meaning.NO_UPLOAD, fault.detail)
         raise fault_error(fault, blobs.where(self._name), "write")

@@ -36,7 +36,7 @@ def test_a_store_becomes_a_checkpoint_of_orbax(tmp_path: Path, dtype: object) ->
         with ocp.StandardCheckpointer() as checkpointer:
             read = checkpointer.restore(tmp_path / name, models.build(dtype=dtype))
         assert same(read, wanted), name
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="already exists"):
         to_orbax(tmp_path / "store", tmp_path / "named", models.build(dtype=dtype))
 
 

@@ -66,7 +66,7 @@ def test_a_step_touches_the_rows_that_it_changes(fused: str) -> None:
             assert 0 < changed.sum() < len(changed)
     remove()
     model(models.batch(99)).sum().backward()
-    assert len(begun) == 3, "hooks that were removed are called"  # two backward passes, and Adam's step
+    assert len(begun) == 3, "removed hooks are called"  # two backward passes, and Adam's step
 
 
 def test_the_tracker_of_touched_rows_saves_what_comparing_saves(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_what_is_no_trainer(tmp_path: Path) -> None:
 def test_two_callbacks(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     callback = scar(trainer, tmp_path)
-    with pytest.raises(UsageError, match="has a ScarCallback already"):
+    with pytest.raises(UsageError, match="already has a ScarCallback"):
         ScarCallback(trainer, store=tmp_path / "other")
     trainer.add_callback(callback)
     with pytest.raises(UsageError, match="has two ScarCallbacks"):

@@ -131,7 +131,7 @@ def test_it_is_away_while_the_answer_to_a_repeated_request_is_looked_into(
 
     def repeated() -> None:
         folder.vanish()
-        raise FileExistsError(errno.EEXIST, "exists already", path)
+        raise FileExistsError(errno.EEXIST, "already exists", path)
 
     class ComesBack(Hooked):
         def has(self, name: str) -> bool:
