@@ -35,7 +35,7 @@ class Outgoing:
         self._arena = arena
         self._fd = os.open(arena.folder / FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         self.size = os.fstat(self._fd).st_size
-        """Bytes."""
+        """Bytes of the arena's file."""
         self._digest = hashlib.sha256()
         self._complete = True
 
@@ -107,7 +107,7 @@ class Incoming:
                 "another rank announced something other than an arena", hint="the store is not affected"
             )
         self.size = size
-        """Bytes."""
+        """Bytes of the arena's file."""
         self._run_id = store.run_id
         self._digest = hashlib.sha256()
         for name in sorted(self._files):

@@ -18,7 +18,7 @@ from scarctl.store import ShardState, Store
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Saved extras."""
+    """Saved extras, with their version and commit."""
 
     version: int
     whole: str

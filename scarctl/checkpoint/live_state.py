@@ -144,7 +144,7 @@ class LiveState:
         return True
 
     def not_finite(self, ids: Ids) -> Ids:
-        """Return those of `ids` (ascending) with a live value that is not finite although the saved one is."""
+        """Return the `ids` (ascending) with a live value that is not finite although the saved one is."""
         bad = []
         for g, part in self.parts(ids):
             group, mine = self.layout.groups[g], ids[part]

@@ -213,7 +213,7 @@ class LiveCheckpoint(_LiveSaved, total=False):
     world: int
     members: bool
     complete: bool
-    """Whether all of them were reached."""
+    """Whether every rank or member was reached."""
     ranks: list[SavedByRank]
 
 

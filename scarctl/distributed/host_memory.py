@@ -41,7 +41,7 @@ class Transfer:
     shard: int
     source: int
     target: int
-    """Ranks."""
+    """Ranks at the two hosts."""
 
 
 def plan_transfers(

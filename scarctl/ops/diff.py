@@ -102,7 +102,7 @@ class Comparison:
     bytes: int = 0
     """Bytes of A that were compared."""
     differences: list[Difference] = field(default_factory=list)
-    """Largest first."""
+    """Differences, largest first."""
 
     @property
     def equal(self) -> bool:

@@ -90,7 +90,7 @@ class Recovery:
     seconds: float | None
     """Duration; None for a dry run."""
     cost: Cost
-    """Predicted cost."""
+    """Predicted cost of the recovery."""
     problems: tuple[str, ...] = ()
     left_out: frozenset[str] = frozenset()
     """Optimizer slots that the patched file does not have."""

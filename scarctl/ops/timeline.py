@@ -21,9 +21,9 @@ from scarctl.util.document import Document
 MOST_RECORDS = 4000
 """Most records that are replayed, over all shards, newest first."""
 MOST_POINTS = 200
-"""Moments at which the ages of all copies are computed."""
+"""Most moments at which the ages of all copies are computed."""
 COLUMNS = 48
-"""Spans of time in the map of layers."""
+"""Number of time spans in the map of layers."""
 _ATTEMPTS = 3
 """Most attempts to replay while a writer collects."""
 

@@ -63,7 +63,7 @@ class Prefix:
     kind: Kind
     head: int
     body: int
-    """Bytes."""
+    """Bytes of the body."""
     digest: int
 
 

@@ -111,7 +111,7 @@ class Link:
     """One link. Only `handle` changes it."""
 
     candidates: int
-    """Number of hosts that may keep this copy, best first."""
+    """Number of candidate hosts for this copy."""
     at: int = 0
     """Index of the candidate that is connected, or being tried."""
     state: State = State.ABSENT

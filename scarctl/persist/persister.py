@@ -224,7 +224,7 @@ class Persister:
     def _commit(
         self, shard: int, ids: Ids, handover: HandOver, extras: Any, read: Callable[[], object] = lambda: None
     ) -> tuple[Ids, bool]:
-        """Commit and acknowledge those of `ids` that have no newer copy.
+        """Commit and acknowledge the `ids` without a newer copy.
 
         read: called once the copies are read, before the commit is complete.
 

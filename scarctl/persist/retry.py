@@ -122,7 +122,7 @@ class Machine:
     waiting: list[int] = field(default_factory=list)
     """Numbers of hand-overs that are not durable, in order. The first one is being saved."""
     failures: int = 0
-    """Consecutive failures."""
+    """Number of consecutive failures."""
     stopping: bool = False
     resume_at: float = 0.0
 

@@ -60,7 +60,7 @@ class PersisterStats:
     """Counts of the thread's work."""
 
     handovers: int = 0
-    """Hand-overs saved."""
+    """Number of hand-overs saved."""
     nbytes: int = 0
     """Bytes of state written."""
     busy_seconds: float = 0.0

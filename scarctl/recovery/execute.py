@@ -347,7 +347,7 @@ class _Run:
             ids = far
 
     def _nearer(self, ids: Ids, older: ShardState | None) -> Generator[_Piece, None, Ids]:
-        """Yield those of `ids` whose copy in memory is at least as new as in `older`; return the rest."""
+        """Yield the `ids` whose copy in memory is at least as new as in `older`; return the rest."""
         if self.arena is None:
             return ids
         stored = versions_of(older, ids) if older is not None else np.full(len(ids), NEVER)

@@ -33,7 +33,7 @@ MAX_TOPOLOGY = 16 << 20
 MAX_FLAT = 64
 """Most lists and objects in a file that lists shards: a snapshot, a topology."""
 MAX_SHARDS = 1 << 18
-"""Most shards in such a file."""
+"""Most shards in a snapshot or topology."""
 MAX_SHARD = 999_999
 MAX_SEQ = 10**18
 

@@ -79,7 +79,7 @@ def run_and_kill(
         timeout=SECONDS,
     )
     assert done.returncode == -signal.SIGKILL, (
-        f"the process that trains ended with {done.returncode} before it was to be killed\n{done.stdout}{done.stderr}"
+        f"the process that trains ended with {done.returncode} before it could be killed\n{done.stdout}{done.stderr}"
     )
     return [_read(_report(run)) for run in runs]
 

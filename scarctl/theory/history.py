@@ -17,7 +17,7 @@ from scarctl.state.version import MAX_STEP
 from scarctl.theory.convergence import LEAST_POINTS, Convergence, NoEstimate, fit_increments
 
 MOST = 64
-"""Points kept."""
+"""Most points that are kept."""
 _RECENT = 4
 """Number of newest points whose mean is `History.speed`."""
 

@@ -18,7 +18,7 @@ from scarctl_adapters.torch.packing import LEAVES
 def light_of(late: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> list[Any]:
     """Return pairs of names and states: of the schedulers and scalers in `late`, then each optimizer's param_groups.
 
-    Does not wait for a GPU: tensors there are copied there.
+    Does not wait for a GPU: its tensors are copied on the GPU.
     """
     found: list[Any] = []
     for name, item in late.items():

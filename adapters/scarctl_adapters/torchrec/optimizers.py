@@ -17,7 +17,7 @@ from scarctl_adapters.torchrec.tables import Kernel
 
 
 def torch_optimizers(given: Iterable[Any]) -> Iterator[Any]:
-    """Yield the optimizers that step parameters with gradients, in the order in which the given ones step.
+    """Yield the optimizers that step parameters with gradients, in the order of the given optimizers' steps.
 
     Fused optimizers are left out: their steps only set the learning rate. Raises UsageError for a wrapper with its own
     state.

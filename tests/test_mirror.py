@@ -1,0 +1,122 @@
+"""The tests mirror the tree: who looks at scarctl/x/y.py finds its tests in tests/x, by name or by import.
+
+A module's tests are in `tests/x/test_y.py`, in `tests/x/test_y_*.py`, or in a file of `tests/x` that imports from it.
+The modules for which none of this is so are listed here, with the place of their tests and the reason.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TESTS = ROOT / "tests"
+SOURCES = {
+    "scarctl": (ROOT / "scarctl", TESTS),
+    "scarctl_adapters": (ROOT / "adapters" / "scarctl_adapters", TESTS / "adapters"),
+}
+
+ELSEWHERE: dict[tuple[str, str], str] = {
+    ("session", "one process's training: only a whole session shows whether its parts agree"): """
+        scarctl.checkpoint.checkpointer scarctl.checkpoint.copied scarctl.checkpoint.copies
+        scarctl.checkpoint.engine scarctl.checkpoint.extrapolated scarctl.checkpoint.found_extras
+        scarctl.checkpoint.leaving scarctl.checkpoint.step_end scarctl.checkpoint.uncounted
+        scarctl.checkpoint.weights scarctl.recovery.memory scarctl.session.attached scarctl.session.loop
+        scarctl.session.opening scarctl.session.origin scarctl.session.parts scarctl.session.passes
+        scarctl.session.progress scarctl.session.recover scarctl.session.resume scarctl.session.saving
+        scarctl.session.snapshot scarctl.session.steps scarctl.session.witness
+        scarctl_adapters.torch.light scarctl_adapters.torch.watch""",
+    ("distributed", "several ranks: each needs processes that agree"): """
+        scarctl.checkpoint.selector scarctl.distributed.coordinator scarctl.distributed.copies
+        scarctl.distributed.heir scarctl.distributed.own_extras scarctl.distributed.placed_adapter
+        scarctl.distributed.rescue scarctl.distributed.reshard scarctl.session.peers
+        scarctl_adapters.torch.mixing scarctl_adapters.torch.sharding""",
+    ("theory", "what is measured is checked with the theory that reads it"): """
+        scarctl.checkpoint.motion scarctl.checkpoint.trend""",
+    ("policy/test_interval.py", "what is measured is checked with the policy that reads it"): """
+        scarctl.checkpoint.pace""",
+    ("daemon", "by the daemon's requests, and `scarctl daemon status`"): """
+        scarctl.arena.view scarctl.daemon.host_saver scarctl.daemon.run scarctl.persist.saver""",
+    ("cli", "by the command that prints it: its output is what a user sees"): """
+        scarctl.cli.about scarctl.cli.completion scarctl.cli.doctor scarctl.cli.export scarctl.cli.groups
+        scarctl.cli.live scarctl.cli.man scarctl.cli.report_page scarctl.cli.short_help
+        scarctl.formats.dcp scarctl.formats.dcp_check scarctl.formats.hf_index
+        scarctl.ops.checkpoint scarctl.ops.health scarctl.ops.known scarctl.ops.live scarctl.ops.recover
+        scarctl.ops.report scarctl.ops.sinks scarctl.ops.store_source scarctl.ops.verify_file
+        scarctl.peers.probe scarctl.recovery.forecast scarctl.recovery.members
+        scarctl.simulate.worker scarctl.simulate.workers
+        scarctl.store.doctor scarctl.store.saved scarctl.store.visible_damage""",
+    (
+        "cli/test_schemas.py",
+        "types of documents: the schemas made of them are checked with every command's output",
+    ): """
+        scarctl.cli.document_parts scarctl.cli.document_studies scarctl.cli.document_workbench
+        scarctl.cli.documents scarctl.persist.space""",
+    ("store", "by reading and writing a store: a file's bytes count, not the function that wrote them"): """
+        scarctl.store.backends.base scarctl.store.check scarctl.store.commit scarctl.store.commit_check
+        scarctl.store.compact scarctl.store.foreign scarctl.store.ledger scarctl.store.read
+        scarctl.store.segment_reader scarctl.store.snapshot""",
+    ("state", "data classes that layouts are made of"): "scarctl.state.group",
+    ("test_api.py", "by calls that a user may get wrong"): """
+        scarctl.config.unknown scarctl_adapters.options""",
+    (
+        "adapters/test_conformance_mutants.py",
+        "the published suite: adapters that are wrong in one way each fail it",
+    ): """
+        scarctl.adapter scarctl.testing.fingerprint scarctl.testing.harness scarctl.testing.killed_runs
+        scarctl.testing.leaks scarctl.testing.store_bytes scarctl.testing.suite scarctl.testing.training""",
+    ("adapters", "by the loops of the framework, stopped and resumed"): """
+        scarctl.stateful scarctl_adapters.settled
+        scarctl_adapters.jax.adapter scarctl_adapters.jax.arrays scarctl_adapters.jax.session
+        scarctl_adapters.jax.tree
+        scarctl_adapters.lightning.late_state scarctl_adapters.lightning.loops
+        scarctl_adapters.lightning.position
+        scarctl_adapters.torch.attributes scarctl_adapters.torch.lost
+        scarctl_adapters.torch.carried scarctl_adapters.torch.checking scarctl_adapters.torch.homes
+        scarctl_adapters.torch.names scarctl_adapters.torch.outside scarctl_adapters.torch.packing
+        scarctl_adapters.torchrec.lookups scarctl_adapters.torchrec.optimizers
+        scarctl_adapters.torchrec.tables
+        scarctl_adapters.transformers.callback scarctl_adapters.transformers.progress""",
+}
+
+
+@cache
+def imported(path: Path) -> set[str]:
+    """Names of modules, and of what is taken from them, that a file imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def without_mirror() -> set[str]:
+    """The modules whose tests are found neither by name nor by an import in the folder of the same name."""
+    found = set()
+    for package, (source, tests) in SOURCES.items():
+        for path in source.rglob("*.py"):
+            name = path.relative_to(source)
+            folder, stem = tests / name.parent, name.stem.lstrip("_")
+            module = ".".join((package, *name.with_suffix("").parts))
+            if stem in ("_init__", "init__", "main__"):
+                continue  # lists of names, and the start of a program
+            if (folder / f"test_{stem}.py").exists() or any(folder.glob(f"test_{stem}_*.py")):
+                continue
+            if not any(module in imported(test) for test in folder.glob("test_*.py")):
+                found.add(module)
+    return found
+
+
+def test_the_tests_mirror_the_tree() -> None:
+    listed = [module for modules in ELSEWHERE.values() for module in modules.split()]
+    assert len(listed) == len(set(listed)), "a module has one place"
+    lacking = without_mirror()
+    assert sorted(lacking - set(listed)) == [], "write tests/x/test_y.py for scarctl/x/y.py"
+    assert sorted(set(listed) - lacking) == [], "these have tests of their own now: take them from the list"
+
+
+def test_the_places_of_the_others_exist() -> None:
+    assert [place for place, _ in ELSEWHERE if not (TESTS / place).exists()] == []
