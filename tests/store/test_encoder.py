@@ -13,7 +13,7 @@ from scarctl.state.encoding import decode, encode, encoded_groups, parts, stored
 from scarctl.state.encodings import Encoding
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.store import Collector, Store, StoreWriter, open_writer, verify
-from scarctl.store.check import Report
+
 from scarctl.store.encoder import Encoder
 from scarctl.store.format import index_path, record_path, segment_path, sign_json
 from scarctl.store.record import Record
