@@ -22,6 +22,7 @@ from scarctl.arena.view import ArenaView, peek
 from scarctl.errors import Contention, ScarError
 from scarctl.state.version import step_of
 from scarctl.store import Store
+from scarctl.util.document import Document
 
 log = logging.getLogger("scarctl")
 
@@ -33,44 +34,37 @@ _HANDOVER = "handover-*.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class StaleArena:
-    """An arena that no live process owns."""
+class StaleArena(Document):
+    """Memory that a run has left on this host: an arena that no live process owns."""
 
     id: str
     """Id of the store that its run saved to."""
-    folder: Path
-    nbytes: int
-    seconds: float
+    store: str | None
+    """Address of the store; None if unknown."""
+    folder: str
+    bytes: int
+    idle_seconds: float
     """Time since the last change of its queue."""
     pid: int
     head_step: int
     durable_step: int
-    pending: int
-    """Partitions with a pending copy; -1 if the arena cannot be read."""
+    pending_partitions: int | None
+    """None if it cannot be read."""
     handovers: int
     """Number of hand-overs in its queue."""
-    place: str = ""
-    """Address of the store, for display; "" if unknown."""
-    foreign: bool = False
-    """Whether it no longer belongs to that store: see `scarctl.arena.kinship`."""
-
-    owner: str = ""
-    """Name of the host of whose arena it is a replica; "" if it is not one."""
+    durable: bool
+    """Whether the store has all of it."""
+    foreign: bool
+    """Whether it no longer belongs to the store: see `scarctl.arena.kinship`."""
+    aside: bool
+    """Whether it was set aside: no session will use it again."""
+    owner: str | None
+    """Host that the copy belongs to; None if the memory is this host's own."""
 
     @property
     def expired(self) -> bool:
         """Whether it is a replica that was unchanged for a day: its host is gone, and no job has requested it."""
-        return bool(self.owner) and self.seconds >= DAY
-
-    @property
-    def aside(self) -> bool:
-        """Whether it was set aside: no session will use it again."""
-        return self.folder.name.endswith(ASIDE)
-
-    @property
-    def durable(self) -> bool:
-        """Whether all its copies are durable."""
-        return self.pending == 0 and self.handovers == 0 and not self.foreign
+        return self.owner is not None and self.idle_seconds >= DAY
 
 
 def survey(folder: Path, live: frozenset[str] = frozenset()) -> list[StaleArena]:
@@ -98,7 +92,7 @@ def reap(folder: Path, *, older_than: float = 0.0) -> list[StaleArena]:
     try:
         for path in run_folders(folder):
             if _age(path) >= older_than and (arena := _remove(path)) is not None:
-                log.info("removed the arena of a dead run: %s, %d bytes", path, arena.nbytes)
+                log.info("removed the arena of a dead run: %s, %d bytes", path, arena.bytes)
                 removed.append(arena)
     except (ScarError, OSError) as error:
         log.warning("the search for arenas of dead runs failed: %s", error)
@@ -125,19 +119,24 @@ def _look(path: Path, *, dead: bool = False) -> StaleArena | None:
     view, owner = peek(str(path.parents[1]), path.name), read_owner(path)
     if view is not None and not dead and view.alive:
         return None
+    pending = view.pending if view else None
+    handovers = sum(1 for _ in path.glob(_HANDOVER))
+    foreign = view is not None and _is_foreign(path, view)
     return StaleArena(
         id=path.name,
-        folder=path,
-        nbytes=nbytes,
-        seconds=_age(path),
+        store=view.place or None if view else None,
+        folder=str(path),
+        bytes=nbytes,
+        idle_seconds=round(_age(path), 3),
         pid=view.pid if view else 0,
         head_step=view.head_step if view else -1,
         durable_step=step_of(int(view.durable.max(initial=-1))) if view else -1,
-        pending=view.pending if view else -1,
-        handovers=sum(1 for _ in path.glob(_HANDOVER)),
-        place=view.place if view else "",
-        foreign=view is not None and _is_foreign(path, view),
-        owner=owner.host if owner else "",
+        pending_partitions=pending,
+        handovers=handovers,
+        durable=pending == 0 and handovers == 0 and not foreign,
+        foreign=foreign,
+        aside=path.name.endswith(ASIDE),
+        owner=owner.host if owner else None,
     )
 
 

@@ -16,6 +16,7 @@ from scarctl.arena.lines import Noted, noted
 from scarctl.errors import AccessDenied, Corruption, ScarError
 from scarctl.state.layout import Layout
 from scarctl.state.version import step_of
+from scarctl.util.process import exists
 
 log = logging.getLogger("scarctl")
 
@@ -47,15 +48,7 @@ class ArenaView:
     @property
     def alive(self) -> bool:
         """Whether a process with the run's process id exists."""
-        if self.pid <= 0:
-            return False  # os.kill() would take it for a process group
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            return True
-        return True
+        return exists(self.pid)
 
     @property
     def pending(self) -> int:

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch._utils import _flatten_dense_tensors
 
-from scarctl.checkpoint.distance import Norm, Scratch, accumulator, check_norm, distances
+from scarctl.checkpoint.distance import Norm, Scratch, accumulator, distances
+from scarctl.config.checks import check_norm
 from scarctl.state.layout import Group
 
 _SMALL = 1 << 16

@@ -40,15 +40,15 @@ class Behind:
         arena: Arena,
         cadence: Cadence,
         settings: SessionSettings,
-        shards: int,
+        logs: int,
         budget: int,
         caveats: Caveats,
     ) -> None:
-        """shards: number of shards that this session saves. budget: bytes of state that a checkpoint may save."""
+        """logs: number of logs that this session saves to. budget: bytes of state that a checkpoint may save."""
         self._arena = arena
         self._cadence = cadence
         self._settings = settings
-        self._shards = shards
+        self._logs = logs
         self._budget = budget
         self._caveats = caveats
         self._said = 0
@@ -129,7 +129,9 @@ class Behind:
         elif speed.fixed_share is None:
             reason = f"{pace}."
         elif speed.fixed_share > _HALF:
-            fewer = f", or fewer than {self._shards} shards" if self._shards > 1 else ""
+            fewer = (
+                f", or a new store: here each checkpoint is {self._logs} commits" if self._logs > 1 else ""
+            )
             reason = (
                 "Most of that time goes into commits, whatever their size (fsync, requests). "
                 f"{pace} with a larger fraction{fewer}."

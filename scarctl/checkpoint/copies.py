@@ -95,7 +95,8 @@ class Copies:
         arena = self._arena
         torn = ids[~arena.intact()[ids]]
         # The arena has the newest copies of all partitions: the store is read only for torn ones.
-        states = self._store.states(distinct(self._shard_of[torn]).tolist())
+        logs = distinct(self._store.log_of(self._layout)[torn])
+        states = self._store.states(logs.tolist())
         if torn.size:
             self.require_same_line()
         report = self._fetch(

@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from scarctl.config.checks import check_norm
 from scarctl.errors import UsageError
 from scarctl.state.layout import Group
-
-NORMS = ("l2", "rms", "relative")
 
 NormFunction = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], torch.Tensor]
 """`norm(live, saved) -> distances`: both map a slot's name ("" is the parameter) to a tensor of shape
@@ -36,12 +35,6 @@ _CPU_CHUNK = 1 << 20
 _DEVICE_CHUNK = 1 << 23
 _LARGE = 1 << 14
 """Values of a partition above which it is compared in place instead of being gathered with others."""
-
-
-def check_norm(norm: Norm) -> None:
-    """Raise UsageError unless `norm` is one of `NORMS` or a callable."""
-    if not callable(norm) and norm not in NORMS:
-        raise UsageError(f"unknown norm {norm!r}", hint=f"use one of {', '.join(NORMS)}, or a function")
 
 
 def distances(

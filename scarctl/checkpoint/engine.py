@@ -46,7 +46,7 @@ from scarctl.state.layout import Layout
 from scarctl.state.version import pack, step_of
 from scarctl.store import Store
 from scarctl.theory.history import History
-from scarctl.util.arrays import Ids
+from scarctl.util.arrays import Ids, distinct
 
 log = logging.getLogger("scarctl")
 _NONE = np.empty(0, dtype=np.int64)
@@ -103,7 +103,7 @@ class Engine:
             self.arena,
             self.cadence,
             settings,
-            int(np.unique(self.shard_of).size),
+            len(distinct(store.log_of(layout))),
             most,
             caveats,
         )

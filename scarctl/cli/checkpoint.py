@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -38,7 +38,7 @@ Examples:
 
 
 def state_options(command: Decorated) -> Decorated:
-    """Add the options that a new store takes, `--dry-run` and `--arena-dir`."""
+    """Add the options that a new store takes, and `--arena-dir`, which are settings by name; and `--dry-run`."""
     options = (
         click.option("--shards", type=int, metavar="N", help=brief("shards")),
         click.option("--partition-bytes", type=WholeSize(), metavar="SIZE", help=brief("partition_bytes")),
@@ -66,16 +66,7 @@ def state_options(command: Decorated) -> Decorated:
 @state_options
 @common_options
 def command(
-    state: Path,
-    store: str,
-    step: int,
-    fraction: str | float,
-    policy: Policy,
-    shards: int | None,
-    partition_bytes: int | None,
-    assume_single_writer: bool,
-    arena_dir: str | None,
-    dry_run: bool,
+    state: Path, store: str, step: int, fraction: str | float, policy: Policy, dry_run: bool, **of_states: Any
 ) -> int:
     """Save the part of the state file STATE that changed most since it was last saved.
 
@@ -90,13 +81,10 @@ def command(
     settings = CheckpointSettings(
         store=store,
         storage_options=options_for(store),
-        assume_single_writer=assume_single_writer,
         step=step,
         fraction=parse_fraction(str(fraction)),
         policy=policy,
-        shards=shards,
-        partition_bytes=partition_bytes,
-        arena_dir=arena_dir,
+        **of_states,
     )
     return save_state(state, settings, dry_run=dry_run)
 
@@ -112,10 +100,7 @@ def save_state(state: Path, settings: CheckpointSettings, *, dry_run: bool) -> i
         warn(f"{reason}; its partitions are saved again")
     if done.nonfinite_partitions:
         warn(_about_nonfinite(done))
-    emit(
-        {**done.to_json(), "policy": settings.policy if snapshot is None else "full", "dry_run": dry_run},
-        text=_text(done, shown_url(settings.store), dry_run),
-    )
+    emit(done.to_json(), text=_text(done, shown_url(settings.store), dry_run))
     if done.left_out_partitions:
         note(
             f"exit code 3: not everything that was due is saved{', no snapshot is made' if snapshot else ''}"

@@ -9,7 +9,7 @@ import click
 
 from scarctl.cli.output import Decorated, human_bytes, options_for, output_options, store_option, warn
 from scarctl.errors import UsageError
-from scarctl.util.text import printable
+from scarctl.util.text import aligned, printable
 
 if TYPE_CHECKING:
     from scarctl.ops.diff import Comparison, Difference
@@ -107,7 +107,7 @@ def inspected_lines(fields: dict[str, Any]) -> list[str]:
             (one["dtype"], str(one["shape"]), human_bytes(one["bytes"]), *numbers, shown(one["name"]))
         )
     if len(rows) > 1:
-        lines += ["", *aligned(rows)]
+        lines += ["", *aligned(rows, "  ")]
     if fields["omitted"]:
         lines.append(f"and {fields['omitted']} more tensors: --limit all lists them")
     return lines
@@ -160,7 +160,7 @@ def difference_lines(found: Comparison, a: str, b: str, limit: int | None) -> li
         lines.append(f"only in B: {counts['nan_appeared']} NaN, {counts['inf_appeared']} infinite")
     rows = [("relative", "max abs", "values", "tensor", ""), *map(_row, found.differences[:limit])]
     if len(rows) > 1:
-        lines += ["", *aligned(rows)]
+        lines += ["", *aligned(rows, "  ")]
     omitted = len(found.differences) - len(rows) + 1
     if omitted:
         lines.append(f"and {omitted} more: --limit all lists them")
@@ -214,12 +214,3 @@ def shown(name: str) -> str:
     """Return a name on one line, cut in the middle if it is long."""
     text = printable(name)
     return text if len(text) <= _NAME else f"{text[: _NAME // 2 - 2]}...{text[-_NAME // 2 + 1 :]}"
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines with aligned columns."""
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

@@ -157,7 +157,7 @@ def _status(folder: Path) -> int:
         "runs": runs,
         "replicas": replicas,
         "metrics": answer.get("metrics") if answer else None,
-        "stale": [_stale_fields(arena) for arena in stale],
+        "stale": [arena.to_json() for arena in stale],
     }
     code = EXIT_OK
     if answer is None:
@@ -190,11 +190,11 @@ def _stop(folder: Path, timeout: float, reap_too: bool) -> int:
     fields = {
         "pid": answer["pid"] if answer else None,
         "live_runs": len(attached),
-        "reaped": [_stale_fields(arena) for arena in reaped],
-        "stale": [_stale_fields(arena) for arena in stale],
+        "reaped": [arena.to_json() for arena in reaped],
+        "stale": [arena.to_json() for arena in stale],
     }
     lines = [f"daemon {answer['pid']} has ended" if answer else "no daemon was running"]
-    lines += [f"removed {arena.folder}, {human_bytes(arena.nbytes)}" for arena in reaped]
+    lines += [f"removed {arena.folder}, {human_bytes(arena.bytes)}" for arena in reaped]
     lines += [_stale_line(arena) for arena in stale]
     emit(fields, text="\n".join(lines))
     if attached:
@@ -266,29 +266,10 @@ def _replica_line(replica: ReplicaStatus) -> str:
     return f"keeps a copy for {replica['host']}: {replica['id']}, {step}"
 
 
-def _stale_fields(arena: StaleArena) -> dict[str, Any]:
-    return {
-        "id": arena.id,
-        "store": arena.place or None,
-        "folder": str(arena.folder),
-        "bytes": arena.nbytes,
-        "idle_seconds": round(arena.seconds, 3),
-        "pid": arena.pid,
-        "head_step": arena.head_step,
-        "durable_step": arena.durable_step,
-        "pending_partitions": arena.pending if arena.pending >= 0 else None,
-        "handovers": arena.handovers,
-        "durable": arena.durable,
-        "foreign": arena.foreign,
-        "aside": arena.aside,
-        "owner": arena.owner or None,
-    }
-
-
 def _stale_line(arena: StaleArena) -> str:
     if arena.owner:
         what = f"step {arena.head_step}, a copy of the memory of {arena.owner}"
-    elif arena.pending < 0:
+    elif arena.pending_partitions is None:
         what = "cannot be read"
     elif arena.aside:
         what = f"step {arena.head_step}, set aside: it no longer matches the store's state"
@@ -297,7 +278,6 @@ def _stale_line(arena: StaleArena) -> str:
     elif arena.durable:
         what = f"step {arena.durable_step}, completely in the store"
     else:
-        what = (
-            f"step {arena.head_step}, {counted(arena.pending, 'partition')} not in the store: resume that run"
-        )
-    return f"{arena.place or arena.folder}: left by process {arena.pid}, {human_bytes(arena.nbytes)}, {what}"
+        pending = counted(arena.pending_partitions, "partition")
+        what = f"step {arena.head_step}, {pending} not in the store: resume that run"
+    return f"{arena.store or arena.folder}: left by process {arena.pid}, {human_bytes(arena.bytes)}, {what}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias, TypedDict
 
 from scarctl.ops.health import Finding, Loss, Saving
-from scarctl.ops.surveyed import OtherShard, RunOnHost
+from scarctl.ops.surveyed import OtherShard, RunOnHost, ShardLine
 from scarctl.recovery.plan import Perturbation
 from scarctl.state.caveats import Caveat
 from scarctl.theory.rework import Rework
@@ -50,25 +50,7 @@ class Event(TypedDict):
     step: int
 
 
-class ShardCopies(TypedDict):
-    """The copies of one shard, and the predicted cost of losing it."""
-
-    shard: int
-    partitions: int
-    bytes: int
-    oldest_step: int | None
-    newest_step: int | None
-    never_saved: int
-    """Number of partitions without a copy."""
-    perturbation: Perturbation
-    share: float
-    """Its fraction of all parameter partitions, from 0 to 1."""
-    expected_perturbation: float | None
-    """The same norm for a random shard of this size."""
-    rework: Rework
-
-
-class RankCopies(ShardCopies):
+class RankCopies(TypedDict):
     """One rank: its shard, and its process. Fields of the process are None if its memory is not on this host."""
 
     staleness: int | None
@@ -147,7 +129,7 @@ class _Survey(TypedDict):
     """Whether the run may be further than `step`."""
     total_partitions: int
     total_bytes: int
-    shards: list[ShardCopies]
+    shards: list[ShardLine]
     partitions: list[Partition]
     encoded_partitions: dict[str, int]
     """Newest copies in the store that are not exact, by their encoding: see `Selection.encoding`."""
@@ -272,7 +254,7 @@ class _Health(TypedDict):
     well: bool
     findings: list[Finding]
     if_lost: Losses
-    shards: list[ShardCopies]
+    shards: list[ShardLine]
     """Those with partitions that were never saved."""
     saving: list[Saving]
 

@@ -9,6 +9,7 @@ from scarctl.ops.report import Layer
 from scarctl.ops.timeline import Timeline
 from scarctl.simulate.calibration import Comparison
 from scarctl.simulate.intervals import Mean
+from scarctl.theory.job_cost import Job
 
 
 class Odds(TypedDict):
@@ -25,21 +26,6 @@ class CopiesOnHosts(TypedDict):
     peers: int
     bytes_per_host: float
     survives: list[Odds]
-
-
-class Job(TypedDict):
-    """A training job: bytes, seconds, and bytes per second."""
-
-    state_bytes: float
-    step_seconds: float
-    bandwidth: float
-    mtbf_seconds: float
-    shards: int
-    restart_seconds: float
-    memory_bandwidth: float | None
-    convergence: float | None
-    gain: float | None
-    duration_seconds: float | None
 
 
 class SecondsPerHour(TypedDict):

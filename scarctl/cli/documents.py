@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TypedDict
 
+from scarctl.arena.stale import StaleArena
 from scarctl.cli.document_parts import (
     ErrorFields,
     Health,
     Restored,
     RestoredRanks,
-    Saved,
     SavedByProcess,
     SavedByRank,
     Snapshot,
@@ -31,46 +31,6 @@ class Error(TypedDict):
     """A command that failed."""
 
     error: ErrorFields
-
-
-class _SavedFile(Saved):
-    seq: dict[str, int]
-    """Number of the commit, by shard."""
-    nonfinite_partitions: int
-    left_out_partitions: int
-    """Due, and not saved: not finite, with an earlier copy."""
-    credit: int
-    """Bytes that a checkpoint left unused, for the next one."""
-    snapshot: str | None
-    policy: str
-    dry_run: bool
-
-
-class Checkpoint(_SavedFile):
-    """`scarctl checkpoint STATE`."""
-
-
-class LeftArena(TypedDict):
-    """Memory that a run has left on this host."""
-
-    id: str
-    store: str | None
-    folder: str
-    bytes: int
-    idle_seconds: float
-    pid: int
-    head_step: int
-    durable_step: int
-    pending_partitions: int | None
-    """None if it cannot be read."""
-    handovers: int
-    durable: bool
-    """Whether the store has all of it."""
-    foreign: bool
-    """Whether another run has saved to the store since."""
-    aside: bool
-    owner: str | None
-    """Host that the copy belongs to; None if the memory is this host's own."""
 
 
 class _DaemonStarted(TypedDict):
@@ -93,7 +53,7 @@ class _DaemonShown(TypedDict):
     runs: list[RunStatus]
     replicas: list[ReplicaStatus]
     metrics: MetricsStatus | None
-    stale: list[LeftArena]
+    stale: list[StaleArena]
 
 
 class DaemonShown(_DaemonShown, total=False):
@@ -107,8 +67,8 @@ class DaemonStopped(TypedDict):
 
     pid: int | None
     live_runs: int
-    reaped: list[LeftArena]
-    stale: list[LeftArena]
+    reaped: list[StaleArena]
+    stale: list[StaleArena]
 
 
 class Races(TypedDict, total=False):
@@ -146,35 +106,7 @@ class _EvacuatedProcess(TypedDict):
 
 
 class EvacuatedProcess(_EvacuatedProcess, total=False):
-    """The evacuated copies of one process. The other fields are missing if it did not answer."""
-
-    step: int
-    total_partitions: int
-    total_bytes: int
-    written_bytes: int
-    commits: int
-    lost_partitions: int
-    """Partitions whose newest copy is neither in the store nor on another host."""
-    lost_bytes: int
-    squared: float | None
-    """Sum of squared distances of these parameters from the store's copies, an upper bound."""
-    sealed: bool
-    ages: list[int]
-    """Distinct ages, in iterations, of the store's copies of what would be lost."""
-    counts: list[int]
-    """Number of partitions of each of these ages."""
-    parameters: int
-    peer_partitions: int
-    """Partitions whose newest copy is in the memory of other hosts, and not in the store."""
-    peer_bytes: int
-    peers: list[str]
-    """Names of hosts that have copies of this memory."""
-    peer_exact: bool
-    """Whether one of these hosts has the whole state of `step`."""
-    flushed: bool
-    """Whether the newest step of a live process was brought into memory."""
-    extras_lost: bool
-    """Whether the newest extras, such as step counters and random states, are only in this host's memory."""
+    """The evacuated copies of one process. The fields of `Evacuated` are missing if it did not answer."""
 
 
 class EvacuatedStore(TypedDict):
@@ -276,10 +208,6 @@ class RecoverOfRanks(RestoredRanks):
 
 class SnapshotCreatedLive(LiveCheckpoint):
     """`scarctl snapshot create NAME` of a running session."""
-
-
-class SnapshotCreated(_SavedFile):
-    """`scarctl snapshot create NAME STATE`."""
 
 
 class SnapshotList(TypedDict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -37,7 +38,6 @@ Examples:
 @click.option("--snapshot", metavar="NAME", help="This snapshot.  [default: the newest copies]")
 @click.option(
     "--format",
-    "form",
     type=click.Choice(["safetensors", "pt", "dcp"]),
     help="safetensors, one .pt file of plain tensors, or a DCP folder.  [default: by OUTPUT's ending, or safetensors]",
 )
@@ -53,9 +53,7 @@ Examples:
     help="Bytes of tensors per safetensors file.",
 )
 @common_options
-def command(
-    output: Path, store: str, snapshot: str | None, form: str | None, weights: bool, max_shard_size: int
-) -> int:
+def command(output: Path, store: str, max_shard_size: int, **options: Any) -> int:
     """Write the running checkpoint, or a snapshot, to OUTPUT for other tools.
 
     OUTPUT appears once it is complete: a .pt file, one .safetensors file, or a folder. Several safetensors files come
@@ -72,10 +70,8 @@ def command(
         store=store,
         storage_options=options_for(store),
         output=output,
-        snapshot=snapshot,
-        format=form,
         max_shard_bytes=max_shard_size,
-        weights=weights,
+        **options,
     )
     if settings.one_file:
         refuse("max_shard_size", why=f"splits the files of a folder, and {output.name} is one file")

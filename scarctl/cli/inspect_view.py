@@ -12,7 +12,7 @@ from scarctl.cli.output import human_bytes, stdout_takes
 from scarctl.ops.surveyed import RankLine, RunOnHost, ShardLine, Survey
 from scarctl.state.encodings import ERROR_BOUND
 from scarctl.store.saved import describe
-from scarctl.util.text import counted
+from scarctl.util.text import aligned, counted
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -49,7 +49,7 @@ def plain(view: Survey) -> str:
     lines = summary(view)
     for table in tables(view):
         if table.rows:
-            lines += ["", table.title, *_aligned([table.columns, *table.rows])]
+            lines += ["", table.title, *aligned([table.columns, *table.rows], "  ")]
     return "\n".join(lines)
 
 
@@ -261,7 +261,7 @@ def _copies(rank: RankLine) -> tuple[str, ...]:
 
 def _cost(line: ShardLine) -> tuple[str, ...]:
     """Return the cells "change if lost" and "rework"."""
-    change, rework = line.perturbation, line.rework
+    change, rework = line.perturbation.value, line.rework
     return (
         "unknown" if change is None else f"{change:.4g}",
         "unknown" if rework.iterations is None else str(rework),
@@ -276,14 +276,6 @@ def _partition(view: Survey, one: dict[str, Any]) -> tuple[str, ...]:
         "-" if one["staleness"] is None else _at_least(view, one["staleness"]),
         "unknown" if one["distance"] is None else f"{one['distance']:.4g}",
     )
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def _drawn(table: Table) -> RenderableType:

@@ -13,7 +13,7 @@ from scarctl.cli.output import EXIT_OK, emit, open_store, output_options, store_
 from scarctl.cli.units import Given, Size, Time
 from scarctl.config.options import DEFAULT_OVERHEAD
 from scarctl.errors import NoIntactCopy, UsageError
-from scarctl.util.text import counted
+from scarctl.util.text import aligned, counted
 
 if TYPE_CHECKING:
     from scarctl.store.run_pace import Pace
@@ -94,17 +94,14 @@ _TITLES = {
 def command(
     state_bytes: float | None,
     step_time: float | None,
-    bandwidth: float,
     mtbf: float,
     shards: int | None,
     source: str | None,
     restart: float,
-    gain: float,
-    convergence: float,
-    memory_bandwidth: float,
     duration: float,
     peers: int | None,
     hosts: int | None,
+    **of_job: Any,
 ) -> int:
     """Recommend how often to save how much of the state, and report whether partial checkpoints pay.
 
@@ -129,20 +126,17 @@ def command(
     job = Job(
         state_bytes=state_bytes,
         step_seconds=step_time,
-        bandwidth=bandwidth,
-        mtbf=mtbf,
+        mtbf_seconds=mtbf,
         shards=shards or stored_shards or 1,
-        restart=restart,
-        memory_bandwidth=memory_bandwidth,
-        c=convergence,
-        gain=gain,
-        duration=duration,
+        restart_seconds=restart,
+        duration_seconds=duration,
+        **of_job,
     )
     advice = advise(job)
     copies = None if peers is None or hosts is None else _copies(state_bytes, hosts, peers)
     fields = {
         "copies": copies,
-        "job": _job(job),
+        "job": job.to_json(),
         "ways": {way.name: _way(way, job) for way in advice.ways},
         "pays": advice.pays,
         "rival": advice.rival.name,
@@ -206,21 +200,6 @@ def _look(source: str) -> tuple[Pace, _Stored, int]:
     return pace(store), _Stored(count, state.nbytes), shards
 
 
-def _job(job: Job) -> dict[str, Any]:
-    return {
-        "state_bytes": job.state_bytes,
-        "step_seconds": job.step_seconds,
-        "bandwidth": job.bandwidth,
-        "mtbf_seconds": job.mtbf,
-        "shards": job.shards,
-        "restart_seconds": job.restart,
-        "memory_bandwidth": job.memory_bandwidth,
-        "convergence": job.c,
-        "gain": job.gain,
-        "duration_seconds": job.duration,
-    }
-
-
 def _way(way: Way, job: Job) -> dict[str, Any]:
     return {
         "fraction": way.fraction,
@@ -271,7 +250,7 @@ def _text(job: Job, advice: Advice, known: Pace | None, stored: _Stored | None) 
     lines = [
         f"{_size(job.state_bytes)} in {counted(job.shards, 'shard')}, "
         f"an iteration takes {_time(job.step_seconds)}, the store takes {_size(job.bandwidth)}/s, "
-        f"a failure every {_time(job.mtbf)}"
+        f"a failure every {_time(job.mtbf_seconds)}"
     ]
     if known is not None and stored is not None:
         used = _used_fraction(known, stored)
@@ -292,8 +271,7 @@ def _text(job: Job, advice: Advice, known: Pace | None, stored: _Stored | None) 
                 *("never ends" if math.isinf(cell) else f"{cell:.1f}" for cell in cells),
             )
         )
-    widths = [max(len(row[k]) for row in rows) for k in range(len(columns))]
-    lines += ["", *("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows)]
+    lines += ["", *aligned(rows)]
     return "\n".join([*lines, "", *_verdict(job, advice)])
 
 
@@ -301,8 +279,9 @@ def _verdict(job: Job, advice: Advice) -> list[str]:
     scar, rival = advice.scar, advice.rival
     if math.isinf(rival.cost.total) and math.isinf(scar.cost.total):
         return [
-            f"No way ever finishes: a failure every {_time(job.mtbf)} leaves no time to recover, "
-            f"{_time(job.restart)} for a restart alone. Is the unit right? --mtbf 6 is 6 seconds, --mtbf 6h are hours."
+            f"No way ever finishes: a failure every {_time(job.mtbf_seconds)} leaves no time to recover, "
+            f"{_time(job.restart_seconds)} for a restart alone. Is the unit right? --mtbf 6 is 6 seconds, "
+            "--mtbf 6h are hours."
         ]
     if advice.pays is None:
         return _either(job, advice)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -66,17 +66,7 @@ Examples:
 @arena_option
 @click.option("--dry-run", is_flag=True, help="Print the plan; change nothing.")
 @common_options
-def command(
-    store: str,
-    lost: tuple[str, ...],
-    into: Path | None,
-    output: Path | None,
-    mode: str,
-    max_rework: float | None,
-    snapshot: str | None,
-    arena_dir: str | None,
-    dry_run: bool,
-) -> int:
+def command(store: str, dry_run: bool, **options: Any) -> int:
     """Restore the lost partitions; everything else stays as it is.
 
     Every copy is verified. Without --into and --output the partitions go into the arena of the stopped run on this
@@ -84,29 +74,19 @@ def command(
     """
     from scarctl.ops.recover import RecoverSettings, recover
 
-    settings = RecoverSettings(
-        store=store,
-        storage_options=options_for(store),
-        lost=lost,
-        mode=mode,
-        into=into,
-        output=output,
-        arena_dir=arena_dir,
-        snapshot=snapshot,
-        max_rework=max_rework,
-    )
+    settings = RecoverSettings(store=store, storage_options=options_for(store), **options)
     saved_at = last_saved(Store.open(store, storage_options=settings.storage_options))
     done = recover(settings, dry_run=dry_run, progress=Progress("restored"))
     for reason in done.problems:
         warn(reason)
     if done.left_out:
         warn(
-            f"{into} holds no optimizer slots: {counted(len(done.left_out), 'tensor')} left out, "
+            f"{settings.into} holds no optimizer slots: {counted(len(done.left_out), 'tensor')} left out, "
             f"such as {min(done.left_out)!r}"
         )
     emit(
         {**done.to_json(), "saved_at": saved_at, "dry_run": dry_run},
-        text=f"{_text(done, dry_run, new_file=output is not None)}\nthe store was {describe(saved_at)}",
+        text=f"{_text(done, dry_run, new_file=settings.output is not None)}\nthe store was {describe(saved_at)}",
     )
     if done.plan.degraded:
         note("exit code 3: the newest copy of something is damaged, an older one was taken")

@@ -28,6 +28,7 @@ from scarctl.cli.output import (
     warn,
 )
 from scarctl.errors import NoStore, ScarError
+from scarctl.util.process import exists
 from scarctl.util.text import counted
 
 if TYPE_CHECKING:
@@ -341,9 +342,9 @@ def _wait_until_durable(
         queued = f"{human_bytes(run['queued_bytes'])} are" if run["open"] else "copies are"
         note(f"{run['store']}: {queued} not durable yet; the daemon continues to save them")
     for arena in survey(folder, frozenset(run["id"] for run in runs)):
-        if arena.pending > 0 and arena.seconds <= time.time() - started:
+        if arena.pending_partitions and arena.idle_seconds <= time.time() - started:
             note(
-                f"{arena.folder}: {counted(arena.pending, 'partition')} only in memory; "
+                f"{arena.folder}: {counted(arena.pending_partitions, 'partition')} only in memory; "
                 "the next session of that run on this host saves them"
             )
 
@@ -380,9 +381,4 @@ def _trainer_lives(run: RunStatus) -> bool:
     """Return whether a run's training process lives. The daemon notices a death only after a moment."""
     if run["phase"] != "attached" or run["pid"] == os.getpid():  # this process trains nothing: see `_go_on`
         return False
-    try:
-        if run["pid"]:
-            os.kill(run["pid"], 0)
-    except ProcessLookupError:
-        return False
-    return True
+    return not run["pid"] or exists(run["pid"])

@@ -17,14 +17,17 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is
 from scarctl.cli import document_studies as studies
 from scarctl.cli import document_workbench as workbench
 from scarctl.cli import documents
-from scarctl.cli.document_parts import Event
+from scarctl.cli.document_parts import Event, RankCopies
 from scarctl.cli.output import SCHEMA_VERSION
+from scarctl.ops.checkpoint import Checkpoint
 from scarctl.ops.export import Exported
+from scarctl.ops.surveyed import ShardLine
 from scarctl.peers.probe import PeerDiagnosis
-from scarctl.util.document import Document
+from scarctl.persist.evacuation import Evacuated
+from scarctl.util.document import Document, document_fields
 
 DOCUMENTS: dict[str, tuple[type, ...]] = {
-    "checkpoint": (documents.Checkpoint,),
+    "checkpoint": (Checkpoint,),
     "daemon": (documents.DaemonStarted, documents.DaemonShown, documents.DaemonStopped),
     "diff": (workbench.Diff,),
     "doctor": (documents.DoctorOfPlace, PeerDiagnosis),
@@ -38,7 +41,7 @@ DOCUMENTS: dict[str, tuple[type, ...]] = {
     "recover": (documents.Recover, documents.RecoverOfRanks),
     "report": (studies.Report,),
     "simulate": (studies.Simulate,),
-    "snapshot create": (documents.SnapshotCreatedLive, documents.SnapshotCreated),
+    "snapshot create": (documents.SnapshotCreatedLive, Checkpoint),
     "snapshot delete": (documents.Prune, documents.PruneOfRanks),
     "snapshot list": (documents.SnapshotList,),
     "status": (documents.Status,),
@@ -48,6 +51,11 @@ DOCUMENTS: dict[str, tuple[type, ...]] = {
 """The kinds of documents that each command prints, by its options."""
 _OPEN: dict[type, Any] = {Event: str | float | bool | None}
 """Types with more fields than they name, and the type of those fields."""
+_WITH: dict[type, tuple[type, frozenset[str]]] = {
+    documents.EvacuatedProcess: (Evacuated, frozenset(("points",))),
+    RankCopies: (ShardLine, frozenset()),
+}
+"""Types with all fields of a result but some."""
 _SIMPLE: dict[Any, str] = {
     bool: "boolean",
     int: "integer",
@@ -97,12 +105,19 @@ def _object(kind: type, found: dict[type, Any]) -> dict[str, Any]:
     """Return the schema of a type of objects; those that it refers to are added to `found`."""
     about = dict(_described(kind))
     hints = get_type_hints(kind)
+    if issubclass(kind, Document):
+        hints = {field.name: hints[field.name] for field in document_fields(kind)}
     # A TypedDict that inherits lists its base's fields first.
     properties = {
         name: {**_schema(hint, found), **({"description": about[name]} if name in about else {})}
         for name, hint in hints.items()
     }
     required: frozenset[str] = getattr(kind, "__required_keys__", frozenset(properties))
+    if kind in _WITH:
+        result, but = _WITH[kind]
+        more = _object(result, found)["properties"]
+        properties = {name: more[name] for name in more if name not in but} | properties
+        required = frozenset(properties) if kind.__total__ else required  # type: ignore[attr-defined]
     return {
         "description": " ".join((kind.__doc__ or "").split()),
         "type": "object",

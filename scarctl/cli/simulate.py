@@ -15,7 +15,7 @@ import click
 from scarctl.cli.groups import Command
 from scarctl.cli.output import EXIT_OK, emit, note, output_options, warn
 from scarctl.errors import UsageError
-from scarctl.util.text import counted
+from scarctl.util.text import aligned, counted
 
 if TYPE_CHECKING:
     from scarctl.simulate.intervals import Mean
@@ -112,18 +112,12 @@ def command(
     fraction: str,
     policy: str,
     mode: str,
-    interval: int,
     trials: int,
-    seed: int,
-    failure_rate: float | None,
-    fail_after: int | None,
-    iterations: int | None,
-    target: float | None,
-    norm: str | None,
     jobs: int | None,
     results: Path | None,
     plot: Path | None,
     predictions: bool,
+    **of_study: Any,
 ) -> int:
     """Fail runs of WORKLOAD, and show how many iterations each failure costs.
 
@@ -142,13 +136,7 @@ def command(
         fractions=tuple(map(parse_share, _items(fraction))),
         policies=tuple(_items(policy)),
         modes=tuple(_items(mode)),
-        interval=interval,
-        failure_rate=failure_rate,
-        fail_after=fail_after,
-        iterations=iterations,
-        target=target,
-        norm=norm,
-        seed=seed,
+        **of_study,
     )
     if plot is not None:
         _check_plot(plot)
@@ -250,10 +238,7 @@ def _text(summary: Summary) -> str:
                 f"{line.perturbation:.4g}",
             )
         )
-    widths = [max(len(row[k]) for row in rows) for k in range(len(columns))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
+    lines = aligned(rows)
     lines.append(
         f"{counted(summary.trials, 'trial')}; undisturbed, a run takes {summary.undisturbed:.1f} iterations"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -73,12 +74,9 @@ def create(
     state: Path | None,
     store: str,
     step: int | None,
-    shards: int | None,
-    partition_bytes: int | None,
-    assume_single_writer: bool,
-    arena_dir: str | None,
     dry_run: bool,
     timeout: float,
+    **of_states: Any,
 ) -> int:
     """Save a whole state, and keep it as the snapshot NAME.
 
@@ -88,7 +86,7 @@ def create(
     """
     if state is None:
         refuse(*_OF_STATES, why="requires STATE")
-        return _of_session(name, store, timeout, arena_dir)
+        return _of_session(name, store, timeout, of_states["arena_dir"])
     refuse("timeout", why="cannot be combined with STATE")
     if step is None:
         raise UsageError(
@@ -97,14 +95,7 @@ def create(
     from scarctl.ops.checkpoint import CheckpointSettings
 
     settings = CheckpointSettings(
-        store=store,
-        storage_options=options_for(store),
-        assume_single_writer=assume_single_writer,
-        step=step,
-        shards=shards,
-        partition_bytes=partition_bytes,
-        arena_dir=arena_dir,
-        snapshot=name,
+        store=store, storage_options=options_for(store), step=step, snapshot=name, **of_states
     )
     return save_state(state, settings, dry_run=dry_run)
 

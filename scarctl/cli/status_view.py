@@ -10,7 +10,7 @@ from scarctl.cli.output import human_bytes, in_iterations
 from scarctl.ops.health import AT_RISK, LOSING, NOTE, Finding, Health, Loss
 from scarctl.ops.surveyed import ShardLine
 from scarctl.store.saved import describe
-from scarctl.util.text import counted
+from scarctl.util.text import aligned, counted
 
 _MARKS = {LOSING: "!!", AT_RISK: "! ", NOTE: "- "}
 _VERDICT = {LOSING: "LOSING", AT_RISK: "AT RISK", NOTE: "well"}
@@ -75,7 +75,7 @@ def _losses(one: Health) -> Iterator[str]:
     """Yield a table: what is lost if the process, the host or the store is lost now."""
     if not one.losses:
         return
-    yield from _aligned([LOSS_COLUMNS, *(loss_cells(*loss) for loss in one.losses.items())])
+    yield from aligned([LOSS_COLUMNS, *(loss_cells(*loss) for loss in one.losses.items())], "  ")
 
 
 def _progress(one: Health) -> Iterator[str]:
@@ -95,16 +95,9 @@ def _progress(one: Health) -> Iterator[str]:
         )
         for saving in shown
     ]
-    yield from _aligned(rows)
+    yield from aligned(rows, "  ")
     if len(one.saving) > len(shown):
         yield f"  and {counted(len(one.saving) - len(shown), 'more rank')}: `scarctl daemon status` lists all"
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Yield rows of cells as columns. The last cell of a shorter row may be longer than its column."""
-    widths = [max(len(row[k]) for row in rows if len(row) > 2) for k in range(len(rows[0]))]
-    for row in rows:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
 
 
 def loss_cells(what: str, loss: Loss) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-from scarctl.config.options import POLICIES
+from scarctl.config.options import NORMS, POLICIES
 from scarctl.errors import UsageError
 
 _FRACTION = "it is the share of the state that one checkpoint writes, such as 1/8, 0.125 or 12.5%"
@@ -61,6 +61,12 @@ def check_rate(name: str, value: object) -> None:
         isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf
     ):
         raise UsageError(f"{name} is {value!r}", hint="give bytes per second, more than 0")
+
+
+def check_norm(norm: object) -> None:
+    """Raise UsageError unless `norm` is one of `NORMS` or a callable."""
+    if not callable(norm) and norm not in NORMS:
+        raise UsageError(f"unknown norm {norm!r}", hint=f"use one of {', '.join(NORMS)}, or a function")
 
 
 def check_peer_files(tls: object, secret: object) -> None:

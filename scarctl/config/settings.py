@@ -16,6 +16,7 @@ from scarctl.config.checks import (
     at_least,
     check_fixed,
     check_fraction,
+    check_norm,
     check_overhead,
     check_peer_files,
     check_policy,
@@ -127,10 +128,7 @@ class SessionSettings:
                 "by_layer makes every group one partition: partition_bytes and rows contradict it",
                 hint="give by_layer alone, or leave it out",
             )
-        if not callable(self.norm) and self.norm not in NORMS:
-            raise UsageError(
-                f"unknown norm {self.norm!r}", hint=f"use one of {', '.join(NORMS)}, or a function"
-            )
+        check_norm(self.norm)
         if self.tracker not in TRACKERS:
             raise UsageError(f"unknown tracker {self.tracker!r}", hint=f"use one of {', '.join(TRACKERS)}")
         if self.encoding not in ENCODINGS:

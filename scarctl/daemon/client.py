@@ -42,6 +42,8 @@ def start(folder: Path, variables: Mapping[str, str] | None = None) -> None:
 
     Raises Unavailable (`kind` "daemon-not-started") with the daemon's message if it could not start.
     """
+    # Without credentials for object stores: each session brings its own.
+    inherited = {name: value for name, value in os.environ.items() if name not in PORTABLE}
     # The daemon has to import the same packages, including those from an edited `sys.path`.
     path = os.pathsep.join(filter(None, [str(_PACKAGES), os.environ.get("PYTHONPATH")]))
     try:
@@ -53,7 +55,7 @@ def start(folder: Path, variables: Mapping[str, str] | None = None) -> None:
             start_new_session=True,
             cwd="/",
             # The daemon multiplies no matrices: threads of OpenBLAS would only use memory.
-            env={**_environment(), "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", **(variables or {})},
+            env={**inherited, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", **(variables or {})},
             timeout=START_SECONDS,
             check=False,
         )
@@ -61,11 +63,6 @@ def start(folder: Path, variables: Mapping[str, str] | None = None) -> None:
         raise _not_started(folder, str(error)) from error
     if done.returncode:
         raise _not_started(folder, done.stderr.decode(errors="replace").strip()[-500:])
-
-
-def _environment() -> dict[str, str]:
-    """Return this process's environment without credentials for object stores: each session brings its own."""
-    return {name: value for name, value in os.environ.items() if name not in PORTABLE}
 
 
 def connect(folder: Path, *, begin: bool = True, patience: float = START_SECONDS) -> socket.socket:

@@ -31,7 +31,9 @@ class HostSaver(LocalSaver):
         super().__init__(store, on_saved)
         self._folder = folder
         self._lock = threading.Lock()
-        self._released = self._adopted = self._looked = self._gives_way = False
+        self._released = self._adopted = self._looked = False
+        self.gives_way = False
+        """A new training process waits for the store: `release` puts the unfinished hand-over back."""
 
     def open_shared(self, *, again: bool) -> int:
         """Map the arena, open the store for writing, and return the epoch. The flags are those of `LocalSaver.open`.
@@ -125,21 +127,12 @@ class HostSaver(LocalSaver):
         finally:
             self._lock.release()
 
-    def give_way(self) -> None:
-        """Have `release` put the unfinished hand-over back: a new training process waits for the store."""
-        self._gives_way = True
-
-    @property
-    def gives_way(self) -> bool:
-        """Whether a new training process waits for the store."""
-        return self._gives_way
-
     def release(self) -> None:
         """Finish the hand-over that is being written, and release the store. The arena stays for the next session."""
         with self._lock:
             self._released = True
             try:
-                self.close(Current.INTERRUPT if self._gives_way else Current.FINISH)
+                self.close(Current.INTERRUPT if self.gives_way else Current.FINISH)
             finally:
                 self.store.close()
                 if self.arena is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from scarctl.errors import UsageError
+from scarctl.util.document import Document
 
 KINDS = ("partial", "full", "recover", "flush")
 MAX_SECONDS = 86400.0
@@ -14,7 +14,7 @@ MAX_LOST = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Wish(Document):
     """A request that the daemon passes on to a session. `number` identifies its answer."""
 
     kind: str
@@ -25,15 +25,6 @@ class Wish:
     max_rework: float | None = None
     """Most predicted rework of the recovery, in iterations."""
     seconds: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "number": self.number,
-            "lost": list(self.lost),
-            "max_rework": self.max_rework,
-            "seconds": self.seconds,
-        }
 
     @classmethod
     def from_json(cls, obj: object) -> Wish:

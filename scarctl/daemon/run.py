@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
@@ -30,6 +29,7 @@ from scarctl.persist.speed import Speed
 from scarctl.persist.thread import PersisterStats
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import Store, newest_topology
+from scarctl.util.process import exists
 
 log = logging.getLogger("scarctl")
 
@@ -211,14 +211,7 @@ class Run:
 
     def trainer_lives(self) -> bool:
         """Return whether the training process exists; True if its process id is unknown."""
-        try:
-            if self.pid:
-                os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass
-        return True
+        return not self.pid or exists(self.pid)
 
     def in_use(self) -> bool:
         """Return whether the training process exists, and has not ended its connection.

@@ -118,7 +118,7 @@ class Runs:
                         hint="wait until it ends, or stop it; reading needs no lock",
                     )
                 # The earlier session has ended or its process has died: the new one continues with its arena.
-                known.saver.give_way()
+                known.saver.gives_way = True
                 self._apply(Detached(store.run_id))
                 if not self.changed.wait(deadline - time.monotonic()):
                     raise Contention(

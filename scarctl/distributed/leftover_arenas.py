@@ -57,7 +57,7 @@ def fence(store: Store) -> None:
     for view in [store] if newest is None else [store.of_shard(shard) for shard in newest.shards]:
         layout = view.current_layout()
         if layout is not None:
-            open_writer(view, layout=layout, shard_of=view.shard_of(layout)).close()
+            open_writer(view, layout=layout).close()
 
 
 def _best(run: str, ages: Sequence[Mapping[str, Sequence[int]]]) -> int:

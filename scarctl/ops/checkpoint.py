@@ -40,6 +40,7 @@ from scarctl.store import (
 from scarctl.store.snapshot import check_new_snapshot, check_snapshot_name
 from scarctl.store.topology import refuse_ranks
 from scarctl.util.arrays import Ids
+from scarctl.util.document import INTERNAL, Document
 
 if TYPE_CHECKING:
     from scarctl.checkpoint.live_state import LiveState
@@ -83,7 +84,7 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Checkpoint(Document):
     """Report of a checkpoint, or of a dry run."""
 
     step: int
@@ -99,31 +100,17 @@ class Checkpoint:
     """The whole running checkpoint is of this step."""
     nonfinite_partitions: int
     """Number of partitions with values that are not finite."""
-    left_out: tuple[str, ...] = ()
+    policy: str
+    dry_run: bool
+    left_out: tuple[str, ...] = field(default=(), metadata=INTERNAL)
     """Names of the first few of these partitions whose last good copy was kept."""
     left_out_partitions: int = 0
-    damaged: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = field(default=(), metadata=INTERNAL)
     """Faults of unreadable copies in the store, whose partitions were saved again."""
     snapshot: str | None = None
     """Name of the snapshot that was created."""
     credit: int = 0
     """Bytes of unused budget that the next checkpoint may use in addition to its own."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "total_partitions": self.total_partitions,
-            "saved_partitions": self.saved_partitions,
-            "total_bytes": self.total_bytes,
-            "saved_bytes": self.saved_bytes,
-            "seq": {str(shard): seq for shard, seq in self.seq.items()},
-            "durable": self.durable,
-            "exact": self.exact,
-            "nonfinite_partitions": self.nonfinite_partitions,
-            "left_out_partitions": self.left_out_partitions,
-            "credit": self.credit,
-            "snapshot": self.snapshot,
-        }
 
 
 @dataclass(slots=True)
@@ -149,7 +136,6 @@ def checkpoint(state: StateFile, settings: CheckpointSettings, *, dry_run: bool 
     store, layout = _open(state, settings, dry_run=dry_run)
     if store is None:
         return _result(layout, settings, _everything(layout), {}, durable=False)
-    shard_of = store.shard_of(layout)
     states = store.states(store.shards(), layout)
     _check_step(settings.step, states)
     if settings.snapshot is not None:
@@ -159,13 +145,13 @@ def checkpoint(state: StateFile, settings: CheckpointSettings, *, dry_run: bool 
         live, damaged = _load(state, store, layout, states, settings)
         choice = _choose(live, states, settings, store, damaged)
         return _result(layout, settings, choice, {}, durable=False, damaged=damaged)
-    with _writing(store, layout, shard_of) as writer:
+    with _writing(store, layout) as writer:
         _check_step(settings.step, writer.states)
         live, damaged = _load(state, store, layout, writer.states, settings)
         choice = _choose(live, writer.states, settings, store, damaged)
         live.save(choice.ids, pack(writer.epoch, settings.step))
         collector = Collector(writer)
-        seq = _commit(writer, live.arena, shard_of, choice, settings)
+        seq = _commit(writer, live.arena, choice, settings)
         snapshot = None
         if settings.snapshot is not None and not choice.left_out.size:
             newest = sealed_sets(writer.states.values())[0]
@@ -230,8 +216,8 @@ def _check_step(step: int, states: Mapping[int, ShardState]) -> None:
 
 
 @contextmanager
-def _writing(store: Store, layout: Layout, shard_of: NDArray[np.int32]) -> Iterator[StoreWriter]:
-    writer = open_writer(store, layout=layout, shard_of=shard_of)
+def _writing(store: Store, layout: Layout) -> Iterator[StoreWriter]:
+    writer = open_writer(store, layout=layout)
     try:
         yield writer
     finally:
@@ -317,7 +303,10 @@ def _choose(
     ids = np.union1d(picked.ids, np.flatnonzero(missing))
     left_out = np.flatnonzero(~finite & ~missing)
     memory = PolicyMemory(picked.credit, picked.cursor, store.settings.seed)
-    return _Choice(ids, ~live.changed() & ~missing, np.flatnonzero(~finite), left_out, memory, extras)
+    unchanged = ~live.changed() & ~missing
+    for state in states.values():
+        unchanged[state.ids] &= ~state.encoded  # an encoded copy is never sealed
+    return _Choice(ids, unchanged, np.flatnonzero(~finite), left_out, memory, extras)
 
 
 def _everything(layout: Layout) -> _Choice:
@@ -338,33 +327,28 @@ def _extras(store: Store, states: Mapping[int, ShardState]) -> dict[str, Any]:
 
 
 def _commit(
-    writer: StoreWriter,
-    arena: Arena,
-    shard_of: NDArray[np.int32],
-    choice: _Choice,
-    settings: CheckpointSettings,
+    writer: StoreWriter, arena: Arena, choice: _Choice, settings: CheckpointSettings
 ) -> dict[int, int]:
-    """Commit the selected partitions, shard by shard. A shard whose other partitions are unchanged is sealed."""
+    """Commit the selected partitions, log by log. A log whose other partitions are unchanged is sealed."""
     done = choice.unchanged.copy()
     done[choice.ids] = True
-    chosen, shards = shard_of[choice.ids], np.unique(shard_of).tolist()
-    sealed = {shard: bool(done[shard_of == shard].all()) for shard in shards}
+    chosen = {log: np.intersect1d(choice.ids, ids) for log, ids in writer.members.items()}
+    sealed = {log: bool(done[ids].all()) for log, ids in writer.members.items()}
     # A new name for every call, because two calls may save the same step with different values.
     whole = uuid.uuid4().hex if all(sealed.values()) else ""
-    due = [shard for shard in shards if sealed[shard] or (chosen == shard).any()]
-    # If nothing fits into the budget, one shard still gets a commit, which saves the credit for the next call.
-    for shard in due or shards[:1]:
-        ids = choice.ids[chosen == shard]
+    due = [log for log, ids in chosen.items() if sealed[log] or ids.size]
+    # If nothing fits into the budget, one log still gets a commit, which saves the credit for the next call.
+    for log in due or list(chosen)[:1]:
         writer.commit(
-            shard,
-            ids,
+            log,
+            chosen[log],
             arena.source,
             step=settings.step,
-            sealed=sealed[shard],
+            sealed=sealed[log],
             whole=whole,
             extras={**choice.extras, FILE_POLICY: choice.memory.to_tree()},
         )
-    return {shard: writer.states[shard].seq for shard in shards}
+    return {log: writer.states[log].seq for log in chosen}
 
 
 def _result(
@@ -391,6 +375,8 @@ def _result(
         nonfinite_partitions=len(choice.nonfinite),
         left_out=tuple(layout.name(int(i)) for i in choice.left_out[:5]),
         left_out_partitions=len(choice.left_out),
+        policy="full" if settings.snapshot is not None else settings.policy,
+        dry_run=not durable,
         damaged=damaged,
         credit=choice.memory.credit,
         snapshot=snapshot,

@@ -237,7 +237,7 @@ class _Recovery:
             own = self.state.states[view.part.shard].layout
             assert own is not None, "every shard of the state has a layout"
             layout = own
-        return open_writer(view, layout=layout, shard_of=view.shard_of(layout))
+        return open_writer(view, layout=layout)
 
     def _sealed_step(self) -> int | None:
         """Return the step that a rollback would restore, None without such a state."""

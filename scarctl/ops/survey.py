@@ -171,19 +171,16 @@ def _share(
     if layout is None:
         layout = Layout([])
     version = np.full(layout.partitions, NEVER, dtype=np.int64)
-    shard_of = np.full(layout.partitions, -1, dtype=np.int32)
     damaged = np.zeros(layout.partitions, dtype=np.bool_)
     for shard, state in states.items():
         if state.layout == layout:
             version[state.ids] = state.version
-            shard_of[state.ids] = shard
             if shard in damage:
                 damaged[state.ids] = damage[shard].lost
-    if (shard_of < 0).any():  # a shard has no record yet, or has given up its partitions
-        shard_of = store.shard_of(layout)
     same = arena is not None and arena.layout == layout
     owner = read_owner(arena_folder(arena_dir, store.run_id)) if same else None
     named = None if owner is None else owner.host
+    shard_of = store.shard_of(layout)
     return _Share(states, layout, version, shard_of, arena if same else None, store.run_id, damaged, named)
 
 

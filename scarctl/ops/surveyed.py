@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from scarctl.ops.ages import Age
 from scarctl.recovery.forecast import parameters_of, rework_of
+from scarctl.recovery.plan import Perturbation
 from scarctl.state.caveats import Caveat
 from scarctl.state.encodings import Encoding
 from scarctl.state.journal import Event, Sample
@@ -20,9 +21,10 @@ from scarctl.state.layouts import Layouts
 from scarctl.store import Snapshot, Topology
 from scarctl.theory.rework import Outlook, Rework
 from scarctl.util.arrays import Ids
-from scarctl.util.document import Document, json_of
+from scarctl.util.document import INTERNAL, Document, json_of
 
 _NO_REWORK = Rework(0.0, 0.0, 0.0, "ages")
+_UNKNOWN = Perturbation(None, "unknown")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class RunOnHost(Document):
 
 
 @dataclass(frozen=True, slots=True)
-class ShardLine:
+class ShardLine(Document):
     """The copies of one shard, and the predicted cost of losing it."""
 
     shard: int
@@ -58,34 +60,16 @@ class ShardLine:
     newest_step: int | None = None
     never_saved: int = 0
     """Number of partitions without a copy."""
-    staleness: int | None = None
+    staleness: int | None = field(default=None, metadata=INTERNAL)
     """Iterations since its oldest copy was saved; None if no partition was ever saved."""
-    perturbation: float | None = None
-    """Norm of the change if the shard were restored; None if a distance is unknown."""
+    perturbation: Perturbation = _UNKNOWN
+    """The change if the shard were restored."""
     share: float = 0.0
     """Its fraction of all parameter partitions, from 0 to 1."""
     expected_perturbation: float | None = 0.0
     """The same norm for a random shard of this size; None if a distance is unknown."""
     rework: Rework = _NO_REWORK
     """Predicted rework of a partial recovery of the shard."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields of a document."""
-        return {
-            "shard": self.shard,
-            "partitions": self.partitions,
-            "bytes": self.bytes,
-            "oldest_step": self.oldest_step,
-            "newest_step": self.newest_step,
-            "never_saved": self.never_saved,
-            "perturbation": {
-                "value": self.perturbation,
-                "kind": "unknown" if self.perturbation is None else "estimated",
-            },
-            "share": self.share,
-            "expected_perturbation": self.expected_perturbation,
-            "rework": self.rework.to_json(),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +206,7 @@ class Survey:
                     newest_step=int(saved.max()) if len(saved) else None,
                     never_saved=len(steps) - len(saved),
                     staleness=int(stale.max()) if len(saved) else None,
-                    perturbation=norm if math.isfinite(norm) else None,
+                    perturbation=Perturbation(norm, "estimated") if math.isfinite(norm) else _UNKNOWN,
                     share=share,
                     expected_perturbation=math.sqrt(share) * whole if math.isfinite(whole) else None,
                     rework=rework,

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +28,7 @@ from scarctl.state.version import NEVER, step_of
 from scarctl.theory.history import History
 from scarctl.theory.rework import Outlook, Rework, grouped, rework_of_loss
 from scarctl.util.arrays import Ids
+from scarctl.util.document import Document
 
 log = logging.getLogger("scarctl")
 
@@ -92,7 +93,7 @@ class Copies(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Evacuated:
+class Evacuated(Document):
     """The result of evacuating one process's state: what is safe, and what a loss of the host would cost."""
 
     step: int
@@ -139,10 +140,6 @@ class Evacuated:
     def rework(self) -> Rework:
         """Predicted rework, in iterations, after the loss of the host."""
         return rework_of_all([self])
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields. All are numbers, texts and lists."""
-        return asdict(self)
 
     @classmethod
     def from_json(cls, obj: object) -> Evacuated:

@@ -20,7 +20,6 @@ from scarctl.errors import Corruption, Overwritten, ScarError
 from scarctl.persist.space import SpaceFields
 from scarctl.persist.speed import Meter
 from scarctl.state.encoding import stored_as
-from scarctl.state.layout import members_by_shard
 from scarctl.state.version import NEVER, pack, step_of
 from scarctl.store import Collector, ShardState, StoreWriter
 from scarctl.store.encoder import Encoder
@@ -39,9 +38,12 @@ class Interrupted(Exception):
 
 
 class Persister:
-    """Commits hand-overs, all shards of one at once. Use one thread at a time."""
+    """Commits hand-overs. Use one thread at a time.
 
-    def __init__(self, arena: Arena, writer: StoreWriter, shard_of: NDArray[np.int32]) -> None:
+    A hand-over is one commit. In a store with a log for each shard it is one for each, all at once.
+    """
+
+    def __init__(self, arena: Arena, writer: StoreWriter) -> None:
         self.meter = Meter()
         """Measures the speed of commits."""
         self.interrupt = threading.Event()
@@ -50,11 +52,10 @@ class Persister:
         self._writer = writer
         self._collector = Collector(writer)
         self._tidy_at = 0.0
-        self._members = members_by_shard(shard_of)
-        if not self._members and writer.store.part is not None:
-            # A rank that owns no rows still has extras.
-            self._members = {writer.store.part.shard: np.empty(0, dtype=np.int64)}
-        self._shard_of = shard_of
+        self._members = writer.members
+        self._shard_of = np.full(arena.layout.partitions, -1, dtype=np.int32)
+        for shard, ids in self._members.items():
+            self._shard_of[ids] = shard
         self._sealed: tuple[int, set[int]] = (
             -1,
             set(),

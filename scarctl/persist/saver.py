@@ -135,7 +135,7 @@ class LocalSaver:
         # after it, when no other process can write.
         require_kinship(arena, self.store.lines(), self.store, again=again)
         self.shard_of = self.store.shard_of(arena.layout)
-        self._writer = writer = open_writer(self.store, layout=arena.layout, shard_of=self.shard_of)
+        self._writer = writer = open_writer(self.store, layout=arena.layout)
         try:
             require_kinship(arena, writer.lines, self.store, again=again)
         except BaseException:
@@ -234,7 +234,7 @@ class LocalSaver:
         assert self.arena is not None
         assert self._writer is not None
         self.stopped = False
-        persister = Persister(self.arena, self._writer, self.shard_of)
+        persister = Persister(self.arena, self._writer)
         if self._thread is not None:
             self._saved_at = self._thread.stats.saved_at
         self._thread = PersisterThread(persister, HandOverQueue(self.arena.folder), self._on_saved)

@@ -279,19 +279,19 @@ class _Run:
         near = self.tier == MEMORY
         yield from self._from_memory(plan.ids[near], plan.version[near])
         far = plan.ids[self.tier == STORE]
-        shard_of = plan.shard_of[far]
-        for shard in distinct(shard_of).tolist():
-            yield from self._from_store(shard, far[shard_of == shard])
+        log_of = plan.log_of[far]
+        for log in distinct(log_of).tolist():
+            yield from self._from_store(log, far[log_of == log])
 
     def _compare(self) -> None:
         """Take the store's copies instead of those in memory whose bytes differ from them. The state is the same."""
         arena, near = self.arena, self.plan.ids[self.plan.tier == MEMORY]
         if arena is None or not near.size:
             return
-        shard_of = self.plan.shard_of[near]
+        log_of = self.plan.log_of[near]
         bad = near[:0]
-        for shard, state in self.plan.states.items():
-            found = differing(arena, near[shard_of == shard], state)
+        for log, state in self.plan.states.items():
+            found = differing(arena, near[log_of == log], state)
             self._settle(found, STORE, versions_of(state, found))
             bad = np.union1d(bad, found)
         if bad.size:
@@ -313,9 +313,9 @@ class _Run:
                 tensors = [arena.rows(g, t)[rows] for t in range(len(group.tensors))]
                 yield _Piece(MEMORY, g, ids[part], versions[part], tensors)
 
-    def _from_store(self, shard: int, ids: Ids) -> Iterator[_Piece]:
+    def _from_store(self, log: int, ids: Ids) -> Iterator[_Piece]:
         assert self.store is not None
-        state: ShardState | None = self.plan.states[shard]
+        state: ShardState | None = self.plan.states[log]
         while ids.size:
             if state is None:
                 raise no_copy(self.plan.layout, ids, "has no intact copy", self.problems)
@@ -338,7 +338,7 @@ class _Run:
                 raise SealedStateDamaged(self.problems[-1])
             self.fell_back = True
             sums = _checksums(state, ids)
-            state = self.store.older(shard, ids, state)
+            state = self.store.older(log, ids, state)
             far = yield from self._nearer(ids, state)
             if state is not None:
                 self._settle(far, STORE, versions_of(state, far))

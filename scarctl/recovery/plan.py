@@ -40,7 +40,7 @@ class Plan:
     """"partial", or "rollback": restore everything to the newest state that all shards sealed at one step."""
     layout: Layout
     shard_of: NDArray[np.int32]
-    """Shard of every partition of the layout."""
+    """Shard of every partition of the layout, for the report."""
     lost: int
     """Number of partitions that were named as lost."""
     ids: Ids
@@ -77,12 +77,16 @@ class Plan:
         """Number of copies that come from encoded ones in the store (`scarctl.state.encoding`): they are not exact."""
         if self.decoded is not None:
             return int(self.decoded.sum())
-        far = self.ids[self.tier == STORE]
-        shards = self.shard_of[far]
-        return sum(
-            int(np.count_nonzero(state.encoding(state.find(far[shards == shard]))))
-            for shard, state in self.states.items()
-        )
+        far, found = self.ids[self.tier == STORE], 0
+        for state in self.states.values():
+            at = state.find(far)
+            found += int(np.count_nonzero(state.encoding(at[at >= 0])))
+        return found
+
+    @property
+    def log_of(self) -> NDArray[np.int32]:
+        """The log that has each partition of the layout, -1 for none: int32 of shape (layout.partitions,)."""
+        return _log_of(self.layout, self.states)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of a report that are known before the recovery."""
@@ -140,7 +144,7 @@ def plan_partial(
         damage = [d.reason for state in states.values() for d in state.damaged]
         raise no_copy(layout, missing, "has no intact copy" if damage else "was never saved", damage)
     step = only_step(version)
-    whole = _whole_of(shard_of[ids], tier, states, arena)
+    whole = _whole_of(_log_of(layout, states)[ids], tier, states, arena)
     exact = bool(whole) and step is not None and (len(ids) == layout.partitions or whole == survivors)
     degraded = bool((_in_doubt(layout, states)[ids] & (tier == STORE)).any())
     return Plan(
@@ -160,10 +164,10 @@ def plan_partial(
 
 
 def _whole_of(
-    shards: NDArray[np.int32], tier: NDArray[np.int8], states: Mapping[int, ShardState], arena: Arena | None
+    logs: NDArray[np.int32], tier: NDArray[np.int8], states: Mapping[int, ShardState], arena: Arena | None
 ) -> str:
-    """Return the commit of the whole state that contains these shards' copies in these tiers; "" if none does."""
-    found = {states[shard].whole for shard in distinct(shards[tier == STORE]).tolist()}
+    """Return the commit of the whole state that contains these logs' copies in these tiers; "" if none does."""
+    found = {states[log].whole for log in distinct(logs[tier == STORE]).tolist()}
     if arena is not None and (tier == MEMORY).any():
         found.add(arena.whole)
     return found.pop() if len(found) == 1 else ""
@@ -188,10 +192,10 @@ def plan_rollback(
 
     Raises NoIntactCopy (kind "no-sealed-state") if no intact sealed state exists; LayoutMismatch.
     """
-    shards = distinct(shard_of).tolist()
+    logs = distinct(store.log_of(layout)).tolist()
     damage: list[str] = []
     passed_over = until is not None
-    for one in _before(before, _sealed_states(store, layout, shards, snapshot)):
+    for one in _before(before, _sealed_states(store, layout, logs, snapshot)):
         if until is not None and (one.epoch, one.step, one.whole) > until:
             continue
         try:
@@ -228,7 +232,7 @@ def plan_sealed(
 
     Raises NoIntactCopy (kind "no-sealed-state") if the store no longer has all of that state.
     """
-    seqs = {shard: sealed.seqs[shard] for shard in distinct(shard_of).tolist()}
+    seqs = {log: sealed.seqs[log] for log in distinct(store.log_of(layout)).tolist()}
     try:
         states = store.states(seqs, layout, at=seqs)
     except Corruption as error:  # collected or damaged
@@ -245,7 +249,7 @@ def plan_sealed(
             kind="no-sealed-state",
         )
     tier = np.full(len(ids), STORE, dtype=np.int8)
-    whole = _whole_of(shard_of, tier, states, None) if len(ids) else sealed.whole
+    whole = _whole_of(_log_of(layout, states), tier, states, None) if len(ids) else sealed.whole
     # Copies of the same version may belong to another state.
     if arena is not None and whole and arena.whole == whole:
         tier[arena.intact()] = MEMORY
@@ -267,29 +271,29 @@ def plan_sealed(
 
 
 def _sealed_states(
-    store: Store, layout: Layout, shards: Sequence[int], snapshot: Snapshot | None
+    store: Store, layout: Layout, logs: Sequence[int], snapshot: Snapshot | None
 ) -> Sequence[SealedSet]:
     """Return the states that a rollback may restore, best first."""
     if snapshot is None and store.part is not None:
         found = complete_sets(store.again(), of=store.part.shard)
-        return [sealed for sealed in found if set(shards) <= sealed.seqs.keys()]
+        return [sealed for sealed in found if set(logs) <= sealed.seqs.keys()]
     if snapshot is None:
-        return sealed_sets(store.states(shards, layout).values())
-    return [sealed_in(snapshot, shards, layout if store.part is None else None)]
+        return sealed_sets(store.states(logs, layout).values())
+    return [sealed_in(snapshot, logs, layout if store.part is None else None)]
 
 
-def sealed_in(snapshot: Snapshot, shards: Sequence[int], layout: Layout | None) -> SealedSet:
+def sealed_in(snapshot: Snapshot, logs: Sequence[int], layout: Layout | None) -> SealedSet:
     """Return the sealed state that a snapshot names.
 
-    layout: layout of all shards; None if each rank has its own. Raises LayoutMismatch if the snapshot has another
-    layout, or lacks one of the shards.
+    layout: layout of all logs; None if each rank has its own. Raises LayoutMismatch if the snapshot has another
+    layout, or lacks one of the logs.
     """
-    if layout is None and not set(shards) <= snapshot.seqs.keys():
+    if layout is None and not set(logs) <= snapshot.seqs.keys():
         raise LayoutMismatch(
-            f"snapshot {snapshot.name!r} does not contain shard {', '.join(map(str, shards))}",
+            f"snapshot {snapshot.name!r} does not contain shard {', '.join(map(str, logs))}",
             hint="nothing was changed; use a snapshot of this rank or member",
         )
-    if (layout is not None and snapshot.layout != layout.digest) or not set(shards) <= snapshot.seqs.keys():
+    if (layout is not None and snapshot.layout != layout.digest) or not set(logs) <= snapshot.seqs.keys():
         raise LayoutMismatch(
             f"snapshot {snapshot.name!r} has another layout than the model",
             hint="nothing was changed; use the model that the snapshot was taken from",
@@ -321,6 +325,14 @@ def _stored(layout: Layout, states: Mapping[int, ShardState]) -> Ids:
     result = np.full(layout.partitions, NEVER, dtype=np.int64)
     for state in states.values():
         result[state.ids] = state.version
+    return result
+
+
+def _log_of(layout: Layout, states: Mapping[int, ShardState]) -> NDArray[np.int32]:
+    """Return the log whose copy of each partition `_stored` returns, -1 for none: int32 (partitions,)."""
+    result = np.full(layout.partitions, -1, dtype=np.int32)
+    for log, state in states.items():
+        result[state.ids] = log
     return result
 
 

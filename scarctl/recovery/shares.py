@@ -48,17 +48,17 @@ class Share:
     shard_of: NDArray[np.int32]
     """Shard of every partition: shape (layout.partitions,)."""
     states: Mapping[int, ShardState]
-    """Readable states, by shard."""
+    """Readable states, by log."""
     unreadable: Mapping[int, Corruption] = field(default_factory=dict)
-    """Errors of unreadable states, by shard. Partitions of other shards can still be restored."""
+    """Errors of unreadable states, by log. Partitions of other logs can still be restored."""
     shown: Layout | None = None
     """A member's layout with the names that its groups have in the state of all members; None if they are the same."""
 
     def require(self, ids: Ids) -> None:
-        """Raise Corruption if a shard of the partitions `ids` cannot be read."""
-        for shard in distinct(self.shard_of[ids]).tolist() if self.unreadable else ():
-            if shard in self.unreadable:
-                raise self.unreadable[shard]
+        """Raise Corruption if a log of the partitions `ids` cannot be read."""
+        for log in distinct(self.store.log_of(self.layout)[ids]).tolist() if self.unreadable else ():
+            if log in self.unreadable:
+                raise self.unreadable[log]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,7 @@ def _of_one_process(store: Store, snapshot: Snapshot | None) -> SharedState:
         raise _nothing_saved(f"{store.where}: the store is still empty")
     shard_of = backed_shards(store, layout)
     if snapshot is not None:
-        sealed_in(snapshot, distinct(shard_of).tolist(), layout)
+        sealed_in(snapshot, distinct(store.log_of(layout)).tolist(), layout)
     share = _share(None, store, layout, shard_of)
     return SharedState(store, (share,), share.states)
 
@@ -294,15 +294,15 @@ def _shares(parts: Parts) -> Iterator[Share]:
 
 def _share(rank: int | None, store: Store, layout: Layout, shard_of: NDArray[np.int32]) -> Share:
     """Make a share from the current states of a store."""
-    shards = distinct(shard_of).tolist()
+    logs = distinct(store.log_of(layout)).tolist()
     try:
-        return Share(rank, store, layout, shard_of, store.states(shards, layout))
+        return Share(rank, store, layout, shard_of, store.states(logs, layout))
     except Corruption:
         pass
     states, unreadable = dict[int, ShardState](), dict[int, Corruption]()
-    for shard in shards:
+    for number in logs:
         try:
-            states[shard] = store.state(shard, layout)
+            states[number] = store.state(number, layout)
         except Corruption as error:
-            unreadable[shard] = error
+            unreadable[number] = error
     return Share(rank, store, layout, shard_of, states, unreadable)

@@ -17,6 +17,7 @@ from scarctl.errors import UsageError
 from scarctl.simulate.study import Cell, Study
 from scarctl.theory.rework import Rework, choose
 from scarctl.util.document import Document
+from scarctl.util.text import aligned
 
 BASES = ("distances", "ages")
 _COLUMNS = (
@@ -95,7 +96,7 @@ class Comparison(Document):
                     _number(row.correlation, ".2f"),
                 )
             )
-        lines = _aligned(table)
+        lines = aligned(table)
         if self.ways:
             ways: list[tuple[str, ...]] = [
                 ("saves", "lost", "partial", "rollback", "auto", "auto rolls back")
@@ -103,7 +104,7 @@ class Comparison(Document):
             for way in self.ways:
                 costs = (f"{cost:.2f}" for cost in (way.partial, way.rollback, way.auto))
                 ways.append((*_names(way.cell), *costs, str(way.rolled_back)))
-            lines += ["", *_aligned(ways)]
+            lines += ["", *aligned(ways)]
         return lines
 
 
@@ -196,10 +197,3 @@ def _names(cell: Cell) -> tuple[str, str]:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]

@@ -96,7 +96,7 @@ class _Check:
         self, store: Store, read_data: bool, subset: Subset | None, progress: Progress | None
     ) -> None:
         # A new store object, because the caller's has cached files that may be damaged by now.
-        self.store = Store(store.address, store.blobs, store.id, store.settings)
+        self.store = Store(store.address, store.blobs, store.id, store.settings, one_log=store.one_log)
         self.layouts: dict[str, Layout | None] = {}
         self.blobs = store.blobs
         self.read_data = read_data
@@ -108,7 +108,7 @@ class _Check:
         """Records of each shard that snapshots keep."""
 
     def run(self) -> Report:
-        self.total = store_bytes(self.store)
+        self.total = self.store.usage({})["bytes"]
         with self._noting(SETTINGS):
             self.store.again()
         self._count(SETTINGS)
@@ -383,8 +383,3 @@ class _Check:
             self.note(path, reason, layout.name(i))
         if len(bad) > _NAMED:
             self.note(path, f"{reason}: {len(bad) - _NAMED} more partitions")
-
-
-def store_bytes(store: Store) -> int:
-    """Return the bytes of all files in the store."""
-    return store.usage({})["bytes"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,8 +20,10 @@ from scarctl.util.json_size import MAX_CONTAINERS, MAX_VALUES, too_much
 
 FORMAT = 1
 MIXED_FORMAT = 2
-ENCODED_FORMAT = NEWEST_FORMAT = 3
-"""MIXED_FORMAT: commits with copies of several steps. ENCODED_FORMAT: records and indexes with encoded copies."""
+ONE_LOG_FORMAT = 3
+ENCODED_FORMAT = NEWEST_FORMAT = 4
+"""MIXED_FORMAT: commits with copies of several steps. ONE_LOG_FORMAT: a store whose process has one log for several
+shards. ENCODED_FORMAT: records, segments and indexes with encoded copies."""
 
 MAX_RECORD = 64 << 10
 MAX_SETTINGS = 1 << 20
@@ -348,10 +351,7 @@ class Header:
 
 def nbytes(dtype: str, shape: Iterable[int]) -> int:
     """Return the bytes of a tensor, as an exact integer."""
-    size = DTYPES[dtype]
-    for n in shape:
-        size *= n
-    return size
+    return DTYPES[dtype] * math.prod(shape)
 
 
 def dump_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Header:

@@ -155,7 +155,7 @@ def fence(store: Store, shard: int) -> None:
     view = store.of_shard(shard)
     layout = view.current_layout()
     if layout is not None:
-        patiently(lambda: open_writer(view, layout=layout, shard_of=view.shard_of(layout)).close())
+        patiently(lambda: open_writer(view, layout=layout).close())
 
 
 def patiently(call: Callable[[], object], seconds: Callable[[], float] = lambda: PATIENCE) -> None:

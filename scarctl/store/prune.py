@@ -195,8 +195,7 @@ def prune(store: Store, plan: PrunePlan) -> Pruned:
         if layout is None or (plan.empty and _is_small(store, states)):
             _delete_names(store, plan)
         else:
-            shard_of = store.shard_of(layout)
-            with open_writer(store, layout=layout, shard_of=shard_of) as writer:
+            with open_writer(store, layout=layout) as writer:
                 _delete_names(store, plan)
                 collector = Collector(writer, floor=0)
                 collector.collect(plan.keep_sealed)
@@ -223,7 +222,7 @@ def _prune_ranks(
         if state is None or state.layout is None:
             continue
         view = store.of_shard(shard, epoch)
-        with open_writer(view, layout=state.layout, shard_of=view.shard_of(state.layout)) as writer:
+        with open_writer(view, layout=state.layout) as writer:
             _collect(writer, plan.keep_sealed, done)
 
 

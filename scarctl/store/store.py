@@ -29,6 +29,7 @@ from scarctl.store.format import (
     MAX_LAYOUT,
     MAX_LAYOUT_VALUES,
     MAX_SETTINGS,
+    ONE_LOG_FORMAT,
     SETTINGS,
     SNAPSHOTS,
     TOPOLOGIES,
@@ -72,7 +73,9 @@ class Part:
 class Store:
     """An open store. Reading takes no lock and may continue while a writer commits."""
 
-    def __init__(self, address: Address, blobs: Blobs, identity: str, settings: Settings) -> None:
+    def __init__(
+        self, address: Address, blobs: Blobs, identity: str, settings: Settings, *, one_log: bool
+    ) -> None:
         self.address = address
         self.url = address.shown
         """The given address, for display, without secrets."""
@@ -80,6 +83,8 @@ class Store:
         """The absolute address, for display."""
         self.id = identity
         self.settings = settings
+        self.one_log = one_log
+        """A process that saves alone has one log for all shards. False: one for each, as in earlier stores."""
         self.blobs = blobs
         self._layouts: dict[str, Layout] = {}
         self.part: Part | None = None
@@ -115,13 +120,8 @@ class Store:
         Raises SettingsConflict if a setting differs; NoStore (kind "foreign-store") if the folder holds other files;
         MissingGuarantee if the place cannot create files exclusively.
         """
-        given: dict[str, Any] = {
-            "shards": shards,
-            "seed": seed,
-            "partition_bytes": partition_bytes,
-            "by_layer": by_layer,
-            "rows": None if rows is None else tuple(rows.items()),
-        }
+        given: dict[str, Any] = {"shards": shards, "seed": seed, "partition_bytes": partition_bytes}
+        given |= {"by_layer": by_layer, "rows": None if rows is None else tuple(rows.items())}
         given = {name: value for name, value in given.items() if value is not None}
         settings = Settings(**given)
         address = Address.parse(url, storage_options)
@@ -133,8 +133,9 @@ class Store:
             rounds = 0 if address.scheme in S3_SCHEMES else _RACES
             found = None if address.root is not None else probe(blobs, assume_single_writer, rounds=rounds)
             blobs.exclusive = found is None or exclusive_here(blobs, found, address.shown)
+            one_log = settings.shards > 1  # earlier versions can use a store of one shard
             obj = {
-                "format": FORMAT,
+                **({"format": ONE_LOG_FORMAT, "one_log": True} if one_log else {"format": FORMAT}),
                 "kind": "store",
                 "id": uuid.uuid4().hex,
                 "settings": asdict(settings),
@@ -175,10 +176,13 @@ class Store:
             f = Fields(obj, what)
             if f.text("kind") != "store":
                 raise corrupt(what, "it is not a store's file")
+            one_log = "one_log" in obj and f.flag("one_log")
+            if one_log != (f.raw("format") == ONE_LOG_FORMAT):
+                raise corrupt(what, f"a store has one log for all shards if its format is {ONE_LOG_FORMAT}")
             run, settings = f.hex("id", 32), Settings.from_json(f.raw("settings"), what)
         if address.root is None:
             blobs.exclusive = exclusive_here(blobs, obj.get("probe"), what, strict=strict)
-        return cls(address, blobs, run, settings)
+        return cls(address, blobs, run, settings, one_log=one_log)
 
     def again(self) -> Store:
         """Return the same store, opened again, without cached files."""
@@ -193,7 +197,7 @@ class Store:
 
     def of_part(self, part: Part) -> Store:
         """Return the view of one shard: see `of_shard`."""
-        twin = Store(self.address, self.blobs, self.id, self.settings)
+        twin = Store(self.address, self.blobs, self.id, self.settings, one_log=self.one_log)
         twin.part = part
         twin._layouts = self._layouts  # a digest names the same layout in both
         return twin
@@ -209,6 +213,12 @@ class Store:
         if self.part is not None:
             return np.full(layout.partitions, self.part.shard, dtype=np.int32)
         return layout.shards(self.settings.shards, self.settings.seed)
+
+    def log_of(self, layout: Layout) -> NDArray[np.int32]:
+        """Return the number of the log that has every partition: int32 of shape (layout.partitions,)."""
+        if self.part is None and self.one_log:
+            return np.zeros(layout.partitions, dtype=np.int32)
+        return self.shard_of(layout)
 
     def close(self) -> None:
         """Release the lock, and the address's connections."""
@@ -387,19 +397,13 @@ class Store:
             corrupt += found.corrupt
             gone += found.gone
         if gone:
-            yield from self._read_again(state, gone, corrupt, room, as_stored)
+            again = self._moved(state, gone, corrupt)
+            yield from self.read(state, again, corrupt=corrupt, room=room, as_stored=as_stored)
 
-    def _read_again(
-        self,
-        state: ShardState,
-        gone: list[tuple[Ids, str]],
-        corrupt: list[tuple[Ids, str]],
-        room: Room | None,
-        as_stored: bool,
-    ) -> Iterator[Batch]:
-        """Yield copies whose segment is missing from the segments to which the writer has moved them.
+    def _moved(self, state: ShardState, gone: list[tuple[Ids, str]], corrupt: list[tuple[Ids, str]]) -> Ids:
+        """Update `state` where a segment is missing, and return the copies that the writer has moved.
 
-        Updates `state`. A state of the past takes no newer copies.
+        A state of the past takes no newer copies.
         """
         fresh = self.state(state.shard)
         moved = []
@@ -408,9 +412,7 @@ class Store:
             if not taken.all():
                 corrupt.append((ids[~taken], reason))
             moved.append(ids[taken])
-        again = np.concatenate(moved)
-        if len(again):
-            yield from self.read(state, again, corrupt=corrupt, room=room, as_stored=as_stored)
+        return np.concatenate(moved)
 
     def read_extras(self, state: ShardState) -> tuple[int, object] | None:
         """Return the newest extras, verified, as (version, object); None if no extras were saved. Raises Corruption."""

@@ -39,15 +39,16 @@ _ATTEMPTS = 16
 _RARE = 400  # state bytes per byte of a second index
 
 
-def open_writer(store: Store, *, layout: Layout, shard_of: NDArray[np.int32]) -> StoreWriter:
-    """Open a store for writing. Start a new epoch in every shard's log, which fences all older writers.
+def open_writer(store: Store, *, layout: Layout, shard_of: NDArray[np.int32] | None = None) -> StoreWriter:
+    """Open a store for writing. Start a new epoch in every log, which fences all older writers.
 
-    shard_of: shard of every partition, int32 of shape (layout.partitions,); -1: in no shard.
+    shard_of: number of the log of every partition, int32 of shape (layout.partitions,); -1: in none. Default: the
+        store's own division, `Store.log_of`.
 
     Raises Contention if another live process writes; LayoutMismatch if the store holds another layout; UsageError
     (also for a whole store of several ranks), Corruption, AccessDenied, Unavailable; Fenced as `require_current` does.
     """
-    return StoreWriter(store, layout, shard_of)
+    return StoreWriter(store, layout, store.log_of(layout) if shard_of is None else shard_of)
 
 
 class StoreWriter:
@@ -58,6 +59,8 @@ class StoreWriter:
     """
 
     epoch: int
+    members: dict[int, Ids]
+    """The partitions of every log that this writer was opened for."""
     states: dict[int, ShardState]
     """State of every shard in the store."""
     ledger: Ledger
@@ -71,15 +74,13 @@ class StoreWriter:
         self._blobs = store.blobs
         # A rank without rows still has a log.
         nothing = {} if store.part is None else {store.part.shard: np.empty(0, np.int64)}
-        self._members = nothing | members_by_shard(shard_of)
+        self.members = nothing | members_by_shard(shard_of)
         self._pid = os.getpid()
         self._dead: ScarError | None = None  # why no commit is possible
         self._publisher = Publisher(store, self._advance, lambda shard: self.states[shard].boundary)
         self._floor: dict[int, int] = {}  # the step of the newest commit in this epoch
         self._closed = False
-        self.epoch = 0
-        self.states = {}
-        self.ledger = Ledger()
+        self.epoch, self.states, self.ledger = 0, {}, Ledger()
         self._lock = store.take_lock()
         try:
             refuse_ranks(store)
@@ -303,7 +304,7 @@ class StoreWriter:
     def _take_over(self) -> None:
         """Commit an epoch record, with the highest epoch, to every log in ascending order of shards."""
         for _ in range(_ATTEMPTS):
-            tips = self.store.states(sorted({*self.store.shards(), *self._members}))
+            tips = self.store.states(sorted({*self.store.shards(), *self.members}))
             try:
                 self._prepare(tips)
                 self._begin(tips, {})
@@ -316,7 +317,7 @@ class StoreWriter:
         )
 
     def _prepare(self, tips: Mapping[int, ShardState]) -> None:
-        for shard in self._members:
+        for shard in self.members:
             for folder in ("seg", "log", "index"):
                 # A writer makes a shard's folders durable before it writes a record there.
                 self._blobs.prepare(f"{shard_folder(shard)}/{folder}", known=tips[shard].seq >= 0)
@@ -346,7 +347,7 @@ class StoreWriter:
             boundary=tip.boundary,
             line=tip.line if base is None else "",
         )
-        members = self._members.get(shard, state.ids)
+        members = self.members.get(shard, state.ids)
         tail = None
         if state.layout != self.layout or not np.array_equal(members, state.ids):
             ref, _ = self._segment(record, members, None)

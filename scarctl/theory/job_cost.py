@@ -23,6 +23,7 @@ import numpy as np
 
 from scarctl.errors import UsageError
 from scarctl.theory.bounds import rework_bound_of_ages
+from scarctl.util.document import Document
 
 HOUR = 3600.0
 SHARE = 0.8
@@ -43,40 +44,40 @@ _LONGEST = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class Job(Document):
     """A training job and its machine. Raises UsageError for values out of range."""
 
     state_bytes: float
     step_seconds: float
     bandwidth: float
     """Bytes per second that the store reads and writes, over all shards."""
-    mtbf: float
+    mtbf_seconds: float
     """Mean seconds between two failures of the job, of any shard."""
     shards: int = 1
     """A failure takes one shard."""
-    restart: float = 60.0
+    restart_seconds: float = 60.0
     """Seconds from a failure until the failed shard's process runs again, before restoring."""
     memory_bandwidth: float = 4e9
     """Bytes per second at which one shard compares and copies, as if training waited for all of it."""
-    c: float = 1.0
+    convergence: float = 1.0
     """Convergence rate per iteration; 1: slow progress compared with a checkpoint's age."""
     gain: float = 1.0
     """Squared perturbation of the policy at fraction 1/8, relative to round-robin of the same bytes."""
-    duration: float = 24 * HOUR
+    duration_seconds: float = 24 * HOUR
     """Seconds of undisturbed training; used for "nothing" alone."""
 
     def __post_init__(self) -> None:
-        names = ("state_bytes", "step_seconds", "bandwidth", "mtbf", "memory_bandwidth", "duration", "gain")
-        for name in names:
+        times = ("step_seconds", "mtbf_seconds", "duration_seconds")
+        for name in ("state_bytes", "bandwidth", "memory_bandwidth", *times, "gain"):
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise UsageError(f"{name} is {value}, not a number above 0")
-        if not 0 <= self.restart < math.inf:
-            raise UsageError(f"restart is {self.restart}, not 0 or more seconds")
+        if not 0 <= self.restart_seconds < math.inf:
+            raise UsageError(f"restart is {self.restart_seconds}, not 0 or more seconds")
         if self.shards < 1:
             raise UsageError(f"shards is {self.shards}, not 1 or more")
-        if not 0 < self.c <= 1:
-            raise UsageError(f"c is {self.c}, not above 0 and up to 1")
+        if not 0 < self.convergence <= 1:
+            raise UsageError(f"convergence is {self.convergence}, not above 0 and up to 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,20 +157,20 @@ def daly_interval(dump: float, mtbf: float) -> float:
 
 def cost_of_nothing(job: Job) -> Cost:
     """Return the cost of failures that each restart the run of `duration`."""
-    return _rolled_back(job, job.duration, stall=0.0, latency=0.0, restart=job.restart)
+    return _rolled_back(job, job.duration_seconds, stall=0.0, latency=0.0, restart=job.restart_seconds)
 
 
 def cost_of_full(job: Job, interval: float) -> Cost:
     """Return the cost of a full checkpoint after every `interval` seconds of training, which waits for it."""
     dump = job.state_bytes / job.bandwidth
-    return _rolled_back(job, interval, stall=dump, latency=0.0, restart=job.restart + dump)
+    return _rolled_back(job, interval, stall=dump, latency=0.0, restart=job.restart_seconds + dump)
 
 
 def cost_of_background(job: Job, interval: float) -> Cost:
     """Return the cost of a full checkpoint after every `interval` seconds, written during training."""
     written = job.state_bytes / job.bandwidth
     stall = job.state_bytes / job.shards / job.memory_bandwidth
-    return _rolled_back(job, interval, stall=stall, latency=written, restart=job.restart + written)
+    return _rolled_back(job, interval, stall=stall, latency=written, restart=job.restart_seconds + written)
 
 
 def cost_of_scar(job: Job, fraction: float, interval: float) -> Cost:
@@ -177,12 +178,12 @@ def cost_of_scar(job: Job, fraction: float, interval: float) -> Cost:
     stall = (1 + fraction) * job.state_bytes / job.shards / job.memory_bandwidth
     slowed = 1 + stall / interval
     rework = mean_rework(job, fraction, interval) * job.step_seconds * slowed
-    restart = job.restart + job.state_bytes / job.shards / job.bandwidth
+    restart = job.restart_seconds + job.state_bytes / job.shards / job.bandwidth
     # No iteration is repeated, so the costs of failures add up, even of a failure during another recovery.
-    left = 1 - (rework + restart) / job.mtbf
+    left = 1 - (rework + restart) / job.mtbf_seconds
     if left <= 1 / (1 + _NEVER) or math.isinf(rework):
         return Cost(stall / interval * HOUR, math.inf, math.inf)
-    failures = slowed / left / job.mtbf
+    failures = slowed / left / job.mtbf_seconds
     return Cost(stall / interval * HOUR, failures * rework * HOUR, failures * restart * HOUR)
 
 
@@ -196,7 +197,7 @@ def mean_rework(job: Job, fraction: float, interval: float) -> float:
     share = math.sqrt(gain_at(job, fraction) / job.shards)
     phases = latency + interval * (_PHASES + 1) / 2
     costs = [
-        rework_bound_of_ages(job.c, (np.arange(parts) * interval + phase) / job.step_seconds, share)
+        rework_bound_of_ages(job.convergence, (np.arange(parts) * interval + phase) / job.step_seconds, share)
         for phase in phases.tolist()
     ]
     return float(np.dot(_WEIGHTS, costs)) / 2
@@ -213,7 +214,7 @@ def _rolled_back(job: Job, interval: float, *, stall: float, latency: float, res
     From one restart to the next failure a run completes exp(-latency/M) / (exp((interval + stall)/M) - 1) checkpoints
     on average. Without a latency this is Daly's complete model.
     """
-    m = job.mtbf
+    m = job.mtbf_seconds
     try:
         failures = math.exp(latency / m) * math.expm1((interval + stall) / m)
         restarts = math.expm1(restart / m)
@@ -227,13 +228,15 @@ def _rolled_back(job: Job, interval: float, *, stall: float, latency: float, res
 
 
 def _best_full(job: Job) -> Way:
-    interval = max(daly_interval(job.state_bytes / job.bandwidth, job.mtbf), job.step_seconds)
+    interval = max(daly_interval(job.state_bytes / job.bandwidth, job.mtbf_seconds), job.step_seconds)
     return Way("full", 1.0, interval, cost_of_full(job, interval))
 
 
 def _best_background(job: Job) -> Way:
     least = max(job.state_bytes / job.bandwidth / SHARE, job.step_seconds)
-    interval = max(daly_interval(job.state_bytes / job.shards / job.memory_bandwidth, job.mtbf), least)
+    interval = max(
+        daly_interval(job.state_bytes / job.shards / job.memory_bandwidth, job.mtbf_seconds), least
+    )
     return Way("background", 1.0, interval, cost_of_background(job, interval))
 
 
@@ -256,7 +259,7 @@ def _best_scar(job: Job) -> Way:
 def _intervals(job: Job, fraction: float) -> Iterator[float]:
     """Yield intervals of whole iterations, 5 % apart, from the shortest that the store sustains."""
     steps = max(1, math.ceil(fraction * job.state_bytes / job.bandwidth / SHARE / job.step_seconds))
-    most = max(steps, min(_LONGEST, math.ceil(2 * job.mtbf / job.step_seconds)))
+    most = max(steps, min(_LONGEST, math.ceil(2 * job.mtbf_seconds / job.step_seconds)))
     while steps <= most:
         yield steps * job.step_seconds
         steps = max(steps + 1, math.floor(steps * _RATIO))

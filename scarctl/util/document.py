@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import Field, fields
 from fractions import Fraction
 from typing import Any
 
+INTERNAL: Mapping[str, bool] = {"internal": True}
+"""The metadata of a field that is not a part of the document."""
+
 
 class Document:
-    """A dataclass whose fields are those of its JSON object, under the same names.
+    """A dataclass whose fields are those of its JSON object, under the same names, unless they are `INTERNAL`.
 
     `scarctl.cli.schemas` publishes the types of the fields, with the text below each.
     """
@@ -18,7 +21,12 @@ class Document:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        return {one.name: json_of(getattr(self, one.name)) for one in fields(self)}  # type: ignore[arg-type]
+        return {one.name: json_of(getattr(self, one.name)) for one in document_fields(type(self))}
+
+
+def document_fields(kind: type[Document]) -> list[Field[Any]]:
+    """Return the fields of a document, in order."""
+    return [one for one in fields(kind) if not one.metadata.get("internal")]  # type: ignore[arg-type]
 
 
 def json_of(value: Any) -> Any:

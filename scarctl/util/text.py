@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def printable(text: str) -> str:
     """Return `text` on one line, with every character that is not printable escaped as in Python."""
@@ -18,3 +20,13 @@ def printable_lines(text: str) -> str:
 def counted(count: int, noun: str, plural: str | None = None) -> str:
     """Return a number and its noun: "1 partition", "2 partitions". plural: for nouns that take more than an s."""
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
+def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
+    """Return rows of cells as lines with aligned columns. The last cell of a shorter row may exceed its column."""
+    full = [row for row in rows if len(row) == len(rows[0])]
+    widths = [max(map(len, column)) for column in zip(*full, strict=True)]
+    return [
+        indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip()
+        for row in rows
+    ]

@@ -1,4 +1,4 @@
-"""A loop with Accelerate that was ended, and goes on bit for bit like one that was not."""
+"""Test that a stopped loop with Accelerate continues bit for bit like an uninterrupted one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conformance suite finds what it is there for: for each defect, the test that fails and what it says."""
+"""Test the conformance suite with broken adapters: for each defect, the failing test and its message."""
 
 from __future__ import annotations
 

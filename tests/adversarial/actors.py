@@ -1,4 +1,4 @@
-"""Writers for attacks: what each does is a list of words, and before every operation on a file it asks to go on."""
+"""Provide writers for attacks: each follows a list of words, and asks before every operation on a file."""
 
 from __future__ import annotations
 

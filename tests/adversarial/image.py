@@ -23,6 +23,7 @@ from scarctl.store.backends.address import Address
 from scarctl.store.format import TEMPORARY, check_name, corrupt
 from scarctl.util.arrays import Ids
 from tests.store.helpers import Data, files, memory_folder, small_layout
+from tests.support.log_per_shard import store_with_a_log_per_shard
 from tests.support.ranks import RankStore
 
 LAYOUT = small_layout()
@@ -183,7 +184,8 @@ class _Maker:
         self.data = Data(LAYOUT, seed)
         self.step = 0
         self.seqs: dict[int, int] = {}
-        self.store = Store.create(root, shards=shards, seed=SEED, rows={"emb": 1, "fc.*": 8, "odd": 3})
+        rows = {"emb": 1, "fc.*": 8, "odd": 3}
+        self.store = store_with_a_log_per_shard(root, shards=shards, seed=SEED, rows=rows)
         with open_writer(self.store, layout=LAYOUT, shard_of=shard_of) as self.writer:
             collector = Collector(self.writer, ratio=1.2, floor=0, turn_bytes=50_000)
             self.seal("first")

@@ -33,6 +33,7 @@ from scarctl.store import Record, Store
 from tests.adversarial.actors import SHARDS, Actor, Baton
 from tests.adversarial.history import History, Violated
 from tests.store.helpers import memory_folder
+from tests.support.log_per_shard import store_with_a_log_per_shard
 from tests.support.places import Folder, Memory, Raw
 
 SCRIPTS = {
@@ -99,7 +100,7 @@ class Place:
         self.folder = folder
         self.history = History()
         url, raw = self._new()
-        Store.create(url, shards=SHARDS)
+        store_with_a_log_per_shard(url, shards=SHARDS)
         past = ("open", "commit", "seal", "snap", "commit", "seal", "commit", "commit", "close")
         Actor("past", Store.open(url), self.history, 1, gate=_go_on).play(past)
         self._files = {name: raw.get(name) for name in raw.names() if name != "lock"}

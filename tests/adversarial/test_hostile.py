@@ -1,4 +1,4 @@
-"""A short form of the attack by files that are not what they should be."""
+"""Run a short form of the attack by hostile files and names."""
 
 from __future__ import annotations
 

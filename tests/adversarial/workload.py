@@ -28,6 +28,7 @@ from scarctl.store import (
 from scarctl.store.prune import Retention, plan_prune, prune
 from scarctl.store.snapshot import snapshot_names
 from tests.store.helpers import place, small_layout
+from tests.support.log_per_shard import store_with_a_log_per_shard
 
 LAYOUT = small_layout()
 SHARDS = 2
@@ -98,7 +99,7 @@ class Player:
     def open(self) -> None:
         """Makes the store where there is none, and begins an epoch."""
         self.tell({"begin": "create"})
-        store = Store.create(self.url, shards=SHARDS, seed=SEED)
+        store = store_with_a_log_per_shard(self.url, shards=SHARDS, seed=SEED)
         self.tell({"begin": "open"})
         self._writer = open_writer(store, layout=LAYOUT, shard_of=SHARD_OF)
         self._collector = Collector(self._writer, ratio=1.2, floor=0, turn_bytes=9000)

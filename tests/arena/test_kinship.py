@@ -1,4 +1,4 @@
-"""An arena is believed where the store still says what it noted, and nowhere else."""
+"""Test that an arena is used only if the store still has the line that the arena noted."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_what_was_contradicted_is_set_aside_and_said(
         save_elsewhere(tmp_path / "run", tmp_path / "b", 2)
     elif by == "a roll-back":
         store = Store.open(tmp_path / "run")
-        with open_writer(store, layout=LAYOUT, shard_of=store.shard_of(LAYOUT)) as writer:
+        with open_writer(store, layout=LAYOUT) as writer:
             writer.roll_back(sealed_sets(writer.states.values())[0].seqs)
         store.close()
     else:
@@ -157,8 +157,8 @@ def test_what_was_contradicted_is_set_aside_and_said(
     assert [r.levelno for r in caplog.records if "set aside" in r.message] == [logging.WARNING]
     host.die()
     aside = folder.with_name(folder.name + kinship.ASIDE)
-    assert [s.folder for s in survey(folder.parent) if s.aside] == [aside]
-    assert aside in [s.folder for s in reap(folder.parent)]
+    assert [Path(s.folder) for s in survey(folder.parent) if s.aside] == [aside]
+    assert aside in [Path(s.folder) for s in reap(folder.parent)]
     assert not aside.exists()
 
 

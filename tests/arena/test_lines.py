@@ -1,4 +1,4 @@
-"""What an arena notes of the logs of its store, and what is believed of it."""
+"""Test the lines that an arena notes of its store's logs, and their use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arenas of dead runs: what is removed loses nothing."""
+"""Test that removing arenas of dead runs loses nothing."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def left(base: Path, store_id: str = ID, *, pending: int = 0, queued: bool = Fal
 def test_what_a_dead_run_left_is_found_and_removed(arena_dir: Path) -> None:
     folder = left(arena_dir)
     (found,) = survey(folder.parent)
-    assert (found.id, found.folder, found.pid) == (ID, folder, NO_PROCESS)
-    assert (found.head_step, found.durable_step, found.pending, found.handovers) == (9, 7, 0, 0)
-    assert found.nbytes == (folder / "arena").stat().st_size
+    assert (found.id, found.folder, found.pid) == (ID, str(folder), NO_PROCESS)
+    assert (found.head_step, found.durable_step, found.pending_partitions, found.handovers) == (9, 7, 0, 0)
+    assert found.bytes == (folder / "arena").stat().st_size
     assert found.durable
     assert [arena.id for arena in reap(folder.parent)] == [ID]
     assert not folder.exists()
@@ -100,7 +100,7 @@ def test_a_run_that_the_daemon_finishes_is_not_stale(arena_dir: Path) -> None:
 
 def test_only_what_has_been_quiet_for_long_enough(arena_dir: Path) -> None:
     old, young = left(arena_dir, "a" * 32, age=2 * DAY), left(arena_dir, "b" * 32, age=DAY / 2)
-    assert [arena.folder for arena in reap(old.parent, older_than=DAY)] == [old]
+    assert [Path(arena.folder) for arena in reap(old.parent, older_than=DAY)] == [old]
     assert young.exists()
     assert reap(young.parent)
 
@@ -115,7 +115,7 @@ def test_what_is_not_an_arena_is_shown_and_left_alone(
     foreign.mkdir()
     (foreign / "arena").touch()
     (found,) = survey(folder.parent)
-    assert (found.pending, found.durable) == (-1, False)
+    assert (found.pending_partitions, found.durable) == (None, False)
     assert reap(folder.parent) == []
     assert (foreign / "arena").exists()
     assert "not an arena" in caplog.text

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scarctl.checkpoint import batched
 from scarctl.checkpoint.batched import distances_of_groups
-from scarctl.checkpoint.distance import NORMS, distances
+from scarctl.checkpoint.distance import distances
+from scarctl.config import NORMS
 from scarctl.state.layout import Group, TensorSpec
 from scarctl.state.torch_dtypes import NAME_TO_TORCH, TORCH_TO_NAME
 

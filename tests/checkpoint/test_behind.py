@@ -1,4 +1,4 @@
-"""A store that is behind: said, measured, with what to change. And the lines at attach, resume and close."""
+"""Test the warning about a store that is behind, with measurements and remedy; and lines at attach, resume, close."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from scarctl.cli.inspect_view import summary
 from scarctl.config import grouped
 from scarctl.ops.survey import survey
 from scarctl.store import Store
+from tests.support.log_per_shard import store_with_a_log_per_shard
 
 
 class Loop:
@@ -58,6 +59,7 @@ def test_a_store_that_falls_behind_is_said_with_reason_and_remedy(
         real(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
+    store_with_a_log_per_shard(tmp_path / "run", shards=4, partition_bytes=256).close()
     loop = Loop(tmp_path, interval=1, fraction=0.25, partition_bytes=256)
     for _ in range(4):  # the store keeps up, so that checkpoints of a part are measured
         loop.step()
@@ -71,7 +73,7 @@ def test_a_store_that_falls_behind_is_said_with_reason_and_remedy(
     lags = [int(text.split("store is ")[1].split()[0]) for text in said]
     assert lags[0] > 2 * 4
     assert all(after >= 2 * before for before, after in itertools.pairwise(lags))
-    assert "a larger fraction, or fewer than 4 shards" in said[-1]
+    assert "a larger fraction, or a new store: here each checkpoint is 4 commits" in said[-1]
     assert "interval=" in said[-1]
     [caveat] = loop.session.caveats
     assert (caveat.kind, caveat.inexact) == (KIND, False)

@@ -1,4 +1,4 @@
-"""What the model may not become while a session is open: it is told, and nothing of it is saved."""
+"""Test changes of the model that an open session refuses: they are reported, and not saved."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scarctl.checkpoint import distance
-from scarctl.checkpoint.distance import NORMS, changed, distances
+from scarctl.checkpoint.distance import changed, distances
+from scarctl.config import NORMS
 from scarctl.errors import UsageError
 from scarctl.state.layout import Group, TensorSpec
 from scarctl.state.torch_dtypes import NAME_TO_TORCH, TORCH_TO_NAME

@@ -1,4 +1,4 @@
-"""Trackers: what is estimated or remembered against what is measured, beside tables that are really trained."""
+"""Test trackers: estimated or remembered distances against measured ones, with tables that are really trained."""
 
 from __future__ import annotations
 

@@ -51,13 +51,13 @@ def test_opening_a_store_is_no_save(run: Run, saved: Model) -> None:
     assert layout is not None
     while now() <= before:  # records say when to the second
         time.sleep(0.02)
-    open_writer(store, layout=layout, shard_of=store.shard_of(layout)).close()
-    assert all(store.log(shard).record(store.state(shard).seq).kind == "epoch" for shard in range(4))
+    open_writer(store, layout=layout).close()
+    assert all(store.log(shard).record(store.state(shard).seq).kind == "epoch" for shard in store.shards())
     assert last_saved(store) == before
 
 
 def test_a_damaged_record_says_nothing(run: Run, saved: Model) -> None:
-    for shard in range(4):
+    for shard in Store.open("ckpt").shards():
         newest = max(Path(f"ckpt/shards/{shard}/log").glob("*.json"))
         newest.write_bytes(b"{}")
     assert last_saved(Store.open("ckpt")) is None

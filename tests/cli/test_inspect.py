@@ -135,7 +135,7 @@ def test_damage_is_an_error_that_names_the_file(run: Run, saved: Model, tmp_path
     path = {
         "scarctl.json": tmp_path / "ckpt" / "scarctl.json",
         "layout": next((tmp_path / "ckpt" / "layout").iterdir()),
-        "log": sorted((tmp_path / "ckpt" / "shards" / "1" / "log").iterdir())[-1],
+        "log": sorted((tmp_path / "ckpt" / "shards" / "0" / "log").iterdir())[-1],
     }[spoiled]
     path.write_bytes(path.read_bytes().replace(b":", b";", 1))
     assert path.name in run("inspect", "--store", "ckpt", "--json", code=13).error["message"]

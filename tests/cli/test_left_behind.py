@@ -1,4 +1,4 @@
-"""`scarctl recover --live`: what is left that is not finite is named, and makes the exit code 3."""
+"""Test `scarctl live recover`: remaining values that are not finite are named, with exit code 3."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_the_document_is_what_the_model_says(run: Run) -> None:
     assert set(document) == wanted
     assert document["copies"] is None
     assert document["command"] == "plan"
-    job = Job(state_bytes=100e9, step_seconds=1.0, bandwidth=1e9, mtbf=3 * HOUR, shards=16)
+    job = Job(state_bytes=100e9, step_seconds=1.0, bandwidth=1e9, mtbf_seconds=3 * HOUR, shards=16)
     advice = advise(job)
     assert list(document["ways"]) == ["nothing", "full", "background", "scar"]
     for way in advice.ways:
@@ -152,7 +152,7 @@ class TestFromAStore:
         store = Store.open("ckpt")
         layout = store.current_layout()
         assert layout is not None
-        with open_writer(store, layout=layout, shard_of=layout.shards(4, 0)) as writer:
+        with open_writer(store, layout=layout) as writer:
             for minute, step in enumerate((10, 20, 30)):
                 # Written in a moment, as if a minute had passed in between.
                 created = f"2030-01-01T00:{minute:02}:00+00:00"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import stat
@@ -19,6 +20,7 @@ from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import pack
 from scarctl.store import Store, open_writer
 from tests.cli.conftest import Done, Model, Run, assert_sound, unprivileged
+from tests.support.log_per_shard import store_with_a_log_per_shard
 
 KEYS = {
     "schema_version",
@@ -86,11 +88,22 @@ def read(path: Path) -> dict[str, torch.Tensor]:
 
 
 def damage(shard: int, newest: bool = True) -> None:
-    """Flip a bit in the data of a shard's newest (or every) segment."""
-    segments = sorted(Path(f"ckpt/shards/{shard}/seg").iterdir(), key=lambda p: p.stat().st_mtime_ns)
-    for path in segments[-1:] if newest else segments[1:]:
+    """Flip a bit in the newest (or every) segment that has copies of a shard, in one of these copies."""
+    of, found = layout(), []
+    for path in sorted(Path("ckpt/shards/0/seg").iterdir(), key=lambda p: p.stat().st_mtime_ns):
         data = bytearray(path.read_bytes())
-        data[8 + int.from_bytes(data[:8], "little")] ^= 1
+        base = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:base])
+        start, stop = header["scarctl/partitions"]["data_offsets"]
+        ids = np.frombuffer(bytes(data[base + start : base + stop]), np.int64)
+        mine = ids[of.shards(4, 0)[ids] == shard]
+        if "scarctl/checksums" in header and mine.size:
+            group = of.groups[int(of.group_of(mine[:1])[0])]
+            first = int(of.base[of.groups.index(group)])
+            before = int(((ids >= first) & (ids < mine[0])).sum()) * group.rows_per_partition
+            data[base + header[group.name]["data_offsets"][0] + before * group.row_bytes] ^= 1
+            found.append((path, data))
+    for path, data in found[-1:] if newest else found:
         path.write_bytes(data)
 
 
@@ -276,10 +289,10 @@ class TestRollback:
         assert_sound()
 
     def test_without_a_sealed_state(self, run: Run, saved: Model) -> None:
-        store = Store.create("loose", shards=2)
+        store = store_with_a_log_per_shard("loose", shards=2)
         of = layout()
         arena = Arena.anonymous(of)
-        with open_writer(store, layout=of, shard_of=of.shards(2, 0)) as writer:
+        with open_writer(store, layout=of) as writer:
             for shard in range(2):
                 writer.commit(shard, np.flatnonzero(of.shards(2, 0) == shard), arena.source, step=1)
         done = run(
@@ -425,8 +438,8 @@ def test_rows_without_values_whose_slot_has_some(run: Run, tmp_path: Path) -> No
 def test_a_shard_that_cannot_be_read_comes_before_its_cost(run: Run, saved: Model) -> None:
     saved.train()
     run("checkpoint", saved.path, "--store", "ckpt", "--step", 7)
-    *earlier, _ = sorted(Path("ckpt/shards/2/log").iterdir())
-    for path in (*earlier, *Path("ckpt/shards/2/index").iterdir()):
+    *earlier, _ = sorted(Path("ckpt/shards/0/log").iterdir())
+    for path in (*earlier, *Path("ckpt/shards/0/index").iterdir()):
         path.write_bytes(b"{}")
     arguments = ("recover", "--store", "ckpt", "--lost", "all", "--output", "out.safetensors", "--json")
     for more in ((), ("--max-rework", 0), ("--max-rework", 0, "--mode", "auto")):

@@ -49,13 +49,13 @@ def test_an_intact_store(run: Run, saved: Model) -> None:
         True,
         [],
     )
-    assert done["records"] == 8
+    assert done["records"] == 2
     assert run("verify", "--store", "ckpt").stdout.endswith(": intact\n")
     assert "data not read" in run("verify", "--store", "ckpt", "--no-read-data").stdout
 
 
 def test_parts_of_the_data_are_all_of_it_together(run: Run, saved: Model) -> None:
-    path = segment(1)
+    path = segment(0)
     flip(path)
     whole = run("verify", "--store", "ckpt", "--json", code=13).document["data_bytes"]
     store = Store.open("ckpt")
@@ -86,7 +86,7 @@ def test_what_is_no_part(run: Run, saved: Model, part: str) -> None:
 
 
 def test_flipped_data_names_file_and_partition(run: Run, saved: Model) -> None:
-    path = segment(1)
+    path = segment(0)
     flip(path)
     done = run("verify", "--store", "ckpt", "--json", code=13).document
     assert set(done) == KEYS
@@ -104,7 +104,7 @@ def test_flipped_data_names_file_and_partition(run: Run, saved: Model) -> None:
 
 def test_a_missing_segment_and_a_missing_record(run: Run, saved: Model) -> None:
     segment(0).unlink()
-    sorted(Path("ckpt/shards/2/log").iterdir())[0].unlink()
+    sorted(Path("ckpt/shards/0/log").iterdir())[0].unlink()
     problems = run("verify", "--store", "ckpt", "--json", code=13).document["problems"]
     assert any("seg" in p["file"] and "missing" in p["reason"] for p in problems)
     assert any("log" in p["file"] and "missing" in p["reason"] for p in problems)

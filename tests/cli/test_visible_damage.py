@@ -1,4 +1,4 @@
-"""What names and sizes show of damage: of what the newest copies need, and never of what a writer collects."""
+"""Test the damage that names and sizes show: of files that the newest copies need, never of collected ones."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ from scarctl.store import Store
 from scarctl.store.shard_state import ShardState
 from scarctl.store.visible_damage import visible_damage
 from tests.cli.conftest import Model, Run
+from tests.support.log_per_shard import store_with_a_log_per_shard
+
+
+@pytest.fixture
+def saved_in_logs(run: Run, model: Model) -> Model:
+    """The model, saved at step 0 in a store whose four shards have a log each."""
+    store_with_a_log_per_shard("ckpt", shards=4, partition_bytes=256).close()
+    run("checkpoint", model.path, "--store", "ckpt", "--step", 0)
+    return model
 
 
 def look(place: str = "ckpt") -> dict[int, int]:
@@ -29,7 +38,7 @@ def test_an_intact_store_has_none(saved: Model) -> None:
     assert look() == {}
 
 
-def test_a_segment_that_is_missing_or_cut_short(run: Run, saved: Model) -> None:
+def test_a_segment_that_is_missing_or_cut_short(run: Run, saved_in_logs: Model) -> None:
     for path in segments(1):
         path.unlink()
     for path in segments(2):

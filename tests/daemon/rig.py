@@ -17,6 +17,7 @@ from scarctl.state.version import pack, step_of
 from scarctl.store import Store, open_writer, verify
 from scarctl.util.arrays import Ids
 from tests.support.faulty import FaultyBlobs
+from tests.support.log_per_shard import store_with_a_log_per_shard
 
 STORE_ID = "0123456789abcdef" * 2
 
@@ -58,15 +59,23 @@ class Rig:
     """What a session's saving side has."""
 
     def __init__(
-        self, folder: Path, arena_base: Path, *, shards: int = 3, layout: Layout | None = None
+        self,
+        folder: Path,
+        arena_base: Path,
+        *,
+        shards: int = 3,
+        layout: Layout | None = None,
+        one_log: bool = False,
     ) -> None:
         self.layout = layout or small_layout()
-        self.store = Store.create(str(folder), shards=shards)
+        # Several logs are the harder case: more can happen between their commits.
+        create = Store.create if one_log else store_with_a_log_per_shard
+        self.store = create(folder, shards=shards)
         self.blobs = FaultyBlobs(self.store.blobs)
         self.store.blobs = self.blobs  # type: ignore[assignment]
         self.shard_of = self.layout.shards(shards, 0)
         self.everything = np.arange(self.layout.partitions)
-        self.writer = open_writer(self.store, layout=self.layout, shard_of=self.shard_of)
+        self.writer = open_writer(self.store, layout=self.layout)
         place = arena_base / "run" / self.store.run_id
         found = Arena.open_existing(place, run_id=self.store.run_id)
         self.arena = found or Arena.create(
@@ -74,7 +83,7 @@ class Rig:
         )
         self.arena.begin_epoch(self.writer.epoch, again=True)
         self.queue = HandOverQueue(self.arena.folder)
-        self.persister = Persister(self.arena, self.writer, self.shard_of)
+        self.persister = Persister(self.arena, self.writer)
 
     def version(self, step: int) -> int:
         return pack(self.writer.epoch, step)

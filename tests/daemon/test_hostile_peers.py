@@ -1,4 +1,4 @@
-"""Peers that send nonsense, come in crowds, say nothing, or are somebody else: the daemon goes on."""
+"""Test that the daemon survives peers that send nonsense, come in crowds, are silent, or belong to another user."""
 
 from __future__ import annotations
 

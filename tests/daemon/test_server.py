@@ -183,7 +183,7 @@ class TestOperations:
             if path.is_file() and path.name != "scarctl.json":
                 path.unlink()
         other = Store.open(str(tmp_path / "store"))
-        with open_writer(other, layout=trainer.layout, shard_of=trainer.layout.shards(3, 0)):
+        with open_writer(other, layout=trainer.layout):
             trainer.save(trainer.everything, 2)
             failure = wait_until(lambda: trainer.saver.failure)
         assert failure.kind == "fenced"

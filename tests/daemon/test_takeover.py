@@ -1,4 +1,4 @@
-"""Training processes that die at awkward moments, and the next one: nothing is lost, and nobody waits long."""
+"""Test training processes that die at awkward moments, and their successors: nothing is lost, no wait is long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A host goes, and the store takes nothing: its memory is with another host, and the job resumes from there exactly."""
+"""Test a host's shutdown while the store takes nothing: the job resumes exactly from another host's memory."""
 
 from __future__ import annotations
 

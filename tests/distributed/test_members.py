@@ -1,4 +1,4 @@
-"""Sessions of members: what each has is its own, also within one process."""
+"""Test sessions of members: each has its own state, even within one process."""
 
 from __future__ import annotations
 

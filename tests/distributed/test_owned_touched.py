@@ -1,4 +1,4 @@
-"""Which touched rows a rank that owns a part of a table is told of."""
+"""Test the touched rows that a rank gets if it owns a part of a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weighing failures by p says what drawing them with p would have said."""
+"""Test that weighing failures by p gives the same result as drawing them with p."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Steps:
 
 def _one_process(folder: Path, shards: int, *, collect: bool = False, mixed: bool = False) -> None:
     store = Store.create(folder, shards=shards)
-    with open_writer(store, layout=layout(), shard_of=store.shard_of(layout())) as writer:
+    with open_writer(store, layout=layout()) as writer:
         _save([writer], WHOLE)
         if collect:
             create_snapshot(store, "first", sealed_sets(writer.states.values())[0])
@@ -114,7 +114,7 @@ def _ranks(folder: Path) -> None:
     store = Store.create(folder)
     create_topology(store, Topology(1, (0, 1), "ab" * 32))
     views = [store.of_shard(rank, 1) for rank in range(2)]
-    writers = [open_writer(view, layout=layout(), shard_of=view.shard_of(layout())) for view in views]
+    writers = [open_writer(view, layout=layout()) for view in views]
     _save(writers, WHOLE)
     _save(writers[:1], PART, np.arange(3))
     _save(writers, NEWEST)

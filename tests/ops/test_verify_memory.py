@@ -1,4 +1,4 @@
-"""Copies in memory compared with the store, while their writer goes on: only damage is called damage."""
+"""Test comparing copies in memory with the store while their writer continues: only damage is called damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No optimizer of torch's is resumed otherwise than said."""
+"""Test that every torch optimizer is resumed as reported."""
 
 from __future__ import annotations
 

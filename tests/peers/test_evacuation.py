@@ -1,4 +1,4 @@
-"""A host that goes sends its memory to another one first: real arenas, daemons' ends of a link, and stores."""
+"""Test that a host that shuts down first sends its memory to another one: real arenas, ends of a link, and stores."""
 
 from __future__ import annotations
 

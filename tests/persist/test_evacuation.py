@@ -272,7 +272,7 @@ def test_a_fenced_writer_ends_at_once_and_says_why(slow: Slow) -> None:
     slow.flush(7, RISING)
     other = slow.writer.store.again()
     Path(other.blobs.where("lock")).unlink()  # as if on another host
-    open_writer(other, layout=slow.layout, shard_of=slow.shard_of).close()
+    open_writer(other, layout=slow.layout).close()
     evacuation = slow.evacuation(120.0)
     evacuation.run()
     assert "taken over" in (evacuation.report().error or "")

@@ -115,7 +115,7 @@ def test_a_writer_that_is_fenced_halts_and_a_later_thread_goes_on(rig: Rig, thre
     numbers = [rig.save(SOME, 1), rig.save(np.array([1, 2]), 2)]
     other = rig.writer.store.again()
     Path(other.blobs.where("lock")).unlink()  # as if on another host
-    open_writer(other, layout=rig.layout, shard_of=rig.shard_of).close()
+    open_writer(other, layout=rig.layout).close()
     started = time.monotonic()
     assert not thread.drain(30)
     assert time.monotonic() - started < 10  # waiting longer would not help

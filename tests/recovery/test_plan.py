@@ -18,8 +18,9 @@ from scarctl.recovery.execute import ArenaSink, Report, execute
 from scarctl.recovery.plan import MEMORY, STORE, Plan, estimate, plan_partial, plan_rollback
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import pack
-from scarctl.store import Store, StoreWriter, open_writer
+from scarctl.store import StoreWriter, open_writer
 from scarctl.util.arrays import Ids
+from tests.support.log_per_shard import store_with_a_log_per_shard
 
 SHARDS = 3
 
@@ -45,7 +46,7 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.layout = layout()
-        self.store = Store.create(str(folder / "store"), shards=SHARDS)
+        self.store = store_with_a_log_per_shard(folder / "store", shards=SHARDS)
         self.shard_of = self.layout.shards(SHARDS, 0)
         self.live = Arena.anonymous(self.layout)
         self.all = np.arange(self.layout.partitions)

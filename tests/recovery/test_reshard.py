@@ -44,7 +44,7 @@ def parts(tmp_path: Path) -> Parts:
             rows = list(WHOLE.values())[tensor][start + first : start + last]
             return memoryview(np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), -1))
 
-        with open_writer(view, layout=layout, shard_of=view.shard_of(layout)) as writer:
+        with open_writer(view, layout=layout) as writer:
             ids = np.arange(layout.partitions)
             writer.commit(shard, ids, read, step=3, sealed=True, whole="ab" * 16, extras={"step": 3})
     found = find_parts(store)

@@ -12,6 +12,7 @@ from scarctl.recovery.shared_plan import Nowhere, execute_shared, plan_lost, pla
 from scarctl.recovery.shares import SharedState, named_snapshot, open_shares
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.store import Store, complete_sets, create_snapshot, open_writer
+from tests.support.log_per_shard import store_with_a_log_per_shard
 from tests.support.ranks import RankStore
 
 SHARDS = 3
@@ -41,7 +42,7 @@ def save(store: Store, *steps: int, rows: int = 30) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    made = Store.create(tmp_path / "s", shards=SHARDS)
+    made = store_with_a_log_per_shard(tmp_path / "s", shards=SHARDS)
     save(made, 3, 5)
     return made
 
@@ -103,7 +104,7 @@ def test_a_snapshot_of_another_layout_is_refused(store: Store, tmp_path: Path) -
     assert kept is not None
     (plan,) = plans_back(open_shares(store, kept), [None], 0, kept)
     assert (plan.step, plan.snapshot, plan.exact) == (5, "kept", True)
-    other = Store.create(tmp_path / "other", shards=SHARDS)
+    other = store_with_a_log_per_shard(tmp_path / "other", shards=SHARDS)
     save(other, 5, rows=31)
     with pytest.raises(LayoutMismatch, match="'kept' has another layout"):
         open_shares(other, kept)

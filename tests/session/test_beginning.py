@@ -1,4 +1,4 @@
-"""What a loop does before the batches of an epoch: its effect comes once, and what cannot be put back is said."""
+"""Test a loop's work before the batches of an epoch: its effect comes once, and unrestorable state is reported."""
 
 from __future__ import annotations
 

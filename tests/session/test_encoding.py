@@ -304,5 +304,5 @@ def test_no_word_of_it_without_an_encoding(
     assert all(not record.encoded for record in Store.open(tmp_path / "store").records(0))
     for path in (tmp_path / "store").rglob("*.json"):
         assert b'"encoding"' not in path.read_bytes()
-        assert b'"format":3' not in path.read_bytes()
+        assert b'"format":4' not in path.read_bytes()
     assert scarctl.Selection().encoding is None

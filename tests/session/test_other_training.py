@@ -1,4 +1,4 @@
-"""Training that goes another way than the one that is saved is said, and signals end the process all the same."""
+"""Test that training in another way than the saved one is reported, and that signals still end the process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Two states of one step: saved, replaced without a step, and saved again. Their mix is never called exact.
 
-A second save that is cut by SIGKILL leaves some shards with the first state, and others with the second.
+A second save that is cut by SIGKILL leaves some logs with the first state, and others with the second. In a store of an
+earlier version a process has several logs; so have ranks.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from scarctl.recovery.shared_plan import plan_lost, plans_back
 from scarctl.recovery.shares import open_shares
 from scarctl.store import Record, Store, StoreWriter, complete_sets, verify
 from scarctl.store.backends.parallel import idle
+from tests.support.log_per_shard import store_with_a_log_per_shard
 from tests.support.process import Forked, Tell
 from tests.support.ranks import RankStore
 from tests.support.training import drained
@@ -39,9 +41,10 @@ ROWS, STEP = 16, 5
 
 
 class Numbers:
-    """A table whose rows are in two shards. Every value says of which state it is."""
+    """A table whose rows are in two shards, with a log each. Every value says of which state it is."""
 
     def __init__(self, store: Path, **options: Any) -> None:
+        store_with_a_log_per_shard(store, shards=2, rows={"x": 1}).close()
         self.x = np.zeros((ROWS, 4))
         settings: dict[str, Any] = {"interval": 1000, "fraction": 0.5, "rows": {"x": 1}, "shards": 2}
         settings |= {"daemon": False, "flush_on_signal": False, **options}
@@ -239,6 +242,7 @@ def test_a_seal_that_waits_while_the_state_is_saved_again(tmp_path: Path) -> Non
 def save(store: Path, file: Path, value: float) -> None:
     """`scarctl checkpoint` of a file in which all is `value`."""
     save_file({"x": np.full((ROWS, 4), value, np.float32)}, file)
+    store_with_a_log_per_shard(store, shards=2, partition_bytes=16).close()
     settings = CheckpointSettings(store=str(store), step=80, policy="full", shards=2, partition_bytes=16)
     checkpoint(open_state(file), settings)
 

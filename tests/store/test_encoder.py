@@ -13,7 +13,7 @@ from scarctl.state.encoding import decode, encode, encoded_groups, parts, stored
 from scarctl.state.encodings import Encoding
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.store import Collector, Store, StoreWriter, open_writer, verify
-
+from scarctl.store.check import Report
 from scarctl.store.encoder import Encoder
 from scarctl.store.format import index_path, record_path, segment_path, sign_json
 from scarctl.store.record import Record
@@ -243,10 +243,10 @@ def test_an_earlier_version_refuses_the_record_and_the_index(
     seq = store.state(0).seq
     (index,) = store.log(0).indexes()
     assert index == seq
-    monkeypatch.setattr("scarctl.store.format.NEWEST_FORMAT", 2)
+    monkeypatch.setattr("scarctl.store.format.NEWEST_FORMAT", 3)
     for change in (lambda: None, lambda: (store.root / index_path(0, index)).unlink()):
         change()
-        with pytest.raises(Corruption, match="format 3 is newer than this scarctl reads") as error:
+        with pytest.raises(Corruption, match="format 4 is newer than this scarctl reads") as error:
             Store.open(store.root).state(0)
         assert error.value.kind == "newer-format"
 
@@ -256,8 +256,8 @@ def test_an_earlier_version_refuses_the_record_and_the_index(
     [
         ({"encoding": "int4"}, "'int4' is not an encoding"),
         ({"encoding": 8}, "encoding"),
-        ({"format": 1}, "format 3"),
-        ({"format": 2}, "format 3"),
+        ({"format": 1}, "format 4"),
+        ({"format": 2}, "format 4"),
         ({"sealed": True, "whole": ""}, "seals nothing"),
     ],
 )

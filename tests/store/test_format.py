@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scarctl.errors import Corruption
 from scarctl.store.format import (
     MAX_HEADER,
+    NEWEST_FORMAT,
     check_name,
     dump_header,
     dump_json,
@@ -74,7 +75,7 @@ def test_hostile_json_is_corruption(text: bytes) -> None:
 
 def test_a_newer_format_is_refused_and_says_so() -> None:
     with pytest.raises(Corruption, match="newer") as info:
-        load_json(dump_json({"format": 4}), "file.json")
+        load_json(dump_json({"format": NEWEST_FORMAT + 1}), "file.json")
     assert info.value.kind == "newer-format"
     for value in (0, -1, True, "1", None, 1.5):
         with pytest.raises(Corruption):

@@ -98,7 +98,7 @@ def test_another_one_begins_to_save_while_this_one_looks(
 
 def test_a_store_of_one_process_is_not_taken(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "s")
-    writer = open_writer(store, layout=layout(), shard_of=store.shard_of(layout()))
+    writer = open_writer(store, layout=layout())
     with writer, pytest.raises(Contention):
         join_members(store.again(), 2)
     with pytest.raises(UsageError, match="one process") as caught:
@@ -116,7 +116,7 @@ def test_one_process_that_is_about_to_begin_keeps_members_out(tmp_path: Path) ->
     assert newest_topology(store) is None
     join_members(store, 2)
     with pytest.raises(UsageError, match="written by 2 members") as caught:
-        open_writer(store, layout=layout(), shard_of=store.shard_of(layout()))
+        open_writer(store, layout=layout())
     assert caught.value.kind == "store-of-members"
 
 
@@ -134,7 +134,7 @@ def test_writers_of_members_keep_their_own_epochs(tmp_path: Path) -> None:
 
     def begin(number: int) -> int:
         view = store.of_shard(number)
-        with open_writer(view, layout=state, shard_of=view.shard_of(state)) as writer:
+        with open_writer(view, layout=state) as writer:
             ids = np.arange(state.partitions)
             writer.commit(number, ids, lambda *_: memoryview(bytes(128)), step=1, sealed=True)
             return writer.epoch

@@ -23,6 +23,7 @@ from scarctl.store import (
     topology_epochs,
     verify,
 )
+from scarctl.store.format import NEWEST_FORMAT
 from scarctl.store.prune import Retention, plan_prune, prune
 from scarctl.store.shard_state import Seal
 from scarctl.store.topology import read_topology
@@ -59,7 +60,7 @@ def test_of_two_jobs_that_begin_at_one_moment_one_fails(tmp_path: Path) -> None:
         {"epoch": 2},
         {"kind": "snapshot"},
         {"division": "xyz"},
-        {"format": 4},
+        {"format": NEWEST_FORMAT + 1},
     ],
 )
 def test_a_topology_that_lies_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
@@ -95,7 +96,7 @@ def test_one_process_may_not_write_to_a_store_of_ranks(tmp_path: Path) -> None:
     layout = layout_of(0, 4)
     store = Store.open(tmp_path / "s")
     with pytest.raises(UsageError, match="written by 4 ranks") as error:
-        open_writer(store, layout=layout, shard_of=store.shard_of(layout))
+        open_writer(store, layout=layout)
     assert error.value.kind == "store-of-ranks"
     store.take_lock().release()  # it is not held
 
@@ -109,7 +110,7 @@ def test_a_rank_that_owns_nothing_has_a_log_all_the_same(tmp_path: Path) -> None
     store = ranks.store
     create_topology(store, Topology(9, (0, 1, 2), "ab" * 32))
     view, empty = store.of_shard(2, 9), Layout([], "Adam")
-    with open_writer(view, layout=empty, shard_of=view.shard_of(empty)) as writer:
+    with open_writer(view, layout=empty) as writer:
         writer.commit(2, np.empty(0, np.int64), ranks.source(0, 3), step=3, sealed=True, extras={"step": 3})
     state = store.state(2)
     assert (state.step, len(state.ids), state.sealed) == (3, 0, [Seal(1, 9, 3)])

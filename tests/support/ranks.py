@@ -84,7 +84,7 @@ class RankStore:
         self.writers: list[StoreWriter] = []
         for rank, layout in enumerate([] if topology_only else self.layouts):
             view = self.view(rank)
-            self.writers.append(open_writer(view, layout=layout, shard_of=view.shard_of(layout)))
+            self.writers.append(open_writer(view, layout=layout))
 
     def view(self, rank: int) -> Store:
         """The store as a rank sees it."""

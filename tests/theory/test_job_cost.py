@@ -29,12 +29,26 @@ from scarctl.theory.job_cost import (
 )
 
 JOBS = {
-    "large": Job(state_bytes=100e9, step_seconds=1.0, bandwidth=1e9, mtbf=3 * HOUR, shards=16),
+    "large": Job(state_bytes=100e9, step_seconds=1.0, bandwidth=1e9, mtbf_seconds=3 * HOUR, shards=16),
     "unreliable": Job(
-        state_bytes=20e9, step_seconds=0.2, bandwidth=0.5e9, mtbf=600.0, shards=8, restart=20.0, gain=0.3
+        state_bytes=20e9,
+        step_seconds=0.2,
+        bandwidth=0.5e9,
+        mtbf_seconds=600.0,
+        shards=8,
+        restart_seconds=20.0,
+        gain=0.3,
     ),
-    "fast": Job(state_bytes=5e9, step_seconds=0.1, bandwidth=1e9, mtbf=HOUR, shards=4, c=0.999, gain=0.5),
-    "alone": Job(state_bytes=8e9, step_seconds=0.5, bandwidth=0.4e9, mtbf=2 * HOUR, shards=1),
+    "fast": Job(
+        state_bytes=5e9,
+        step_seconds=0.1,
+        bandwidth=1e9,
+        mtbf_seconds=HOUR,
+        shards=4,
+        convergence=0.999,
+        gain=0.5,
+    ),
+    "alone": Job(state_bytes=8e9, step_seconds=0.5, bandwidth=0.4e9, mtbf_seconds=2 * HOUR, shards=1),
 }
 FAILURES = 8_000
 
@@ -64,7 +78,7 @@ class Clock:
 
 def rolled_back(job: Job, interval: float, stall: float, latency: float, restart: float, seed: int) -> Cost:
     """A run that goes back to its newest durable checkpoint, played out."""
-    clock, restarting, saved = Clock(job.mtbf, seed), 0.0, 0.0
+    clock, restarting, saved = Clock(job.mtbf_seconds, seed), 0.0, 0.0
     while clock.failures < FAILURES:
         # From here: train `interval`, stall, and so on; checkpoint k is durable `latency` after its stall.
         done = clock.work(math.inf)
@@ -84,11 +98,11 @@ def rolled_back(job: Job, interval: float, stall: float, latency: float, restart
 
 def with_scar(job: Job, fraction: float, interval: float, seed: int) -> Cost:
     """A run that is never taken back: every copy's age is looked up when a shard is lost."""
-    clock = Clock(job.mtbf, seed)
+    clock = Clock(job.mtbf_seconds, seed)
     parts = round(1 / fraction)
     stall = (1 + fraction) * job.state_bytes / job.shards / job.memory_bandwidth
     latency = fraction * job.state_bytes / job.bandwidth
-    restart = job.restart + job.state_bytes / job.shards / job.bandwidth
+    restart = job.restart_seconds + job.state_bytes / job.shards / job.bandwidth
     gain = job.gain ** (math.log2(1 / fraction) / 3)
     trained = begun = parts * interval  # every part has a copy
     owed = restarting = pending = 0.0
@@ -102,7 +116,7 @@ def with_scar(job: Job, fraction: float, interval: float, seed: int) -> Cost:
             newest = math.floor((trained - latency) / interval)
             ages = trained - interval * (newest - np.arange(parts))
             share = math.sqrt(gain / job.shards)
-            owed += rework_bound_of_ages(job.c, ages / job.step_seconds, share) * job.step_seconds
+            owed += rework_bound_of_ages(job.convergence, ages / job.step_seconds, share) * job.step_seconds
             pending += restart
     solved = trained - begun - owed
     scale = HOUR / solved
@@ -125,7 +139,8 @@ class TestAgainstMonteCarlo:
         dump = job.state_bytes / job.bandwidth
         for interval in (advise(job).full.interval, 300.0):
             close(
-                cost_of_full(job, interval), rolled_back(job, interval, dump, 0.0, job.restart + dump, seed=1)
+                cost_of_full(job, interval),
+                rolled_back(job, interval, dump, 0.0, job.restart_seconds + dump, seed=1),
             )
 
     def test_background(self, name: str) -> None:
@@ -133,7 +148,7 @@ class TestAgainstMonteCarlo:
         written = job.state_bytes / job.bandwidth
         stall = job.state_bytes / job.shards / job.memory_bandwidth
         for interval in (advise(job).background.interval, 300.0):
-            found = rolled_back(job, interval, stall, written, job.restart + written, seed=2)
+            found = rolled_back(job, interval, stall, written, job.restart_seconds + written, seed=2)
             close(cost_of_background(job, interval), found)
 
     def test_scar(self, name: str) -> None:
@@ -149,8 +164,11 @@ class TestAgainstMonteCarlo:
             close(cost_of_scar(job, fraction, interval), with_scar(job, fraction, interval, seed=3))
 
     def test_nothing(self, name: str) -> None:
-        job = replace(JOBS[name], duration=2 * JOBS[name].mtbf)
-        close(cost_of_nothing(job), rolled_back(job, job.duration, 0.0, 0.0, job.restart, seed=4))
+        job = replace(JOBS[name], duration_seconds=2 * JOBS[name].mtbf_seconds)
+        close(
+            cost_of_nothing(job),
+            rolled_back(job, job.duration_seconds, 0.0, 0.0, job.restart_seconds, seed=4),
+        )
 
 
 def test_the_advice_is_the_best_there_is() -> None:
@@ -158,7 +176,7 @@ def test_the_advice_is_the_best_there_is() -> None:
         scar = advise(job).scar
         for fraction in (1.0, 1 / 2, 1 / 8, 1 / 32):
             least = fraction * job.state_bytes / job.bandwidth / SHARE
-            for interval in np.geomspace(max(least, job.step_seconds), 2 * job.mtbf, 60).tolist():
+            for interval in np.geomspace(max(least, job.step_seconds), 2 * job.mtbf_seconds, 60).tolist():
                 assert cost_of_scar(job, fraction, interval).total >= scar.cost.total * 0.99
 
 
@@ -175,9 +193,9 @@ def test_the_store_keeps_up_with_what_is_advised() -> None:
 
 
 def test_daly_is_near_the_true_optimum_and_young_his_limit() -> None:
-    job = Job(state_bytes=60e9, step_seconds=1.0, bandwidth=1e9, mtbf=6 * HOUR)
+    job = Job(state_bytes=60e9, step_seconds=1.0, bandwidth=1e9, mtbf_seconds=6 * HOUR)
     best = min(cost_of_full(job, interval).total for interval in np.geomspace(10, 1e5, 2000).tolist())
-    assert cost_of_full(job, daly_interval(60.0, job.mtbf)).total == pytest.approx(best, rel=1e-3)
+    assert cost_of_full(job, daly_interval(60.0, job.mtbf_seconds)).total == pytest.approx(best, rel=1e-3)
     assert daly_interval(1e-3, 1e6) == pytest.approx(math.sqrt(2 * 1e-3 * 1e6), rel=1e-3)
     assert daly_interval(100.0, 10.0) == 10.0
 
@@ -187,8 +205,10 @@ class TestLimits:
     @settings(max_examples=10)
     @given(st.floats(1e3, 1e5), st.floats(1.1, 20))
     def test_a_more_reliable_job_costs_less(self, mtbf: float, factor: float) -> None:
-        job = Job(state_bytes=1e9, step_seconds=0.5, bandwidth=1e9, mtbf=mtbf, shards=8)
-        for one, other in zip(advise(job).ways, advise(replace(job, mtbf=mtbf * factor)).ways, strict=True):
+        job = Job(state_bytes=1e9, step_seconds=0.5, bandwidth=1e9, mtbf_seconds=mtbf, shards=8)
+        for one, other in zip(
+            advise(job).ways, advise(replace(job, mtbf_seconds=mtbf * factor)).ways, strict=True
+        ):
             # The usual fraction is kept where another one is cheaper by a difference that counts as none.
             cheaper = other.cost.total <= one.cost.total * (1 + 1e-6)
             assert cheaper or about_equal(other.cost.total, one.cost.total)
@@ -205,13 +225,13 @@ class TestLimits:
         assert mean_rework(job, 1.0, 100.0) == pytest.approx(100.0 / 2 / job.step_seconds)
 
     def test_a_job_that_never_ends_costs_infinitely_much(self) -> None:
-        job = Job(state_bytes=1e12, step_seconds=1.0, bandwidth=1e8, mtbf=10.0)
+        job = Job(state_bytes=1e12, step_seconds=1.0, bandwidth=1e8, mtbf_seconds=10.0)
         assert all(math.isinf(way.cost.total) for way in advise(job).ways)
         assert not advise(job).pays
 
     def test_it_pays_for_a_large_state_in_many_parts_and_not_for_a_small_one(self) -> None:
         assert advise(JOBS["large"]).pays
-        small = Job(state_bytes=1e6, step_seconds=0.1, bandwidth=1e9, mtbf=24 * HOUR, shards=1)
+        small = Job(state_bytes=1e6, step_seconds=0.1, bandwidth=1e9, mtbf_seconds=24 * HOUR, shards=1)
         assert not advise(small).pays
         assert advise(small).rival == min(
             (way for way in advise(small).ways if way.name != "scar"), key=lambda way: way.cost.total
@@ -225,13 +245,13 @@ class TestLimits:
         {"state_bytes": 0.0},
         {"step_seconds": -1.0},
         {"bandwidth": math.inf},
-        {"mtbf": math.nan},
+        {"mtbf_seconds": math.nan},
         {"shards": 0},
-        {"restart": -1.0},
-        {"c": 0.0},
-        {"c": 1.5},
+        {"restart_seconds": -1.0},
+        {"convergence": 0.0},
+        {"convergence": 1.5},
         {"gain": 0.0},
-        {"duration": 0.0},
+        {"duration_seconds": 0.0},
     ],
 )
 def test_nonsense_is_refused(wrong: dict[str, float]) -> None:

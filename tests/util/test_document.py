@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from scarctl.util.document import Document, json_of
+from scarctl.util.document import INTERNAL, Document, json_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class _Whole(Document):
     parts: tuple[_Part, ...]
     by_shard: dict[int, _Counted] = field(default_factory=dict)
     reason: str | None = None
+    secret: str = field(default="", metadata=INTERNAL)
 
 
 def test_every_field_becomes_a_value_of_json() -> None:

@@ -10,7 +10,7 @@ import pytest
 from scarctl.errors import Contention, ScarError
 from scarctl.store import Store
 from scarctl.store.lock import StoreLock
-from scarctl.util.text import printable, printable_lines
+from scarctl.util.text import aligned, printable, printable_lines
 
 HOSTILE = "a\x1b[2J\x9b31m\x07\r\n\u202eb\udc80"
 
@@ -43,3 +43,11 @@ def test_a_stores_path_is_shown_on_one_line(tmp_path: Path) -> None:
     assert store.url.isprintable()
     assert store.root == folder
     assert Store.open(folder).id == store.id
+
+
+def test_columns_are_aligned() -> None:
+    assert aligned([("a", "bb", "c"), ("aaa", "b", ""), ("aa", "longer than its column")], " ") == [
+        " a    bb  c",
+        " aaa  b",
+        " aa   longer than its column",
+    ]

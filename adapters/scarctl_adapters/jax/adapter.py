@@ -7,7 +7,7 @@ It writes into private copies of the restored groups (`writable`), and `tree` ma
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import torch
@@ -15,17 +15,10 @@ import torch
 from scarctl.adapter import StateGroup, Watching
 from scarctl.errors import UsageError
 from scarctl.state.caveats import Caveats
-from scarctl.state.layout import Layout
-from scarctl.stateful import (
-    capture_host_rng,
-    check_names,
-    check_stateful,
-    restore_host_rng,
-    restore_state,
-    state_of,
-)
+from scarctl.stateful import check_names
 from scarctl_adapters.jax.arrays import Kept, check, in_host, is_deleted, leaf_of, restored, view
 from scarctl_adapters.jax.tree import Plan, divide
+from scarctl_adapters.loop import LoopAdapter
 
 HINT = "use `session = scarctl_adapters.jax.attach(state, store=...)`: see docs/jax.md"
 
@@ -59,14 +52,12 @@ def _classes(tree: Any) -> list[str]:
     return found
 
 
-class JaxAdapter:
-    """See `Adapter`. `TreeSession` passes new trees, and takes the current one."""
+class JaxAdapter(LoopAdapter):
+    """The `Adapter` of a tree. `TreeSession` passes new trees, and takes the current one."""
 
-    late_per_rank: ClassVar[bool] = False
-
-    def __init__(self, tree: Tree, extras: Mapping[str, Any]) -> None:
+    def __init__(self, tree: Tree, extras: Mapping[str, Any] | None) -> None:
+        super().__init__(extras)
         self._tree = tree
-        self._extras = dict(extras)
         self._groups: list[StateGroup] | None = None
         self._written: dict[str, dict[str, torch.Tensor]] = {}
         """Private copies by group and slot, which have taken the place of leaves."""
@@ -97,9 +88,7 @@ class JaxAdapter:
                 "an iteration ends with session.step(state), after which its state does not change",
                 hint="pass these extras without after_step",
             )
-        for name, item in (extras or {}).items():
-            check_stateful(name, item)
-        return cls(model, extras or {})
+        return cls(model, extras)
 
     # -- trees ----------------------------------------------------------------------------------------------------
 
@@ -176,9 +165,6 @@ class JaxAdapter:
 
     # -- the protocol -----------------------------------------------------------------------------------------------
 
-    def mix_late(self, theirs: Any, own: Any) -> Any:
-        return theirs
-
     @property
     def automatic(self) -> bool:
         """Whether `TreeSession.step` calls hooks: not between two steps, if the state is donated then."""
@@ -221,24 +207,13 @@ class JaxAdapter:
             ]
         return self._written[name]
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Return {}: only the loop replaces arrays, at the end of an iteration."""
-        return {}
-
     def capture_early(self) -> dict[str, Any]:
         """Return the values that are saved whole: leaves, Python's and numpy's global random generators, the user's
         extras.
         """
         state = self._tree
-        return {
-            "leaves": Kept({state.plan.names[n]: state.leaves[n] for n in state.plan.whole}),
-            "rng": capture_host_rng(),
-            "extras": {name: state_of(item) for name, item in self._extras.items()},
-        }
-
-    def capture_late(self) -> None:
-        """Return None, because an iteration's state does not change after its end."""
-        return
+        leaves = Kept({state.plan.names[n]: state.leaves[n] for n in state.plan.whole})
+        return {"leaves": leaves, **super().capture_early()}
 
     def restore(self, early: Any, late: Any) -> None:
         """Restore `capture_early`."""
@@ -248,13 +223,7 @@ class JaxAdapter:
         for n in state.plan.whole:
             state.leaves[n] = restored(early["leaves"][state.plan.names[n]], state.leaves[n])
         self._dirty = True
-        for name, item in self._extras.items():
-            restore_state(item, early["extras"][name])
-        restore_host_rng(early["rng"])
-
-    def create_slots(self, layout: Layout) -> Callable[[], None]:
-        """Do nothing, because the optimizer's state is in the tree from the start."""
-        return lambda: None
+        super().restore(early, late)
 
     def install(self, before: Callable[[], None], after: Callable[[], None] | None) -> Callable[[], None]:
         """See `Adapter`. `TreeSession.step` calls the hooks."""

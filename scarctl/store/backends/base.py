@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from scarctl.errors import Unavailable
 from scarctl.store.backends.parallel import no_bytes
+from scarctl.store.format import corrupt
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -37,6 +38,33 @@ class BlobReader(Protocol):
 
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
         """Fill several buffers, each from its offset; concurrently if that is faster."""
+
+
+class RangeReader:
+    """Reads ranges of one file. A wrong offset, from a damaged file, allocates and requests nothing."""
+
+    def __init__(self, where: str, size: int) -> None:
+        """where: names the file in errors. size: its bytes."""
+        self.size = size
+        self._where = where
+
+    def read(self, start: int, stop: int) -> bytes:
+        self.check(start, stop)
+        data = bytearray(stop - start)
+        self.read_into(start, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        self.read_ranges([(start, buffer)])
+
+    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
+        for start, buffer in ranges:
+            self.read_into(start, buffer)
+
+    def check(self, start: int, stop: int) -> None:
+        """Raise Corruption unless the file has these bytes."""
+        if not 0 <= start <= stop <= self.size:
+            raise corrupt(self._where, f"bytes {start}..{stop} are wanted, it has {self.size}")
 
 
 class BlobWriter(Protocol):

@@ -6,11 +6,10 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from scarctl.errors import AccessDenied, ScarError, Unavailable
-from scarctl.store.backends.base import Buffer, as_bytes
+from scarctl.store.backends.base import Buffer, RangeReader, as_bytes
 from scarctl.store.backends.parallel import idle
 from scarctl.store.format import corrupt
 
@@ -38,38 +37,22 @@ def os_error(error: OSError, path: object, doing: str) -> ScarError:
     return Unavailable(reason, hint="check the disk and try again; acknowledged commits are safe")
 
 
-class LocalReader:
+class LocalReader(RangeReader):
     def __init__(self, fd: int, path: str, size: int) -> None:
+        super().__init__(path, size)
         self._fd = fd
-        self._path = path
-        self.size = size
-
-    def read(self, start: int, stop: int) -> bytes:
-        # Checked first, so that a wrong offset from a damaged file allocates nothing.
-        self._check(start, stop)
-        data = bytearray(stop - start)
-        self.read_into(start, memoryview(data))
-        return bytes(data)
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        self._check(start, start + len(buffer))
+        self.check(start, start + len(buffer))
         done = 0
         while done < len(buffer):
             try:
                 got = os.preadv(self._fd, [buffer[done : done + READ]], start + done)
             except OSError as error:
-                raise os_error(error, self._path, "read") from error
+                raise os_error(error, self._where, "read") from error
             if got == 0:
-                raise corrupt(self._path, f"it ends at byte {start + done}")
+                raise corrupt(self._where, f"it ends at byte {start + done}")
             done += got
-
-    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        for start, buffer in ranges:
-            self.read_into(start, buffer)
-
-    def _check(self, start: int, stop: int) -> None:
-        if not 0 <= start <= stop <= self.size:
-            raise corrupt(self._path, f"bytes {start}..{stop} are wanted, it has {self.size}")
 
 
 class LocalWriter:

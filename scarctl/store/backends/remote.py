@@ -16,7 +16,7 @@ from typing import Any
 
 from scarctl.errors import NoStore, ScarError, Unavailable
 from scarctl.store.backends.address import Address
-from scarctl.store.backends.base import BlobWriter, Buffer, InDoubt, as_bytes
+from scarctl.store.backends.base import BlobWriter, Buffer, InDoubt, RangeReader, as_bytes
 from scarctl.store.backends.client import Client, Refused
 from scarctl.store.backends.remote_errors import Fault, Meaning, Patience, fault_error, in_doubt
 from scarctl.store.format import TEMPORARY, corrupt
@@ -254,34 +254,18 @@ def _length(entry: Mapping[str, Any]) -> int:
     return size if isinstance(size, int) and size >= 0 else 0
 
 
-class RemoteReader:
+class RemoteReader(RangeReader):
     def __init__(self, blobs: FsspecBlobs, name: str, size: int) -> None:
+        super().__init__(blobs.where(name), size)
         self._blobs = blobs
         self._name = name
-        self.size = size
-
-    def read(self, start: int, stop: int) -> bytes:
-        # Checked first, so that a wrong offset from a damaged file allocates nothing.
-        self._check(start, stop)
-        data = bytearray(stop - start)
-        self.read_into(start, memoryview(data))
-        return bytes(data)
-
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        self.read_ranges([(start, buffer)])
 
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
         for start, buffer in ranges:
-            self._check(start, start + buffer.nbytes)
+            self.check(start, start + buffer.nbytes)
         wanted = [(start, buffer.cast("B")) for start, buffer in ranges if buffer.nbytes]
         if wanted:
             self._blobs._fetch(self._name, wanted)
-
-    def _check(self, start: int, stop: int) -> None:
-        if not 0 <= start <= stop <= self.size:
-            raise corrupt(
-                self._blobs.where(self._name), f"bytes {start}..{stop} are wanted, it has {self.size}"
-            )
 
 
 class _Spool:

@@ -1,4 +1,4 @@
-"""The callback beside a trainer: what it refuses, what it leaves alone, what it leaves behind."""
+"""Test the callback with a trainer: what it refuses, does not touch, and leaves behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suite for adapters, beside a Lightning fit."""
+"""Run the adapters' suite with a Lightning fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example runs, and what it says of the killed training is so."""
+"""Test that the example runs, and that its report on the killed training is true."""
 
 from __future__ import annotations
 

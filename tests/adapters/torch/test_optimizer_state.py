@@ -1,4 +1,4 @@
-"""What optimizers keep beside slots comes back, or is refused at the first step, or is said."""
+"""Test that optimizers' state outside slots is restored, refused at the first step, or reported."""
 
 from __future__ import annotations
 

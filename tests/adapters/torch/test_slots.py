@@ -1,4 +1,4 @@
-"""Optimizers that are stepped later than others: what they will keep is in the layout from the first checkpoint on."""
+"""Test optimizers that step later than others: the layout has their slots from the first checkpoint on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example of a Trainer that is killed says what is so."""
+"""Test that the example of a killed Trainer reports the truth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Trainer's run that was ended, and goes on bit for bit like one that was not."""
+"""Test that a Trainer's stopped run continues bit for bit like an uninterrupted one."""
 
 from __future__ import annotations
 
