@@ -265,9 +265,8 @@ class Arena(Fields):
 
     def rows(self, g: int, t: int) -> NDArray[np.uint8]:
         """Return the rows of tensor `t` of group `g`: a writable view, uint8 of shape (rows, bytes per row)."""
-        spec = self.layout.groups[g].tensors[t]
-        flat = np.frombuffer(self._memory, np.uint8, spec.nbytes, self._geometry.tensor_at[g][t])
-        return flat.reshape(spec.rows, spec.row_bytes)
+        spec, at = self.layout.groups[g].tensors[t], self._geometry.tensor_at[g][t]
+        return np.frombuffer(self._memory, np.uint8, spec.nbytes, at).reshape(spec.rows, spec.row_bytes)
 
     @property
     def is_filling(self) -> bool:
@@ -298,14 +297,16 @@ class Arena(Fields):
 
     def source(self, g: int, t: int, start: int, stop: int) -> memoryview:
         """Return the bytes of rows [start, stop) of a tensor, without a copy, for writing a segment."""
-        spec = self.layout.groups[g].tensors[t]
-        at = self._geometry.tensor_at[g][t]
+        spec, at = self.layout.groups[g].tensors[t], self._geometry.tensor_at[g][t]
         return memoryview(self._memory)[at + start * spec.row_bytes : at + stop * spec.row_bytes]
 
     def memory(self) -> NDArray[np.uint8]:
         """Return all tensors in one piece: a writable view, uint8 of shape (bytes,), which begins on a page."""
-        at = self._geometry.tensors_at
-        return np.frombuffer(self._memory, np.uint8, self._geometry.size - at, at)
+        return np.frombuffer(self._memory, np.uint8, offset=self._geometry.tensors_at)
+
+    def offset(self, g: int, t: int) -> int:
+        """Return the offset of tensor `t` of group `g` in `memory`: a multiple of 64 bytes."""
+        return self._geometry.tensor_at[g][t] - self._geometry.tensors_at
 
     def begin(self, ids: Ids) -> None:
         """Begin a copy into these partitions: until `end` they are not intact."""

@@ -15,7 +15,7 @@ from scarctl.state.layout import Layout
 from scarctl.store.backends.base import Blobs
 from scarctl.store.format import segment_path
 from scarctl.store.ranges import Wanted
-from scarctl.store.segment import by_group, partition_checksums, partition_rows
+from scarctl.store.segment import by_group, groups_checksums, partition_rows
 from scarctl.store.segment_reader import open_segment
 from scarctl.store.shard_state import ShardState
 from scarctl.util.arrays import Bytes, Ids, adjacent
@@ -102,9 +102,9 @@ def read_unit(blobs: Blobs, state: ShardState, layout: Layout, unit: Unit, room:
         return Found(corrupt=[(ids, error.message)])
     except FileNotFoundError:
         return Found(gone=[(ids, f"{blobs.where(path)}: the segment is missing")])
-    for g, i, j, pieces in wanted:
-        data = [one.data for one in pieces]
-        intact = partition_checksums(layout.groups[g], j - i, data) == checksums[i:j]
+    read = [(layout.groups[g], j - i, [one.data for one in pieces]) for g, i, j, pieces in wanted]
+    for (g, i, j, _), (_, _, data), sums in zip(wanted, read, groups_checksums(read), strict=True):
+        intact = sums == checksums[i:j]
         if not intact.all():
             reason = f"{blobs.where(path)}: data do not match their checksum"
             found.corrupt.append((ids[i:j][~intact], reason))

@@ -1,0 +1,47 @@
+"""Loops over arrays save the user's extras and the random generators of the host."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scarctl.errors import LayoutMismatch, UsageError
+from scarctl_adapters.loop import LoopAdapter
+
+
+class _Count:
+    """A user's object with a state."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def test_extras_and_generators_come_back() -> None:
+    count = _Count()
+    adapter = LoopAdapter({"count": count})
+    early = adapter.capture_early()
+    drawn = random.random(), float(np.random.rand())
+    count.value = 7
+    adapter.restore(early, adapter.capture_late())
+    assert count.value == 0
+    assert (random.random(), float(np.random.rand())) == drawn
+
+
+def test_other_extras_than_the_saved_ones_are_refused() -> None:
+    early = LoopAdapter({"count": _Count()}).capture_early()
+    with pytest.raises((UsageError, LayoutMismatch), match="extras"):
+        LoopAdapter(None).restore(early, None)
+
+
+def test_an_object_without_a_state_is_refused() -> None:
+    with pytest.raises(UsageError, match="nothing"):
+        LoopAdapter({"nothing": object()})
