@@ -27,9 +27,11 @@ from scarctl.errors import UsageError
 from scarctl.session.attached import take_over
 from scarctl.session.peers import WrittenByRanks
 from scarctl.session.session import Session
+from scarctl.util.collection import without_collection
 
 
 @explains_options
+@without_collection()
 def attach(
     model: Any,
     optimizer: Any = None,

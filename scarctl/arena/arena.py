@@ -9,12 +9,13 @@ process maps it again. Each partition has these fields:
     version    int64    (epoch, step) of the copy, see `scarctl.state.version`; -1 without a copy
     durable    int64    version that the store has; if it differs, the copy is pending
     distance   float64  last known distance of the live values from the copy; NaN if unknown
+    encoding_error      float64, squared error of the parameter in the store's copy if that is encoded; -1 if exact
 
 The owner locks the folder, not the file: views of a map keep its file open, in forked children too, and a lock on the
 file would stay as long.
 
-One process writes copies, one thread acknowledges them. On x86-64 stores become visible in order, which the generations
-rely on. On other processors the interpreter's locks between the two calls have the same effect.
+One process writes copies, one thread acknowledges them. The generations rely on the order of stores, which x86-64
+keeps. On other processors the interpreter's locks between the two calls have the same effect.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ _CHUNK = 1 << 16
 class Arena(Fields):
     """The mapped file described above. Made by `create`, `open_existing`, `share` or `anonymous`.
 
-    `generation`, `version`, `durable` and `distance` are views of the map, of shape (layout.partitions,).
+    `generation`, `version`, `durable`, `distance`, `encoding_error`: views of the map, of shape (layout.partitions,).
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Arena(Fields):
         self.version: Ids = np.frombuffer(memory, np.int64, n, at + 8 * n)
         self.durable: Ids = np.frombuffer(memory, np.int64, n, at + 16 * n)
         self.distance: NDArray[np.float64] = np.frombuffer(memory, np.float64, n, at + 24 * n)
+        self.encoding_error: NDArray[np.float64] = np.frombuffer(memory, np.float64, n, at + 32 * n)
         super().__init__(np.frombuffer(memory, np.int64, len(FIELDS), FIELDS_AT))
         if lock >= 0:
             _open_arenas.add(self)
@@ -222,6 +224,7 @@ class Arena(Fields):
         self.version[:] = NEVER
         self.durable[:] = NEVER
         self.distance[:] = np.nan
+        self.encoding_error[:] = -1
         self._clear()
 
     @property
@@ -265,9 +268,8 @@ class Arena(Fields):
 
     def rows(self, g: int, t: int) -> NDArray[np.uint8]:
         """Return the rows of tensor `t` of group `g`: a writable view, uint8 of shape (rows, bytes per row)."""
-        spec = self.layout.groups[g].tensors[t]
-        flat = np.frombuffer(self._memory, np.uint8, spec.nbytes, self._geometry.tensor_at[g][t])
-        return flat.reshape(spec.rows, spec.row_bytes)
+        spec, at = self.layout.groups[g].tensors[t], self._geometry.tensor_at[g][t]
+        return np.frombuffer(self._memory, np.uint8, spec.nbytes, at).reshape(spec.rows, spec.row_bytes)
 
     @property
     def is_filling(self) -> bool:
@@ -298,14 +300,16 @@ class Arena(Fields):
 
     def source(self, g: int, t: int, start: int, stop: int) -> memoryview:
         """Return the bytes of rows [start, stop) of a tensor, without a copy, for writing a segment."""
-        spec = self.layout.groups[g].tensors[t]
-        at = self._geometry.tensor_at[g][t]
+        spec, at = self.layout.groups[g].tensors[t], self._geometry.tensor_at[g][t]
         return memoryview(self._memory)[at + start * spec.row_bytes : at + stop * spec.row_bytes]
 
     def memory(self) -> NDArray[np.uint8]:
         """Return all tensors in one piece: a writable view, uint8 of shape (bytes,), which begins on a page."""
-        at = self._geometry.tensors_at
-        return np.frombuffer(self._memory, np.uint8, self._geometry.size - at, at)
+        return np.frombuffer(self._memory, np.uint8, offset=self._geometry.tensors_at)
+
+    def offset(self, g: int, t: int) -> int:
+        """Return the offset of tensor `t` of group `g` in `memory`: a multiple of 64 bytes."""
+        return self._geometry.tensor_at[g][t] - self._geometry.tensors_at
 
     def begin(self, ids: Ids) -> None:
         """Begin a copy into these partitions: until `end` they are not intact."""
@@ -424,11 +428,8 @@ class Arena(Fields):
         Does nothing after `close`, and in a forked child: another process may own the arena by then.
         """
         if self._folder is not None and self._lock >= 0:
-            # Movements without an arena are ignored, so the process may be killed between the two deletions.
-            (self._folder / MOVEMENTS).unlink(missing_ok=True)
-            (self._folder / FILE).unlink(missing_ok=True)
-            (self._folder / LINES).unlink(missing_ok=True)
-            (self._folder / OWNER).unlink(missing_ok=True)
+            for name in (MOVEMENTS, FILE, LINES, OWNER):  # movements without an arena are ignored
+                (self._folder / name).unlink(missing_ok=True)
             try:
                 os.rmdir(self._folder)
             except OSError as error:

@@ -95,7 +95,8 @@ class Binding:
             if known is not None and known.tensors:
                 there = {spec.slot: spec for spec in specs}
                 specs = tuple(
-                    there.pop(slot.slot, slot.of(specs[0].shape)) for slot in known.tensors
+                    there.pop(slot.slot) if slot.slot in there else slot.of(specs[0].shape)
+                    for slot in known.tensors
                 ) + tuple(there.values())
             rows = known.rows_per_partition if known else 1
             groups.append(Group(state.name, state.kind, rows, specs, state.place))

@@ -20,11 +20,10 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.movements import Movements
 from scarctl.checkpoint.batched import distances_of_groups
 from scarctl.checkpoint.distance import Norm, Scratch, changed, distances_of, finite
-from scarctl.checkpoint.loading import NewSlots, Piece, copy_all, pieces_of
+from scarctl.checkpoint.loading import NewSlots, Piece, copy_all, pieces_of, views_of
 from scarctl.checkpoint.sampled import sampled_squares
 from scarctl.state.layout import Layout
 from scarctl.state.rows import take_rows
-from scarctl.state.torch_dtypes import torch_of
 from scarctl.state.version import step_of
 from scarctl.util.arrays import Ids
 
@@ -76,13 +75,7 @@ class LiveState:
         self.new_slots: NewSlots | None = None
         """During a resume, the slots that it has made."""
         self._writable = writable
-        self._saved = [
-            [
-                torch.from_numpy(arena.rows(g, t)).view(-1).view(torch_of(spec.dtype)).view(spec.shape)
-                for t, spec in enumerate(group.tensors)
-            ]
-            for g, group in enumerate(layout.groups)
-        ]
+        self._saved = views_of(arena)
 
     def with_tensors(
         self, tensors: Mapping[int, Sequence[torch.Tensor]], frozen: Set[int] | None = None

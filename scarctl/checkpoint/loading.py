@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
+from scarctl.state.torch_dtypes import torch_of
 from scarctl.util.arrays import Bytes, Ids
 from scarctl.util.worker import run_all
 
@@ -45,6 +46,24 @@ def pieces_of(target: torch.Tensor, source: torch.Tensor) -> list[Piece]:
 def copy_all(pieces: list[Piece]) -> None:
     """Copy the pieces, in as many threads as torch may use, up to four. Returns when all is done."""
     run_all(lambda piece: np.copyto(*piece), pieces, min(_THREADS, torch.get_num_threads()))
+
+
+def views_of(arena: Arena) -> list[list[torch.Tensor]]:
+    """Return views of the arena's tensors, by group and tensor: two calls for each, of which a model may have many."""
+    whole = torch.from_numpy(arena.memory())
+    of_dtype: dict[str, tuple[torch.Tensor, int]] = {}
+    views = []
+    for g, group in enumerate(arena.layout.groups):
+        mine = []
+        for t, spec in enumerate(group.tensors):
+            if spec.dtype not in of_dtype:
+                dtype = torch_of(spec.dtype)
+                of_dtype[spec.dtype] = whole.view(dtype), dtype.itemsize
+            flat, size = of_dtype[spec.dtype]
+            first = arena.offset(g, t) // size
+            mine.append(flat[first : first + spec.nbytes // size].view(spec.shape))
+        views.append(mine)
+    return views
 
 
 class NewSlots:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from scarctl.checkpoint.sampled import values_at
 from scarctl.state.layout import Layout
 from scarctl.theory.history import History
+from scarctl.util.splitmix import splitmix64
 
 VALUES = 1 << 15
 """Size of the sample, which covers smaller states completely. Torch handles so few values in one thread, without
@@ -36,15 +37,20 @@ class Motion:
         """Positions in the flat tensor by group; None means all."""
         self._weight: dict[int, float] = {}
         """Number of values that a sampled value represents, by group."""
+        # The same layout gives the same positions. A repeated one does no harm.
+        counts = {g: min(size, math.ceil(VALUES * size / whole)) for g, size in sizes.items()}
+        drawn = splitmix64(np.arange(1, 1 + sum(counts.values())), len(sizes))
+        first = 0
         for g, size in sizes.items():
-            count = math.ceil(VALUES * size / whole)
+            count = counts[g]
             if size <= count:
                 self._index[g], self._weight[g] = None, 1.0
                 continue
-            # The same layout gives the same positions. A repeated one does no harm.
-            drawn = np.random.default_rng(g).integers(0, size, count)
-            self._index[g] = torch.from_numpy(np.sort(drawn))
+            index = (drawn[first : first + count] % np.uint64(size)).astype(np.int64)
+            index.sort()
+            self._index[g] = torch.from_numpy(index)
             self._weight[g] = size / count
+            first += count
         self._reference: tuple[int, dict[int, Sample]] | None = None
 
     def look(self, tensors: Sequence[Sequence[torch.Tensor]], step: int) -> None:

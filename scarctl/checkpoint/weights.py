@@ -51,7 +51,14 @@ class Weights:
 
     def note(self) -> None:
         """Keep the current values as those of the newest step."""
-        self._noted = [value.read() for value in self._values]
+        self._noted = noted = []
+        for value in self._values:
+            # As `value.read()`, without its call: this is done twice in every step.
+            memory = value.memory
+            if memory is not None and value.tensor.data_ptr() == value.address:
+                noted.append(memory.raw)
+            else:
+                noted.append(value.read())
 
     def replaced(self) -> bool:
         """Return whether a value differs from the one that was noted."""
@@ -63,38 +70,38 @@ class Weights:
 class _Value:
     """The middle value of a tensor, whose memory may be replaced. Read through its address, because twice per step."""
 
-    __slots__ = ("_address", "_memory", "_tensor")
+    __slots__ = ("address", "memory", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._memory: Any = None
+        self.tensor = tensor
+        self.memory: Any = None
         self._find()
 
     @property
     def place(self) -> tuple[Any, ...]:
         """Address, kind and order of the tensor's memory."""
-        tensor = self._tensor
+        tensor = self.tensor
         return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
     def read(self) -> bytes | torch.Tensor:
         """Return a private copy; b"" if the adapter has released the memory, as that of JAX does between two steps."""
-        if not self._tensor.numel():
+        if not self.tensor.numel():
             return b""
-        if self._tensor.data_ptr() != self._address:
+        if self.tensor.data_ptr() != self.address:
             self._find()
-        if self._memory is not None:
-            found: bytes = self._memory.raw
+        if self.memory is not None:
+            found: bytes = self.memory.raw
             return found
         return self._middle().clone()
 
     def _middle(self) -> torch.Tensor:
-        return self._tensor.data[tuple(size // 2 for size in self._tensor.shape)]
+        return self.tensor.data[tuple(size // 2 for size in self.tensor.shape)]
 
     def _find(self) -> None:
-        self._address, self._memory = self._tensor.data_ptr(), None
-        if self._address and self._tensor.device.type == "cpu":
+        self.address, self.memory = self.tensor.data_ptr(), None
+        if self.address and self.tensor.device.type == "cpu":
             middle = self._middle()
-            self._memory = (ctypes.c_char * middle.element_size()).from_address(middle.data_ptr())
+            self.memory = (ctypes.c_char * middle.element_size()).from_address(middle.data_ptr())
 
 
 def _equal(first: bytes | torch.Tensor, last: bytes | torch.Tensor) -> bool:

@@ -6,11 +6,9 @@ the same values. Every rank computes the same division from the holdings of all 
 
 from __future__ import annotations
 
-import gc
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import itemgetter
@@ -21,6 +19,7 @@ from numpy.typing import NDArray
 
 from scarctl.errors import Corruption, UsageError
 from scarctl.state.group import DTYPES, Group, Place, TensorSpec, group_fault, is_text, json_fields
+from scarctl.util.collection import without_collection
 
 ROLES = ("own", "shared", "replica")
 
@@ -164,19 +163,7 @@ class _Part(NamedTuple):
         return self.shape[0] if self.shape else 1
 
 
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Pause garbage collection. Thousands of ranks make millions of live objects; scanning them doubles the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_without_collection()
+@without_collection()
 def divide(holdings: Sequence[Sequence[Holding]]) -> Division:
     """Divide the state that `holdings[rank]` describe among the ranks.
 

@@ -37,6 +37,8 @@ class Changes:
         self._toggled: set[str] = set()
         self._ends = 0
         """Ends of iterations so far; counting stops after the first few."""
+        self.settled = False
+        """Whether these first iterations are over, in which alone hyperparameters are read."""
         self._ended: dict[str, Any] = {}
         """Hyperparameters at the newest end."""
         self._within: list[dict[str, Any]] = []
@@ -63,7 +65,7 @@ class Changes:
 
     def iteration_ends(self) -> None:
         """Find, in the first iterations, hyperparameters that are set within one and reset before its end."""
-        if self._ends > _WINDOWS:
+        if self.settled:
             return
         self._ends += 1
         before, self._ended = self._ended, self._look()
@@ -71,14 +73,14 @@ class Changes:
         back = (name for name in before if name.endswith(_FROZEN) and self._ended.get(name) == before[name])
         self._toggled |= {n for n in back if any(values.get(n, before[n]) != before[n] for values in within)}
         if self._ends > _WINDOWS:
-            self._ended = {}
+            self.settled, self._ended = True, {}
 
     def within(self) -> Mapping[str, Any] | None:
         """Return the hyperparameters now, as the forward pass or the optimizer's step begins; None in later iterations.
 
         Reading all modules takes time.
         """
-        if self._ends > _WINDOWS:
+        if self.settled:
             return None
         now = self._look()
         self._within.append(now)

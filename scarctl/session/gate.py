@@ -34,6 +34,7 @@ class Gate:
     def __init__(self, *, stepping: bool) -> None:
         self._lock = threading.RLock()  # quicker to take than the condition around it
         self._changed = threading.Condition(self._lock)
+        self._held = _Held(self._lock)
         self._stepping = stepping
         self._implied = stepping
         self._wanted = 0
@@ -53,7 +54,7 @@ class Gate:
 
     def held(self) -> _Held:
         """Exclude other threads from `held` and `quiet`. May be nested."""
-        return _Held(self._lock)
+        return self._held
 
     def enter(self) -> None:
         """Begin a step: wait for a running flush. The calling thread becomes the training thread."""
@@ -137,24 +138,32 @@ class Gate:
 
 
 class _Held:
-    """See `Gate.held`. Entered several times per step: a generator would take longer."""
+    """See `Gate.held`. Entered several times per step: a generator, or an object for each time, would take longer."""
 
     __slots__ = ("_left", "_lock")
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
-        self._left: AbstractContextManager[None] | None = None
+        self._left: list[AbstractContextManager[None] | None] = []
+        """One for each time that the lock was taken, of the thread that has the lock."""
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        if torch.is_inference_mode_enabled():
-            self._left = _outside_inference()
-            self._left.__enter__()
+        left = None
+        try:
+            if torch.is_inference_mode_enabled():
+                left = _outside_inference()
+                left.__enter__()
+        except BaseException:
+            self._lock.release()
+            raise
+        self._left.append(left)
 
     def __exit__(self, *error: Any) -> None:
         try:
-            if self._left is not None:
-                self._left.__exit__(*error)
+            left = self._left.pop()
+            if left is not None:
+                left.__exit__(*error)
         finally:
             self._lock.release()
 

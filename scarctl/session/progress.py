@@ -93,11 +93,6 @@ class Progress:
             return _ASKS
         return _COMES if self._hooked and self.witness.looks else SETTLE
 
-    @property
-    def reads_early(self) -> bool:
-        """Whether the early extras must be read right at a step's end."""
-        return not self.loop.used
-
     def step_ended(self, step: int, moment: Moment | None) -> None:
         """Note that `step` has ended. moment: moment of its end, if it was captured."""
         self._newest = moment
@@ -108,8 +103,7 @@ class Progress:
             except Exception as error:
                 self._ended = None
                 self._fault(error)
-        self.caveats.withdraw("not-settled")
-        self.caveats.withdraw(_REPLACED)
+        self.caveats.withdraw("not-settled", _REPLACED)
         kept = moment.early if moment is not None else None
         rng = kept.get("rng") if isinstance(kept, dict) else None
         self.witness.begin(step, self._forward_begins, rng if isinstance(rng, Raw) else None)
@@ -127,10 +121,17 @@ class Progress:
 
     def _look_for_skipped(self, moment: Moment) -> None:
         """Detect that a gradient scaler skipped a step: it was updated, but no step was taken."""
-        if self._known is None or moment.light is None or self._known.early_extras():
+        if self._known is None or moment.light is None:
+            return
+        for name, _ in moment.light:  # after every step, and most trainings have no scaler
+            if name == "scaler":
+                break
+        else:
             return
         scales = [state for name, state in moment.light if name == "scaler" and state]
-        if scales and not _equal(plain(scales), plain([s for n, s in self._light() if n == "scaler"])):
+        if not scales or self._known.early_extras():
+            return
+        if not _equal(plain(scales), plain([s for n, s in self._light() if n == "scaler"])):
             self.caveats.say(
                 "step-skipped",
                 "the gradient scaler has skipped a step: session.head_step does not count it, and no extras say which "
@@ -190,10 +191,13 @@ class Progress:
                     moment.weights.note()
                     moment.light = self._light()
                     moment.settled = True
-                    self._compare(moment)
+                    if self._checks > 0:
+                        self._compare(moment)
                 except Exception as error:
                     self._fault(error)
         self._gate.settled()
+        if not self.witness.expecting:
+            return
         positioned = self._known is not None and bool(self._known.early_extras())
         found = self.witness.differences(by_hand=not self.loop.used, positioned=positioned)
         if found:
@@ -201,7 +205,7 @@ class Progress:
 
     def _compare(self, moment: Moment) -> None:
         """Compare extras, to find those that the loop changes after a step."""
-        if self._checks <= 0 or self._known is None or self.framework:
+        if self._known is None or self.framework:
             return
         self._checks -= 1
         self._usual = _changed(self._ended, moment.light)

@@ -18,6 +18,7 @@ from scarctl.state.layout import Layout
 from scarctl.state.version import step_of
 from scarctl.store import Snapshot, read_snapshot
 from scarctl.store.saved import last_saved
+from scarctl.util.collection import without_collection
 
 log = logging.getLogger("scarctl")
 
@@ -45,6 +46,7 @@ class Resumption:
         self._together = parts.together
         self._journal = parts.journal
 
+    @without_collection()
     def run(self, mode: str, snapshot: str | None) -> Outcome:
         """Resume, and return the result. Raises as `Session.resume` does."""
         outcome = Outcome(Resumed(0, True, None))

@@ -14,6 +14,7 @@ from scarctl.errors import ScarError
 from scarctl.session.parts import Parts
 from scarctl.session.requests import Requests
 from scarctl.session.saving import Saving
+from scarctl.util.collection import without_collection
 
 
 class Steps:
@@ -44,7 +45,11 @@ class Steps:
 
     def begin(self) -> None:
         """Finish the current copy, right before an optimizer changes parameters."""
-        self.between()
+        progress, saving = self._progress, self._saving
+        if saving.unfinished or self._opening.engine is None:
+            self.between()
+        else:
+            progress.step_begins()
         started = time.perf_counter()
         try:
             self._gate.enter()
@@ -52,7 +57,7 @@ class Steps:
             if self.touched is not None:
                 self._note_touched()
         finally:
-            self._saving.stats.stalled(started)
+            saving.stats.stalled(started)
 
     def between(self) -> None:
         """Finish the current copy before parameters change. Raises UsageError if the run was not resumed."""
@@ -104,7 +109,7 @@ class Steps:
         started = time.perf_counter()
         try:
             if due is not None or self._flush_on_signal:
-                moment = saving.take(early=self._progress.reads_early)
+                moment = saving.take(early=not self._progress.loop.used)
             self._progress.step_ended(step, moment)
             if due is not None:
                 saving.begin(moment, due)
@@ -115,7 +120,8 @@ class Steps:
     def _due(self, step: int) -> Extent | None:
         engine = self._opening.engine
         if engine is None:
-            self._opening.start(self._binding.build_layout(), step)
+            with without_collection():
+                self._opening.start(self._binding.build_layout(), step)
             return Extent.WHOLE
         if self._regular:
             engine.expect(step)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,7 +59,7 @@ class Witness:
         self._modules = modules
         self._rank = rank
         self._ids: frozenset[int] = frozenset()
-        self._gaps: list[_Gap] = []
+        self._gaps: deque[_Gap] = deque(maxlen=_GAPS)
         """Recent gaps, the newest last."""
         self._handle: Any = None
         self._left = 0
@@ -69,26 +70,25 @@ class Witness:
         self._kept: tuple[int, Mapping[str, Any]] | None = None
         """The step from which the run resumed, and the digests saved with it."""
         self._changes = Changes(modules)
-
-    @property
-    def looks(self) -> bool:
+        self.looks = modules is not None
         """Whether a model can be observed."""
-        return self._modules is not None
 
     def seen(self, step: int) -> bool:
         """Return whether the forward pass after `step` has begun."""
-        return any(gap.step == step and gap.ended is not None for gap in self._gaps[-1:])
+        return bool(self._gaps) and self._gaps[-1].step == step and self._gaps[-1].ended is not None
 
     def begin(self, step: int, seen: Callable[[], None], now: Raw | None = None) -> None:
         """Start observing after `step`, ended or resumed from. seen: called when the next forward begins.
 
         now: the random numbers, if they were read already.
         """
-        self.stop()
+        if self._looking:
+            self.stop()
         if self._modules is None:
             return
-        self._gaps = [*self._gaps[1 - _GAPS :], _Gap(step, now or raw())]
-        self._changes.iteration_ends()
+        self._gaps.append(_Gap(step, now or raw()))
+        if not self._changes.settled:
+            self._changes.iteration_ends()
         self._seen = seen
         if not self._ids:
             self._ids = frozenset(map(id, self._modules()))
@@ -107,8 +107,8 @@ class Witness:
 
     def step_begins(self) -> None:
         """Stop observing this gap, because the next step is about to change parameters."""
-        values = self._changes.within()
-        if self._gaps and self._looking:
+        values = None if self._changes.settled else self._changes.within()
+        if self._looking and self._gaps:
             gap = self._gaps[-1]
             if gap.ended is None:
                 gap.ended, gap.values = raw(), values
@@ -122,17 +122,18 @@ class Witness:
             self._handle.remove()
 
     def _look(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        if not module.training:
+        if torch.compiler.is_compiling() or not module.training:
             return
         if id(module) not in self._ids and id(getattr(module, "_orig_mod", None)) not in self._ids:
             return
         gap = self._gaps[-1]
-        first = gap.ended is None
-        if first:
-            gap.ended, gap.values = raw(), self._changes.within()
-        gap.inputs = [(tensor, tensor._version) for tensor in _tensors(args)]
+        if gap.ended is None:
+            gap.ended = raw()
+            gap.values = None if self._changes.settled else self._changes.within()
+        if len(args) == 1 and isinstance(args[0], torch.Tensor):  # as for `_tensors`, which takes longer
+            gap.inputs = [(args[0], args[0]._version)]
+        else:
+            gap.inputs = [(tensor, tensor._version) for tensor in _tensors(args)]
         self._left -= 1
         # If the inputs are keywords, an inner module gets them unchanged.
         if gap.inputs or not self._left:
@@ -161,6 +162,11 @@ class Witness:
         self._kept = None if mine is None else (step, mine)
         if mine is not None:
             self._changes.expect(mine)
+
+    @property
+    def expecting(self) -> bool:
+        """Whether `differences` has something to compare with."""
+        return self._expected is not None
 
     def forget(self) -> None:
         """Expect nothing, because the loop does not continue from the resumed state."""

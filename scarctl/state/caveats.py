@@ -50,9 +50,11 @@ class Caveats:
         """Keep a caveat that makes resuming inexact, without logging it: the caller logs it."""
         self._by_kind[kind] = Caveat(kind, message)
 
-    def withdraw(self, kind: str) -> None:
-        """Drop the caveat of this kind, because its cause is gone."""
-        self._by_kind.pop(kind, None)
+    def withdraw(self, *kinds: str) -> None:
+        """Drop the caveats of these kinds, because their causes are gone."""
+        if self._by_kind:
+            for kind in kinds:
+                self._by_kind.pop(kind, None)
 
     def __iter__(self) -> Iterator[Caveat]:
         return iter(tuple(self._by_kind.values()))

@@ -135,7 +135,10 @@ def private(value: object) -> object:
     now.
     """
     if type(value) is dict:
-        return {key: private(item) for key, item in value.items()}
+        kept = {}  # a loop, because a step's extras are one small dict: each call that is saved counts
+        for key, item in value.items():
+            kept[key] = item if isinstance(item, Deferred) else private(item)
+        return kept
     if type(value) in _AS_THEY_ARE or isinstance(value, Deferred):
         return value
     if isinstance(value, torch.Tensor):

@@ -20,16 +20,17 @@ from scarctl.util.json_size import MAX_CONTAINERS, MAX_VALUES, too_much
 
 FORMAT = 1
 MIXED_FORMAT = 2
-"""Format number of commits with copies of several steps, and of their segments."""
 ONE_LOG_FORMAT = 3
-"""Format number of a store whose process has one log for several shards."""
-NEWEST_FORMAT = ONE_LOG_FORMAT
+ENCODED_FORMAT = NEWEST_FORMAT = 4
+"""MIXED_FORMAT: commits with copies of several steps. ONE_LOG_FORMAT: a store whose process has one log for several
+shards. ENCODED_FORMAT: records, segments and indexes with encoded copies."""
 
 MAX_RECORD = 64 << 10
 MAX_SETTINGS = 1 << 20
 MAX_LAYOUT = 64 << 20
 MAX_LAYOUT_VALUES = 11 << 18
 """Values in a layout: 22 for each of 131,000 parameters with two slots and four dimensions."""
+_KEYS, _SIZES = {"dtype", "shape", "data_offsets"}, range(1 << 62)
 MAX_HEADER = 64 << 20
 MAX_SNAPSHOT = 64 << 20
 MAX_TOPOLOGY = 16 << 20
@@ -335,13 +336,12 @@ class Header:
     """Bytes of the length word and the header, which is the offset of the data."""
 
     def entry(self, name: str, dtype: str, shape: tuple[int, ...], what: object) -> Entry:
-        """Return the tensor `name`, which must have this dtype and shape (-1: any length)."""
+        """Return the tensor `name`, which must have this dtype and shape. A first length of -1 stands for any."""
         found = self.tensors.get(name)
         if found is None:
             raise corrupt(what, f"tensor {name!r} is missing")
-        same = len(found.shape) == len(shape) and all(
-            w in (-1, n) for w, n in zip(shape, found.shape, strict=True)
-        )
+        rest = found.shape[:1] and found.shape[1:] == shape[1:] and shape[:1] == (-1,)
+        same = found.shape == shape or rest
         if found.dtype != dtype or not same:
             raise corrupt(
                 what, f"tensor {name!r} is {found.dtype}{list(found.shape)}, expected {dtype}{list(shape)}"
@@ -432,7 +432,7 @@ def parse_header(data: bytes, file_size: int, what: object) -> Header:
 
 
 def _entry(name: str, value: object, base: int, what: object) -> Entry:
-    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(value, dict) or value.keys() != _KEYS:
         raise corrupt(what, f"tensor {name!r} has a malformed entry")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -447,4 +447,4 @@ def _entry(name: str, value: object, base: int, what: object) -> Entry:
 
 
 def _sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int} and all(map(_SIZES.__contains__, value))

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.state.encodings import ENCODINGS, Encoding
 from scarctl.state.layout import Group, Layout
 from scarctl.store import checksum
 from scarctl.store.backends.base import Buffer
@@ -58,6 +59,8 @@ class SegmentRef:
     digest: str
     """SHA-256 of header, extras and pads."""
     tail_digest: str
+    encoding: Encoding = "exact"
+    """Encoding of the data: see `scarctl.state.encoding`."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -68,6 +71,7 @@ class SegmentRef:
             "tail": self.tail,
             "digest": self.digest,
             "tail_digest": self.tail_digest,
+            **({} if self.encoding == "exact" else {"encoding": self.encoding}),
         }
 
     @staticmethod
@@ -80,7 +84,12 @@ class SegmentRef:
         tail = f.integer("tail", 8, total)
         head = f.integer("head", 8, tail)
         data = f.integer("data", 0, tail - head)
-        return SegmentRef(name, total, head, data, tail, f.hex("digest", 64), f.hex("tail_digest", 64))
+        encoding = "exact" if f.raw("encoding") is None else f.text("encoding")
+        if encoding not in ENCODINGS:
+            raise corrupt(what, f"{encoding!r:.40} is not an encoding of copies")
+        return SegmentRef(
+            name, total, head, data, tail, f.hex("digest", 64), f.hex("tail_digest", 64), encoding
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +151,37 @@ def partition_checksums(group: Group, count: int, tensors: Sequence[Bytes]) -> N
     for t, data in enumerate(tensors):
         sums += checksum.hash_pieces(data, full_piece(group, t), count) * checksum.tensor_constant(t)
     return sums
+
+
+def groups_checksums(parts: Sequence[tuple[Group, int, Sequence[Bytes]]]) -> list[NDArray[np.uint64]]:
+    """Return the checksums of partitions of several groups, from the arguments of `partition_checksums` for each.
+
+    Small single pieces of one length are hashed together: a model may have ten thousand groups of one partition.
+    """
+    found: list[NDArray[np.uint64] | None] = [None] * len(parts)
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for number, (group, count, tensors) in enumerate(parts):
+        if count == 1 and full_piece(group, 0) < checksum.WIDE:
+            alike.setdefault(tuple(data.size for data in tensors), []).append(number)
+        else:
+            found[number] = partition_checksums(group, count, tensors)
+    for sizes, numbers in alike.items():
+        if (
+            len(numbers) == 1
+            or max(sizes) >= checksum.WIDE
+            or any(
+                full_piece(parts[number][0], t) >= checksum.WIDE
+                for number in numbers
+                for t in range(len(sizes))
+            )
+        ):
+            for number in numbers:
+                found[number] = partition_checksums(*parts[number])
+            continue
+        sums = np.zeros(len(numbers), np.uint64)
+        for t, size in enumerate(sizes):
+            rows = np.concatenate([parts[number][2][t] for number in numbers]).reshape(len(numbers), size)
+            sums += checksum.hash_rows(rows) * checksum.tensor_constant(t)
+        for at, number in enumerate(numbers):
+            found[number] = sums[at : at + 1]
+    return [one for one in found if one is not None]

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy import random as numpy_random
 
 _WORDS = 624
 """Words of a Mersenne twister. Its position is one word more."""
@@ -65,19 +66,91 @@ class HostStates:
 
 
 def keep_host() -> HostStates:
-    """Return the present states of both generators."""
-    python, of_numpy = _readers(
-        getattr(random.getstate, "__self__", None), getattr(np.random.get_state, "__self__", None)
-    )
-    return HostStates(python(), of_numpy())
+    """Return the present states of both generators: the same object as before, if neither has drawn since."""
+    global _known
+    known = _known
+    if known is None or known.of is not random.getstate or known.of_numpy is not numpy_random.get_state:
+        known = _known = _Known()
+    if known.signs:
+        with known.lock:  # numpy draws many numbers without the interpreter's lock
+            sign = _join(known.signs)
+        if (
+            sign == known.sign
+            and known.python.gauss_next is known.last._python[1]
+            and known.numpy._bit_generator is known.bits
+        ):
+            return known.last
+        known.sign = b""
+    known.last = HostStates(known.read(), known.read_numpy())
+    if known.signs:
+        known.sign = _sign_of(known.last)
+    return known.last
 
 
 Reader = Callable[[], tuple[Any, Any]]
+_join = b"".join
 
 
-@functools.lru_cache(maxsize=4)
-def _readers(python: object, of_numpy: object) -> tuple[Reader, Reader]:
-    return _python_reader(python) or _python, _numpy_reader(of_numpy) or _numpy
+class _Known:
+    """The readers of both generators, and what was read last.
+
+    After a backward pass the processor's caches have none of this. So whether a generator has drawn is seen in one
+    call, from few bytes.
+    """
+
+    __slots__ = (
+        "bits",
+        "last",
+        "lock",
+        "numpy",
+        "of",
+        "of_numpy",
+        "python",
+        "read",
+        "read_numpy",
+        "sign",
+        "signs",
+    )
+
+    def __init__(self) -> None:
+        self.of, self.of_numpy = random.getstate, numpy_random.get_state
+        """The official functions, which a program may replace."""
+        self.python: Any = getattr(self.of, "__self__", None)
+        self.numpy: Any = getattr(self.of_numpy, "__self__", None)
+        python, of_numpy = _python_reader(self.python), _numpy_reader(self.numpy)
+        self.read, self.read_numpy = python or _python, of_numpy or _numpy
+        self.bits: Any = None
+        self.signs: tuple[memoryview, ...] = ()
+        """The bytes that say whether a generator has drawn; () where one has to be asked officially."""
+        self.sign = b""
+        """Those of `last`."""
+        self.last = HostStates((None, None), (None, None))
+        if python is not None and of_numpy is not None:
+            self.bits = bits = getattr(self.numpy, "_bit_generator")  # noqa: B009
+            self.lock = bits.lock
+            address, offset = bits.ctypes.state_address, _gauss_of_numpy()
+            assert offset is not None
+            self.signs = (
+                _bytes_at(id(self.python) + object.__basicsize__, _SIGN),
+                _bytes_at(address, _SIGN),
+                _bytes_at(address + 4 * _WORDS, 4),
+                _bytes_at(id(self.numpy) + offset, 16),
+            )
+
+
+def _bytes_at(address: int, count: int) -> memoryview:
+    return memoryview((ctypes.c_char * count).from_address(address)).cast("B")
+
+
+def _sign_of(states: HostStates) -> bytes:
+    """Return what the bytes of `_Known.signs` were in these states; b"" if one was not read from memory."""
+    (words, _), (others, gauss) = states._python, states._numpy
+    if not isinstance(words, bytes) or not isinstance(others, bytes):
+        return b""
+    return words[:_SIGN] + others[:_SIGN] + others[4 * _WORDS :] + gauss  # type: ignore[no-any-return]
+
+
+_known: _Known | None = None
 
 
 def _python() -> tuple[None, Any]:

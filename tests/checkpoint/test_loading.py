@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from scarctl.checkpoint.loading import copy_all, pieces_of
+from scarctl.arena.arena import Arena
+from scarctl.checkpoint.loading import copy_all, pieces_of, views_of
+from scarctl.state.layout import TensorSpec, build_layout
+from scarctl.state.torch_dtypes import torch_of
 
 ROWS, WIDE = 700, 1025
 
@@ -48,3 +52,18 @@ def test_what_torch_refuses_is_refused() -> None:
     with torch.no_grad():
         copy_all(pieces_of(parameter, numbers(torch.float32)))
     assert torch.equal(parameter.detach(), numbers(torch.float32))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (7, 3), (0, 4), (2, 3, 5)])
+def test_views_are_the_arenas_rows(shape: tuple[int, ...]) -> None:
+    dtypes = ("F32", "BF16", "I64", "U8", "F64", "BOOL")
+    groups = [(f"g{n}", "parameter", (TensorSpec("", dtype, shape),)) for n, dtype in enumerate(dtypes)]
+    arena = Arena.anonymous(build_layout(groups))
+    views = views_of(arena)
+    for g, ((view,), group) in enumerate(zip(views, arena.layout.groups, strict=True)):
+        rows = arena.rows(g, 0)
+        rows[:] = (np.arange(rows.size) % 2).astype(np.uint8).reshape(rows.shape)
+        assert (tuple(view.shape), view.dtype) == (shape, torch_of(group.tensors[0].dtype))
+        assert view.reshape(-1).view(torch.uint8).numpy().tobytes() == rows.tobytes()
+        view.fill_(1)
+        assert rows.tobytes() == torch.ones_like(view).reshape(-1).view(torch.uint8).numpy().tobytes()

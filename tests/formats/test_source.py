@@ -136,7 +136,7 @@ def test_an_index_names_files_of_its_own_folder(tmp_path: Path, file: object) ->
     save_file({"w": torch.ones(2)}, tmp_path / "secret.safetensors")
     index = save_index({"w": torch.ones(2)}, tmp_path / "model")
     index.write_text(json.dumps({"weight_map": {"w": file}}))
-    with pytest.raises(Corruption, match="the metadata name the file"):
+    with pytest.raises(Corruption, match="it names the file"):
         open_source(index)
 
 

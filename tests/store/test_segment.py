@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -15,10 +16,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from scarctl.errors import Overwritten, UsageError
-from scarctl.state.layout import DTYPES, Layout, TensorSpec, build_layout
+from scarctl.state.layout import DTYPES, Group, Layout, TensorSpec, build_layout
 from scarctl.store import Store, StoreWriter, open_writer, verify
 from scarctl.store.backends.local import LocalBlobs
 from scarctl.store.backends.local_files import LocalReader
+from scarctl.store.segment import groups_checksums, partition_checksums
 from tests.store.helpers import Data, read_all
 
 
@@ -216,3 +218,21 @@ def test_a_source_that_changed_meanwhile_is_discarded(store: Store, writer: Stor
     assert len(list(store.root.glob("shards/0/seg/*"))) == 1
     assert writer.states[0].seq == 0
     assert writer.commit(0, np.array([1]), data, step=0, verify_source=lambda: True).seq == 1
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0, 1, 3, 8, 2000, 5000]), st.integers(1, 3), st.integers(1, 3)), max_size=8
+    ),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=60, deadline=None)
+def test_checksums_of_many_groups_are_those_of_each(cuts: list[tuple[int, int, int]], random: Random) -> None:
+    parts = []
+    for width, rows, count in cuts:
+        specs = (TensorSpec("", "U8", (rows * count, width)), TensorSpec("m", "U8", (rows * count, width)))
+        group = Group("g", "parameter", rows, specs)
+        data = [np.frombuffer(random.randbytes(rows * count * width), np.uint8) for _ in specs]
+        parts.append((group, count, data))
+    found = groups_checksums(parts)
+    assert [one.tolist() for one in found] == [partition_checksums(*part).tolist() for part in parts]

@@ -89,7 +89,7 @@ def test_where_memory_is_not_as_expected_the_official_functions_are_used(
 ) -> None:
     monkeypatch.setattr(generators, "_python_is_known", lambda: False)
     monkeypatch.setattr(generators, "_gauss_of_numpy", lambda: None)
-    generators._readers.cache_clear()
+    monkeypatch.setattr(generators, "_known", None)
     try:
         kept = keep_host()
         assert kept._python[0] is kept._numpy[0] is None
@@ -101,4 +101,17 @@ def test_where_memory_is_not_as_expected_the_official_functions_are_used(
         assert not kept.same_python(keep_host())
         assert not kept.same_numpy(keep_host())
     finally:
-        generators._readers.cache_clear()
+        monkeypatch.setattr(generators, "_known", None)
+
+
+@given(st.lists(st.sampled_from(sorted(DRAWS)), max_size=6))
+@settings(max_examples=30, deadline=None)
+def test_a_state_is_kept_once_until_a_generator_draws(draws: list[str]) -> None:
+    for name in draws:
+        kept = keep_host()
+        assert keep_host() is kept
+        DRAWS[name]()
+        now = keep_host()
+        again = now.python() == kept.python() and repr(now.numpy()) == repr(kept.numpy())
+        assert (now is kept) == again or name.endswith("seed")
+    check()

@@ -298,6 +298,9 @@ def _restore(given: Optimizer, home: Home, attributes: Attributes, saved: Mappin
                 moves = key != "step" or group.get("capturable") or group.get("fused")
                 value = value.clone().to(parameter.device) if moves else value.clone()
             states[parameter][key] = value
+    if not any(saved.get(key) for key in ("packed", "others", "attributes")):
+        attributes.restore((), References(()))
+        return
     references = references_of(home)
     for key, (where, nodes) in saved.get("packed", {}).items():
         for number, node in zip(where.tolist(), nodes, strict=True):

@@ -38,12 +38,11 @@ class Unsavable(UsageError):
 
 def is_plain_tensor(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has one value in memory per element: no subclass, not sparse, not expanded."""
-    return (
-        type(tensor) in _PLAIN
-        and tensor.layout is torch.strided
-        and not any(
-            stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-        )
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        return False
+    strides = tensor.stride()
+    return 0 not in strides or not any(
+        stride == 0 and size > 1 for stride, size in zip(strides, tensor.shape, strict=True)
     )
 
 

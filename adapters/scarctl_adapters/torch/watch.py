@@ -97,9 +97,13 @@ class Watch:
     def stepped(self) -> None:
         self._steps += 1
         self._foreign = 0
-        if self._looked_at:
+        backwards = self._backwards
+        if self._alike > _ALIKE and backwards[0] == backwards[-1] == self._usual:
+            backwards[0] = backwards[-1] = 0  # as `_forget_passes`: no other is counted
+        elif self._looked_at:
             self._forget_passes()
-        self._seen = []
+        if self._seen:
+            self._seen = []
         self._caveats.withdraw("no-step")
         if self._steps <= FIRST:
             self._carried.stepped()

@@ -317,8 +317,8 @@ def test_what_lies_nowhere_in_memory_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"extras": [1]}, "extras is no dict"),
-        ({"extras": {1: {}}}, "extras is no dict"),
+        ({"extras": [1]}, "extras is not a dict"),
+        ({"extras": {1: {}}}, "extras is not a dict"),
         ({"store": 5}, "store is 5, not a folder"),
         ({"arena_dir": 5}, "arena_dir is 5, not a folder"),
         ({"ranks": scarctl.Ranks(replicated=[1])}, "replicated is not a list of patterns"),  # type: ignore[list-item]
