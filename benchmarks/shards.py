@@ -1,6 +1,7 @@
 """What eight shards cost a small, fast run, next to one: time of a hand-over, and how far the store falls behind.
 
-python benchmarks/shards.py [--rounds 5] [--handovers 12] [--steps 600] [--interval 5] [--step-ms 4] [--folder DIR]
+python benchmarks/shards.py [--rounds 5] [--handovers 12] [--steps 600] [--interval 5] [--step-ms 4]
+    [--width 304] [--folder DIR]
 
 A state of 3.3 MiB with AdamW. First hand-overs of an eighth of it are committed: of one shard, of eight shards in one
 log, as a session's are, and of eight with a log for each, at once, as in stores of earlier versions. Printed are the
@@ -28,14 +29,13 @@ import scarctl
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.store import Store, open_writer
 
-WIDTH = 304
 LAYERS = 3
 
 
-def state() -> Layout:
+def state(width: int) -> Layout:
     """Three linear layers with AdamW."""
-    shapes = [(f"{n}.weight", (WIDTH, WIDTH)) for n in range(LAYERS)]
-    shapes += [(f"{n}.bias", (WIDTH,)) for n in range(LAYERS)]
+    shapes = [(f"{n}.weight", (width, width)) for n in range(LAYERS)]
+    shapes += [(f"{n}.bias", (width,)) for n in range(LAYERS)]
     return build_layout(
         (name, "parameter", tuple(TensorSpec(slot, "F32", shape) for slot in SLOTS)) for name, shape in shapes
     )
@@ -44,8 +44,8 @@ def state() -> Layout:
 class Writing:
     """One store, and commits of an eighth of the state to it."""
 
-    def __init__(self, folder: Path, shards: int, *, log_each: bool, count: int) -> None:
-        self.layout = state()
+    def __init__(self, folder: Path, shards: int, *, log_each: bool, count: int, width: int) -> None:
+        self.layout = state(width)
         self.memory = Memory(self.layout)
         store = Store.create(folder / "run", shards=shards)
         self.log_of = self.layout.shards(shards, 0) if log_each else store.log_of(self.layout)
@@ -70,11 +70,11 @@ class Writing:
         self.writer.commit(*part, self.memory.source, step=self.step)
 
 
-def commits(folder: Path, rounds: int, count: int) -> None:
+def commits(folder: Path, rounds: int, count: int, width: int) -> None:
     """Print the table of hand-overs."""
     cases = {"1 shard": (1, False), "8 shards": (8, False), "8 shards, a log for each": (8, True)}
     each = {
-        name: Writing(Path(tempfile.mkdtemp(dir=folder)), shards, log_each=log_each, count=count)
+        name: Writing(Path(tempfile.mkdtemp(dir=folder)), shards, log_each=log_each, count=count, width=width)
         for name, (shards, log_each) in cases.items()
     }
     found = interleaved(each, rounds)
@@ -91,13 +91,20 @@ def commits(folder: Path, rounds: int, count: int) -> None:
 
 
 def train(
-    folder: Path, arena_dir: str, shards: int, *, steps: int, interval: int, step_seconds: float
+    folder: Path,
+    arena_dir: str,
+    shards: int,
+    *,
+    width: int,
+    steps: int,
+    interval: int,
+    step_seconds: float,
 ) -> dict[str, float]:
     """One run; what came of it."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(LAYERS)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = torch.randn(8, WIDTH)
+    data = torch.randn(8, width)
     lags = []
     store = folder / "run"
     with scarctl.attach(
@@ -138,18 +145,20 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--runs", type=int, default=2, help="of the training")
     options.add_argument("--handovers", type=int, default=12, help="of each case in a round")
+    options.add_argument("--width", type=int, default=304, help="of the three layers")
     options.add_argument("--shards", type=int, nargs="+", default=[1, 8])
     args = options.parse_args()
     torch.set_num_threads(1)
     rows = []
     with scratch(args.folder) as folder, arenas(args.folder) as arena_dir:
-        commits(folder, args.rounds, args.handovers)
+        commits(folder, args.rounds, args.handovers, args.width)
         for _ in range(args.runs):
             for shards in args.shards:
                 found = train(
                     Path(tempfile.mkdtemp(dir=folder)),
                     arena_dir,
                     shards,
+                    width=args.width,
                     steps=args.steps,
                     interval=args.interval,
                     step_seconds=args.step_ms / 1000,

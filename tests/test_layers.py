@@ -26,6 +26,7 @@ WITH_TORCH = {
     "scarctl.formats.dcp",
     "scarctl.formats.dcp_check",
     "scarctl.checkpoint.distance",
+    "scarctl.checkpoint.encoded",
     "scarctl.state.torch_dtypes",
     "scarctl.checkpoint.engine",
     "scarctl.checkpoint.extrapolated",

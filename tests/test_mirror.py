@@ -19,7 +19,7 @@ SOURCES = {
 
 ELSEWHERE: dict[tuple[str, str], str] = {
     ("session", "one process's training: only a whole session shows whether its parts agree"): """
-        scarctl.checkpoint.checkpointer scarctl.checkpoint.copied scarctl.checkpoint.copies
+        scarctl.checkpoint.checkpointer scarctl.checkpoint.copies
         scarctl.checkpoint.engine scarctl.checkpoint.extrapolated scarctl.checkpoint.found_extras
         scarctl.checkpoint.leaving scarctl.checkpoint.step_end scarctl.checkpoint.uncounted
         scarctl.checkpoint.weights scarctl.recovery.memory scarctl.session.attached scarctl.session.loop
@@ -54,7 +54,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         scarctl.cli.document_parts scarctl.cli.document_studies scarctl.cli.document_workbench
         scarctl.cli.documents scarctl.persist.space""",
     ("store", "by reading and writing a store: a file's bytes count, not the function that wrote them"): """
-        scarctl.store.backends.base scarctl.store.check scarctl.store.commit scarctl.store.commit_check
+        scarctl.store.backends.base scarctl.store.commit scarctl.store.commit_check
         scarctl.store.compact scarctl.store.foreign scarctl.store.ledger scarctl.store.read
         scarctl.store.segment_reader scarctl.store.snapshot""",
     ("state", "data classes that layouts are made of"): "scarctl.state.group",

@@ -9,12 +9,13 @@ process maps it again. Each partition has these fields:
     version    int64    (epoch, step) of the copy, see `scarctl.state.version`; -1 without a copy
     durable    int64    version that the store has; if it differs, the copy is pending
     distance   float64  last known distance of the live values from the copy; NaN if unknown
+    encoding_error      float64, squared error of the parameter in the store's copy if that is encoded; -1 if exact
 
 The owner locks the folder, not the file: views of a map keep its file open, in forked children too, and a lock on the
 file would stay as long.
 
-One process writes copies, one thread acknowledges them. On x86-64 stores become visible in order, which the generations
-rely on. On other processors the interpreter's locks between the two calls have the same effect.
+One process writes copies, one thread acknowledges them. The generations rely on the order of stores, which x86-64
+keeps. On other processors the interpreter's locks between the two calls have the same effect.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ _CHUNK = 1 << 16
 class Arena(Fields):
     """The mapped file described above. Made by `create`, `open_existing`, `share` or `anonymous`.
 
-    `generation`, `version`, `durable` and `distance` are views of the map, of shape (layout.partitions,).
+    `generation`, `version`, `durable`, `distance`, `encoding_error`: views of the map, of shape (layout.partitions,).
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Arena(Fields):
         self.version: Ids = np.frombuffer(memory, np.int64, n, at + 8 * n)
         self.durable: Ids = np.frombuffer(memory, np.int64, n, at + 16 * n)
         self.distance: NDArray[np.float64] = np.frombuffer(memory, np.float64, n, at + 24 * n)
+        self.encoding_error: NDArray[np.float64] = np.frombuffer(memory, np.float64, n, at + 32 * n)
         super().__init__(np.frombuffer(memory, np.int64, len(FIELDS), FIELDS_AT))
         if lock >= 0:
             _open_arenas.add(self)
@@ -222,6 +224,7 @@ class Arena(Fields):
         self.version[:] = NEVER
         self.durable[:] = NEVER
         self.distance[:] = np.nan
+        self.encoding_error[:] = -1
         self._clear()
 
     @property
@@ -425,11 +428,8 @@ class Arena(Fields):
         Does nothing after `close`, and in a forked child: another process may own the arena by then.
         """
         if self._folder is not None and self._lock >= 0:
-            # Movements without an arena are ignored, so the process may be killed between the two deletions.
-            (self._folder / MOVEMENTS).unlink(missing_ok=True)
-            (self._folder / FILE).unlink(missing_ok=True)
-            (self._folder / LINES).unlink(missing_ok=True)
-            (self._folder / OWNER).unlink(missing_ok=True)
+            for name in (MOVEMENTS, FILE, LINES, OWNER):  # movements without an arena are ignored
+                (self._folder / name).unlink(missing_ok=True)
             try:
                 os.rmdir(self._folder)
             except OSError as error:

@@ -23,7 +23,7 @@ MOVEMENTS = "movements"
 OWNER = "owner"
 """Name of an optional file next to the arena: see `scarctl.arena.owner`."""
 _MAGIC = b"SCARaren"
-_FORMAT = 1
+_FORMAT = 2
 HEADER = 4096
 _FIXED = struct.Struct("<8sIIQQQQQQ32s16s16s")
 # magic, format, header, file, partitions, json at, json, arrays, tensors, layout digest, store, boot
@@ -45,7 +45,7 @@ class Geometry:
     def __init__(self, layout: Layout, layout_json: bytes) -> None:
         self.json_at = HEADER
         self.arrays_at = _round_up(self.json_at + len(layout_json), _ALIGNED)
-        self.tensors_at = _round_up(self.arrays_at + 4 * 8 * layout.partitions, _PAGE)
+        self.tensors_at = _round_up(self.arrays_at + 5 * 8 * layout.partitions, _PAGE)
         self.tensor_at: list[list[int]] = []
         at = self.tensors_at
         for group in layout.groups:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from scarctl.arena.folder import clear_queue, folder_error
 from scarctl.errors import Corruption
 from scarctl.state import codec
+from scarctl.state.encodings import ENCODINGS, Encoding
 from scarctl.state.version import MAX_EPOCH, pack
 from scarctl.store.backends.local_files import os_error
 from scarctl.store.format import (
@@ -68,6 +69,8 @@ class HandOver:
     unsaved: NDArray[np.float32] | None = None
     """Distance of each copy of `ids` from the store's, NaN if unknown: float32 (len(ids),); None: not measured.
     Only the order of an evacuation depends on it."""
+    encoding: Encoding = "exact"
+    """How the store keeps these copies. What is sealed is exact."""
 
     @property
     def sealed(self) -> bool:
@@ -106,9 +109,10 @@ class HandOverQueue:
         whole: str = "",
         extras: Any,
         unsaved: NDArray[np.float32] | None = None,
+        encoding: Encoding = "exact",
     ) -> int:
         """Queue a hand-over and return its number. Raises Unavailable if the folder is full."""
-        temporary = self._write(version, ids, whole, extras, unsaved)
+        temporary = self._write(version, ids, whole, extras, unsaved, encoding)
         with self._lock:
             try:
                 while True:
@@ -136,7 +140,13 @@ class HandOverQueue:
                 raise folder_error(error, temporary) from error
 
     def _write(
-        self, version: int, ids: Ids, whole: str, extras: Any, unsaved: NDArray[np.float32] | None
+        self,
+        version: int,
+        ids: Ids,
+        whole: str,
+        extras: Any,
+        unsaved: NDArray[np.float32] | None,
+        encoding: Encoding = "exact",
     ) -> Path:
         """Write a hand-over to a temporary file, and return its path."""
         text, tensors = codec.encode(extras) if extras is not None else ("", {})
@@ -146,7 +156,7 @@ class HandOverQueue:
             parts.append(np.ascontiguousarray(unsaved, dtype="<f4").tobytes())
             entries.append((_UNSAVED, "F32", (len(ids),)))
         parts += [bytes(t.data) for t in tensors.values()]
-        metadata = {"version": str(version), "whole": whole, "extras": text}
+        metadata = {"version": str(version), "whole": whole, "extras": text, "encoding": encoding}
         metadata["digest"] = _digest(metadata, b"".join(parts))
         header = dump_header(
             [*entries, *((_EXTRAS + n, t.dtype, t.shape) for n, t in tensors.items())],
@@ -205,6 +215,7 @@ class HandOverQueue:
             version = int(header.metadata["version"])
             # A hand-over of an earlier version of scarctl has no identity, and seals nothing.
             whole = header.metadata.get("whole", "")
+            encoding = header.metadata.get("encoding", "exact")
             text, digest = header.metadata["extras"], header.metadata.pop("digest")
         except (KeyError, ValueError) as error:
             raise Corruption(f"{path} is not a hand-over: {error}") from error
@@ -228,7 +239,10 @@ class HandOverQueue:
             raise Corruption(f"{path} is not a hand-over: its fields are impossible")
         if whole and not is_hex(whole, 32):
             raise Corruption(f"{path} is not a hand-over: its name of the whole state is not valid")
-        return HandOver(number, version, ids, whole, codec.decode(text, tensors) if text else None, unsaved)
+        if encoding not in ENCODINGS or (whole and encoding != "exact"):
+            raise Corruption(f"{path} is not a hand-over: its encoding is not valid")
+        tree = codec.decode(text, tensors) if text else None
+        return HandOver(number, version, ids, whole, tree, unsaved, encoding)
 
     def pending(self) -> list[HandOver]:
         """Return all hand-overs. A damaged one is logged and set aside as `*.bad`; its copies stay pending."""

@@ -295,7 +295,7 @@ class Checkpoints:
     def _count(self, copied: Copied, engine: Engine) -> None:
         stats = self._stats
         stats.checkpoints += 1
-        stats.saved_bytes += int(engine.layout.partition_bytes[copied.ids].sum())
+        stats.saved_bytes += int(engine.encoded.sizes(copied, sealed=copied.sealed).sum())
         if copied.nonfinite.size:
             if not stats.nonfinite_partitions:
                 log.warning(

@@ -34,6 +34,8 @@ class Copied:
     """Every partition of the state is of this version: just copied, or equal to its newest copy."""
     nonfinite: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """Partitions left out because their values are not finite: the last good copy is kept."""
+    exact: Ids | None = None
+    """Those of `ids` that the store keeps exactly, and perhaps others; None: all."""
 
     @property
     def step(self) -> int:

@@ -23,6 +23,7 @@ from scarctl.arena.queue import HandOverQueue
 from scarctl.checkpoint.behind import Behind
 from scarctl.checkpoint.copied import Copied, Extent
 from scarctl.checkpoint.copies import Copies
+from scarctl.checkpoint.encoded import EncodedCopies
 from scarctl.checkpoint.leaving import Leaving
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.motion import Motion
@@ -37,7 +38,7 @@ from scarctl.errors import ScarError
 from scarctl.persist.persister import adopt_orphans
 from scarctl.persist.saver import Saver
 from scarctl.persist.thread import Current
-from scarctl.policy.select import Candidates, squared
+from scarctl.policy.select import Candidates
 from scarctl.recovery.plan import Plan
 from scarctl.state.caveats import Caveats
 from scarctl.state.extras import Extras, Notes, PolicyMemory
@@ -91,6 +92,7 @@ class Engine:
         self.pinning = Pinning(self.arena.memory())
         self.queue = HandOverQueue(self.arena.folder)
         self.copies = Copies(self.arena, self.queue, store, self.shard_of, caveats)
+        self.encoded = EncodedCopies(self.arena, settings.encoding, settings.norm)
         self._protection = Protection(self.arena, self.queue)
         most = layout.nbytes if settings.policy == "full" else self.budget
         self.pace = Pace(settings, most, selector, self.arena, self.queue, caveats)
@@ -139,12 +141,13 @@ class Engine:
         version = pack(self.arena.epoch, step)
         self._look(live, step)
         distance = self.tracker.distances(live, step)
+        weighed = self.encoded.weigh(distance)
         pending = self.arena.pending()
         self._behind.look(pending, step, self.saver)
         self._protection.look()
         among = Candidates(
-            distance_sq=squared(distance),
-            nbytes=self.layout.partition_bytes,
+            distance_sq=weighed.distance_sq,
+            nbytes=weighed.nbytes,
             staleness=self._staleness(step),
             eligible=self.leaving.eligible(~self._protection.covers(pending)),
             seed=self.store.settings.seed,
@@ -159,7 +162,9 @@ class Engine:
         # Estimated distances have not read every value of the chosen partitions.
         ids, bad = self.tracker.check(live, chosen.ids, distance)
         self._save(live, ids, distance, version)
-        return Copied(version, ids, ids.size == self.layout.partitions, np.union1d(chosen.nonfinite, bad))
+        exact = ids if weighed.exact is None else ids[weighed.exact[ids]]
+        whole = exact.size == self.layout.partitions
+        return Copied(version, ids, whole, np.union1d(chosen.nonfinite, bad), exact)
 
     @property
     def may_copy(self) -> bool:
@@ -266,6 +271,7 @@ class Engine:
             copied.ids[finite],
             sealed=False,
             nonfinite=np.union1d(copied.nonfinite, bad),
+            exact=copied.exact,
         )
 
     def extras(self, settled: Extras, notes: Notes) -> Extras:
@@ -284,11 +290,20 @@ class Engine:
         self.arena.name_whole(whole or self.arena.whole)  # before the persister reads it
         ids, version, unsaved = copied.ids, copied.version, self.leaving.unsaved[copied.ids]
         tree = extras.to_tree()
-        number = self.queue.put(version=version, ids=ids, whole=whole, extras=tree, unsaved=unsaved)
-        dropped = self._protection.queued(number, version, sealed=bool(whole))
+        sizes, dropped, number = self.encoded.sizes(copied, sealed=bool(whole)), list[int](), 0
+        for n, (encoding, part) in enumerate(self.encoded.parts(copied, sealed=bool(whole))):
+            number = self.queue.put(
+                version=version,
+                ids=ids[part],
+                whole=whole,
+                extras=None if n else tree,
+                unsaved=unsaved[part],
+                encoding=encoding,
+            )
+            dropped += self._protection.queued(number, version, sealed=bool(whole))
         if dropped:
             self.cadence.superseded(dropped)
-        nbytes = int(self.layout.partition_bytes[self.arena.pending() if dropped else ids].sum())
+        nbytes = int((self.encoded.nbytes[self.arena.pending()] if dropped else sizes).sum())
         self.pace.handed_over(number, version, nbytes)
         self.saver.notify()
 
@@ -345,7 +360,9 @@ class Engine:
         """Return whether every copy is of the newest iteration, durable or pending."""
         waiting = [handover.version for handover in self.queue.pending() if handover.sealed]
         head, copies = self.arena.head_step, step_of(self.arena.newest())
-        return head in map(step_of, waiting) or bool((copies == head).all())
+        if head in map(step_of, waiting) or step_of(self.arena.sealed) == head:
+            return True
+        return self.settings.encoding == "exact" and bool((copies == head).all())
 
     def lag(self) -> int:
         """Return the iterations since the oldest copied change that is not durable yet; 0 if all copies are."""

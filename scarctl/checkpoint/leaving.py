@@ -41,7 +41,8 @@ class Leaving:
         """Note that these partitions are about to be copied, at these distances from their present copies."""
         durable = self._arena.durable[ids] == self._arena.version[ids]
         with np.errstate(over="ignore"):
-            self.unsaved[ids] = np.where(durable, 0.0, self.unsaved[ids]) + distance
+            lacking = np.sqrt(np.maximum(self._arena.encoding_error[ids], 0.0))
+            self.unsaved[ids] = np.where(durable, lacking, self.unsaved[ids]) + distance
 
     def gather(self, copied: Ids, nonfinite: Ids, version: int) -> Ids:
         """Return the partitions that a seal hands over, ascending: those copied; before a shutdown all pending ones.

@@ -131,6 +131,8 @@ class _Survey(TypedDict):
     total_bytes: int
     shards: list[ShardLine]
     partitions: list[Partition]
+    encoded_partitions: dict[str, int]
+    """Newest copies in the store that are not exact, by their encoding: see `Selection.encoding`."""
     store: Usage
     snapshots: list[Snapshot]
     run: RunOnHost | None
@@ -187,6 +189,8 @@ class _Restored(TypedDict):
     restored_partitions: int
     bytes: int
     tiers: Tiers
+    encoded_partitions: int
+    """Restored from encoded copies, which are not exact."""
     perturbation: Perturbation
     rework: Rework
     rollback_steps: int | None

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from scarctl.cli.output import human_bytes, stdout_takes
 from scarctl.ops.surveyed import RankLine, RunOnHost, ShardLine, Survey
+from scarctl.state.encodings import ERROR_BOUND
 from scarctl.store.saved import describe
 from scarctl.util.text import aligned, counted
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 TOP = 8
 """Partitions and snapshots that are listed."""
 
+_OF = {"bfloat16": "a value", "int8": "a row's largest value"}
+"""What an encoding's error bound is relative to."""
 SHARD = ("shard", "partitions", "bytes", "saved steps", "age", "change if lost", "rework")
 PARTITION = ("partition", "shard", "saved", "staleness", "distance")
 
@@ -108,6 +111,11 @@ def summary(view: Survey) -> list[str]:
         f"{describe(view.age.saved_at)}{bound if view.age.is_lower_bound else ''}",
         f"on disk {human_bytes(usage['bytes'])}, of which live {human_bytes(usage['live_bytes'])}; "
         f"{counted(usage['segments'], 'segment')}, {counted(usage['records'], 'record')}",
+    ]
+    lines += [
+        f"not exact: {counted(copies, 'copy', 'copies')} in {encoding}, "
+        f"with errors up to {100 * ERROR_BOUND[encoding]:.1f} % of {_OF[encoding]}"
+        for encoding, copies in view.encoded.items()
     ]
     if view.snapshots:
         named = [f"{snapshot.name} (step {snapshot.step})" for snapshot in view.snapshots[:TOP]]

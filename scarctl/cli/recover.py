@@ -112,7 +112,10 @@ def cost_lines(cost: Cost, mode: str) -> list[str]:
 def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
     plan, fields = done.plan, done.plan.to_json()
     tiers = ", ".join(f"{count} from {tier}" for tier, count in fields["tiers"].items()) or "none"
-    if plan.exact:
+    encoded = fields["encoded_partitions"]
+    if encoded:
+        label = f"{counted(encoded, 'copy', 'copies')} were encoded, in fewer bits: the state is perturbed"
+    elif plan.exact:
         label = f"the state is exact, of step {plan.step}"
     elif plan.step is not None:
         label = f"restored copies are of step {plan.step}; the state is exact only if the survivors are, too"

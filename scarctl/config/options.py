@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 from scarctl.errors import UsageError
+from scarctl.state.encodings import Encoding
 
 Policy: TypeAlias = Literal["priority", "round", "random", "full"]
 NormName: TypeAlias = Literal["l2", "rms", "relative"]
@@ -62,6 +63,10 @@ class Selection:
         more (1,024 on a GPU). "touched" compares those rows of embedding tables that got a gradient. "auto" takes
         "touched" for sparse gradients, "sampled" for large partitions on a GPU, and "overlapped" for the rest. None of
         them saves values that are not finite. Default: "overlapped".
+    encoding: How partial checkpoints store parameters and their slots: "exact", "bfloat16" (half of the bytes of
+        float32) or "int8" (a quarter; one scale for each row). Fewer bits save more partitions with the same bytes.
+        Copies in memory, flushes and whole checkpoints stay exact. A resume from encoded copies is not exact (see
+        docs/benchmarks.md). Default: "exact".
     max_staleness: Age in iterations at which a changed partition is saved before all others. Default: no limit.
     extrapolate: In a partial recovery, continue each parameter's recent movement beyond its saved value. It continues
         as far as would have helped at earlier checkpoints (see `scarctl.theory.extrapolation`). Takes 2 bytes of memory
@@ -71,6 +76,7 @@ class Selection:
     policy: Policy | None = None
     norm: Norm | None = None
     tracker: Tracker | None = None
+    encoding: Encoding | None = None
     max_staleness: int | None = None
     extrapolate: bool | None = None
 

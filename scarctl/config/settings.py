@@ -46,6 +46,7 @@ from scarctl.config.options import (
     Tracker,
 )
 from scarctl.errors import UsageError
+from scarctl.state.encodings import ENCODINGS, Encoding
 
 VERBS = frozenset(("atol", "finite", "full", "ignore", "into", "keep", "lost", "memory", "no_writer", "output", "reap",
                    "rtol", "snapshot", "values", "weights", "yes"))  # fmt: skip
@@ -77,6 +78,7 @@ class SessionSettings:
     policy: Policy = DEFAULT_POLICY
     norm: Norm = "l2"
     tracker: Tracker = "overlapped"
+    encoding: Encoding = "exact"
     max_staleness: int | None = None
     extrapolate: bool = False
     shards: int | None = None
@@ -129,6 +131,10 @@ class SessionSettings:
         check_norm(self.norm)
         if self.tracker not in TRACKERS:
             raise UsageError(f"unknown tracker {self.tracker!r}", hint=f"use one of {', '.join(TRACKERS)}")
+        if self.encoding not in ENCODINGS:
+            raise UsageError(
+                f"unknown encoding {self.encoding!r:.80}", hint=f"use one of {', '.join(ENCODINGS)}"
+            )
         if self.tracker == "sampled" and callable(self.norm):
             raise UsageError(
                 "a norm function has to see all values, and tracker='sampled' looks at a few",
@@ -302,7 +308,9 @@ def _parse(name: str, text: str, read: Callable[[str], object]) -> object:
 
 # A norm function and row patterns have no form as text.
 _FROM_TEXT: dict[str, Callable[[str], object]] = {
-    **dict.fromkeys(("store", "policy", "norm", "tracker", "grace", "on_error", "arena_dir"), str),
+    **dict.fromkeys(
+        ("store", "policy", "norm", "tracker", "encoding", "grace", "on_error", "arena_dir"), str
+    ),
     **dict.fromkeys(("peer_domain", "peer_ack", "peer_secret_file"), str),
     **dict.fromkeys(("assume_single_writer", "extrapolate", "by_layer"), _flag),
     **dict.fromkeys(("flush_on_signal", "daemon", "pin_memory", "validate"), _flag),

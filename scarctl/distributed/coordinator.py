@@ -69,8 +69,9 @@ from scarctl.theory.rework import Outlook
 T = TypeVar("T")
 log = logging.getLogger("scarctl")
 
-_ALIKE = ("store", "fraction", "interval", "overhead", "max_bandwidth", "policy", "tracker", "max_staleness",
-          "extrapolate", "peers", "seed", "partition_bytes", "by_layer", "rows", "on_error")  # fmt: skip
+_ALIKE = ("store", "fraction", "interval", "overhead", "max_bandwidth", "policy", "tracker", "encoding",
+          "max_staleness", "extrapolate", "peers", "seed", "partition_bytes", "by_layer", "rows",
+          "on_error")  # fmt: skip
 """Settings that all ranks have to share."""
 
 

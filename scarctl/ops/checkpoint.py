@@ -303,7 +303,10 @@ def _choose(
     ids = np.union1d(picked.ids, np.flatnonzero(missing))
     left_out = np.flatnonzero(~finite & ~missing)
     memory = PolicyMemory(picked.credit, picked.cursor, store.settings.seed)
-    return _Choice(ids, ~live.changed() & ~missing, np.flatnonzero(~finite), left_out, memory, extras)
+    unchanged = ~live.changed() & ~missing
+    for state in states.values():
+        unchanged[state.ids] &= ~state.encoded  # an encoded copy is never sealed
+    return _Choice(ids, unchanged, np.flatnonzero(~finite), left_out, memory, extras)
 
 
 def _everything(layout: Layout) -> _Choice:

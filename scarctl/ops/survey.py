@@ -6,7 +6,7 @@ A process that saves alone is surveyed as the only rank: its share is the whole 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from scarctl.errors import ScarError
 from scarctl.ops.ages import age_of, lag_of, since_of
 from scarctl.ops.surveyed import OtherShard, RankLine, RunOnHost, Survey
 from scarctl.recovery.forecast import stored_outlook
+from scarctl.state.encodings import ENCODINGS, Encoding
 from scarctl.state.layout import Layout
 from scarctl.state.layouts import Layouts
 from scarctl.state.version import NEVER, step_of
@@ -109,8 +110,17 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         samples=told.samples,
         damage=tuple(sorted((file, why) for one in damage.values() for file, why in one.files.items())),
         damaged=np.concatenate([share.damaged for share in shares]),
+        encoded=_encoded(states.values()),
         heads=np.repeat([_head(s) for s in shares], [s.layout.partitions for s in shares]) if apart else None,
     )
+
+
+def _encoded(states: Iterable[ShardState]) -> dict[Encoding, int]:
+    """Return the number of newest copies in each encoding, but for exact ones."""
+    found = np.zeros(len(ENCODINGS), dtype=np.int64)
+    for state in states:
+        found += np.bincount(state.encoding(np.arange(len(state.ids))), minlength=len(ENCODINGS))
+    return {name: n for name, n in zip(ENCODINGS, found.tolist(), strict=True) if n and name != "exact"}
 
 
 def _newest_states(store: Store) -> tuple[Topology | None, dict[int, ShardState], str | None]:

@@ -15,6 +15,7 @@ from scarctl.ops.ages import Age
 from scarctl.recovery.forecast import parameters_of, rework_of
 from scarctl.recovery.plan import Perturbation
 from scarctl.state.caveats import Caveat
+from scarctl.state.encodings import Encoding
 from scarctl.state.journal import Event, Sample
 from scarctl.state.layouts import Layouts
 from scarctl.store import Snapshot, Topology
@@ -150,6 +151,8 @@ class Survey:
     """Damaged files with newest copies, and the reason, as far as names and sizes show it."""
     damaged: NDArray[np.bool_] | None = None
     """Whether each partition's newest copy in the store is in a damaged file; None: no copy is."""
+    encoded: Mapping[Encoding, int] = field(default_factory=dict)
+    """Number of newest copies in the store that are not exact, by their encoding."""
     heads: NDArray[np.int64] | None = None
     """The newest known step of each partition's member: members have no common step. None without members."""
 
@@ -277,6 +280,7 @@ class Survey:
             "total_bytes": 0 if self.layout is None else self.layout.nbytes,
             "shards": json_of(self.shards),
             "partitions": self.partitions(np.arange(total if limit is None else min(limit, total))),
+            "encoded_partitions": dict(self.encoded),
             "store": dict(self.usage),
             "snapshots": json_of(self.snapshots),
             "run": json_of(self.run),

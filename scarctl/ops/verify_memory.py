@@ -72,7 +72,8 @@ def _check(arena: Arena, folder: Path, run: str, store: Store, shards: Sequence[
     for state in store.states(shards).values():
         if state.layout != layout:
             continue
-        at = np.flatnonzero(state.saved & ~state.doubt)
+        # The bytes of encoded copies are others than memory's.
+        at = np.flatnonzero(state.saved & ~state.doubt & ~state.encoded)
         ids = state.ids[at]
         # A later copy of the same version may have other values; then it is not acknowledged as durable.
         same = has[ids] & (durable[ids] == version[ids])

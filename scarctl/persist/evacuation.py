@@ -334,7 +334,10 @@ class Evacuation:
         if (arena.pending() & arena.intact()).any() or not self._waiting:
             return False
         handover = self._waiting[0]
-        nbytes = _bytes_of(handover.extras) if handover.sealed else 0
+        nbytes = 0
+        if handover.sealed:  # it saves encoded copies again, exactly
+            encoded = arena.encoding_error >= 0
+            nbytes = _bytes_of(handover.extras) + int(arena.layout.partition_bytes[encoded].sum())
         if self._pace.seconds(nbytes) > self._left():
             return False
         started = self._clock()

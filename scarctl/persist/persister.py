@@ -19,8 +19,11 @@ from scarctl.arena.queue import HandOver, HandOverQueue
 from scarctl.errors import Corruption, Overwritten, ScarError
 from scarctl.persist.space import SpaceFields
 from scarctl.persist.speed import Meter
+from scarctl.state.encoding import stored_as
 from scarctl.state.version import NEVER, pack, step_of
 from scarctl.store import Collector, ShardState, StoreWriter
+from scarctl.store.encoder import Encoder
+from scarctl.store.segment import Source
 from scarctl.util.arrays import Ids
 
 log = logging.getLogger("scarctl")
@@ -78,6 +81,8 @@ class Persister:
             waiting = arena.pending() & arena.intact() & (arena.version < version)
             own = handover.ids[arena.version[handover.ids] == version]
             waiting[own[arena.durable[own] != version]] = True
+            if handover.sealed:
+                waiting |= self._encoded() & arena.intact()
             ids = np.flatnonzero(waiting)
             shard_of = self._shard_of[ids]
             parts = [(shard, ids[shard_of == shard]) for shard in self._members if shard not in already]
@@ -96,6 +101,13 @@ class Persister:
         with self._reading(part):
             self._commit_each(parts, part, committed)
         return sum(int(self._arena.layout.partition_bytes[own].sum()) for own, _ in committed.values())
+
+    def _encoded(self) -> NDArray[np.bool_]:
+        """Return which partitions' newest copies in the store are encoded: bool (partitions,)."""
+        found = np.zeros(self._arena.layout.partitions, dtype=bool)
+        for state in self._writer.states.values():
+            found[state.ids] = state.encoded
+        return found
 
     def stored(self) -> Ids:
         """Return the version that the store has of every partition, -1 for none: int64 (partitions,)."""
@@ -155,7 +167,7 @@ class Persister:
 
         Returns the bytes written.
         """
-        sizes = self._arena.layout.partition_bytes
+        sizes = stored_as(self._arena.layout, handover.encoding).partition_bytes
         unread = {shard for shard, _ in parts}
         committed: dict[int, tuple[Ids, bool]] = {}
 
@@ -191,7 +203,7 @@ class Persister:
         The first shard carries the extras. read: called with each shard once its copies are read. The error of one
         shard is raised when all shards have ended.
         """
-        sizes = self._arena.layout.partition_bytes
+        sizes = stored_as(self._arena.layout, handover.encoding).partition_bytes
         carrier = parts[0][0] if parts else None  # extras belong to the whole process: one shard has them
 
         def commit(part: tuple[int, Ids]) -> BaseException | None:
@@ -233,11 +245,15 @@ class Persister:
                 return ids, False
             # Extras and seals are of the hand-over's step. Other commits are as old as their newest copy.
             newest = handover.version if sealed or extras is not None else int(versions.max())
+            rows = partial(self._source_of, ids, before)
+            source: Source | Encoder = rows
+            if handover.encoding != "exact":
+                source = Encoder(arena.layout, handover.encoding, rows, ids)
             try:
                 self._writer.commit(
                     shard,
                     ids,
-                    partial(self._source_of, ids, before),
+                    source,
                     step=step_of(newest),
                     steps=step_of(versions),
                     sealed=sealed,
@@ -247,6 +263,7 @@ class Persister:
                 )
             except Overwritten:
                 continue
+            arena.encoding_error[ids] = source.errors if isinstance(source, Encoder) else -1.0
             arena.acknowledge(ids, versions, before)
             return ids, sealed
         raise Overwritten(
@@ -283,7 +300,7 @@ class Persister:
             return False  # a copy was torn, and an older one has taken its place
         if arena.whole != handover.whole:
             return False  # a partition was copied since, perhaps at the same step
-        done = arena.durable[members] == arena.version[members]
+        done = (arena.durable[members] == arena.version[members]) & ~self._encoded()[members]
         done[np.searchsorted(members, ids)] = True
         return bool((done & (arena.version[members] <= version) & arena.intact()[members]).all())
 
@@ -320,6 +337,9 @@ def reconcile(arena: Arena, queue: HandOverQueue, states: Mapping[int, ShardStat
     stored = np.full(arena.layout.partitions, NEVER, dtype=np.int64)
     for state in states.values():
         stored[state.ids] = state.version
+        error = arena.encoding_error[state.ids]
+        # An error that was not measured is that of a copy which the arena will get from the store, as it is there.
+        arena.encoding_error[state.ids] = np.where(state.encoded, np.maximum(error, 0.0), -1.0)
         if state.whole and state.whole == arena.whole:
             # The process died after it had committed the whole state, but before it noted the commit in the arena.
             arena.confirm(state.ids, state.version)
@@ -341,6 +361,7 @@ def reconcile(arena: Arena, queue: HandOverQueue, states: Mapping[int, ShardStat
                 whole=handover.whole if sealed else "",
                 extras=handover.extras,
                 unsaved=None if handover.unsaved is None else handover.unsaved[kept],
+                encoding=handover.encoding,
             )
     arena.relabel_all(current, waiting, epoch)
     for handover in before:

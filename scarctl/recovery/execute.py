@@ -229,14 +229,13 @@ class _Run:
         self.arena = arena
         self.tier = plan.tier.copy()
         self.version = plan.version.copy()
+        none = np.zeros(len(plan.ids), dtype=bool)
+        self.decoded = none.copy()
         self.problems: list[str] = [] if earlier is None else earlier.problems
         self.memory_fault: str = "" if earlier is None else earlier.memory_fault
-        self.changed: NDArray[np.bool_] = (
-            np.zeros(len(plan.ids), dtype=bool) if earlier is None else earlier.changed
-        )
+        self.changed: NDArray[np.bool_] = none if earlier is None else earlier.changed
         """Marks the partitions whose copies in memory have other bytes than the same copies in the store."""
-        self.fell_back = False
-        self.moved_on = False
+        self.fell_back = self.moved_on = False
         self.same = True
         """Whether every substituted copy has the bytes of the planned one, or belongs to the same whole state."""
         self.skip_memory = False
@@ -266,6 +265,7 @@ class _Run:
             self.plan,
             tier=self.tier,
             version=self.version,
+            decoded=self.decoded,
             degraded=self.plan.degraded or self.fell_back,
             step=step,
             exact=self.plan.exact and self.same and step is not None,
@@ -327,7 +327,7 @@ class _Run:
                 self.store.read(state, wanted, corrupt=corrupt, room=self.room) if wanted.size else ()
             ):
                 # If a writer collects garbage concurrently, a newer copy may have replaced the planned one.
-                self._note(batch.ids, batch.versions)
+                self._note(batch.ids, batch.versions, batch.encoded)
                 yield _Piece(STORE, batch.group, batch.ids, batch.versions, batch.tensors)
             left = [ids[~found], *(bad for bad, _ in corrupt)]
             self.problems += [reason for _, reason in corrupt]
@@ -358,8 +358,9 @@ class _Run:
         yield from self._from_memory(ids[near], memory[near])
         return ids[~near]
 
-    def _note(self, ids: Ids, versions: Ids) -> None:
+    def _note(self, ids: Ids, versions: Ids, encoded: bool) -> None:
         at = places(self.plan.ids, ids)
+        self.decoded[at] = encoded
         if (self.version[at] != versions).any():
             self.version[at] = versions
             self.moved_on = True
@@ -373,8 +374,7 @@ class _Run:
 
 def _checksums(state: ShardState, ids: Ids) -> NDArray[np.uint64]:
     """Return the checksums of a state's copies of `ids`, which are its members: uint64 of the shape of `ids`."""
-    found: NDArray[np.uint64] = state.checksum[state.find(ids)]
-    return found
+    return np.asarray(state.checksum[state.find(ids)], dtype=np.uint64)
 
 
 def _perturbation(

@@ -1,6 +1,7 @@
 """Compare copies in memory with the checksums that the store has of the same copies.
 
-Memory has no checksums of its own, so a copy that is newer than the store's cannot be compared.
+Memory has no checksums of its own, so a copy that is newer than the store's cannot be compared. Nor can one that the
+store has encoded: the checksum is that of other bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def comparable(arena: Arena, ids: Ids, state: ShardState) -> tuple[Ids, Ids]:
     """
     at = state.find(ids)
     ids, at = ids[at >= 0], at[at >= 0]
-    known = state.saved[at] & ~state.doubt[at] & arena.intact()[ids]
+    known = state.saved[at] & ~state.doubt[at] & ~state.encoded[at] & arena.intact()[ids]
     if not (arena.whole and arena.whole == state.whole):
         # Epochs may differ: a process that takes over counts all copies as those of its own epoch.
         version, stored = arena.version[ids], step_of(state.version[at])

@@ -65,9 +65,23 @@ class Plan:
     snapshot: str | None = None
     """Rollback: name of the snapshot to restore, if it is one."""
 
+    decoded: NDArray[np.bool_] | None = None
+    """Which copies were read from encoded ones, where that differs from the plan's states; None: see `encoded`."""
+
     @property
     def nbytes(self) -> int:
         return int(self.layout.partition_bytes[self.ids].sum())
+
+    @property
+    def encoded(self) -> int:
+        """Number of copies that come from encoded ones in the store (`scarctl.state.encoding`): they are not exact."""
+        if self.decoded is not None:
+            return int(self.decoded.sum())
+        far, found = self.ids[self.tier == STORE], 0
+        for state in self.states.values():
+            at = state.find(far)
+            found += int(np.count_nonzero(state.encoding(at[at >= 0])))
+        return found
 
     @property
     def log_of(self) -> NDArray[np.int32]:
@@ -86,6 +100,7 @@ class Plan:
             "restored_partitions": len(self.ids),
             "bytes": self.nbytes,
             "tiers": count_tiers(self.tier),
+            "encoded_partitions": self.encoded,
             "shards": _shard_lines(self.layout, self.shard_of, self.ids, self.tier, self.version),
         }
 

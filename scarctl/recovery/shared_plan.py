@@ -123,6 +123,7 @@ class SharedPlan:
             "restored_partitions": self.restored,
             "bytes": self.nbytes,
             "tiers": count_tiers(np.concatenate(tiers)) if tiers else {},
+            "encoded_partitions": sum(plan.encoded for _, plan in self.each()),
         }
         if topology is None:
             return {**fields, "shards": [line for _, line in lines]}

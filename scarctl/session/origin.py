@@ -8,6 +8,7 @@ from scarctl.session.peers import Together
 from scarctl.session.recover import Resumed, said
 from scarctl.state.caveats import Caveats
 from scarctl.store import Store
+from scarctl.util.text import counted
 
 
 class Origin:
@@ -18,10 +19,14 @@ class Origin:
         self._caveats = caveats
 
     def set(self, resumed: Resumed, stored: tuple[str, ...], store: Store, together: Together) -> Resumed:
-        """Note the resumed state, with the reasons why it is not exact: mixed steps, and the earlier run's caveats.
+        """Note the resumed state, with the reasons why it is not exact: mixed steps, encoded copies, earlier caveats.
 
         stored: the reasons in this rank's extras. Returns the noted state, and logs it.
         """
+        encoded = 0 if resumed.report is None else resumed.report.plan.encoded
+        if encoded:
+            verb = "comes" if encoded == 1 else "come"
+            stored = (f"{counted(encoded, 'partition')} {verb} from encoded copies", *stored)
         found = [tuple(theirs) for theirs in together.gather(list(stored))]
         mixed = () if resumed.exact or not resumed.step else ("partitions are of several steps",)
         why = tuple(dict.fromkeys([*mixed, *(reason for theirs in found for reason in theirs)]))

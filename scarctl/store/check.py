@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from scarctl.errors import Corruption, UsageError
 from scarctl.state.layout import Layout
+from scarctl.store.encoder import layout_of
 from scarctl.store.format import (
     SETTINGS,
     corrupt,
@@ -331,8 +332,9 @@ class _Check:
             try:
                 tail = read_tail(self.blobs, path, ref, kind, count, layout)
                 if not reasons and tail.checksums is not None:
+                    stored = layout_of(layout, ref.encoding, self.blobs.where(path))
                     with open_segment(self.blobs, path, ref) as segment:
-                        for bad in self._data(segment, ref.name, layout, tail):
+                        for bad in self._data(segment, ref.name, stored, tail):
                             self._name(path, layout, bad, "data do not match their checksum")
             except FileNotFoundError:
                 missing = True  # deleted since its header was read

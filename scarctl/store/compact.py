@@ -71,16 +71,15 @@ class Space:
     """Bytes of segments without a newest copy that no kept state needs: they can be deleted."""
 
 
-def live_bytes(layout: Layout, state: ShardState) -> NDArray[np.int64]:
+def live_bytes(state: ShardState) -> NDArray[np.int64]:
     """Return the bytes of newest copies in each of the state's segments."""
     at = np.flatnonzero(state.segment >= 0)
-    weights = layout.bytes_of(state.ids[at]).astype(np.float64)
+    weights = state.bytes_of(at).astype(np.float64)
     return np.bincount(state.segment[at], weights, len(state.segments)).astype(np.int64)
 
 
 def choose(
     state: ShardState,
-    layout: Layout,
     lives: Lives,
     kept: frozenset[str],
     *,
@@ -91,7 +90,7 @@ def choose(
 
     At most about `limit` bytes are moved. Segments in `kept`, and the one with the newest extras, stay.
     """
-    used = live_bytes(layout, state)
+    used = live_bytes(state)
     length = np.array([s.data for s in state.segments], np.int64)
     at = np.flatnonzero(state.segment >= 0)
     left = np.bincount(state.segment[at], lives.left(state, at), len(used))
@@ -116,26 +115,32 @@ def choose(
         return mine
     # Only a part of the last segment is moved. The rest follows in the next turn.
     order = mine[np.argsort(-worth[state.segment[mine]], kind="stable")]
-    until = np.searchsorted(np.cumsum(layout.bytes_of(state.ids[order])), limit) + 1
+    until = np.searchsorted(np.cumsum(state.bytes_of(order)), limit) + 1
     return np.sort(order[:until])
 
 
-def parts(state: ShardState, layout: Layout, lives: Lives, at: Ids) -> list[Ids]:
-    """Split the members `at` into new segments, so that each has copies with about the same expected life."""
-    nbytes = int(layout.bytes_of(state.ids[at]).sum())
+def parts(state: ShardState, lives: Lives, at: Ids) -> list[Ids]:
+    """Split the members `at` into new segments: copies of one encoding, with about the same expected life."""
+    encodings = state.encoding(at)
+    if (kinds := np.unique(encodings)).size > 1:
+        return [ids for kind in kinds for ids in parts(state, lives, at[encodings == kind])]
+    nbytes = int(state.bytes_of(at).sum())
     count = int(np.clip(nbytes // SMALLEST, 1, min(PARTS, len(at))))
     order = at[np.argsort(lives.left(state, at), kind="stable")]
-    cut = np.cumsum(layout.bytes_of(state.ids[order])) * count // (nbytes + 1)
+    cut = np.cumsum(state.bytes_of(order)) * count // (nbytes + 1)
     return [state.ids[np.sort(order[cut == n])] for n in range(count) if (cut == n).any()]
 
 
 def read_pieces(
     store: Store, state: ShardState, layout: Layout, ids: Ids
 ) -> tuple[Ids, dict[tuple[int, int], Bytes], list[str]]:
-    """Return the intact copies of `ids` (ascending), as pieces of a new segment, and the faults of the others."""
+    """Return the intact copies of `ids` (ascending), as pieces of a new segment, and the faults of the others.
+
+    layout: that of the stored copies, which have one encoding.
+    """
     bad: list[tuple[Ids, str]] = []
     found: dict[int, list[tuple[Ids, list[Bytes]]]] = {}
-    for batch in store.read(state, ids, corrupt=bad):
+    for batch in store.read(state, ids, corrupt=bad, as_stored=True):
         found.setdefault(batch.group, []).append((batch.ids, batch.tensors))
     if bad:
         ids = np.setdiff1d(ids, np.concatenate([wrong for wrong, _ in bad]))

@@ -20,10 +20,10 @@ from scarctl.util.json_size import MAX_CONTAINERS, MAX_VALUES, too_much
 
 FORMAT = 1
 MIXED_FORMAT = 2
-"""Format number of commits with copies of several steps, and of their segments."""
 ONE_LOG_FORMAT = 3
-"""Format number of a store whose process has one log for several shards."""
-NEWEST_FORMAT = ONE_LOG_FORMAT
+ENCODED_FORMAT = NEWEST_FORMAT = 4
+"""MIXED_FORMAT: commits with copies of several steps. ONE_LOG_FORMAT: a store whose process has one log for several
+shards. ENCODED_FORMAT: records, segments and indexes with encoded copies."""
 
 MAX_RECORD = 64 << 10
 MAX_SETTINGS = 1 << 20

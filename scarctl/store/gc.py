@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from scarctl.errors import Corruption, ScarError, UsageError
+from scarctl.state.encoding import stored_as
+from scarctl.state.encodings import ENCODINGS
 from scarctl.store.compact import Space, choose, live_bytes, parts, read_pieces
 from scarctl.store.format import (
     corrupt,
@@ -150,7 +152,7 @@ class Collector:
         """Return the bytes of a shard's files by their use."""
         state = self._writer.states[shard]
         known = self._known(shard)
-        used = live_bytes(self._writer.layout, state)
+        used = live_bytes(state)
         kept = self._kept_segments(shard, self._kept(shard, keep))
         by_name = {s.name: int(n) for s, n in zip(state.segments, used, strict=True)}
         extras = None if state.extras is None else state.segments[state.extras[1]].name
@@ -225,19 +227,21 @@ class Collector:
     def _compact(self, shard: int, free: int, keep: tuple[SealedSet, ...]) -> int:
         """Move copies until segments with `free` dead bytes are empty, up to a turn's limit. Return the bytes moved."""
         writer, known = self._writer, self._shards[shard]
-        state, layout = writer.states[shard], writer.layout
+        state = writer.states[shard]
         stays = self._kept_segments(shard, self._kept(shard, keep)) | known.stuck
-        at = choose(state, layout, known.files.lives, stays, free=free, limit=self._turn_bytes)
+        at = choose(state, known.files.lives, stays, free=free, limit=self._turn_bytes)
         moved = 0
-        for ids in parts(state, layout, known.files.lives, at):
-            whole, pieces, reasons = read_pieces(self._store, state, layout, ids)
+        for ids in parts(state, known.files.lives, at):
+            encoding = ENCODINGS[int(state.encoding(state.find(ids[:1]))[0])]
+            stored = stored_as(writer.layout, encoding)
+            whole, pieces, reasons = read_pieces(self._store, state, stored, ids)
             for reason in reasons:
                 _log.warning("a damaged copy is not moved: %s", reason)
             if reasons:
                 damaged = np.setdiff1d(ids, whole)
                 known.stuck |= {state.segments[n].name for n in state.segment[state.find(damaged)].tolist()}
             if len(whole):
-                moved += writer.compact(shard, whole, pieces).nbytes
+                moved += writer.compact(shard, whole, pieces, encoding).nbytes
         self.done.moved_bytes += moved
         known.moved += moved
         return moved

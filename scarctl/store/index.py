@@ -13,6 +13,8 @@ from scarctl.state.codec import NUMPY
 from scarctl.state.version import MAX_EPOCH, MAX_STEP, NEVER
 from scarctl.store.backends.base import Blobs
 from scarctl.store.format import (
+    ENCODED_FORMAT,
+    FORMAT,
     MAX_HEADER,
     MAX_SEQ,
     Fields,
@@ -70,7 +72,12 @@ def dump_index(state: ShardState) -> list[bytes | memoryview]:
         ("segment", "I32", state.segment.shape),
         ("digest", "U8", (32,)),
     ]
-    metadata = {"format": "1", "kind": "index", "state": canonical(obj).decode()}
+    exact = all(s.encoding == "exact" for s in state.segments)
+    metadata = {
+        "format": str(FORMAT if exact else ENCODED_FORMAT),
+        "kind": "index",
+        "state": canonical(obj).decode(),
+    }
     parts: list[bytes | memoryview] = [place_header(shapes, metadata)[1]]
     parts += [memoryview(np.ascontiguousarray(a)) for a in (*arrays, sealed, wholes, state.segment)]
     digest = hashlib.sha256()

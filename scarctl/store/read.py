@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.errors import Corruption
+from scarctl.state.encoding import decode
 from scarctl.state.layout import Layout
 from scarctl.store.backends.base import Blobs
+from scarctl.store.encoder import layout_of
 from scarctl.store.format import segment_path
 from scarctl.store.ranges import Wanted
 from scarctl.store.segment import by_group, groups_checksums, partition_rows
@@ -29,13 +31,14 @@ uint8[bytes], for their rows one after another. None: new memory is used. Called
 class Batch:
     """Verified partitions of one group. `tensors[t]`: uint8[rows, row_bytes], the partitions' rows in order of `ids`.
 
-    `versions`: versions of the copies.
+    `versions`: versions of the copies. `encoded`: whether the tensors are decoded, and so not exact.
     """
 
     group: int
     ids: Ids
     versions: Ids
     tensors: list[Bytes]
+    encoded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +73,21 @@ def units(state: ShardState, layout: Layout, at: NDArray[np.int64], batch: int) 
             yield Unit(int(segments[a]), at[a:b], int(nbytes[a:b].sum()))
 
 
-def read_unit(blobs: Blobs, state: ShardState, layout: Layout, unit: Unit, room: Room | None = None) -> Found:
-    """Read a unit's copies, in the order of the layout. Copies that are read into `room` are verified there."""
+def read_unit(
+    blobs: Blobs,
+    state: ShardState,
+    layout: Layout,
+    unit: Unit,
+    room: Room | None = None,
+    *,
+    as_stored: bool = False,
+) -> Found:
+    """Read a unit's copies, in the order of the layout. Copies that are read into `room` are verified there.
+
+    as_stored: do not decode encoded copies.
+    """
     ref = state.segments[unit.segment]
+    encoded = ref.encoding != "exact"
     path = segment_path(state.shard, ref.name)
     at = adjacent(unit.at)
     ids, position, checksums, of = (
@@ -84,10 +99,15 @@ def read_unit(blobs: Blobs, state: ShardState, layout: Layout, unit: Unit, room:
     found = Found()
     wanted: list[tuple[int, int, int, list[Wanted]]] = []
     try:
+        stored = layout_of(layout, ref.encoding, blobs.where(path))
         with open_segment(blobs, path, ref) as segment:
             for g, i, j in by_group(layout, ids):
-                group, local = layout.groups[g], ids[i:j] - layout.base[g]
-                there = room(g, ids[i:j]) if room is not None and ids[j - 1] - ids[i] == j - i - 1 else None
+                group, local = stored.groups[g], ids[i:j] - layout.base[g]
+                there = (
+                    room(g, ids[i:j])
+                    if room is not None and not encoded and ids[j - 1] - ids[i] == j - i - 1
+                    else None
+                )
                 try:
                     pieces = [
                         segment.want(group, t, local, position[i:j], None if there is None else there[t])
@@ -102,14 +122,19 @@ def read_unit(blobs: Blobs, state: ShardState, layout: Layout, unit: Unit, room:
         return Found(corrupt=[(ids, error.message)])
     except FileNotFoundError:
         return Found(gone=[(ids, f"{blobs.where(path)}: the segment is missing")])
-    read = [(layout.groups[g], j - i, [one.data for one in pieces]) for g, i, j, pieces in wanted]
+    read = [(stored.groups[g], j - i, [one.data for one in pieces]) for g, i, j, pieces in wanted]
     for (g, i, j, _), (_, _, data), sums in zip(wanted, read, groups_checksums(read), strict=True):
         intact = sums == checksums[i:j]
         if not intact.all():
             reason = f"{blobs.where(path)}: data do not match their checksum"
             found.corrupt.append((ids[i:j][~intact], reason))
-        if intact.any():
-            found.batches.append(_batch(g, layout, ids[i:j], of[i:j], data, intact))
+        if not intact.any():
+            continue
+        lossy = stored.groups[g] != layout.groups[g]
+        if lossy and not as_stored:
+            data = decode(layout.groups[g], ref.encoding, data)
+        batch = _batch(g, stored if as_stored else layout, ids[i:j], of[i:j], data, intact)
+        found.batches.append(replace(batch, encoded=True) if lossy else batch)
     return found
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from scarctl.errors import UsageError
 from scarctl.state.version import MAX_EPOCH, MAX_STEP, pack
 from scarctl.store.format import (
+    ENCODED_FORMAT,
     FORMAT,
     MAX_SEQ,
     MAX_SHARD,
@@ -82,6 +83,11 @@ class Record:
         return self.segment.data if self.segment else 0
 
     @property
+    def encoded(self) -> bool:
+        """Whether the record's copies are encoded."""
+        return self.segment is not None and self.segment.encoding != "exact"
+
+    @property
     def version(self) -> int:
         """Version of the copies in this commit."""
         return pack(self.epoch, self.step)
@@ -112,7 +118,7 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "format": MIXED_FORMAT if self.mixed else FORMAT,
+            "format": ENCODED_FORMAT if self.encoded else MIXED_FORMAT if self.mixed else FORMAT,
             **({"mixed": True} if self.mixed else {}),
             "kind": self.kind,
             "seq": self.seq,
@@ -158,8 +164,12 @@ class Record:
         if whole and not sealed:
             raise corrupt(what, "it is not sealed, but names a whole state")
         mixed = "mixed" in obj and f.flag("mixed")
-        if mixed and (kind != "commit" or segment is None or f.raw("format") != MIXED_FORMAT):
+        number = f.integer("format")
+        if mixed and (kind != "commit" or segment is None or number < MIXED_FORMAT):
             raise corrupt(what, f"only a commit of format {MIXED_FORMAT} may have copies of several steps")
+        encoded = segment is not None and segment.encoding != "exact"
+        if encoded and (epoch_record or sealed or number < ENCODED_FORMAT):
+            raise corrupt(what, f"only a record of format {ENCODED_FORMAT} that seals nothing may be encoded")
         record = Record(
             seq=seq,
             shard=shard,

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.state.encodings import ENCODINGS, Encoding
 from scarctl.state.layout import Group, Layout
 from scarctl.store import checksum
 from scarctl.store.backends.base import Buffer
@@ -58,6 +59,8 @@ class SegmentRef:
     digest: str
     """SHA-256 of header, extras and pads."""
     tail_digest: str
+    encoding: Encoding = "exact"
+    """Encoding of the data: see `scarctl.state.encoding`."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -68,6 +71,7 @@ class SegmentRef:
             "tail": self.tail,
             "digest": self.digest,
             "tail_digest": self.tail_digest,
+            **({} if self.encoding == "exact" else {"encoding": self.encoding}),
         }
 
     @staticmethod
@@ -80,7 +84,12 @@ class SegmentRef:
         tail = f.integer("tail", 8, total)
         head = f.integer("head", 8, tail)
         data = f.integer("data", 0, tail - head)
-        return SegmentRef(name, total, head, data, tail, f.hex("digest", 64), f.hex("tail_digest", 64))
+        encoding = "exact" if f.raw("encoding") is None else f.text("encoding")
+        if encoding not in ENCODINGS:
+            raise corrupt(what, f"{encoding!r:.40} is not an encoding of copies")
+        return SegmentRef(
+            name, total, head, data, tail, f.hex("digest", 64), f.hex("tail_digest", 64), encoding
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,14 @@ from numpy.typing import NDArray
 
 from scarctl.errors import UsageError
 from scarctl.state.codec import RawTensor
+from scarctl.state.encoding import stored_as
+from scarctl.state.encodings import Encoding
 from scarctl.state.layout import DTYPES, Group, Layout
 from scarctl.store import checksum
 from scarctl.store.backends.base import BlobWriter
+from scarctl.store.encoder import Encoder
 from scarctl.store.format import (
+    ENCODED_FORMAT,
     FORMAT,
     MAX_HEADER,
     MIXED_FORMAT,
@@ -46,19 +51,23 @@ def write_segment(
     name: str,
     layout: Layout,
     ids: Ids,
-    source: Source | Pieces | None,
+    source: Source | Pieces | Encoder | None,
     metadata: Mapping[str, str],
     *,
     kind: str = "commit",
+    encoding: Encoding = "exact",
     extras: Mapping[str, RawTensor] | None = None,
     versions: NDArray[np.int64] | None = None,
 ) -> tuple[SegmentRef, NDArray[np.uint64]]:
     """Write one segment with the partitions `ids` (ascending, unique). Return its reference and their checksums.
 
-    source: the whole tensors, or only the pieces; None for a list of members.
+    layout: layout of the live data. source: the whole tensors, or only the pieces, encoded as `encoding` says; None for
+    a list of members.
 
     The file is complete but not committed. Raises UsageError if a buffer has the wrong length.
     """
+    if encoding != "exact":
+        layout, metadata = stored_as(layout, encoding), {**metadata, "encoding": encoding}
     data = [] if source is None else _order(layout, ids)
     header, head, tail = _place(layout, ids, data, kind, extras or {}, metadata)
     digest = hashlib.sha256()
@@ -78,7 +87,7 @@ def write_segment(
         for g, tensors, i, j in _alike(layout, data):
             group, local = layout.groups[g], ids[i:j] - layout.base[g]
             full = full_piece(group, tensors[0])
-            if not isinstance(source, Mapping) and len(tensors) > 1:
+            if not isinstance(source, Mapping | Encoder) and len(tensors) > 1:
                 gathered = _gather(source, group, g, tensors, local)
                 if gathered is not None:
                     factors = np.array([checksum.tensor_constant(t) for t in tensors])
@@ -92,6 +101,8 @@ def write_segment(
                 chunks = (
                     _cut(source[g, t], group, t, local)
                     if isinstance(source, Mapping)
+                    else _encoded(source, g, t, local)
+                    if isinstance(source, Encoder)
                     else _chunks(source, group, g, t, local)
                 )
                 for a, b, chunk in chunks:
@@ -124,7 +135,7 @@ def write_segment(
     ref = SegmentRef(
         name, nbytes, header.length, data_bytes, tail, digest.hexdigest(), tail_digest.hexdigest()
     )
-    return ref, checksums
+    return replace(ref, encoding=encoding), checksums
 
 
 def _order(layout: Layout, ids: Ids) -> list[tuple[int, int, int, int]]:
@@ -184,7 +195,7 @@ def _place(
     pad("tail")
     dtypes = {"partitions": "I64", "checksums": "U64", "versions": "I64"}
     tensors.extend((RESERVED + column, dtypes[column], (len(ids),)) for column in COLUMNS[kind])
-    number = MIXED_FORMAT if kind == "mixed" else FORMAT
+    number = ENCODED_FORMAT if "encoding" in metadata else MIXED_FORMAT if kind == "mixed" else FORMAT
     header, head = place_header(tensors, {"format": str(number), "kind": kind, **metadata})
     return header, head, header.length + end
 
@@ -199,6 +210,14 @@ def _cut(data: Bytes, group: Group, t: int, local: Ids) -> Iterator[tuple[int, i
     for a in range(0, len(local), step):
         b = min(a + step, len(local))
         yield a, b, data[a * piece : b * piece]
+
+
+def _encoded(source: Encoder, g: int, t: int, local: Ids) -> Iterator[tuple[int, int, Bytes]]:
+    """Yield (a, b, bytes) as `_chunks` does, encoded."""
+    step = max(1, CHUNK // source.exact_piece(g, t))
+    for a in range(0, len(local), step):
+        b = min(a + step, len(local))
+        yield a, b, source.pieces(g, t, local[a:b])
 
 
 def _gather(source: Source, group: Group, g: int, tensors: Sequence[int], local: Ids) -> Bytes | None:

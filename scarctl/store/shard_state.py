@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.errors import UsageError
+from scarctl.state.encoding import encoded_groups, stored_as
+from scarctl.state.encodings import ENCODINGS
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER
 from scarctl.store.format import corrupt
@@ -85,6 +87,41 @@ class ShardState:
         """Which members have a saved copy."""
         return self.version >= 0
 
+    def encoding(self, at: Ids) -> NDArray[np.int8]:
+        """Return the encodings of copies of members `at`, as indices into `ENCODINGS`: int8 of the shape of `at`.
+
+        A partition that its segment's encoding leaves as it is, such as one of integers, counts as exact.
+        """
+        kinds = np.array([ENCODINGS.index(s.encoding) for s in self.segments] + [0], np.int8)
+        if not kinds.any():
+            return np.zeros(len(at), np.int8)
+        found: NDArray[np.int8] = kinds[self.segment[at]]
+        assert self.layout is not None
+        for n in np.unique(found[found != 0]).tolist():
+            mine = np.flatnonzero(found == n)
+            lossy = encoded_groups(self.layout, ENCODINGS[n])[self.layout.group_of(self.ids[at[mine]])]
+            found[mine[~lossy]] = 0
+        return found
+
+    @property
+    def encoded(self) -> NDArray[np.bool_]:
+        """Which members' newest copies are not exact."""
+        if all(s.encoding == "exact" for s in self.segments):
+            return np.zeros(len(self.ids), bool)
+        found: NDArray[np.bool_] = self.encoding(np.arange(len(self.ids))) != 0
+        return found
+
+    def bytes_of(self, at: Ids) -> Ids:
+        """Return the bytes of the stored copies of members `at`: int64 of the shape of `at`. They must be saved."""
+        assert self.layout is not None
+        ids, encodings = self.ids[at], self.encoding(at)
+        found = self.layout.bytes_of(ids)
+        if not encodings.any():
+            return found
+        for n in np.unique(encodings[encodings != 0]).tolist():
+            found[encodings == n] = stored_as(self.layout, ENCODINGS[n]).bytes_of(ids[encodings == n])
+        return found
+
     def find(self, ids: Ids) -> NDArray[np.int64]:
         """Return the indices of `ids` in the arrays, -1 for ids that are not members."""
         if not len(self.ids):
@@ -107,13 +144,13 @@ class ShardState:
         return at
 
     def require_sealable(self, at: Ids, layout: Layout) -> None:
-        """Raise UsageError if a member has no known copy. Members at `at` are about to be saved, and not checked."""
-        unknown = ~self.saved | self.doubt
+        """Raise UsageError if a member has no known exact copy. Members at `at` are about to be saved: not checked."""
+        unknown = ~self.saved | self.doubt | self.encoded
         unknown[at] = False
         if unknown.any():
             raise UsageError(
                 f"shard {self.shard} cannot be sealed: {int(unknown.sum())} partitions, such as "
-                f"{layout.name(int(self.ids[unknown][0]))}, have no known copy",
+                f"{layout.name(int(self.ids[unknown][0]))}, have no known exact copy",
                 hint="save them with this commit",
             )
 
@@ -159,7 +196,7 @@ class ShardState:
         if record.kind == "commit" and record.partitions:
             self.whole = ""
         if record.sealed:
-            self._seal(record)
+            self._seal(record, what)
         self.boundary = record.boundary
         self.line = record.line or line
         self.unindexed_records += 1
@@ -188,9 +225,11 @@ class ShardState:
             self.extras = (record.version, number)
             self.extras_whole = record.identity if record.sealed else ""
 
-    def _seal(self, record: Record) -> None:
+    def _seal(self, record: Record, what: object) -> None:
         # A member in doubt may be equal to a lost copy. Its known copy is older, and not of this version.
         known = self.saved & ~self.doubt
+        if (known & self.encoded).any():
+            raise corrupt(what, "it seals a state with encoded copies, which are not exact")
         self.version[known] = record.version
         if known.all():
             self.sealed.append(Seal(record.seq, record.epoch, record.step, record.whole))

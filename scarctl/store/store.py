@@ -362,12 +362,19 @@ class Store:
     # data
 
     def read(
-        self, state: ShardState, ids: Ids, *, corrupt: list[tuple[Ids, str]], room: Room | None = None
+        self,
+        state: ShardState,
+        ids: Ids,
+        *,
+        corrupt: list[tuple[Ids, str]],
+        room: Room | None = None,
+        as_stored: bool = False,
     ) -> Iterator[Batch]:
         """Read and verify the copies of `ids` that `state` names, about `Blobs.batch` bytes at a time.
 
         corrupt: gets (ids, reason) for partitions whose copy is missing or damaged, or that were never saved.
         room: memory to read into. Its contents are not verified before they are yielded.
+        as_stored: do not decode encoded copies.
 
         Yields the others by segment, group and id. Raises Unavailable, AccessDenied.
         """
@@ -383,25 +390,20 @@ class Store:
         gone: list[tuple[Ids, str]] = []
         # A remote read that is no longer wanted ends by its own deadline. By then it must not write anywhere.
         room = room if self.address.root is not None else None
-        read = partial(read_unit, self.blobs, state, state.layout, room=room)
+        read = partial(read_unit, self.blobs, state, state.layout, room=room, as_stored=as_stored)
         parts = units(state, state.layout, at[saved], self.blobs.batch)
         for found in self.blobs.each(read, parts, attrgetter("nbytes")):
             yield from found.batches
             corrupt += found.corrupt
             gone += found.gone
         if gone:
-            yield from self._read_again(state, gone, corrupt, room)
+            again = self._moved(state, gone, corrupt)
+            yield from self.read(state, again, corrupt=corrupt, room=room, as_stored=as_stored)
 
-    def _read_again(
-        self,
-        state: ShardState,
-        gone: list[tuple[Ids, str]],
-        corrupt: list[tuple[Ids, str]],
-        room: Room | None,
-    ) -> Iterator[Batch]:
-        """Yield copies whose segment is missing from the segments to which the writer has moved them.
+    def _moved(self, state: ShardState, gone: list[tuple[Ids, str]], corrupt: list[tuple[Ids, str]]) -> Ids:
+        """Update `state` where a segment is missing, and return the copies that the writer has moved.
 
-        Updates `state`. A state of the past takes no newer copies.
+        A state of the past takes no newer copies.
         """
         fresh = self.state(state.shard)
         moved = []
@@ -410,9 +412,7 @@ class Store:
             if not taken.all():
                 corrupt.append((ids[~taken], reason))
             moved.append(ids[taken])
-        again = np.concatenate(moved)
-        if len(again):
-            yield from self.read(state, again, corrupt=corrupt, room=room)
+        return np.concatenate(moved)
 
     def read_extras(self, state: ShardState) -> tuple[int, object] | None:
         """Return the newest extras, verified, as (version, object); None if no extras were saved. Raises Corruption."""
@@ -445,5 +445,5 @@ class Store:
             total += file.size
         for state in states.values():
             if state.layout is not None:
-                live += int(state.layout.bytes_of(state.ids[state.saved]).sum())
+                live += int(state.bytes_of(np.flatnonzero(state.saved)).sum())
         return {"bytes": total, "live_bytes": live, "segments": segments, "records": records}

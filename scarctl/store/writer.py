@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 
 from scarctl.errors import Contention, Corruption, Fenced, Overwritten, ScarError, Unavailable, UsageError
 from scarctl.state import codec
+from scarctl.state.encodings import Encoding
 from scarctl.state.layout import Layout, members_by_shard
 from scarctl.state.version import MAX_EPOCH
 from scarctl.store.commit import Publisher
 from scarctl.store.commit_check import checked_ids, checked_versions
+from scarctl.store.encoder import Encoder
 from scarctl.store.format import record_path, segment_name, segment_path, shard_folder
 from scarctl.store.index import INDEX_BYTES, INDEX_LEAST, INDEX_RECORDS
 from scarctl.store.ledger import Ledger
@@ -119,7 +121,7 @@ class StoreWriter:
         self,
         shard: int,
         ids: Ids,
-        source: Source,
+        source: Source | Encoder,
         *,
         step: int,
         steps: Ids | None = None,
@@ -130,6 +132,7 @@ class StoreWriter:
     ) -> Record:
         """Save the partitions `ids` (int64, members of `shard`, any order) as of `step`; durable on return.
 
+        source: an Encoder stores encoded copies, which seal nothing.
         steps: the step of each copy, for ids in ascending order; at most `step`. None: all are of `step`.
         sealed: with this record every member's newest copy is of this step: members not in `ids` have not changed since
             they were saved. `ids` may then be empty.
@@ -145,6 +148,8 @@ class StoreWriter:
         state = self._state(shard)
         self._publisher.settle(shard)
         ids = checked_ids(state, ids, step, self._floor.get(shard, 0), sealed=sealed, extras=extras)
+        if sealed and isinstance(source, Encoder):
+            raise UsageError("a sealed commit cannot have encoded copies", hint="commit exact ones")
         versions = None if steps is None else checked_versions(state, ids, self.epoch, step, steps)
         record = Record(
             seq=state.seq + 1,
@@ -210,8 +215,8 @@ class StoreWriter:
 
     # --- space: see scarctl.store.gc ------------------------------------------------------------------------
 
-    def compact(self, shard: int, ids: Ids, pieces: Pieces) -> Record:
-        """Move the newest copies of `ids` (ascending) into a new segment. `pieces`: their bytes.
+    def compact(self, shard: int, ids: Ids, pieces: Pieces, encoding: Encoding = "exact") -> Record:
+        """Move the newest copies of `ids` (ascending) into a new segment. `pieces`: their bytes, as they are stored.
 
         The copies keep their versions. Raises Corruption if the bytes are not those of the copies, and as `commit`
         does.
@@ -222,7 +227,7 @@ class StoreWriter:
         at = state.find(ids)
         record = self._moving(state)
         versions = state.version[at]
-        ref, sums = self._segment(record, ids, pieces, versions=versions)
+        ref, sums = self._segment(record, ids, pieces, versions=versions, encoding=encoding)
         record = replace(record, segment=ref, partitions=len(ids))
         if not np.array_equal(sums, state.checksum[at]):
             self._publisher.discard(record)
@@ -359,19 +364,15 @@ class StoreWriter:
         self,
         record: Record,
         ids: Ids,
-        source: Source | Pieces | None,
+        source: Source | Pieces | Encoder | None,
         *,
         extras: object | None = None,
         verify_source: Callable[[], bool] | None = None,
         versions: NDArray[np.int64] | None = None,
+        encoding: Encoding = "exact",
     ) -> tuple[SegmentRef, NDArray[np.uint64]]:
         """Write a segment durably. Return its reference and checksums uint64[len(ids)]. On failure delete it."""
-        metadata = {
-            "layout": record.layout,
-            "shard": str(record.shard),
-            "epoch": str(record.epoch),
-            "step": str(record.step),
-        }
+        metadata = {name: str(getattr(record, name)) for name in ("layout", "shard", "epoch", "step")}
         tensors: Mapping[str, codec.RawTensor] = {}
         if extras is not None:
             metadata["extras"], tensors = codec.encode(extras)
@@ -385,6 +386,7 @@ class StoreWriter:
                 source,
                 metadata,
                 kind=record.segment_kind,
+                encoding=source.encoding if isinstance(source, Encoder) else encoding,
                 extras=tensors,
                 versions=versions,
             )

@@ -21,6 +21,7 @@ KEYS = {
     "age_is_lower_bound",
     "total_partitions",
     "total_bytes",
+    "encoded_partitions",
     "shards",
     "partitions",
     "store",

@@ -34,6 +34,7 @@ KEYS = {
     "restored_partitions",
     "bytes",
     "tiers",
+    "encoded_partitions",
     "shards",
     "perturbation",
     "rework",

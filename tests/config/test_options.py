@@ -17,6 +17,7 @@ from scarctl.cli.main import COMMANDS, cli
 from scarctl.config import KNOWN_NAMES, Partitioning, Selection, SessionSettings, Settings, describe
 from scarctl.config.environment import OF_EACH_COMMAND, unread
 from scarctl.config.settings import brief
+from scarctl.state.encodings import ENCODINGS
 
 GROUPS = (Partitioning, Selection, Settings)
 OF_ATTACH = {"store", "fraction", "interval"}
@@ -34,6 +35,7 @@ VALUES: dict[str, tuple[Any, str]] = {
     "policy": ("round", "round"),
     "norm": ("rms", "rms"),
     "tracker": ("exact", "exact"),
+    "encoding": ("int8", "int8"),
     "max_staleness": (9, "9"),
     "extrapolate": (True, "1"),
     "max_bandwidth": (2e6, "2MB"),
@@ -58,7 +60,12 @@ NO_TEXT: dict[str, Any] = {"rows": {"embed.*": 1}, "storage_options": {"key": "k
 """Options that have no form as text."""
 SIZES = {"fraction", "partition_bytes", "max_bandwidth", "peer_bandwidth"}
 """Options that the file may spell as the environment does: "1/4", "4KiB"."""
-LITERALS = {"policy": config.POLICIES, "norm": config.NORMS, "tracker": config.TRACKERS}
+LITERALS = {
+    "policy": config.POLICIES,
+    "norm": config.NORMS,
+    "tracker": config.TRACKERS,
+    "encoding": ENCODINGS,
+}
 
 
 def resolved(name: str, folder: Path, environ: dict[str, str] | None = None) -> Any:

@@ -349,7 +349,7 @@ def test_rows_that_two_members_have_are_refused(tmp_path: Path) -> None:
 
 def test_members_are_not_replaced_before_each_has_saved(tmp_path: Path) -> None:
     run_member(tmp_path / "s", 0, 2, 3)
-    with pytest.raises(UsageError, match="some of the 24 rows of 'table' were never saved") as caught:
+    with pytest.raises(UsageError, match="never saved some of the 24 rows of 'table'") as caught:
         run_member(tmp_path / "s", 0, 3, 0, replaces=2)
     assert caught.value.kind == "members-incomplete"
     run_member(tmp_path / "s", 1, 2, 4)

@@ -12,12 +12,13 @@ from scarctl.recovery.execute import execute
 from scarctl.recovery.plan import Plan, plan_partial, plan_rollback
 from scarctl.recovery.shared_plan import Nowhere, execute_shared, plan_lost, plans_back
 from scarctl.recovery.shares import open_shares
+from scarctl.state.encodings import ENCODINGS
 from scarctl.state.version import step_of
 from scarctl.store import Collector, Store, complete_sets, open_writer, read_snapshot, verify
-from tests.golden.write import NEWEST, PART, WHOLE, Source, byte_of, layout
+from tests.golden.write import NEWEST, PART, WHOLE, Source, byte_of, encoded_layout, layout, ramp
 
 HERE = Path(__file__).parent
-STORES = sorted((HERE / "0.1.0").glob("*/"))
+STORES = sorted(path for path in (HERE / "0.1.0").glob("*/") if path.name != "encoded")
 OF_ONE = [path for path in STORES if path.name != "ranks"]
 PROVEN = {"one", "kept", "mixed"}
 """One record holds all of a state there. Of several shards such a store says only that they are of one step."""
@@ -122,3 +123,26 @@ def test_what_a_part_has_saved_is_as_it_was(tmp_path: Path) -> None:
             steps = dict(enumerate(step_of(state.version).tolist()))
             assert steps == {0: PART - 1, 1: PART, 2: PART - 1, **dict.fromkeys(range(3, 6), WHOLE)}
             assert content(store, 0, at=2) == {i: byte_of(i, step) for i, step in steps.items()}
+
+
+@pytest.mark.parametrize("path", sorted(HERE.glob("*/encoded")), ids=lambda path: path.parent.name)
+def test_encoded_copies_have_the_values_that_were_written(path: Path, tmp_path: Path) -> None:
+    store = Store.open(shutil.copytree(path, tmp_path / "encoded"))
+    assert verify(store, read_data=True).intact
+    state, corrupt = store.state(0), list[tuple[np.ndarray, str]]()
+    assert [ENCODINGS[n] for n in state.encoding(state.ids)] == ["bfloat16"] * 2 + ["int8"] * 2
+    batches = sorted(store.read(state, state.ids, corrupt=corrupt), key=lambda batch: int(batch.ids[0]))
+    assert not corrupt
+    own, slot = (np.concatenate([batch.tensors[t].view(np.float32) for batch in batches]) for t in (0, 1))
+    assert own[0, :4].tolist() == [-6.65625, -6.34375, -6.0, -5.65625]
+    scale = np.float32(np.float32(43) / np.float32(3)) / np.float32(127)
+    assert own[7, 6:].tolist() == [np.float32(124) * scale, np.float32(127) * scale]
+    assert slot[1, :2].tolist() == [2.671875, 3.0]
+    root = -np.sqrt(np.float32(np.float32(63) / np.float32(3))) / np.float32(255)
+    assert slot[7, 6:].tolist() == [np.float32(np.float32(253) * root) ** 2, np.float32(255 * root) ** 2]
+    exact = store.state(0, at=state.sealed[0].seq)
+    assert not exact.encoded.any()
+    [whole] = store.read(exact, exact.ids, corrupt=corrupt)
+    assert [bytes(t) for t in whole.tensors] == [bytes(ramp(0, t, 0, 8)) for t in (0, 1)]
+    plan = plan_partial(state.ids, encoded_layout(), store.shard_of(encoded_layout()), {0: state})
+    assert not plan.exact

@@ -3,7 +3,7 @@
 `one` and `shards` are of one process, with one shard and with two; `ranks` of two ranks; `kept` has been collected, and
 has a snapshot; in `mixed` the part has copies of two steps. In each the newest state is of step 6, sealed; before,
 there were a sealed state of step 3 and a part of step 5. Every byte of a partition's copy is 16 * its step + its id,
-modulo 256; a rank's ids are its own.
+modulo 256; a rank's ids are its own. `encoded` has other values, and newer copies in bfloat16 and in int8.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from scarctl.store import (
     open_writer,
     sealed_sets,
 )
+from scarctl.store.encoder import Encoder
 from scarctl.util.arrays import Ids
 
 WHOLE, PART, NEWEST = 3, 5, 6
@@ -121,6 +122,28 @@ def _ranks(folder: Path) -> None:
         writer.close()
 
 
+def encoded_layout() -> Layout:
+    """Four partitions of float32 rows with a slot, wide enough for a scale."""
+    specs = (TensorSpec("", "F32", (8, 8)), TensorSpec("exp_avg_sq", "F32", (8, 8)))
+    return build_layout([("w", "parameter", specs)], rows={"w": 2}, optimizer="Adam")
+
+
+def ramp(group: int, tensor: int, start: int, stop: int) -> memoryview:
+    """Rows of `encoded_layout`: thirds, that no encoding has; of both signs in the parameter."""
+    values = np.arange(8 * start, 8 * stop, dtype=np.float32) - np.float32(0 if tensor else 20)
+    return memoryview((values / np.float32(3)).tobytes())
+
+
+def _encoded(folder: Path) -> None:
+    store = Store.create(folder)
+    ids = np.arange(4)
+    with open_writer(store, layout=encoded_layout(), shard_of=np.zeros(4, np.int32)) as writer:
+        writer.commit(0, ids, ramp, step=WHOLE, sealed=True)
+        for step, (encoding, own) in enumerate([("bfloat16", ids[:2]), ("int8", ids[2:])], PART):
+            encoder = Encoder(encoded_layout(), encoding, ramp, own)  # type: ignore[arg-type]
+            writer.commit(0, own, encoder, step=step, extras={"step": step})
+
+
 def main(folder: Path) -> None:
     """Write all of them into a folder."""
     _one_process(folder / "one", 1)
@@ -128,6 +151,7 @@ def main(folder: Path) -> None:
     _one_process(folder / "kept", 1, collect=True)
     _one_process(folder / "mixed", 1, mixed=True)
     _ranks(folder / "ranks")
+    _encoded(folder / "encoded")
 
 
 if __name__ == "__main__":

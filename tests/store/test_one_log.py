@@ -80,3 +80,21 @@ def test_logs_and_shards_of_a_layout(tmp_path: Path, layout: Layout, data: Data,
             writer.commit(log, ids, data, step=1)
     rank = store.of_shard(7)
     assert set(rank.shard_of(layout)) == set(rank.log_of(layout)) == {7}
+
+
+def mix(z: int) -> int:
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
+
+
+@pytest.mark.parametrize(("shards", "seed"), [(1, 0), (3, 0), (8, 7), (1000, 2**40)])
+def test_shards_are_as_the_format_says(layout: Layout, shards: int, seed: int) -> None:
+    """docs/FORMAT.md, section 1."""
+    n = layout.partitions
+    c = min(shards, n)
+    order = sorted(range(n), key=lambda i: mix((mix(seed) + (i + 1) * 0x9E3779B97F4A7C15) % 2**64))
+    first = [-(-s * n // c) for s in range(c + 1)]
+    found = layout.shards(shards, seed)
+    for s in range(c):
+        assert set(np.flatnonzero(found == s)) == set(order[first[s] : first[s + 1]])

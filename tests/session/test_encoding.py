@@ -1,0 +1,308 @@
+"""Sessions that save copies in fewer bits: more of them, none called exact, and exact again once it matters."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import scarctl
+from scarctl.arena.folder import host_folder
+from scarctl.errors import Contention, UsageError
+from scarctl.ops.survey import survey
+from scarctl.state.encoding import stored_as
+from scarctl.state.encodings import ENCODINGS, ERROR_BOUND, Encoding
+from scarctl.state.version import step_of
+from scarctl.store import Store, StoreWriter, verify
+from scarctl.store.record import Record
+from tests.session.test_crash import kill_daemon
+from tests.store.helpers import read_all
+from tests.support import stepper
+from tests.support.forkserver import Program
+from tests.support.training import Loop, differing
+
+LOSSY: list[Encoding] = ["bfloat16", "int8"]
+HERE: dict[str, Any] = {"daemon": False}
+
+
+def loop(store: Path, arena_dir: Path, encoding: str, **options: Any) -> Loop:
+    return Loop(store, arena_dir=arena_dir, encoding=encoding, **{**HERE, **options})
+
+
+def encoded_in(store: Path) -> int:
+    return int(Store.open(store).state(0).encoded.sum())
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> Path:
+    """A folder for memory that a resume does not find."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    return folder
+
+
+def test_the_same_bytes_save_more_partitions(
+    tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, records = StoreWriter.commit, list[Record]()
+
+    def counted(*args: Any, **options: Any) -> Record:
+        records.append(commit(*args, **options))
+        return records[-1]
+
+    monkeypatch.setattr(StoreWriter, "commit", counted)
+    found, budget = dict[str, int](), 0.0
+    for encoding in ENCODINGS:
+        records.clear()
+        run = loop(tmp_path / encoding, arena_dir, encoding, fraction=1 / 8)
+        run.train(40, settle=True)
+        run.session.close(seal=False)
+        budget = run.session.layout.nbytes / 8 * 20
+        partial = [record for record in records if not record.sealed]
+        assert sum(record.nbytes for record in partial) <= budget * 1.05
+        found[encoding] = sum(record.partitions for record in partial)
+    # Rows of 8 values: with a scale they are 12 bytes of 32. Batch statistics stay as they are.
+    assert found["bfloat16"] > 1.5 * found["exact"]
+    assert found["int8"] > found["bfloat16"]
+
+
+@pytest.mark.parametrize("encoding", LOSSY)
+def test_a_whole_checkpoint_is_exact(
+    tmp_path: Path, arena_dir: Path, apart: Path, encoding: Encoding
+) -> None:
+    store = tmp_path / "store"
+    run = loop(store, arena_dir, encoding)
+    run.train(21, settle=True)
+    assert encoded_in(store) > 10
+    run.session.checkpoint(full=True, wait=True)
+    assert encoded_in(store) == 0
+    state = run.state()
+    run.session.close()
+    assert verify(Store.open(store), read_data=True).intact
+    again = loop(store, apart, encoding)
+    resumed = again.session.resume()
+    assert (resumed.step, resumed.exact, resumed.reasons) == (21, True, ())
+    assert differing(again.state(), state) == []
+    again.session.close()
+
+
+@pytest.mark.parametrize("encoding", LOSSY)
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_a_resume_from_encoded_copies_is_not_exact_though_all_are_of_one_step(
+    tmp_path: Path, arena_dir: Path, apart: Path, encoding: Encoding, fraction: float
+) -> None:
+    store, copy = tmp_path / "store", tmp_path / "copy"
+    run = loop(store, arena_dir, encoding, fraction=fraction)
+    run.train(20, settle=True)
+    live = run.state()
+    shutil.copytree(store, copy)
+    run.session.close()
+    again = loop(copy, apart, encoding)
+    resumed = again.session.resume()
+    assert resumed.report is not None
+    encoded = resumed.report.plan.encoded
+    assert encoded == encoded_in(copy) > 10
+    assert (resumed.step, resumed.exact) == (20, False)
+    assert f"{encoded} partitions come from encoded copies" in resumed.reasons
+    assert resumed.report.to_json()["encoded_partitions"] == encoded
+    if fraction == 1.0:
+        assert set(step_of(resumed.report.plan.version).tolist()) == {20}
+        for name, tensor in again.state().items():
+            error, values = (tensor - live[name]).abs(), live[name].abs()
+            if "norm.running" in name or not tensor.is_floating_point():
+                assert not error.any()
+            elif encoding == "bfloat16":
+                assert (error <= ERROR_BOUND["bfloat16"] * values).all()
+            elif "/" not in name:
+                assert (error <= ERROR_BOUND["int8"] * values.amax(-1, keepdim=True) * 1.001).all()
+            elif name.endswith("exp_avg_sq"):
+                assert (tensor >= live[name] * (1 - 1e-6)).all()
+    again.train(6)
+    again.session.close()
+    assert encoded_in(copy) == 0
+
+
+def test_what_has_stopped_is_exact_in_the_end(tmp_path: Path, arena_dir: Path) -> None:
+    store = tmp_path / "store"
+    run = loop(store, arena_dir, "int8", fraction=0.25)
+    run.train(20, settle=True)
+    assert encoded_in(store)
+    run.session.checkpoint(wait=True)
+    for parameter in run.model.parameters():
+        parameter.requires_grad_(requires_grad=False)
+    run.model.out.weight.requires_grad_(requires_grad=True)
+    run.train(30, settle=True)
+    still = run.state()["embed.weight"]
+    state, layout = Store.open(store).state(0), run.session.layout
+    mine = layout.match("embed.weight")
+    assert not state.encoded[state.find(mine)].any()
+    found, bad = read_all(Store.open(store), state, mine)
+    assert not bad
+    for i, copy in found.items():
+        start, stop = (int(row[0]) for row in layout.row_ranges([i]))
+        assert copy.startswith(still[start:stop].numpy().tobytes())
+    run.session.close()
+
+
+def test_the_error_of_the_stores_copy_counts_as_distance(tmp_path: Path, arena_dir: Path) -> None:
+    run = loop(tmp_path / "store", arena_dir, "int8", fraction=0.5)
+    run.train(10, settle=True)
+    engine = run.session._engine
+    assert engine is not None
+    error = engine.arena.encoding_error.copy()
+    encoded = Store.open(tmp_path / "store").state(0).encoded
+    assert np.array_equal(error >= 0, encoded)
+    weighed = engine.encoded.weigh(np.zeros(error.size))
+    assert weighed.exact is not None
+    assert np.array_equal(weighed.exact, encoded), "what has not moved is stored exactly"
+    assert (weighed.distance_sq[encoded] >= error[encoded]).all()
+    assert (weighed.distance_sq[encoded] > 0).all()
+    assert not weighed.distance_sq[~encoded].any()
+    assert np.array_equal(weighed.nbytes[encoded], run.session.layout.partition_bytes[encoded])
+    far = engine.encoded.weigh(np.full(error.size, 1e3))
+    assert far.exact is not None
+    assert not far.exact.any()
+    assert np.array_equal(far.nbytes, stored_as(run.session.layout, "int8").partition_bytes)
+    run.session.close()
+
+
+def test_inspect_says_which_copies_are_not_exact(tmp_path: Path, arena_dir: Path) -> None:
+    from scarctl.cli.inspect_view import summary
+
+    store = tmp_path / "store"
+    run = loop(store, arena_dir, "int8")
+    run.train(20, settle=True)
+    view = survey(Store.open(store), str(arena_dir))
+    count = encoded_in(store)
+    assert dict(view.encoded) == {"int8": count}
+    line = f"not exact: {count} copies in int8, with errors up to 0.4 % of a row's largest value"
+    assert line in summary(view)
+    run.session.close()
+    view = survey(Store.open(store), str(arena_dir))
+    assert not view.encoded
+    assert not any("not exact" in line for line in summary(view))
+
+
+def test_a_later_run_with_exact_copies_replaces_them(tmp_path: Path, arena_dir: Path, apart: Path) -> None:
+    store = tmp_path / "store"
+    run = loop(store, arena_dir, "int8")
+    run.train(20, settle=True)
+    copy = shutil.copytree(store, tmp_path / "copy")
+    run.session.close()
+    before = encoded_in(copy)
+    again = loop(copy, apart, "exact", fraction=0.5)
+    again.session.resume()
+    again.train(20, settle=True)
+    assert encoded_in(copy) < before / 4
+    again.session.close()
+
+
+def test_a_rollback_takes_exact_copies(tmp_path: Path, arena_dir: Path) -> None:
+    run = loop(tmp_path / "store", arena_dir, "int8")
+    run.train(11, settle=True)
+    run.session.checkpoint(full=True, wait=True)
+    state = run.state()
+    run.train(9, settle=True)
+    assert encoded_in(tmp_path / "store")
+    report = run.session.recover("all", mode="rollback")
+    assert (report.step, report.exact, report.plan.encoded) == (11, True, 0)
+    assert differing(run.state(), state) == []
+    run.train(5)
+    run.session.close()
+    assert encoded_in(tmp_path / "store") == 0
+
+
+def test_an_unknown_encoding_is_refused(tmp_path: Path, arena_dir: Path) -> None:
+    with pytest.raises(UsageError, match="unknown encoding 'int4'"):
+        loop(tmp_path / "store", arena_dir, "int4")
+
+
+@pytest.mark.leaves_arena
+@pytest.mark.usefixtures("both_savers")
+def test_killed_at_any_moment_every_copy_is_within_its_bound(
+    tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every value is the number of its step: so the error of each row that comes back is known."""
+    monkeypatch.setenv("SCARCTL_ENCODING", "bfloat16")
+    folder, rng, encoded = tmp_path / "store", random.Random(11), 0
+    for _ in range(2):
+        train_and_kill(folder, rng.uniform(0.0, 0.3), tmp_path / "log")
+        kill_daemon(arena_dir)
+        store = Store.open(str(folder))
+        assert verify(store, read_data=True).problems == []
+        encoded += encoded_in(folder)
+        shutil.rmtree(host_folder(str(arena_dir)), ignore_errors=True)
+        model, optimizer = stepper.build()
+        session = attached(model, optimizer, folder)
+        resumed = session.resume()
+        assert resumed.report is not None
+        steps = step_of(resumed.report.plan.version)
+        values = torch.cat([p.detach().amax(1) for p in model.parameters()]).numpy()
+        least = torch.cat([p.detach().amin(1) for p in model.parameters()]).numpy()
+        slots = torch.cat([optimizer.state[p]["count"].amax(1) for p in model.parameters()]).numpy()
+        bound = ERROR_BOUND["bfloat16"] * values
+        assert (values - least <= bound).all()
+        assert (np.abs(values - slots) <= 2 * bound).all()
+        assert (steps <= values + bound).all()
+        assert not (resumed.exact and resumed.report.plan.encoded)
+        session.close(seal=False)
+    assert encoded
+
+
+def attached(model: torch.nn.Module, optimizer: stepper.Stepper, store: Path) -> scarctl.Session:
+    """A session, once the killed daemon's lock is gone."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return stepper.attach(model, optimizer, str(store), daemon=False)
+        except Contention:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def train_and_kill(store: Path, seconds: float, log: Path) -> None:
+    """Run the stepper, and kill it `seconds` after the store has copies of several of its steps."""
+    with log.open("wb") as output, log.with_suffix(".err").open("wb") as errors:
+        process = Program(
+            ["-m", "tests.support.stepper", str(store), "1000000"], stdout=output, stderr=errors
+        )
+    try:
+        deadline = time.monotonic() + 120
+        while not several(log) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(seconds)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == -signal.SIGKILL, log.with_suffix(".err").read_text()
+
+
+def several(log: Path) -> bool:
+    """Whether all copies are durable, of two steps at least, after the step at which the process began."""
+    lines = log.read_bytes().split(b"\n")[:-1]
+    durable = json.loads(lines[-1])["durable"] if lines else []
+    return bool(durable) and min(durable) >= 0 and max(durable) > min(durable)
+
+
+def test_no_word_of_it_without_an_encoding(
+    tmp_path: Path, arena_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "scarctl"):
+        run = loop(tmp_path / "store", arena_dir, "exact")
+        run.train(8, settle=True)
+        run.session.close()
+    assert "encod" not in caplog.text
+    assert all(not record.encoded for record in Store.open(tmp_path / "store").records(0))
+    for path in (tmp_path / "store").rglob("*.json"):
+        assert b'"encoding"' not in path.read_bytes()
+        assert b'"format":4' not in path.read_bytes()
+    assert scarctl.Selection().encoding is None
