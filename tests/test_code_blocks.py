@@ -53,6 +53,7 @@ ELSEWHERE = {
     "docs/frameworks.md": "tests/adapters, which train with each framework",
     "docs/jax.md": "tests/adapters/jax, where JAX is installed",
     "docs/object-stores.md": "tests/store/conformance, against a server",
+    "docs/elastic.md": "tests/adapters/test_elastic.py: it needs ranks",
     "docs/peers.md": "tests/peers: a process alone has none",
     "docs/ray.md": "tests/adapters, where Ray is installed",
     "docs/workbench.md": "tests/test_readme.py",

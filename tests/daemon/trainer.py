@@ -122,7 +122,7 @@ def idle(folder: Path) -> bool:
     return not (status(folder) or {"runs": []})["runs"]
 
 
-def wait_until(condition: Any, seconds: float = 10.0) -> Any:
+def wait_until(condition: Any, seconds: float = 45.0) -> Any:
     """The first value of `condition()` that is true; fails after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
