@@ -123,6 +123,23 @@ def test_a_lost_parameter_comes_back_with_all_its_optimizer_has(name: str, tmp_p
         assert all(bool(torch.isfinite(p).all()) for p in training.model.parameters())
 
 
+@pytest.mark.parametrize("name", sorted(MAKES))
+def test_a_lost_value_that_is_finite_is_replaced_too(name: str, tmp_path: Path) -> None:
+    """Memory that comes back with other numbers in it: nothing shows that they are wrong."""
+    training, wrong = Training(MAKES[name]), 12345.0
+    with training.session(tmp_path) as session:
+        training.step(3)
+        session.checkpoint(full=True, wait=True)
+        lost = [training.model[0].weight, training.model[0].bias]
+        with torch.no_grad():
+            for leaf in [*lost, *_leaves([training.optimizer.state[parameter] for parameter in lost])]:
+                if leaf.is_floating_point() and leaf.dim():
+                    leaf.fill_(wrong)
+        assert session.recover("0.*").problems == ()
+        for leaf in [*lost, *_leaves([training.optimizer.state[parameter] for parameter in lost])]:
+            assert not bool((leaf == wrong).any())
+
+
 def test_of_a_parameter_that_is_lost_in_part_only_lost_rows_of_row_statistics_change(tmp_path: Path) -> None:
     training = Training(MAKES["SOAPlike"])
     with training.session(tmp_path) as session:
