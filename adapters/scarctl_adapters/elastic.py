@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,8 @@ log = logging.getLogger("scarctl")
 
 _FIRST = 2
 """Steps in which nothing is lent: DDP makes its buckets anew after the first backward pass."""
+_LAST_SECONDS = 5.0
+"""Longest wait at exit for one bucket, which never arrives if another rank has died."""
 _SAMPLE = 16
 """Elements of each gradient that are compared."""
 
@@ -51,6 +54,8 @@ class _Bucket:
     rates: list[float] = field(default_factory=list)
     """Learning rate of each parameter in the step that used `own`."""
     work: Any = None
+    released: threading.Event = field(default_factory=threading.Event)
+    """Set when the process group's thread has ended its call of `Elastic._arrive`."""
 
     def owed(self) -> torch.Tensor:
         """Wait for all ranks' gradients; return their mean minus this rank's own, flat."""
@@ -86,6 +91,8 @@ class Elastic:
         """Those in which a gradient was lent."""
         self.constant = 0.0
         """Largest ‖mean - own‖ that one step lent: with SGD, the B of elastic consistency that was observed."""
+        self._called: list[_Bucket] = []  # whose `_arrive` may still run
+        weakref.finalize(self, _await_calls, self._called)  # at exit, too
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
         ddp.register_comm_hook(self, lambda elastic, bucket: elastic.reduce(bucket))
@@ -138,7 +145,14 @@ class Elastic:
         with self._lock:
             self._buckets.append(entry)
         entry.work = dist.all_reduce(entry.mean, group=self._group, async_op=True)
-        entry.work.get_future().add_done_callback(lambda future: self._arrive(entry, future))
+        self._called[:] = [one for one in self._called if not one.released.is_set()]
+        self._called.append(entry)
+
+        def arrive(future: Any) -> None:
+            self._arrive(entry, future)
+
+        weakref.finalize(arrive, entry.released.set).atexit = False
+        entry.work.get_future().add_done_callback(arrive)
         if bucket.is_last():
             with self._lock:
                 self._over = True
@@ -284,3 +298,9 @@ def schedule(
 def _lend(ready: list[_Bucket]) -> None:
     for entry in ready:
         entry.result.set_result(entry.own)
+
+
+def _await_calls(called: list[_Bucket]) -> None:
+    """Wait for the process group's threads. A call of Python that ends with the interpreter aborts the process."""
+    for entry in called:
+        entry.released.wait(_LAST_SECONDS)

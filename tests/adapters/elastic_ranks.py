@@ -237,3 +237,14 @@ def stateful(rank: int, world: int, folder: str) -> dict[str, list[str]]:
         found[name] = [caveat.message for caveat in session.caveats if caveat.kind == "communication-hook"]
         session.close()
     return found
+
+
+if __name__ == "__main__":
+    # A program whose last step lends, and which ends at once. Ranks of `launch` end without the interpreter's end.
+    dist.init_process_group("gloo")
+    place = dist.get_rank()
+    model = wrap(place)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    lending = schedule(model, sgd, beta=0.5)
+    train(model, sgd, place, range(5))
+    assert place or not lending.settled, "what is tested"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import launch
+from tests.distributed.launch import environment, free_port, launch
 
 RANKS = "tests.adapters.elastic_ranks"
 
@@ -49,6 +51,20 @@ def test_clipped_gradients_are_warned_of() -> None:
     found = launch(f"{RANKS}:clipped", 2)
     assert found[0]["lent"] > 0
     assert [line for line in found[0]["warnings"] if "clipped" in line]
+
+
+def test_a_program_that_ends_right_after_a_gradient_was_lent_does_not_abort() -> None:
+    port = free_port()
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.adapters.elastic_ranks"],
+            env=environment(rank, 2, port),
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    said = [program.communicate(timeout=120)[1].decode() for program in programs]
+    assert [program.returncode for program in programs] == [0, 0], said
 
 
 @pytest.mark.parametrize("wrapper", [True, False])
