@@ -97,7 +97,7 @@ def test_it_goes_with_the_arena_of_a_dead_run_too(tmp_path: Path, arena_dir: Pat
     killed(tmp_path / "store", 3 * INTERVAL)
     folder = folder_of(tmp_path / "store", arena_dir)
     assert (folder / MOVEMENTS).exists()
-    assert [stale.folder for stale in reap(folder.parent)] == [folder]
+    assert [stale.folder for stale in reap(folder.parent)] == [str(folder)]
     assert not folder.exists()
 
 
