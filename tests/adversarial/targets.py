@@ -262,7 +262,10 @@ class Targets(StoreTargets):
             json.dumps(view.to_json(None), allow_nan=False)
             plain(view)
             for one in stale_arenas(self.place.parent):
-                json.dumps([one.id, one.pid, one.head_step, one.durable_step, one.pending], allow_nan=False)
+                json.dumps(
+                    [one.id, one.pid, one.head_step, one.durable_step, one.pending_partitions],
+                    allow_nan=False,
+                )
             arena = Arena.open_existing(self.place, run_id=self.store_id)
             if arena is not None:
                 for array in (arena.newest(), arena.lifted(arena.version), arena.pending(), arena.intact()):

@@ -80,7 +80,7 @@ def test_a_damaged_copy_is_replaced_and_said_so(run: Run, saved: Model) -> None:
     before = load_file(saved.path)
     run("checkpoint", saved.train(), "--store", "ckpt", "--step", 1, "--fraction", 1)
     save_file(before, "before.safetensors")
-    path = segment(1)
+    path = segment(0)
     data = bytearray(path.read_bytes())
     data[8 + int.from_bytes(data[:8], "little")] ^= 1
     path.write_bytes(data)

@@ -222,7 +222,9 @@ class TestDead:
         os.kill(training.trainer, signal.SIGSTOP)
         os.kill(training.daemon, signal.SIGKILL)
         told = training.kill()
-        assert training.ends(137).stderr == ""
+        lines = training.ends(137).stderr.splitlines()
+        # The training itself says so while the disk is full, if it is not stopped before.
+        assert all(line.startswith("saving fails, and is retried") for line in lines)
         assert at_least(training.stored(), told["handed"])
         wait_until(lambda: idle(folder))
 

@@ -33,7 +33,7 @@ def saved(folder: Path, step: int, **given: int) -> int:
 
 def test_a_command_wants_to_be_told(tmp_path: Path) -> None:
     Store.create(tmp_path / "run", partition_bytes=1).close()
-    with pytest.raises(UsageError, match="cuts this state into 64 partitions, and has 0 of them"):
+    with pytest.raises(UsageError, match="cuts this state into 64 partitions, but has only 0 of them"):
         saved(tmp_path, 1)
     assert Store.open(tmp_path / "run").shards() == []
     assert saved(tmp_path, 1, partition_bytes=1) == ROWS
