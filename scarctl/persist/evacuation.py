@@ -104,7 +104,7 @@ class Evacuated(Document):
     """Bytes that were committed in this evacuation."""
     commits: int
     lost_partitions: int
-    """Partitions whose newest copy is only in this host's memory: neither in the store, exactly, nor on another host."""
+    """Partitions whose newest copy only this host's memory has: neither the store, exactly, nor another host."""
     lost_bytes: int
     squared: float | None
     """Sum of squared distances of these parameters from the store's copies (l2), an upper bound; None if unknown."""

@@ -1,4 +1,4 @@
-"""An arena of the former format, which has no errors of encoded copies: read, converted, never mapped beyond its end."""
+"""An arena of the former format, without errors of encoded copies: read, converted, never mapped beyond its end."""
 
 from __future__ import annotations
 
