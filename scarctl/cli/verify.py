@@ -158,7 +158,7 @@ def _advice(store: Store) -> str:
     try:
         store.states(store.shards())
     except Corruption as error:
-        # Unlike a damaged copy, this is a file without which nobody knows which copies are the newest.
+        # Unlike a damaged copy, this file cannot be replaced by an older one: it says which copies are the newest.
         return (
             f"the newest state cannot be read: {error.message}. Put that file back from a copy of this store. "
             "Without one, the tensors are in shards/*/seg, as safetensors"
