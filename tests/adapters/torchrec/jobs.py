@@ -86,12 +86,15 @@ def train(
 
 
 def one_step(model: Any, optimizer: Any, step: int, rank: int) -> None:
-    """One iteration, as in TorchRec's examples. Learning rates fall; dropout draws."""
+    """One iteration, as in TorchRec's examples. Learning rates fall; dropout draws.
+
+    Nothing changes after the step: a state that is saved right after it is that of a rank which has gone further.
+    """
     optimizer.zero_grad()
     model(models.batch(step * 10 + rank)).square().mean().backward()
-    optimizer.step()
     for group in optimizer.param_groups:
         group["lr"] *= 0.98
+    optimizer.step()
 
 
 def digests(model: Any, optimizer: Any) -> dict[str, str]:
