@@ -29,6 +29,7 @@ _ASKS = 8.0
 _COMES = 1.0
 """Seconds that it waits for the next forward pass."""
 _REPLACED = "weights-replaced"
+_WITHIN = "within-iteration"
 _CHECKED = 3
 """Number of steps after which extras are checked for later changes."""
 
@@ -103,7 +104,7 @@ class Progress:
             except Exception as error:
                 self._ended = None
                 self._fault(error)
-        self.caveats.withdraw("not-settled", _REPLACED)
+        self.caveats.withdraw("not-settled", _REPLACED, _WITHIN)
         kept = moment.early if moment is not None else None
         rng = kept.get("rng") if isinstance(kept, dict) else None
         self.witness.begin(step, self._forward_begins, rng if isinstance(rng, Raw) else None)
@@ -238,6 +239,14 @@ class Progress:
                 f"step {moment.step} was saved while other values were in place of its parameters, as when an average "
                 "is evaluated. Those values are saved",
             )
+
+    def within(self, moment: Moment) -> None:
+        """Note that `moment` was taken after the next iteration's forward pass had begun."""
+        self.caveats.say(
+            _WITHIN,
+            f"step {moment.step} was saved after the next forward pass had begun, and buffers that it may have changed "
+            "are saved as it left them: save before the forward pass, or attach with flush_on_signal=True",
+        )
 
     def extras(self, moment: Moment) -> Extras:
         """Return the extras of the adapter and the loop for the step of `moment`."""

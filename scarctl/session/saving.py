@@ -112,11 +112,20 @@ class Saving:
     def take_between(self) -> Moment | None:
         """Return the moment for a checkpoint between two iterations of the loop.
 
-        That is the newest step's end if the next forward has begun: it drew random numbers, and changed buffers.
+        That is the newest step's end if the next forward has begun: it drew random numbers, and changed buffers. A pass
+        without gradients after the step, such as one that measures statistics anew, is part of the live state.
         """
         kept, progress = self.moment, self._progress
-        begun = kept is not None and kept.step == progress.head_step and progress.witness.seen(kept.step)
-        return progress.settled_moment() or (kept if begun else self.take())
+        settled = progress.settled_moment()
+        if settled is not None:
+            return settled
+        begun = progress.witness.trains(progress.head_step)
+        if begun and kept is not None and kept.step == progress.head_step and not kept.weights.replaced():
+            return kept
+        moment = self.take()
+        if begun and moment is not None and moment.buffers:
+            progress.within(moment)
+        return moment
 
     def begin(self, moment: Moment | None, extent: Extent) -> None:
         """Start the first half: copy the state of `moment`. Do nothing for None."""

@@ -43,6 +43,8 @@ class _Gap:
     """Inputs of the forward pass, with their counts of in-place writes at that time."""
     values: Mapping[str, Any] | None = None
     """Hyperparameters at the gap's end; None in later iterations. See `Changes.within`."""
+    trains: bool = False
+    """Whether a forward pass recorded gradients, so that it was not one that only measures statistics."""
 
     def drawn(self) -> list[int] | None:
         return None if self.ended is None else draws(self.begun, self.ended)
@@ -76,6 +78,10 @@ class Witness:
     def seen(self, step: int) -> bool:
         """Return whether the forward pass after `step` has begun."""
         return bool(self._gaps) and self._gaps[-1].step == step and self._gaps[-1].ended is not None
+
+    def trains(self, step: int) -> bool:
+        """Return whether the next iteration's forward pass has begun after `step`, with gradients."""
+        return self.seen(step) and self._gaps[-1].trains
 
     def begin(self, step: int, seen: Callable[[], None], now: Raw | None = None) -> None:
         """Start observing after `step`, ended or resumed from. seen: called when the next forward begins.
@@ -113,7 +119,8 @@ class Witness:
             if gap.ended is None:
                 gap.ended, gap.values = raw(), values
             self.stop()
-            self._seen()
+            if not gap.inputs:
+                self._seen()
 
     def stop(self) -> None:
         """Stop observing."""
@@ -130,14 +137,19 @@ class Witness:
         if gap.ended is None:
             gap.ended = raw()
             gap.values = None if self._changes.settled else self._changes.within()
-        if len(args) == 1 and isinstance(args[0], torch.Tensor):  # as for `_tensors`, which takes longer
+        known = bool(gap.inputs)
+        if known:
+            pass  # a pass without gradients came first: frozen layers, or statistics that are measured again
+        elif len(args) == 1 and isinstance(args[0], torch.Tensor):  # as for `_tensors`, which takes longer
             gap.inputs = [(args[0], args[0]._version)]
         else:
             gap.inputs = [(tensor, tensor._version) for tensor in _tensors(args)]
+        gap.trains = gap.trains or torch.is_grad_enabled()
         self._left -= 1
         # If the inputs are keywords, an inner module gets them unchanged.
-        if gap.inputs or not self._left:
+        if not self._left or (gap.inputs and gap.trains):
             self.stop()
+        if not known and (gap.inputs or not self._left):
             self._seen()
 
     def following(self, step: int) -> dict[str, Any] | None:

@@ -35,16 +35,28 @@ def streamed(session: scarctl.Session) -> Iterator[Any]:
     yield from session.batches(drawn(session))
 
 
-def run(store: Path, batches: Any, *, last: int = -1, action: str = "close") -> tuple[Any, dict[str, Any]]:
+def measured_anew(model: nn.Sequential) -> None:
+    """Average the weights, and measure the statistics of batch norm for them: `torch.optim.swa_utils.update_bn`."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    torch.optim.swa_utils.update_bn([by_step(100 + number)[0] for number in range(3)], model)
+
+
+def run(
+    store: Path, batches: Any, *, last: int = -1, action: str = "close", dropout: float = 0.5, **given: Any
+) -> tuple[Any, dict[str, Any]]:
     """Train up to the end; or until the forward pass after step `last`, and then only do `action`."""
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 2))
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(dropout), nn.ReLU(), nn.Linear(16, 2)
+    )
     optimizer = torch.optim.Adam(model.parameters())
     session = scarctl.attach(
         model,
         optimizer,
         store=store,
-        **grouped(policy="full", interval=1, partition_bytes=4096, daemon=False),
+        **grouped(policy="full", interval=1, partition_bytes=4096, daemon=False, **given),
     )
     resumed = session.resume()
     for x, y in batches(session):
@@ -56,7 +68,9 @@ def run(store: Path, batches: Any, *, last: int = -1, action: str = "close") -> 
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    session.close(seal=action == "close")
+    if action == "measure":
+        measured_anew(model)
+    session.close(seal=action != "snapshot")
     return session.resumed or resumed, {k: v.clone() for k, v in model.state_dict().items()}
 
 
@@ -73,5 +87,51 @@ def test_a_snapshot_within_an_iteration_too(tmp_path: Path) -> None:
     _, whole = run(tmp_path / "whole", drawn)
     run(tmp_path / "store", drawn, last=STOP, action="snapshot")
     resumed, ended = run(tmp_path / "store", drawn)
+    assert (resumed.step, resumed.exact) == (STOP, True)
+    assert differing(ended, whole) == []
+
+
+def test_without_the_step_s_end_it_is_not_called_exact(tmp_path: Path) -> None:
+    """No random numbers are drawn, so that only the buffers are another step's."""
+    _, whole = run(tmp_path / "whole", numbered, dropout=0.0)
+    run(tmp_path / "store", numbered, last=STOP, dropout=0.0, flush_on_signal=False)
+    resumed, ended = run(tmp_path / "store", numbered, dropout=0.0, flush_on_signal=False)
+    assert differing(ended, whole), "what is tested"
+    assert (resumed.step, resumed.exact) == (STOP, False)
+    assert "buffers" in "; ".join(resumed.reasons)
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_statistics_that_are_measured_after_the_last_step_are_saved(tmp_path: Path, flush: bool) -> None:
+    _, closed = run(tmp_path / "store", numbered, action="measure", flush_on_signal=flush)
+    resumed, restored = run(tmp_path / "store", numbered, flush_on_signal=flush)
+    assert (resumed.step, resumed.exact, resumed.reasons) == (STEPS, True, ())
+    assert differing(restored, closed) == []
+
+
+def test_frozen_layers_run_first_and_without_gradients(tmp_path: Path) -> None:
+    def trained(store: Path, last: int = -1) -> tuple[Any, dict[str, Any]]:
+        torch.manual_seed(1)
+        model = nn.ModuleList([nn.BatchNorm1d(8), nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 2))])
+        optimizer = torch.optim.Adam(model[1].parameters())
+        session = scarctl.attach(
+            model, optimizer, store=store, **grouped(policy="full", interval=1, daemon=False)
+        )
+        session.resume()
+        for x, y in numbered(session):
+            with torch.no_grad():
+                features = model[0](x)
+            loss = functional.cross_entropy(model[1](features), y)
+            if session.head_step == last:
+                break
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        session.close()
+        return session.resumed, {k: v.clone() for k, v in model.state_dict().items()}
+
+    _, whole = trained(tmp_path / "whole")
+    trained(tmp_path / "store", STOP)
+    resumed, ended = trained(tmp_path / "store")
     assert (resumed.step, resumed.exact) == (STOP, True)
     assert differing(ended, whole) == []
