@@ -96,7 +96,7 @@ class Arena(Fields):
         self.version: Ids = np.frombuffer(memory, np.int64, n, at + 8 * n)
         self.durable: Ids = np.frombuffer(memory, np.int64, n, at + 16 * n)
         self.distance: NDArray[np.float64] = np.frombuffer(memory, np.float64, n, at + 24 * n)
-        self.encoding_error: NDArray[np.float64] = np.frombuffer(memory, np.float64, n, at + 32 * n)
+        self.encoding_error: NDArray[np.float64] = np.frombuffer(memory, np.float64, n, geometry.errors_at)
         super().__init__(np.frombuffer(memory, np.int64, len(FIELDS), FIELDS_AT))
         if lock >= 0:
             _open_arenas.add(self)
@@ -117,7 +117,6 @@ class Arena(Fields):
         """Create an arena in `folder`, and the folder if it is missing. The file appears only when it is complete.
 
         place: address of the store, for display. populate: see `map_file`.
-
         Hand-overs in a folder without an arena are obsolete, and deleted.
 
         Raises Unavailable (not enough memory: the message has the bytes needed), AccessDenied, Contention (an arena is
@@ -172,7 +171,7 @@ class Arena(Fields):
         try:
             fd = open_file(path)
             try:
-                layout, geometry = read_header(fd, path, run_id)
+                layout, geometry = read_header(fd, path, run_id, former="convert")
                 # Its pages exist: several threads map them while reading.
                 return cls(map_file(fd, geometry.size, populate=False), layout, geometry, folder, lock)
             finally:
@@ -305,7 +304,8 @@ class Arena(Fields):
 
     def memory(self) -> NDArray[np.uint8]:
         """Return all tensors in one piece: a writable view, uint8 of shape (bytes,), which begins on a page."""
-        return np.frombuffer(self._memory, np.uint8, offset=self._geometry.tensors_at)
+        at, end = self._geometry.tensors_at, self._geometry.errors_at
+        return np.frombuffer(self._memory, np.uint8, end - at, at)
 
     def offset(self, g: int, t: int) -> int:
         """Return the offset of tensor `t` of group `g` in `memory`: a multiple of 64 bytes."""
@@ -379,7 +379,7 @@ class Arena(Fields):
 
     def mark_all_durable(self, whole: str) -> None:
         """Note, after a rollback, that the store's newest state is the arena's: the commit `whole`."""
-        self.durable[:] = self.version
+        self.durable[:], self.encoding_error[:] = self.version, -1  # what is sealed is exact
         self.seal(NEVER)
         self.name_whole(whole)
 

@@ -7,10 +7,11 @@ import os
 import stat
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from scarctl.arena.folder import reserve
 from scarctl.errors import AccessDenied, Corruption
 from scarctl.state.layout import Layout
 from scarctl.state.version import MAX_EPOCH, MAX_STEP, NEVER, pack
@@ -24,6 +25,8 @@ OWNER = "owner"
 """Name of an optional file next to the arena: see `scarctl.arena.owner`."""
 _MAGIC = b"SCARaren"
 _FORMAT = 2
+_FORMER = 1
+"""A format without `encoding_error`, which is the end of the file."""
 HEADER = 4096
 _FIXED = struct.Struct("<8sIIQQQQQQ32s16s16s")
 # magic, format, header, file, partitions, json at, json, arrays, tensors, layout digest, store, boot
@@ -45,7 +48,7 @@ class Geometry:
     def __init__(self, layout: Layout, layout_json: bytes) -> None:
         self.json_at = HEADER
         self.arrays_at = _round_up(self.json_at + len(layout_json), _ALIGNED)
-        self.tensors_at = _round_up(self.arrays_at + 5 * 8 * layout.partitions, _PAGE)
+        self.tensors_at = _round_up(self.arrays_at + 4 * 8 * layout.partitions, _PAGE)
         self.tensor_at: list[list[int]] = []
         at = self.tensors_at
         for group in layout.groups:
@@ -54,7 +57,8 @@ class Geometry:
                 offsets.append(at)
                 at = _round_up(at + spec.nbytes, _ALIGNED)
             self.tensor_at.append(offsets)
-        self.size = _round_up(at, _PAGE)
+        self.errors_at = _round_up(at, _PAGE)
+        self.size = _round_up(self.errors_at + 8 * layout.partitions, _PAGE)
 
 
 def write_header(
@@ -81,8 +85,14 @@ def write_header(
     memory[: len(fixed)] = fixed
 
 
-def read_header(fd: int, path: Path, run_id: str) -> tuple[Layout, Geometry]:
-    """Return the layout and offsets of an existing arena. Checks every number against the layout."""
+def read_header(
+    fd: int, path: Path, run_id: str, *, former: Literal["refuse", "read", "convert"] = "refuse"
+) -> tuple[Layout, Geometry]:
+    """Return the layout and offsets of an existing arena. Checks every number against the layout.
+
+    former: treatment of an arena of the former format. "read": its file may end at `Geometry.errors_at`. "convert" it:
+    no other process may use it.
+    """
     status = os.fstat(fd)
     if (
         not stat.S_ISREG(status.st_mode)
@@ -101,11 +111,16 @@ def read_header(fd: int, path: Path, run_id: str) -> tuple[Layout, Geometry]:
     digest, store, boot = ids
     if magic != _MAGIC or header != HEADER or json_at != HEADER:
         raise not_an_arena(path, "its header is not valid")
-    if version != _FORMAT:
+    old = version == _FORMER and former != "refuse"
+    if version != _FORMAT and not old:
         raise not_an_arena(path, f"it has format {version}, this scarctl reads {_FORMAT}")
     if store.hex() != run_id[:32]:
         raise not_an_arena(path, "it belongs to another store")
-    if size != status.st_size or json_size > _MAX_LAYOUT_JSON or json_at + json_size > size:
+    if (
+        (size > status.st_size if old else size != status.st_size)
+        or json_size > _MAX_LAYOUT_JSON
+        or json_at + json_size > size
+    ):
         raise not_an_arena(path, "its size differs from its header")
     layout_json = os.pread(fd, json_size, json_at)
     try:
@@ -113,14 +128,29 @@ def read_header(fd: int, path: Path, run_id: str) -> tuple[Layout, Geometry]:
     except Corruption as error:
         raise not_an_arena(path, f"its layout cannot be read: {error}") from error
     geometry = Geometry(layout, layout_json)
-    mine = (geometry.size, layout.partitions, geometry.arrays_at, geometry.tensors_at, layout.digest)
+    length = geometry.errors_at if old else geometry.size
+    mine = (length, layout.partitions, geometry.arrays_at, geometry.tensors_at, layout.digest)
     if mine != (size, partitions, arrays_at, tensors_at, digest.hex()):
         raise not_an_arena(path, "its header does not fit its layout")
+    if status.st_size not in (length, geometry.size):
+        raise not_an_arena(path, "its size differs from its header")
     if not _possible(os.pread(fd, 8 * len(FIELDS), FIELDS_AT)):
         raise not_an_arena(path, "its counters are impossible")
     if boot != boot_id():
         raise BeforeBoot(f"{path} is from before this machine's last boot", hint="it cannot be used")
+    if old and former == "convert":
+        _convert(fd, path, geometry, layout.partitions)
     return layout, geometry
+
+
+def _convert(fd: int, path: Path, geometry: Geometry, partitions: int) -> None:
+    """Append `encoding_error` to an arena of the former format, which has exact copies only.
+
+    If the process is killed meanwhile, the next one repeats this. Raises Unavailable without room.
+    """
+    reserve(fd, geometry.size, path.parent)
+    os.pwrite(fd, np.full(partitions, -1.0).tobytes(), geometry.errors_at)
+    os.pwrite(fd, struct.pack("<IIQ", _FORMAT, HEADER, geometry.size), len(_MAGIC))
 
 
 def read_place(fd: int) -> str:

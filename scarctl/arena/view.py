@@ -86,7 +86,7 @@ def peek(base: str | None, run_id: str) -> ArenaView | None:
         log.warning("%s", error)
         return None
     try:
-        layout, geometry = read_header(fd, path, run_id)
+        layout, geometry = read_header(fd, path, run_id, former="read")
         place = read_place(fd)
         n = layout.partitions
         fields = np.frombuffer(_read(fd, path, FIELDS_AT, 8 * len(FIELDS)), np.int64)

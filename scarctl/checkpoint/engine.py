@@ -358,11 +358,13 @@ class Engine:
 
     def is_sealed(self) -> bool:
         """Return whether every copy is of the newest iteration, durable or pending."""
-        waiting = [handover.version for handover in self.queue.pending() if handover.sealed]
+        handovers = self.queue.pending()
+        waiting = [handover.version for handover in handovers if handover.sealed]
+        lossy = (self.arena.encoding_error >= 0).any() or any(one.encoding != "exact" for one in handovers)
         head, copies = self.arena.head_step, step_of(self.arena.newest())
         if head in map(step_of, waiting) or step_of(self.arena.sealed) == head:
             return True
-        return self.settings.encoding == "exact" and bool((copies == head).all())
+        return not lossy and bool((copies == head).all())
 
     def lag(self) -> int:
         """Return the iterations since the oldest copied change that is not durable yet; 0 if all copies are."""

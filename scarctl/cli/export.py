@@ -81,6 +81,9 @@ def command(output: Path, store: str, max_shard_size: int, **options: Any) -> in
     label = (
         f"exact, of step {done.step}"
         if done.exact
+        else f"not exact, with {counted(done.encoded_partitions, 'partition')} from encoded copies, "
+        f"of steps {done.oldest_step} to {done.newest_step}"
+        if done.encoded_partitions
         else f"mixed, of steps {done.oldest_step} to {done.newest_step}"
     )
     emit(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -11,9 +11,12 @@ from scarctl.cli.checkpoints import chosen, memory_lines, store_or_checkpoint, v
 from scarctl.cli.groups import Command
 from scarctl.cli.output import EXIT_CORRUPT, EXIT_OK, arena_option, emit, human_bytes, note, open_store
 from scarctl.cli.progress import Progress
-from scarctl.errors import NoIntactCopy, UsageError
+from scarctl.errors import Corruption, NoIntactCopy, UsageError
 from scarctl.util.document import json_of
 from scarctl.util.text import counted
+
+if TYPE_CHECKING:
+    from scarctl.store import Store
 
 EXAMPLES = """\b
 Examples:
@@ -143,8 +146,21 @@ def _of_store(store: str, read_data: bool, part: str | None, memory: str | Liter
             "delete the folder of a damaged copy before a run resumes from it: the store's copies are intact"
         )
     if problems:
-        note("`scarctl recover` uses older intact copies of damaged partitions; saving again replaces them")
+        note(_advice(opened))
     if empty:
         note("nothing has been saved to this store yet: nothing can be recovered from it")
         return NoIntactCopy.exit_code
     return EXIT_CORRUPT if problems or damaged else EXIT_OK
+
+
+def _advice(store: Store) -> str:
+    """Return what to do about a damaged store."""
+    try:
+        store.states(store.shards())
+    except Corruption as error:
+        # Unlike a damaged copy, this file cannot be replaced by an older one: it says which copies are the newest.
+        return (
+            f"the newest state cannot be read: {error.message}. Put that file back from a copy of this store. "
+            "Without one, the tensors are in shards/*/seg, as safetensors"
+        )
+    return "`scarctl recover` uses older intact copies of damaged partitions; saving again replaces them"

@@ -270,11 +270,10 @@ class Run:
         oldest = np.full(len(shards), np.iinfo(np.int64).max, dtype=np.int64)
         np.maximum.at(newest, index, durable)
         np.minimum.at(oldest, index, durable)
-        oldest = np.minimum(oldest, newest)  # a shard without a partition
         return [
             {"shard": shard, "durable_step": new, "oldest_durable_step": old}
-            for shard, (new, old) in enumerate(
-                zip(step_of(newest).tolist(), step_of(oldest).tolist(), strict=True)
+            for shard, new, old in zip(
+                shards.tolist(), step_of(newest).tolist(), step_of(oldest).tolist(), strict=True
             )
         ]
 

@@ -183,7 +183,10 @@ class Daemon:
             with contextlib.suppress(queue.Empty):
                 protocol.send(connection, run.events.get(timeout=_TICK))
             thread, failed = run.saver.thread, run.saver.failure
-            if failed is None and (news := trouble.look(thread.last_error if thread else None)) is not None:
+            # After a pause a new thread has neither failed nor saved anything yet.
+            known = thread is not None and (thread.last_error is not None or thread.stats.handovers > 0)
+            error = thread.last_error if thread is not None else None
+            if failed is None and known and (news := trouble.look(error)) is not None:
                 protocol.send(connection, news)
             if failed is not None and not reported:
                 reported = True

@@ -86,7 +86,7 @@ class Exported(Document):
     tensors: int
     bytes: int
     exact: bool
-    """The whole state is of `step`. Otherwise steps are mixed."""
+    """The whole state is of `step`. Otherwise steps are mixed, or copies were encoded."""
     step: int | None
     oldest_step: int
     newest_step: int
@@ -95,6 +95,8 @@ class Exported(Document):
     format: str
     snapshot: str | None
     weights: bool
+    encoded_partitions: int
+    """Exported from encoded copies, which are not exact."""
 
 
 def export(settings: ExportSettings, *, progress: Callable[[int, int], None] | None = None) -> Exported:
@@ -148,6 +150,7 @@ def export(settings: ExportSettings, *, progress: Callable[[int, int], None] | N
         format=settings.form,
         snapshot=settings.snapshot,
         weights=settings.weights,
+        encoded_partitions=sum(part.encoded for _, part in done.each()),
     )
 
 

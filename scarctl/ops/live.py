@@ -303,13 +303,17 @@ def _closed(store: Store, asked_at: int, pid: int) -> LiveCheckpoint | None:
     if layout is None:
         return None
     durable = np.full(layout.partitions, NEVER, dtype=np.int64)
+    encoded = False
     for shard in store.shards():
         state = store.state(shard, layout)
         durable[state.ids] = state.version
+        encoded |= bool(state.encoded.any())
     version = int(durable.max(initial=NEVER))
     if version < max(asked_at, 0):
         return None
-    return LiveCheckpoint(pid, version, layout, durable, exact=bool((durable == version).all()))
+    return LiveCheckpoint(
+        pid, version, layout, durable, exact=not encoded and bool((durable == version).all())
+    )
 
 
 def recover_live(

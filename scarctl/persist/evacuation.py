@@ -104,7 +104,7 @@ class Evacuated(Document):
     """Bytes that were committed in this evacuation."""
     commits: int
     lost_partitions: int
-    """Partitions whose newest copy is only in this host's memory: neither in the store nor on another host."""
+    """Partitions whose newest copy only this host's memory has: neither the store, exactly, nor another host."""
     lost_bytes: int
     squared: float | None
     """Sum of squared distances of these parameters from the store's copies (l2), an upper bound; None if unknown."""
@@ -354,7 +354,8 @@ class Evacuation:
         """Report what is safe now, and what a loss of the host would lose."""
         arena = self._arena
         stored = self._tier.stored()
-        unsaved = arena.pending() | ~arena.intact()
+        waiting, lacking = arena.pending() | ~arena.intact(), arena.encoding_error
+        unsaved = waiting | (lacking >= 0)  # an encoded copy is not the copy in memory
         unsaved &= ~((arena.version < 0) & (stored == NEVER))  # never copied anywhere
         there = unsaved & self._elsewhere()
         ids = np.flatnonzero(unsaved & ~there)
@@ -365,7 +366,7 @@ class Evacuation:
         peers = () if self._copies is None else self._copies.hosts()
         exact = bool(peers) and not ids.size and self._copies is not None and bool(self._copies.whole())
         ages, counts = grouped(np.maximum(newest - np.maximum(step_of(stored[mine]), 0), 0))
-        known = self._unsaved[mine].astype(np.float64)
+        known = np.where(waiting, self._unsaved, np.sqrt(np.maximum(lacking, 0.0)))[mine]
         # The store may have a copy that is newer than the distance was measured from: then it is an upper bound.
         squared = float(np.square(known).sum()) if self._notes.norm == "l2" else math.nan
         squared = math.nan if (stored[mine] == NEVER).any() else squared

@@ -264,12 +264,14 @@ class ShardLog:
                 raise corrupt(what, "it is the index of another record")
             if len(index.state.ids) and index.state.ids[-1] >= layout.partitions:
                 raise corrupt(what, "it has partitions that are not in the layout")
+            index.state.layout = layout
+            if index.state.whole and index.state.encoded.any():
+                raise corrupt(what, "it calls encoded copies those of a whole state")
         except FileNotFoundError:
             return None
         except Corruption as error:
             _log.warning("a damaged index is ignored, and the log read instead: %s", error.message)
             return None
-        index.state.layout = layout
         if not index.names_whole:
             self._name_whole(index.state, record)
         return index

@@ -193,7 +193,7 @@ class ShardState:
             self._save(record, record.segment, tail, what)
         if record.kind != "epoch":
             self.step = record.step
-        if record.kind == "commit" and record.partitions:
+        if record.encoded or (record.kind == "commit" and record.partitions):
             self.whole = ""
         if record.sealed:
             self._seal(record, what)

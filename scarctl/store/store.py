@@ -380,13 +380,13 @@ class Store:
         """
         if state.layout is None:
             if len(ids):
-                corrupt.append((np.asarray(ids), f"{self.where}: shard {state.shard} has no record"))
+                corrupt.append((np.asarray(ids), f"{self.where}: log {state.shard} has no record"))
             return
         ids = ascending(ids)
         at = state.find(ids)
         saved = (at >= 0) & (state.segment[at] >= 0) if len(state.ids) else np.zeros(len(ids), bool)
         if not saved.all():
-            corrupt.append((ids[~saved], f"never saved in shard {state.shard}"))
+            corrupt.append((ids[~saved], "never saved"))
         gone: list[tuple[Ids, str]] = []
         # A remote read that is no longer wanted ends by its own deadline. By then it must not write anywhere.
         room = room if self.address.root is not None else None

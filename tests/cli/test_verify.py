@@ -110,6 +110,20 @@ def test_a_missing_segment_and_a_missing_record(run: Run, saved: Model) -> None:
     assert any("log" in p["file"] and "missing" in p["reason"] for p in problems)
 
 
+def test_the_advice_is_to_put_back_what_cannot_be_read_around(run: Run, saved: Model) -> None:
+    flip(segment(0))
+    assert "`scarctl recover` uses older intact copies" in run("verify", "--store", "ckpt", code=13).stderr
+    record = max(Path("ckpt/shards/0/log").iterdir())
+    data = bytearray(record.read_bytes())
+    data[40] ^= 1
+    record.write_bytes(data)
+    done = run("verify", "--store", "ckpt", code=13)
+    assert "scarctl recover" not in done.stderr
+    assert str(record) in done.stderr
+    assert "Put that file back from a copy of this store" in done.stderr
+    run("recover", "--store", "ckpt", "--lost", "all", "--output", "x.safetensors", code=13)
+
+
 def test_an_orphan_is_harmless(run: Run, saved: Model) -> None:
     path = segment(0)
     (path.parent / f"00000009-{'0' * 32}.safetensors").write_bytes(path.read_bytes())

@@ -21,6 +21,7 @@ from scarctl.errors import Contention, NoStore, ScarError, Unavailable, UsageErr
 from scarctl.state.layout import build_layout
 from scarctl.state.version import pack
 from scarctl.store import Store, open_writer
+from scarctl.store.store import Part
 from tests.daemon.trainer import Trainer, assert_sound, orphans, status, stop, wait_until
 
 NO_PROCESS = 0x7FFFFFF0
@@ -65,6 +66,15 @@ class TestOperations:
             Store.open(str(tmp_path / "store")), layout=trainer.layout, shard_of=trainer.layout.shards(3, 0)
         ):
             pass  # the store is free as soon as the run is closed
+
+    def test_a_ranks_shard_is_shown_by_its_number(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
+        trainer = Trainer(tmp_path / "store", base, shards=1, part=Part(5, 1))
+        trainer.save(trainer.everything, 2)
+        trainer.drained()
+        (run,) = status(daemon.folder)["runs"]  # type: ignore[index]
+        assert run["shard"] == 5
+        assert run["shards"] == [{"shard": 5, "durable_step": 2, "oldest_durable_step": 2}]
+        trainer.close()
 
     def test_a_sealed_step_holds_for_all_shards(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
         trainer = Trainer(tmp_path / "store", base)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,42 @@ def test_a_store_that_cannot_be_written_and_its_return_are_reported(
     assert said.startswith("saving fails, and is retried")
     assert "No space left on device" in said
     assert [one for one in caplog.messages if "copies wait" in one] == [said]
+    trainer.close()
+
+
+def test_a_pause_is_not_the_stores_return(
+    daemon: Daemon,
+    arena_dir: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    paused, end = threading.Event(), threading.Event()
+
+    def full(*args: Any) -> int:
+        if paused.is_set():
+            end.wait(20)
+        raise Unavailable("cannot write: No space left on device")
+
+    run = daemon.runs.known(trainer.store.run_id)
+    assert run is not None
+    with caplog.at_level(logging.INFO, "scarctl"), monkeypatch.context() as patch:
+        patch.setattr(Persister, "persist", full)
+        trainer.save(trainer.everything, 1)
+        wait_until(lambda: [one for one in caplog.messages if "copies wait" in one])
+        trainer.saver.stop()
+        paused.set()
+        trainer.saver.resume()
+        for mark in (
+            "first",
+            "second",
+        ):  # what there was to report after the first has come before the second
+            run.events.put({"warn": mark})
+            wait_until(lambda mark=mark: mark in caplog.messages)  # type: ignore[misc]
+        assert "the store can be written again" not in caplog.messages
+        end.set()
+    trainer.drained()
     trainer.close()
 
 

@@ -27,6 +27,7 @@ from scarctl.errors import ScarError, Unavailable
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import pack, step_of
 from scarctl.store import Store, verify
+from scarctl.store.store import Part
 from scarctl.util.arrays import Ids
 from tests.daemon.rig import Rig, fill, small_layout
 
@@ -41,14 +42,29 @@ class Trainer:
 
     stored = Rig.stored
 
-    def __init__(self, store: Path, base: Path, *, shards: int = 3, layout: Layout | None = None) -> None:
+    def __init__(
+        self,
+        store: Path,
+        base: Path,
+        *,
+        shards: int = 3,
+        layout: Layout | None = None,
+        part: Part | None = None,
+    ) -> None:
+        """part: save as a rank does."""
         self.store = Store.create(str(store), shards=shards)
+        if part is not None:
+            self.store = self.store.of_part(part)
         self.requests: list[str] = []
         place = arena_folder(str(base), self.store.run_id)
         self.folder = place.parent
         requests = self.requests  # nothing that holds on to this object, or its arena would stay
         self.saver = DaemonSaver(
-            str(self.store.root), self.store.run_id, self.folder, lambda wish: requests.append(wish.kind)
+            str(self.store.root),
+            self.store.run_id,
+            self.folder,
+            lambda wish: requests.append(wish.kind),
+            part=part,
         )
         self.layout = layout or small_layout()
         self.everything = np.arange(self.layout.partitions)

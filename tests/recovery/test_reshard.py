@@ -15,6 +15,7 @@ from scarctl.recovery.reshard import Parts, check_fits, find_parts, with_slots
 from scarctl.state.group import Group, Place, TensorSpec
 from scarctl.state.layout import Layout, build_layout
 from scarctl.store import Store, Topology, create_topology, open_writer
+from scarctl.store.encoder import Encoder
 
 ROWS, COLUMNS = 40, 8
 WHOLE = {
@@ -61,6 +62,40 @@ def test_every_row_comes_back_with_its_number(parts: Parts, bounds: Sequence[int
         for spec, data in zip(layout.groups[0].tensors, found, strict=True):
             values = data.reshape(-1).view(np.float32).reshape(spec.shape)
             assert np.array_equal(values, WHOLE[spec.slot][start:stop]), spec.slot
+
+
+@pytest.mark.parametrize("bounds", [(0, ROWS), (0, 13, 30, ROWS)])
+def test_encoded_rows_are_decoded_and_of_no_whole_state(parts: Parts, bounds: Sequence[int]) -> None:
+    """The second rank has saved its rows again, in bfloat16: what comes back is rounded, and no whole state."""
+    assert parts.whole == "ab" * 16
+    store, layout = parts.store, part(25, ROWS)
+
+    def read(group: int, tensor: int, first: int, last: int) -> memoryview:
+        rows = (list(WHOLE.values())[tensor] * np.float32(1.001))[25 + first : 25 + last]
+        return memoryview(np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), -1))
+
+    with open_writer(store.of_shard(1, 2), layout=layout) as writer:
+        ids = np.arange(layout.partitions)
+        writer.commit(1, ids, Encoder(layout, "bfloat16", read, ids), step=3, extras={"step": 3})
+    found = find_parts(Store.open(store.root))
+    assert found is not None
+    assert found.whole == ""
+    sealed = find_parts(Store.open(store.root), sealed=True)
+    assert sealed is not None
+    assert sealed.whole == "ab" * 16
+    for start, stop in pairwise(bounds):
+        new = part(start, stop)
+        rows = [np.zeros((spec.rows, spec.row_bytes), np.uint8) for spec in new.groups[0].tensors]
+        found.copy_into(new, lambda g, t, rows=rows: rows[t])
+        for spec, data in zip(new.groups[0].tensors, rows, strict=True):
+            values, wanted = data.reshape(-1).view(np.float32).reshape(spec.shape), WHOLE[spec.slot].copy()
+            wanted[25:] *= np.float32(1.001)
+            error = np.abs(values - wanted[start:stop])
+            assert (error <= 2.0**-8 * np.abs(wanted[start:stop])).all()
+            if stop > 25 and spec.slot != "sum":
+                assert error.any()
+            if stop <= 25:
+                assert not error.any()
 
 
 def test_slots_are_of_the_new_part(parts: Parts) -> None:

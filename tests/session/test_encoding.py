@@ -17,8 +17,9 @@ import torch
 
 import scarctl
 from scarctl.arena.folder import host_folder
-from scarctl.errors import Contention, UsageError
+from scarctl.errors import Contention, Unavailable, UsageError
 from scarctl.ops.survey import survey
+from scarctl.persist.evacuation import not_evacuated
 from scarctl.state.encoding import stored_as
 from scarctl.state.encodings import ENCODINGS, ERROR_BOUND, Encoding
 from scarctl.state.version import step_of
@@ -216,9 +217,57 @@ def test_a_rollback_takes_exact_copies(tmp_path: Path, arena_dir: Path) -> None:
     report = run.session.recover("all", mode="rollback")
     assert (report.step, report.exact, report.plan.encoded) == (11, True, 0)
     assert differing(run.state(), state) == []
+    engine = run.session._engine
+    assert engine is not None
+    assert (engine.arena.encoding_error == -1).all()
     run.train(5)
     run.session.close()
     assert encoded_in(tmp_path / "store") == 0
+
+
+@pytest.mark.parametrize("encoding", ["int8", "exact"])
+def test_copies_of_one_step_that_the_store_has_encoded_are_no_seal(
+    tmp_path: Path, arena_dir: Path, apart: Path, encoding: str
+) -> None:
+    run = loop(tmp_path / "store", arena_dir, "int8", fraction=1.0)
+    run.train(20, settle=True)
+    copy = shutil.copytree(tmp_path / "store", tmp_path / "copy")
+    engine = run.session._engine
+    assert engine is not None
+    assert not engine.is_sealed()
+    run.session.close()
+    again = loop(copy, apart, encoding)
+    again.session.resume()
+    engine = again.session._engine
+    assert engine is not None
+    assert set(step_of(engine.arena.newest()).tolist()) == {20}
+    assert not engine.is_sealed()
+    again.session.close()
+    assert encoded_in(copy) == 0
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_what_only_the_memory_has_exactly_is_not_safe(
+    tmp_path: Path, arena_dir: Path, fraction: float
+) -> None:
+    run = loop(tmp_path / "store", arena_dir, "int8", fraction=fraction)
+    run.train(20, settle=True)
+    engine = run.session._engine
+    assert engine is not None
+    arena, queue = engine.arena, engine.queue
+    assert not arena.pending().any()
+    error, cut = arena.encoding_error.copy(), Unavailable("no time")
+    report = not_evacuated(arena, queue, cut)
+    lacking = error >= 0
+    assert report.lost_partitions == lacking.sum() == encoded_in(tmp_path / "store") > 10
+    assert report.lost_bytes == run.session.layout.partition_bytes[lacking].sum()
+    assert (report.safe, report.sealed) == (False, False)
+    saved = run.session.evacuate(30.0)
+    assert saved.safe
+    assert encoded_in(tmp_path / "store") == 0
+    report = not_evacuated(arena, queue, cut)
+    assert (report.lost_partitions, report.safe) == (0, True)
+    run.session.close()
 
 
 def test_an_unknown_encoding_is_refused(tmp_path: Path, arena_dir: Path) -> None:

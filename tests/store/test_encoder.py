@@ -16,6 +16,7 @@ from scarctl.store import Collector, Store, StoreWriter, open_writer, verify
 from scarctl.store.check import Report
 from scarctl.store.encoder import Encoder
 from scarctl.store.format import index_path, record_path, segment_path, sign_json
+from scarctl.store.index import dump_index
 from scarctl.store.record import Record
 from tests.store.helpers import place, read_all, summary
 
@@ -305,6 +306,33 @@ def test_a_seal_over_encoded_copies_is_refused(store: Store, data: Weights) -> N
     forge(store, record.seq, sealed=True)
     with pytest.raises(Corruption, match="seals a state with encoded copies"):
         Store.open(store.root).state(0)
+
+
+def test_a_move_that_encodes_the_copies_of_a_whole_state_ends_it(store: Store, data: Weights) -> None:
+    """Only a forged log has such a record: what it moves is no longer called the whole state."""
+    ids = np.arange(data.layout.partitions)
+    with open_writer(store, layout=data.layout, shard_of=data.layout.shards(1, 0)) as writer:
+        writer.commit(0, ids, data, step=1, sealed=True, whole="ab" * 16)
+        record, _ = commit(writer, data, ids, "int8", 2, steps=np.where(ids, 2, 1))
+    for path in store.root.glob("shards/0/index/*"):
+        path.unlink()
+    forge(store, record.seq, kind="compact", mixed=False)
+    state = Store.open(store.root).state(0)
+    assert state.encoded.any()
+    assert state.whole == ""
+
+
+def test_an_index_that_calls_encoded_copies_a_whole_state_is_ignored(store: Store, data: Weights) -> None:
+    ids = np.arange(data.layout.partitions)
+    with open_writer(store, layout=data.layout, shard_of=data.layout.shards(1, 0)) as writer:
+        commit(writer, data, ids, "int8", 1)
+        state = writer.states[0]
+        state.whole = "ab" * 16
+        path = store.root / index_path(0, state.seq)
+        path.write_bytes(b"".join(bytes(part) for part in dump_index(state)))
+    again = Store.open(store.root).state(0)
+    assert again.encoded.any()
+    assert again.whole == ""
 
 
 def test_scales_of_the_wrong_length_are_damage(store: Store, data: Weights) -> None:

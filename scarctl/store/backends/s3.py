@@ -252,7 +252,7 @@ class _Upload:
         if self._sent > MAX_PARTS:
             raise UsageError(
                 f"{self._blobs.where(self._name)}: this file is too large for one upload",
-                hint="use more shards",
+                hint="save a smaller fraction at a time, or from several ranks or members",
             )
         work = self._put_part(self._sent, bytes(self._part))
         self._sending.append(self._blobs._start(work))
