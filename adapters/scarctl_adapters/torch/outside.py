@@ -104,7 +104,7 @@ class Outside:
                     "session.batches()",
                 )
 
-        states = [state for ddp in self._ddp for _, state in ddp._comm_hooks]
+        states = [state for ddp in self._ddp for _, state in getattr(ddp, "_comm_hooks", ())]
         states = [s for s in states if not (s is None or _is_group(s) or id(s) in self._given)]
         kinds = sorted({type(s).__name__ for s in states if not getattr(s, "settled", False)})
         if kinds:
