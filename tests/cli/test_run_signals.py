@@ -91,18 +91,24 @@ def test_a_signal_before_the_command_has_started(folder: Path, tmp_path: Path) -
             assert not (tmp_path / "ran").exists()
 
 
+def on_terminal(place: Path, terminal: int) -> Running:
+    """`scarctl run` and its command in the foreground of a terminal, once the command is ready."""
+    running = Running(
+        place,
+        "--",
+        *HEARING,
+        stdin=terminal,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    running.says("ready")
+    return running
+
+
 def test_an_interrupt_by_the_terminal_comes_once(folder: Path, tmp_path: Path) -> None:
     """The terminal sends it to the command as well: both are in its foreground."""
     ours, theirs = pty.openpty()
     try:
-        running = Running(
-            tmp_path,
-            "--",
-            *HEARING,
-            stdin=theirs,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-        running.says("ready")
+        running = on_terminal(tmp_path, theirs)
         os.write(ours, b"\x03")
         running.says("SIGINT")
         running.process.send_signal(signal.SIGTERM)
@@ -116,14 +122,7 @@ def test_an_interrupt_by_the_terminal_comes_once(folder: Path, tmp_path: Path) -
 def test_what_is_sent_to_it_alone_on_a_terminal_is_forwarded(folder: Path, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     try:
-        running = Running(
-            tmp_path,
-            "--",
-            *HEARING,
-            stdin=theirs,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )
-        running.says("ready")
+        running = on_terminal(tmp_path, theirs)
         for count, name in enumerate(("SIGINT", "SIGHUP")):
             running.process.send_signal(signal.Signals[name])
             running.says("\n", count + 2)
