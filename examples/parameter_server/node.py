@@ -40,7 +40,8 @@ class Network:
     def send(self, message: Sent) -> None:
         """Send it, unless the other one is gone or does not read: messages may be lost."""
         data = [message.to, message.what, message.epoch, _plain(message.body), message.sender]
-        with contextlib.suppress(FileNotFoundError, ConnectionError, BlockingIOError):
+        # A socket with a timeout waits for room even with MSG_DONTWAIT, and then raises TimeoutError.
+        with contextlib.suppress(FileNotFoundError, ConnectionError, BlockingIOError, TimeoutError):
             self._socket.sendto(
                 json.dumps(data).encode(), socket.MSG_DONTWAIT, str(self._folder / message.to)
             )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from examples.parameter_server.control import FolderControl
-from examples.parameter_server.node import Worker
+from examples.parameter_server.node import Network, Worker
 from examples.parameter_server.roles import SESSION, Push, Record, Role, Sent, Server, Swap, successor
 from tests.examples.chaos import Simulation, drift, one
 from tests.support.forkserver import Program
@@ -204,6 +204,18 @@ def nodes() -> Iterator[Nodes]:
         program.kill()
         program.wait()
     shutil.rmtree(folder)
+
+
+def test_a_server_that_does_not_read_loses_messages_and_stops_nobody(tmp_path: Path) -> None:
+    here, there = Network(tmp_path, "here"), Network(tmp_path, "there")
+    assert here.receive(0.01) is None, "from now on its socket has a timeout"
+    for number in range(100):
+        here.send(Sent("there", "push", 3, Push("w", number, number), "here"))
+    first = there.receive(1.0)
+    assert first is not None
+    assert first.body.number == 0
+    here.close()
+    there.close()
 
 
 @pytest.mark.slow
