@@ -5,6 +5,7 @@ A checkpoint that starts later, because a signal has arrived, needs these values
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from scarctl.state.extras import Extras
 from scarctl.state.identity import Identities, Lockstep
 from scarctl.state.torch_dtypes import plain, private
 from scarctl.state.version import MAX_STEP
+
+log = logging.getLogger("scarctl")
 
 # Batch norm's kernels write to running statistics without counting the write in `_version`. Those are small; larger
 # buffers (masks, tables) are seldom written, and always counted.
@@ -74,8 +77,30 @@ class Moments:
         if buffers or self._copies:
             self._copy(buffers)
         kept, marks = private(self._adapter.capture_early()) if early else None, self._streams.mark()
-        self.weights.note()
+        self.weights.ended()
         return Moment(step, kept, dict(self._copies), marks, self.identities, self.weights)
+
+    def renew(self, moment: Moment, *, closely: bool = False) -> bool:
+        """Copy the buffers again if the loop has changed one since. Return whether it has.
+
+        moment: the newest one. closely: compare values, because not every write is counted by torch.
+        """
+        differs = self._differs if closely else self._changed
+        buffers = self._adapter.buffers()
+        changed = any(differs(name, buffer) for name, buffer in buffers.items())
+        if changed:
+            self._copy(buffers)
+            moment.buffers, moment.marks = dict(self._copies), self._streams.mark()
+        return changed
+
+    def report(self, moment: Moment) -> None:
+        """Log a warning if forward passes have changed buffers since `moment`, which is saved without these changes."""
+        if any(self._differs(name, buffer) for name, buffer in self._adapter.buffers().items()):
+            log.warning(
+                "step %d is saved as it ended: what a forward pass with gradients has changed in buffers since is left "
+                "out. To save statistics that were measured anew, measure them within torch.no_grad()",
+                moment.step,
+            )
 
     @torch.no_grad()
     def _copy(self, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -91,8 +116,12 @@ class Moments:
         if targets:
             torch._foreach_copy_(targets, sources)
 
+    def _differs(self, name: str, buffer: torch.Tensor) -> bool:
+        copy = self._copies.get(name)
+        return copy is None or not (_alike(copy, buffer) and torch.equal(copy, buffer))
+
     def _changed(self, name: str, buffer: torch.Tensor) -> bool:
-        source, version = self._copied[name]
+        source, version = self._copied.get(name, (None, 0))
         return source is not buffer or version != buffer._version
 
 

@@ -7,12 +7,14 @@ average as the step's state needs a caveat.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from scarctl.adapter import Adapter, loop_known
 from scarctl.checkpoint.live_state import LiveState
+
+_Values: TypeAlias = list[bytes | torch.Tensor]
 
 
 class Weights:
@@ -22,7 +24,9 @@ class Weights:
         self._known = loop_known(adapter)
         self._of: LiveState | None = None
         self._values: list[_Value] = []
-        self._noted: list[bytes | torch.Tensor] | None = None
+        self._noted: _Values | None = None
+        self._ended: _Values | None = None
+        """The values at the newest step's end."""
 
     def follow(self, live: LiveState) -> None:
         """Sample the parameters of `live` from the next `note` on."""
@@ -31,10 +35,10 @@ class Weights:
         self._of = live
         # The module's own parameters, if possible: `parameter.data = average` leaves views of them as they are.
         modules = () if self._known is None else self._known.modules()
-        parameters: list[torch.Tensor] = [
-            p for m in modules for p in m.parameters() if p.requires_grad and p.numel() and type(p) in _PLAIN
-        ]
-        # A sharded tensor's values are read by all ranks together. The state has this rank's part, a plain tensor.
+        trained: list[Any] = [p for m in modules for p in m.parameters() if p.requires_grad and p.numel()]
+        # Of a sharded tensor this rank's part is read, which may be replaced behind it. FSDP2 keeps the sharded ones.
+        parameters: list[torch.Tensor] = [p for p in trained if _has_part(p) and p._local_tensor.numel()]
+        parameters = parameters or [p for p in trained if type(p) in _PLAIN]
         parameters = parameters or [
             tensors[0]
             for group, tensors in zip(live.layout.groups, live.tensors, strict=True)
@@ -45,49 +49,72 @@ class Weights:
             chosen = [parameters[0], parameters[-1], max(parameters, key=torch.Tensor.numel)]
         values = [_Value(tensor) for tensor in {id(tensor): tensor for tensor in chosen}.values()]
         # A rank makes new views of its rows for each checkpoint. Notes about the same memory stay valid.
-        if [value.place for value in values] != [value.place for value in self._values]:
-            self._noted = None
+        if len(values) != len(self._values) or not all(map(_Value.same, values, self._values)):
+            self._noted = self._ended = None
         self._values = values
 
+    def ended(self) -> None:
+        """Keep the current values as those at the newest step's end."""
+        self._ended = self._noted = self._read()
+
     def note(self) -> None:
-        """Keep the current values as those of the newest step."""
-        self._noted = noted = []
+        """Keep the current values as those of the newest step, with which the loop is done."""
+        self._noted = self._read()
+
+    def _read(self) -> _Values:
+        noted: _Values = []
         for value in self._values:
             # As `value.read()`, without its call: this is done twice in every step.
             memory = value.memory
-            if memory is not None and value.tensor.data_ptr() == value.address:
+            if memory is not None and value.part().data_ptr() == value.address:
                 noted.append(memory.raw)
             else:
                 noted.append(value.read())
+        return noted
 
     def replaced(self) -> bool:
         """Return whether a value differs from the one that was noted."""
-        if self._noted is None:
-            return False
-        return not all(map(_equal, self._noted, [value.read() for value in self._values]))
+        return _differ(self._noted, self._read())
+
+    def moved(self) -> bool:
+        """Return whether a value differs from that at the newest step's end."""
+        return _differ(self._ended, self._read())
+
+    def moves(self) -> bool:
+        """Return whether the loop had changed them between the step's end and the note, as those that clip weights."""
+        return _differ(self._ended, self._noted)
 
 
 class _Value:
     """The middle value of a tensor, whose memory may be replaced. Read through its address, because twice per step."""
 
-    __slots__ = ("address", "memory", "tensor")
+    __slots__ = ("_sharded", "address", "memory", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+        self.tensor: Any = tensor
+        self._sharded = _has_part(tensor)
         self.memory: Any = None
         self._find()
 
-    @property
-    def place(self) -> tuple[Any, ...]:
-        """Address, kind and order of the tensor's memory."""
-        tensor = self.tensor
-        return tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+    def part(self) -> torch.Tensor:
+        """Return the tensor, or this process's part of a sharded one."""
+        found: torch.Tensor = self.tensor._local_tensor if self._sharded else self.tensor
+        return found
+
+    def same(self, other: _Value) -> bool:
+        """Return whether this is the value of the same tensor, or of the same memory."""
+        return self.tensor is other.tensor or self._place() == other._place()
+
+    def _place(self) -> tuple[Any, ...]:
+        part = self.part()
+        return part.data_ptr(), part.device, part.dtype, part.shape, part.stride()
 
     def read(self) -> bytes | torch.Tensor:
         """Return a private copy; b"" if the adapter has released the memory, as that of JAX does between two steps."""
-        if not self.tensor.numel():
+        part = self.part()
+        if not part.numel():
             return b""
-        if self.tensor.data_ptr() != self.address:
+        if part.data_ptr() != self.address:
             self._find()
         if self.memory is not None:
             found: bytes = self.memory.raw
@@ -95,13 +122,19 @@ class _Value:
         return self._middle().clone()
 
     def _middle(self) -> torch.Tensor:
-        return self.tensor.data[tuple(size // 2 for size in self.tensor.shape)]
+        part = self.part()
+        return part.data[tuple(size // 2 for size in part.shape)]
 
     def _find(self) -> None:
-        self.address, self.memory = self.tensor.data_ptr(), None
-        if self.address and self.tensor.device.type == "cpu":
+        part = self.part()
+        self.address, self.memory = part.data_ptr(), None
+        if self.address and part.device.type == "cpu":
             middle = self._middle()
             self.memory = (ctypes.c_char * middle.element_size()).from_address(middle.data_ptr())
+
+
+def _differ(before: _Values | None, after: _Values | None) -> bool:
+    return before is not None and after is not None and not all(map(_equal, before, after))
 
 
 def _equal(first: bytes | torch.Tensor, last: bytes | torch.Tensor) -> bool:
@@ -113,3 +146,8 @@ def _equal(first: bytes | torch.Tensor, last: bytes | torch.Tensor) -> bool:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _has_part(tensor: Any) -> bool:
+    """Return whether this is a DTensor, whose part in this process is a plain tensor."""
+    return type(tensor) not in _PLAIN and type(getattr(tensor, "_local_tensor", None)) in _PLAIN

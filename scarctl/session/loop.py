@@ -20,6 +20,14 @@ from scarctl.session.passes import END, Pass, Rng, leave
 from scarctl.state.caveats import Caveats
 
 T = TypeVar("T")
+_WITHIN = (
+    "session.batches() is read within another one, and steps are taken there: which batch of the outer one was in use "
+    "is not saved, and a run that resumes continues with its next one. Read the outer data without session.batches()"
+)
+_WITHIN_OWN = (
+    "session.batches() is read within an iteration, and its data have a random generator of their own, whose state is "
+    "not saved there: give the loader none, or put the generator into extras"
+)
 _OTHERS = (
     "the data have other random generators than when the run stopped: make them in the constructor, or put them into "
     "extras"
@@ -42,6 +50,9 @@ class Host(Protocol):
 
     def handed_out(self) -> None:
         """Note that the loop continues with a batch."""
+
+    def continues(self) -> None:
+        """Note that the loop is about to continue after a resume."""
 
     def begins(self) -> None:
         """Note that the loop is about to change state before the batches of an epoch."""
@@ -70,6 +81,8 @@ class Loop:
         """Current epoch, from 0."""
         self.batch = 0
         """Number of the newest batch in its pass, from 0."""
+        self._exhausted = 0
+        """Most epochs of an `epochs` that has ended."""
         self._begun: Rng | None = None
         """Random numbers with which this epoch began."""
         self._passes: list[Pass] = []
@@ -92,6 +105,8 @@ class Loop:
         """The session's step at that moment."""
         self._since = 0
         """Batches handed out since that moment."""
+        self._given = self._most = 0
+        """The session's step when a batch was last handed out, and most steps with one batch."""
         self._restored: int | None = None
         """The step from which the loop resumed."""
         self._workers: dict[int, Rng] = {}
@@ -100,6 +115,15 @@ class Loop:
     def epochs(self, count: int) -> Iterator[int]:
         """See `Session.epochs`."""
         self.used = self._counted = True
+        if count <= self._exhausted:
+            self._host.caveats.say(
+                "no-epochs-left",
+                f"session.epochs({count}) has no epochs left: it counts the epochs of the whole run. In a second phase "
+                f"pass the sum, session.epochs({self._exhausted + count})",
+                inexact=False,
+            )
+        if self._held is not None:
+            self._host.continues()
         for epoch in range(self.epoch, count):
             if self._again and self._begun is not None:
                 # The loop's work and draws before its first pass are repeated.
@@ -113,7 +137,9 @@ class Loop:
             yield epoch
             if self.epoch == epoch:
                 self._next_epoch()
-        self._proceed()
+        self._exhausted = max(self._exhausted, count)
+        if not self._again:  # the interrupted epoch may be one of a later phase's
+            self._proceed()
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """See `Session.batches`."""
@@ -125,6 +151,8 @@ class Loop:
     def _batches(self, loader: Iterable[T], itself: list[weakref.ref[Iterator[T]]]) -> Iterator[T]:
         """Yield the batches. itself: receives a reference to this iterator."""
         self.used = True
+        if self._held is not None and not self._counted:
+            self._host.continues()
         if not self._counted and self._passes and not self._again and all(made.done for made in self._passes):
             self._host.caveats.say(
                 "passes-without-epochs",
@@ -137,15 +165,21 @@ class Loop:
                     "session.epochs(): the loop may count that as one more epoch"
                 )
             self._next_epoch()
+        self._forget_repeated()
         saved = self._again.pop(0) if self._again else None
+        this = Pass(loader, self._workers)
+        outer = self._outer(this)
+        this.nested = outer is not None and saved is None and (self._stale() or outer.count > 1)
         number = len(self._passes)
         unknown = saved is None and id(loader) not in self._known and number < len(self._left)
-        if unknown and not leave(loader, self._left[number]):
+        if this.nested:
+            if this.draws:
+                self._host.caveats.say("nested-generators", _WITHIN_OWN)
+        elif unknown and not leave(loader, self._left[number]):
             self._host.doubt(_OTHERS)
         self._known.add(id(loader))
-        this = Pass(loader, self._workers)
         if saved is None:
-            if self._stale():
+            if self._stale() and not this.nested:
                 self._settle()
             self._proceed()
             self._passes.append(this)
@@ -182,16 +216,63 @@ class Loop:
             self._since += 1
             self._host.handed_out()
             # A loop that leaves here breaks, and the next epoch settles it; or it fails at an unknown place.
-            yield batch
+            head = self._given = self._host.head_step
+            try:
+                yield batch
+            except GeneratorExit:
+                this.abandoned = True
+                if this.nested:
+                    self._passes.remove(this)
+                raise
             del batch  # not kept while the next one is loaded
-            if self._stale():
+            self._most = max(self._most, self._host.head_step - head)
+            if not self._stale():
+                continue
+            if self._outer(this) is None:
+                self._settle()
+            elif head != self._host.head_step:
+                self._host.caveats.say("nested-batches", _WITHIN)
                 self._settle()
         this.end()
+        if this.nested:
+            # Such as a validation: the loop is not done with its step before it requests the outer pass's next batch.
+            self._passes.remove(this)
+            return
+        self._forget_repeated()
         if self._again:
             return
         self._proceed()
         if self._stale() or (not self._since and (saved is None or not saved["done"])):
             self._settle()
+
+    def _outer(self, this: Pass) -> Pass | None:
+        """Return the pass of which the loop uses a batch while it reads `this` one; None: there is none."""
+        for other in self._passes:
+            if other is this:
+                break
+            if other.count and not (other.done or other.abandoned):
+                return other
+        return None
+
+    def _forget_repeated(self) -> None:
+        """Forget saved passes that were not repeated before a step: the loop does not come to them again."""
+        if self._again and self._host.head_step != self._restored:
+            self._again = []
+
+    def iterators(self) -> set[int] | None:
+        """Return the ids of the iterators over DataLoaders that it reads; None if it reads other data, too."""
+        found = {made.reads() for made in self._passes if not (made.done or made.abandoned)}
+        return None if None in found or not found else {one for one in found if one is not None}
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the loop has received a batch since it settled."""
+        return bool(self._since)
+
+    @property
+    def usual(self) -> bool:
+        """Whether it has taken as many steps with the newest batch as with any other."""
+        return self._host.head_step - self._given >= self._most
 
     def _stale(self) -> bool:
         """Return whether a step was taken since the loop was settled."""

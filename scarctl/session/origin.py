@@ -7,8 +7,13 @@ from dataclasses import replace
 from scarctl.session.peers import Together
 from scarctl.session.recover import Resumed, said
 from scarctl.state.caveats import Caveats
+from scarctl.state.version import step_of
 from scarctl.store import Store
 from scarctl.util.text import counted
+
+_SAVED_AGAIN = (
+    "the step was saved several times, with changes in between, and the copies are of different times"
+)
 
 
 class Origin:
@@ -27,9 +32,11 @@ class Origin:
         if encoded:
             verb = "comes" if encoded == 1 else "come"
             stored = (f"{counted(encoded, 'partition')} {verb} from encoded copies", *stored)
-        found = [tuple(theirs) for theirs in together.gather(list(stored))]
-        mixed = () if resumed.exact or not resumed.step else ("partitions are of several steps",)
-        why = tuple(dict.fromkeys([*mixed, *(reason for theirs in found for reason in theirs)]))
+        gathered = together.gather([_of_one_step(resumed), list(stored)])
+        mixed: tuple[str, ...] = ()
+        if not resumed.exact and resumed.step:
+            mixed = (_SAVED_AGAIN if all(one for one, _ in gathered) else "partitions are of several steps",)
+        why = tuple(dict.fromkeys([*mixed, *(reason for _, theirs in gathered for reason in theirs)]))
         if why:
             # If it is saved again before a step, it is the same state, and no more exact.
             self._caveats.keep("resumed", "; ".join(why))
@@ -49,3 +56,9 @@ class Origin:
             inexact=False,  # about later states: a run that resumes from those is checked then
         )
         self.resumed = replace(resumed, exact=False, reasons=(*resumed.reasons, *found))
+
+
+def _of_one_step(resumed: Resumed) -> bool:
+    """Return whether all copies are of the step from which the run continues."""
+    report = resumed.report
+    return report is not None and bool((step_of(report.plan.version) == resumed.step).all())

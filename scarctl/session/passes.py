@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,6 +32,10 @@ class Pass:
         self.count = 0
         """Batches handed out."""
         self.done = False
+        self.abandoned = False
+        """Whether the loop has left it before its end."""
+        self.nested = False
+        """Whether it is read within an iteration over another pass."""
         self._own = generators_of(loader)
         self._hidden = Hidden(loader)
         self.others = False
@@ -47,10 +52,16 @@ class Pass:
         self._before: Rng | None = None
         """Random numbers before the newest batch was requested."""
         self._own_begun: list[torch.Tensor] = []
+        self._iterator: weakref.ref[Iterator[Any]] | None = None
         self._iteration = getattr(loader, "iteration", None)
         """Accelerate's loaders count their passes, and shuffle by that number."""
         self._stays = bool(getattr(loader, "persistent_workers", False) and loader.num_workers)
         self._first = self._stays and id(loader) not in workers
+
+    @property
+    def draws(self) -> bool:
+        """Whether the data have random generators of their own."""
+        return bool(self._own or self._hidden.find())
 
     def begin(self) -> Iterator[Any]:
         self._begun = raw()
@@ -58,8 +69,17 @@ class Pass:
         self._hidden_begun = states_of(self._hidden.find())
         if self._first:
             self._workers[id(self._loader)] = self._begun
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Any]:
         iterator: Iterator[Any] = iter(self._loader)
+        if _is_plain(self._loader):
+            self._iterator = weakref.ref(iterator)
         return iterator
+
+    def reads(self) -> int | None:
+        """Return the id of its iterator; None if the loader is no DataLoader, and may read others."""
+        return id(self._iterator()) if self._iterator is not None else None
 
     def begin_again(self, saved: Mapping[str, Any], *, same_rank: bool) -> Iterator[Any]:
         """Repeat the pass that a stopped run had begun, without its used batches.
@@ -96,7 +116,7 @@ class Pass:
         if same_rank:
             self._restore_hidden(self._hidden_begun)
         with _without_first(self._loader, skip):
-            iterator: Iterator[Any] = iter(self._loader)
+            iterator = self._iterate()
             for number in range(skip, count):
                 if number == count - 1 and self._before is not None:
                     restore_rng(self._before)
@@ -132,6 +152,12 @@ class Pass:
                 "persistent-workers",
                 "a DataLoader's workers stay over epochs (persistent_workers=True), and their random numbers are not "
                 "saved, so that they differ after a resume. Omit persistent_workers",
+            )
+        if not getattr(self._loader, "in_order", True) and self._loader.num_workers:
+            caveats.say(
+                "order-of-workers",
+                "a DataLoader yields batches as its workers finish them (in_order=False), so that a resume may skip "
+                "batches that were not used. Omit in_order",
             )
         streams = isinstance(getattr(self._loader, "dataset", None), IterableDataset)
         if streams and self.count and not self._loader.num_workers and not before.same_on_host(raw()):

@@ -18,6 +18,7 @@ from scarctl.checkpoint.step_end import Moment
 from scarctl.session.gate import SETTLE, Gate
 from scarctl.session.loop import Loop
 from scarctl.session.origin import Origin
+from scarctl.session.other_loaders import OtherLoaders
 from scarctl.session.witness import Witness
 from scarctl.state.caveats import Caveats
 from scarctl.state.codec import encode
@@ -30,6 +31,7 @@ _COMES = 1.0
 """Seconds that it waits for the next forward pass."""
 _REPLACED = "weights-replaced"
 _WITHIN = "within-iteration"
+_AFTERWARDS = "changed-afterwards"
 _CHECKED = 3
 """Number of steps after which extras are checked for later changes."""
 
@@ -71,16 +73,20 @@ class Progress:
             framework = framework or any(getattr(item, "owns_loop", False) for item in mine)
         self.framework = framework
         self.loop = Loop(self, rank)
-        self.witness = Witness(
-            self._known.modules if self._known is not None else None, rank, framework=framework
-        )
+        modules = self._known.modules if self._known is not None else None
+        self.witness = Witness(modules, rank, self._before_forward, framework=framework)
+        self._others = OtherLoaders()
         self._newest: Moment | None = None
         self._ended: Any = None
         """Light extras at the end of the newest step."""
+        self._restored: Any = None
+        """Light extras right after a resume."""
         self._usual: list[bool] | None = None
         """Whether the loop usually changes each of them after a step."""
         self._checks = _CHECKED
         self.end_copy: Callable[[], None] = lambda: None
+        self.renew: Callable[[Moment], object] = lambda moment: None
+        """Copies the buffers of a moment again, if the loop has changed them since."""
         self.keep: Callable[[], None] = lambda: None
         self.put_back: Callable[[], str | None] = lambda: None
         """See `scarctl.session.beginning`."""
@@ -104,7 +110,7 @@ class Progress:
             except Exception as error:
                 self._ended = None
                 self._fault(error)
-        self.caveats.withdraw("not-settled", _REPLACED, _WITHIN)
+        self.caveats.withdraw("not-settled", _REPLACED, _WITHIN, _AFTERWARDS)
         kept = moment.early if moment is not None else None
         rng = kept.get("rng") if isinstance(kept, dict) else None
         self.witness.begin(step, self._forward_begins, rng if isinstance(rng, Raw) else None)
@@ -112,6 +118,7 @@ class Progress:
     def step_begins(self) -> None:
         """Note that the next step is about to change parameters."""
         self.witness.step_begins()
+        self._look_for_others()
         moment = self._newest
         if moment is not None and not self.loop.used:
             moment.settled = True
@@ -119,6 +126,14 @@ class Progress:
                 self._look_for_skipped(moment)
             except Exception as error:
                 self._fault(error)
+
+    def _look_for_others(self) -> None:
+        """Detect that the loop reads another loader than those in `batches`, and that its position is not saved."""
+        mine = self.loop.iterators() if self.loop.used and not self.framework else None
+        if mine is not None and self._others.advance(mine, self.head_step):
+            text = "a DataLoader is read next to session.batches(), and which of its batches comes next is not saved"
+            self.caveats.say("other-loader", f"{text}: read it from session.batches(), too")
+            self.doubt(text)
 
     def _look_for_skipped(self, moment: Moment) -> None:
         """Detect that a gradient scaler skipped a step: it was updated, but no step was taken."""
@@ -140,10 +155,14 @@ class Progress:
             )
 
     def settled(self) -> None:
-        if self.witness.seen(self.head_step):
+        if not self.witness.trains(self.head_step):
+            self.witness.restart(
+                self.head_step
+            )  # passes without gradients since the step measured statistics
+        else:
             self.caveats.say(
                 "fetched-ahead",
-                "the loop requests a batch while it still has one to use, or runs the model in training mode after the "
+                "the loop requests a batch while it still has one to use, or runs the model with gradients after the "
                 "step: batches requested ahead are lost when it stops. Request each batch right before it is used",
             )
         with self._gate.held():
@@ -159,6 +178,7 @@ class Progress:
         early, light = private(self._adapter.capture_early()), self._light()
         late = plain(self._adapter.capture_late()) if self.loop.between_passes else moment.late
         # The moment is changed completely, or not at all.
+        self.renew(moment)
         moment.weights.note()
         moment.early, moment.light, moment.late = early, light, late
         moment.position = self.loop.position(moment.step)
@@ -166,6 +186,13 @@ class Progress:
 
     def handed_out(self) -> None:
         self.witness.given(self.head_step)
+
+    def continues(self) -> None:
+        moment = self._newest
+        if moment is not None and moment.weights.replaced():
+            self.doubt("weights were changed between resume() and the loop")
+        if moment is not None and any(_changed(self._restored, self._light()) or ()):
+            self.doubt("a schedule, a learning rate or an average was changed between resume() and the loop")
 
     def begins(self) -> None:
         self.end_copy()
@@ -184,6 +211,17 @@ class Progress:
     def doubt(self, reason: str) -> None:
         self._origin.doubt((reason,))
 
+    def _before_forward(self) -> None:
+        """Keep buffers that the loop has changed since the step, before a forward pass changes them."""
+        moment = self._newest
+        if moment is None or self.loop.used or not self._hooked:
+            return
+        with self._gate.held():
+            try:
+                self.renew(moment)
+            except Exception as error:
+                self._fault(error)
+
     def _forward_begins(self) -> None:
         with self._gate.held():
             moment = self._newest
@@ -196,7 +234,8 @@ class Progress:
                         self._compare(moment)
                 except Exception as error:
                     self._fault(error)
-        self._gate.settled()
+        if not self.loop.used or self.witness.trains(self.head_step):
+            self._gate.settled()
         if not self.witness.expecting:
             return
         positioned = self._known is not None and bool(self._known.early_extras())
@@ -240,6 +279,14 @@ class Progress:
                 "is evaluated. Those values are saved",
             )
 
+    def afterwards(self, moment: Moment) -> None:
+        """Note that the loop has changed the model of `moment` since its last batch."""
+        self.caveats.say(
+            _AFTERWARDS,
+            f"the loop has changed the model after the last batch of step {moment.step}, as when it loads the best "
+            "weights or measures statistics. It is saved so: a loop that resumes there continues from those values",
+        )
+
     def within(self, moment: Moment) -> None:
         """Note that `moment` was taken after the next iteration's forward pass had begun."""
         self.caveats.say(
@@ -256,7 +303,8 @@ class Progress:
             self.caveats.say(
                 "not-settled",
                 f"step {moment.step} was saved before the loop was done with it: a schedule or an average that it "
-                "changes after the step may be one step behind",
+                "changes after the step may be one step behind, or another step with the same batch is left out",
+                once=True,
             )
         early = plain(moment.early if moment.early is not None else self._adapter.capture_early())
         late = moment.late if moment.late is not None else plain(self._adapter.capture_late())
@@ -290,6 +338,7 @@ class Progress:
     def resumed(self, step: int, moment: Moment | None) -> None:
         """Note that the loop may continue after `step`. moment: the current moment, if captured."""
         self._newest = moment
+        self._restored = self._light() if moment is not None else None
         if moment is not None and self.loop.resumed:
             moment.position = self.loop.position(step)
         self.witness.begin(step, self._forward_begins)

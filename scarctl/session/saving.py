@@ -81,7 +81,7 @@ class Saving:
             validate=parts.settings.validate,
         )
         beginning = Beginning(parts, self.finish)
-        parts.progress.end_copy = self.end_copy
+        parts.progress.end_copy, parts.progress.renew = self.end_copy, self._moments.renew
         parts.progress.keep, parts.progress.put_back = beginning.keep, beginning.put_back
 
     @property
@@ -109,6 +109,11 @@ class Saving:
             self.moment = moment
         return moment
 
+    def follow(self, engine: Engine) -> None:
+        """Notice from now on that weights are replaced."""
+        if self._automatic:
+            self._moments.weights.follow(self._binding.live(engine.arena))
+
     def take_between(self) -> Moment | None:
         """Return the moment for a checkpoint between two iterations of the loop.
 
@@ -118,13 +123,25 @@ class Saving:
         kept, progress = self.moment, self._progress
         settled = progress.settled_moment()
         if settled is not None:
+            if progress.loop.in_use:
+                progress.flushed(settled)
+            elif self._moments.renew(settled, closely=True) | settled.weights.replaced():
+                progress.afterwards(settled)
             return settled
         begun = progress.witness.trains(progress.head_step)
         if begun and kept is not None and kept.step == progress.head_step and not kept.weights.replaced():
-            return kept
+            # If the weights have changed since, that pass may have measured statistics for them, as the live ones are.
+            measured = bool(kept.buffers) and kept.weights.moved()
+            if not measured:
+                self._moments.report(kept)
+                return kept
         moment = self.take()
-        if begun and moment is not None and moment.buffers:
+        if not begun:
+            progress.witness.restart(progress.head_step)
+        elif moment is not None and moment.buffers:
             progress.within(moment)
+        if moment is not None and progress.loop.in_use and not progress.loop.usual:
+            moment.settled = False
         return moment
 
     def begin(self, moment: Moment | None, extent: Extent) -> None:
@@ -169,7 +186,9 @@ class Saving:
     def now(self, extent: Extent) -> bool:
         """Save the live state now, both halves at once. Return whether that succeeded."""
         self.finish()
-        errors = self.stats.errors
+        errors, kept = self.stats.errors, self.moment
+        if kept is not None and not kept.weights.moves():
+            self._progress.flushed(kept)
         self.begin(self.take_between(), extent)
         self.finish()
         return self.stats.errors == errors

@@ -10,7 +10,6 @@ as many random numbers as before each of its last steps, and must not read a Dat
 
 from __future__ import annotations
 
-import gc
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from scarctl.checkpoint.randomness import Raw, digests, draws, raw
 from scarctl.session.changes import Changes
+from scarctl.session.other_loaders import iterators
 
 _GAPS = 3
 """Number of gaps between steps that are kept, to learn how much the loop usually draws in one."""
@@ -54,10 +53,19 @@ class Witness:
     """Observes the first forward pass in training mode after each step."""
 
     def __init__(
-        self, modules: Callable[[], Iterable[nn.Module]] | None, rank: int, *, framework: bool
+        self,
+        modules: Callable[[], Iterable[nn.Module]] | None,
+        rank: int,
+        first: Callable[[], None],
+        *,
+        framework: bool,
     ) -> None:
-        """modules: returns the trained model's modules; None: nothing is observed. framework: one owns the loop."""
+        """modules: returns the trained model's modules; None: nothing is observed. framework: one owns the loop.
+
+        first: called before the first module runs after a step.
+        """
         self._framework = framework
+        self._first = first
         self._modules = modules
         self._rank = rank
         self._ids: frozenset[int] = frozenset()
@@ -98,6 +106,15 @@ class Witness:
         self._seen = seen
         if not self._ids:
             self._ids = frozenset(map(id, self._modules()))
+        self._look_on()
+
+    def restart(self, step: int) -> None:
+        """Forget a forward pass that was seen after `step`: it was not the next iteration's."""
+        if self.seen(step):
+            self._gaps[-1] = _Gap(step, raw())
+            self._look_on()
+
+    def _look_on(self) -> None:
         self._left, self._looking = _MODULES, True
         # Of all modules, because a hook of the model's own would be copied and pickled with it; and for a moment only.
         if self._handle is None:
@@ -135,6 +152,7 @@ class Witness:
             return
         gap = self._gaps[-1]
         if gap.ended is None:
+            self._first()
             gap.ended = raw()
             gap.values = None if self._changes.settled else self._changes.within()
         known = bool(gap.inputs)
@@ -145,7 +163,8 @@ class Witness:
         else:
             gap.inputs = [(tensor, tensor._version) for tensor in _tensors(args)]
         gap.trains = gap.trains or torch.is_grad_enabled()
-        self._left -= 1
+        if not known:  # a long pass without gradients must not end the search for the one with them
+            self._left -= 1
         # If the inputs are keywords, an inner module gets them unchanged.
         if not self._left or (gap.inputs and gap.trains):
             self.stop()
@@ -225,8 +244,7 @@ class Witness:
 
 def _reads_a_loader() -> bool:
     """Return whether this process has an iterator over a DataLoader."""
-    # isinstance would read __class__ of every object, and some objects of torch warn when an attribute is read.
-    return any(issubclass(type(item), _BaseDataLoaderIter) for item in gc.get_objects())
+    return any(True for _ in iterators())
 
 
 def _tensors(args: Any) -> Iterator[torch.Tensor]:

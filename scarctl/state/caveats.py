@@ -35,16 +35,21 @@ class Caveats:
 
     def __init__(self) -> None:
         self._by_kind: dict[str, Caveat] = {}
+        self._logged: set[str] = set()
+        """Kinds that were logged."""
 
-    def say(self, kind: str, message: str, *, inexact: bool = True) -> None:
+    def say(self, kind: str, message: str, *, inexact: bool = True, once: bool = False) -> None:
         """Keep a caveat in place of an older one of its kind, and log it at WARNING unless it is unchanged.
 
-        inexact: resuming from a checkpoint saved after this call is not exact.
+        inexact: resuming from a checkpoint saved after this call is not exact. once: do not log another of this kind,
+        because it may recur with every step.
         """
         caveat = Caveat(kind, message, inexact)
         if self._by_kind.get(kind) != caveat:
             self._by_kind[kind] = caveat
-            log.warning("%s", message)
+            if not (once and kind in self._logged):
+                log.warning("%s", message)
+            self._logged.add(kind)
 
     def keep(self, kind: str, message: str) -> None:
         """Keep a caveat that makes resuming inexact, without logging it: the caller logs it."""

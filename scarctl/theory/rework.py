@@ -50,6 +50,13 @@ class Rework(Document):
             return f"{self.iterations:.10g}"
         return f"{self.iterations:.3g} ({self.low:.3g} to {self.high:.3g})"
 
+    def at_most(self, steps: int) -> Rework:
+        """Return the same, with no number above `steps`."""
+        if self.iterations is None or self.low is None or self.high is None or self.high <= steps:
+            return self
+        most = float(steps)
+        return replace(self, iterations=min(self.iterations, most), low=min(self.low, most), high=most)
+
 
 def repeated(steps: int) -> Rework:
     """Return the rework of a rollback over `steps` iterations, which is exact."""
@@ -180,6 +187,9 @@ def rework_of_loss(
     norm: l2 norm of the perturbation, measured `since` iterations ago; None: unknown, and the ages are used.
     ages: of the copies, in iterations. counts: copies of each age, of the same shape; default 1.
     age: see `mean_age`; None: unknown.
+
+    It is at most the number of iterations so far: training all of them again costs no more. Only a run that diverges
+    from the mixed state may cost more, and no prediction covers that.
     """
     old = np.asarray(ages, dtype=np.float64)
     if not old.size or (norm is None and not old.any()):
@@ -187,8 +197,8 @@ def rework_of_loss(
     if norm == 0.0 and not since:
         return Rework(0.0, 0.0, 0.0, "distances")
     if norm is None:
-        return outlook.of_ages(old, share, counts)
-    return outlook.of_perturbation(norm, share, age=age, since=since)
+        return outlook.of_ages(old, share, counts).at_most(outlook.step)
+    return outlook.of_perturbation(norm, share, age=age, since=since).at_most(outlook.step)
 
 
 def mean_age(distance: NDArray[np.float64], ages: NDArray[Any]) -> float | None:

@@ -30,25 +30,39 @@ class Job:
         )
 
 
-def put(model: nn.Module, factor: float) -> None:
-    """Scale this rank's part of all parameters, without torch counting the writes."""
+def put(model: nn.Module, factor: float, *, behind: bool) -> None:
+    """Scale this rank's part of all parameters, without torch counting the writes.
+
+    behind: put another part behind each sharded parameter, instead of writing to it.
+    """
     for parameter in model.parameters():
-        part = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        part.data.mul_(factor)
+        part: Any = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if behind:
+            parameter._local_tensor = part.detach() * factor
+        else:
+            part.data.mul_(factor)
 
 
-def flushed(rank: int, world: int, kind: str, folder: str, swapped: list[int], averaged: list[int]) -> None:
+def flushed(
+    rank: int,
+    world: int,
+    kind: str,
+    folder: str,
+    swapped: list[int],
+    averaged: list[int],
+    behind: bool = False,
+) -> None:
     """Take three steps, seal their state, and end.
 
-    swapped: ranks that put other weights in place before. averaged: ranks that change an extra after it, and seal the
-    state again.
+    swapped: ranks that put other weights in place before, `behind` the parameters or into them. averaged: ranks that
+    change an extra after it, and seal the state again.
     """
     job = Job(kind, folder)
     job.session.resume()
     for number in range(1, 4):
         step(job.model, job.optimizer, number)
     if rank in swapped:
-        put(job.model, 0.5)
+        put(job.model, 0.5, behind=behind)
     job.session.flush()
     if rank in averaged:
         job.average["norm"] += 1

@@ -11,11 +11,13 @@ from tests.distributed.launch import launch
 FLUSHED, RESUMED = "tests.distributed.replaced:flushed", "tests.distributed.replaced:resumed"
 
 
-@pytest.mark.parametrize(("kind", "swapped"), [("ddp", [1]), ("fsdp", [0, 1])])
+@pytest.mark.parametrize(
+    ("kind", "swapped", "behind"), [("ddp", [1], False), ("fsdp", [0, 1], False), ("fsdp", [0, 1], True)]
+)
 def test_other_weights_in_place_of_the_trained_ones_are_said(
-    tmp_path: Path, kind: str, swapped: list[int]
+    tmp_path: Path, kind: str, swapped: list[int], behind: bool
 ) -> None:
-    launch(FLUSHED, 2, kind, str(tmp_path), swapped, [])
+    launch(FLUSHED, 2, kind, str(tmp_path), swapped, [], behind)
     found = launch(RESUMED, 2, kind, str(tmp_path))
     assert [(one["step"], one["exact"]) for one in found] == [(3, False)] * 2
     for one in found:
@@ -28,3 +30,5 @@ def test_extras_that_change_without_a_step(tmp_path: Path, averaged: list[int], 
     launch(FLUSHED, 2, "fsdp", str(tmp_path), [], averaged)
     found = launch(RESUMED, 2, "fsdp", str(tmp_path))
     assert [(one["step"], one["exact"]) for one in found] == [(3, exact)] * 2
+    for one in found:
+        assert exact or "saved several times" in "; ".join(one["reasons"])

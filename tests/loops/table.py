@@ -56,9 +56,18 @@ REPORTED = {
     "carried gradients",
     "scaled gradients",
     "target",
+    "tasks",
+    "twice",
+    "unlabelled",
 }
 """Programs that do not resume exactly, but where they were stopped between two epochs, and are told so."""
-DOUBTED = {("seeded by step", "close"), ("stateful loader by hand, extras", "close")}
+DOUBTED = {
+    ("seeded by step", "close"),
+    ("stateful loader by hand, extras", "close"),
+    ("byol by hand", "close"),
+    ("phases", "close"),
+    ("thawed", "close"),
+}
 """Nothing came after what was saved that would show how the loop continues."""
 
 

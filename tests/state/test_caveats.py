@@ -88,6 +88,18 @@ def test_it_is_logged_once_until_it_changes(caplog: pytest.LogCaptureFixture) ->
     assert [caveat.message for caveat in caveats] == ["one"]
 
 
+def test_one_that_recurs_with_every_step_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caveats = Caveats()
+    with caplog.at_level(logging.WARNING, "scarctl"):
+        for step in range(3):
+            caveats.say("kind", f"step {step}", once=True)
+            caveats.withdraw("other")
+        caveats.withdraw("kind")
+        caveats.say("kind", "step 3", once=True)
+    assert [record.message for record in caplog.records] == ["step 0"]
+    assert [caveat.message for caveat in caveats] == ["step 3"]
+
+
 @pytest.mark.parametrize("found", [None, 5, "x", [5], [{"kind": 1, "message": "m"}], [{}], {"kind": "k"}])
 def test_hostile_extras_have_none(found: object) -> None:
     assert read_caveats(found) == ()
