@@ -64,9 +64,12 @@ class Weights:
     def _read(self) -> _Values:
         noted: _Values = []
         for value in self._values:
-            # As `value.read()`, without its call: this is done twice in every step.
-            memory = value.memory
-            if memory is not None and value.part().data_ptr() == value.address:
+            # As `value.read()`, without calls: this is done twice in every step.
+            memory, tensor = value.memory, value.tensor
+            if (
+                memory is not None
+                and (tensor._local_tensor if value.sharded else tensor).data_ptr() == value.address
+            ):
                 noted.append(memory.raw)
             else:
                 noted.append(value.read())
@@ -88,17 +91,17 @@ class Weights:
 class _Value:
     """The middle value of a tensor, whose memory may be replaced. Read through its address, because twice per step."""
 
-    __slots__ = ("_sharded", "address", "memory", "tensor")
+    __slots__ = ("address", "memory", "sharded", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: Any = tensor
-        self._sharded = _has_part(tensor)
+        self.sharded = _has_part(tensor)
         self.memory: Any = None
         self._find()
 
     def part(self) -> torch.Tensor:
         """Return the tensor, or this process's part of a sharded one."""
-        found: torch.Tensor = self.tensor._local_tensor if self._sharded else self.tensor
+        found: torch.Tensor = self.tensor._local_tensor if self.sharded else self.tensor
         return found
 
     def same(self, other: _Value) -> bool:

@@ -22,6 +22,7 @@ class Origin:
     def __init__(self, caveats: Caveats) -> None:
         self.resumed: Resumed | None = None
         self._caveats = caveats
+        self._doubted = False
 
     def set(self, resumed: Resumed, stored: tuple[str, ...], store: Store, together: Together) -> Resumed:
         """Note the resumed state, with the reasons why it is not exact: mixed steps, encoded copies, earlier caveats.
@@ -47,8 +48,9 @@ class Origin:
     def doubt(self, found: tuple[str, ...]) -> None:
         """Note that the loop does not continue as the earlier run would have, and log why."""
         resumed = self.resumed
-        if resumed is None or not resumed.exact:
+        if resumed is None or not (resumed.exact or self._doubted):
             return
+        self._doubted = True
         self._caveats.say(
             "not-continued",
             f"the run was not resumed exactly after step {resumed.step}: {'; '.join(found)}. "

@@ -118,7 +118,8 @@ class Progress:
     def step_begins(self) -> None:
         """Note that the next step is about to change parameters."""
         self.witness.step_begins()
-        self._look_for_others()
+        if self.loop.used and not self.framework:
+            self._look_for_others()
         moment = self._newest
         if moment is not None and not self.loop.used:
             moment.settled = True
@@ -129,7 +130,7 @@ class Progress:
 
     def _look_for_others(self) -> None:
         """Detect that the loop reads another loader than those in `batches`, and that its position is not saved."""
-        mine = self.loop.iterators() if self.loop.used and not self.framework else None
+        mine = self.loop.iterators()
         if mine is not None and self._others.advance(mine, self.head_step):
             text = "a DataLoader is read next to session.batches(), and which of its batches comes next is not saved"
             self.caveats.say("other-loader", f"{text}: read it from session.batches(), too")
@@ -178,7 +179,8 @@ class Progress:
         early, light = private(self._adapter.capture_early()), self._light()
         late = plain(self._adapter.capture_late()) if self.loop.between_passes else moment.late
         # The moment is changed completely, or not at all.
-        self.renew(moment)
+        if moment.buffers:
+            self.renew(moment)
         moment.weights.note()
         moment.early, moment.light, moment.late = early, light, late
         moment.position = self.loop.position(moment.step)
@@ -214,7 +216,7 @@ class Progress:
     def _before_forward(self) -> None:
         """Keep buffers that the loop has changed since the step, before a forward pass changes them."""
         moment = self._newest
-        if moment is None or self.loop.used or not self._hooked:
+        if moment is None or not moment.buffers or self.loop.used or not self._hooked:
             return
         with self._gate.held():
             try:
