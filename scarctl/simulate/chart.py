@@ -14,8 +14,8 @@ from scarctl.simulate.study import Study
 from scarctl.simulate.summary import Line, Summary
 
 # The marks differ, too, for readers who do not see the colours.
-_STYLES = {"full": ("#444444", "circle"), "priority": ("#0072b2", "circle"), "round": ("#d55e00", "square"),
-           "random": ("#009e73", "triangle")}  # fmt: skip
+_STYLES = {"full": ("#444444", "circle"), "aged": ("#cc79a7", "circle"), "priority": ("#0072b2", "circle"),
+           "round": ("#d55e00", "square"), "random": ("#009e73", "triangle")}  # fmt: skip
 _WIDTH, _HEIGHT = 360.0, 260.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 14.0, 34.0, 44.0
 _LEGEND = 46.0
