@@ -129,10 +129,10 @@ def _panel(title: str, lines: list[Line], rollback: Line | None, low: float, hig
 
 
 def _legend(policies: list[str], rollback: bool, guessed: bool, summary: Summary) -> list[str]:
-    parts, at, y = [], _LEFT, _HEIGHT + 12
+    parts, at, y = [], 14.0, _HEIGHT + 12
     for policy in policies:
         parts += [_mark(at, y - 4, *_STYLES[policy]), _text(at + 9, y, policy)]
-        at += 56
+        at += 52
     if rollback:
         parts += [_line(at, y - 4, at + 22, y - 4, "#000000", "stroke-dasharray='6 4' stroke-width='1.5'")]
         parts += [_text(at + 28, y, "rollback")]
