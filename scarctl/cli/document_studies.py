@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypedDict
 
 from scarctl.cli.document_parts import Health, Partition, Survey
-from scarctl.ops.report import Layer
+from scarctl.ops.surveyed import Layer
 from scarctl.ops.timeline import Timeline
 from scarctl.simulate.calibration import Comparison
 from scarctl.simulate.intervals import Mean
@@ -112,9 +112,13 @@ class CellMeans(_Cell):
     median: float
     reduction: Mean | None
     """1 - rework / the rollback's rework."""
+    versus_round: Mean | None
+    """Rework less that of taking turns, in the same failures."""
     perturbation: float
     given_up: int
     """Trials that did not reach the target."""
+    oldest: dict[str, float] | None
+    """Mean age of every parameter's oldest copy that differs from its live values at the failure, in iterations."""
 
 
 class Study(TypedDict):
@@ -129,6 +133,8 @@ class Study(TypedDict):
     interval: int
     failure_rate: float | None
     fail_after: int | None
+    stratify: bool
+    smooth: int
     iterations: int | None
     target: float | None
     norm: str | None

@@ -44,7 +44,7 @@ _PAUSE = 30.0
 )
 @click.option(
     "--policy",
-    default="priority,round,random",
+    default="aged,priority,round,random",
     show_default=True,
     metavar="NAMES",
     help="How a share is chosen.",
@@ -84,6 +84,17 @@ _PAUSE = 30.0
 )
 @click.option(
     "--fail-after", type=click.IntRange(min=1), metavar="N", help="Fail after iteration N, not a random one."
+)
+@click.option(
+    "--stratify", is_flag=True, help="Spread failures evenly over the time since a full checkpoint."
+)
+@click.option(
+    "--smooth",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Iterations over which the metric is averaged, so that no lucky one ends a run.",
 )
 @click.option(
     "--iterations", type=click.IntRange(min=2), metavar="N", help="Length of a run, if not the workload's."
@@ -219,7 +230,9 @@ def _text(summary: Summary) -> str:
         "95 % interval",
         "median",
         "less than rollback",
+        "versus round",
         "perturbation",
+        "oldest copy",
     )
     rows = [columns]
     for line in summary.cells:
@@ -235,7 +248,11 @@ def _text(summary: Summary) -> str:
                 "-"
                 if line.reduction is None
                 else f"{line.reduction.mean:.0%} {_interval(line.reduction, 100)}".strip(),
+                "-"
+                if line.versus_round is None
+                else f"{line.versus_round.mean:+.2f} {_interval(line.versus_round, 1)}".strip(),
                 f"{line.perturbation:.4g}",
+                _oldest(line.oldest),
             )
         )
     lines = aligned(rows)
@@ -248,6 +265,14 @@ def _text(summary: Summary) -> str:
             f"+: {counted(lost, 'run')} never reached the target: counted with the iterations until the stop"
         )
     return "\n".join(lines)
+
+
+def _oldest(ages: dict[str, float] | None) -> str:
+    """Return the age of the oldest copy, and its parameter if there are several."""
+    if not ages:
+        return "-"
+    name = max(ages, key=ages.__getitem__)
+    return f"{ages[name]:.0f}" + (f" ({name})" if len(ages) > 1 else "")
 
 
 def _interval(mean: Mean, scale: int) -> str:
