@@ -246,7 +246,7 @@ class Loop:
             self._settle()
 
     def _outer(self, this: Pass) -> Pass | None:
-        """Return the pass of which the loop uses a batch while it reads `this` one; None: there is none."""
+        """Return the pass of which the loop uses a batch while it reads `this` one; None without one."""
         for other in self._passes:
             if other is this:
                 break

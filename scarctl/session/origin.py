@@ -12,7 +12,7 @@ from scarctl.store import Store
 from scarctl.util.text import counted
 
 _SAVED_AGAIN = (
-    "the step was saved several times, with changes in between, and the copies are of different times"
+    "the step was saved several times, with changes between two of them, and copies of both are mixed"
 )
 
 

@@ -1,4 +1,4 @@
-"""Find a `DataLoader` that the loop reads by itself: which of its batches comes next is not saved."""
+"""Find a `DataLoader` that the loop reads without the session: which of its batches comes next is not saved."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Pass:
         return iterator
 
     def reads(self) -> int | None:
-        """Return the id of its iterator; None if the loader is no DataLoader, and may read others."""
+        """Return the id of its iterator; None if the loader is not a DataLoader, and may read others."""
         return id(self._iterator()) if self._iterator is not None else None
 
     def begin_again(self, saved: Mapping[str, Any], *, same_rank: bool) -> Iterator[Any]:
