@@ -58,7 +58,7 @@ def test_without_a_store_that_is_known_here(run: Run) -> None:
 
 def test_what_cannot_be_read_has_the_exit_code_of_its_error(run: Run, saved: Model) -> None:
     assert "$ scarctl doctor --store nowhere" in run("status", "nowhere", code=10).stdout
-    next(Path("ckpt/layout").iterdir()).write_text("{")
+    next(Path("ckpt/layout").glob("[0-9a-f]*")).write_text("{")
     fields = run("status", "ckpt", "--json", code=13).document
     (finding,) = fields["stores"][0]["findings"]
     assert (finding["severity"], finding["command"]) == ("losing", "scarctl verify --store ckpt")
@@ -77,7 +77,7 @@ def test_a_store_without_readable_settings_names_no_command_that_cannot_open_it(
     (store,) = run("status", "ckpt", "--json", code=13).document["stores"]
     (finding,) = store["findings"]
     assert (finding["severity"], finding["kind"], finding["command"]) == ("losing", kind, None)
-    assert "put that file back from a copy of this store" in finding["message"]
+    assert "put that file back: `cp " in finding["message"]
     for command in (
         ("inspect", "ckpt"),
         ("inspect", "--store", "ckpt"),
@@ -87,8 +87,13 @@ def test_a_store_without_readable_settings_names_no_command_that_cannot_open_it(
         error = run(*command, "--json", code=13).error
         assert error["kind"] == kind
         assert "scarctl verify" not in error["hint"]
-    settings.write_bytes(kept)
+    subprocess.run(finding["message"].split("`")[1], shell=True, check=True)
+    assert settings.read_bytes() == kept
     run("verify", "--store", "ckpt")
+    settings.unlink()
+    Path("ckpt/layout/settings.json").write_text("{}")
+    (store,) = run("status", "ckpt", "--json", code=13).document["stores"]
+    assert "put that file back from a copy of this store" in store["findings"][0]["message"]
 
 
 def test_an_empty_store_is_not_well(run: Run) -> None:
