@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 from collections.abc import Iterator
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
 
 from scarctl.errors import Corruption, NoStore, ScarError
 from scarctl.store.backends.address import Address
@@ -14,6 +18,8 @@ from scarctl.store.format import LOCK, MAX_SETTINGS, SETTINGS, corrupt, load_jso
 
 STORE_FOLDERS = frozenset(("layout", "shards"))
 """Folders that every store has after its first commit."""
+_ABOVE, _MOST, _LISTED = 4, 1000, 3
+"""Folders above a path, and entries of a folder, in which a hint looks for stores; stores that it lists."""
 SETTINGS_COPY = "layout/settings.json"
 """The same bytes as `scarctl.json`, in a folder: `rm *` in the store's own folder does not delete it."""
 
@@ -52,6 +58,32 @@ def _put_back(address: Address, blobs: Blobs) -> str:
     )
 
 
+def near(path: Path) -> str:
+    """Return the end of a hint, which names stores around, in or next to a local path without one; "" without any."""
+    with contextlib.suppress(OSError):  # a hint about what can be read
+        for above in path.parents[:_ABOVE]:
+            if (above / SETTINGS).is_file():
+                return f"; did you mean the store {above}?"
+        folder = path if path.is_dir() else path.parent
+        with os.scandir(folder) as entries:
+            names = [
+                entry.name for entry in islice(entries, _MOST) if os.path.isfile(f"{entry.path}/{SETTINGS}")
+            ]
+        close = [] if folder == path else get_close_matches(path.name, names, 1)
+        if close:
+            return f"; did you mean {folder / close[0]}?"
+        if names:
+            more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+            return f"; stores in {folder}: {', '.join(sorted(names)[:_LISTED])}{more}"
+    return ""
+
+
+def no_store(address: Address) -> str:
+    """Return the hint for a place without a store."""
+    known = "check the path; `scarctl status` shows the stores that this host knows"
+    return known if address.root is None else f"{known}{near(address.root)}"
+
+
 def refuse_foreign(address: Address, blobs: Blobs, hint: str) -> None:
     """Raise NoStore if the place is not an empty folder. Files that a crash left do not count.
 
@@ -69,7 +101,7 @@ def refuse_foreign(address: Address, blobs: Blobs, hint: str) -> None:
         )
     raise NoStore(
         f"{place}: this folder holds other files ({sorted(others)[0]!r}), but no store",
-        hint=hint,
+        hint=hint if address.root is None else f"{hint}{near(address.root)}",
         kind="foreign-store",
     )
 

@@ -22,7 +22,7 @@ from scarctl.store.backends.address import S3_SCHEMES, Address
 from scarctl.store.backends.base import Blobs
 from scarctl.store.backends.connect import blobs_at
 from scarctl.store.backends.probe import exclusive_here, probe
-from scarctl.store.foreign import damaged_settings, keep_copy, refuse_foreign
+from scarctl.store.foreign import damaged_settings, keep_copy, no_store, refuse_foreign
 from scarctl.store.format import (
     FORMAT,
     LOCK,
@@ -169,7 +169,7 @@ class Store:
             if not blobs.has(SETTINGS):  # another process may just have created it
                 raise NoStore(
                     f"{address.root or address.shown}: there is no store here",
-                    hint="check the path; `scarctl status` shows the stores that this host knows",
+                    hint=no_store(address),
                 )
         with damaged_settings(address, blobs):
             obj = load_json(blobs.read(SETTINGS, MAX_SETTINGS), what)
