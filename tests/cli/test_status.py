@@ -208,6 +208,11 @@ def test_what_the_daemon_saves_is_listed_by_rank(saved: Model) -> None:
     assert lines[start + 1].split() == ["rank", "2", "100", "20", "steps", "4.0", "KiB", "1.0", "MiB/s", "1"]
     assert lines[start + 5].strip().startswith("and 2 more ranks")
     assert len(lines) <= 24
+    narrow = page([health], 40)
+    assert all(len(line) <= 40 for line in narrow)
+    text = " ".join(" ".join(narrow).split())
+    assert "rank 2: step 100, behind 20 steps, waiting 4.0 KiB, store's speed 1.0 MiB/s, errors 1" in text
+    assert "if it is lost now: process: " in text
 
 
 def test_stores_come_worst_first(saved: Model) -> None:
