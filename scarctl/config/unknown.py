@@ -56,5 +56,5 @@ def explains_options(function: Callable[P, T], owner: str = "") -> Callable[P, T
 
 def explained(kind: type[T]) -> type[T]:
     """Have the constructor of a class of options do so: see `explains_options`."""
-    kind.__init__ = explains_options(kind.__init__, kind.__name__)  # type: ignore[misc]
+    kind.__init__ = explains_options(kind.__init__, kind.__name__)  # type: ignore[method-assign]
     return kind
