@@ -69,7 +69,7 @@ def near(path: Path) -> str:
             names = [
                 entry.name for entry in islice(entries, _MOST) if os.path.isfile(f"{entry.path}/{SETTINGS}")
             ]
-        close = [] if folder == path else get_close_matches(path.name, names, 1)
+        close = [] if folder == path else get_close_matches(path.name, names, 1, 0.8)
         if close:
             return f"; did you mean {folder / close[0]}?"
         if names:
