@@ -26,7 +26,7 @@ def named_store(place: str | None, store: str | None) -> str | None:
 
 
 def required_store(place: str | None, store: str | None) -> str:
-    """Return `named_store`. Raises UsageError if there is none."""
+    """Return `named_store`. Raises UsageError if no store is named."""
     wanted = named_store(place, store)
     if wanted is None:
         command = click.get_current_context().command_path
