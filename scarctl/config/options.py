@@ -30,7 +30,7 @@ DEFAULT_OVERHEAD = 0.01
 DEFAULT_POLICY: Policy = "priority"
 
 
-@explained
+@explained("partitioning")
 @dataclass(frozen=True, kw_only=True)
 class Partitioning:
     """How the state is divided. Fixed when the store is created; a contradiction later raises SettingsConflict.
@@ -51,7 +51,7 @@ class Partitioning:
     rows: Mapping[str, int] | None = None
 
 
-@explained
+@explained("selection")
 @dataclass(frozen=True, kw_only=True)
 class Selection:
     """Options for choosing the partitions that a checkpoint saves, and for restoring them.
@@ -84,7 +84,7 @@ class Selection:
     extrapolate: bool | None = None
 
 
-@explained
+@explained("settings")
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How saving behaves in this process and on this host.
@@ -144,15 +144,7 @@ class Settings:
     peer_secret_file: str | os.PathLike[str] | None = None
 
 
-GROUPS: Mapping[str, type[Any]] = {
-    "partitioning": Partitioning,
-    "selection": Selection,
-    "settings": Settings,
-}
-"""The groups of options that `attach` takes, by its argument."""
-
-
-@explained
+@explained()
 @dataclass(frozen=True)
 class Extra:
     """An object in `extras` that is not the same on all ranks, or that the loop changes after the optimizer's step.
@@ -176,7 +168,7 @@ class Extra:
             )
 
 
-@explained
+@explained()
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
     """How this process saves together with the other ranks of `torch.distributed`.
@@ -189,7 +181,7 @@ class Ranks:
     replicated: Sequence[str] = ()
 
 
-@explained
+@explained()
 @dataclass(frozen=True)
 class Member:
     """One of several processes that share a store and nothing else. `(2, 8)` is short for `Member(2, 8)`.

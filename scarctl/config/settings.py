@@ -34,7 +34,6 @@ from scarctl.config.options import (
     DEFAULT_FRACTION,
     DEFAULT_OVERHEAD,
     DEFAULT_POLICY,
-    GROUPS,
     NORMS,
     TRACKERS,
     Norm,
@@ -46,6 +45,7 @@ from scarctl.config.options import (
     Settings,
     Tracker,
 )
+from scarctl.config.unknown import GROUPS
 from scarctl.errors import UsageError
 from scarctl.state.encodings import ENCODINGS, Encoding
 

@@ -7,13 +7,15 @@ import functools
 import inspect
 from collections.abc import Callable, Collection
 from dataclasses import fields
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from scarctl.errors import UsageError
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+GROUPS: dict[str, type[Any]] = {}
+"""The groups of options that `attach` takes, by its argument: see `explained`."""
 _OF_ATTACH = ("store", "fraction", "interval")
 """Options that `attach` takes itself; its groups have all others."""
 
@@ -23,8 +25,6 @@ def unknown_option(name: str, known: Collection[str], owner: str = "") -> UsageE
 
     owner: the class that was given the option; "" for `attach`.
     """
-    from scarctl.config.options import GROUPS  # its classes are explained by this module
-
     homes = {field.name: group for group, kind in GROUPS.items() for field in fields(kind)}
     others = [other for other in (*homes, *_OF_ATTACH) if other not in known]
     close = [name] if name in others else difflib.get_close_matches(name, [*known, *others], 1)
@@ -54,7 +54,16 @@ def explains_options(function: Callable[P, T], owner: str = "") -> Callable[P, T
     return checked
 
 
-def explained(kind: type[T]) -> type[T]:
-    """Have the constructor of a class of options do so: see `explains_options`."""
-    kind.__init__ = explains_options(kind.__init__, kind.__name__)  # type: ignore[method-assign]
-    return kind
+def explained(argument: str = "") -> Callable[[type[T]], type[T]]:
+    """Have the constructor of a class of options do so: see `explains_options`.
+
+    argument: the argument of `attach` that takes a group of this class, if it is one.
+    """
+
+    def explain(kind: type[T]) -> type[T]:
+        if argument:
+            GROUPS[argument] = kind
+        kind.__init__ = explains_options(kind.__init__, kind.__name__)  # type: ignore[method-assign]
+        return kind
+
+    return explain
