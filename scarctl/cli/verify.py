@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -164,10 +165,10 @@ def _advice(store: Store) -> str:
         back = (
             f"nothing more can be saved here: {error.message}. Put that file back from a copy of this store"
         )
-        try:
-            for shard in store.shards():
-                state_around(store, shard)
-        except Corruption:
-            return f"{back}. Without one, the tensors are in shards/*/seg, as safetensors"
-        return f"{back}. Without one, `scarctl recover --lost all --output FILE` saves what the other records name"
+        left = False
+        with contextlib.suppress(Corruption):
+            left = all(state_around(store, shard).saved.all() for shard in store.shards())
+        if left:
+            return f"{back}. Without one, `scarctl recover --lost all --output FILE` saves what other records name"
+        return f"{back}. Without one, the tensors are in shards/*/seg, as safetensors"
     return "`scarctl recover` uses older intact copies of damaged partitions; saving again replaces them"

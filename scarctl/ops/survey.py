@@ -34,7 +34,7 @@ from scarctl.store import (
     snapshots,
     topology_epochs,
 )
-from scarctl.store.around import state_around
+from scarctl.store.around import states_around
 from scarctl.store.format import shard_folder
 from scarctl.store.topology import read_topology
 from scarctl.store.visible_damage import VisibleDamage, visible_damage
@@ -132,10 +132,10 @@ def _newest_states(store: Store) -> tuple[Topology | None, dict[int, ShardState]
     returned.
     """
     if not topology_epochs(store):
-        return None, _around(store, store.shards()), None
+        return None, states_around(store, store.shards()), None
     newest = newest_topology(store)
     if newest is not None and newest.independent:
-        states = _around(store, newest.shards)
+        states = states_around(store, newest.shards)
         never = [number for number, shard in enumerate(newest.shards) if states[shard].layout is None]
         return newest, states, _never(newest, never) if never else None
     # Imported here, because commands have to start fast, and most stores are of a single process.
@@ -149,12 +149,6 @@ def _newest_states(store: Store) -> tuple[Topology | None, dict[int, ShardState]
     assert topology is not None, "the store has topologies"
     note = f"{store.url}: the store has no whole state of all ranks yet"
     return topology, store.states(topology.shards), note
-
-
-def _around(store: Store, shards: Iterable[int]) -> dict[int, ShardState]:
-    """Return the states of shards, read around damaged records, which `visible_damage` names."""
-    shards = list(shards)
-    return dict(zip(shards, store.blobs.each(lambda s: state_around(store, s), shards), strict=True))
 
 
 def _never(topology: Topology, numbers: Sequence[int]) -> str:

@@ -20,6 +20,7 @@ from scarctl.errors import Corruption, LayoutMismatch, NoIntactCopy
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import SealedSet, ShardState, Snapshot, Store, complete_sets, sealed_sets
+from scarctl.store.around import states_around
 from scarctl.store.snapshot import lost_seals
 from scarctl.util.arrays import Ids, distinct
 from scarctl.util.document import Document
@@ -243,7 +244,7 @@ def plan_sealed(
     """
     seqs = {log: sealed.seqs[log] for log in distinct(store.log_of(layout)).tolist()}
     try:
-        states = store.states(seqs, layout, at=seqs)
+        states = states_around(store, seqs, layout, at=seqs)
     except Corruption as error:  # collected or damaged
         raise NoIntactCopy(error.message, hint=error.hint, kind="no-sealed-state") from error
     ids = np.arange(layout.partitions, dtype=np.int64)

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 from scarctl.errors import Corruption
 from scarctl.state.layout import Layout
 from scarctl.store.shard_state import ShardState
 from scarctl.store.store import Store
 
 
-def state_around(store: Store, shard: int, layout: Layout | None = None) -> ShardState:
-    """Return a shard's newest state. If a record is damaged, all members are in doubt that no later record holds.
+def state_around(store: Store, shard: int, layout: Layout | None = None, at: int | None = None) -> ShardState:
+    """Return the state of a shard after record `at`, the newest by default, as far as damaged records permit.
 
-    So nothing of it is exact. Only readers may use it: a writer needs every record. Raises as `Store.state` does.
+    All members are in doubt that no record after a damaged one holds, so nothing of them is exact. Only readers may use
+    such a state: a writer needs every record. Raises as `Store.state` does.
     """
     try:
-        return store.state(shard, layout)
+        return store.state(shard, layout, at)
     except Corruption as error:
         if error.kind != Corruption.kind:
             raise
-    state = store.log(shard).state(around=True)
+    state = store.log(shard).state(at, around=True)
     if layout is not None and state.layout is not None and state.layout.digest != layout.digest:
         raise store.mismatch(state.layout, layout)
     return state
+
+
+def states_around(
+    store: Store, shards: Iterable[int], layout: Layout | None = None, at: Mapping[int, int] | None = None
+) -> dict[int, ShardState]:
+    """Return the states of several shards, by shard: see `state_around`."""
+    shards = list(shards)
+    found = store.blobs.each(lambda s: state_around(store, s, layout, None if at is None else at[s]), shards)
+    return dict(zip(shards, found, strict=True))
 
 
 def layout_around(store: Store) -> Layout | None:

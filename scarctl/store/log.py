@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 
 _ATTEMPTS = 8
 """Most attempts to read while a writer collects."""
+_MOST_DAMAGED = 64
+"""Most damaged or missing records that are read around."""
 
 
 class ShardLog:
@@ -222,11 +224,12 @@ class ShardLog:
         """Return the state to begin with, and the records to apply to it, newest first."""
         records: list[Record | Damage] = []
         child: Record | None = None
-        boundary = 0
+        boundary = lost = 0
         for record in self._chain(seq, indexes, around):
             if isinstance(record, Damage):
-                if record.error is not None and record.seq <= boundary:
-                    raise record.error  # no older record has what this one had
+                lost += 1
+                if record.error is not None and (record.seq <= boundary or lost > _MOST_DAMAGED):
+                    raise record.error  # what it held is nowhere else, or the log before it was deleted
                 records.append(record)
                 child = None
                 continue
