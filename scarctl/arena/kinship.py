@@ -146,8 +146,8 @@ def view_of(base: str | None, store: Store) -> ArenaView | None:
 def open_stopped(base: str | None, store: Store) -> Arena | None:
     """Return the arena of a stopped run of this store on this host; None if there is no arena, or its run is alive.
 
-    Logs a warning and returns None if the arena is damaged, belongs to another user, or does not belong to the store,
-    or if damaged records hide whether it does. The caller then uses the store alone.
+    Logs a warning and returns None if the arena is damaged, belongs to another user, or does not belong to the store.
+    The same if damaged records hide whether it belongs. The caller then uses the store alone.
     """
     try:
         arena = Arena.open_existing(arena_folder(base, store.run_id), run_id=store.run_id)
