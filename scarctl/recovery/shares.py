@@ -29,7 +29,7 @@ from scarctl.store import (
     sealed_sets,
     topology_epochs,
 )
-from scarctl.store.around import layout_around, state_around
+from scarctl.store.around import layout_around, state_around, states_around
 from scarctl.store.members import EPOCH, name_among
 from scarctl.store.snapshot import lost_seals
 from scarctl.store.topology import Topology, read_topology, sealed_by_all
@@ -303,7 +303,7 @@ def _share(rank: int | None, store: Store, layout: Layout, shard_of: NDArray[np.
     """Make a share from the current states of a store, read around damaged records."""
     logs = distinct(store.log_of(layout)).tolist()
     try:
-        return Share(rank, store, layout, shard_of, store.states(logs, layout))
+        return Share(rank, store, layout, shard_of, states_around(store, logs, layout))
     except Corruption:
         pass
     states, unreadable = dict[int, ShardState](), dict[int, Corruption]()

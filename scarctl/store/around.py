@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from scarctl.errors import Corruption
 from scarctl.state.layout import Layout
 from scarctl.store.shard_state import ShardState
 from scarctl.store.store import Store
@@ -16,11 +15,6 @@ def state_around(store: Store, shard: int, layout: Layout | None = None, at: int
     All members are in doubt that no record after a damaged one holds, so nothing of them is exact. Only readers may use
     such a state: a writer needs every record. Raises as `Store.state` does.
     """
-    try:
-        return store.state(shard, layout, at)
-    except Corruption as error:
-        if error.kind != Corruption.kind:
-            raise
     state = store.log(shard).state(at, around=True)
     if layout is not None and state.layout is not None and state.layout.digest != layout.digest:
         raise store.mismatch(state.layout, layout)
