@@ -48,7 +48,7 @@ class Tier(Protocol):
     """A place that outlives the host."""
 
     def commit_part(self, handover: HandOver, ids: Ids, extras: Any) -> int:
-        """Save copies of one version, with the extras unless they are None. Durable on return. Return their bytes."""
+        """Save copies as they are in memory, with the extras unless they are None. Return their bytes, now durable."""
 
     def commit_extras(self, handover: HandOver) -> bool:
         """Save a hand-over's extras, unless it has them. Return False if it has a later step, so that it cannot."""
@@ -269,8 +269,6 @@ class Evacuation:
     def _commit(self) -> bool:
         """Save the next copies. Return False if none is left, or no more can be saved in time."""
         waiting = self._next()
-        if waiting is None:
-            return False
         room, most = self._pace.room(self._left())
         if not room:
             return False
@@ -315,12 +313,12 @@ class Evacuation:
         nbytes = _bytes_of(self._extras.extras)
         return (self._extras.extras, nbytes) if nbytes <= room // 2 else (None, 0)
 
-    def _next(self) -> _Order | None:
-        """Return the pending copies of the oldest version: steps in the store never decrease."""
+    def _next(self) -> _Order:
+        """Return pending copies of the oldest version, as steps in the store never decrease; last, encoded ones."""
         arena = self._arena
         ids = np.flatnonzero(arena.pending() & arena.intact())
         if not ids.size:
-            return None
+            return self._encoded()
         versions = arena.version[ids]
         version = int(versions.min())
         if self._order is None or self._order.version != version:
@@ -337,6 +335,14 @@ class Evacuation:
             left = left[np.argsort(self._elsewhere()[left], kind="stable")]
         self._order = _Order(version, left)
         return self._order
+
+    def _encoded(self) -> _Order:
+        """Return the copies that the store has in fewer bits, the least exact per byte first, to save them exactly."""
+        arena = self._arena
+        ids = np.flatnonzero((arena.encoding_error >= 0) & arena.intact() & ~self._elsewhere())
+        lacking = np.sqrt(np.minimum(arena.encoding_error[ids], 1e70)).astype(np.float32)
+        ids = ids[order(lacking, arena.layout.partition_bytes[ids], np.zeros(ids.size, dtype=bool))]
+        return _Order(int(arena.newest().max(initial=NEVER)), ids)
 
     def _elsewhere(self) -> NDArray[np.bool_]:
         """Return which copies of this memory another host has unchanged: bool of shape (partitions,)."""

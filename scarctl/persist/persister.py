@@ -96,7 +96,7 @@ class Persister:
         return written
 
     def commit_part(self, handover: HandOver, ids: Ids, extras: Any) -> int:
-        """See `scarctl.persist.evacuation.Tier`: commit these copies of the hand-over's version, and seal nothing."""
+        """See `scarctl.persist.evacuation.Tier`: commit copies, none newer than the hand-over; seal nothing."""
         part = replace(handover, ids=ids, whole="", extras=extras, unsaved=None)
         shard_of = self._shard_of[ids]
         parts = [(shard, ids[shard_of == shard]) for shard in np.unique(shard_of).tolist()]
@@ -251,8 +251,9 @@ class Persister:
             if not ids.size and not sealed:
                 read()
                 return ids, False
-            # Extras and seals are of the hand-over's step. Other commits are as old as their newest copy.
-            newest = handover.version if sealed or extras is not None else int(versions.max())
+            # Extras, seals and parts (number 0) are of the hand-over's step, other commits as old as their newest copy.
+            own = sealed or extras is not None or not handover.number
+            newest = handover.version if own else int(versions.max())
             rows = partial(self._source_of, ids, before)
             source: Source | Encoder = rows
             if handover.encoding != "exact":
