@@ -433,9 +433,8 @@ class Engine:
         self.arena.close()
 
     def close(self, drain: Callable[[], bool]) -> bool:
-        """Wait until all copies are durable, then close. Return whether they are durable.
+        """Wait with `drain` until the store has all hand-overs, then close. Return whether all copies are durable.
 
-        drain: waits for the store, and returns whether it has all hand-overs.
         A durable arena is removed. Otherwise it stays with its queue, for the next session on this host.
         """
         self.selector.close()
