@@ -16,6 +16,7 @@ from scarctl.state.layout import Layout
 from scarctl_adapters.deepspeed.checking import check_engine
 from scarctl_adapters.deepspeed.optimizer_state import EngineState, FlatState
 from scarctl_adapters.deepspeed.partitions import Fragment, Partitions, place_of_run
+from scarctl_adapters.deepspeed.stepping import Stepping
 from scarctl_adapters.torch.adapter import TorchAdapter
 from scarctl_adapters.torch.names import model_names
 from scarctl_adapters.torch.sharding import world
@@ -170,38 +171,8 @@ class DeepSpeedAdapter(TorchAdapter):
         return watch
 
     def install(self, before: Callable[[], None], after: Callable[[], None] | None) -> Callable[[], None]:
-        """Call `before` when ZeRO is about to change master weights, `after` when the engine's step has ended.
-
-        ZeRO steps its inner optimizer once for each flat tensor, with the others out of sight. So both are around the
-        engine's methods, not hooks of that optimizer.
-        """
-        engine, zero = self._engine, self._zero
-        begun = False
-        inner, outer = zero._optimizer_step, engine.step
-
-        def changes(*given: Any, **named: Any) -> Any:
-            nonlocal begun
-            if not begun:
-                before()
-                begun = True
-            return inner(*given, **named)
-
-        def step(*given: Any, **named: Any) -> Any:
-            nonlocal begun
-            begun = False
-            result = outer(*given, **named)
-            if begun and after is not None:
-                after()
-            return result
-
-        zero._optimizer_step, engine.step = changes, step
-
-        def remove() -> None:
-            for owner, name, ours in ((zero, "_optimizer_step", changes), (engine, "step", step)):
-                if vars(owner).get(name) is ours:
-                    delattr(owner, name)
-
-        return remove
+        """Call `before` when ZeRO is about to change master weights, `after` when the engine's step has ended."""
+        return Stepping.install(self._engine, before, after)
 
 
 class _Watch(Watch):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 import scarctl
@@ -19,13 +17,6 @@ from scarctl.ops.export import ExportSettings, export
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed here: `make frameworks`")
 
 from tests.adapters.deepspeed import models
-
-
-@pytest.fixture(autouse=True, scope="module")
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
