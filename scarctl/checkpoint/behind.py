@@ -26,6 +26,8 @@ TURNS = 2
 """Turns above which a lag is reported. A turn is the iterations in which the whole state is saved once."""
 _STUCK = 60
 """Seconds after which copies that wait for the store are reported."""
+_STARTING = 10.0
+"""Seconds of a lag before which a saver that has saved nothing yet is not reported: the daemon may only be starting."""
 _LONG = 10
 """Turns without a lag after which a new lag is reported again."""
 _HALF = 0.5
@@ -88,7 +90,8 @@ class Behind:
                 self._said = 0
             return
         self._behind_at = step
-        if lag > TURNS * self.turn and lag >= 2 * self._said:
+        starting = saver.speed is None and lag * (self._step_seconds or 0.0) < _STARTING
+        if lag > TURNS * self.turn and lag >= 2 * self._said and not starting:
             self._said = lag
             self._caveats.say(KIND, self._text(lag, step, saver.speed), inexact=False)
 

@@ -8,7 +8,7 @@ file. The persister saves it in the background.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +43,7 @@ from scarctl.recovery.plan import Plan
 from scarctl.state.caveats import Caveats
 from scarctl.state.extras import Extras, Notes, PolicyMemory
 from scarctl.state.layout import Layout
-from scarctl.state.version import pack, step_of
+from scarctl.state.version import ages_of, pack, step_of
 from scarctl.store import Store
 from scarctl.theory.history import History
 from scarctl.util.arrays import Ids, distinct
@@ -185,7 +185,7 @@ class Engine:
         """Return the iterations since each copy; zeros if the policy does not use them: they take long to compute."""
         if self.settings.max_staleness is None and self.settings.policy == "priority":
             return np.broadcast_to(np.int64(0), self.layout.partitions)
-        return np.maximum(step - step_of(self.arena.newest()), 0)
+        return ages_of(self.arena.version, step, self.arena.sealed)
 
     @property
     def budget_now(self) -> int:
@@ -431,14 +431,15 @@ class Engine:
         self.pinning.end()
         self.arena.close()
 
-    def close(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds until all copies are durable, then close. Return whether they are durable.
+    def close(self, drain: Callable[[], bool]) -> bool:
+        """Wait until all copies are durable, then close. Return whether they are durable.
 
+        drain: waits for the store, and returns whether it has all hand-overs.
         A durable arena is removed. Otherwise it stays with its queue, for the next session on this host.
         """
         self.selector.close()
         self.pinning.end()
-        durable = self.saver.drain(timeout)
+        durable = drain()
         self.saver.close(Current.FINISH if durable else Current.INTERRUPT)
         durable = durable and not self.arena.pending().any()
         if durable:

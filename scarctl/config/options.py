@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
+from scarctl.config.unknown import explained
 from scarctl.errors import UsageError
 from scarctl.state.encodings import Encoding
 
-Policy: TypeAlias = Literal["priority", "round", "random", "full"]
+Policy: TypeAlias = Literal["aged", "priority", "round", "random", "full"]
 NormName: TypeAlias = Literal["l2", "rms", "relative"]
 Norm: TypeAlias = NormName | Callable[..., Any]
 Tracker: TypeAlias = Literal["exact", "overlapped", "sampled", "touched", "auto"]
@@ -26,9 +27,10 @@ NORMS: tuple[NormName, ...] = get_args(NormName)
 TRACKERS: tuple[Tracker, ...] = get_args(Tracker)
 DEFAULT_FRACTION = 1 / 8
 DEFAULT_OVERHEAD = 0.01
-DEFAULT_POLICY: Policy = "priority"
+DEFAULT_POLICY: Policy = "aged"
 
 
+@explained("partitioning")
 @dataclass(frozen=True, kw_only=True)
 class Partitioning:
     """How the state is divided. Fixed when the store is created; a contradiction later raises SettingsConflict.
@@ -49,12 +51,14 @@ class Partitioning:
     rows: Mapping[str, int] | None = None
 
 
+@explained("selection")
 @dataclass(frozen=True, kw_only=True)
 class Selection:
     """Options for choosing the partitions that a checkpoint saves, and for restoring them.
 
-    policy: Order in which partitions are saved: "priority" (largest change per byte first), "round" (in turn),
-        "random", or "full" (everything, every time). Default: "priority".
+    policy: Order in which partitions are saved. "aged" takes the largest squared change per byte, times its copy's age,
+        first; "priority" the largest change per byte. "round" takes turns, "random" draws, "full" saves everything,
+        every time. Default: "aged".
     norm: Distance between live values and their saved copy: "l2", "rms", "relative", or a function of (live, saved)
         that returns one distance per partition (see `scarctl.checkpoint.distance`). Default: "l2".
     tracker: How distances are measured. "overlapped" compares all values, a part after every iteration, while training
@@ -81,6 +85,7 @@ class Selection:
     extrapolate: bool | None = None
 
 
+@explained("settings")
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How saving behaves in this process and on this host.
@@ -140,6 +145,7 @@ class Settings:
     peer_secret_file: str | os.PathLike[str] | None = None
 
 
+@explained()
 @dataclass(frozen=True)
 class Extra:
     """An object in `extras` that is not the same on all ranks, or that the loop changes after the optimizer's step.
@@ -163,6 +169,7 @@ class Extra:
             )
 
 
+@explained()
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
     """How this process saves together with the other ranks of `torch.distributed`.
@@ -175,6 +182,7 @@ class Ranks:
     replicated: Sequence[str] = ()
 
 
+@explained()
 @dataclass(frozen=True)
 class Member:
     """One of several processes that share a store and nothing else. `(2, 8)` is short for `Member(2, 8)`.

@@ -130,7 +130,7 @@ def unreadable(url: str, error: ScarError) -> Health:
     command: str | None = (
         f"scarctl verify --store {shlex.quote(url)}" if error.exit_code == 13 else _doctor(url)
     )
-    if error.kind in ("store-without-settings", "damaged-settings"):
+    if error.kind in ("store-without-settings", "damaged-settings", "no-store", "foreign-store"):
         command = None  # none can open it
     reason = f"{error.message}{f' ({error.hint})' if error.hint else ''}"
     return Health(url, (Finding(LOSING, error.kind, reason, command),), exit_code=error.exit_code)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from scarctl.errors import Corruption, UsageError
 from scarctl.state.layout import Layout
 from scarctl.store.encoder import layout_of
+from scarctl.store.foreign import SETTINGS_COPY, check_copy
 from scarctl.store.format import (
     SETTINGS,
     corrupt,
@@ -112,6 +113,10 @@ class _Check:
         with self._noting(SETTINGS):
             self.store.again()
         self._count(SETTINGS)
+        if self.blobs.has(SETTINGS_COPY):  # stores of earlier versions have none
+            with self._noting(SETTINGS_COPY):
+                check_copy(self.blobs)
+            self._count(SETTINGS_COPY)
         for digest in self.store.layouts():
             self._layout(digest)
             self._count(layout_path(digest))

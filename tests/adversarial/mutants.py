@@ -124,7 +124,7 @@ MUTANTS = (
     Mutant(
         "test_one_line_each_at_attach_resume_and_close",
         "scarctl/session/recover.py",
-        '        log.info("resumed %s at %s", store.url, resumed)',
+        '        log.log(level, "resumed %s at %s", store.url, resumed)',
         "        pass",
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ import torch
 
 import scarctl
 from scarctl import Session
+from scarctl.arena.queue import HandOver
+from scarctl.checkpoint import behind
 from scarctl.checkpoint.behind import KIND
 from scarctl.cli.inspect_view import summary
 from scarctl.config import grouped
 from scarctl.ops.survey import survey
+from scarctl.persist.persister import Persister
 from scarctl.store import Store
 from tests.support.log_per_shard import store_with_a_log_per_shard
 
@@ -101,6 +105,45 @@ def test_a_store_that_keeps_up_is_not_mentioned(tmp_path: Path, caplog: pytest.L
         assert loop.session._engine is not None
         assert loop.session._engine.saver.drain(20)
     assert _behind(caplog) == []
+    loop.session.close()
+
+
+def test_a_saver_that_has_only_begun_is_no_store_that_falls_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first hand-over takes its time, as when a daemon starts on a busy host, and iterations take milliseconds."""
+    persist, begins = Persister.persist, threading.Event()
+
+    def late(persister: Persister, handover: HandOver) -> int:
+        assert begins.wait(60)
+        return persist(persister, handover)
+
+    monkeypatch.setattr(Persister, "persist", late)
+    loop = Loop(tmp_path, interval=1, fraction=0.25, partition_bytes=256)
+    for _ in range(40):
+        loop.step()
+    assert _behind(caplog) == []
+    monkeypatch.setattr(behind, "_STARTING", 0.0)
+    for _ in range(40):
+        loop.step()
+    assert "Nothing was measured yet" in _behind(caplog)[0]
+    begins.set()
+    loop.session.close()
+
+
+def test_a_resume_that_is_not_exact_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A loop that does not print it, or whose framework resumes, would begin with a mix of steps in silence."""
+    loop = Loop(tmp_path, interval=100, fraction=0.25, partition_bytes=256)
+    for _ in range(3):
+        loop.step()
+    loop.session.checkpoint()
+    loop.session.close(seal=False)
+    caplog.clear()
+    loop = Loop(tmp_path)
+    (said,) = [record for record in caplog.records if "resumed" in record.getMessage()]
+    assert said.levelname == "WARNING"
+    assert said.getMessage() == f"resumed {tmp_path / 'run'} at {loop.resumed}"
+    assert "not exact: partitions are of several steps" in said.getMessage()
     loop.session.close()
 
 
