@@ -44,14 +44,19 @@ class Behind:
         settings: SessionSettings,
         logs: int,
         budget: int,
+        stored: int,
         caveats: Caveats,
     ) -> None:
-        """logs: number of logs that this session saves to. budget: bytes of state that a checkpoint may save."""
+        """logs: number of logs that this session saves to. budget: bytes that a checkpoint may save. stored: bytes that
+        copies of the whole state take in the store.
+        """
         self._arena = arena
         self._cadence = cadence
         self._settings = settings
         self._logs = logs
         self._budget = budget
+        self._smaller = stored / arena.layout.nbytes if stored else 1.0
+        """Bytes in the store per byte of state: less than 1 if copies are encoded."""
         self._caveats = caveats
         self._said = 0
         """The newest reported lag, in iterations."""
@@ -69,7 +74,7 @@ class Behind:
     def turn(self) -> int:
         """Number of iterations in which the whole state is saved once."""
         fraction = 1.0 if self._settings.policy == "full" else self._settings.fraction * self._cadence.share
-        return math.ceil(self._cadence.interval / min(1.0, fraction))
+        return math.ceil(self._cadence.interval / min(1.0, fraction / self._smaller))
 
     def look(self, pending: NDArray[np.bool_], step: int, saver: Saver) -> None:
         """Report the lag if it has grown too large.

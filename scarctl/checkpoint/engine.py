@@ -105,6 +105,7 @@ class Engine:
             settings,
             len(distinct(store.log_of(layout))),
             most,
+            int(self.encoded.nbytes.sum()),
             caveats,
         )
         self.movements: Movements | None = None

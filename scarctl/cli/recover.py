@@ -117,6 +117,8 @@ def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
         label = f"{counted(encoded, 'copy', 'copies')} were encoded, in fewer bits: the state is perturbed"
     elif plan.exact:
         label = f"the state is exact, of step {plan.step}"
+    elif plan.step is not None and plan.degraded:
+        label = f"restored copies are of step {plan.step}, and newer ones may be lost: the state is not exact"
     elif plan.step is not None:
         label = f"restored copies are of step {plan.step}; the state is exact only if the survivors are, too"
     else:

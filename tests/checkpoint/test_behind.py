@@ -188,3 +188,14 @@ def test_one_line_each_at_attach_resume_and_close(tmp_path: Path, caplog: pytest
     loop.session.close(seal=False)
     [closed] = lines()
     assert closed.startswith(f"closed {url}: step 3, sealed")
+
+
+@pytest.mark.parametrize(("encoding", "turn"), [("exact", 80), ("bfloat16", 40), ("int8", 23)])
+def test_a_turn_is_shorter_where_copies_take_fewer_bytes(tmp_path: Path, encoding: str, turn: int) -> None:
+    """A checkpoint's budget is one of stored bytes: with half of them each, twice as many copies fit into it."""
+    loop = Loop(tmp_path, interval=10, fraction=1 / 8, encoding=encoding)
+    loop.step()
+    engine = loop.session._engine
+    assert engine is not None
+    assert turn <= engine._behind.turn <= turn + 3
+    loop.session.close()
