@@ -8,7 +8,7 @@ file. The persister saves it in the background.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +105,7 @@ class Engine:
             settings,
             len(distinct(store.log_of(layout))),
             most,
+            int(self.encoded.nbytes.sum()),
             caveats,
         )
         self.movements: Movements | None = None
@@ -148,7 +149,7 @@ class Engine:
         among = Candidates(
             distance_sq=weighed.distance_sq,
             nbytes=weighed.nbytes,
-            staleness=self._staleness(step),
+            staleness=ages_of(self.arena.version, step, self.arena.sealed),
             eligible=self.leaving.eligible(~self._protection.covers(pending)),
             seed=self.store.settings.seed,
             step=step,
@@ -180,12 +181,6 @@ class Engine:
             return self._protection.owes_seal()
         except ScarError:
             return False  # the checkpoint will meet the same fault, and report it
-
-    def _staleness(self, step: int) -> Ids:
-        """Return the iterations since each copy; zeros if the policy does not use them: they take long to compute."""
-        if self.settings.max_staleness is None and self.settings.policy == "priority":
-            return np.broadcast_to(np.int64(0), self.layout.partitions)
-        return ages_of(self.arena.version, step, self.arena.sealed)
 
     @property
     def budget_now(self) -> int:
@@ -431,14 +426,14 @@ class Engine:
         self.pinning.end()
         self.arena.close()
 
-    def close(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds until all copies are durable, then close. Return whether they are durable.
+    def close(self, drain: Callable[[], bool]) -> bool:
+        """Wait with `drain` until the store has all hand-overs, then close. Return whether all copies are durable.
 
         A durable arena is removed. Otherwise it stays with its queue, for the next session on this host.
         """
         self.selector.close()
         self.pinning.end()
-        durable = self.saver.drain(timeout)
+        durable = drain()
         self.saver.close(Current.FINISH if durable else Current.INTERRUPT)
         durable = durable and not self.arena.pending().any()
         if durable:
