@@ -89,7 +89,7 @@ class Moments:
         if buffers or self._copies:
             self._copy(buffers)
         kept, marks = private(self._adapter.capture_early()) if early else None, self._streams.mark()
-        self.weights.ended()
+        self.weights.note(ended=True)
         return Moment(step, kept, dict(self._copies), marks, self._streams, self.identities, self.weights)
 
     def renew(self, moment: Moment, *, closely: bool = False) -> bool:

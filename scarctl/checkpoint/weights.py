@@ -53,15 +53,11 @@ class Weights:
             self._noted = self._ended = None
         self._values = values
 
-    def ended(self) -> None:
-        """Keep the current values as those at the newest step's end."""
-        self._ended = self._noted = self._read()
+    def note(self, *, ended: bool = False) -> None:
+        """Keep the current values as those of the newest step.
 
-    def note(self) -> None:
-        """Keep the current values as those of the newest step, with which the loop is done."""
-        self._noted = self._read()
-
-    def _read(self) -> _Values:
+        ended: the step has just ended. Otherwise the loop is done with it.
+        """
         noted: _Values = []
         for value in self._values:
             # As `value.read()`, without calls: this is done twice in every step.
@@ -73,15 +69,17 @@ class Weights:
                 noted.append(memory.raw)
             else:
                 noted.append(value.read())
-        return noted
+        self._noted = noted
+        if ended:
+            self._ended = noted
 
     def replaced(self) -> bool:
         """Return whether a value differs from the one that was noted."""
-        return _differ(self._noted, self._read())
+        return _differ(self._noted, [value.read() for value in self._values])
 
     def moved(self) -> bool:
         """Return whether a value differs from that at the newest step's end."""
-        return _differ(self._ended, self._read())
+        return _differ(self._ended, [value.read() for value in self._values])
 
     def moves(self) -> bool:
         """Return whether the loop had changed them between the step's end and the note, as those that clip weights."""

@@ -74,7 +74,7 @@ class Progress:
         self.framework = framework
         self.loop = Loop(self, rank)
         modules = self._known.modules if self._known is not None else None
-        self.witness = Witness(modules, rank, self._before_forward, framework=framework)
+        self.witness = Witness(modules, rank, framework=framework)
         self._others = OtherLoaders()
         self._newest: Moment | None = None
         self._ended: Any = None
@@ -113,6 +113,7 @@ class Progress:
         self.caveats.withdraw("not-settled", _REPLACED, _WITHIN, _AFTERWARDS)
         kept = moment.early if moment is not None else None
         rng = kept.get("rng") if isinstance(kept, dict) else None
+        self.witness.first = self._before_forward if moment is not None and moment.buffers else None
         self.witness.begin(step, self._forward_begins, rng if isinstance(rng, Raw) else None)
 
     def step_begins(self) -> None:
@@ -218,7 +219,7 @@ class Progress:
     def _before_forward(self) -> None:
         """Keep buffers that the loop has changed since the step, before a forward pass changes them."""
         moment = self._newest
-        if moment is None or not moment.buffers or self.loop.used or not self._hooked:
+        if moment is None or self.loop.used or not self._hooked:
             return
         with self._gate.held():
             try:

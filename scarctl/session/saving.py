@@ -110,9 +110,10 @@ class Saving:
         return moment
 
     def follow(self, engine: Engine) -> None:
-        """Notice from now on that weights are replaced."""
+        """Keep the current moment, and notice from now on that weights are replaced."""
         if self._automatic:
             self._moments.weights.follow(self._binding.live(engine.arena))
+        self.take()
 
     def take_between(self) -> Moment | None:
         """Return the moment for a checkpoint between two iterations of the loop.

@@ -296,7 +296,6 @@ class Session:
             elif self._engine is not None and self.settings.flush_on_signal:
                 # An exception in the next step then saves these extras, and no later ones.
                 self._saving.follow(self._engine)
-                self._saving.take()
             self._progress.resumed(self.head_step, self._saving.moment)
             return resumed
 

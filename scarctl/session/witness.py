@@ -54,19 +54,12 @@ class Witness:
     """Observes the first forward pass in training mode after each step."""
 
     def __init__(
-        self,
-        modules: Callable[[], Iterable[nn.Module]] | None,
-        rank: int,
-        first: Callable[[], None],
-        *,
-        framework: bool,
+        self, modules: Callable[[], Iterable[nn.Module]] | None, rank: int, *, framework: bool
     ) -> None:
-        """modules: returns the trained model's modules; None: nothing is observed. framework: one owns the loop.
-
-        first: called before the first module runs after a step.
-        """
+        """modules: returns the trained model's modules; None: nothing is observed. framework: one owns the loop."""
         self._framework = framework
-        self._first = first
+        self.first: Callable[[], None] | None = None
+        """Called before the first module runs after a step."""
         self._modules = modules
         self._rank = rank
         self._ids: frozenset[int] = frozenset()
@@ -156,7 +149,8 @@ class Witness:
             return
         gap = self._gaps[-1]
         if gap.ended is None:
-            self._first()
+            if self.first is not None:
+                self.first()
             gap.ended = raw()
             gap.values = None if self._changes.settled else self._changes.within()
         known = bool(gap.inputs)
