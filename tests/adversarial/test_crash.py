@@ -1,5 +1,7 @@
-"""The short form: some of the calls, some of the requests, some kills. `tests/store/test_crash*.py` have every call of
-single operations."""
+"""The short form: some calls, requests and kills, of stores with a log per shard and of one log with encoded copies.
+
+`tests/store/test_crash*.py` have every call of single operations.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ def soon_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("what", "cases", "first", "every"),
-    [("calls", 12, 3, 130), ("requests", 12, 1, 39), ("kills", 6, 0, 1), ("prunes", 1, 0, 1)],
+    [("calls", 12, 3, 220), ("requests", 12, 1, 65), ("kills", 6, 0, 1), ("prunes", 1, 0, 1)],
 )
 def test_killed(what: str, cases: int, first: int, every: int) -> None:
     counts = attack(what, seed=1, first=first, cases=cases, every=every)
