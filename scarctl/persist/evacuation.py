@@ -50,8 +50,11 @@ class Tier(Protocol):
     def commit_part(self, handover: HandOver, ids: Ids, extras: Any) -> int:
         """Save copies as they are in memory, with the extras unless they are None. Return their bytes, now durable."""
 
+    def commit_extras(self, handover: HandOver) -> bool:
+        """Save a hand-over's extras, unless it has them. Return False if it has a later step, so that it cannot."""
+
     def persist(self, handover: HandOver) -> int:
-        """Save the rest of a hand-over, and its seal if it has one. Return the bytes saved."""
+        """Save the rest of a hand-over, and its seal if it has one. Return the bytes saved, without extras."""
 
     def stored(self) -> Ids:
         """Return the version that the tier has of every partition, -1 for none: int64 (partitions,)."""
@@ -269,12 +272,15 @@ class Evacuation:
         room, most = self._pace.room(self._left())
         if not room:
             return False
+        if self._commit_older_extras(waiting.version, room):
+            return True
         extras, extra_bytes = self._extras_within(waiting.version, room)
         sizes = self._arena.layout.partition_bytes[waiting.ids]
         taken = waiting.ids[fitting(sizes, room - extra_bytes, most - extra_bytes)]
         if not taken.size:
             return False
-        handover = HandOver(0, waiting.version, waiting.ids, whole="", extras=None)
+        number = self._extras.number if self._extras is not None else 0
+        handover = HandOver(number, waiting.version, waiting.ids, whole="", extras=None)
         started = self._clock()
         written = self._tier.commit_part(handover, np.sort(taken), extras)
         self._committed(written + extra_bytes, started)
@@ -282,8 +288,20 @@ class Evacuation:
             self._extras = None
         return True
 
-    def _committed(self, nbytes: int, started: float) -> None:
-        self._pace.add(nbytes, self._clock() - started)
+    def _commit_older_extras(self, version: int, room: int) -> bool:
+        """Save the newest extras alone if no copies of their step wait: the store takes none after newer copies."""
+        extras = self._extras
+        if extras is None or extras.version >= version or (nbytes := _bytes_of(extras.extras)) > room:
+            return False
+        if not self._tier.commit_extras(extras):
+            return False
+        self._extras = None
+        self._committed(nbytes)  # so few bytes say nothing of the pace
+        return True
+
+    def _committed(self, nbytes: int, started: float | None = None) -> None:
+        if started is not None:
+            self._pace.add(nbytes, self._clock() - started)
         self.written_bytes += nbytes
         self._commits += 1
         self._failures, self.error = 0, None
@@ -340,17 +358,19 @@ class Evacuation:
         if (arena.pending() & arena.intact()).any() or not self._waiting:
             return False
         handover = self._waiting[0]
-        nbytes = 0
+        newest = handover is self._extras
+        nbytes = _bytes_of(handover.extras) if handover.sealed or newest else 0
         if handover.sealed:  # it saves encoded copies again, exactly
-            encoded = arena.encoding_error >= 0
-            nbytes = _bytes_of(handover.extras) + int(arena.layout.partition_bytes[encoded].sum())
+            nbytes += int(arena.layout.partition_bytes[arena.encoding_error >= 0].sum())
         if self._pace.seconds(nbytes) > self._left():
             return False
         started = self._clock()
         written = self._tier.persist(handover)
-        if handover.sealed:
+        if nbytes:
             self._committed(written + nbytes, started)
-        if self._extras is handover and (written or handover.sealed):
+        if newest:
+            if not self._tier.commit_extras(handover):
+                return False
             self._extras = None
         self._queue.remove(handover.number)
         del self._waiting[0]
@@ -423,6 +443,9 @@ class _Unreached:
         return np.maximum(self._arena.durable, NEVER)
 
     def commit_part(self, handover: HandOver, ids: Ids, extras: Any) -> int:
+        raise AssertionError("this tier only reports")
+
+    def commit_extras(self, handover: HandOver) -> bool:
         raise AssertionError("this tier only reports")
 
     def persist(self, handover: HandOver) -> int:

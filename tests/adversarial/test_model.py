@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.adversarial import acknowledged, arenas, replicas
+from tests.adversarial import acknowledged, arenas, leaving, replicas
 from tests.adversarial.model import SHORT, Scenario, explore
 from tests.adversarial.protocol import MUTANTS
 
@@ -86,3 +86,18 @@ def test_the_window_of_one_acknowledgement_is_two_hosts_at_once() -> None:
     _, broken, trace = acknowledged.explore(acknowledged.WINDOW)
     assert broken
     assert [what for what in trace if what.endswith("is lost")] == ["the owner is lost", "host 0 is lost"]
+
+
+@pytest.mark.parametrize("scenario", leaving.SHORT, ids=[one.name for one in leaving.SHORT])
+def test_what_an_evacuation_calls_safe_survives_the_host(scenario: leaving.Scenario) -> None:
+    states, broken, trace = leaving.explore(scenario)
+    assert (broken, trace) == ("", ())
+    assert states > 500
+
+
+@pytest.mark.parametrize("mutant", leaving.MUTANTS)
+def test_every_rule_of_evacuating_is_needed(mutant: str) -> None:
+    known = {one.name: one for one in leaving.SHORT}
+    _, broken, trace = leaving.explore(known[leaving.MUTANTS[mutant]], mutant)
+    assert broken
+    assert 5 < len(trace) < 30

@@ -13,6 +13,7 @@ import pytest
 
 from scarctl.errors import Corruption, Unavailable
 from scarctl.persist.evacuation import Evacuated, Evacuation, before, not_evacuated, rework_of_all
+from scarctl.persist.speed import Speed
 from scarctl.persist.thread import PersisterThread
 from scarctl.state.encodings import Encoding
 from scarctl.state.layout import TensorSpec, build_layout
@@ -227,6 +228,58 @@ def test_extras_too_large_for_a_commit_do_not_keep_partitions_from_it(slow: Slow
     assert rest.report().sealed
     assert rest.report().safe
     assert slow.extras()["step"] == 7
+
+
+def large(slow: Slow, step: int) -> int:
+    """Queue copies of everything with extras that take 10 s, as a checkpoint of a part does: it seals nothing."""
+    slow.copy(slow.everything, step)
+    extras = {"step": step, "large": np.zeros(20 * ROW, dtype=np.uint8)}
+    return slow.queue.put(version=slow.version(step), ids=slow.everything, extras=extras)
+
+
+def test_extras_that_fit_no_commit_are_lost_until_they_are_saved(slow: Slow) -> None:
+    """Also in the evacuations after the one that saves the last copies, and in usual saving between them."""
+    number = large(slow, 7)
+    for _ in range(20):
+        evacuation = slow.evacuation(6.0)
+        evacuation.run()
+        if not evacuation.report().lost_partitions:
+            break
+    assert slow.extras()["step"] == 1
+    for _ in range(2):
+        evacuation = slow.evacuation(6.0, speed=Speed(2 * ROW, 1.0, 1.0, 0.1, 0.0))
+        evacuation.run()
+        found = evacuation.report()
+        assert (found.lost_partitions, found.extras_lost, found.safe) == (0, True, False)
+    assert slow.persist(number) == 0, "all copies are durable"
+    assert slow.extras()["step"] == 7
+    assert slow.evacuation(0.0).report().safe
+
+
+def test_enough_time_saves_extras_whose_copies_were_saved_without_them(slow: Slow) -> None:
+    large(slow, 7)
+    for _ in range(20):
+        evacuation = slow.evacuation(6.0)
+        evacuation.run()
+        if not evacuation.report().lost_partitions:
+            break
+    assert slow.extras()["step"] == 1
+    rest = slow.evacuation(500.0)
+    rest.run()
+    assert rest.report().safe
+    assert slow.extras()["step"] == 7
+    assert slow.queue.numbers() == []
+
+
+def test_extras_of_replaced_copies_are_saved_first(slow: Slow) -> None:
+    """The process was killed after it had copied everything again, before it handed that over."""
+    slow.flush(7, RISING, sealed=False)
+    slow.copy(slow.everything, 8)
+    evacuation = slow.evacuation(120.0)
+    evacuation.run()
+    assert evacuation.report().safe
+    assert slow.extras()["step"] == 7
+    assert set(slow.stored()[0]) == {8}
 
 
 def test_a_queue_that_cannot_be_read_says_nothing_of_extras(
