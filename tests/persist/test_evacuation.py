@@ -430,16 +430,20 @@ def test_time_is_kept_for_the_report() -> None:
     assert before(100.0, 60.0) == 99.0
 
 
-@pytest.mark.parametrize("waiting", [False, True])
-def test_what_the_store_has_in_fewer_bits_is_saved_exactly(tmp_path: Path, waiting: bool) -> None:
-    """Also copies that are older than the newest commit, and of a process that is dead: nobody hands over a seal."""
+@pytest.mark.parametrize(("waiting", "large"), [(False, 0), (True, 0), (True, 1 << 20)])
+def test_what_the_store_has_in_fewer_bits_is_saved_exactly(tmp_path: Path, waiting: bool, large: int) -> None:
+    """Also copies that are older than the newest commit, and of a process that is dead: nobody hands over a seal.
+
+    large: bytes of the newest extras, which may fit no commit of copies.
+    """
     layout = build_layout([("w", "parameter", (TensorSpec("", "F32", (64, 16)),))], rows={"w": 1})
     rig = Rig(tmp_path / "store", tmp_path, shards=2, layout=layout)
     for step, every in ((1, 1), (2, 2), (3, 4)):
         ids = rig.everything[::every]
         rig.copy(ids, step, step + 64)
         encoding: Encoding = "exact" if step == 3 else "int8"
-        rig.queue.put(version=rig.version(step), ids=ids, extras={"step": step}, encoding=encoding)
+        extras = {"step": step, "large": np.zeros(large * (step == 3), dtype=np.uint8)}
+        rig.queue.put(version=rig.version(step), ids=ids, extras=extras, encoding=encoding)
         if step < 3 or not waiting:
             rig.persist(step)
     lossy = int((rig.arena.encoding_error >= 0).sum())
@@ -450,6 +454,7 @@ def test_what_the_store_has_in_fewer_bits_is_saved_exactly(tmp_path: Path, waiti
     leaving.run()
     report = leaving.report()
     assert (report.lost_partitions, report.safe, report.error) == (0, True, None)
+    assert rig.extras()["step"] == 3
     states = rig.store.states(rig.store.shards())
     assert not any(state.encoded.any() for state in states.values())
     for state in states.values():
