@@ -35,7 +35,7 @@ def moments(found: Summaries) -> str:
     rows = [["", "trials", "C", "rollback", "rework", "less than rollback"]]
     ways = {
         "policies": ("restored with the row", INTERVAL),
-        "kept": ("as they were: only parameters were lost", INTERVAL),
+        "kept": ("unchanged: only parameters were lost", INTERVAL),
         "stale": (f"from a copy of all moments, made every {INTERVAL} iterations", INTERVAL),
         "zeroed": ("zero", INTERVAL),
         "rare": ("restored with the row", SLOTS * INTERVAL),

@@ -1,7 +1,8 @@
 """How much C and p matter: the same failures, each counted as often as it would have come with p.
 
 Trials fail at an iteration drawn from all before convergence. Where the failure's iteration is geometric instead, an
-early one is more likely by a known factor; weighed by that, the same trials answer for every p (importance sampling).
+early failure is more likely by a known factor. Weighted by that factor, the same trials answer for every p (importance
+sampling).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def effective(weight: NDArray[np.float64]) -> float:
 
 
 def reduction(results: Sequence[dict[str, Any]], weight: NDArray[np.float64]) -> Mean | None:
-    """1 - rework / the rollback's, of weighed means, with its interval."""
+    """1 - rework / the rollback's, of weighted means, with its interval."""
     rework = np.array([result["rework"] for result in results], dtype=np.float64)[:, [_ROLLBACK, _BEST]]
     back, best = (weight[:, None] * rework).T
     if back.mean() <= 0:

@@ -104,16 +104,16 @@ def other(found: Summaries, runs: Runs) -> str:
         # Plain SCAR as in figure 8: of as many trials, so mostly of the same failures.
         ways = {
             "priority": (f"{_title(name)}: plain SCAR", "1"),
-            "curved": (f"the same, squares weighed by {weight}", "1"),
-            "only-r": ("the same, only R saved: L is found again", "0.93"),
-            "resampled": ("the same, topics of lost documents drawn again once", "1"),
+            "curved": (f"the same, squares weighted by {weight}", "1"),
+            "only-r": ("the same, only R saved: L is recomputed", "0.93"),
+            "resampled": ("the same, topics of lost documents redrawn once", "1"),
         }
         for key, (what, nbytes) in ways.items():
             if key in of and ("curved" in of or "resampled" in of):
                 rows.append([what, str(of[key].trials), nbytes, less(pick(of[key], "partial", EIGHTH))])
         if "only-l" in of:
             found_again = runs.beside(name, "only-l", "interval-8")
-            what = "the same, only L saved, all in every iteration: R is found again"
+            what = "the same, only L saved, all in every iteration: R is recomputed"
             rows.append([what, str(of["only-l"].trials), "0.55", percent(found_again)])
     return table(rows)
 
@@ -130,7 +130,7 @@ def reached(found: Summaries, runs: Runs) -> str:
         for key, what in (
             ("curved", "norm by curvature"),
             ("only-r", "only R saved"),
-            ("resampled", "drawn again"),
+            ("resampled", "redrawn"),
         ):
             if key in of:
                 ways[what] = pick(of[key], "partial", EIGHTH).reduction

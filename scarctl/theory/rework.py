@@ -38,7 +38,7 @@ class Rework(Document):
     """Largest bound over the same interval."""
     basis: str | None = None
     """"distances": from the distances of live values from their copies. "staleness": from the same distances in
-    iterations of the run's present movement, where no convergence rate fits. "ages": from the ages of the copies, as if
+    iterations at the run's present speed, where no convergence rate fits. "ages": from the ages of the copies, as if
     every part moved straight. "steps": the repeated iterations, exactly."""
     reason: str | None = None
     """Why there is no estimate."""
