@@ -1,4 +1,4 @@
-"""What `attach` to an Accelerator refuses, before anything is trained."""
+"""Test what `attach` refuses for an Accelerator before any training."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def alone() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def whole() -> dict[str, torch.Tensor]:
-    """The run without scarctl."""
+    """Return the run without scarctl."""
     return go(Path())[0]
 
 
@@ -41,7 +41,7 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
 
 
 def ended_at(folder: Path, step: int, signum: int) -> None:
-    """A run in a forked process that `signum` ends in the body of its loop, after `step` steps."""
+    """Run in a forked process, which `signum` ends within the body of its loop after `step` steps."""
 
     def on_step(run: Any, now: int) -> None:
         if now == step:
@@ -127,7 +127,7 @@ def test_epochs_without_batches_are_warned_of(tmp_path: Path, caplog: pytest.Log
 
 
 def test_batches_without_epochs(tmp_path: Path) -> None:
-    """A loop that counts otherwise: each time over the loader is an epoch."""
+    """Run a loop in which each pass over the loader is an epoch."""
 
     def passes(run: Any, loop: Loop, count: int, stop: int = 0) -> list[list[int]]:
         seen = []
@@ -162,7 +162,7 @@ def test_batches_without_epochs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stop", [(1, 2), (0, 4), (2, 0)])
 def test_a_loader_that_draws_from_its_own_generator(tmp_path: Path, stop: tuple[int, int]) -> None:
-    """As Accelerate makes one where there are several ranks."""
+    """Make a loader as Accelerate does for several ranks."""
 
     def trained(folder: Path, stop: tuple[int, int] | None = None) -> list[list[int]]:
         forget_accelerators()
@@ -227,7 +227,7 @@ def test_two_ranks_one_of_which_is_killed(tmp_path: Path, arena_dir: Path) -> No
 
 
 class _Augmented(torch.utils.data.Dataset[Any]):
-    """Noise that is drawn anew each time."""
+    """A dataset whose noise is drawn again each time."""
 
     def __len__(self) -> int:
         return 20

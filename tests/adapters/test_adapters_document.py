@@ -1,4 +1,4 @@
-"""docs/adapters.md is true: its adapter, registered as it says, passes the suite as it says."""
+"""Test that docs/adapters.md is true: its adapter, registered as described, passes the suite as described."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _UNIQUE = re.compile(r"[0-9a-f]{32,}")
 
 @contextmanager
 def clock(offset: float) -> Iterator[None]:
-    """The process's clock is so many seconds off. Time that passes is told right, as monotonic clocks do."""
+    """Shift the process's clock by so many seconds. Elapsed time stays right, as with monotonic clocks."""
     right = time.time
 
     def shifted_time() -> float:
@@ -59,14 +59,14 @@ def clock(offset: float) -> Iterator[None]:
 
 
 def shift_times(folder: Path, rng: random.Random) -> None:
-    """Every file's times are off, each by its own span."""
+    """Shift the times of every file, each by another span."""
     for path in folder.rglob("*"):
         when = time.time() + rng.uniform(-DAY, DAY)
         os.utime(path, (when, when))
 
 
 def _played(case: Case, place: Place, offsets: Sequence[float]) -> tuple[list[str], Any]:
-    """What the writers did, one after the other, and what is there afterwards."""
+    """Return the operations of consecutive writers, and the state that they leave."""
     url, history, done = place.copy(), place.history.copy(), []
     rng = random.Random(case.seed)
     try:
@@ -95,7 +95,7 @@ def _files(store: Store) -> Iterator[tuple[str, int]]:
 
 
 def play_clocks(case: Case, place: Place) -> Counter[str]:
-    """The same with right and with wrong clocks. Raises Violated if there is a difference."""
+    """Compare right and wrong clocks. Raises Violated if there is a difference."""
     rng = random.Random(case.seed)
     right = _played(case, place, [0] * len(case.scripts))
     wrong = _played(case, place, [rng.choice((-DAY, DAY, DAY / 2)) for _ in case.scripts])
@@ -105,7 +105,7 @@ def play_clocks(case: Case, place: Place) -> Counter[str]:
 
 
 class Past:
-    """The listings of a store's folders as they were, by operation."""
+    """The listings of a store's folders at each operation."""
 
     def __init__(self, lag: int, rng: random.Random) -> None:
         self.lag, self.rng, self.now = lag, rng, 0
@@ -113,7 +113,7 @@ class Past:
 
 
 class Lagging:
-    """Blobs whose listings may be those of up to `past.lag` operations before."""
+    """Blobs whose listings may be up to `past.lag` operations old."""
 
     def __init__(self, inner: Any, past: Past) -> None:
         self.inner, self.past = inner, past
@@ -167,7 +167,7 @@ class Lagging:
 
 
 def play_stale(case: Case, place: Place) -> Counter[str]:
-    """Writers, one taking over from the other, and readers. Raises Violated."""
+    """Run writers, each taking over from the one before, and readers. Raises Violated."""
     url, history = place.copy(), place.history.copy()
     counts: Counter[str] = Counter({"with stale listings": 1})
     rng = random.Random(case.seed)
@@ -203,7 +203,7 @@ def play_stale(case: Case, place: Place) -> Counter[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plays the cases; 1 if something was violated."""
+    """Run the cases. Return 1 after a violation."""
     parser = argparse.ArgumentParser(prog="python -m tests.adversarial.clocks", description=__doc__)
     parser.add_argument("--cases", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)

@@ -50,7 +50,7 @@ DRAIN = 1.0
 PATIENT = 40.0
 """The same where it is mended."""
 GRACE = 1.0
-"""What a deadline may be missed by."""
+"""Seconds by which a deadline may be exceeded."""
 STEPS = 40
 ROWS = 96
 
@@ -70,7 +70,7 @@ KINDS: dict[str, Fault] = {
 
 @dataclass(frozen=True)
 class Case:
-    """All that decides what happens, but for the pace of the machine."""
+    """Everything that determines a case, except for the speed of the machine."""
 
     number: int
     place: str
@@ -85,11 +85,11 @@ class Case:
 
 
 class Violated(Exception):
-    """Something that must hold did not."""
+    """A condition that must hold did not hold."""
 
 
 def draw(seed: int, number: int, only: str | None = None) -> Case:
-    """Case `number` of a seed."""
+    """Draw case `number` of a seed."""
     rng = random.Random(f"{seed}/{number}")
     place = only or ("s3" if rng.random() < 0.2 else "local")
     if place == "s3":
@@ -115,7 +115,7 @@ def draw(seed: int, number: int, only: str | None = None) -> Case:
 
 
 class Run:
-    """A state whose rows say at which step they were changed, and what it was at every step."""
+    """A state whose rows show at which step they were changed, with its values at every step."""
 
     def __init__(self, case: Case, seed: int) -> None:
         self.rng = np.random.default_rng([seed, case.number])
@@ -143,7 +143,9 @@ class Run:
                 session._engine.saver.drain(0.2)  # so that something is saved on a busy machine, too
 
     def check(self, store: Store, durable: np.ndarray[Any, Any] | None) -> int:
-        """Whether the store has what it says, and what was acknowledged. Returns partitions compared."""
+        """Check that the store holds what it reports, and all acknowledged copies. Return the number of compared
+        partitions.
+        """
         report = verify(store, read_data=True)
         if not report.intact:
             raise Violated(f"verify: {report.problems[:3]}")
@@ -177,11 +179,11 @@ class Run:
 
 @dataclass
 class Outcome:
-    """Figures of all cases together."""
+    """Sums over all cases."""
 
     counts: Counter[str] = field(default_factory=Counter)
     worst: dict[str, float] = field(default_factory=dict)
-    """Seconds, by operation, of those of the S3 cases."""
+    """Longest seconds of the S3 cases, by operation."""
     calls: Counter[str] = field(default_factory=Counter)
 
     def saw(self, name: str, seconds: float) -> None:
@@ -189,7 +191,7 @@ class Outcome:
 
 
 class Attack:
-    """Where cases are played: a folder, and an S3 server behind a proxy when one is needed."""
+    """The places of cases: a folder, and an S3 server behind a proxy if one is needed."""
 
     def __init__(self, seed: int, folder: Path, stack: ExitStack, wire: Proxy | None = None) -> None:
         self.seed = seed
@@ -200,7 +202,7 @@ class Attack:
         self._clients: list[Any] = []
 
     def play(self, case: Case) -> None:
-        """One case. Raises Violated."""
+        """Play one case. Raises Violated."""
         with ExitStack() as stack:
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             place = self.folder / str(case.number)
@@ -324,7 +326,7 @@ class Attack:
         return session
 
     def _end(self, case: Case, run: Run, session: scarctl.Session) -> np.ndarray[Any, Any] | None:
-        """Ends the session; what it said was durable."""
+        """End the session; return the steps that it reported as durable."""
         acknowledged: int | None = None
         if case.mended:
             try:
@@ -370,7 +372,7 @@ class Attack:
 
 
 def _busy() -> float:
-    """Seconds that everything may take longer because others use this machine."""
+    """Return by how many seconds everything may take longer because the machine is shared."""
     return 0.5 * max(0.0, os.getloadavg()[0] / (os.cpu_count() or 1) - 1.0)
 
 

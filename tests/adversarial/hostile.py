@@ -48,7 +48,7 @@ class Hang(BaseException):
 
 
 class Attack:
-    """Plays cases; `violations` has what must not be."""
+    """Runs cases, and collects `violations`."""
 
     def __init__(self) -> None:
         self.image = make(0, shards=2, rounds=1)

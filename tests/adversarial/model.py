@@ -1,4 +1,4 @@
-"""The protocol's model checked exhaustively: every interleaving of small casts of writers, readers and others.
+"""Check the protocol's model exhaustively: every interleaving of a few writers, readers and others.
 
     python -m tests.adversarial.model            # all scenarios, then all mutants
     python -m tests.adversarial.model --short
@@ -25,7 +25,9 @@ World = tuple[Files, tuple[Process, ...]]
 
 @dataclass(frozen=True)
 class Scenario:
-    """`past`: what one writer has done alone before. `cast`: what the others do, in any order of steps."""
+    """`past`: the actions of one writer before. `cast`: the actions of the others, whose steps interleave in any
+    order.
+    """
 
     name: str
     past: str
@@ -99,7 +101,7 @@ class Result:
 
 
 def explore(scenario: Scenario, mutant: str = "") -> Result:
-    """All states that can be reached, or the shortest way to one that is broken."""
+    """Return the number of reachable states, or the shortest way to a broken one."""
     model = Model(mutant, scenario.stale)
     start = _begin(scenario)
     seen: dict[int, tuple[int, str]] = {hash(start): (0, "")}
@@ -136,7 +138,7 @@ def _following(model: Model, world: World) -> list[tuple[str, World]]:
 
 
 def _begin(scenario: Scenario) -> World:
-    """The store after its past, and everybody about to begin."""
+    """Return the store after its past, with all processes about to begin."""
     files, model = Files(), Model()
     past = _process("past", scenario.past, 0)
     while past.at not in ENDED:
@@ -178,7 +180,7 @@ def _explore_all(place: ModuleType, *, short: bool, only: str | None) -> tuple[i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Explores and prints; 1 if the protocol is broken or a mutant is not caught."""
+    """Explore and print. Return 1 if the protocol is broken or a mutant is not caught."""
     parser = argparse.ArgumentParser(prog="python -m tests.adversarial.model", description=__doc__)
     parser.add_argument("--short", action="store_true", help="only the small casts")
     parser.add_argument(

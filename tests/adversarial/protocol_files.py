@@ -1,4 +1,4 @@
-"""Files of the store in the transition system, and what must hold of them at every moment."""
+"""Describe the store's files in the transition system, and the conditions that hold at every moment."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Rec:
     table: tuple[Segment | None, Segment | None]
     boundary: int
     sealed: tuple[int, ...]
-    """As the log says it: the sealed states that may still be there."""
+    """The sealed states that may still exist, according to the log."""
     seal: int
-    """The newest sealed state, whatever the log says; -1: none."""
+    """The newest sealed state, according to the real history; -1: there is no sealed state."""
     back: int
-    """Where reading goes on: the number before, or the base."""
+    """Where reading continues: the previous number, or the base."""
     past: tuple[Uid, ...]
-    """The records that this one builds upon."""
+    """The records on which this one builds."""
 
     def __post_init__(self) -> None:
         # Worlds are compared by their hashes, again and again.
@@ -56,7 +56,7 @@ class Broken(Exception):
 
 
 def check(files: Files) -> None:
-    """Raises Broken unless everything holds that must hold at every moment."""
+    """Raise Broken unless all conditions hold."""
     log = dict(files.log)
     if not log:
         return
@@ -83,7 +83,7 @@ def _readable(files: Files, log: dict[int, Rec], seq: int, what: str) -> None:
 
 
 def has_way(log: dict[int, Rec], index: frozenset[int], seq: int) -> bool:
-    """Whether the state after a record can be found out."""
+    """Return whether the state after a record can be read."""
     while seq in log:
         if seq in index or log[seq].back < 0:
             return True

@@ -1,4 +1,4 @@
-"""What takes untrusted input: for each a function that makes one hostile case from a seed, and reads it."""
+"""Attack everything that takes untrusted input: each target makes one hostile case from a seed, and reads it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Target = Callable[[random.Random], None]
 
 
 class Targets(StoreTargets):
-    """All of them, with what they need in a folder of their own."""
+    """All targets, with what they need in their own folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -47,7 +47,7 @@ class Targets(StoreTargets):
         self._daemon()
 
     def all(self) -> dict[str, tuple[int, Target]]:
-        """By name: share of the cases, and the target."""
+        """Return by name the share of the cases, and the target."""
         return {
             "safetensors header": (240, self.header),
             "record": (120, self.record),
@@ -178,7 +178,7 @@ class Targets(StoreTargets):
                 return
 
     def request(self, rng: random.Random) -> None:
-        """A message that is one: every answer is an error of scarctl's own."""
+        """Check a well-formed message: every answer is an error of scarctl's own."""
         message = mangle(rng, rng.choice(self.messages), rng.randrange(1, 3))
         if has_raw(message):
             try:

@@ -1,4 +1,4 @@
-"""The short form of `python -m tests.adversarial.claims`."""
+"""Run the short form of `python -m tests.adversarial.claims`."""
 
 from __future__ import annotations
 

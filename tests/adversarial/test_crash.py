@@ -1,5 +1,6 @@
-"""The short form: some of the calls, some of the requests, some kills. `tests/store/test_crash*.py` have every call of
-single operations."""
+"""Run the short form: some calls, some requests, some kills. `tests/store/test_crash*.py` cover every call of single
+operations.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from tests.adversarial.crash import attack
 
 @pytest.fixture(autouse=True)
 def soon_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Indexes come after a few commits, so that losses hit them, too."""
+    """Write indexes after a few commits, so that losses affect them, too."""
     monkeypatch.setattr(writer, "INDEX_LEAST", 1)
 
 

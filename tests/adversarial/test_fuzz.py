@@ -1,4 +1,4 @@
-"""A short form of the fuzzing."""
+"""Run the short form of the fuzzing."""
 
 from __future__ import annotations
 

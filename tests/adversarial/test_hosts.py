@@ -1,4 +1,4 @@
-"""The short form of the runs that move between hosts, and a process that is stopped meanwhile."""
+"""Run the short form of the runs that move between hosts, and test a process that is stopped meanwhile."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_at_random() -> None:
 
 
 def test_who_was_stopped_while_the_run_was_rolled_back_elsewhere_is_fenced(tmp_path: Path) -> None:
-    """Its daemon is dead, and nobody has saved anything: there is the roll-back alone."""
+    """Its daemon is dead and nothing was saved, so there is only the roll-back."""
     here, elsewhere = tmp_path / "a", tmp_path / "b"
     here.mkdir(mode=0o700)
     elsewhere.mkdir(mode=0o700)

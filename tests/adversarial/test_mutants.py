@@ -1,4 +1,6 @@
-"""The list of mutants fits the code and docs/guarantees.md: `python -m tests.adversarial.mutants` runs them."""
+"""Test that the list of mutants matches the code and docs/guarantees.md. `python -m tests.adversarial.mutants` runs
+them.
+"""
 
 from __future__ import annotations
 

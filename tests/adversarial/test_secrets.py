@@ -1,4 +1,4 @@
-"""A short form of the search for secrets."""
+"""Run the short form of the search for secrets."""
 
 from __future__ import annotations
 

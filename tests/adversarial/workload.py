@@ -1,4 +1,4 @@
-"""What is done to a store while it is attacked, step by step; told before it begins and after it is acknowledged.
+"""Apply actions to a store while it is attacked, with a message before each action and after its acknowledgement.
 
 A message is a dict for JSON, so that a process can tell it to another one. What a partition holds follows from its
 number and the *stamp* of the commit that saved it, so whoever hears the messages knows every byte.
@@ -43,7 +43,7 @@ Act = tuple[Any, ...]
 
 @lru_cache(maxsize=20_000)
 def content(partition: int, stamp: int) -> bytes:
-    """The bytes of a partition as the commit of that stamp saved it."""
+    """Return the bytes of a partition as the commit of that stamp saved it."""
     g, start, stop = place(LAYOUT, partition)
     length = sum((stop - start) * spec.row_bytes for spec in LAYOUT.groups[g].tensors)
     return np.random.default_rng((partition, stamp)).bytes(length)
@@ -51,7 +51,7 @@ def content(partition: int, stamp: int) -> bytes:
 
 @dataclass(frozen=True)
 class Begun:
-    """A commit that was told of."""
+    """A commit that was announced."""
 
     shard: int
     ids: NDArray[np.int64]
@@ -61,7 +61,7 @@ class Begun:
 
 
 class Player:
-    """One life of a process that writes to the store. What is random in it follows from `seed`."""
+    """One life of a process that writes to the store. Its random choices follow from `seed`."""
 
     def __init__(self, url: str, tell: Tell, *, seed: int = 0, stamp: int = 0, faulty: bool = False) -> None:
         """faulty: the disk may fail. A commit or a collection that failed is passed over; after anything else that
@@ -74,7 +74,7 @@ class Player:
         self.faulty = faulty
         self.step = 0
         self.sealing = False
-        """A record that seals the last shard is under way."""
+        """A record that seals the last shard is being written."""
         self._tensors = [
             [np.zeros((s.rows, s.row_bytes), np.uint8) for s in g.tensors] for g in LAYOUT.groups
         ]
@@ -97,7 +97,7 @@ class Player:
                     return
 
     def open(self) -> None:
-        """Makes the store where there is none, and begins an epoch."""
+        """Open the store, creating it if needed, and begin an epoch."""
         self.tell({"begin": "create"})
         store = store_with_a_log_per_shard(self.url, shards=SHARDS, seed=SEED)
         self.tell({"begin": "open"})
@@ -108,7 +108,7 @@ class Player:
         self.step = max(0, *(state.step for state in states.values())) + 1
 
     def close(self) -> None:
-        """Also after the process was killed: the lock goes, as the kernel sees to it."""
+        """Close everything, also after a kill: then the kernel would release the lock."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
@@ -118,7 +118,7 @@ class Player:
         self.step += not sealed
 
     def together(self, share: float = 0.4, *, sealed: bool = False) -> None:
-        """All shards of one step at once, as a hand-over is committed."""
+        """Commit all shards of one step at once, as for a hand-over."""
         begun = [self._begin(s, share, sealed=sealed, extras=sealed or not s) for s in range(SHARDS)]
         self.sealing = sealed
         self._commit(begun)
@@ -126,7 +126,7 @@ class Player:
         self.step += 1
 
     def sealed(self, share: float = 0.4) -> None:
-        """As `seal`, all shards at once."""
+        """Do the same as `seal`, for all shards at once."""
         self.together(share, sealed=True)
 
     def _begin(self, shard: int, share: float, *, sealed: bool, extras: bool) -> Begun:
@@ -180,7 +180,7 @@ class Player:
             raise raised[0]
 
     def seal(self, share: float = 0.4) -> None:
-        """All shards of one step."""
+        """Seal all shards at one step."""
         for shard in range(SHARDS):
             self.sealing = shard == SHARDS - 1
             self._commit([self._begin(shard, share, sealed=True, extras=True)])
@@ -188,7 +188,7 @@ class Player:
         self.step += 1
 
     def snapshot(self, name: str) -> None:
-        """Names the newest complete sealed set, when there is one and the name is free."""
+        """Name the newest complete sealed set, if there is one and the name is free."""
         name_newest(self.writer.store, name, self.tell)
 
     def drop(self, name: str) -> None:
@@ -203,7 +203,7 @@ class Player:
         self._collector.collect()
 
     def back(self) -> None:
-        """Rolls back to the newest complete sealed set, if there is one."""
+        """Roll back to the newest complete sealed set, if there is one."""
         newest = sealed_sets(self.writer.states.values())
         if newest:
             self.tell({"begin": "back", "to": [newest[0].epoch, newest[0].step]})
@@ -212,7 +212,7 @@ class Player:
             self.step = newest[0].step + 1
 
     def prune(self, *names: str) -> None:
-        """As the command does it: without a writer of our own, and deleting these snapshots if they are there."""
+        """Prune as the command does: without a writer of its own, deleting these snapshots if they exist."""
         self.close()
         store = Store.open(self.url)
         names = tuple(name for name in names if name in snapshot_names(store))
@@ -236,7 +236,7 @@ class Player:
 
 
 def name_newest(store: Store, name: str, tell: Tell) -> None:
-    """Makes a snapshot of the newest complete sealed set, as any process may."""
+    """Make a snapshot of the newest complete sealed set, as any process may."""
     newest = sealed_sets(store.state(shard) for shard in range(SHARDS))
     if newest and name not in snapshot_names(store):
         tell({"begin": "snapshot", "name": name, "of": [newest[0].epoch, newest[0].step]})
@@ -252,7 +252,7 @@ def name_newest(store: Store, name: str, tell: Tell) -> None:
 
 
 def drop(store: Store, name: str, tell: Tell) -> None:
-    """Deletes a snapshot if it is there."""
+    """Delete a snapshot if it exists."""
     if name in snapshot_names(store):
         tell({"begin": "drop", "name": name})
         delete_snapshot(store, name)
@@ -281,11 +281,11 @@ SCRIPT: tuple[tuple[Act, ...], ...] = (
     # Back, and on from there.
     (("open",), ("commit", 0), ("back",), ("sealed", 0.2), ("snapshot", "a"), ("collect",), ("close",)),
 )
-"""Lives of processes: each opens the store anew. Everything that a store can do is in it."""
+"""Lives of processes: each opens the store again. Together they do everything that a store supports."""
 
 
 def draw(rng: np.random.Generator, length: int) -> list[Act]:
-    """A random life."""
+    """Draw a random life."""
     acts: list[Act] = [("open",)]
     kinds = (
         *("commit", "seal", "snapshot", "drop", "turn", "collect", "back", "prune", "reopen"),

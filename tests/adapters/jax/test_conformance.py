@@ -1,4 +1,4 @@
-"""A flax TrainState with optax passes what every adapter has to."""
+"""Run the adapters' suite with a flax TrainState and optax."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _FREEZING = optax.multi_transform(
 
 
 class TreeTraining(Training):
-    """Weights, Adam's moments, running statistics, a schedule, a random key; draws of Python and numpy."""
+    """A training with weights, Adam's moments, running statistics, a schedule and a random key, which also draws from
+    Python and numpy.
+    """
 
     step = staticmethod(models.step)
     donated = False

@@ -1,4 +1,4 @@
-"""Test the callback with a trainer: what it refuses, does not touch, and leaves behind."""
+"""Test the callback with a trainer: what it refuses, what it leaves untouched, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ def test_a_callback_with_a_state_that_cannot_be_saved_is_left_out(
 
 
 def test_the_other_lightning(tmp_path: Path) -> None:
-    """The same class is a callback of a trainer from the other distribution."""
+    """The same class works as a callback of a trainer from the other distribution."""
 
     class Other(pytorch_lightning.LightningModule):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a ScarCallback refuses before anything is trained, and a store that fails while it is."""
+"""Test what a ScarCallback refuses before training, and a store that fails during training."""
 
 from __future__ import annotations
 

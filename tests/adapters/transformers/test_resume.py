@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    """The run without scarctl."""
+    """Return the run without scarctl."""
     trainer = make_trainer(tmp_path_factory.mktemp("whole"))
     trainer.train()
     trainer.kept = (state_of(trainer), log_of(trainer))
