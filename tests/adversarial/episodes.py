@@ -195,7 +195,8 @@ class Episode:
         life.arena.reach(life.step)
 
     def flush(self) -> None:
-        """Copy everything at the newest step, and send it to the peer: it counts as acknowledged only after its mark.
+        """Copy everything at the newest step, and send it to the peer: it counts as acknowledged only
+        after its mark.
         """
         life = self.life
         if not life.alive:

@@ -55,8 +55,7 @@ PROCESSES = 100
 
 @dataclass(frozen=True)
 class Case:
-    """`scripts`: the actions of each writer. `schedule`: (writer, operations), one after the other; then all finish.
-    """
+    """`scripts`: the actions of each writer. `schedule`: (writer, operations), one after the other; then all finish."""
 
     number: int
     place: str

@@ -82,7 +82,7 @@ def test_every_rule_of_acknowledging_is_needed(mutant: str) -> None:
 
 
 def test_the_window_of_one_acknowledgement_is_two_hosts_at_once() -> None:
-    """"next" does not promise more, as docs/peers.md says."""
+    """ "next" does not promise more, as docs/peers.md says."""
     _, broken, trace = acknowledged.explore(acknowledged.WINDOW)
     assert broken
     assert [what for what in trace if what.endswith("is lost")] == ["the owner is lost", "host 0 is lost"]

@@ -1,5 +1,4 @@
-"""Run the short form of `same_step`: no state is wrongly called exact, and every comparison of identities is needed.
-"""
+"""Run the short form of `same_step`: no state is wrongly called exact, and every comparison of identities is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The file of an arena: private, never through a link, shared between its maps, and filled without changing a byte."""
+"""Test the file of an arena: private, never behind a link, shared between its maps, and filled without changing a
+byte.
+"""
 
 from __future__ import annotations
 

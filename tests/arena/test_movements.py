@@ -1,4 +1,4 @@
-"""The file of movements: after a kill, damaged, torn, without room; it goes with its arena."""
+"""Test the file of movements after a kill, damaged, torn, or without space; it is removed with its arena."""
 
 from __future__ import annotations
 

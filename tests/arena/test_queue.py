@@ -1,4 +1,4 @@
-"""The queue of hand-overs: it outlives its processes, and what is found in it is whole."""
+"""Test the queue of hand-overs: it outlives its processes, and only complete hand-overs are found in it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_files_are_private_whatever_the_umask(tmp_path: Path) -> None:
 
 
 def test_every_damaged_byte_is_noticed(tmp_path: Path) -> None:
-    """A flipped bit in `sealed` or `version` would be as bad as one in the ids."""
+    """A flipped bit in `sealed` or `version` does as much harm as one in the ids."""
     queue = HandOverQueue(tmp_path)
     number = put(queue, extras={"x": np.arange(3)})
     (file,) = tmp_path.iterdir()

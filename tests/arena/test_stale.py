@@ -29,7 +29,7 @@ NO_PROCESS = 0x7FFFFFF0
 
 
 def left(base: Path, store_id: str = ID, *, pending: int = 0, queued: bool = False, age: float = 0.0) -> Path:
-    """The arena that a dead run left; returns its folder."""
+    """Create the arena of a dead run; return its folder."""
     layout = small_layout()
     folder = arena_folder(str(base), store_id)
     arena = Arena.create(folder, layout, run_id=store_id, epoch=1)
@@ -139,7 +139,7 @@ def test_nothing_there_or_not_ours(arena_dir: Path, caplog: pytest.LogCaptureFix
 
 
 def test_a_session_waits_while_its_arena_is_looked_at(arena_dir: Path) -> None:
-    """What holds the lock for a moment is no live process with that arena."""
+    """A process that holds the lock for a moment is not a live process of that arena."""
     folder = left(arena_dir)
     looking = lock_folder(folder)
     letting_go = threading.Timer(0.2, os.close, [looking])

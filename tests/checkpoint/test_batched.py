@@ -1,4 +1,4 @@
-"""Small groups that are compared together, against each one by itself."""
+"""Test small groups that are compared together, against a comparison of each alone."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_parameters_that_want_a_gradient() -> None:
 
 
 class Counted(TorchDispatchMode):
-    """Operations, as torch hands them to a device."""
+    """Counts operations, as torch sends them to a device."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Test the warning about a store that is behind, with measurements and remedy; and lines at attach, resume, close."""
+"""Test the warning about a store that is behind, with measurements and remedy, and the lines at attach, resume and
+close.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tests.support.log_per_shard import store_with_a_log_per_shard
 
 
 class Loop:
-    """A small model, trained as fast as it goes."""
+    """A small model, trained as fast as possible."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         torch.manual_seed(0)

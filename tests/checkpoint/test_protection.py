@@ -1,4 +1,4 @@
-"""Which copies stay as they are: what the store reads now and a seal that waits, until the store has stopped."""
+"""Test which copies stay unchanged: those that the store reads and a waiting seal, until the store has stopped."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Desk:
         return np.flatnonzero(self.protection.covers(self.arena.pending())).tolist()
 
     def pass_by(self, seconds: float, every: float = 0.1) -> list[list[int]]:
-        """Look every so many seconds; what was protected at each look."""
+        """Check at regular times; return the protected partitions of each check."""
         found = []
         for _ in range(round(seconds / every)):
             self.now += every

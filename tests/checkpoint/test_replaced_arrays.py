@@ -1,4 +1,4 @@
-"""A loop over numpy arrays that puts new arrays into its dict: distances are those of the new ones."""
+"""Test a loop over numpy arrays that puts new arrays into its dict: distances are those of the new arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scarctl.config import grouped
 from scarctl.state.version import step_of
 
 ROWS, ROW = 64, SMALL // 32
-"""Twice as many bytes as those from which distances are found between checkpoints."""
+"""Twice as many bytes as needed for distances to be found between checkpoints."""
 
 
 def test_what_moves_between_two_checkpoints_is_chosen(tmp_path: Path) -> None:

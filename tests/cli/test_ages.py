@@ -1,4 +1,4 @@
-"""When something was saved, by the clock, and ages that are lower bounds."""
+"""Test when copies were saved, in clock time, and ages that are lower bounds."""
 
 from __future__ import annotations
 

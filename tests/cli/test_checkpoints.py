@@ -1,4 +1,4 @@
-"""`scarctl inspect FILE` and `scarctl verify FILE`: checkpoints that are no stores."""
+"""Test `scarctl inspect FILE` and `scarctl verify FILE` on checkpoints that are not stores."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
 
 
 def reasons(run: Run, path: str | Path, *options: str) -> list[str]:
-    """Reasons of all problems, of which there are some."""
+    """Return the reasons of all problems, of which there is at least one."""
     found = run("verify", path, "--json", *options, code=13).document
     assert not found["intact"]
     text = run("verify", path, *options, code=13).stdout

@@ -1,4 +1,4 @@
-"""`scarctl daemon`, `scarctl live`, and snapshots of a running session."""
+"""Test `scarctl daemon`, `scarctl live`, and snapshots of a running session."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_daemon_that_does_not_answer(run: Run, folder: Path, monkeypatch: pyte
 
 
 def test_a_daemon_that_nobody_can_reach(run: Run, arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has been silent for so long that the system takes no more questions for it."""
+    """The daemon has been silent for so long that the system accepts no more connections for it."""
     folder = host_folder(str(arena_dir))
     folder.mkdir(mode=0o700)
     monkeypatch.setattr("scarctl.cli.daemon._PATIENCE", 0.3)

@@ -1,4 +1,4 @@
-"""`scarctl daemon start --metrics FILE --metrics-listen PORT`, with a real daemon and a real run."""
+"""Test `scarctl daemon start --metrics FILE --metrics-listen PORT` with a real daemon and a real run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What all commands share: help, options from everywhere, errors as text and as JSON, exit codes of a real process."""
+"""Test what all commands share: help, options from all sources, errors as text and JSON, exit codes of a
+real process.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ SCARCTL = [sys.executable, "-m", "scarctl"]
 
 
 def commands() -> dict[str, click.Command]:
-    """All commands that do something, by the words that call them: "verify", "live checkpoint"."""
+    """Return all commands that do something, by the words that call them: "verify", "live checkpoint"."""
     context, found = click.Context(cli), {}
     for name in COMMANDS:
         command = cli.get_command(context, name)
@@ -47,7 +49,7 @@ def commands() -> dict[str, click.Command]:
 
 
 def options(command: click.Command) -> dict[str, click.Option]:
-    """By their names on the command line, with underscores."""
+    """Return options by their names on the command line, with underscores."""
     found = [option for option in command.params if isinstance(option, click.Option)]
     return {max(o.opts, key=len).removeprefix("--").replace("-", "_"): o for o in found}
 
@@ -77,7 +79,7 @@ SETTINGS = [
     "read_data", "read_data_subset", "restart", "restarts", "rounds", "shards", "state_bytes", "step",
     "step_time", "store", "timeout", "to", "watch",
 ]  # fmt: skip
-"""Options that may come from the environment. One that is not listed here says what to do."""
+"""Options that may come from the environment. An option not listed here orders an action."""
 
 
 def test_no_environment_variable_is_a_verb() -> None:
@@ -351,7 +353,7 @@ def test_sizes_for_people() -> None:
 
 
 class TestProcess:
-    """Through a real process."""
+    """Tests through a real process."""
 
     def test_exit_codes_and_streams(self, saved, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
         for arguments, code in (

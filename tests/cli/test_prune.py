@@ -1,4 +1,4 @@
-"""`scarctl prune`, `scarctl snapshot`, snapshots in `recover` and `inspect`, and `scarctl export`."""
+"""Test `scarctl prune`, `scarctl snapshot`, snapshots in `recover` and `inspect`, and `scarctl export`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.cli.conftest import Model, Run, fresh
 
 @pytest.fixture
 def grown(run: Run, tmp_path: Path) -> Model:
-    """A store with two snapshots, another sealed state, and partial checkpoints after it."""
+    """Return a store with two snapshots, another sealed state, and later partial checkpoints."""
     model = fresh(tmp_path / "state.safetensors")
     for step, name in ((0, None), (10, "first"), (20, "second"), (30, None)):
         words = ["snapshot", "create", name] if name else ["checkpoint", "--policy", "full"]
@@ -36,7 +36,7 @@ def whole(run: Run, tmp_path: Path, *options: str) -> dict[str, torch.Tensor]:
 
 
 def expected(step: int, tmp_path: Path) -> dict[str, torch.Tensor]:
-    """The model after `step // 10` rounds of training."""
+    """Return the model after `step // 10` rounds of training."""
     model = fresh(tmp_path / "other.safetensors")
     for _ in range(step // 10):
         model.train()

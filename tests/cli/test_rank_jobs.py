@@ -1,4 +1,4 @@
-"""Commands on stores that real jobs of two ranks have written, or are writing."""
+"""Test commands on stores that real jobs of two ranks have written, or are writing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands on a store that several ranks have written, each to its own shard."""
+"""Test commands on a store that several ranks have written, each to its own shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Recovering what ranks have lost: into files, whole or in pieces, into their arenas, and back to a sealed state."""
+"""Test recovering what ranks have lost: into files, whole or in pieces, into their arenas, and back to a
+sealed state.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from tests.support.ranks import RankStore, read, same, tensors
 def with_rank(
     state: dict[str, torch.Tensor], source: dict[str, torch.Tensor], rank: int
 ) -> dict[str, torch.Tensor]:
-    """The state with what one of four ranks owns taken from another."""
+    """Return the state with the part that one of four ranks owns taken from another state."""
     made = {name: tensor.clone() for name, tensor in state.items()}
     for name in made:
         if name.startswith("table"):

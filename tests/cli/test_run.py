@@ -1,4 +1,4 @@
-"""`scarctl run`, as a process, with commands that are processes."""
+"""Test `scarctl run` as a process, with commands that are processes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_failures_of_its_own(folder: Path, tmp_path: Path) -> None:
     "arguments", [[], ["--"], ["--restarts", "-1", "true"], ["--timeout", "x", "true"], ["--x"]]
 )
 def test_wrong_calls(run: Run, arguments: list[str]) -> None:
-    """Here 2 is an exit code of the command's."""
+    """The exit code 2 is the command's own."""
     done = run("run", *arguments, code=125)
     assert done.stdout == ""
     assert "run" in done.stderr
@@ -118,7 +118,7 @@ def test_restarts(folder: Path, tmp_path: Path) -> None:
 
 
 class Training(Running):
-    """`scarctl run` with a training process without torch, that has taken some steps."""
+    """`scarctl run` with a training process without torch that has taken some steps."""
 
     def __init__(self, place: Path, base: Path, *options: object, steps: int = 100_000) -> None:
         command = [sys.executable, "-m", "tests.daemon.trainer", "store", base, steps]
@@ -135,7 +135,7 @@ class Training(Running):
         return [json.loads(line) for line in self.stdout.split("\n")[:-1]]
 
     def disk(self, full: bool) -> None:
-        """The daemon cannot write a byte any more; or it can again."""
+        """Make the daemon unable to write a byte, or able again."""
         _, hard = resource.prlimit(self.daemon, resource.RLIMIT_FSIZE)
         resource.prlimit(self.daemon, resource.RLIMIT_FSIZE, (0 if full else hard, hard))
         if full:
@@ -143,13 +143,13 @@ class Training(Running):
             wait_until(lambda: status(self.folder)["runs"][0]["errors"])  # type: ignore[index]
 
     def kill(self) -> dict[str, Any]:
-        """SIGKILL for the training process; returns what it told last."""
+        """Send SIGKILL to the training process; return its last message."""
         os.kill(self.trainer, signal.SIGKILL)
         wait_until(lambda: not Path(f"/proc/{self.trainer}").exists())
         return self.told()[-1]
 
     def stored(self) -> list[int]:
-        """The step of every partition, which is what its values say, in a store that is sound."""
+        """Return the step of every partition, as its values show, in an intact store."""
         assert_sound(self.store)
         store = Store.open(str(self.store))
         steps = {}
@@ -216,7 +216,7 @@ class TestDead:
         assert training.stored()
 
     def test_another_daemon_goes_on(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-        """`scarctl run` knows the store, and so it needs no session."""
+        """`scarctl run` knows the store, so it needs no session."""
         training = Training(tmp_path, arena_dir, "--store", "store")
         training.disk(full=True)
         os.kill(training.trainer, signal.SIGSTOP)
@@ -253,7 +253,7 @@ def test_others_are_not_waited_for(folder: Path, arena_dir: Path, tmp_path: Path
 
 
 def test_nothing_stays(arena_dir: Path, tmp_path: Path) -> None:
-    """A command that attaches nothing, under a daemon that was to wait for it: no process, no file."""
+    """A command that attaches nothing, with a daemon that would wait for it, leaves no process and no file."""
     Running(tmp_path, "true").ends(0)
     folder = host_folder(str(arena_dir))
     wait_until(lambda: status(folder) is None, seconds=3.0)

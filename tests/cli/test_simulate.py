@@ -1,4 +1,4 @@
-"""`scarctl simulate` through its processes: results, resumption after a kill, and what it refuses."""
+"""Test `scarctl simulate` through its processes: results, continuing after a kill, and what it refuses."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ CELL = {"median", "mode", "policy", "fraction", "lost", "rework", "reduction", "
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials run in processes of their own, which import the workloads of these tests."""
+    """Make the workloads of these tests importable in the processes of trials."""
     path = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), path])))
 
 
 class Forked(Program):
-    """A process of a study with what `subprocess.Popen` has: it need not import torch, which takes seconds."""
+    """A process of a study with the interface of `subprocess.Popen`, which need not import torch for seconds."""
 
     def __init__(self, study: Study) -> None:
         given, stdin = os.pipe()
@@ -59,7 +59,7 @@ class Forked(Program):
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials run in forks. `test_a_killed_study_goes_on_where_it_was` starts real ones."""
+    """Run trials in forks. `test_a_killed_study_goes_on_where_it_was` starts real processes."""
     monkeypatch.setattr(workers.Workers, "_start", lambda self: Forked(self._study))
 
 
@@ -99,7 +99,7 @@ def test_a_table_for_people(run: Run) -> None:
 
 
 def test_a_killed_study_goes_on_where_it_was(run: Run, tmp_path: Path) -> None:
-    """kill -9 in the middle: nothing of it goes on alone, and the second call does the rest only."""
+    """After kill -9 no process continues alone, and the second call does only the rest."""
     results_file = ("--results", "results.jsonl")
     command = ["simulate", f"{WORKLOADS}:Slow", *map(str, QUICK[:-1]), "12", "--json"]
 

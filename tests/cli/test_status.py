@@ -1,4 +1,4 @@
-"""`scarctl status`: stores that are well, at risk, or losing, what a loss costs, and the exit codes."""
+"""Test `scarctl status`: stores that are well, at risk, or losing, what a loss costs, and the exit codes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.ranks import RankStore
 
 @pytest.fixture
 def trainer(tmp_path: Path, arena_dir: Path):  # type: ignore[no-untyped-def]
-    """A training process's side of the daemon, in this process."""
+    """Yield a training process's side of the daemon, in this process."""
     trainer = Trainer(tmp_path / "run", arena_dir)
     yield trainer
     stop(host_folder(str(arena_dir)))
@@ -134,7 +134,7 @@ def test_a_live_run_says_how_often_it_saves_and_what_that_costs(
 
 @pytest.mark.leaves_arena
 def test_a_process_that_has_died(run: Run, saved: Model, arena_dir: Path) -> None:
-    """No daemon runs, so what only memory has stays there."""
+    """No daemon runs, so copies that are only in memory stay there."""
     store = Store.open("ckpt")
     layout = store.current_layout()
     assert layout is not None
@@ -181,7 +181,7 @@ def test_what_the_daemon_cannot_save_is_the_worst(saved: Model) -> None:
 
 
 def test_what_the_daemon_saves_is_listed_by_rank(saved: Model) -> None:
-    """Those with errors come first, then those that are the farthest behind."""
+    """Runs with errors come first, then those that are the furthest behind."""
     runs: list[Any] = [
         {
             "store": "ckpt", "id": "x", "pid": 1, "phase": "attached", "open": True, "peers": [], "errors": int(k == 2),
@@ -289,7 +289,7 @@ def test_a_copy_on_another_host_that_is_not_kept(saved: Model, state: str) -> No
 def test_a_process_that_has_ended_with_everything_saved(
     run: Run, trainer: Trainer, tmp_path: Path, arena_dir: Path
 ) -> None:
-    """As after SIGTERM: the arena stays, and the store has all of it."""
+    """As after SIGTERM, the arena stays, and the store has all of it."""
     trainer.save(trainer.everything, 4)
     trainer.drained()
     trainer.die()

@@ -1,4 +1,4 @@
-"""The session's side, with a real daemon that dies, hangs, and comes back."""
+"""Test the session's side with a real daemon that dies, hangs, and returns."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_pause_outlives_the_daemon(folder: Path, arena_dir: Path, tmp_path: Pa
 
 
 def test_a_kill_right_after_the_claim(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-    """The arena that a dead process left is reconciled by the daemon that opens it first, whichever that is."""
+    """The arena of a dead process is reconciled by the first daemon that opens it, whichever that is."""
     trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save(trainer.everything, 1, sealed=True)
     trainer.drained()
@@ -187,7 +187,9 @@ def test_a_new_owner_of_the_store_is_not_fought(folder: Path, arena_dir: Path, t
 def test_a_store_that_another_process_saved_to_meanwhile_is_left_alone(
     folder: Path, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a daemon nobody holds the store: another host's session takes it, and ends, before this one is back."""
+    """Without a daemon no process holds the store: another host's session takes it and ends before this session is
+    back.
+    """
     trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save(trainer.everything, 1, sealed=True)
     trainer.drained()
@@ -218,7 +220,7 @@ def test_a_store_that_another_process_saved_to_meanwhile_is_left_alone(
 def test_stopping_the_daemon_does_not_end_the_wait_for_the_store(
     folder: Path, arena_dir: Path, tmp_path: Path
 ) -> None:
-    """It has let go of the run already while its connections still live: the session goes on with a new daemon."""
+    """The daemon has released the run while its connections are still open: the session continues with a new daemon."""
     trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save(trainer.everything, 1)
     trainer.drained()

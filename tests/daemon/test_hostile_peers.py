@@ -1,4 +1,6 @@
-"""Test that the daemon survives peers that send nonsense, come in crowds, are silent, or belong to another user."""
+"""Test that the daemon survives peers that send nonsense, come in large numbers, are silent, or belong to another
+user.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of commands to a running session: what they may say, and their way through the daemon."""
+"""Test requests of commands to a running session: what they may contain, and their way through the daemon."""
 
 from __future__ import annotations
 

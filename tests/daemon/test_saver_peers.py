@@ -1,4 +1,4 @@
-"""A daemon that replaces another one: it saves to the store, also where it cannot keep copies on other hosts."""
+"""Test a daemon that replaces another: it saves to the store, even if it cannot keep copies on other hosts."""
 
 from __future__ import annotations
 

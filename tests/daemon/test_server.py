@@ -1,4 +1,4 @@
-"""The daemon in this process: every operation, in the right and in the wrong order, and peers that send garbage."""
+"""Test the daemon in this process: every operation, in right and wrong order, and peers that send garbage."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def base(arena_dir: Path) -> Path:
 
 
 def refused(connection: socket.socket, op: str, error: type[ScarError] = UsageError, **fields: Any) -> str:
-    """The kind of the error that the daemon answers with."""
+    """Return the kind of the error in the daemon's answer."""
     with pytest.raises(error) as caught:
         client.request(connection, op, **fields)
     return caught.value.kind
@@ -286,15 +286,15 @@ class Gate(threading.Event):
     def __init__(self) -> None:
         super().__init__()
         self.reached = threading.Event()
-        """Somebody waits."""
+        """Whether a commit is waiting."""
 
 
 class TestSlowStores:
-    """What hangs in one store holds up nobody else."""
+    """A store that hangs holds up no other store."""
 
     @pytest.fixture
     def gate(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-        """Commits to stores named "slow" wait for this event."""
+        """Yield the event for which commits to stores named "slow" wait."""
         from scarctl.store.writer import StoreWriter
 
         gate, commit = Gate(), StoreWriter.commit
@@ -406,7 +406,7 @@ class TestTheEnd:
 
 
 def test_an_epoch_that_changes_while_a_copy_is_made(daemon: Daemon, base: Path, tmp_path: Path) -> None:
-    """The hand-over says another version than its copies then, and they are saved nevertheless."""
+    """The hand-over then has another version than its copies, and they are saved nevertheless."""
     trainer = Trainer(tmp_path / "store", base)
     trainer.save(trainer.everything, 1)
     trainer.drained()

@@ -1,4 +1,4 @@
-"""A session hears of a store that cannot be written, once, and of its return."""
+"""Test that a session reports once that a store cannot be written, and once that it can again."""
 
 from __future__ import annotations
 

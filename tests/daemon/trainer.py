@@ -33,7 +33,7 @@ from tests.daemon.rig import Rig, fill, small_layout
 
 
 def wide_layout(rows: int = 512) -> Layout:
-    """A state of 32 KiB per row."""
+    """Return the layout of a state with 32 KiB per row."""
     return build_layout([("wide", "parameter", (TensorSpec("", "F32", (rows, 8192)),))], rows={"*": 8})
 
 
@@ -101,7 +101,9 @@ class Trainer:
         assert self.saver.drain(seconds), self.saver.fault()
 
     def close(self, *, durable: bool = True) -> None:
-        """As a session: wait, let go, remove the arena. `durable`: everything has to be in the store by then."""
+        """Close as a session does: wait, release, remove the arena. `durable`: the store must have
+        everything by then.
+        """
         done = self.saver.drain(20.0)
         self.saver.close()
         if done:
@@ -112,7 +114,7 @@ class Trainer:
         assert done or not durable, self.saver.fault()
 
     def die(self) -> None:
-        """Let go of everything as a killed process does: the daemon sees the connection end, the arena stays."""
+        """Release everything as a killed process does: the daemon sees the connection end, the arena stays."""
         self.saver.abandon()
         self.arena.take_over(0x7FFFFFF0)  # a number that no process has
         self.arena.close()
@@ -120,13 +122,13 @@ class Trainer:
         wait_until(lambda: "attached" not in self.phases())
 
     def phases(self) -> list[str]:
-        """The phase that the daemon says this run is in; empty when it has none."""
+        """Return the phases of this run in the daemon; empty if the daemon has no such run."""
         runs = (status(self.folder) or {"runs": []})["runs"]
         return [run["phase"] for run in runs if run["id"] == self.store.run_id]
 
 
 def status(folder: Path) -> dict[str, Any] | None:
-    """What the daemon says, None when there is none."""
+    """Return the daemon's status, or None if no daemon runs."""
     try:
         return client.ask(folder, "status")
     except Unavailable:
@@ -134,12 +136,12 @@ def status(folder: Path) -> dict[str, Any] | None:
 
 
 def idle(folder: Path) -> bool:
-    """Whether no daemon has a run: what dead processes left is in their stores, or cannot be."""
+    """Return whether the daemon has no runs: the copies of dead processes are in their stores, or cannot be."""
     return not (status(folder) or {"runs": []})["runs"]
 
 
 def wait_until(condition: Any, seconds: float = 45.0) -> Any:
-    """The first value of `condition()` that is true; fails after `seconds`."""
+    """Return the first true value of `condition()`; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "it never happened"
@@ -148,7 +150,7 @@ def wait_until(condition: Any, seconds: float = 45.0) -> Any:
 
 
 def stop(folder: Path) -> None:
-    """End the daemon and wait for it. Fine when there is none."""
+    """End the daemon, if there is one, and wait for its end."""
     try:
         pid = client.ask(folder, "stop")["pid"]
     except ScarError:
@@ -157,13 +159,13 @@ def stop(folder: Path) -> None:
 
 
 def assert_sound(root: Path) -> None:
-    """The store verifies."""
+    """Check that the store verifies."""
     store = Store.open(str(root))
     assert verify(store, read_data=True).problems == []
 
 
 def orphans(root: Path) -> int:
-    """Segments that no record names."""
+    """Return the number of segments that no record names."""
     return len(verify(Store.open(str(root)), read_data=False).orphans)
 
 

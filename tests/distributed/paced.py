@@ -1,4 +1,4 @@
-"""A job at a steady pace, one rank per host, to which a test does something from outside while it trains."""
+"""Run a job at a steady pace, one rank per host, on which a test acts from outside while it trains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.distributed.jobs import build, step, values
 from tests.support.training import drained
 
 END = "end"
-"""A file in the job's folder, after whose appearance it ends."""
+"""A file in the job's folder that ends the job."""
 
 
 def train(rank: int, world: int, kind: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def train(rank: int, world: int, kind: str, folder: str, options: dict[str, Any]
 
 
 def evacuate(session: scarctl.Session, to: str | None) -> dict[str, Any]:
-    """Evacuate, and return the report. An unknown host is refused first."""
+    """Evacuate, and return the report. Before that, check that an unknown host is refused."""
     try:
         session.evacuate(1.0, to="nowhere")
     except UsageError as error:
@@ -109,6 +109,6 @@ def evacuate(session: scarctl.Session, to: str | None) -> dict[str, Any]:
 
 
 def note(folder: Path, name: str, value: object) -> None:
-    """Write a file at once."""
+    """Write a file atomically."""
     (folder / f".{name}").write_text(json.dumps(value))
     os.replace(folder / f".{name}", folder / name)

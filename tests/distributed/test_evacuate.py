@@ -1,4 +1,4 @@
-"""Test a host's shutdown while the store takes nothing: the job resumes exactly from another host's memory."""
+"""Test a host's shutdown while the store accepts nothing: the job resumes exactly from another host's memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GOES = {"steps": 20, "store_stops_at": 7, "all_die_at": 13, "settings": {"interv
 
 
 def die(folder: Path, homes: list[str], **options: Any) -> Any:
-    """Have rank 0's host evacuated at step 13, and the hosts `lost` die; the report of the evacuation."""
+    """Have rank 0's host evacuated at step 13, and the hosts `lost` die; return the report of the evacuation."""
     job = {**GOES, "homes": homes, **options}
     with pytest.raises(AssertionError, match="ended with -9"):
         launch(TRAIN, len(homes), "fsdp", str(folder), job)
@@ -45,7 +45,7 @@ def test_to_the_host_that_keeps_the_copies(hosts: Path) -> None:
 
 
 def test_to_a_host_that_had_no_copy_when_the_one_that_has_goes_as_well(hosts: Path) -> None:
-    """East's copy is at West; East and West go. North, which is named, gets one."""
+    """East's copy is at West, and both shut down. North, which is named, gets a copy."""
     homes = ["east", "west", "north"]
     named = f"{socket.gethostname()}:north"
     said = die(hosts, homes, evacuate=[13, 0, named], lost=[0, 1])

@@ -1,4 +1,4 @@
-"""The examples of several ranks run, and what they say of a killed one is so."""
+"""Test that the examples of several ranks run, and that their reports on a killed rank are true."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = {"fsdp_transformer": 32, "moe": 64}
 
 
 def lost_rank(example: str, *arguments: str) -> str:
-    """Runs it, checks what both examples say, and gives it back."""
+    """Run the example, check what both examples print, and return the output."""
     steps = STEPS[example]
     command = [sys.executable, str(SCRIPT), example, *arguments, "--kill", "--quick"]
     command += ["--ranks", "2", "--steps", str(steps)]

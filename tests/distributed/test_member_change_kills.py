@@ -1,4 +1,4 @@
-"""A new member is killed at every point of taking over: nothing that was saved is lost, and it starts again."""
+"""Test a new member killed at every point of taking over: no saved state is lost, and the member starts again."""
 
 from __future__ import annotations
 

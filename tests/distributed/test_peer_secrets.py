@@ -1,4 +1,4 @@
-"""The secret of a job's hosts: it shows nowhere, a file of it has to be private, and all hosts have the same."""
+"""Test the secret of a job's hosts: it appears nowhere, a file of it must be private, and all hosts have the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def needles(hexadecimal: str) -> list[str]:
-    """Ways in which a secret may be written."""
+    """Return ways in which a secret may be written."""
     raw = bytes.fromhex(hexadecimal)
     return [
         hexadecimal,

@@ -1,4 +1,4 @@
-"""Ranks are real processes here, and what they use is gloo on the loopback interface."""
+"""Test selection rounds between ranks that are real processes, over gloo on the loopback interface."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.support.process import Forked, Tell
 
 N, BYTES = 400, 1000
 BUDGET = N * BYTES // 8
-"""Of one rank."""
+"""The budget of one rank."""
 GENEROUS = 20.0
-"""Patience of ranks that are to wait for each other, however busy the machine is."""
+"""Patience of ranks that should wait for each other, however busy the machine is."""
 
 
 class Member:
@@ -53,7 +53,7 @@ class Member:
         self.selector.expect(step, BUDGET)
 
     def select(self, step: int, policy: str = "priority", *, hurried: bool = True, **more: Any) -> Selection:
-        """The worker's part. hurried: a training thread waits for it from the beginning."""
+        """Do the worker's part. hurried: a training thread waits for it from the beginning."""
         if hurried:
             self.selector.hurry()
         among = Candidates(
@@ -81,7 +81,7 @@ Body = Callable[[Member], Any]
 
 @contextlib.contextmanager
 def ranks(folder: Path, bodies: list[Body], **more: Any) -> Iterator[list[Forked]]:
-    """A process per body; `results` has what they returned."""
+    """Yield a process per body; `results` has their return values."""
 
     def run(rank: int) -> Callable[[Tell], None]:
         def program(tell: Tell) -> None:
@@ -103,7 +103,7 @@ def ranks(folder: Path, bodies: list[Body], **more: Any) -> Iterator[list[Forked
 
 
 def results(folder: Path, bodies: list[Body], *, dead: tuple[int, ...] = (), **more: Any) -> list[Any]:
-    """What the bodies return, None for those that are `dead`."""
+    """Return what the bodies return, None for those that are `dead`."""
     with ranks(folder, bodies, **more) as processes:
         codes = [process.wait(40) for process in processes]
     assert codes == [-signal.SIGKILL if rank in dead else 0 for rank in range(len(bodies))]
@@ -121,7 +121,7 @@ def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
 
 
 def at_once(world: int, step: int, budget: int) -> list[list[int]]:
-    """What the ranks should pick: the best of all of them."""
+    """Return what the ranks should pick: the best partitions of all ranks."""
     every = np.concatenate([values(rank, step) for rank in range(world)])
     best = np.sort(np.argsort(every)[::-1][: budget // BYTES])
     return [(best[best // N == rank] % N).tolist() for rank in range(world)]
@@ -145,7 +145,7 @@ def test_ranks_pick_together_what_one_would(tmp_path: Path) -> None:
 
 
 def test_a_slow_rank_holds_nobody_up(tmp_path: Path) -> None:
-    """It is ten times slower: the others wait for it once, and not again while a round is still open."""
+    """One rank is ten times slower: the others wait for it once, and not again while a round is still open."""
 
     def body(member: Member) -> Any:
         member.checkpoint(0)
@@ -242,7 +242,7 @@ def test_a_rank_whose_copy_failed_joins_with_nothing(tmp_path: Path) -> None:
 
 
 def test_closing_with_an_open_round_hangs_nobody(tmp_path: Path) -> None:
-    """One rank has stopped for good, one leaves in the middle of a round, and then so does the third."""
+    """One rank stops permanently, one leaves in the middle of a round, and then so does the third."""
 
     def stopped(member: Member) -> Any:
         member.checkpoint(0)

@@ -1,4 +1,6 @@
-"""A `DistributedSampler` with `set_epoch` in a job of several ranks: resumed exactly, or said."""
+"""Test a `DistributedSampler` with `set_epoch` in a job of several ranks: it resumes exactly, or the session reports
+it.
+"""
 
 from __future__ import annotations
 

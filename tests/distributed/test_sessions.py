@@ -1,4 +1,4 @@
-"""Whole jobs of several ranks: they save together, and whatever happens to them they go on."""
+"""Test whole jobs of several ranks: they save together, and continue after every kind of failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRAIN = "tests.distributed.jobs:train"
 
 
 def same(a: Path, b: Path) -> bool:
-    """Whether two files of `train` hold the same values, bit by bit."""
+    """Return whether two files of `train` hold the same values, bit by bit."""
     first, second = load(a), load(b)
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
@@ -31,7 +31,7 @@ def same(a: Path, b: Path) -> bool:
 def torchrun(
     kind: str, world: int, folder: Path, steps: int, options: list[dict[str, Any]], *, restarts: int = 1
 ) -> list[dict[str, Any]]:
-    """Run a job of `train` under torchrun, which starts it again when a rank dies; every rank's last report."""
+    """Run a job of `train` under torchrun, which restarts it when a rank dies; return every rank's last report."""
     arguments = (kind, str(folder), str(steps), json.dumps(options))
     run_under_torchrun("tests.distributed.job", *arguments, world=world, restarts=restarts)
     reports = [(folder / f"report-{rank}.jsonl").read_text().splitlines()[-1] for rank in range(world)]
@@ -40,7 +40,7 @@ def torchrun(
 
 @pytest.fixture
 def uninterrupted(tmp_path: Path) -> Any:
-    """What the end of a job of two ranks that nothing happens to is, by kind."""
+    """Return by kind the end of an undisturbed job of two ranks."""
 
     def run(kind: str, steps: int) -> Path:
         (tmp_path / "calm").mkdir()
@@ -225,7 +225,7 @@ LOSSES: dict[str, tuple[Any, list[int]]] = {
     "a rank and a name": (["rank:0", "b"], [12, 4]),
     "all": ("all", [12, 12]),
 }
-"""What is lost, and how many partitions of each of two ranks that is."""
+"""What is lost, and the number of partitions of each of two ranks."""
 
 
 def test_what_is_lost_is_named_alike_among_ranks_and_alone(tmp_path: Path) -> None:

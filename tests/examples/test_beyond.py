@@ -1,4 +1,4 @@
-"""The models beyond the paper's train, fail and recover; what becomes of moments is what a study says."""
+"""Test that the models beyond the paper's train, fail and recover, and that moments are set as the study demands."""
 
 from __future__ import annotations
 

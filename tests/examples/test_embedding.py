@@ -1,4 +1,4 @@
-"""The embedding example runs, and what it claims about its experiment is so."""
+"""Test that the embedding example runs, and that its claims about its experiment are true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paper's models train on the real data, and its figures can be measured. Without the data: skipped."""
+"""Test that the paper's models train on the real data, and its figures can be measured. Without the data: skipped."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_failure_and_all_ways_back(name: str, folder: str, target: float | Non
 
 @needs_numba
 def test_what_is_found_again_is_exact() -> None:
-    """All of L in every iteration: nothing is lost, though R was never saved."""
+    """All of L is saved in every iteration: nothing is lost, though R was never saved."""
     name = "examples.paper.als:build_only_l"
     workload = load(name, data("movielens-small"))
     of = Study(workload=name, iterations=5, lost=(Fraction(1),), fractions=(Fraction(1),), interval=1)
@@ -107,7 +107,7 @@ def test_costs_on_the_quadratic_stay_below_the_bound() -> None:
 
 @pytest.mark.slow
 def test_studies_are_kept(tmp_path: Path) -> None:
-    """A second time nothing is run: the tables are those of the first."""
+    """A second call runs nothing: the tables are those of the first."""
     data("reuters-395")
     program = """
 import sys

@@ -1,4 +1,4 @@
-"""Any checkpoint as named tensors: the same bytes whatever holds them, and what is refused."""
+"""Test any checkpoint as named tensors: the same bytes in every format, and what is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from scarctl.state.torch_dtypes import NAME_TO_TORCH
 
 
 def zoo() -> dict[str, torch.Tensor]:
-    """A tensor of every dtype, a scalar, empty ones, one stored in another order, a hostile name."""
+    """Return a tensor of every dtype, a scalar, empty tensors, one stored in another order, a hostile name."""
     generator = torch.Generator().manual_seed(1)
     found = {}
     for name, dtype in NAME_TO_TORCH.items():
@@ -34,7 +34,7 @@ def zoo() -> dict[str, torch.Tensor]:
 
 
 def save_index(tensors: dict[str, torch.Tensor], folder: Path, shards: int = 3) -> Path:
-    """Write tensors as Hugging Face does. Returns the index."""
+    """Write tensors as Hugging Face does. Return the index."""
     folder.mkdir()
     files = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
     parts: list[dict[str, torch.Tensor]] = [{} for _ in files]

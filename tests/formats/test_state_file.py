@@ -1,4 +1,4 @@
-"""State files: what is found in them, what is refused, and patching them in place."""
+"""Test state files: the tensors found in them, what is refused, and patching them in place."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from scarctl.state.values import as_numbers, squared_changes
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal dtype, shape and bytes."""
+    """Return whether dtype, shape and bytes are equal."""
     raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*raw)
 
 
 def zoo() -> dict[str, torch.Tensor]:
-    """A tensor of every dtype that files can hold, scalars, empty ones, NaN and negative zero."""
+    """Return a tensor of every dtype that files can hold, scalars, empty tensors, NaN and negative zero."""
     generator = torch.Generator().manual_seed(1)
     tensors = {}
     for name, dtype in NAME_TO_TORCH.items():

@@ -1,4 +1,4 @@
-"""Numbers of a survey: lines of shards and partitions, ages, ranks."""
+"""Test the numbers of a survey: lines of shards and partitions, ages, ranks."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_process_alone_counts_as_the_only_rank(tmp_path: Path) -> None:
 
 
 def arena_of(store: Store, base: Path, layout: Layout) -> Arena:
-    """The arena of a run of this process, at step 40."""
+    """Return the arena of a run of this process, at step 40."""
     arena = Arena.create(arena_folder(str(base), store.run_id), layout, run_id=store.run_id, epoch=1)
     arena.begin_lines(store.lines())
     arena.reach(40)

@@ -1,5 +1,4 @@
-"""Run the adapters' suite with a full PyTorch loop: scheduler, data position, batch norm, dropout, other generators.
-"""
+"""Run the adapters' suite with a full PyTorch loop: scheduler, data position, batch norm, dropout, other generators."""
 
 from __future__ import annotations
 

@@ -22,8 +22,7 @@ PLANS: list[Any] = [
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_resumed_run_is_the_undisturbed_one(tmp_path: Path) -> None:
-    """Under every plan, whole tables, states of fused and dense optimizers and learning rates are equal bit for bit.
-    """
+    """Under every plan, whole tables, states of fused and dense optimizers and learning rates are equal bit for bit."""
     for of_rank in launch(f"{JOBS}:undisturbed", 2, str(tmp_path), PLANS, timeout=300):
         for plan, (whole, resumed) in zip(PLANS, of_rank, strict=True):
             assert resumed["step"] == 4, plan
