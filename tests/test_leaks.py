@@ -1,4 +1,4 @@
-"""The leak checks of conftest.py find what they are there for."""
+"""Test that the leak checks of conftest.py find leaks."""
 
 from __future__ import annotations
 

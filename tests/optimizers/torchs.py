@@ -1,4 +1,4 @@
-"""Every configuration of torch's own optimizers that torch tests itself."""
+"""Provide every configuration of torch's own optimizers that torch tests itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.optimizers.sweep import Case
 
 
 def cases() -> Iterator[Case]:
-    """One for each of `optim_db`'s inputs and each implementation."""
+    """Yield a case for each of `optim_db`'s inputs and each implementation."""
     from torch.testing._internal.common_optimizers import optim_db
 
     for info in optim_db:

@@ -1,4 +1,4 @@
-"""Test that a host that shuts down first sends its memory to another one: real arenas, ends of a link, and stores."""
+"""Test that a host that shuts down first sends its memory to another host: real arenas, ends of a link, and stores."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.leaves_arena
 RUN = "ab" * 16 + "-0"
 START, SECRET = "11" * 16, secrets.token_bytes(SECRET_BYTES)
 SOME = 10
-"""Partitions that pass before a link is cut."""
+"""Number of partitions that pass before a link is cut."""
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
@@ -56,7 +56,7 @@ def relay() -> Iterator[Relay]:
 
 @pytest.fixture
 def sender(slow: Slow, relay: Relay, tmp_path: Path) -> Iterator[Sender]:
-    """Sends the rig's arena to West over the relay; West has the newest step of it."""
+    """Yield a sender of the rig's arena to West over the relay; West has its newest step."""
     (tmp_path / "west").mkdir(mode=0o700)
     west = Host(tmp_path / "west")
     relay.target = west.admit(START, SECRET, "ab" * 16, "127.0.0.1", 0)
@@ -73,14 +73,16 @@ def sender(slow: Slow, relay: Relay, tmp_path: Path) -> Iterator[Sender]:
 
 
 def at_west(tmp_path: Path) -> Any:
-    """The step of every copy at West, -1 for one that is not whole."""
+    """Return the step of every copy at West, -1 for a copy that is not complete."""
     found = Arena.share(tmp_path / "west" / RUN, run_id=RUN)
     assert found is not None
     return np.where(found.intact(), step_of(found.version), -1)
 
 
 def cut_midway(slow: Slow, relay: Relay, sender: Sender) -> PeerCopies:
-    """Copies of a host that got some of the newest step, the most changed first, before the link was cut."""
+    """Return the copies of a host that got a part of the newest step, the most changed first, before the
+    link was cut.
+    """
     copies = PeerCopies(slow.arena, [sender])
     relay.refuse()  # nothing is sent in another order meanwhile
     wait_until(lambda: sender.state is State.LOST)
@@ -128,7 +130,7 @@ def test_a_link_that_is_cut_leaves_the_most_changed_at_the_peer_and_only_that_co
 
 
 def test_other_bytes_of_the_same_version_do_not_count(slow: Slow, relay: Relay, sender: Sender) -> None:
-    """Weights were loaded without a step: the peer has copies of this version, and they are the old ones."""
+    """Weights were loaded without a step: the peer has copies of this version, but the old ones."""
     copies = PeerCopies(slow.arena, [sender])
     relay.refuse()
     wait_until(lambda: sender.state is State.LOST)
@@ -204,7 +206,7 @@ def test_what_another_host_has_is_safe_while_the_store_hangs(
 
 
 def test_a_store_that_fails_leaves_the_time_to_the_peers(slow: Slow, relay: Relay, sender: Sender) -> None:
-    """Saving ends at once, and the peer goes on for as long as the deadline allows."""
+    """Saving ends at once, and the peer continues for as long as the deadline allows."""
     relay.allow(0)
     slow.flush(7, RISING)
     copies = PeerCopies(slow.arena, [sender])
@@ -237,7 +239,7 @@ def test_a_host_that_never_answered_has_nothing(slow: Slow) -> None:
 
 
 def test_a_host_that_has_died_since_has_nothing(slow: Slow, relay: Relay, sender: Sender) -> None:
-    """It had all, and its end of the link is gone."""
+    """The peer had everything, and its end of the link is gone."""
     slow.flush(7, RISING)
     copies = PeerCopies(slow.arena, [sender])
     copies.hurry()

@@ -1,4 +1,4 @@
-"""The states of a link: every event in every state, and the ways that matter."""
+"""Test the states of a link: every event in every state, and the important sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The persister's thread against a store that fails, and processes that die: nothing is lost, order is kept."""
+"""Test the persister's thread with a store that fails and processes that die: nothing is lost, order is kept."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The cadence keeps up with stores of any speed, within a budget, with checkpoints of a size that fits, and does not
-flap.
+"""Test that the interval keeps up with stores of any speed, within a budget, with suitable sizes, and without
+oscillation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ MB = 1_000_000
 
 
 class Simulation:
-    """A training loop and a store that takes hand-overs one after the other, at a speed that may change.
+    """A training loop and a store that takes one hand-over at a time, at a speed that may change. cost: seconds of a
+    hand-over in addition to those of its bytes.
 
     cost: seconds that a hand-over takes beside its bytes.
     """
@@ -63,18 +64,18 @@ class Simulation:
         return self
 
     def forget(self) -> None:
-        """Keep nothing of what was so far."""
+        """Discard all measurements so far."""
         for told in (self.checkpoints, self.sizes, self.intervals, self.shares):
             told.clear()
 
     @property
     def changes(self) -> int:
-        """How often the share has changed."""
+        """Return how often the share has changed."""
         return sum(a != b for a, b in zip(self.shares, self.shares[1:], strict=False))
 
     @property
     def pace(self) -> float:
-        """Bytes per second that were handed over, between the first checkpoint and the last."""
+        """Return bytes per second handed over between the first checkpoint and the last."""
         return sum(self.sizes[1:]) / ((self.checkpoints[-1] - self.checkpoints[0]) * self.step_seconds)
 
     def _save(self, seconds: float) -> None:
@@ -144,7 +145,7 @@ def test_the_byte_budget_counts_though_the_store_is_faster() -> None:
 
 @pytest.mark.parametrize(("steps", "share"), [(5, 1.0), (30, 1.0), (41, 0.5), (100, 0.25), (1000, 1 / 8)])
 def test_a_budget_makes_checkpoints_smaller(steps: int, share: float) -> None:
-    """It allows a whole one every `steps` iterations."""
+    """The budget allows a whole checkpoint every `steps` iterations."""
     cadence = Cadence(None, checkpoint_bytes=100 * MB, max_bandwidth=100 * MB / steps)
     run = Simulation(cadence, step_seconds=1.0, bandwidth=1000 * MB, nbytes=100 * MB).run(2000)
     assert cadence.share == share
@@ -188,7 +189,9 @@ def test_a_store_that_hangs_does_not_change_the_size() -> None:
 @pytest.mark.parametrize("steps", [20, 41, 60, 100, 200])
 @pytest.mark.parametrize("spread", [0.2, 0.5])
 def test_noise_does_not_make_the_size_flap(steps: int, spread: float) -> None:
-    """Also where a whole checkpoint is just too much: between 1 and 2 changes per 100 checkpoints at the most."""
+    """This holds also where a whole checkpoint is slightly too large: there are at most 1 to 2 changes per 100
+    checkpoints.
+    """
     rng = random.Random(steps)
     cadence = Cadence(None, checkpoint_bytes=100 * MB)
     bandwidth = 100 * MB / steps
@@ -338,7 +341,7 @@ def test_bad_settings_are_refused(bad: dict[str, object]) -> None:
 
 
 class Clock:
-    """A busy machine's own says little."""
+    """A clock set by hand: on a busy machine the real one shows little."""
 
     def __init__(self) -> None:
         self.now = 0.0

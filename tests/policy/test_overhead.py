@@ -1,4 +1,6 @@
-"""A budget of training time is kept, and used, whatever checkpoints cost; only a bound on the interval exceeds it."""
+"""Test that a budget of training time is kept and used, whatever checkpoints cost; only a bound on the interval
+exceeds it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ Draw = Callable[[random.Random], float]
 
 
 class Training:
-    """A simulated training: iterations vary, and what a checkpoint costs is known here, and only here.
+    """A simulated training, in which iterations vary and the cost of checkpoints is known. stall, slow: seconds that a
+    checkpoint waits, and by which `span` iterations alongside it take longer.
 
     stall, slow: seconds of a checkpoint in waiting, and by which `span` iterations alongside it take longer.
     """
@@ -63,7 +66,7 @@ class Training:
 
     @property
     def share(self) -> float:
-        """The true overhead, without hooks."""
+        """Return the true overhead, without hooks."""
         return self.cost / self.trained
 
 
@@ -240,7 +243,7 @@ def test_without_quiet_iterations_an_interval_grows_until_there_are_some() -> No
 
 
 class Store:
-    """A training with a clock, a store that never waits, and copies that take training `cost` seconds."""
+    """A training with a clock, a store that never waits, and copies that cost training `cost` seconds."""
 
     def __init__(self, cadence: Cadence, cost: float) -> None:
         self.cadence, self.cost, self.now, self.step = cadence, cost, 0.0, 0

@@ -152,7 +152,7 @@ def test_unknown_policy() -> None:
 
 
 def reference(case: Case, order: list[int]) -> list[int]:
-    """The longest prefix of `order` within the budget, those due first, the stalest first."""
+    """Return the longest prefix of `order` within the budget, due partitions first, the stalest of them first."""
     if case.max_staleness is not None:
         due = [i for i in sorted(order) if case.staleness[i] >= case.max_staleness]
         due.sort(key=lambda i: -case.staleness[i])
@@ -181,7 +181,7 @@ def test_round_takes_ids_from_the_cursor(case: Case) -> None:
 
 @given(cases(least=1))
 def test_priority_dominates_every_other_choice_of_its_size(case: Case) -> None:
-    """No other choice with at most as many bytes holds more distance: the greedy prefix fills its own knapsack."""
+    """No other choice with at most as many bytes has a larger distance: the greedy prefix fills its own knapsack."""
     case = replace(case, max_staleness=None)
     got = case.select("priority")
     value = np.where(np.isin(np.arange(case.nbytes.size), case.candidates), case.distance_sq, 0.0)
@@ -221,7 +221,7 @@ def test_priority_with_more_partitions_than_one_piece() -> None:
 
 
 def run(case: Case, policy: str, calls: int) -> list[Selection]:
-    """Calls in which nothing else happens but that staleness grows, with every partition changing all the time."""
+    """Return the selections of calls in which only staleness grows, with every partition changing all the time."""
     history = []
     for step in range(calls):
         got = case.select(policy, step=step)

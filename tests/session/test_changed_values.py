@@ -1,4 +1,4 @@
-"""Hyperparameters that a loop sets anew in each iteration are no reason to doubt a resume; those set once are."""
+"""Test that hyperparameters set in each iteration do not make a resume doubtful, but those set once do."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def freeze(module: nn.Module, frozen: bool) -> None:
 
 
 class Gan:
-    """A generator and a discriminator. late: D is frozen after the first forward, as CycleGAN does it."""
+    """A generator and a discriminator. late: D is frozen after the first forward, as in CycleGAN."""
 
     def __init__(self, *, late: bool, d_first: bool) -> None:
         self.late, self.d_first = late, d_first

@@ -1,4 +1,6 @@
-"""The training process really dies, by SIGKILL, at any time: what is left is whole, what was acknowledged is there."""
+"""Test a training process that really dies by SIGKILL at any time: the rest is intact, acknowledged
+copies are there.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ pytestmark = pytest.mark.usefixtures("both_savers")
 
 
 def train_and_kill(store: Path, seconds: float, log: Path) -> tuple[int, np.ndarray]:
-    """Run the stepper, kill it `seconds` after its first step; returns the last step and acknowledgements it told."""
+    """Run the stepper, and kill it `seconds` after its first step; return its last reported step and
+    acknowledgements.
+    """
     with log.open("wb") as output, log.with_suffix(".err").open("wb") as errors:
         command = ["-m", "tests.support.stepper", str(store), "1000000"]
         process = Program(command, stdout=output, stderr=errors)
@@ -47,7 +51,7 @@ def train_and_kill(store: Path, seconds: float, log: Path) -> tuple[int, np.ndar
 
 
 def kill_daemon(base: Path) -> None:
-    """SIGKILL for the host's daemon, if there is one."""
+    """Send SIGKILL to the host's daemon, if there is one."""
     folder = arena_folder(str(base), "x").parent
     try:
         pid = ask(folder, "status")["pid"]
@@ -76,7 +80,7 @@ def stored_steps(folder: Path) -> np.ndarray:
 def test_kill_and_run_again(tmp_path: Path, arena_dir: Path, host_is_lost: bool) -> None:
     folder, rng = tmp_path / "store", random.Random(7)
     aged: set[int] = set()
-    """Steps that copies got which were ahead of the step that a run continued from: `Engine.age_after`."""
+    """Steps given by `Engine.age_after` to copies that were ahead of the step from which a run continued."""
     for _ in range(3):
         step, durable = train_and_kill(folder, rng.uniform(0.0, 0.6), tmp_path / "log")
         aged.add(max(0, told(tmp_path / "log")[0]["step"] - 1))
@@ -202,7 +206,9 @@ def test_copies_newer_than_their_extras_count_as_of_the_extras_step(tmp_path: Pa
 
 
 def test_memory_that_the_run_has_overtaken_elsewhere_is_not_believed(tmp_path: Path) -> None:
-    """A host dies with copies that never reached the store, the run goes on at another host, then comes back."""
+    """A host dies with copies that never reached the store, the run continues on another host, then the first host
+    returns.
+    """
     here, elsewhere = str(tmp_path / "here"), str(tmp_path / "elsewhere")
     Path(here).mkdir()
     Path(elsewhere).mkdir()

@@ -1,4 +1,4 @@
-"""Sessions that save copies in fewer bits: more of them, none called exact, and exact again once it matters."""
+"""Test sessions that save copies in fewer bits: more of them, never called exact, and exact again when required."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def encoded_in(store: Path) -> int:
 
 @pytest.fixture
 def apart(tmp_path: Path) -> Path:
-    """A folder for memory that a resume does not find."""
+    """Return a folder for memory that a resume does not find."""
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     return folder
@@ -280,7 +280,7 @@ def test_an_unknown_encoding_is_refused(tmp_path: Path, arena_dir: Path) -> None
 def test_killed_at_any_moment_every_copy_is_within_its_bound(
     tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every value is the number of its step: so the error of each row that comes back is known."""
+    """Every value is the number of its step, so the error of each restored row is known."""
     monkeypatch.setenv("SCARCTL_ENCODING", "bfloat16")
     folder, rng, encoded = tmp_path / "store", random.Random(11), 0
     for _ in range(2):
@@ -308,7 +308,7 @@ def test_killed_at_any_moment_every_copy_is_within_its_bound(
 
 
 def attached(model: torch.nn.Module, optimizer: stepper.Stepper, store: Path) -> scarctl.Session:
-    """A session, once the killed daemon's lock is gone."""
+    """Attach a session once the killed daemon's lock is gone."""
     deadline = time.monotonic() + 60
     while True:
         try:
@@ -336,7 +336,7 @@ def train_and_kill(store: Path, seconds: float, log: Path) -> None:
 
 
 def several(log: Path) -> bool:
-    """Whether all copies are durable, of two steps at least, after the step at which the process began."""
+    """Return whether all copies are durable, of two steps at least, after the step at which the process began."""
     lines = log.read_bytes().split(b"\n")[:-1]
     durable = json.loads(lines[-1])["durable"] if lines else []
     return bool(durable) and min(durable) >= 0 and max(durable) > min(durable)

@@ -1,4 +1,4 @@
-"""What goes wrong while a session saves: nothing that was copied is forgotten, and whoever should know hears of it."""
+"""Test faults while a session saves: no copy is forgotten, and the fault is reported where it matters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("warm_torch")
 
 @contextmanager
 def full_queue() -> Iterator[None]:
-    """No hand-over can be put, for want of room."""
+    """Make hand-overs fail for lack of space."""
     link = os.link
 
     def full(source: Any, target: Any) -> None:
@@ -51,7 +51,7 @@ def full_queue() -> Iterator[None]:
 
 
 def settled(loop: Loop) -> None:
-    """All that was handed over so far is durable."""
+    """Wait until everything handed over so far is durable."""
     loop.session._finish()
     drained([loop.session])
 

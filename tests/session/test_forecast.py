@@ -1,4 +1,4 @@
-"""Predicted rework of a real run: in its session, after its end, and by the command line."""
+"""Test the predicted rework of a real run: in its session, after its end, and on the command line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RATE = 0.95
 
 
 class Descent:
-    """Goes straight to 0 by a factor of 0.95 per iteration, from a distance of 8."""
+    """A run that moves straight to 0 by a factor of 0.95 per iteration, from a distance of 8."""
 
     def __init__(self, store: Path, **options: Any) -> None:
         self.state = {"x": np.ones((64, 1))}
@@ -56,7 +56,7 @@ def invoke(*arguments: object, code: int = 0) -> dict[str, Any]:
 
 
 def saved(store: Path) -> History:
-    """What the newest extras have."""
+    """Return the history in the newest extras."""
     opened = Store.open(store)
     found = [opened.read_extras(opened.state(shard)) for shard in opened.shards()]
     newest = max((one for one in found if one is not None), key=lambda one: one[0])
@@ -237,7 +237,7 @@ def test_the_command_goes_back_where_that_is_nearer(tmp_path: Path, arena_dir: P
 
 @pytest.fixture
 def killed(tmp_path: Path) -> Path:
-    """A store, and the arena, of a run that was killed after 45 iterations."""
+    """Return the store of a run that was killed after 45 iterations; its arena is left."""
     done = forkserver.run(["-c", KILLED, str(tmp_path / "store"), "45"], timeout=60)
     assert done.returncode == -signal.SIGKILL
     return tmp_path / "store"

@@ -1,4 +1,6 @@
-"""A step in which nothing is due makes few calls, reads no generator officially, and keeps what a flush needs."""
+"""Test that a step without a checkpoint makes few calls, reads no generator officially, and keeps what a
+flush needs.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,7 @@ import scarctl
 from scarctl.util import generators
 
 MOST = 190
-"""Calls of functions, Python's and others, that a session may add to a step: 177 in a quiet one, 518 at
-first."""
+"""Most calls of functions, Python's and others, that a session may add to a step: 177 in a quiet one, 518 at first."""
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

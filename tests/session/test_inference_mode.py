@@ -1,4 +1,4 @@
-"""Whoever evaluates, in `torch.inference_mode`, may save and recover as well, and what comes later is as usual."""
+"""Test that sessions save and recover within `torch.inference_mode`, and work as usual afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("both_savers")
 
 
 class Late(nn.Module):
-    """Buffers, and a layer that no gradient has reached yet."""
+    """A model with buffers, and a layer that no gradient has reached yet."""
 
     def __init__(self) -> None:
         super().__init__()

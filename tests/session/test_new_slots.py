@@ -1,4 +1,4 @@
-"""A resume reads copies from the store straight into the slots that it makes, and leaves none behind if it fails."""
+"""Test that a resume reads copies from the store directly into new slots, and leaves no slots behind if it fails."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Run:
 
 
 def saved(store: Path, steps: int = 3) -> State:
-    """The state of a run that has ended."""
+    """Return the state of a run that has ended."""
     run = Run(store, seed=1)
     for _ in range(steps):
         run.step()

@@ -167,7 +167,7 @@ def test_an_optimizer_within_the_backward_pass_is_said(tmp_path: Path) -> None:
 
 
 class Around(torch.optim.Optimizer):
-    """As SAM is: two steps of its own, and an optimizer inside."""
+    """An optimizer like SAM: two steps of its own, and an inner optimizer."""
 
     def __init__(self, parameters: object) -> None:
         super().__init__(parameters, {})  # type: ignore[arg-type]

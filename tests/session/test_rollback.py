@@ -1,4 +1,4 @@
-"""Going back in a running process: to what, and what is forgotten."""
+"""Test a rollback in a running process: its target, and the steps that it discards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_rollback_goes_back_to_the_newest_sealed_state_with_its_extras(tmp_path:
 
 
 def test_rollback_waits_for_a_sealed_state_that_is_on_its_way(tmp_path: Path, both_savers: str) -> None:
-    """The first one of all, too: nothing in the store is complete while it is written."""
+    """This includes the first seal: while it is written, the store has nothing complete."""
     loop = Loop(tmp_path / "store", interval=100)
     loop.train(3)
     # As a store that takes its time.

@@ -1,4 +1,4 @@
-"""A session beside a real training loop, against a real store."""
+"""Test a session with a real training loop and a real store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done about a signal, as a pure state machine: no signal is sent here."""
+"""Test the reaction to a signal as a pure state machine, without sending signals."""
 
 from __future__ import annotations
 

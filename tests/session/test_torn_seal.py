@@ -1,4 +1,4 @@
-"""A seal that waits for the store while one of its copies is lost: it must not pass for a state of one step."""
+"""Test a seal that loses one of its copies while it waits for the store: it must not count as a state of one step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.training import drained
 
 
 class Counting:
-    """Every value is the number of iterations."""
+    """A model in which every value is the number of iterations."""
 
     def __init__(self, store: Path, **options: Any) -> None:
         self.x = np.zeros((8, 4))
@@ -37,7 +37,7 @@ class Counting:
             self.session._finish()
 
     def seal_that_waits(self) -> None:
-        """Sealed and durable after 10 iterations, sealed and waiting after 20."""
+        """Make a state that is sealed and durable after 10 iterations, and sealed and waiting after 20."""
         self.train(10)
         self.session.checkpoint(full=True, wait=True)
         self.train(10)
@@ -111,7 +111,7 @@ def test_a_repair_of_what_a_stopped_run_left_in_memory(
 def test_a_rollback_that_failed_after_it_had_read_an_older_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: bool
 ) -> None:
-    """changed: the seal that waits has copies of its own; else all were copied, but not sealed, before."""
+    """changed: the waiting seal has copies of its own; otherwise all were copied before, but not sealed."""
     run = Counting(tmp_path / "store", fraction=0.5)
     session = run.session
     if changed:

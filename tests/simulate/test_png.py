@@ -1,4 +1,4 @@
-"""Pictures as PNG, where resvg is installed, and what is said where it is not."""
+"""Test pictures as PNG with resvg, and the message without it."""
 
 from __future__ import annotations
 

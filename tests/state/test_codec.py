@@ -20,7 +20,7 @@ from scarctl.state.layout import DTYPES
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in every type and bit, also of NaN and of negative zero, and in the order of dicts."""
+    """Return whether two values are equal in type and bits, NaN, negative zero and the order of dicts included."""
     if type(a) is not type(b):
         return False
     if isinstance(a, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Layouts: partitions, shards, names and patterns, and how a state is cut."""
+"""Test layouts: partitions, shards, names and patterns, and how a state is cut."""
 
 from __future__ import annotations
 

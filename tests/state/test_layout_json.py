@@ -1,4 +1,4 @@
-"""Layouts as JSON: what is read back, digests, differences, and hostile documents."""
+"""Test layouts as JSON: reading back, digests, differences, and hostile documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checksums against a plain reading of docs/FORMAT.md, one piece and one word at a time."""
+"""Test checksums against a plain reading of docs/FORMAT.md, one piece and one word at a time."""
 
 from __future__ import annotations
 

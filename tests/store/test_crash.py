@@ -1,5 +1,5 @@
-"""A process killed at every system call of the commit path, and system calls that fail: old state or new,
-never neither.
+"""Test a kill at every system call of the commit path, and failing system calls: the old state or the
+new one remains.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.failpoint import CALLS, Fault, in_child, kill_myself
 
 @pytest.fixture(autouse=True)
 def soon_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Indexes come after a few commits, so that failures hit them, too."""
+    """Write indexes after a few commits, so that failures affect them, too."""
     monkeypatch.setattr(writer_module, "INDEX_LEAST", 1)
 
 
@@ -41,7 +41,7 @@ def _prepared(folder: Path, layout: Layout) -> tuple[Store, Data]:
 
 
 def _contents(store: Store) -> tuple[dict[int, bytes], list[int], list[int], object]:
-    """What a reader sees of shard 0: copies, versions without epochs, seals."""
+    """Return what a reader sees of shard 0: copies, versions without epochs, seals."""
     state = store.state(0)
     found, bad = read_all(store, state)
     assert bad == {}
@@ -56,7 +56,7 @@ def _contents(store: Store) -> tuple[dict[int, bytes], list[int], list[int], obj
 
 
 def _work(store: Store, layout: Layout, data: Data) -> None:
-    """One whole life of a writer: opening, a commit, a seal, closing."""
+    """Run one whole life of a writer: opening, a commit, a seal, closing."""
     shard_of = layout.shards(2, 0)
     ids = np.flatnonzero(shard_of == 0)
     with open_writer(store, layout=layout, shard_of=shard_of) as writer:
@@ -319,7 +319,7 @@ def test_an_index_that_cannot_be_written_does_not_fail_the_commit(
 def test_a_folder_that_goes_is_not_made_again(
     store: Store, writer: StoreWriter, data: Data, gone: str
 ) -> None:
-    """A record in a new folder would lack those before it. When the folder is back, so is everything."""
+    """A record in a new folder would lack the earlier records. When the folder is back, so is everything."""
     everything = writer.states[0].ids
     writer.commit(0, everything, data, step=0)
     away = store.root.parent / "away"

@@ -1,4 +1,4 @@
-"""Compaction, collection and snapshots beside commits: what is kept stays as it was, what is not goes."""
+"""Test compaction, collection and snapshots between commits: kept states are unchanged, the rest is deleted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Copies = dict[int, tuple[int, bytes]]
 
 @dataclass
 class Model:
-    """What the store should hold: per partition version and bytes; sealed sets; snapshots."""
+    """The expected store: per partition version and bytes; sealed sets; snapshots."""
 
     copies: list[Copies] = field(default_factory=lambda: [{} for _ in range(SHARDS)])
     sealed: dict[tuple[int, int], tuple[SealedSet, list[Copies]]] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class SpaceMachine(RuleBasedStateMachine):
 
     @rule()
     def seal(self) -> None:
-        """Of all shards, at one step that no other set has."""
+        """Seal all shards at one step that no other set has."""
         self.seed += 1
         self.step += 1
         seqs = {}
@@ -143,7 +143,7 @@ class SpaceMachine(RuleBasedStateMachine):
     # Whether there is a snapshot may depend on the sizes of files with times in them: nothing is drawn from the model.
     @rule(pick=st.integers(0, 11))
     def roll_back(self, pick: int) -> None:
-        """To the newest sealed set, or to a snapshot, also one of an abandoned future."""
+        """Roll back to the newest sealed set or to a snapshot, also one of abandoned steps."""
         kept = [self.model.sealed[self._newest().epoch, self._newest().step], *self.model.named.values()]
         sealed, copies = kept[pick % len(kept)]
         self.writer.roll_back(sealed.seqs)
@@ -207,7 +207,7 @@ TestSpace = pytest.mark.slow(SpaceMachine.TestCase)
 
 @pytest.fixture
 def grown(store: Store, layout: Layout, data: Data) -> Store:
-    """One shard: sealed at steps 0 and 1, then partial commits that leave dead copies everywhere."""
+    """Return a store of one shard: sealed at steps 0 and 1, then partial commits that leave dead copies everywhere."""
     with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
         for step in (0, 1):
             data.change(range(layout.partitions), step)

@@ -1,4 +1,4 @@
-"""Commits, epochs, roll-backs and indexes: what the log says is what the writer did."""
+"""Test commits, epochs, roll-backs and indexes: the log's state is what the writer did."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MEMBERS = [np.flatnonzero(s == SHARD_OF) for s in range(SHARDS)]
 
 @dataclass
 class Model:
-    """What one shard should hold."""
+    """The expected content of one shard."""
 
     copies: dict[int, tuple[int, bytes]] = field(default_factory=dict)
     extras: tuple[int, object] | None = None
@@ -393,7 +393,7 @@ def test_usage_counts_files_and_live_bytes(
 def test_a_compacting_record_moves_copies_without_making_them_newer(
     store: Store, writer: StoreWriter, layout: Layout, data: Data
 ) -> None:
-    """Records of kind "compact" are written by later versions; this one reads them."""
+    """Records of kind "compact" are written by later versions; this version reads them."""
     for step in range(3):
         writer.commit(0, np.arange(step, step + 4), data, step=step)
     before = writer.states[0]
@@ -417,7 +417,7 @@ def test_a_compacting_record_moves_copies_without_making_them_newer(
 def test_a_log_whose_beginning_was_collected_opens_from_its_boundary(
     store: Store, writer: StoreWriter, layout: Layout, data: Data
 ) -> None:
-    """Garbage collection comes with later versions; this one reads what they leave."""
+    """Garbage collection comes with later versions; this version reads the stores that they leave."""
     writer.commit(0, np.arange(layout.partitions), data, step=0, sealed=True)
     state = writer.states[0]
     tip = dataclasses.replace(store.log(0).record(1), boundary=1)

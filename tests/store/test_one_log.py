@@ -1,4 +1,6 @@
-"""The store's file says whether a process has one log for all of its shards, and older versions do not guess."""
+"""Test that the store's file says whether a process has one log for all of its shards, and older versions do not
+guess.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,7 @@ def mix(z: int) -> int:
 
 @pytest.mark.parametrize(("shards", "seed"), [(1, 0), (3, 0), (8, 7), (1000, 2**40)])
 def test_shards_are_as_the_format_says(layout: Layout, shards: int, seed: int) -> None:
-    """docs/FORMAT.md, section 1."""
+    """docs/FORMAT.md, section 1, defines this."""
     n = layout.partitions
     c = min(shards, n)
     order = sorted(range(n), key=lambda i: mix((mix(seed) + (i + 1) * 0x9E3779B97F4A7C15) % 2**64))

@@ -1,4 +1,4 @@
-"""How much is read to bring back a part of a store, and that what mostly waits is done at once."""
+"""Test how much is read to restore a part of a store, and that operations that mostly wait run concurrently."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS = 4096
 
 @dataclass
 class Counted:
-    """Passes everything on, and remembers which bytes of which files were read."""
+    """Passes all operations on, and notes which bytes of which files were read."""
 
     inner: Blobs
     read_bytes: dict[str, int] = field(default_factory=dict)
@@ -90,7 +90,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Any) -> Place:
 
 @pytest.fixture
 def saved(place: Place) -> tuple[Layout, Data]:
-    """A store with a row per partition, and with larger partitions; some of it saved a second time."""
+    """Return a store with a row per partition, and with larger partitions, some of which were saved twice."""
     layout = build_layout(
         [
             ("rows", "parameter", (TensorSpec("", "F32", (ROWS, 64)), TensorSpec("m", "F32", (ROWS, 64)))),
@@ -167,7 +167,7 @@ def test_very_many_scattered_rows_are_not_as_many_ranges(place: Place, saved: tu
 
 @pytest.mark.slow
 def test_shards_and_segments_are_read_at_once(s3_place: Place, wire: Proxy) -> None:
-    """Where every answer takes long, opening and reading take a few times as long and not a few hundred times."""
+    """If every answer takes long, opening and reading take a few times as long and not a few hundred times."""
     layout = build_layout(
         [(f"w{n}", "parameter", (TensorSpec("", "F32", (64, 16)),)) for n in range(6)], rows={"w*": 1}
     )

@@ -1,4 +1,4 @@
-"""Segments: what plain safetensors sees in them, and that what goes in comes out, for every dtype and shape."""
+"""Test segments: a plain safetensors library reads them, and data are returned unchanged, for every dtype and shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Creating, opening, locking and fencing a store."""
+"""Test creating, opening, locking and fencing a store."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_store_may_be_locked_before_there_is_a_layout(store: Store, layout: La
 def test_a_forked_child_neither_writes_nor_keeps_the_lock(
     store: Store, layout: Layout, data: Data, parent_dies: bool
 ) -> None:
-    """The grandchild lives on when the writer, its parent, is gone."""
+    """The grandchild survives the writer, its parent."""
     ready, go = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,6 @@
-"""Topologies: files, which shards make a state, what one process may not do, and retiring shards of earlier ranks."""
+"""Test topologies: files, which shards make a state, what one process may not do, and retiring earlier
+ranks' shards.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""splitmix64 against the values that its authors' program prints, and against integers without a width."""
+"""Test splitmix64 against the values that its authors' program prints, and against integers without a width."""
 
 from __future__ import annotations
 
