@@ -99,7 +99,7 @@ class Watch:
         self._foreign = 0
         backwards = self._backwards
         if self._alike > _ALIKE and backwards[0] == backwards[-1] == self._usual:
-            backwards[0] = backwards[-1] = 0  # as `_forget_passes`: no other is counted
+            backwards[0] = backwards[-1] = 0  # as in `_forget_passes`: all other counts are 0
         elif self._looked_at:
             self._forget_passes()
         if self._seen:
