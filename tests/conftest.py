@@ -27,7 +27,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Before anything imports torch: several workers with a thread per core each would fight for the cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell that starts tests in the background, or nohup, has these ignored, and so would every process that tests end.
+# A background shell or nohup sets these signals to ignored, and every process that tests end would inherit
+# that.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
@@ -84,7 +85,7 @@ def arena_dir(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
         _dismiss_daemons(folder)
         leaks = _settled(lambda: [*_new_threads(threads), *_new_processes(folder, processes).values()])
         for pid in _new_processes(folder, processes):
-            os.kill(pid, signal.SIGKILL)  # so that it does not disturb the tests after this one
+            os.kill(pid, signal.SIGKILL)  # so that it does not disturb later tests
         for number, handler in handlers.items():
             if signal.getsignal(number) is not handler:
                 leaks.append(f"a handler of {number.name}")
@@ -181,7 +182,7 @@ def _processes(folder: Path | None = None) -> dict[int, str]:
     if not os.path.isdir("/proc/self"):
         return found
     begun = _stat("self")[2]
-    # Every test comes here twice: an older process has nothing to do with it, and its environment need not be read.
+    # Every test runs this twice: an older process is not the test's, and its environment need not be read.
     for name in filter(str.isdigit, os.listdir("/proc")):
         if (pid := int(name)) in helpers:
             continue
@@ -193,7 +194,7 @@ def _processes(folder: Path | None = None) -> dict[int, str]:
             if ours and state != "Z":
                 found[pid] = _read(f"/proc/{name}/cmdline").replace(b"\0", b" ").decode(errors="replace")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # it has ended, or it is another user's and so not ours
+            continue  # it has ended, or belongs to another user
     return found
 
 

@@ -64,7 +64,7 @@ class Loop:
         self, run: Any = None, *, epochs: int = 3, on_step: Callable[[int], None] = lambda _: None
     ) -> None:
         self.steps = run.session.head_step if run is not None else 0
-        # Of several ranks only the random numbers of a step's end are saved.
+        # With several ranks only the random numbers of a step's end are saved.
         alone = self.accelerator.num_processes == 1
         for _ in run.epochs(epochs) if run is not None else range(epochs):
             self.model.train()

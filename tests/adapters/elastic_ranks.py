@@ -219,7 +219,7 @@ def stateful(rank: int, world: int, folder: str) -> dict[str, list[str]]:
 
     found = {}
     for name in ("powersgd", "fp16", "group"):
-        ddp = wrap(rank, slow=None, bucket_mb=25)  # PowerSGD's callbacks wait, and gloo has two threads
+        ddp = wrap(rank, slow=None, bucket_mb=25)  # PowerSGD's callbacks wait, and gloo has only two threads
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         session = scarctl.attach(
             ddp, optimizer, store=str(Path(folder, name)), interval=2, settings=settings(folder)
@@ -240,7 +240,8 @@ def stateful(rank: int, world: int, folder: str) -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    # A program whose last step lends, and which ends at once. Ranks of `launch` end without the interpreter's end.
+    # The program's last step lends, and the program ends at once, with the interpreter's usual end, unlike
+    # ranks of `launch`.
     dist.init_process_group("gloo")
     place = dist.get_rank()
     model = wrap(place)

@@ -19,7 +19,7 @@ from tests.adapters.accelerate_runs import EXACT, Loop, forget_accelerators, go
 from tests.adapters.launched import check_ranks, torchrun
 from tests.support.process import Forked
 
-# A schedule that is stepped at the end of an epoch may be the first thing that a resumed process does.
+# A resumed process may begin by stepping a schedule at the end of an epoch.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step:UserWarning")
 
 
@@ -57,7 +57,7 @@ def test_beside_scarctl_a_run_is_what_it_is_without(tmp_path: Path, whole: dict[
     assert differing(state, whole) == []
 
 
-# Within an epoch, its last step, the first of the next, after an evaluation, the last of all.
+# Within an epoch, at its last step, at the first of the next, after an evaluation, at the last of all.
 @pytest.mark.parametrize(
     ("step", "goes_on"), [(2, 1), (6, 5), pytest.param(7, 6, marks=pytest.mark.long), (9, 8), (18, 17)]
 )
@@ -67,7 +67,7 @@ def test_kill_9_and_the_same_command_ends_as_if_nothing_had_been(
     ended_at(tmp_path, step, signal.SIGKILL)
     state, resumed = go(tmp_path, options={}, mode="rollback", seed=99)
     assert resumed.exact
-    assert resumed.step in (goes_on, goes_on - 1)  # a seal is skipped while the one before is on its way
+    assert resumed.step in (goes_on, goes_on - 1)  # a seal is skipped while the previous one is being saved
     assert differing(state, whole) == []
 
 
@@ -76,7 +76,7 @@ def test_sigterm_flushes_the_newest_step(tmp_path: Path, whole: dict[str, torch.
     ended_at(tmp_path, step, signal.SIGTERM)
     state, resumed = go(tmp_path, options={}, seed=99)
     assert resumed.exact
-    assert resumed.step in (step, step + 1)  # the loop goes on until the flush has its turn
+    assert resumed.step in (step, step + 1)  # the loop continues until the flush gets its turn
     assert differing(state, whole) == []
 
 

@@ -80,7 +80,8 @@ def test_a_run_of_ray_train_whose_rank_is_killed_and_whose_node_is_taken(folder:
     for lines in told.values():
         begun, resumed, evacuated, ended = lines
         assert (begun["resumed"], begun["exact"]) == (0, True)
-        # Killed at 8. A checkpoint is made every second step, and its extras are handed over before the next one.
+        # It is killed at 8. A checkpoint is made every second step, and its extras are handed over before the
+        # next one.
         assert resumed["resumed"] >= 5
         assert resumed["sum"] != begun["sum"], "the run has not begun anew"
         assert evacuated["lost"] == 0

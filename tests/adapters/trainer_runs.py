@@ -211,7 +211,8 @@ def main() -> None:
     """Run one rank: first without scarctl, then with scarctl, where rank 1 is killed once."""
     given = json.loads(sys.argv[1])
     out, rank = Path(given["out"]), int(os.environ["RANK"])
-    # An evaluation draws random numbers after a step: of several ranks only those of the step's end are saved.
+    # An evaluation draws random numbers after a step: with several ranks only those of the step's end are
+    # saved.
     arguments = {
         "ddp_backend": "gloo",
         "ddp_find_unused_parameters": False,

@@ -202,7 +202,7 @@ class Model:
     def _lose(self, world: World) -> Iterator[tuple[str, World]]:
         left = world._replace(losses=world.losses - 1)
         if not world.owner_lost:
-            # What was not taken from the wire yet may be lost with it, or arrive.
+            # Frames that were not yet read may be lost with the link, or arrive.
             yield "the owner is lost", left._replace(owner_lost=True)
             cut = tuple(link._replace(wire=(), back=()) for link in world.links)
             yield "the owner is lost with its wire", left._replace(owner_lost=True, links=(cut[0], cut[1]))

@@ -164,7 +164,7 @@ class Actor:
             self.lost = type(error).__name__
             self.counts[self.lost] += 1
         except ScarError as error:
-            # A stopped collector may find that what it was looking at is gone. Then it has to be fenced.
+            # A stopped collector may find its files gone. Then it must have been fenced.
             self.counts[f"{type(error).__name__} before it was fenced"] += 1
             self.lost = "Fenced"
             if set(snapshot_names(self.store)) - self.history.promised.keys():
@@ -177,14 +177,14 @@ class Actor:
         if self.writer is None:
             return False
         try:
-            for _ in range(32):  # answers get lost: how often in a row is chance
+            for _ in range(32):  # answers are lost: how often in a row is random
                 with contextlib.suppress(InDoubt):
                     self._do_commit()
                     return True
         except (Fenced, Contention):
             return False
         except Unavailable:
-            return False  # its roll-back did not finish: it says so for ever
+            return False  # its roll-back did not finish, and it reports so permanently
         raise Violated(f"{self.name}: in doubt for ever")
 
     def _commit(self, shard: int, ids: Any, *, sealed: bool) -> None:
@@ -245,7 +245,7 @@ class Actor:
     def _do_drop(self) -> None:
         for name in list(self.history.promised)[:1]:
             del self.history.promised[name]
-            with contextlib.suppress(UsageError):  # somebody else was faster
+            with contextlib.suppress(UsageError):  # another writer was faster
                 delete_snapshot(self.store, name)
 
     def _do_read(self) -> None:

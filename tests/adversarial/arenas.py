@@ -173,7 +173,7 @@ class Model:
         """Model Store.state, followed by an epoch record, which passes the line on."""
         log = _log(world, life.store)
         if not log:
-            return  # nobody has copied it yet
+            return  # no process has copied it yet
         want = Rec(f"{life.name}.{life.count}", log[-1].line, log[-1].content, False)
         life = life._replace(seq=len(log) - 1, want=want, at="put_open", count=life.count + 1)
         yield f"{life.name} reads {life.store}", _live(world, i, life)
@@ -305,7 +305,7 @@ class Model:
         return dict(world.arenas).get(self._key(life), Arena())
 
     def _with_arena(self, world: World, life: Life, arena: Arena) -> World:
-        # Also under the key that a mutant does not use: what was really there.
+        # Also under the key that no mutant uses: the real history.
         own = {self._key(life): arena, (life.host, life.store): arena}
         return world._replace(arenas=tuple(sorted({**dict(world.arenas), **own}.items())))
 

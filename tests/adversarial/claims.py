@@ -181,7 +181,7 @@ def run(ground: Ground, arguments: list[str], store: Path) -> Cost:
         process.returncode = os.waitstatus_to_exitcode(status)
         output.seek(0)
         text = output.read().decode(errors="replace")
-        # Not ru_maxrss: that counts what the parent had when it made the process.
+        # Not ru_maxrss, which includes the parent's memory when it made the process.
         memory = int(peak.read() or 1 << 30) << 10
     return Cost(process.returncode, usage.ru_utime + usage.ru_stime, memory, text)
 
@@ -213,7 +213,7 @@ class Claims:
                 usual = self._usual_cost(arguments, claim)
                 cost = run(there, arguments, there.root / "new" if claim.new else there.store)
                 self._judge(name, arguments, cost, usual)
-                # At the same path, which an arena's folder is named after.
+                # At the same path, from which an arena's folder gets its name.
                 shutil.rmtree(there.root)
                 shutil.copytree(made, there.root)
 

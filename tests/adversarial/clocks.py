@@ -182,7 +182,7 @@ def play_stale(case: Case, place: Place) -> Counter[str]:
             try:
                 actor.play([word for word in SCRIPTS[script] if word not in ("snap", "close")])
             except Violated as error:
-                # An error that names what a listing still shows is no harm. A wrong success would be.
+                # An error about a file that a listing still shows does no harm. A false success would.
                 if not isinstance(error.__cause__, Corruption):
                     raise
                 counts["gave up over a stale listing"] += 1

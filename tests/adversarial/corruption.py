@@ -322,7 +322,7 @@ class Attack:
 
 def run(job: int, jobs: int, numbers: slice, seed: int, what: str) -> Outcome:
     """Run every `jobs`-th case."""
-    logging.disable()  # every damaged index is told of
+    logging.disable()  # every damaged index is reported
     outcome = Outcome()
     step = numbers.step * jobs
     mine = slice(numbers.start + job * numbers.step, numbers.stop, step)

@@ -206,7 +206,7 @@ class Kills:
         children = [_fork(lambda: Player(self.url, told.writer(), seed=seed, stamp=stamp).play(acts))]
         if self.number % 3 == 0 and self.number % self.NEW_STORE > 1:
             children.append(_fork(lambda: _beside(self.url, told.writer(), seed)))
-        # A process that has just been forked needs a moment; after that any moment is as good.
+        # A process that was just forked needs a moment; after that any moment is as good as another.
         for pid in children:
             time.sleep(float(rng.choice([0.05, 0.2, 0.6, 1.2])) * rng.random())
             os.kill(pid, signal.SIGKILL)
@@ -254,9 +254,7 @@ def _beside(url: str, tell: Callable[[Message], None], seed: int) -> None:
             drop(store, str(rng.choice(["c", "d"])), tell)
         else:
             plan = plan_prune(store, Retention())
-            if (
-                plan.writer is not None
-            ):  # else it would be the writer's part, and that one is told that it is alone
+            if plan.writer is not None:  # otherwise the writer would do this, as it finds no other process
                 prune(store, plan)
 
 

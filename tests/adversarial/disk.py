@@ -172,7 +172,7 @@ class Loss:
             data[int(rng.integers(len(data)))] ^= int(rng.integers(1, 256))
             return bytes(data)
         pages = range(0, len(data), PAGE)
-        # The length came to the disk, some of the pages did not.
+        # The length reached the disk, but some of the pages did not.
         lost = [page for page in pages if rng.random() < 0.5] or [int(rng.choice(pages))]
         for page in lost:
             length = len(data[page : page + PAGE])
@@ -364,7 +364,7 @@ class Recorder:
             if self.fail_sync <= 0:
                 self.fail_sync = None
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
-        # Nothing here loses power in earnest, so the real call is saved.
+        # No power is really lost here, so the real call is left out.
         self._note(Event("fsync", self._fds[fd], site=_site(path, is_folder)))
 
     def _mkdir(self, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -423,7 +423,7 @@ def _site(path: Path, is_folder: bool) -> str:
     """Return the functions that lead to this fsync, from the store's blob layer, and the kind of file or folder."""
     names: list[str] = []
     frame = sys._getframe(2)
-    # Beyond another fsync is the process beside which this one works.
+    # Functions above another fsync belong to the process next to which this one works.
     while frame is not None and frame.f_code.co_name != "_fsync":
         if frame.f_code.co_filename.endswith(_LOCAL):
             names.append(frame.f_code.co_name)

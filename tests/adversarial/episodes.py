@@ -128,11 +128,11 @@ class Episode:
         disown(place)
         arena.take_over()
         arena.begin_epoch(self.epoch, again=False)
-        # A round that has not come to its mark leaves newer copies.
+        # A round that did not reach its mark leaves newer copies.
         newest = step_of(arena.version[arena.intact()]).max(initial=0)
         self.abandoned[self.epoch] = max(step, int(newest))
         self.link = None
-        # The clock is fast: copies that a dead process has left under way are waited for once.
+        # The clock is fast: copies that a dead process has left unfinished are waited for once.
         follower = Follower(arena, clock=itertools.count(0.0, 10.0).__next__)
         life = Life(host, self.epoch, f"{self.epoch:032x}", arena, HandOverQueue(place), step, follower)
         self.lives.append(life)

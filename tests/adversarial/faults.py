@@ -212,7 +212,7 @@ class Attack:
             assert Collector.__init__.__kwdefaults__ is not None
             patch.setitem(
                 Collector.__init__.__kwdefaults__, "floor", 0
-            )  # so small a store would never be collected
+            )  # otherwise so small a store would never be collected
             (self._s3 if case.place == "s3" else self._local)(case, place, patch)
         self.outcome.counts["cases"] += 1
         self.outcome.counts[f"cases, {case.place}"] += 1
@@ -305,7 +305,7 @@ class Attack:
         if late:
             raise Violated(f"operations that took longer than {TIMEOUT} s: {late}")
         patch.setattr(store_module, "blobs_at", original)
-        if not case.daemon:  # a daemon may still be writing what waits
+        if not case.daemon:  # a daemon may still be writing pending copies
             self._after(case, run, url, options, durable)
 
     def _session(self, run: Run, url: str, options: Any, case: Case) -> scarctl.Session:
@@ -321,7 +321,7 @@ class Attack:
                 storage_options=options,
             ),
         )
-        # What came after the step that it goes on from never happened.
+        # The steps after the one from which it continues never happened.
         del run.history[session.resume().step + 1 :]
         return session
 
@@ -333,7 +333,7 @@ class Attack:
                 session.checkpoint(full=True, wait=True)
                 acknowledged = len(run.history) - 1
             except ScarError as error:
-                # A disk that cannot be written to, or a fault that will not pass, has stopped saving for good.
+                # A disk that cannot be written to, or a permanent fault, has stopped saving.
                 self.outcome.counts[f"gave up: {error.kind}"] += 1
         engine = session._engine
         durable = None if engine is None else engine.arena.durable.copy()
@@ -355,7 +355,7 @@ class Attack:
     def _after(self, case: Case, run: Run, url: str, options: Any, durable: Any) -> None:
         store = Store.open(url, storage_options=options)
         self.outcome.counts["partitions compared"] += run.check(store, durable)
-        # And the next session goes on with all of it.
+        # The next session continues with all of it.
         again = Run(case, self.seed)
         again.history = [*run.history]
         session = self._session(again, url, options, replace(case, daemon=False, mended=True))

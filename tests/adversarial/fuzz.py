@@ -65,7 +65,7 @@ def run(names: list[str], first: int, cases: int, seed: int, seconds: float, job
     for name, (
         _,
         target,
-    ) in shares.items():  # what is imported late, and torch's pools, are not a case's memory
+    ) in shares.items():  # late imports, and torch's pools, do not count as a case's memory
         _play(target, f"warm/{name}")
     limits = _limit_memory()
     try:
@@ -145,7 +145,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    context = multiprocessing.get_context("spawn")  # each with memory of its own, and torch's threads
+    context = multiprocessing.get_context("spawn")  # each process has its own memory, and torch's threads
     with context.Pool(args.jobs) as pool:
         given = [
             (args.target, args.first, args.cases, args.seed, args.seconds, job, args.jobs)
@@ -168,7 +168,7 @@ def main() -> int:
         told = ", ".join(f"{kind} {n}" for kind, n in kinds.items())
         print(f"{name:26}{count:>9}  {told!a}")  # noqa: T201
     places = {}
-    for line in violations:  # of each place the first
+    for line in violations:  # the first of each place
         places.setdefault((line.partition(",")[0], line.rpartition(" at ")[2]), line)
     for line in list(places.values())[:50]:
         print(f"VIOLATION {line!a}")  # noqa: T201

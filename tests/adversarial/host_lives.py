@@ -172,7 +172,7 @@ def _live(pipe: int, store: Path, host: Path, life: int, plan: Plan) -> None:
         left = [v if there else NEVER for v, there in zip(rows, arena.intact().tolist(), strict=True)]
     tell(left=left)
     if plan.daemon == "dies" and (answer := question(host_folder(str(host)), "status", patience=PATIENCE)):
-        os.kill(answer["pid"], signal.SIGKILL)  # before it can save what this process leaves
+        os.kill(answer["pid"], signal.SIGKILL)  # before it can save the copies that this process leaves
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -127,7 +127,8 @@ class World:
         self.counts["exact"] += told.exact
         self.begun |= {(told.step, told.values)} if not told.exact else set()
         uniform = len(set(told.values)) == 1 and int(told.values[0]) % STEPS == told.step
-        # Who has resumed a mixture and closes before a step has sealed that: it is the state of its run.
+        # If a life has resumed a mixture and closes before a step has sealed it, the mixture is the state of
+        # its run.
         if told.exact and not uniform and (told.step, told.values) not in self.begun:
             raise Violation(f"called exact at step {told.step}: {told.values}")
         if plan.mode == "rollback":
@@ -156,7 +157,7 @@ class World:
         prune(opened, plan_prune(opened, Retention()))
         opened.close()
         after = stored(self.folder / store)[1]
-        # Nothing has changed, though what names the state may be collected.
+        # The state has not changed, though the record that names it may be collected.
         for key, (mark, values) in list(self.left.items()):
             if key[0] == store and mark == before:
                 self.left[key] = after, values

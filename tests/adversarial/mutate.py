@@ -17,7 +17,7 @@ HOSTILE_NUMBERS = (
     1 << 40, 1 << 53, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, 1 << 64, -(1 << 63), -(1 << 64), 10**30,
     10**400, -(10**400), 0.0, -0.0, 0.5, 1.5, 1e308, -1e308, 5e-324,
 )  # fmt: skip
-# What a JSON text can say and Python's encoder does not: put in by hand, for a text of this form.
+# Values that JSON can express and Python's encoder does not write: put in by hand, for a text of this form.
 _MARK = "@raw{}@"
 RAW = (
     "NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" * 5000, "-" + "9" * 4301, "[" * 100_000,

@@ -91,7 +91,7 @@ class History:
         how = rng.random()
         if how < 0.3:
             recorder.die_at = recorder.calls + int(rng.integers(1, 60 if rng.random() < 0.4 else 700))
-        elif how < 0.7:  # what is not safe yet the next process builds on
+        elif how < 0.7:  # changes that are not safe yet, on which the next process builds
             recorder.die_synced = int(rng.integers(1, 16 if rng.random() < 0.5 else 120))
         if rng.random() < 0.3:
             recorder.fail_sync = int(rng.integers(1, 200))

@@ -27,7 +27,7 @@ class Rec:
     """The records on which this one builds."""
 
     def __post_init__(self) -> None:
-        # Worlds are compared by their hashes, again and again.
+        # Worlds are compared by their hashes, many times.
         object.__setattr__(self, "_key", hash(tuple(vars(self).values())))
 
     def __hash__(self) -> int:

@@ -243,7 +243,7 @@ def _be_stopped(case: Case, url: str, history: History, report: Path) -> None:
     actor = Actor("the process", Store.open(url), history, case.seed, gate=gate)
     actor.play(_script(case.scripts[0]))
     if not stopped:
-        stop()  # whether it still writes is asked when the other one is through
+        stop()  # whether it still writes is checked when the other writer has finished
     writes = actor.is_writer()
     document = {
         "tried": [
@@ -300,5 +300,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     logging.getLogger("scarctl").setLevel(logging.ERROR)
-    scarctl.store.backends.remote_errors.FIRST_PAUSE = 1e-4  # lost answers are asked for again at once
+    scarctl.store.backends.remote_errors.FIRST_PAUSE = 1e-4  # requests with lost answers are repeated at once
     sys.exit(main())

@@ -381,10 +381,10 @@ class Model:
         lives = tuple(
             life._replace(at="over") if life.host == host and life.epoch else life for life in world.lives
         )
-        # The peer of a lost host has the batch that it copies.
+        # The peer of a lost host still has the batch that it copies.
         wire = {"a": Link(staged=world.link.staged), "b": Link()}.get(host, world.link)
         made = world._replace(hosts=hosts, lost=world.lost | {host}, lives=lives, link=wire)
-        # Those who start later do so on a new machine of that name.
+        # Lives that start later do so on a new machine of that name.
         yield (
             f"host {host} is lost",
             made._replace(lost=frozenset(made.lost - {host}) if comes(made, host) else made.lost),

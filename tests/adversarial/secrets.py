@@ -302,7 +302,7 @@ def session(on: World, *, daemon: bool, quick: bool) -> None:
                     state, **grouped(storage_options=on.options(**more), **given)
                 ),
             )  # type: ignore[misc]
-        # Tracebacks quote this file: what is secret stands in no line of a call.
+        # Tracebacks quote this file, so no line of a call contains a secret.
         no_dict, query = ["planted"], f"{url}?sig=planted-query"
         _told(on, where, lambda: scarctl.attach(state, **grouped(storage_options=no_dict, **given)))
         _told(on, where, lambda: scarctl.attach(state, **grouped(**{**given, "store": query})))

@@ -112,7 +112,7 @@ class Targets(StoreTargets):
             self._open_state(bytes_of(rng, self.legacy), "state.pt")
         elif what == 1:
             self._open_state(bytes_of(rng, self.pt), "state.pt")
-        else:  # members with right checksums
+        else:  # members with valid checksums
             out = io.BytesIO()
             with zipfile.ZipFile(io.BytesIO(self.pt)) as old, zipfile.ZipFile(out, "w") as new:
                 for info in old.infolist():
@@ -242,7 +242,7 @@ class Targets(StoreTargets):
             number = rng.choice((0, 1, -1, 1 << 31, 1 << 62, -(1 << 63), (1 << 63) - 1, rng.getrandbits(63)))
             value = struct.pack("<d", rng.choice((1e308, -1e308, float("nan"), float("inf"), -1.0)))
             data[at : at + 8] = struct.pack("<q", number) if rng.randrange(2) else value
-        else:  # a layout that lies, and a header that fits it
+        else:  # a false layout, and a matching header
             raw = text(mangle(rng, LAYOUT.to_json()))[:3500]
             layout = Layout.from_json(parse_json(raw, "file"))
             geometry = Geometry(layout, raw)

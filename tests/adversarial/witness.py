@@ -132,7 +132,7 @@ class Witness:
         options = self.shards[message["shard"]]
         options.begin(
             options.all[-1].committed(message)
-        )  # what is in doubt the writer settles first, and it is there
+        )  # the writer first settles records in doubt, and then they exist
 
     def _done_commit(self, message: Message) -> None:
         self.shards[message["shard"]].done()

@@ -133,16 +133,16 @@ class Player:
         members = MEMBERS[shard]
         ids = np.sort(self.rng.permutation(members)[: int(len(members) * share)])
         state = self.writer.states[shard]
-        if sealed:  # what was never saved has to be in it
+        if sealed:  # it must contain partitions that were never saved
             ids = np.union1d(ids, state.ids[~state.saved])
         elif not len(ids):
             ids = members[:1]
         self.stamp += 1
         self._fill(ids.tolist())
         steps = np.full(len(ids), self.step)
-        if not sealed and self.rng.random() < 0.3:  # some copies had to wait, as they do when a store is slow
+        if not sealed and self.rng.random() < 0.3:  # some copies had to wait, as with a slow store
             saved = state.version[state.find(ids)]
-            # After the saved step: two contents of one version would look alike.
+            # After the saved step, because two contents of one version would look alike.
             least = np.where(
                 epoch_of(saved) == self.writer.epoch, np.minimum(step_of(saved) + 1, self.step), 0
             )
@@ -243,7 +243,7 @@ def name_newest(store: Store, name: str, tell: Tell) -> None:
         try:
             create_snapshot(store, name, newest[0])
         except Unavailable as error:
-            if error.kind != "snapshot-late":  # then it has gone again by itself
+            if error.kind != "snapshot-late":  # then it was removed again automatically
                 raise
             tell({"begin": "drop", "name": name})
             tell({"done": "drop", "name": name})
@@ -276,9 +276,9 @@ SCRIPT: tuple[tuple[Act, ...], ...] = (
         ("collect",),
         ("commit", 1),
     ),
-    # By hand: a prune between two epochs; the process before it has not closed the store.
+    # Prune by hand between two epochs; the previous process has not closed the store.
     (("prune", "b"), ("open",), ("commit", 0), ("seal", 0.0), ("commit", 0), ("commit", 1)),
-    # Back, and on from there.
+    # Roll back, and continue from there.
     (("open",), ("commit", 0), ("back",), ("sealed", 0.2), ("snapshot", "a"), ("collect",), ("close",)),
 )
 """Lives of processes: each opens the store again. Together they do everything that a store supports."""

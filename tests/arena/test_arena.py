@@ -136,7 +136,7 @@ def test_one_owner_at_a_time(place: Path) -> None:
     with pytest.raises(Contention):
         reopen(place)
     assert view.shape
-    arena.remove()  # closed: it is another's by now
+    arena.remove()  # closed: another process owns it by now
     assert (place / "arena").exists()
     again.remove()
     assert not place.exists()

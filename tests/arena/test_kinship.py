@@ -185,7 +185,7 @@ def test_a_process_killed_between_a_commit_and_noting_it_keeps_its_memory(
     host = Host(tmp_path / "run", arena_dir)
     host.save(1)
     before = host.arena.lines
-    # As if the process died in between, for both shards at once.
+    # As if the process died between the two, for both shards at once.
     host.arena.note = lambda shard, line: None  # type: ignore[method-assign]
     host.save(2, sealed=False)
     folder = host.die()

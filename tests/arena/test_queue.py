@@ -51,7 +51,7 @@ def test_order_and_numbers_outlive_the_process(tmp_path: Path) -> None:
     third = put(again)
     assert again.numbers() == [second, third]
     assert first < second < third
-    again.remove(first)  # twice is once
+    again.remove(first)  # queueing twice counts once
 
 
 def test_files_are_private_whatever_the_umask(tmp_path: Path) -> None:
@@ -247,6 +247,6 @@ def test_a_writer_that_is_killed_leaves_whole_hand_overs(tmp_path: Path) -> None
         assert len(found) == len(queue.numbers()) >= 4
         assert [h.number for h in found] == list(range(1, len(found) + 1))
         assert all(h.extras == {"step": h.number} and h.ids.size == h.number for h in found)
-        put(queue)  # what the killed one had begun is not in the way
+        put(queue)  # the killed process's unfinished file is not in the way
         queue.clear()
         assert list(folder.iterdir()) == []

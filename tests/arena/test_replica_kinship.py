@@ -76,7 +76,7 @@ def test_the_store_has_gone_on(tmp_path: Path) -> None:
         assert seen.head_step == 3
     again = Host(tmp_path / "store", tmp_path / "west")
     assert again.arena.folder == place
-    # Copies that are newer in the store count as none here; the others are the newest that there are.
+    # Copies that are newer in the store do not count; the others are the newest that exist.
     intact = again.arena.intact()
     assert intact[HALF].all()
     assert (step_of(again.arena.version[HALF]) == 3).all()

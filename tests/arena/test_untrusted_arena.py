@@ -61,7 +61,7 @@ def test_damaged_headers(place: Path, damage: Callable[[bytearray], None], messa
         reopen(place)
     assert str(file) in str(caught.value)
     with pytest.raises(Corruption):
-        reopen(place)  # and not Contention: the lock was let go
+        reopen(place)  # and not Contention: the lock was released
     assert file.read_bytes() == bytes(data)
 
 

@@ -76,7 +76,7 @@ def test_every_dtype() -> None:
         groups = [group_of(t) for t in live]
         changed, equal = together(groups, live, saved)
         np.testing.assert_allclose(changed, distances(groups[0], live[:1], saved[:1]), rtol=1e-6)
-        # Doubles of such small bytes are so small that their squares are none.
+        # Doubles of such small bytes are so small that their squares are 0.
         assert changed.any() or dtype in (torch.float64, torch.complex128)
         assert not equal.any()
 
@@ -112,7 +112,7 @@ class Counted(TorchDispatchMode):
         self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Views are no work for a device.
+        # Views cost a device no work.
         self.operations += not func.is_view
         return func(*args, **(kwargs or {}))
 

@@ -57,7 +57,7 @@ def test_a_store_that_falls_behind_is_said_with_reason_and_remedy(
     real, slow = os.fsync, [0.1]
 
     def fsync(fd: int) -> None:
-        time.sleep(slow[0])  # a disk that takes its time to write, not more for more bytes
+        time.sleep(slow[0])  # a disk whose writes take the same time for any number of bytes
         real(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)

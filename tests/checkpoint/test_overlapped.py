@@ -177,7 +177,7 @@ class Job:
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        self.model(torch.rand(8, 16)).sum().backward()  # moves every row by as much, for ever
+        self.model(torch.rand(8, 16)).sum().backward()  # moves every row by the same amount, forever
         self.optimizer.step()
 
     def hold_up_a_look(self) -> None:
@@ -223,7 +223,7 @@ def test_partial_checkpoints_find_what_has_moved(job: Job) -> None:
     for _ in range(40):
         job.step()
         job.session._finish()
-        drained([job.session])  # what waits for the store is not chosen again
+        drained([job.session])  # partitions that wait for the store are not chosen again
         job.settle()
     engine = job.session._engine
     assert engine is not None

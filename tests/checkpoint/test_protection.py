@@ -111,7 +111,7 @@ def test_a_store_that_has_stopped_protects_nothing_and_its_patience_grows(desk: 
     assert 18 <= found.index([]) <= 21
     desk.arena.read_on()
     assert 35 <= desk.pass_by(6.0).index([]) <= 41
-    # What is read without a stop makes it shorter again.
+    # Reading without a pause shortens it again.
     desk.arena.read_on()
     desk.pass_by(1.0)
     for _ in range(4):

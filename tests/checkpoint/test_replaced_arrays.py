@@ -35,7 +35,7 @@ def test_what_moves_between_two_checkpoints_is_chosen(tmp_path: Path) -> None:
     for _ in range(7):
         step(40)
     for _ in range(5):
-        step(3, 11)  # the next look compares them, and no other does before the checkpoint
+        step(3, 11)  # the next look compares them, and there is no other before the checkpoint
     engine = session._engine
     assert engine is not None
     assert engine.tracker.overlaps, "what is tested"

@@ -197,7 +197,7 @@ def test_narrow_rows_are_never_sampled() -> None:
 def test_what_is_chosen_is_checked_exactly_and_watched_until_it_is_good() -> None:
     tracker, live = wide("sampled")
     unseen = 0
-    while True:  # a value that this turn does not look at
+    while True:  # a value that is not sampled in this turn
         with torch.no_grad():
             before = live.tensors[0][0][63, unseen].item()
             live.tensors[0][0][63, unseen] = torch.nan

@@ -24,7 +24,7 @@ class Running:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "scarctl", "run", *map(str, arguments)],
                 cwd=place,
-                # With threads of numpy's, which could take a signal that is not theirs.
+                # With numpy's threads, which could take a signal that is not meant for them.
                 env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"},
                 **{"stdout": out, "stderr": err, **settings},
             )

@@ -357,7 +357,7 @@ def test_the_memory_of_a_stopped_run_is_compared_with(run: Run, saved: Model, ar
     arena.end(everything, int(version[0]))
     arena.acknowledge(everything, int(version[0]))
     assert len(set(version.tolist())) == 1
-    # Differs from the store: shows that it is memory that is compared with.
+    # It differs from the store, which shows that memory is compared.
     arena.rows(0, 0)[0] ^= 1
     arena.close()
     done = checkpoint(run, saved.path, 2).document

@@ -129,7 +129,7 @@ def test_an_index_that_does_not_fit_its_files(run: Run) -> None:
     index = save_index(tensors(), Path("x"))
     obj = json.loads(index.read_text())
     files = sorted(set(obj["weight_map"].values()))
-    obj["weight_map"]["a"] = files[1]  # it is in the first
+    obj["weight_map"]["a"] = files[1]  # the difference is in the first
     obj["weight_map"]["missing"] = files[2]
     del obj["weight_map"]["b"]
     index.write_text(json.dumps(obj))

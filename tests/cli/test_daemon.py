@@ -141,7 +141,7 @@ def test_reap_removes_what_the_store_has_and_nothing_else(
         trainer.saver.abandon()
         trainer.arena.take_over(0x7FFFFFF0)
         trainer.arena.close()
-    # The daemon dies with them; the session that lives starts another, which knows nothing of the dead runs.
+    # The daemon dies with them; the live session starts another one, which does not know the dead runs.
     for entry in folder.glob("daemon.log"):
         pid = int(entry.read_text().split("daemon ")[1].split()[0])
     assert pid is not None

@@ -88,7 +88,7 @@ def test_no_environment_variable_is_a_verb() -> None:
             if words == "simulate":
                 own = name not in ("json", "debug")
                 assert option.envvar == f"SCARCTL_{'SIMULATE_' if own else ''}{name.upper()}"
-            elif name == "timeout":  # another wait in each command
+            elif name == "timeout":  # its meaning differs between commands
                 assert option.envvar == f"SCARCTL_{words.split()[0].upper()}_TIMEOUT", words
             elif name in SETTINGS:
                 assert option.envvar == f"SCARCTL_{name.upper()}", (words, name)

@@ -154,7 +154,7 @@ class TestFromAStore:
         assert layout is not None
         with open_writer(store, layout=layout) as writer:
             for minute, step in enumerate((10, 20, 30)):
-                # Written in a moment, as if a minute had passed in between.
+                # The records were written within a moment; make them look a minute apart.
                 created = f"2030-01-01T00:{minute:02}:00+00:00"
                 monkeypatch.setattr("scarctl.store.writer.Record", functools.partial(Record, created=created))
                 writer.commit(0, writer.states[0].ids[:2], zeros(layout), step=step)

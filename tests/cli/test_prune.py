@@ -115,7 +115,7 @@ def test_prune_shows_asks_and_deletes(run: Run, grown: Model, tmp_path: Path) ->
 
 def test_prune_keeps_sealed_states_by_number_and_by_steps(run: Run, tmp_path: Path) -> None:
     model = fresh(tmp_path / "state.safetensors")
-    # Collecting is not due in so small a store, so that all are there.
+    # So small a store is not collected yet, so all of them exist.
     for step in range(0, 60, 10):
         run("checkpoint", model.path, "--store", "ckpt", "--step", step, "--policy", "full")
         model.train()

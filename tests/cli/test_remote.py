@@ -168,7 +168,7 @@ def test_nothing_secret_shows(
             seen(*command, "--store", secret_url)
         seen("recover", "--store", secret_url, "--lost", "all", "--output", "out.safetensors")
         toml.write_text(f"{options}scarctl_timeout = 1\n")
-        # The proxy's messages repeat what it was sent, as those of some servers do.
+        # The proxy's messages repeat the requests, as those of some servers do.
         for status, code, exit_code in [
             (403, "planted-query", 12),
             (500, "planted-query", 17),
@@ -178,7 +178,7 @@ def test_nothing_secret_shows(
             seen("inspect", "--store", secret_url, code=exit_code)
         wire.rule = lambda request: Fault()
         seen("inspect", "--store", secret_url, code=17)
-    seen("inspect", "--store", secret_url, code=17)  # nobody listens any more
+    seen("inspect", "--store", secret_url, code=17)  # no process listens any longer
     for url in (
         f"{secret_url}?sig=planted-query",
         f"{secret_url}#planted-query",

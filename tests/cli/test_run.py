@@ -76,7 +76,7 @@ def test_what_the_command_gets(folder: Path, tmp_path: Path, arena_dir: Path) ->
     assert (environment["SCARCTL_PEERS"], environment["SCARCTL_OVERHEAD"]) == ("2", "0.02")
     (arena_dir / "below").mkdir()
     environment = told("--store", "ckpt", "--arena-dir", os.path.relpath(arena_dir, tmp_path))
-    # Absolute: the command may go to another folder first.
+    # Absolute, because the command may change its folder first.
     assert environment["SCARCTL_STORE"] == str(tmp_path / "ckpt")
     assert environment["SCARCTL_ARENA_DIR"] == str(arena_dir)
 
@@ -223,7 +223,7 @@ class TestDead:
         os.kill(training.daemon, signal.SIGKILL)
         told = training.kill()
         lines = training.ends(137).stderr.splitlines()
-        # The training itself says so while the disk is full, if it is not stopped before.
+        # The training itself reports this while the disk is full, unless it was stopped before.
         assert all(line.startswith("saving fails, and is retried") for line in lines)
         assert at_least(training.stored(), told["handed"])
         wait_until(lambda: idle(folder))
@@ -283,7 +283,7 @@ def test_training_that_is_killed_goes_on(folder: Path, run: Run, tmp_path: Path)
     (shown,) = client.ask(folder, "status")["runs"]
     os.kill(shown["pid"], signal.SIGKILL)
     done = running.ends(0, seconds=60.0)
-    # The training may say that its store is behind.
+    # The training may report that its store is behind.
     own = [line for line in done.stderr.splitlines() if line.startswith("scarctl: ")]
     assert own == [f"scarctl: {sys.executable} ended with exit code 137: restart 1 of 2"]
     told = [json.loads(line) for line in done.stdout.splitlines()]

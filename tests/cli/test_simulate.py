@@ -122,7 +122,7 @@ def test_a_killed_study_goes_on_where_it_was(run: Run, tmp_path: Path) -> None:
     process.wait()
     kept = {json.loads(line)["trial"] for line in results.read_text().splitlines()[1:] if line.endswith("}")}
     assert 3 <= len(kept) < 12
-    while time.monotonic() < deadline:  # its processes end with it
+    while time.monotonic() < deadline:  # its child processes end with it
         before = marks()
         time.sleep(0.4)
         if marks() == before:

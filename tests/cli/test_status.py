@@ -109,7 +109,7 @@ def test_a_live_run_and_what_each_loss_costs(
         "host": 0,
         "store": 0,
     }
-    # What waits in memory is lost with the host, not with the process.
+    # Pending copies in memory are lost with the host, not with the process.
     trainer.copy(trainer.everything, 5)
     process, host, left = health_of(survey(trainer.store, str(arena_dir)), []).losses.values()
     assert (process.steps, host.steps, left.steps) == (0, 4, 0)
@@ -144,7 +144,7 @@ def test_a_process_that_has_died(run: Run, saved: Model, arena_dir: Path) -> Non
     arena.begin(newer)
     arena.end(newer, pack(1, 2))
     arena.reach(2)
-    arena.take_over(0x7FFFFFF0)  # a number that no process has
+    arena.take_over(0x7FFFFFF0)  # an id that no process has
     arena.close()
     done = run("status", "ckpt", code=3)
     assert done.stdout.startswith("LOSING: ckpt\n")
@@ -152,7 +152,7 @@ def test_a_process_that_has_died(run: Run, saved: Model, arena_dir: Path) -> Non
     assert "start it again with the command that started it, on this host" in done.stdout.replace(
         "\n    ", " "
     )
-    # A line to paste would have to name that command.
+    # A line to copy would have to name that command.
     assert "$" not in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
 
@@ -241,7 +241,7 @@ def test_ranks_are_one_run(run: Run, tmp_path: Path, arena_dir: Path) -> None:
     assert well.startswith("well: ckpt\n")
     assert "nothing, unless the run continues on another host" in well
     alive, dead = (made.arena(arena_dir, rank, 9) for rank in (0, 2))
-    dead.take_over(0x7FFFFFF0)  # a number that no process has
+    dead.take_over(0x7FFFFFF0)  # an id that no process has
     done = run("status", "ckpt", code=3).stdout
     assert done.startswith("LOSING: ckpt\n")
     assert "1 of 2 ranks on this host alive" in done

@@ -72,7 +72,7 @@ def resolved(name: str, folder: Path, environ: dict[str, str] | None = None) -> 
     """Return an option's value from the environment, then from `scarctl.toml` in `folder`."""
     given = {} if name == "store" else {"store": "ckpt"}
     if name == "max_bandwidth":
-        given["interval"] = "auto"  # one needs the other
+        given["interval"] = "auto"  # each of them needs the other
     return getattr(SessionSettings.resolve(given, environ=environ or {}, folder=folder), name)
 
 

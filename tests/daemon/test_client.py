@@ -38,7 +38,7 @@ def test_after_a_kill_another_daemon_goes_on(folder: Path, arena_dir: Path, tmp_
     epoch = trainer.arena.epoch
     for step in range(2, 5):
         dead = kill(folder)
-        trainer.save(trainer.everything[step::3], step)  # nobody hears of it
+        trainer.save(trainer.everything[step::3], step)  # no session is told
         trainer.drained()
         assert daemon_of(folder) != dead
         assert trainer.arena.epoch > epoch
@@ -65,7 +65,7 @@ def test_a_pause_outlives_the_daemon(folder: Path, arena_dir: Path, tmp_path: Pa
     assert not trainer.saver.drain(1.2), "a new daemon looks at the queue, but must not write"
     assert set(trainer.stored()[0]) == {2}
     kill(folder)
-    trainer.saver.roll_back(seqs)  # insists until there is a daemon again
+    trainer.saver.roll_back(seqs)  # repeat until there is a daemon again
     assert set(trainer.stored()[0]) == {1}
     trainer.save(trainer.everything, 4)
     trainer.saver.resume()

@@ -131,7 +131,7 @@ class TestKilled:
         daemon = begin(folder)
         os.kill(daemon, signal.SIGSTOP)
         before = len(training.told())
-        wait_until(lambda: len(training.told()) > before + 20)  # training goes on
+        wait_until(lambda: len(training.told()) > before + 20)  # training continues
         os.kill(daemon, signal.SIGCONT)
         training.goes_on()
         os.kill(training.process.pid, signal.SIGSTOP)
@@ -263,7 +263,7 @@ class TestStarting:
                 with contextlib.suppress(FileNotFoundError):
                     files[int(entry.name)] = os.readlink(entry)
             if str(folder) not in files.values() or time.monotonic() > deadline:
-                break  # now and then it looks through its own folder
+                break  # the daemon checks its own folder now and then
         assert {files.pop(stream) for stream in (0, 1, 2)} == {"/dev/null"}
         known = [target for target in files.values() if not target.startswith("socket:")]
         assert sorted(known) == [str(folder / LOCK), str(folder / LOG)]

@@ -187,7 +187,7 @@ class TestOperations:
         trainer = Trainer(tmp_path / "store", base)
         trainer.save(trainer.everything, 1)
         trainer.drained()
-        # Another host takes over, which the lock of this one does not see.
+        # Another host takes over, which this host's lock does not show.
         (tmp_path / "store" / ".lock").unlink(missing_ok=True)
         for path in (tmp_path / "store").iterdir():
             if path.is_file() and path.name != "scarctl.json":
@@ -318,7 +318,7 @@ class TestSlowStores:
         assert gate.reached.wait(30)
         slow.die()
         with protocol.connect(daemon.folder, 10) as connection:
-            # Somebody takes the run over: it is let go, which takes as long as the write.
+            # Another process takes over the run: releasing it takes as long as the write.
             protocol.send(connection, {"v": protocol.VERSION, "op": "claim", "store": str(slow.store.root)})
             wait_until(lambda: slow.phases() == ["closing"])
             fast.save(fast.everything, 1)

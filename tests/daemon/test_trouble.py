@@ -71,7 +71,7 @@ def test_a_pause_is_not_the_stores_return(
         for mark in (
             "first",
             "second",
-        ):  # what there was to report after the first has come before the second
+        ):  # reports after the first fault came before the second
             run.events.put({"warn": mark})
             wait_until(lambda mark=mark: mark in caplog.messages)  # type: ignore[misc]
         assert "the store can be written again" not in caplog.messages
@@ -90,7 +90,7 @@ def test_a_store_that_fails_now_and_then_is_reported_once_a_minute(monkeypatch: 
         # Each attempt names another file.
         found = [trouble.look(Unavailable(f"cannot write {n}: disk full")) for n in range(3)]
         assert [one is not None for one in found] == [warned, False, False]
-        assert (trouble.look(None) is not None) == warned  # the return of what was reported
+        assert (trouble.look(None) is not None) == warned  # the recovery of what was reported
     now += 1
     assert trouble.look(Unavailable("disk full")) is None
     now += 60

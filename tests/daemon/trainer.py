@@ -58,7 +58,7 @@ class Trainer:
         self.requests: list[str] = []
         place = arena_folder(str(base), self.store.run_id)
         self.folder = place.parent
-        requests = self.requests  # nothing that holds on to this object, or its arena would stay
+        requests = self.requests  # no other object refers to this one, or its arena would stay
         self.saver = DaemonSaver(
             str(self.store.root),
             self.store.run_id,
@@ -116,7 +116,7 @@ class Trainer:
     def die(self) -> None:
         """Release everything as a killed process does: the daemon sees the connection end, the arena stays."""
         self.saver.abandon()
-        self.arena.take_over(0x7FFFFFF0)  # a number that no process has
+        self.arena.take_over(0x7FFFFFF0)  # an id that no process has
         self.arena.close()
         self.store.close()
         wait_until(lambda: "attached" not in self.phases())

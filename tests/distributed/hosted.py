@@ -80,12 +80,12 @@ def train(
                 if options.get("verify"):
                     dist.barrier()  # the other host has sent all rows, too
                     verified = verify(f"{folder}/store", str(home))
-                dist.barrier()  # a host that dies keeps the copies of another one
+                dist.barrier()  # a dying host keeps the copies of another one
             if options.get("wait_at") == number:
                 said = wait_for_checkpoint(session)
-                dist.barrier()  # a host that dies keeps the copies of another one
+                dist.barrier()  # a dying host keeps the copies of another one
             if options.get("peers_stop_at") == number:
-                # An empty list of peers: the copies stay as they are now.
+                # With an empty list of peers the copies no longer change.
                 session._saver.follow("here", [], 1, None)
             if options.get("dies_at") == number and options["host_dies"] == rank:
                 lose_host(home)
@@ -144,7 +144,7 @@ def verify(store: str, arena_dir: str) -> list[Any]:
             )
             replica = Arena.share(Path(copy.folder), run_id=copy.id)
             assert replica is not None
-            replica.memory()[:] ^= 1  # at once, as a fault of memory may: no generation shows it
+            replica.memory()[:] ^= 1  # at once, as by a memory fault: no generation shows it
         done = CliRunner().invoke(
             cli, ["verify", "--store", store, "--memory", "--arena-dir", arena_dir, "--json"]
         )

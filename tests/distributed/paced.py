@@ -62,7 +62,7 @@ def train(rank: int, world: int, kind: str, folder: str, options: dict[str, Any]
                 session.flush()
             if options.get("copied_at") == number:
                 wait_for_peers(str(home), session.head_step)
-                dist.barrier()  # a host that dies keeps the copies of another one
+                dist.barrier()  # a dying host keeps the copies of another one
             if "evacuate" in options and options["evacuate"][0] == number:
                 dist.barrier()
                 if options["evacuate"][1] == rank:

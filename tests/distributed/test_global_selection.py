@@ -180,7 +180,8 @@ def test_it_stops_only_where_something_does_not_fit(ranks: Ranks, policy: str, c
 def test_priority_picks_what_one_session_would(ranks: Ranks, credit: int) -> None:
     picked = ranks.flat(ranks.round("priority", credit=credit))
     whole = ranks.at_once("priority", credit=credit)
-    # Where keys are equal one session goes by id and ranks by hash; so compare where the order says something.
+    # Equal keys are ordered by id in one session and by hash among ranks, so compare only where the order is
+    # defined.
     keys = np.zeros(sum(r.size for r in ranks.ranks), dtype=np.uint64)
     at = ranks.flat([ranks.offer("priority", r).ids for r in range(len(ranks.ranks))])
     keys[at] = keys_of(ranks, "priority")

@@ -61,7 +61,7 @@ def test_ranks_that_stay_find_their_own_memory(tmp_path: Path) -> None:
 def test_all_ranks_come_back_on_one_host(tmp_path: Path) -> None:
     cut_short("fsdp", tmp_path)
     found = launch(TRAIN, 2, "fsdp", str(tmp_path), 14, {"homes": ["east", "east"]})
-    # Nobody is where the other rank's memory is.
+    # No rank is on the host of the other rank's memory.
     assert [report["ranks"]["lost"] for report in found] == [[1]] * 2
     assert {report["step"] for report in found} == {13}
 

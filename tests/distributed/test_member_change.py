@@ -65,7 +65,7 @@ def test_steps_and_extras_are_those_of_the_member_of_that_number(tmp_path: Path)
             train(session, state, number, 2, 3 + number)
         del seen
     steps = [run_member(tmp_path / "s", n, 4, 0, replaces=2)[0].step for n in range(4)]
-    # Members 2 and 3 are new. All of their rows were those of member 1.
+    # Members 2 and 3 are new. All of their rows belonged to member 1.
     assert steps == [3, 4, 4, 4]
 
 
@@ -133,7 +133,7 @@ def test_a_member_that_waits_to_take_over_is_named_and_its_rows_stay(tmp_path: P
     assert "still hold: 1, 2" in note
     with pytest.raises(scarctl.NoIntactCopy, match="member 1 of 3 has not started yet"):
         export(ExportSettings(store=str(tmp_path / "s"), output=tmp_path / "out"))
-    # Nothing is retired before all have taken over.
+    # No shard is retired before all members have taken over.
     store = Store.open(tmp_path / "s")
     assert plan_prune(store, Retention()).retire == ()
     assert [run_member(tmp_path / "s", number, 3, 1)[1] for number in (2, 1)] == [rows[16:], rows[8:16]]
@@ -238,7 +238,7 @@ def test_one_that_begins_while_its_shard_is_taken_over_is_fenced(tmp_path: Path)
     late = state_of(1, 2)
     options = {"daemon": False}
     with attached(tmp_path / "s", 1, 2, late, **options) as session:
-        session.store.unlock()  # as on a remote store, where nobody holds a lock
+        session.store.unlock()  # as on a remote store, which has no lock
         session._saver.close()
         in_other_processes(tmp_path / "s", tmp_path, **options)
         layout = session.store.current_layout()

@@ -31,7 +31,7 @@ def test_a_member_that_is_killed_again_and_again_is_its_own_affair(
         for kill in range(kills):
             started = len(members.told(VICTIM))
             members.kill(VICTIM)
-            # Nobody waits for the dead one, however long it is away.
+            # No member waits for the dead one, however long it is away.
             members.until_steps(2, OTHERS)
             if kill % 5 == 4:  # its host is lost as well
                 store = Store.open(tmp_path / "s").of_shard(VICTIM)

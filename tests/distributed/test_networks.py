@@ -122,7 +122,7 @@ def test_a_host_dies_with_its_ranks_daemon_and_memory(hosts: Networks, tmp_path:
     assert said is not None
     assert said[1] == f"{CONTROL}.2", "it listens at the address that reaches the master"
     daemon = status(host_folder(str(tmp_path / "west")))
-    if daemon is not None:  # it ends when it has saved all that it can
+    if daemon is not None:  # it ends when it has saved as much as it can
         assert listening(daemon["pid"], int(said[2])) <= {f"{CONTROL}.2"}
     found = resume(hosts, tmp_path, "fsdp", ELSEWHERE[:2])
     assert found[0]["step"] == found[1]["step"] > 33 - 1 - 2 * INTERVAL
@@ -138,7 +138,7 @@ def test_one_of_two_that_have_the_same_state_dies(hosts: Networks, tmp_path: Pat
     assert ended[1][0] not in (0, -9), "it ends by the failed collective"
     found = resume(hosts, tmp_path, "ddp", ELSEWHERE[:2], keep=str(tmp_path / "again.pt"))
     assert [report["step"] for report in found] == [13, 13], found
-    for report in found:  # what nobody else has of a dead rank is said
+    for report in found:  # parts of a dead rank that no host has are reported
         assert ["random numbers" in reason for reason in report["reasons"]] == [True]
     (tmp_path / "calm").mkdir()
     resume(hosts, tmp_path / "calm", "ddp", HOMES[:2], keep=str(tmp_path / "calm.pt"), settings={"peers": 0})

@@ -217,7 +217,7 @@ def test_small_tensors_and_buffers_are_not_divided() -> None:
         ([[parameter("w", 4), parameter("w@1", 4)], [parameter("w", 4, role="own")]], "stored as 'w@1'"),
         ([[box("w", (9,), (0,), (5,))], [box("w", (9,), (4,), (5,))]], "ranks 0, 1 hold .*'w' that overlap"),
         ([[box("w", (9,), (0,), (4,))], [box("w", (9,), (5,), (4,))]], "'w' has elements that no rank holds"),
-        # A pinwheel around a hole, whose boxes have the right volume only with another twice.
+        # A pinwheel around a hole, whose boxes fill the volume only if another one is counted twice.
         ([[box("w", (3, 3), (0, 0), (1, 2))], [box("w", (3, 3), (0, 2), (2, 1))], [box("w", (3, 3), (2, 1), (1, 2))],
           [box("w", (3, 3), (1, 0), (2, 1))]], "no rank holds"),
         ([[box("w", (2, 2), (0, 0), (2, 1))], [box("w", (2, 2), (0, 0), (1, 2))]], "overlap"),

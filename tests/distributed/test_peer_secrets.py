@@ -61,7 +61,7 @@ def test_no_secret_shows(
     shown = [(where, text) for report in found for where, text in report["shown"]]
     shown += [(str(path), path.read_bytes().decode("latin-1")) for path in hosts.rglob("*") if path.is_file()]
     assert [where for where, text in shown if any(needle in text for needle in wanted)] == []
-    # It was looked for where it could have been.
+    # The test has searched all places where it could appear.
     places = {where.partition(" ")[0] for where, _ in shown}
     assert {"inspect", "doctor", "daemon", "cmdline", "environ", "an", "reprs", "a"} <= places
     assert sum("listens at" in text for where, text in shown if where.endswith("daemon.log")) == 2

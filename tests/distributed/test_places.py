@@ -109,7 +109,7 @@ def test_roles() -> None:
             super().__init__()
             self.trunk = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
             self.local = DistributedDataParallel(nn.BatchNorm1d(2))
-            self.local.broadcast_buffers = False  # the argument is deprecated, and its successor too new
+            self.local.broadcast_buffers = False  # the argument is deprecated, and its replacement is too new
             self.expert = nn.Linear(2, 2)
             self.half = DistributedDataParallel(nn.Linear(2, 2), process_group=dist.new_group([0, 2]))
 

@@ -138,7 +138,7 @@ def test_a_daemon_that_dies_is_replaced_and_keeps_what_it_kept(hosts: Path) -> N
         launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
     found = launch(TRAIN, 2, "fsdp", str(hosts), 14, {"homes": ELSEWHERE})
     assert [(report["step"], report["exact"]) for report in found] == [(13, True)] * 2
-    # What the store has of that step already is taken from there.
+    # Copies of that step that the store already has are taken from there.
     assert found[0]["tiers"].get("peer", 0) + found[0]["tiers"].get("store", 0) == sum(
         found[0]["tiers"].values()
     )

@@ -92,7 +92,7 @@ def ranks(folder: Path, bodies: list[Body], **more: Any) -> Iterator[list[Forked
             member.tell = tell
             result = bodies[rank](member)
             (folder / f"{rank}.json").write_text(json.dumps(result))
-            # Until all have what they need, whatever it is: leaving is a failure to the others.
+            # Until all have what they need: leaving earlier counts as a failure to the others.
             member.selector.close()
             assert not [t for t in threading.enumerate() if t.name == "scarctl-exchange"]
 
@@ -200,7 +200,8 @@ def test_a_killed_rank_leaves_the_others_to_themselves(tmp_path: Path) -> None:
         sizes, picks, warnings = got[rank]
         assert len(warnings) == 1
         assert "without the other ranks" in warnings[0]
-        # From then on its own best, with its own budget; and its part of the credit at first.
+        # From then on it uses its own best partitions and its own budget, and at first its part of the
+        # credit.
         assert all(BUDGET * 0.97 <= size <= BUDGET * 1.03 for size in sizes[4:])
         own = np.argsort(values(rank, 7))[::-1][: len(picks[7])]
         assert sorted(own.tolist()) == picks[7]
@@ -210,7 +211,7 @@ def test_a_rank_that_skips_a_round_is_found_out_by_all(tmp_path: Path) -> None:
     def body(member: Member) -> Any:
         for step in range(5):
             if step == 2 and member.rank == 0:
-                member.select(step)  # as if somebody had asked for it: no round
+                member.select(step)  # as if a round had been requested: there is no round
             else:
                 member.checkpoint(step)
         until(lambda: member.exchange.failure)
@@ -227,7 +228,7 @@ def test_a_rank_whose_copy_failed_joins_with_nothing(tmp_path: Path) -> None:
         sizes = []
         for step in range(4):
             if member.rank == 1 and step in (1, 2):
-                member.expect(step)  # and then something went wrong
+                member.expect(step)  # and then a fault occurs
                 if step == 1:
                     member.selector.settle()
                 sizes.append(0)
@@ -265,7 +266,7 @@ def test_closing_with_an_open_round_hangs_nobody(tmp_path: Path) -> None:
     for rank in (0, 2):
         late, seconds, logged = json.loads((tmp_path / f"{rank}.json").read_text())
         assert seconds < 5
-        # Who leaves is not told that it left; the other may have seen it go before its own patience ended.
+        # A rank that leaves is not told so; the other may have noticed before its own patience ended.
         assert late > 0 or len(logged) == 1
 
 

@@ -130,7 +130,7 @@ class Simulation:
         if name in self.dead or name in self.frozen or name in self.cut:
             return
         self.sessions[name] = self.now
-        # A session ends some time after its server has stopped by itself, never before.
+        # A session ends some time after its server has stopped by its own decision, never before.
         alive = [other for other, seen in self.sessions.items() if self.now - seen < SESSION * 1.1]
         self._do(name, self.servers[name].reached(self.record, self.now, alive))
 

@@ -198,7 +198,7 @@ class Nodes:
 
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
-    folder = Path(tempfile.mkdtemp(prefix="n-"))  # sockets' paths are short
+    folder = Path(tempfile.mkdtemp(prefix="n-"))  # paths of sockets must be short
     made = Nodes(folder)
     yield made
     made.worker.close()

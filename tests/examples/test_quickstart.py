@@ -61,7 +61,7 @@ def test_act_one_compares_the_same_failure(tmp_path: Path) -> None:
     seed, undisturbed, after, _, rollback = map(int, rows[0])
     assert seed == 0
     assert 0 < after < undisturbed
-    # Going back is exact: it costs the iterations since the last full checkpoint, neither more nor less.
+    # A rollback is exact: it costs the iterations since the last full checkpoint, neither more nor fewer.
     assert rollback == after % FULL_EVERY
     saved = [int(n) for n in re.findall(r"(\d+) kB saved per 32 iterations", output)]
     assert len(saved) == 2

@@ -58,7 +58,7 @@ def test_a_failure_and_all_ways_back(name: str, folder: str, target: float | Non
     result = run_trial(of, workload, 0)
     assert result["same"]
     assert all(result["arrived"])
-    # To go back is exact: it costs what came after the checkpoint, the first iteration.
+    # A rollback is exact: it costs the iterations after the checkpoint, which is the first iteration.
     assert result["rework"][0] == result["failed_after"] - (8 if result["failed_after"] >= 8 else 1)
 
 
@@ -92,7 +92,7 @@ def test_the_norm_is_total_variation_times_length() -> None:
 
     live = torch.tensor([[0, 0, 1, 2], [3, 3, -1, -1]], dtype=torch.int16)
     saved = torch.tensor([[0, 1, 1, 1], [3, 3, -1, -1]], dtype=torch.int16)
-    # Of 4 tokens (2, 1, 1) of three topics became of (1, 3, 0): half of 1 + 2 + 1.
+    # The 4 tokens (2, 1, 1) of three topics became (1, 3, 0): half of 1 + 2 + 1.
     assert scaled_variation({"": live}, {"": saved}).tolist() == [2.0, 0.0]
 
 

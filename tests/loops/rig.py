@@ -44,7 +44,7 @@ class Run:
 
     def _stepped(self) -> None:
         if self._stop == "SIGKILL":
-            # So that every step is sealed: a copy that waits for the store would be overtaken.
+            # So that every step is sealed: a newer copy would replace one that waits for the store.
             drain(self.session)
         if self._stop.startswith("SIG") and self.session.head_step == self._at:
             os.kill(os.getpid(), getattr(signal, self._stop))

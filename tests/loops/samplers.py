@@ -54,7 +54,8 @@ def stateful(run: Run, *, ours: bool = True, workers: int = 0) -> None:
     at = {"epoch": 0}
     session = run.attach(model, optimizer, extras={} if ours else {"loader": loader, "at": at})
     run.resume()
-    # Saved with the last batch of an epoch, the loader has nothing left of that epoch: a count by steps would be wrong.
+    # If saved with the last batch of an epoch, the loader has nothing left of that epoch: a count by steps
+    # would be wrong.
     for epoch in session.epochs(EPOCHS) if ours else range(at["epoch"], EPOCHS):
         at["epoch"] = epoch
         for batch in session.batches(loader) if ours else loader:

@@ -36,7 +36,7 @@ def test_every_line_is_what_counting_gives(known: bool) -> None:
         rows={"*": 2},
     )
     count = layout.partitions
-    # A damaged store may name any shard: nothing is as long as the highest number.
+    # A damaged store may name any shard: no array is as long as the highest number.
     shard_of = rng.choice(np.array([0, 3, 70_000, 2**31 - 1], np.int32), count)
     saved = rng.integers(-1, step, count)
     distance = np.where(known, rng.integers(0, 5, count) / 4, np.nan)
@@ -91,7 +91,7 @@ def test_a_process_alone_counts_as_the_only_rank(tmp_path: Path) -> None:
     [line] = rank["ranks"]
     assert (line["rank"], line["staleness"], line["durable_step"]) == (0, 2, 5)
     assert rank.keys() - alone.keys() == {"topology", "ranks", "other_shards"}
-    changing = {"store", "saved_seconds_ago"}  # a file less; seconds later
+    changing = {"store", "saved_seconds_ago"}  # one file less; some seconds later
     assert all(alone[name] == rank[name] for name in alone.keys() - changing)
     assert alone["shards"] == [{name: line[name] for name in alone["shards"][0]}]
 

@@ -32,7 +32,7 @@ def cases() -> Iterator[Case]:
             kind = getattr(module, name)
             made = functools.partial(_default, kind)
             yield Case(f"{package}-{name}", made, closure=name.endswith("Closure"))
-            if "8bit" in name or "4bit" in name or "Fp8" in name:  # small ones are kept as they are
+            if "8bit" in name or "4bit" in name or "Fp8" in name:  # it keeps small ones uncompressed
                 yield Case(f"{package}-{name}-wide", made, matrices=True, wide=12)
     kind = importlib.import_module("galore_torch").GaLoreAdamW
     yield Case("galore_torch-GaLoreAdamW-rank", functools.partial(_galore, kind), matrices=True)
@@ -104,7 +104,7 @@ def _default(kind: Any, model: nn.Module, use_muon: bool | None = None, *, ranks
     given: dict[str, Any] = {}
     if "num_data" in names:
         given |= {"num_data": 20, "foreach": False}
-    if kind.__name__ == "SGD8bit":  # which knows no other
+    if kind.__name__ == "SGD8bit":  # which supports only that
         given["momentum"] = 0.9
     if names.get("lr") is not None and names["lr"].default is inspect.Parameter.empty:
         given["lr"] = 0.01

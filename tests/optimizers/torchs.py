@@ -26,7 +26,7 @@ def cases() -> Iterator[Case]:
                     continue
                 if options.get("foreach") and options.get("differentiable"):
                     continue
-                # A differentiable step wants parameters that are not leaves.
+                # A differentiable step needs parameters that are not leaves.
                 if options.get("differentiable"):
                     continue
                 if options.get("capturable"):

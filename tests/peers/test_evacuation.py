@@ -84,7 +84,7 @@ def cut_midway(slow: Slow, relay: Relay, sender: Sender) -> PeerCopies:
     link was cut.
     """
     copies = PeerCopies(slow.arena, [sender])
-    relay.refuse()  # nothing is sent in another order meanwhile
+    relay.refuse()  # the order of sending does not change meanwhile
     wait_until(lambda: sender.state is State.LOST)
     slow.flush(7, RISING)
     relay.allow(SOME * ROW)
@@ -222,7 +222,7 @@ def test_a_store_that_fails_leaves_the_time_to_the_peers(slow: Slow, relay: Rela
 
 
 def test_a_host_that_never_answered_has_nothing(slow: Slow) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # it accepts, and is silent
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # it accepts the connection, and stays silent
         port = listener.getsockname()[1]
         sender = Sender(
             Source(RUN, "", "east", START, SECRET, None), [Candidate("west", "127.0.0.1", port)], slow.arena

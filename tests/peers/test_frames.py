@@ -103,7 +103,7 @@ def test_a_cut_or_flipped_frame_is_refused(frame: bytes, data: st.DataObject) ->
     flipped = bytearray(frame)
     flipped[at] ^= 1 << bit
     if at == 0:
-        return  # the kind is not part of what the checksum covers: the next test has any kind
+        return  # the checksum does not cover the kind: the next test has any kind
     with pytest.raises(Corruption):
         decode(bytes(flipped))
 

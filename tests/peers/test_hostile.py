@@ -109,10 +109,10 @@ def mutated(frame: bytes, chance: random.Random) -> bytes:
         body += chance.randbytes(chance.randrange(1, 200))
     elif what == 4:
         kind = chance.choice(list(Kind))
-    elif what == 5:  # sizes that are not so
+    elif what == 5:  # false sizes
         claims = chance.choice([(size, MAX_BODY + 1), (size, 2**63), (0xFFFFFFFF, 0), (size, body_size + 10)])
         return PREFIX.pack(kind, claims[0], claims[1], 0) + frame[PREFIX.size :]
-    else:  # bytes anywhere
+    else:  # random bytes anywhere
         data = bytearray(frame)
         data[chance.randrange(min(len(data), 200))] ^= 1 << chance.randrange(8)
         return bytes(data)
@@ -210,7 +210,7 @@ def test_a_hostile_peer_harms_nothing(
         with contextlib.ExitStack() as closing:
             peer = Peer(port, tls, closing)
             with contextlib.suppress(Gone, ScarError, OSError):
-                # It may end before all is sent.
+                # It may end before everything is sent.
                 peer.connection.sendall(stage(peer, arena, chance))
             peer.ends()
         assert "unexpectedly" not in caplog.text, (number, caplog.text)
@@ -221,7 +221,7 @@ def test_a_hostile_peer_harms_nothing(
     assert max(size for _, size in staged) <= MAX_BODY
     assert {path.name.partition(".successor")[0] for path in (tmp_path / "west").iterdir()} <= {RUN}
     assert {path.name for path in tmp_path.iterdir()} == {"west", "east"}
-    # The next one that is honest brings the replica to what it should be, or a later epoch is in its way for good.
+    # The next honest peer repairs the replica, unless a later epoch is permanently in its way.
     sender, _ = follow(senders, arena, port, tls=None if tls is None else Tls(authority.host("east")))
     wait_until(lambda: "up to date" in sender.describe() or sender.link.ended)
     if not sender.link.ended:

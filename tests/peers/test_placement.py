@@ -25,7 +25,7 @@ def test_everybody_gets_and_keeps_as_many(hosts: int, copies: int) -> None:
     found = place([""] * hosts, copies)
     wanted = max(0, min(copies, hosts - 1))
     for host, candidates in enumerate(found):
-        # All other hosts are there to fall back on, none twice, never the host itself.
+        # All other hosts are fallbacks, each once, and never the host itself.
         assert sorted(candidates) == ([other for other in range(hosts) if other != host] if wanted else [])
     kept = Counter(peer for candidates in found for peer in candidates[:wanted])
     assert all(kept[host] == wanted for host in range(hosts))

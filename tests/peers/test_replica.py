@@ -48,7 +48,7 @@ class Run:
         place.parent.chmod(0o700)
         self.host.mkdir(mode=0o700, exist_ok=True)
         self.arena = Arena.create(place, LAYOUT, run_id=RUN, epoch=epoch)
-        self.arena.close()  # the lock, which no other process wants
+        self.arena.close()  # the lock, which no other process takes
         self.queue = HandOverQueue(place)
         self.step = 0
         self.wholes: dict[str, bytes] = {}
@@ -202,7 +202,7 @@ def test_any_actions_cut_anywhere(
             assert equal(run)
         else:
             run.send(about)
-            run.connect()  # frames that were not delivered are a connection that was lost
+            run.connect()  # undelivered frames mean a lost connection
         run.check()
     assert run.send()
     assert equal(run)

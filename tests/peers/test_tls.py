@@ -122,7 +122,7 @@ def test_a_certificate_that_expires_while_the_job_runs_is_refused(
     for seconds in (2, 10, 60):
         made = time.monotonic()
         files = authority.host("brief", days=seconds / 86400)
-        with contextlib.suppress(UsageError):  # it has expired already: this machine is busy
+        with contextlib.suppress(UsageError):  # it has already expired, because this machine is busy
             tls = Tls(files)
             break
     time.sleep(max(0.0, made + seconds + 1.0 - time.monotonic()))
@@ -138,7 +138,7 @@ def test_an_authority_of_others_is_refused_by_both_ends(
     said = refused(senders, arena, port, tls=Tls(other.host("stranger")))
     assert "certificate is not accepted" in said
     assert "same authority" in said
-    # One that would accept anybody: the host does not accept it.
+    # One that would accept any host: the host does not accept it.
     certificate, key, _ = other.host("intruder")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -210,7 +210,7 @@ def test_extras_too_large_for_a_commit_do_not_keep_partitions_from_it(slow: Slow
     assert slow.clock() <= 10.0
     assert (slow.stored()[0] == 7).sum() >= 6
     assert slow.extras()["step"] == 1
-    for _ in range(20):  # in each of them there is time for copies, never for the extras
+    for _ in range(20):  # each leaves time for copies, never for the extras
         evacuation = slow.evacuation(6.0)
         evacuation.run()
         if not evacuation.report().lost_partitions:

@@ -82,7 +82,7 @@ def test_a_partly_overtaken_seal_saves_the_rest(rig: Rig) -> None:
     sealed = rig.save(rig.everything, 2, sealed=True)
     later = rig.save(SOME[:1], 3)
     rig.persist(sealed)
-    assert rig.sealed() == [{1}] * 3  # a part of a whole state is no use as one
+    assert rig.sealed() == [{1}] * 3  # a part of a whole state is useless as a whole state
     rig.persist(later)
     steps, content = rig.stored()
     assert steps[SOME[0]] == content[SOME[0]] == 3
@@ -107,7 +107,7 @@ def test_copies_that_are_overwritten_while_they_are_checked_are_in_no_older_seal
     rig.persist(rig.save(rig.everything, 1, sealed=True))
     number = rig.save(rig.everything, 2, sealed=True)
     is_of, later = rig.persister._is_of, list[int]()
-    alone = threading.Lock()  # shards are checked at once, and the flush comes once
+    alone = threading.Lock()  # shards are checked at once, and the flush comes only once
 
     def checked(*arguments: Any) -> bool:
         answer = is_of(*arguments)
@@ -194,7 +194,7 @@ def test_a_copy_of_the_same_step_that_is_made_during_the_acknowledgement_stays_p
 def test_copies_that_were_never_handed_over_are_adopted(rig: Rig) -> None:
     rig.copy(SOME[:2], 3)
     rig.copy(SOME[2:4], 4)
-    rig.arena.begin(SOME[4:])  # torn: no copy
+    rig.arena.begin(SOME[4:])  # torn: not a copy
     named = rig.save(np.array([1]), 2)
     assert adopt_orphans(rig.arena, rig.queue) == 4
     assert adopt_orphans(rig.arena, rig.queue) == 0  # they have hand-overs now
@@ -328,7 +328,7 @@ def test_a_failure_at_any_call_loses_nothing(
     rig = Rig(tmp_path / "store", arena_dir)
     rig.persist(rig.save(rig.everything, 1, sealed=True))
     handover = rig.queue.read(rig.save(rig.everything, 2, sealed=sealed))
-    # At the second shard's record or segment: its index may fail unseen.
+    # At the second shard's record or segment: a failure of its index may go unnoticed.
     rig.blobs.fail_at(
         operation, "shards/1/log" if operation == "create_exclusive" else "shards/1/seg", number
     )
@@ -344,7 +344,7 @@ def test_a_failure_at_any_call_loses_nothing(
     assert set(rig.stored()[1]) == {2}
     assert rig.extras() == {"step": 2}
     assert [2 in steps for steps in rig.sealed()] == [sealed] * 3
-    assert rig.records() == 6  # what was durable before the failure was not written again
+    assert rig.records() == 6  # copies that were durable before the failure were not written again
     rig.close()
 
 
@@ -359,7 +359,7 @@ def test_any_order_of_copies_hand_overs_and_failures(tmp_path_factory: Any, data
     """A model shows that the store never has uncopied bytes, and in the end has each partition's newest copy."""
     folder = tmp_path_factory.mktemp("order")
     rig = Rig(folder / "store", folder)
-    # One shard after the other: which of its operations fails would depend on how threads take turns.
+    # One shard at a time: otherwise the failing operation would depend on how threads take turns.
     rig.blobs.write_each = lambda work, items, size: map(work, items)  # type: ignore[method-assign]
     n = rig.layout.partitions
     newest, at_step = np.full(n, -1), dict[int, Any]()
@@ -372,7 +372,7 @@ def test_any_order_of_copies_hand_overs_and_failures(tmp_path_factory: Any, data
         newest[ids] = step
         at_step[step] = newest.copy()
         rig.copy(ids, step)
-        if sealed:  # all that waits has to come along
+        if sealed:  # all pending copies are saved too
             rig.hand_over(np.union1d(ids, np.flatnonzero(rig.arena.pending())), step, sealed=True)
         else:
             rig.hand_over(ids, step)

@@ -99,7 +99,7 @@ class Model(RuleBasedStateMachine):
         self.halted = self.stopping = self.stopped = False
 
     def send(self, event: Event) -> None:
-        self.wake = None  # the newest answer says when to come back
+        self.wake = None  # the newest answer determines when to wake
         for instruction in self.machine.handle(event):
             assert not self.stopped, "an instruction after the end"
             match instruction:

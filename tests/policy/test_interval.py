@@ -110,7 +110,7 @@ def test_saving_keeps_up_with_any_store(step_seconds: float, steps_to_save: floa
     assert run.changes <= 3
     run.forget()
     run.run(200 + int(5 * wanted))
-    # Nothing piles up, what the store can take is used, and checkpoints are as large as the interval allows.
+    # No queue builds up, the store's capacity is used, and checkpoints are as large as the interval allows.
     assert len(run.left) <= 2
     assert run.pace <= 0.85 * bandwidth or steps_to_save < 5  # ends are seen to half an iteration
     assert len(set(run.shares)) == 1
@@ -211,7 +211,7 @@ def test_checkpoints_that_cost_time_whatever_their_size_stay_large() -> None:
     assert run.shares.count(1.0) > 0.9 * len(run.shares)
     assert 1 / 4 not in run.shares
     assert len(run.left) <= 1
-    # Now they do not any more, but bytes are slow: it finds out.
+    # Now hand-overs have no fixed cost, but bytes are slow: the interval adapts.
     run.cost, run.bandwidth = 0.0, 2 * MB
     run.run(20_000)
     assert cadence.share == 1 / 2
@@ -286,7 +286,7 @@ def test_one_long_pause_is_no_long_step() -> None:
     cadence = Cadence(None, checkpoint_bytes=MB)
     run = Simulation(cadence, step_seconds=0.1, bandwidth=1 * MB, nbytes=MB).run(300)
     before = cadence.interval
-    run.now += 600  # an evaluation, and meanwhile the store goes on
+    run.now += 600  # an evaluation, during which the store continues
     run.left.clear()
     run.run(30)
     assert cadence.interval >= before / 3
@@ -363,7 +363,7 @@ def test_a_session_finds_its_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     train(20)
     engine = loop.session._engine
     assert engine is not None
-    # Everything is durable before the next step here, so every iteration may save.
+    # Everything is durable before the next step, so every iteration may save.
     assert engine.cadence.bandwidth is not None
     assert engine.cadence.interval == 1
     before = loop.session.stats.checkpoints
@@ -393,7 +393,7 @@ def test_a_session_makes_smaller_checkpoints(tmp_path: Path, monkeypatch: pytest
     )
     for share in (1.0, 0.5, 1 / 8):
         engine.cadence.share = share
-        loop.train(4, settle=True)  # what smaller ones left over is used up
+        loop.train(4, settle=True)  # credit left by smaller ones is used up
         sizes.clear()
         loop.train(8, settle=True)
         assert len(sizes) == 8

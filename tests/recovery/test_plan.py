@@ -329,7 +329,7 @@ class TestRollback:
         memory.begin(job.all[:0])
         assert set(self.rollback(job, arena=memory).tier.tolist()) == {
             STORE
-        }  # the same version says too little
+        }  # the same version is not sufficient
         memory.name_whole(name_of(0))
         assert set(self.rollback(job, arena=memory).tier.tolist()) == {MEMORY}
         memory.begin(job.all[3:4])

@@ -83,7 +83,7 @@ def test_the_stores_copy_is_taken_instead(
     loop.train(MORE)
     assert differing(loop.state(), expected) == []
     loop.session.close()
-    # Later checkpoints carry it, and their resume is exact all the same.
+    # Later checkpoints keep it, and their resume is still exact.
     assert fault in [caveat.message for caveat in survey(Store.open(str(store)), None).caveats]
     after = Loop(store)
     assert after.session.resume().exact

@@ -104,7 +104,7 @@ def run(store: Path, made: Any, until: int, *, followed: bool) -> tuple[str, ...
 def test_what_is_frozen_for_a_part_of_each_iteration_is_no_doubt(
     tmp_path: Path, followed: bool, late: bool, d_first: bool
 ) -> None:
-    for until in (6, 7, 12):  # the second run ends before it can find what it sets and sets back
+    for until in (6, 7, 12):  # the second run ends before it can find the values that it sets and restores
         assert not run(tmp_path / "s", Gan(late=late, d_first=d_first), until, followed=followed)
 
 

@@ -100,14 +100,14 @@ def test_kill_and_run_again(tmp_path: Path, arena_dir: Path, host_is_lost: bool)
         if resumed.report is not None:
             assert set(resumed.report.tiers) <= ({"store"} if host_is_lost else {"memory", "store"})
             assert stepper.torn_rows(model, optimizer) == []
-            # Every row is of the step that the report says it is of, or was aged when an earlier run continued.
+            # Every row is of the step in the report, or was relabelled when an earlier run continued.
             steps = torch.cat([p[:, 0] for p in model.parameters()]).detach().numpy()
             said = step_of(resumed.report.plan.version)
             assert (said <= steps).all()
             assert set(said[said != steps].tolist()) <= aged
         aged.add(max(0, resumed.step - 1))
         session.close(seal=False)
-        # Let go as a dying process does: what the next one finds is what this one found.
+        # Release it as a dying process does: the next one finds what this one found.
 
 
 def test_resume_takes_from_memory_what_the_store_never_got(tmp_path: Path, arena_dir: Path) -> None:
@@ -155,7 +155,7 @@ def test_death_before_the_first_whole_checkpoint(tmp_path: Path, arena_dir: Path
             session._saver.notify = lambda: None  # type: ignore[method-assign]
             optimizer.step()
             session._finish()
-            kill_daemon(arena_dir)  # it would make durable at once what this process leaves
+            kill_daemon(arena_dir)  # it would at once make durable what this process leaves
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)

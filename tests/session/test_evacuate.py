@@ -204,7 +204,7 @@ def _training(store: Path, tell: Tell, *, grace: str, bytes_per_second: float) -
 @pytest.mark.leaves_arena
 def test_sigterm_with_grace_brings_to_the_store_what_the_time_allows(tmp_path: Path, arena_dir: Path) -> None:
     store = tmp_path / "store"
-    # 2.6 MB are to be saved at 0.8 MB/s.
+    # 2.6 MB have to be saved at 0.8 MB/s.
     with Forked(lambda tell: _training(store, tell, grace="2s", bytes_per_second=8e5)) as child:
         child.expect("ready")
         began = time.monotonic()
@@ -273,7 +273,7 @@ def test_a_second_sigterm_does_not_wait(tmp_path: Path) -> None:
         child.expect("ready")
         child.signal(signal.SIGTERM)
         child.expect("writing")
-        time.sleep(0.3)  # not one that a launcher forwards besides: see TOGETHER
+        time.sleep(0.3)  # not one that a launcher also forwards: see TOGETHER
         child.signal(signal.SIGTERM)
         assert child.wait(60) == -signal.SIGTERM
     assert stored_steps(store).min() >= 1

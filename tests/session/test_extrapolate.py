@@ -24,7 +24,7 @@ def test_what_goes_straight_comes_back_nearly_where_it_was(tmp_path: Path) -> No
     before, lost, factor = run.x.copy(), run.lost(0, 1), run.factor
     assert 0.8 < factor < 1
     report = run.session.recover([0, 1])
-    # Saved 5 iterations ago, at 1 per iteration: a whole number, which a movement keeps exactly.
+    # Saved 5 iterations ago, at 1 per iteration: a whole number, which a movement represents exactly.
     np.testing.assert_allclose(run.x[lost], before[lost] - 5 * (1 - factor), rtol=1e-12)
     assert run.x[~lost].tobytes() == before[~lost].tobytes()
     told = report.extrapolation
@@ -162,7 +162,7 @@ def test_what_came_back_is_saved_as_it_is(tmp_path: Path) -> None:
         np.flatnonzero(live.distances()[engine.shard_of == 0] > 0),
         np.flatnonzero(engine.arena.distance[engine.shard_of == 0] > 0),
     )
-    # Rows without a gradient are looked at all the same.
+    # Rows without a gradient are still compared.
     distance = engine.tracker.distances(live, 34)
     np.testing.assert_allclose(distance[moved], engine.arena.distance[moved])
     left = loop.state()

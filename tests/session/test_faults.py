@@ -91,7 +91,7 @@ def test_who_waits_for_a_checkpoint_hears_that_it_failed(tmp_path: Path, both_sa
         with pytest.raises(Unavailable, match="No space left"):
             loop.session.checkpoint(full=True, wait=True)
         assert elsewhere(tmp_path / "store")[0].step == 2
-        loop.session.checkpoint(full=True)  # who does not wait is not held up
+        loop.session.checkpoint(full=True)  # a call that does not wait is not delayed
     loop.session.checkpoint(full=True, wait=True)
     resumed, state = elsewhere(tmp_path / "store")
     assert (resumed.step, resumed.exact) == (3, True)
@@ -199,7 +199,7 @@ def test_closed_by_another_thread_what_is_sealed_is_of_one_step(
     ended, copy = threading.Event(), Engine.copy
 
     def slow(self: Engine, *arguments: Any, **options: Any) -> Copied:
-        time.sleep(0.1)  # training would take some fifty steps meanwhile
+        time.sleep(0.1)  # meanwhile training would take some fifty steps
         return copy(self, *arguments, **options)
 
     thread = threading.Thread(target=train)
@@ -251,7 +251,7 @@ def test_a_daemon_that_cannot_be_started_again_is_told_and_counted(
         kill(daemon_folder)
         loop.train(1)
         deadline = time.monotonic() + 10
-        # The first to be told may be that it is gone.
+        # The first to learn of it may be this call.
         while "could not be started" not in loop.session.stats.last_error:
             assert time.monotonic() < deadline, loop.session.stats.last_error
             loop.train(1)

@@ -309,7 +309,7 @@ def test_a_handler_of_the_users_own_runs_after_the_flush(tmp_path: Path, both_sa
         while not stop:
             time.sleep(0.01)
         tell(f"handled after {loop.session._saving.flushed}")
-        loop.train(2)  # it goes on for as long as it likes
+        loop.train(2)  # it continues for as long as it likes
         loop.session.close()
         assert signal.getsignal(signal.SIGTERM).__name__ == "<lambda>"  # type: ignore[union-attr]
 

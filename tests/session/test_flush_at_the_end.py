@@ -29,7 +29,8 @@ def test_an_exception_in_the_loop(
     loop = trained(tmp_path / "store")
     with pytest.raises(RuntimeError, match="broken batch"), loop.session:
         raise RuntimeError("broken batch")
-    # The daemon has the rest of the work, and the arena stays; alone, the session has waited for the store.
+    # The daemon has the remaining work, and the arena stays; without a daemon the session has waited for the
+    # store.
     assert_goes_on_exactly(tmp_path / "store", expected, "memory" if both_savers == "daemon" else "store")
 
 

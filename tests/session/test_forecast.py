@@ -150,7 +150,7 @@ def test_a_store_that_is_away_keeps_nobody_from_recovering(tmp_path: Path) -> No
 def test_auto_goes_back_where_that_is_nearer(tmp_path: Path) -> None:
     job = Descent(tmp_path / "store", max_staleness=1000)
     job.train(40)
-    # All copies are as old as this one; what is damaged beyond it costs more than a step.
+    # All copies are as old as this one; the cost of additional damage is more than a step.
     job.session.checkpoint(full=True, wait=True)
     job.train(1)
     job.state["x"][:32] += 5.0
@@ -209,7 +209,7 @@ def test_the_command_goes_back_where_that_is_nearer(tmp_path: Path, arena_dir: P
     store, output = tmp_path / "store", tmp_path / "whole.safetensors"
     done = forkserver.run(["-c", SEALED, str(store)], timeout=60)
     assert done.returncode == -signal.SIGKILL
-    # As its last look would have found a run that was thrown off its way right before.
+    # The last look has found a run that was disturbed right before.
     run = Store.open(store).run_id
     arena = Arena.open_existing(arena_folder(str(arena_dir), run), run_id=run)
     assert arena is not None
@@ -226,7 +226,7 @@ def test_the_command_goes_back_where_that_is_nearer(tmp_path: Path, arena_dir: P
     assert found["rework"] == {"iterations": 3.0, "low": 3.0, "high": 3.0, "basis": "steps", "reason": None}
     assert "rollback 3" in found["reason"]
     assert np.allclose(load_file(output)["x"], RATE**40)
-    # In place the store goes back as well, and what the stopped run had of later is forgotten.
+    # In place the store rolls back as well, and the stopped run's later copies are forgotten.
     into = invoke("recover", "--store", store, "--lost", "all", "--mode", "auto", "--into", output)
     assert into["mode"] == "rollback"
     job = Descent(store)
@@ -266,7 +266,8 @@ def test_commands_tell_what_a_killed_run_would_cost(killed: Path, tmp_path: Path
     text = CliRunner().invoke(cli, [*map(str, call), "--max-rework", "10", "--mode", "auto"]).output
     assert "predicted rework: " in text
     assert "mode partial: predicted" in text
-    # The copies in memory count as lost when they are what is restored: those of the store are older, or as old.
+    # Copies in memory count as lost when they are the ones to be restored: those of the store are older, or
+    # as old.
     into = invoke("recover", "--store", killed, "--lost", "0", "--dry-run")
     assert into["rework"]["iterations"] >= plan["rework"]["iterations"] * 0.999
 

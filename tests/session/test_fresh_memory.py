@@ -116,7 +116,7 @@ def test_a_run_killed_long_after_the_store_had_stopped_comes_back_young(
     resumed = session.resume()
     assert resumed.step > head - 6
     assert resumed.report is not None
-    # What the kill has torn in the middle of a copy comes from the store.
+    # Copies that the kill has torn come from the store.
     ages = resumed.step - step_of(resumed.report.plan.version[resumed.report.plan.tier == 1])
     assert ages.size >= 40
     assert ages.max() <= 2 * TURN

@@ -46,7 +46,7 @@ class Job:
         self.model["head"](self.model["base"](torch.randn(4, 8))).square().sum().backward()
         self.optimizer.step()
         self.session._finish()
-        if settle:  # what waits for the store is not chosen again
+        if settle:  # partitions that wait for the store are not chosen again
             drained([self.session])
 
     def compared_in_a_step(self) -> int:

@@ -71,7 +71,7 @@ def test_a_call_in_inference_mode(tmp_path: Path, call: Callable[[scarctl.Sessio
     loop.train(3)
     loop.session.checkpoint(full=True, wait=True)
     bias = loop.model.body[0].bias
-    bias.data = bias.data.clone()  # as if an average were tried out: everything is asked for anew
+    bias.data = bias.data.clone()  # as if an average were tried: all values are requested again
     with torch.inference_mode():
         call(loop.session)
         assert torch.is_inference_mode_enabled()
@@ -85,7 +85,7 @@ def test_a_call_in_inference_mode(tmp_path: Path, call: Callable[[scarctl.Sessio
     again.session.close()
     values, slots = loop.state()
     assert differing(values, again.state()[0]) == []
-    # Those of the layer that was never stepped are zeros now.
+    # Those of the layer that never stepped are zeros by now.
     torch.testing.assert_close({k: again.state()[1][k] for k in slots}, slots, rtol=0, atol=0)
 
 

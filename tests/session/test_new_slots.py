@@ -109,7 +109,7 @@ def test_a_failed_resume_leaves_no_slot_and_no_value(tmp_path: Path) -> None:
     saved(tmp_path / "store")
     for path in (tmp_path / "store").glob("shards/*/seg/*"):
         data = bytearray(path.read_bytes())
-        # The largest tensors come first: the last bytes before the tail are of the smallest.
+        # The largest tensors come first: the last bytes before the tail belong to the smallest.
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
     run = Run(tmp_path / "store", seed=2, host="second")

@@ -155,7 +155,7 @@ def test_of_a_parameter_that_is_lost_in_part_only_lost_rows_of_row_statistics_ch
         assert report.restored_partitions == 1
         assert torch.equal(state["rows"][:2], saved[:2])
         assert torch.equal(state["rows"][2:], rows[2:])
-        # They belong to all rows, and were not lost: with older ones in part they would fit nothing.
+        # They belong to all rows, and were not lost: partly older ones would fit nothing.
         assert all(torch.equal(a, b) for a, b in zip(state["GG"], matrices, strict=True))
         with torch.no_grad():
             state["GG"][0][1] = torch.nan

@@ -172,7 +172,7 @@ def test_a_new_start_that_fails_half_way_loses_nothing(tmp_path: Path, number: i
     def body(tell: Tell) -> None:
         loop = Loop(tmp_path / "store", interval=1)
         loop.train(3, settle=True)
-        loop.session._saver.stop()  # the store cannot be reached any more
+        loop.session._saver.stop()  # the store can no longer be reached
         loop.train(3)
         assert loop.session.flush()
         dies(loop, tmp_path)

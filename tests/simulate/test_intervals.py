@@ -59,7 +59,7 @@ def test_they_cover(costs: Costs, trials: int, least: float) -> None:
         above, below = costs(rng, trials)
         found = mean_of(above), ratio_of(above, below)
         for k, (one, truth) in enumerate(zip(found, (mean, ratio), strict=True)):
-            # Without an interval nothing is claimed.
+            # Without an interval there is no claim.
             covered[k] += one.low is None or one.high is None or one.low <= truth <= one.high
     assert (covered / RUNS >= least).all(), covered / RUNS
 

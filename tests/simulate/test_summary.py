@@ -61,7 +61,7 @@ def test_intervals_cover_the_truth() -> None:
             assert mean.low is not None
             assert mean.high is not None
             covered[k] += mean.low <= truth <= mean.high
-    assert (covered >= 105).all(), covered  # of 120, where 114 are promised
+    assert (covered >= 105).all(), covered  # of 120, where 114 are expected
 
 
 def test_one_trial_has_no_interval_and_a_free_rollback_no_reduction() -> None:

@@ -43,7 +43,7 @@ def same(a: Any, b: Any) -> bool:
 def through(obj: object) -> object:
     text, tensors = encode(obj)
     assert text.isascii()
-    # What a store does with them: text in a header, bytes in a file.
+    # A store's treatment of them: text in a header, bytes in a file.
     stored = {name: RawTensor(t.dtype, t.shape, memoryview(bytes(t.data))) for name, t in tensors.items()}
     return decode(json.loads(json.dumps(text)), stored)
 

@@ -137,7 +137,7 @@ def test_shards_depend_on_ids_only() -> None:
 
 
 def test_shards_never_change() -> None:
-    # Stores keep the seed and not the assignment: these values must stay what they are.
+    # Stores keep the seed but not the assignment: these values must never change.
     assert rows(16).shards(4, 0).tolist() == [3, 1, 0, 3, 0, 1, 0, 3, 0, 3, 1, 2, 2, 2, 2, 1]
     assert rows(16).shards(4, 1).tolist() == [3, 1, 1, 3, 0, 2, 1, 0, 1, 3, 2, 2, 3, 0, 0, 2]
     assert rows(5).shards(8, 7).tolist() == [1, 0, 4, 3, 2]

@@ -62,7 +62,7 @@ def test_a_listing_that_lacks_a_record_and_has_the_next(
 
     listing(monkeypatch, "shards/0/log", lacking)
     assert [record.seq for record in store.records(0)] == list(range(6))
-    listing(monkeypatch, "shards/0/log", lacking, number=2)  # the first one is for the progress shown
+    listing(monkeypatch, "shards/0/log", lacking, number=2)  # the first listing is for the progress display
     assert verify(store, read_data=True).problems == []
 
 

@@ -94,7 +94,7 @@ def test_killed_at_every_call_of_a_writers_life(memory_path: Path, layout: Layou
         contents = _contents(Store.open(run))
         assert contents in allowed, f"call {k}"
         seen.add(allowed.index(contents))
-        # The next writer works, whatever was left behind.
+        # The next writer works, whatever files are left.
         if k % 7 == 0 or not os.WIFSIGNALED(status):
             _work(store, layout, changed)
             found, versions, seals, extras = _contents(store)
@@ -183,7 +183,7 @@ def test_every_failing_call_of_a_commit_leaves_the_last_state(
             assert after == (new if in_doubt else expected)
             if not in_doubt:
                 assert verify(store, read_data=False).orphans == []
-            # The next commit works, and what was in doubt is settled.
+            # The next commit works, and settles what was in doubt.
             writer.commit(0, part, data, step=k)
             expected = new
             assert summary(store.state(0)) == summary(writer.states[0])
@@ -230,7 +230,7 @@ def test_a_full_disk(full_disk: Path, layout: Layout, data: Data) -> None:
         state = Store.open(store.url).state(0)
         assert state.step == step - 1 > 2
         assert read_all(store, state) == (data.all(every.tolist()), {})
-        # With space again the same writer goes on.
+        # With space available the same writer continues.
         oldest = min(store.root.glob("shards/0/index/*"))
         ballast = sorted(store.root.glob("shards/0/seg/*"), key=lambda p: p.stat().st_mtime_ns)[1:4]
         oldest.unlink()

@@ -105,7 +105,7 @@ def test_killed_at_calls_of_compaction_collection_and_snapshots(
             if "old" in names:
                 assert _state(reopened, shard, old.seqs[shard]) == named[shard], f"call {k}"
         if k % 10 < every or not os.WIFSIGNALED(status):
-            # The next writer finishes what was begun: no garbage stays for ever.
+            # The next writer finishes the collection: no garbage stays forever.
             with open_writer(reopened, layout=layout, shard_of=layout.shards(2, 0)) as writer:
                 Collector(writer, ratio=1.2, floor=0).collect()
             report = verify(reopened, read_data=True)

@@ -81,7 +81,7 @@ def test_damaged_data_are_named_and_the_others_read(tiny: tuple[Store, Layout, D
         report = verify(store, read_data=True)
         assert [(p.file, p.partition) for p in report.problems] == [(str(path), layout.name(i))]
         assert report.damaged_partitions == 1
-        assert verify(store, read_data=False).intact  # only what it says it reads
+        assert verify(store, read_data=False).intact  # only the part that it claims to read
         _flip(path, byte)
 
 

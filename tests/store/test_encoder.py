@@ -291,7 +291,7 @@ def test_data_of_another_encoding_than_the_records_are_not_decoded(
     again = Store.open(store.root)
     found, bad = read_all(again, again.state(0))
     exact = [i for i in ids.tolist() if data.layout.groups[place(data.layout, i)[0]].kind == "buffer"]
-    for i, copy in found.items():  # only what both encodings store alike
+    for i, copy in found.items():  # only tensors that both encodings store alike
         assert copy == data.decoded(i, "exact")
     assert set(exact) <= found.keys()
     assert len(bad) > 50

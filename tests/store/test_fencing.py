@@ -85,7 +85,7 @@ def test_a_zombie_finds_its_next_number_free(url: str, layout: Layout) -> None:
     go_on(newer, data)
     expected = data.all(ids.tolist())
     assert zombie.states[0].seq + 1 not in newer.store.log(0).numbers()
-    # What it saved itself is garbage to it, and some of it is what the newer writer goes on from.
+    # Its own copies are garbage to it, and the newer writer continues from some of them.
     with pytest.raises(Fenced, match="a newer writer has taken over"):
         zombie.commit(0, ids[5:], Data(layout, 1), step=50)
     for attempt in (lambda: Collector(zombie, floor=0).collect(), lambda: zombie.roll_back({0: 1})):
@@ -94,7 +94,7 @@ def test_a_zombie_finds_its_next_number_free(url: str, layout: Layout) -> None:
     check(url, expected)
     go_on(newer, data)
     check(url, data.all(ids.tolist()))
-    assert verify(newer.store, read_data=True).orphans == []  # also what the zombie left is gone
+    assert verify(newer.store, read_data=True).orphans == []  # the stopped writer's files are gone too
 
 
 @pytest.mark.parametrize("old", [0, 1])

@@ -140,7 +140,8 @@ class SpaceMachine(RuleBasedStateMachine):
             with pytest.raises(UsageError, match="no snapshot"):
                 delete_snapshot(self.store, name)
 
-    # Whether there is a snapshot may depend on the sizes of files with times in them: nothing is drawn from the model.
+    # Whether there is a snapshot may depend on the sizes of files with times in them: so draw nothing from
+    # the model.
     @rule(pick=st.integers(0, 11))
     def roll_back(self, pick: int) -> None:
         """Roll back to the newest sealed set or to a snapshot, also one of abandoned steps."""
@@ -148,7 +149,7 @@ class SpaceMachine(RuleBasedStateMachine):
         sealed, copies = kept[pick % len(kept)]
         self.writer.roll_back(sealed.seqs)
         self.model.copies = [dict(of) for of in copies]
-        # What was sealed after it is not a sealed set of this history any more.
+        # A set sealed after it no longer belongs to this history.
         self.model.sealed = {
             key: found
             for key, found in self.model.sealed.items()
@@ -248,8 +249,8 @@ def test_a_reader_of_the_past_takes_no_newer_copy(grown: Store, layout: Layout, 
         collector.collect()
     found, bad = read_all(grown, past)
     assert set(found) | set(bad) == set(range(layout.partitions))
-    assert bad  # gone for ever, and not replaced by what is newer
-    # The newest state goes on with newer copies where the old ones are gone, and says so.
+    assert bad  # permanently gone, and not replaced by newer copies
+    # Where old copies are gone, the newest state has newer ones, and says so.
     found, bad = read_all(grown, now)
     new = data.all(range(layout.partitions))
     assert bad == {}
@@ -336,7 +337,7 @@ def test_files_that_are_no_snapshots_are_refused(grown: Store, layout: Layout) -
         path.write_bytes(bad)
         with pytest.raises(Corruption):
             read_snapshot(grown, "ok")
-        # Nobody knows what it keeps: nothing is collected.
+        # It is unknown what it keeps, so nothing is collected.
         collector = _collector(grown, layout)
         with pytest.raises(Corruption):
             collector.collect()

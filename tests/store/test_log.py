@@ -79,7 +79,7 @@ class LogMachine(RuleBasedStateMachine):
         self.data.change(ids.tolist(), self.seed)
         record = self.writer.commit(shard, ids, self.data, step=self.step, sealed=sealed, extras=extras)
         state = self.writer.states[shard]
-        # Else an index should have been written.
+        # Otherwise an index should have been written.
         assert 2 * state.unindexed < len(state.ids) or state.unindexed_records < INDEX_LEAST
         version = pack(self.writer.epoch, self.step)
         model.copies.update({i: (version, self.data.partition(i)) for i in ids.tolist()})
@@ -372,7 +372,7 @@ def test_members_may_change_when_the_store_is_opened(store: Store, layout: Layou
         live = {s: summary(writer.states[s]) for s in (0, 1)}
     assert {s: summary(store.state(s)) for s in (0, 1)} == live
     assert read_all(store, store.state(0)) == (data.all(range(10)), {})
-    # A shard that nobody owns any more keeps its members, and gets the new epoch.
+    # A shard without an owner keeps its members, and gets the new epoch.
     with open_writer(store, layout=layout, shard_of=np.zeros(layout.partitions, np.int32)) as writer:
         assert writer.states[1].epoch == 3
         assert len(writer.states[1].ids) == layout.partitions - 10

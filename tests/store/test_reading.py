@@ -142,7 +142,7 @@ def test_no_more_is_read_than_is_lost(
     heads = sum(ref.head for state in states.values() for ref in state.segments)
     read = counted.of("log") + counted.of("index") + counted.of("seg") - log
     assert read <= 1.1 * layout.partition_bytes[ids].sum() + heads
-    # What says where they are is read once: records, and the newest index or the lists of partitions.
+    # Their places are read once: records, and the newest index or the lists of partitions.
     assert log <= sum(size for s in shards for _, size in store.blobs.files(f"shards/{s}/log")) + sum(
         size for s in shards for _, size in store.blobs.files(f"shards/{s}/index")
     ) + sum(ref.nbytes - ref.tail for state in states.values() for ref in state.segments)

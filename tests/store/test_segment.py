@@ -207,7 +207,7 @@ def test_a_source_of_the_wrong_length_is_refused(store: Store, writer: StoreWrit
     for source in (short, strided):
         with pytest.raises(UsageError, match="emb"):
             writer.commit(0, np.array([0, 1]), source, step=0)
-    assert len(list(store.root.glob("shards/0/seg/*"))) == 1  # the members; nothing left of the attempts
+    assert len(list(store.root.glob("shards/0/seg/*"))) == 1  # the members; no files of the attempts are left
     writer.commit(0, np.array([0, 1]), data, step=0)
 
 

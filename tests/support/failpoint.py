@@ -91,7 +91,7 @@ class Mortal(Fault):
 
 def in_child(work: Callable[[], None]) -> int:
     """Run `work` in a forked child; return its wait status."""
-    gc.freeze()  # the child shares our memory: its collector need not touch it
+    gc.freeze()  # the child shares this process's memory, so its collector should not touch it
     pid = os.fork()
     if pid == 0:
         status = 1

@@ -19,7 +19,7 @@ from scarctl.store.backends.local_files import os_error
 OPERATIONS = ("writer", "write", "commit", "create_exclusive")
 """The operations of a commit, in this order; `write` several times."""
 OTHERS = (
-    "created",  # done, and then it is not known whether it is durable
+    "created",  # it is done, but whether it is durable is unknown
     "settle",
     "delete",
     "read",

@@ -94,7 +94,7 @@ class Program:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            # Until it is asked for, its number may have become another process's: no later than it is told of.
+            # The id is kept until the end was reported: until then no other process can get it.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
@@ -191,7 +191,7 @@ class _Server:
             return False
         with self._listening:
             if not select.select([self._socket], [], [], 0.0)[0]:
-                return True  # another thread has taken it in
+                return True  # another thread has read it
             data = self._socket.recv(1 << 16)
             assert data, "the server of forks has died"
             *lines, self._rest = (self._rest + data).split(b"\n")

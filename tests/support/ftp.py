@@ -36,7 +36,7 @@ def ftp_server(root: Path, port: int = 0) -> Iterator[tuple[str, subprocess.Pope
 
 def main(root: str, port: int) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the event loop that newer Pythons left to a package
+        warnings.simplefilter("ignore")  # from the event loop that newer Pythons moved to a package
         from pyftpdlib.authorizers import DummyAuthorizer
         from pyftpdlib.handlers import FTPHandler
         from pyftpdlib.servers import FTPServer

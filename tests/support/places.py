@@ -115,7 +115,7 @@ def one_request_at_a_time(app: WSGIApplication) -> WSGIApplication:
     def serve(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         length = environ.get("CONTENT_LENGTH")
         if length or environ.get("wsgi.input_terminated"):  # the latter: sent in chunks
-            # A client that stalls or goes away halfway keeps nobody waiting; the application sees how much came.
+            # A client that stalls or leaves halfway delays no other; the application sees how much arrived.
             environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(int(length) if length else -1))
         with serving:
             return app(environ, start_response)

@@ -75,7 +75,7 @@ class RankStore:
         first = 1 + max([*used, *(newest.shards if newest else ())], default=-1)
         shards = tuple(range(first, first + world))
         if newest is not None and newest.world == world:
-            shards = newest.shards  # a job that has come back
+            shards = newest.shards  # a job that has restarted
         records = [self.store.log(shard).newest() for shard in used]
         known = [*topology_epochs(self.store), *(record.epoch for record in records if record)]
         self.topology = Topology(1 + max(known, default=0), shards, f"{world:064x}")

@@ -78,7 +78,7 @@ def main() -> None:
     start = session.resume().step
     if start:
         assert torn_rows(model, optimizer) == []
-        # Go on from whole numbers: from here on every value is its step again.
+        # Continue from whole numbers: from here on every value is its step again.
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(start)

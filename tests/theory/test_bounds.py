@@ -64,7 +64,7 @@ class TestReworkBound:
     def test_it_is_tight_on_the_adversarial_sequence(
         self, c: float, x0: float, perturbations: dict[int, float]
     ) -> None:
-        # Far enough that ε is not reached before the last perturbation, as the theorem supposes.
+        # Far enough that ε is not reached before the last perturbation, as the theorem assumes.
         epsilon = x0 * c**40
         cost = iterations(c, x0, perturbations, epsilon) - iterations(c, x0, {}, epsilon)
         bound = rework_bound(c, x0, perturbations)
@@ -200,7 +200,7 @@ class TestSgd:
                     return k
                 if perturbed and k == at:
                     x = x + kick
-                rate = 1 / (k + 2)  # (1 - rate/2)² <= 1 - rate + rate²/4: the recursion with room to spare
+                rate = 1 / (k + 2)  # (1 - rate/2)² <= 1 - rate + rate²/4: more than the recursion needs
                 x = (1 - rate) * x + rate * rng.normal(0, 1, runs)
             raise AssertionError("does not converge")
 

@@ -45,7 +45,7 @@ def test_intervals_cover_the_truth(correlated: bool) -> None:
         covered["increments"] += increments.c_interval[0] <= c <= increments.c_interval[1]
         assert increments.x0_interval is not None
         covered["distance"] += increments.x0_interval[0] <= x0 <= increments.x0_interval[1]
-    assert min(covered.values()) >= 180, covered  # of 200, where 190 are promised
+    assert min(covered.values()) >= 180, covered  # of 200, where 190 are expected
 
 
 @pytest.mark.parametrize(

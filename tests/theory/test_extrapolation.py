@@ -161,7 +161,7 @@ class TestTrend:
         run.tensors[0][0] += 0.5
         run.checkpoint(25, [0, 1])
         count, _, dy, dd, _ = run.trend.fits.to_array()[:, 0]
-        # Half a gap later, half of the way: the guess is right.
+        # Half a gap later the parameter has moved half of the way: the guess is right.
         assert (count, dy, dd) == (1, 1, 1)
         run.tensors[0][0] += 0.5
         run.trend.look(run.tensors, 30)

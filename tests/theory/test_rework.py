@@ -47,7 +47,7 @@ def test_of_a_run_that_goes_straight_it_is_the_truth(share: float) -> None:
         assert found.low <= truth * 1.001
         assert truth * 0.999 <= found.high
     assert by_age.iterations == pytest.approx(age, rel=1e-3) if share == 1 else by_age.iterations < age
-    # What was measured a while ago has grown since.
+    # The measured perturbation has grown since.
     before = np.linalg.norm((then - x * c ** (steps - 4))[lost])
     later = outlook.of_perturbation(float(before), share, since=4)
     assert later.iterations == pytest.approx(truth, rel=1e-3)

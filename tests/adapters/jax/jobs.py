@@ -24,7 +24,7 @@ def main(folder: Path) -> None:
             state = models.step(state, models.batch(number), jnp.float32(1.0))
             if number == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
-                while True:  # this step takes longer than the process lives
+                while True:  # this step takes longer than the process lasts
                     signal.pause()
             state = session.step(state)
 

@@ -77,7 +77,7 @@ class TreeTraining(Training):
 
     def extras(self) -> Mapping[str, Any]:
         whole = {name: array for name, array in self._arrays().items() if _is_whole(name)}
-        # A count begins as a number of Python, and is an array from the first step on.
+        # A count is at first a Python number, and an array from the first step on.
         return {"position": self.position, **{name: array.tolist() for name, array in whole.items()}}
 
 

@@ -189,7 +189,7 @@ def test_another_tree_is_refused_and_the_run_can_continue(tmp_path: Path) -> Non
     ],
 )
 def test_trees_that_cannot_be_saved(tmp_path: Path, state: Any, message: str | None) -> None:
-    if message is None:  # four bits: small ones are saved whole
+    if message is None:  # values of four bits are saved completely
         state["params"]["w"] = jnp.ones(5000, jnp.int4)
         message = "int4"
     with pytest.raises(UsageError, match=message):

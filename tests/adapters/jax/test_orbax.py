@@ -17,7 +17,7 @@ from scarctl_adapters.jax.orbax import to_orbax
 from tests.adapters.jax import models
 from tests.adapters.jax.test_loop import options, same, train
 
-# Of Orbax's and its libraries' own.
+# Warnings of Orbax and its libraries.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

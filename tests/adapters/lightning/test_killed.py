@@ -58,7 +58,7 @@ def test_what_lightning_does_with_a_signal_it_still_does(signum: int, tmp_path: 
     with Forked(train) as child:
         if signum == signal.SIGTERM:
             child.expect("SIGTERMException", 60)
-        # Interrupted, Lightning 2.2 returns from fit, and later ones exit.
+        # After an interrupt Lightning 2.2 returns from fit, and later versions exit.
         assert child.wait(60) in ([1] if signum == signal.SIGTERM else [0, 1])
     whole, trainer = fit(Net, None)
     expected = outcome(whole, trainer)

@@ -96,7 +96,7 @@ def main(folder: str) -> None:
         watching.wait()
     lines = {rank: (Path(folder) / f"told-{rank}.jsonl").read_text().splitlines() for rank in (0, 1)}
     found = {rank: [json.loads(line) for line in told] for rank, told in lines.items()}
-    # In this order: a driver whose cluster goes first ends with an error.
+    # In this order: if the cluster ended first, the driver would end with an error.
     ray.shutdown()
     cluster.shutdown()
     sys.stdout.write("FOUND " + json.dumps(found) + "\n")

@@ -55,7 +55,7 @@ def test_a_step_touches_the_rows_that_it_changes(fused: str) -> None:
             model(models.batch(10 * step + number)).square().sum().backward()
         optimizer.step()
         if not step:
-            continue  # nobody had asked yet
+            continue  # rows were not requested before
         for name, table in tables.items():
             changed = (table != before[name]).any(1)
             touched = torch.zeros_like(changed)

@@ -55,7 +55,7 @@ class TrainerTraining(Training):
         torch.manual_seed(3)
         self.model = Drawing(variant)
         args = TrainingArguments(
-            output_dir=tempfile.gettempdir(),  # nothing is written there
+            output_dir=tempfile.gettempdir(),  # no files are written there
             max_steps=100,
             per_device_train_batch_size=4,
             gradient_accumulation_steps=3 if variant == "accumulation" else 1,

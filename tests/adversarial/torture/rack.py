@@ -103,7 +103,7 @@ class Rack:
         end = time.monotonic() + PATIENCE
         while not happens():
             if time.monotonic() > end:
-                self.signal("trainer", signal.SIGUSR2)  # it writes where it is
+                self.signal("trainer", signal.SIGUSR2)  # its arena is in this folder
                 time.sleep(0.2)
                 raise Failed(f"waited {PATIENCE:.0f} s in vain: {what}")
             time.sleep(0.01)
@@ -139,7 +139,7 @@ class Rack:
             self.ensure_trainer()
         settles = event.settle and event.kind in ("kill trainer", "terminate trainer")
         if settles:
-            self.check_goes_on()  # the daemon is there and in charge
+            self.check_goes_on()  # the daemon runs and serves the trainer
         self.act(event)
         if event.kind.startswith(
             ("kill trainer", "kill both", "terminate trainer", "terminate both", "reboot")
@@ -245,7 +245,7 @@ class Rack:
         steps = stored_steps(store, handed.size)
         arena = Arena.share(arena_folder(str(self.arenas), store.run_id), run_id=store.run_id)
         store.close()
-        # What is sealed is copied over copies that still wait: some may have been torn by the kill.
+        # A seal is copied over copies that still wait: the kill may have torn some.
         whole = arena.intact() if arena is not None else True
         behind = (steps < handed) & whole
         if behind.any():
@@ -260,7 +260,7 @@ class Rack:
             if self.trainer_ended():
                 self.check_gave_up()
                 self.ensure_trainer()
-            # A rollback may take it back: then the mark is there.
+            # A rollback may remove it: then the mark exists.
             return bool(self.witness.acknowledged.max() > min(seen, self.witness.step - 1))
 
         self.wait_for("progress after the event to become durable", further)

@@ -187,7 +187,7 @@ class Trainer:
 def run(episode: Episode, store: Path, log: int, aliases: Aliases, seed: str) -> int:
     """Run the whole life of the process; return its exit status."""
     torch.set_num_threads(1)
-    faulthandler.register(signal.SIGUSR2)  # where it hangs, if it does
+    faulthandler.register(signal.SIGUSR2)  # prints where it hangs, if it does
     try:
         Trainer(episode, store, log, aliases).train(seed)
     except Unavailable as error:

@@ -67,7 +67,7 @@ class Witness:
             self.step = message["step"]
             self.acknowledged = np.maximum(self.acknowledged, step_of(np.array(message["durable"])))
         elif "handed" in message:
-            if not self.goes_back:  # else it may be forgotten at once
+            if not self.goes_back:  # otherwise it may be forgotten at once
                 self.handed[message["ids"]] = message["handed"]
         elif "sealed" in message:
             self.sealed = self.least = message["sealed"]

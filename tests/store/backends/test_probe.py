@@ -67,7 +67,7 @@ def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     import fsspec
 
     fsspec.register_implementation(request.param.protocol, request.param, clobber=True)
-    # Its threads do not take turns, and it counts as one that sends a condition: what is left is what is tried.
+    # Its threads do not take turns, and it counts as sending a condition: only the trial remains.
     monkeypatch.setattr(client, "_create_lock", NoLock())
     monkeypatch.setattr(Aside, "start", lambda aside, call: _at_once(call))
     known = exclusive.CONDITIONAL | {(__name__, request.param.__qualname__)}

@@ -56,7 +56,7 @@ def blobs(place: Place) -> Blobs:
 
 def blobs_of(place: Place) -> Blobs:
     blobs = blobs_at(Address.parse(place.url, place.options))
-    blobs.has("a/x")  # making a client takes longer than some deadline here
+    blobs.has("a/x")  # making a client takes longer than some deadlines here
     return blobs
 
 

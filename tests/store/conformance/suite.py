@@ -183,7 +183,7 @@ class BlobsConformance:
         with pytest.raises(FileExistsError):
             blobs.settle("a/x", b"more than mine")
         there = blobs.settle("a/none", b"mine")
-        assert blobs.has("a/none") == there  # either way it is certain from now on
+        assert blobs.has("a/none") == there  # in either case it is certain from now on
         assert not there or place.raw.get("a/none") == b"mine"
         assert not there or blobs.settle("a/none", b"mine")
 
