@@ -126,6 +126,12 @@ def daemon_folder(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     (folder / protocol.SOCKET).unlink(missing_ok=True)
 
 
+@pytest.fixture
+def soon_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write indexes after a few commits, so that faults affect them, too."""
+    monkeypatch.setattr("scarctl.store.writer.INDEX_LEAST", 1)
+
+
 @pytest.fixture(scope="module")
 def warm_torch(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Import torch's modules of the first step here, once, and not in every forked child."""

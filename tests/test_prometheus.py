@@ -17,7 +17,8 @@ import yaml
 
 from scarctl.arena.folder import host_folder
 from scarctl.daemon import client
-from tests.daemon.trainer import Trainer, status, stop, wait_until
+from tests.daemon.trainer import Trainer, status, stop
+from tests.support.waiting import wait_until
 
 DOCS = Path(__file__).parent.parent / "docs" / "monitoring"
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")

@@ -18,6 +18,7 @@ from scarctl_adapters.accelerate import attach_and_resume
 from tests.adapters.accelerate_runs import EXACT, Loop, forget_accelerators, go
 from tests.adapters.launched import check_ranks, torchrun
 from tests.support.process import Forked
+from tests.support.training import differing
 
 # A resumed process may begin by stepping a schedule at the end of an epoch.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step:UserWarning")
@@ -33,11 +34,6 @@ def alone() -> Iterator[None]:
 def whole() -> dict[str, torch.Tensor]:
     """Return the run without scarctl."""
     return go(Path())[0]
-
-
-def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    assert a.keys() == b.keys()
-    return [name for name in a if not torch.equal(a[name], b[name])]
 
 
 def ended_at(folder: Path, step: int, signum: int) -> None:

@@ -193,11 +193,6 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     return state
 
 
-def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    assert a.keys() == b.keys()
-    return [name for name in a if not torch.equal(a[name], b[name])]
-
-
 def log_of(trainer: Trainer) -> list[dict[str, float]]:
     """Return the log without entries that depend on time, or on where the mean of the losses began."""
     left_out = {"loss", "train_loss", "train_runtime", "eval_runtime"}

@@ -7,10 +7,11 @@ the loss of as many hosts as the answer is good for.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from tests.adversarial.search import Broken, Result, search
 
 Copies = tuple[int, int]
 NOTHING: Copies = (0, 0)
@@ -88,10 +89,6 @@ MUTANTS = {
     "a mark overtakes the copies": "next, and one host is lost",
 }
 """Rules left out, and the scenario that shows the consequence."""
-
-
-class Broken(Exception):
-    """An acknowledged copy is lost."""
 
 
 class Model:
@@ -227,25 +224,12 @@ def check(world: World) -> None:
         raise Broken(f"step {world.promised} was acknowledged, and the hosts that are left have {found}")
 
 
-def explore(scenario: Scenario, mutant: str = "") -> tuple[int, str, tuple[str, ...]]:
-    """Return the number of states, the violation ("" if there is none), and the shortest way to it."""
+def explore(scenario: Scenario, mutant: str = "") -> Result:
+    """Return the number of reachable states, or the shortest way to a broken one."""
     model = Model(scenario, mutant)
-    start = model.begin()
-    seen: dict[World, tuple[World | None, str]] = {start: (None, "")}
-    waiting = deque([start])
-    while waiting:
-        world = waiting.popleft()
-        try:
-            check(world)
-        except Broken as error:
-            trace: list[str] = []
-            at: World | None = world
-            while at is not None:
-                at, what = seen[at]
-                trace.append(what)
-            return len(seen), str(error), tuple(reversed(trace[:-1]))
-        for what, after in model.steps(world):
-            if after not in seen:
-                seen[after] = (world, what)
-                waiting.append(after)
-    return len(seen), "", ()
+
+    def following(world: World) -> Iterator[tuple[str, World]]:
+        check(world)
+        return model.steps(world)
+
+    return search(model.begin(), following)

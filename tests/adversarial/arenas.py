@@ -9,10 +9,11 @@ Whose memory is still that of a store is told here by what happened, and by the 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from tests.adversarial.search import Broken, Result, search
 
 Content = tuple[str, ...]
 """The steps from which a state has come."""
@@ -130,10 +131,6 @@ MUTANTS = {
     "a process that opens again does not look": "gone on elsewhere",
 }
 """Rules left out, and the scenario that shows the consequence."""
-
-
-class Broken(Exception):
-    """An invariant does not hold."""
 
 
 class Model:
@@ -330,33 +327,7 @@ def _extends(content: Content, other: Content) -> bool:
     return content[: len(other)] == other
 
 
-@dataclass
-class Result:
-    states: int
-    steps: int
-    broken: str = ""
-    trace: tuple[str, ...] = ()
-
-
 def explore(scenario: Scenario, mutant: str = "") -> Result:
     """Return the number of reachable states, or the shortest way to a broken one."""
     model = Model(mutant)
-    start = model.begin(scenario)
-    seen: dict[World, tuple[World | None, str]] = {start: (None, "")}
-    waiting, steps = deque([start]), 0
-    while waiting:
-        world = waiting.popleft()
-        try:
-            for what, following in model.steps(world):
-                steps += 1
-                if following not in seen:
-                    seen[following] = (world, what)
-                    waiting.append(following)
-        except Broken as error:
-            trace = []
-            at: World | None = world
-            while at is not None:
-                at, what = seen[at]
-                trace.append(what)
-            return Result(len(seen), steps, str(error), tuple(reversed(trace[:-1])))
-    return Result(len(seen), steps)
+    return search(model.begin(scenario), model.steps)

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from tests.adversarial.protocol_files import Broken, Files, Rec, Segment, has_way
+from tests.adversarial.protocol_files import Files, Rec, Segment, has_way
+from tests.adversarial.search import Broken
 
 
 class Process(NamedTuple):

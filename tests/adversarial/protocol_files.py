@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tests.adversarial.search import Broken
+
 Segment = tuple[int, str, int]
 """Epoch, writer, number."""
 Uid = tuple[str, int]
@@ -49,10 +51,6 @@ class Files(NamedTuple):
     """Requests to create a record whose sender has given up waiting: each arrives later, or never."""
     acknowledged: frozenset[tuple[int, Uid]] = frozenset()
     promised: frozenset[tuple[str, int]] = frozenset()
-
-
-class Broken(Exception):
-    """An invariant does not hold."""
 
 
 def check(files: Files) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from tests.adversarial.search import Broken
 
 Version = tuple[int, int]
 NONE: Version = (0, 0)
@@ -79,18 +80,6 @@ class World(NamedTuple):
 
 
 Step = tuple[str, World]
-
-
-@dataclass
-class Result:
-    states: int
-    steps: int
-    broken: str = ""
-    trace: tuple[str, ...] = ()
-
-
-class Broken(Exception):
-    """An invariant does not hold."""
 
 
 def comes(world: World, host: str) -> bool:

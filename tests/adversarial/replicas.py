@@ -9,7 +9,6 @@ Which arenas are of the store's line is left to `tests.adversarial.arenas`: here
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,11 +17,9 @@ from tests.adversarial.replica_world import (
     MIXED,
     NONE,
     Arena,
-    Broken,
     Frame,
     Life,
     Link,
-    Result,
     Step,
     Version,
     World,
@@ -33,6 +30,7 @@ from tests.adversarial.replica_world import (
     with_arena,
     with_life,
 )
+from tests.adversarial.search import Broken, Result, search
 
 
 @dataclass(frozen=True)
@@ -435,24 +433,11 @@ class Model:
 
 def explore(scenario: Scenario, mutant: str = "") -> Result:
     """Return the number of reachable states, or the shortest way to a broken one."""
-    start = (model := Model(mutant)).begin(scenario)
-    seen: dict[World, tuple[World | None, str]] = {start: (None, "")}
-    waiting, steps = deque([start]), 0
-    while waiting:
-        world = waiting.popleft()
-        try:
-            following = list(model.steps(world))
-            check(world, following)
-            for what, after in following:
-                steps += 1
-                if after not in seen:
-                    seen[after] = (world, what)
-                    waiting.append(after)
-        except Broken as error:
-            trace = []
-            at: World | None = world
-            while at is not None:
-                at, what = seen[at]
-                trace.append(what)
-            return Result(len(seen), steps, str(error), tuple(reversed(trace[:-1])))
-    return Result(len(seen), steps)
+    model = Model(mutant)
+
+    def following(world: World) -> list[Step]:
+        steps = list(model.steps(world))
+        check(world, steps)
+        return steps
+
+    return search(model.begin(scenario), following)

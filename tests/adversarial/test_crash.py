@@ -6,14 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from scarctl.store import writer
 from tests.adversarial.crash import attack
 
-
-@pytest.fixture(autouse=True)
-def soon_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write indexes after a few commits, so that losses affect them, too."""
-    monkeypatch.setattr(writer, "INDEX_LEAST", 1)
+pytestmark = pytest.mark.usefixtures("soon_indexed")
 
 
 @pytest.mark.parametrize(

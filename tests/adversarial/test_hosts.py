@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 import scarctl
 from tests.adversarial import host_lives, hosts
 from tests.adversarial.host_lives import Plan, Violation
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -92,9 +92,7 @@ def _stop_and_go_on(store: Path, arenas: Path, pipe: int) -> None:
     assert session._engine is not None
     assert session._engine.saver.drain(20)
     os.kill(os.getpid(), signal.SIGSTOP)
-    deadline = time.monotonic() + 30
-    while session._engine.saver.failure is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: session._engine.saver.failure)
     for _ in range(3):
         step()
     failure = session._engine.saver.failure

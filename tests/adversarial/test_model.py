@@ -61,28 +61,32 @@ def test_each_of_the_six_rules_has_a_mutant() -> None:
 
 @pytest.mark.parametrize("scenario", acknowledged.SHORT, ids=[one.name for one in acknowledged.SHORT])
 def test_what_peers_acknowledge_survives(scenario: acknowledged.Scenario) -> None:
-    states, broken, trace = acknowledged.explore(scenario)
-    assert (broken, trace) == ("", ())
-    assert states > 500
+    result = acknowledged.explore(scenario)
+    assert (result.broken, result.trace) == ("", ())
+    assert result.states > 500
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("scenario", acknowledged.LONG, ids=[one.name for one in acknowledged.LONG])
 def test_what_peers_acknowledge_survives_in_longer_runs(scenario: acknowledged.Scenario) -> None:
-    assert acknowledged.explore(scenario)[1:] == ("", ())
+    result = acknowledged.explore(scenario)
+    assert (result.broken, result.trace) == ("", ())
 
 
 @pytest.mark.parametrize("mutant", acknowledged.MUTANTS)
 def test_every_rule_of_acknowledging_is_needed(mutant: str) -> None:
     known = {one.name: one for one in (*acknowledged.SHORT, *acknowledged.LONG)}
-    _, broken, trace = acknowledged.explore(known[acknowledged.MUTANTS[mutant]], mutant)
-    assert broken
-    assert 5 < len(trace) < 30
+    result = acknowledged.explore(known[acknowledged.MUTANTS[mutant]], mutant)
+    assert result.broken
+    assert 5 < len(result.trace) < 30
 
 
 def test_the_window_of_one_acknowledgement_is_two_hosts_at_once() -> None:
     """ "next" does not promise more, as docs/peers.md says."""
-    _, broken, trace = acknowledged.explore(acknowledged.WINDOW)
-    assert broken
-    assert [what for what in trace if what.endswith("is lost")] == ["the owner is lost", "host 0 is lost"]
+    result = acknowledged.explore(acknowledged.WINDOW)
+    assert result.broken
+    assert [what for what in result.trace if what.endswith("is lost")] == [
+        "the owner is lost",
+        "host 0 is lost",
+    ]

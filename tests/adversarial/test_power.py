@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scarctl.store import Store, delete_snapshot, snapshots, verify, writer
+from scarctl.store import Store, delete_snapshot, snapshots, verify
 from scarctl.store.snapshot import snapshot_names
 from tests.adversarial.disk import Disk, Loss, Recorder
 from tests.adversarial.power import History, Run, fail
@@ -29,10 +29,7 @@ NEEDED = (
 )
 
 
-@pytest.fixture(autouse=True)
-def soon_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write indexes after a few commits, so that losses affect them, too."""
-    monkeypatch.setattr(writer, "INDEX_LEAST", 1)
+pytestmark = pytest.mark.usefixtures("soon_indexed")
 
 
 @pytest.fixture

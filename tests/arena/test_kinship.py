@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 import uuid
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from scarctl.store import Store, open_writer, sealed_sets
 from scarctl.store.prune import Retention, plan_prune, prune
 from tests.daemon.rig import fill, small_layout
 from tests.daemon.trainer import Trainer
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.leaves_arena
 LAYOUT = small_layout()
@@ -288,9 +288,7 @@ def test_a_daemon_of_an_earlier_version_can_be_asked_and_stopped(
         earlier.setattr(client, "request", _speaking(protocol.EARLIER + 1))
         assert client.question(folder, "status", patience=5)["runs"] == []  # type: ignore[index]
         client.question(folder, "stop", patience=5)
-        deadline = time.monotonic() + 10
-        while client.question(folder, "status", patience=5) is not None:
-            assert time.monotonic() < deadline
+        wait_until(lambda: client.question(folder, "status", patience=5) is None)
 
 
 def _speaking(version: int) -> object:

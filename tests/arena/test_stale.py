@@ -22,7 +22,8 @@ from scarctl.daemon.server import Daemon
 from scarctl.errors import Contention
 from scarctl.state.version import pack
 from tests.daemon.rig import fill, small_layout
-from tests.daemon.trainer import stop, wait_until
+from tests.daemon.trainer import stop
+from tests.support.waiting import wait_until
 
 ID = "0123456789abcdef" * 2
 NO_PROCESS = 0x7FFFFFF0
@@ -207,10 +208,7 @@ def test_a_daemon_that_runs_on_tidies_up_now_and_then(
         client.ask(folder, "hold", seconds=60)
         for _ in range(2):
             old = left(arena_dir, age=2 * DAY)
-            deadline = time.monotonic() + 10
-            while old.exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert not old.exists()
+            wait_until(lambda gone=old: not gone.exists())  # type: ignore[misc]
     finally:
         daemon.terminate()
         serving.join()
@@ -240,9 +238,7 @@ def test_looking_does_not_keep_the_daemon_from_answering(
 def test_the_daemon_tidies_up_when_it_starts(arena_dir: Path) -> None:
     old, young = left(arena_dir, "a" * 32, age=2 * DAY), left(arena_dir, "b" * 32)
     subprocess.run([sys.executable, "-m", "scarctl.daemon", str(old.parent)], check=True)
-    deadline = time.monotonic() + 10
-    while old.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert (old.exists(), young.exists()) == (False, True)
+    wait_until(lambda: not old.exists())
+    assert young.exists()
     stop(old.parent)
     (young / "arena").unlink()

@@ -24,7 +24,8 @@ from scarctl.ops import live
 from scarctl.store import Store
 from scarctl.store.snapshot import SealedSet, Snapshot
 from tests.cli.conftest import Run
-from tests.daemon.trainer import Trainer, assert_sound, status, wait_until
+from tests.daemon.trainer import Trainer, assert_sound, status
+from tests.support.waiting import wait_until
 
 
 def test_start_status_stop(run: Run, folder: Path) -> None:

@@ -20,7 +20,8 @@ from scarctl.state.version import step_of
 from scarctl.store import Store
 from tests.cli.conftest import Run
 from tests.cli.running import Running
-from tests.daemon.trainer import Trainer, assert_sound, idle, status, wait_until
+from tests.daemon.trainer import Trainer, assert_sound, idle, status
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 # -- the command -------------------------------------------------------------------------------------------------

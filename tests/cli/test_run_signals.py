@@ -18,7 +18,8 @@ import pytest
 from scarctl.cli.run import _Forwarding
 from scarctl.daemon.__main__ import LOCK
 from tests.cli.running import Running
-from tests.daemon.trainer import stop, wait_until
+from tests.daemon.trainer import stop
+from tests.support.waiting import wait_until
 
 HEARS = """
 import signal, sys

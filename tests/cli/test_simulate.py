@@ -19,6 +19,7 @@ from scarctl.simulate import workers
 from scarctl.simulate.study import Study
 from tests.cli.conftest import Done, Run
 from tests.support.forkserver import Program
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -228,10 +229,7 @@ def test_an_interrupted_study_leaves_no_process(tmp_path: Path) -> None:
     process = subprocess.Popen(
         command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "marks").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until((tmp_path / "marks").exists)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGINT

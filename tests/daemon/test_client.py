@@ -16,19 +16,14 @@ from scarctl.daemon import client, protocol, saver
 from scarctl.daemon.saver import DaemonSaver
 from scarctl.errors import Contention, Fenced, ScarError, Unavailable
 from scarctl.store import Store
-from tests.daemon.trainer import Trainer, assert_sound, status, wait_until
+from tests.daemon.trainer import Trainer, assert_sound, kill, status
+from tests.support.waiting import wait_until
 
 
 def daemon_of(folder: Path) -> int:
     found = status(folder)
     assert found is not None
     return int(found["pid"])
-
-
-def kill(folder: Path, number: signal.Signals = signal.SIGKILL) -> int:
-    pid = daemon_of(folder)
-    os.kill(pid, number)
-    return pid
 
 
 def test_after_a_kill_another_daemon_goes_on(folder: Path, arena_dir: Path, tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from scarctl.daemon.__main__ import LOCK, LOG
 from scarctl.errors import Unavailable
 from scarctl.state.version import step_of
 from scarctl.store import Store
-from tests.daemon.trainer import Trainer, assert_sound, idle, orphans, status, stop, wait_until, wide_layout
+from tests.daemon.trainer import Trainer, assert_sound, idle, orphans, status, stop, wide_layout
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 5.0

@@ -16,7 +16,8 @@ from scarctl.daemon import client, protocol
 from scarctl.daemon import server as server_module
 from scarctl.daemon.server import Daemon
 from scarctl.errors import AccessDenied, Unavailable
-from tests.daemon.trainer import Trainer, status, wait_until
+from tests.daemon.trainer import Trainer, status
+from tests.support.waiting import wait_until
 
 NO_PROCESS = 0x7FFFFFF0
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon.trainer import Trainer, status, wait_until
+from tests.daemon.trainer import Trainer, status
 from tests.support.certificates import Authority
+from tests.support.waiting import wait_until
 
 SECONDS = 30.0
 """Longest wait for a new daemon, on a busy machine."""

@@ -22,7 +22,8 @@ from scarctl.state.layout import build_layout
 from scarctl.state.version import pack
 from scarctl.store import Store, open_writer
 from scarctl.store.store import Part
-from tests.daemon.trainer import Trainer, assert_sound, orphans, status, stop, wait_until
+from tests.daemon.trainer import Trainer, assert_sound, orphans, status, stop
+from tests.support.waiting import wait_until
 
 NO_PROCESS = 0x7FFFFFF0
 

@@ -15,7 +15,8 @@ from scarctl.daemon import runs as runs_module
 from scarctl.daemon.server import Daemon
 from scarctl.errors import Contention
 from scarctl.state.layout import Layout, TensorSpec, build_layout
-from tests.daemon.trainer import Trainer, assert_sound, orphans, status, wait_until, wide_layout
+from tests.daemon.trainer import Trainer, assert_sound, orphans, status, wide_layout
+from tests.support.waiting import wait_until
 
 QUICK = 2.0
 """Seconds; a third of the time of the slow commits below."""

@@ -13,7 +13,8 @@ from scarctl.daemon.server import Daemon
 from scarctl.daemon.trouble import Trouble
 from scarctl.errors import AccessDenied, Unavailable
 from scarctl.persist.persister import Persister
-from tests.daemon.trainer import Trainer, status, wait_until
+from tests.daemon.trainer import Trainer, status
+from tests.support.waiting import wait_until
 
 
 def test_a_store_that_cannot_be_written_and_its_return_are_reported(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import uuid
@@ -30,6 +31,7 @@ from scarctl.store import Store, verify
 from scarctl.store.store import Part
 from scarctl.util.arrays import Ids
 from tests.daemon.rig import Rig, fill, small_layout
+from tests.support.waiting import wait_until
 
 
 def wide_layout(rows: int = 512) -> Layout:
@@ -140,13 +142,11 @@ def idle(folder: Path) -> bool:
     return not (status(folder) or {"runs": []})["runs"]
 
 
-def wait_until(condition: Any, seconds: float = 45.0) -> Any:
-    """Return the first true value of `condition()`; fail after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.01)
-    return value
+def kill(folder: Path, number: signal.Signals = signal.SIGKILL) -> int:
+    """Send a signal to the daemon, and return its process id."""
+    pid = int(client.ask(folder, "status")["pid"])
+    os.kill(pid, number)
+    return pid
 
 
 def stop(folder: Path) -> None:

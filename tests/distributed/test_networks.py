@@ -11,7 +11,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from tests.distributed.paced import END
 from tests.distributed.test_replicas import same
 from tests.support.networks import CONTROL, Networks, Unavailable, networks, outcome
 from tests.support.places import KEY, SECRET
+from tests.support.waiting import wait_until
 
 TRAIN = "tests.distributed.paced:train"
 HOMES, ELSEWHERE = ["east", "west", "north"], ["there", "west", "north"]
@@ -53,14 +54,6 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> Iter
 
 two_hosts = pytest.mark.parametrize("hosts", [2], indirect=True, ids=[""])
 three_hosts = pytest.mark.parametrize("hosts", [3], indirect=True, ids=[""])
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = PATIENCE) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.05)
-    return found
 
 
 def resume(hosts: Networks, folder: Path, kind: str, homes: list[str], **options: Any) -> list[Any]:

@@ -17,6 +17,7 @@ import pytest
 
 from tests.cli.test_evacuate import trains
 from tests.support.process import Forked
+from tests.support.stored import stored_steps
 
 pytestmark = [pytest.mark.usefixtures("warm_torch"), pytest.mark.leaves_arena]
 ROOT = Path(__file__).parents[2]
@@ -126,6 +127,4 @@ def test_kubernetes_sigterm_to_the_first_process_and_then_sigkill(tmp_path: Path
     first.send_signal(signal.SIGTERM)
     assert first.wait(100) == 128 + signal.SIGTERM
     first.stdout.close()
-    from tests.session.test_evacuate import stored_steps
-
     assert set(stored_steps(tmp_path / "store")) == {7}

@@ -21,7 +21,8 @@ from scarctl.peers.replica import Replica
 from scarctl.peers.sender import Candidate, Sender
 from scarctl.session.peers import check_wait
 from scarctl.store import Store
-from tests.peers.test_host import EVERYTHING, LAYOUT, RUN, SECRET, START, STORE, save, source, wait_until
+from tests.peers.test_host import EVERYTHING, LAYOUT, RUN, SECRET, START, STORE, save, source
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.leaves_arena
 

@@ -6,7 +6,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,13 @@ from scarctl.persist.thread import PersisterThread
 from scarctl.state.version import step_of
 from tests.persist.test_evacuation import RISING, ROW, ROWS, Slow
 from tests.support.relay import Relay
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.leaves_arena
 RUN = "ab" * 16 + "-0"
 START, SECRET = "11" * 16, secrets.token_bytes(SECRET_BYTES)
 SOME = 10
 """Number of partitions that pass before a link is cut."""
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.005)
 
 
 @pytest.fixture

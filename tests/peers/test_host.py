@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from scarctl.peers.link import State
 from scarctl.peers.sender import Candidate, Sender, Source
 from scarctl.state.version import pack
 from tests.daemon.rig import fill, small_layout
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.leaves_arena
 STORE = "ab" * 16 + "." + "cd" * 8
@@ -33,13 +33,6 @@ RUN = f"{STORE}-3"
 START, SECRET = "11" * 16, secrets.token_bytes(SECRET_BYTES)
 LAYOUT = small_layout()
 EVERYTHING = np.arange(LAYOUT.partitions)
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.005)
 
 
 @pytest.fixture

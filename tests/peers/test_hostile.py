@@ -27,8 +27,9 @@ from scarctl.peers.handshake import Hello, answer
 from scarctl.peers.host import Host
 from scarctl.peers.sender import Sender
 from scarctl.peers.tls import Tls
-from tests.peers.test_host import RUN, SECRET, START, STORE, arena, follow, replica, senders, wait_until, west
+from tests.peers.test_host import RUN, SECRET, START, STORE, arena, follow, replica, senders, west
 from tests.support.certificates import Authority
+from tests.support.waiting import wait_until
 
 __all__ = ["arena", "senders", "west"]
 pytestmark = pytest.mark.leaves_arena

@@ -22,6 +22,7 @@ from scarctl.persist.persister import adopt_orphans
 from scarctl.persist.thread import PersisterThread
 from scarctl.store import open_writer
 from tests.daemon.rig import Rig
+from tests.support.waiting import wait_until
 
 SOME = np.array([0, 3, 4, 11, 18])
 
@@ -51,11 +52,8 @@ def test_what_is_handed_over_becomes_durable(rig: Rig, thread: PersisterThread) 
 def test_what_waits_already_is_taken_without_a_word(rig: Rig) -> None:
     rig.save(rig.everything, 1, sealed=True)
     thread = PersisterThread(rig.persister, rig.queue)
-    deadline = time.monotonic() + 10
-    while rig.queue.numbers() and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_until(lambda: not rig.queue.numbers())
     thread.close()
-    assert rig.queue.numbers() == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)

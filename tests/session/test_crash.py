@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,24 @@ from scarctl.store import Store, verify
 from tests.daemon.trainer import stop
 from tests.support import stepper
 from tests.support.forkserver import Program
+from tests.support.stored import stored_steps
 
 pytestmark = pytest.mark.usefixtures("both_savers")
 
 
-def train_and_kill(store: Path, seconds: float, log: Path) -> tuple[int, np.ndarray]:
-    """Run the stepper, and kill it `seconds` after its first step; return its last reported step and
-    acknowledgements.
-    """
+def train_and_kill(
+    store: Path,
+    seconds: float,
+    log: Path,
+    ready: Callable[[list[dict[str, Any]]], bool] = lambda lines: len(lines) > 1,
+) -> tuple[int, np.ndarray]:
+    """Run the stepper, and kill it `seconds` after it is `ready`. Return its last step, and the acknowledged steps."""
     with log.open("wb") as output, log.with_suffix(".err").open("wb") as errors:
         command = ["-m", "tests.support.stepper", str(store), "1000000"]
         process = Program(command, stdout=output, stderr=errors)
     try:
-        deadline = time.monotonic() + 60
-        while len(told(log)) < 2 and process.poll() is None and time.monotonic() < deadline:
+        deadline = time.monotonic() + 120
+        while not ready(told(log)) and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(seconds)
     finally:
@@ -63,16 +68,6 @@ def kill_daemon(base: Path) -> None:
 
 def told(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_bytes().split(b"\n")[:-1]]
-
-
-def stored_steps(folder: Path) -> np.ndarray:
-    store = Store.open(str(folder))
-    states = [store.state(shard) for shard in store.shards()]
-    steps = np.zeros(sum(len(s.ids) for s in states), dtype=np.int64)
-    for state in states:
-        steps[state.ids] = step_of(state.version)
-    store.close()
-    return steps
 
 
 @pytest.mark.leaves_arena

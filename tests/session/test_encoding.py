@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import shutil
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,9 @@ from scarctl.state.encodings import ENCODINGS, ERROR_BOUND, Encoding
 from scarctl.state.version import step_of
 from scarctl.store import Store, StoreWriter, verify
 from scarctl.store.record import Record
-from tests.session.test_crash import kill_daemon
+from tests.session.test_crash import kill_daemon, train_and_kill
 from tests.store.helpers import read_all
 from tests.support import stepper
-from tests.support.forkserver import Program
 from tests.support.training import Loop, differing
 
 LOSSY: list[Encoding] = ["bfloat16", "int8"]
@@ -284,7 +281,7 @@ def test_killed_at_any_moment_every_copy_is_within_its_bound(
     monkeypatch.setenv("SCARCTL_ENCODING", "bfloat16")
     folder, rng, encoded = tmp_path / "store", random.Random(11), 0
     for _ in range(2):
-        train_and_kill(folder, rng.uniform(0.0, 0.3), tmp_path / "log")
+        train_and_kill(folder, rng.uniform(0.0, 0.3), tmp_path / "log", several)
         kill_daemon(arena_dir)
         store = Store.open(str(folder))
         assert verify(store, read_data=True).problems == []
@@ -318,27 +315,9 @@ def attached(model: torch.nn.Module, optimizer: stepper.Stepper, store: Path) ->
             time.sleep(0.05)
 
 
-def train_and_kill(store: Path, seconds: float, log: Path) -> None:
-    """Run the stepper, and kill it `seconds` after the store has copies of several of its steps."""
-    with log.open("wb") as output, log.with_suffix(".err").open("wb") as errors:
-        process = Program(
-            ["-m", "tests.support.stepper", str(store), "1000000"], stdout=output, stderr=errors
-        )
-    try:
-        deadline = time.monotonic() + 120
-        while not several(log) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(seconds)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == -signal.SIGKILL, log.with_suffix(".err").read_text()
-
-
-def several(log: Path) -> bool:
+def several(lines: list[dict[str, Any]]) -> bool:
     """Return whether all copies are durable, of two steps at least, after the step at which the process began."""
-    lines = log.read_bytes().split(b"\n")[:-1]
-    durable = json.loads(lines[-1])["durable"] if lines else []
+    durable = lines[-1]["durable"] if lines else []
     return bool(durable) and min(durable) >= 0 and max(durable) > min(durable)
 
 

@@ -16,9 +16,9 @@ import torch
 import scarctl
 from scarctl.errors import UsageError
 from scarctl.state.version import step_of
-from scarctl.store import Store, verify
 from tests.support import stepper
 from tests.support.process import Forked, Tell
+from tests.support.stored import stored_steps
 from tests.support.throttled import ThrottledBlobs
 from tests.support.training import Loop, differing
 
@@ -39,20 +39,6 @@ def leave_host(arena_dir: Path) -> None:
     for folder in arena_dir.glob("scarctl-*/*"):
         if folder.is_dir():
             shutil.rmtree(folder)
-
-
-def stored_steps(store: Path) -> np.ndarray[Any, Any]:
-    """Return the step of every partition in the store."""
-    opened = Store.open(str(store))
-    assert verify(opened, read_data=True).problems == []
-    layout = opened.current_layout()
-    assert layout is not None
-    steps = np.full(layout.partitions, -1)
-    for shard in opened.shards():
-        state = opened.state(shard)
-        steps[state.ids] = step_of(state.version)
-    opened.close()
-    return steps
 
 
 def test_all_that_fits_is_exact_on_another_host(tmp_path: Path, arena_dir: Path, both_savers: str) -> None:

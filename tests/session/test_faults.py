@@ -24,13 +24,14 @@ from scarctl.arena.view import peek
 from scarctl.checkpoint.copied import Copied, Extent
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.live_state import LiveState
-from scarctl.daemon import client, saver
+from scarctl.daemon import saver
 from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.store.backends.remote_errors import Patience
-from tests.daemon.trainer import status, wait_until
+from tests.daemon.trainer import kill, status
 from tests.support.elsewhere import elsewhere
 from tests.support.process import Forked, Tell
 from tests.support.training import Loop, differing, drained
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("warm_torch")
 
@@ -221,12 +222,6 @@ def test_closed_by_another_thread_what_is_sealed_is_of_one_step(
 
 
 # -- the daemon --------------------------------------------------------------------------------------------------
-
-
-def kill(folder: Path, number: signal.Signals = signal.SIGKILL) -> int:
-    pid = int(client.ask(folder, "status")["pid"])
-    os.kill(pid, number)
-    return pid
 
 
 def train_for_long(loop: Loop) -> None:

@@ -24,6 +24,7 @@ from tests.session.flushed import STEPS, assert_goes_on_exactly, half_an_iterati
 from tests.support import stepper
 from tests.support.process import Forked, Tell
 from tests.support.training import Loop
+from tests.support.waiting import wait_until
 
 # -- a signal ends the process -----------------------------------------------------------------------------------
 
@@ -118,10 +119,7 @@ def test_what_was_flushed_becomes_durable_without_its_process(
         child.expect("ready")
         child.signal(signal.SIGTERM)
         assert child.wait() == -signal.SIGTERM
-    deadline = time.monotonic() + 20
-    while newest_sealed(tmp_path / "store") < STEPS:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: newest_sealed(tmp_path / "store") >= STEPS)
     assert_goes_on_exactly(tmp_path / "store", expected)
 
 

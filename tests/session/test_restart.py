@@ -13,18 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from scarctl.daemon import client
 from scarctl.errors import Corruption, NoIntactCopy, ScarError, Unavailable, UsageError
-from tests.daemon.trainer import idle, wait_until
+from tests.daemon.trainer import idle, kill
 from tests.support.elsewhere import elsewhere
 from tests.support.process import Forked, Tell
 from tests.support.training import Loop, differing, drained
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("warm_torch")
-
-
-def kill_daemon(folder: Path) -> None:
-    os.kill(int(client.ask(folder, "status")["pid"]), signal.SIGKILL)
 
 
 def dies(loop: Loop, tmp_path: Path) -> None:
@@ -57,7 +53,7 @@ def test_a_daemon_that_is_replaced_between_copy_and_hand_over(tmp_path: Path, da
         loop.session.checkpoint(full=True, wait=True)
         loop.train(2)  # a copy is under way
         epoch = epoch_of(loop)
-        kill_daemon(daemon_folder)
+        kill(daemon_folder)
         wait_until(lambda: epoch_of(loop) > epoch)
         torch.save(loop.state(), tmp_path / "copied.pt")
         loop.train(1)
@@ -84,7 +80,7 @@ def test_memory_stays_good_when_the_daemon_was_replaced(tmp_path: Path, daemon_f
         loop.session.checkpoint(full=True, wait=True)
         loop.train(5)
         epoch = epoch_of(loop)
-        kill_daemon(daemon_folder)
+        kill(daemon_folder)
         assert loop.session.flush()
         wait_until(lambda: epoch_of(loop) > epoch)
         drained([loop.session])
@@ -120,7 +116,7 @@ def test_what_has_no_extras_is_not_saved_before_it_is_clear_where_to_go_on(
         loop.train(2)
         loop.scheduler.state_dict = fails  # type: ignore[method-assign]
         loop.session._finish()
-        kill_daemon(daemon_folder)
+        kill(daemon_folder)
         dies(loop, tmp_path)
 
     with Forked(body) as child:

@@ -23,7 +23,6 @@ import torch
 from safetensors.numpy import save_file
 
 import scarctl
-from scarctl.config import grouped
 from scarctl.distributed.resume_step import Standing, agree_on_step
 from scarctl.formats.state_file import open_state
 from scarctl.ops.checkpoint import CheckpointSettings, checkpoint
@@ -32,6 +31,7 @@ from scarctl.recovery.shared_plan import plan_lost, plans_back
 from scarctl.recovery.shares import open_shares
 from scarctl.store import Record, Store, StoreWriter, complete_sets, verify
 from scarctl.store.backends.parallel import idle
+from tests.session.counting import Counting
 from tests.support.log_per_shard import store_with_a_log_per_shard
 from tests.support.process import Forked, Tell
 from tests.support.ranks import RankStore
@@ -40,21 +40,12 @@ from tests.support.training import drained
 ROWS, STEP = 16, 5
 
 
-class Numbers:
+class Numbers(Counting):
     """A table whose rows are in two shards, with a log each. Every value shows its state."""
 
     def __init__(self, store: Path, **options: Any) -> None:
         store_with_a_log_per_shard(store, shards=2, rows={"x": 1}).close()
-        self.x = np.zeros((ROWS, 4))
-        settings: dict[str, Any] = {"interval": 1000, "fraction": 0.5, "rows": {"x": 1}, "shards": 2}
-        settings |= {"daemon": False, "flush_on_signal": False, **options}
-        self.session = scarctl.attach({"x": self.x}, store=store, **grouped(**settings))
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.x += 1
-            self.session.step()
-            self.session._finish()
+        super().__init__(store, ROWS, **{"fraction": 0.5, "shards": 2, **options})
 
     def states(self) -> set[float]:
         return set(self.x.ravel().tolist())

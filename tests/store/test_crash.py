@@ -18,15 +18,10 @@ import pytest
 from scarctl.errors import MissingGuarantee, ScarError, Unavailable
 from scarctl.state.layout import Layout
 from scarctl.store import Store, StoreWriter, open_writer, verify
-from scarctl.store import writer as writer_module
 from tests.store.helpers import Data, read_all, summary
 from tests.support.failpoint import CALLS, Fault, in_child, kill_myself
 
-
-@pytest.fixture(autouse=True)
-def soon_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write indexes after a few commits, so that failures affect them, too."""
-    monkeypatch.setattr(writer_module, "INDEX_LEAST", 1)
+pytestmark = pytest.mark.usefixtures("soon_indexed")
 
 
 def _prepared(folder: Path, layout: Layout) -> tuple[Store, Data]:

@@ -18,6 +18,7 @@ from scarctl.store import format as store_format
 from scarctl.store.format import FORMAT, MIXED_FORMAT, ONE_LOG_FORMAT, SETTINGS, dump_json
 from tests.store.helpers import Data
 from tests.support.log_per_shard import store_with_a_log_per_shard
+from tests.support.splitmix import mix
 
 
 def settings_of(store: Store) -> dict[str, Any]:
@@ -82,12 +83,6 @@ def test_logs_and_shards_of_a_layout(tmp_path: Path, layout: Layout, data: Data,
             writer.commit(log, ids, data, step=1)
     rank = store.of_shard(7)
     assert set(rank.shard_of(layout)) == set(rank.log_of(layout)) == {7}
-
-
-def mix(z: int) -> int:
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-    return z ^ z >> 31
 
 
 @pytest.mark.parametrize(("shards", "seed"), [(1, 0), (3, 0), (8, 7), (1000, 2**40)])

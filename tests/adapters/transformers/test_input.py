@@ -18,7 +18,8 @@ from torch import nn
 import scarctl
 from scarctl.errors import Contention, Corruption, LayoutMismatch, UsageError
 from scarctl_adapters.transformers import ScarCallback
-from tests.adapters.trainer_runs import Net, Rows, differing, make_trainer, resumed, scar, state_of
+from tests.adapters.trainer_runs import Net, Rows, make_trainer, resumed, scar, state_of
+from tests.support.training import differing
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from tests.adapters.launched import check_ranks, torchrun
 from tests.adapters.trainer_runs import (
     At,
     Texts,
-    differing,
     ended_at,
     gpt,
     log_of,
@@ -28,6 +27,7 @@ from tests.adapters.trainer_runs import (
     scar,
     state_of,
 )
+from tests.support.training import differing
 
 # peft uses functions that transformers will remove.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
