@@ -16,7 +16,7 @@ _READING, _TAKEN, _PROGRESS, _INTERVAL, _OVERHEAD = range(8, 13)
 
 
 class Fields:
-    """The counters, int64 of shape (11,) in a mapped file. Another process may read each at any time."""
+    """The counters, int64 of shape (13,) in a mapped file. Another process may read each at any time."""
 
     def __init__(self, words: NDArray[np.int64]) -> None:
         assert words.size == len(FIELDS)
