@@ -54,9 +54,7 @@ T = TypeVar("T")
 
 
 def pytest_collection_finish() -> None:
-    """Freeze the modules imported so far, so that the collector, which many tests call, does not scan
-    them each time.
-    """
+    """Freeze the modules imported so far, so that the collector, which many tests call, does not scan them."""
     gc.collect()
     gc.freeze()
 
@@ -217,9 +215,7 @@ def _read(path: str) -> bytes:
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
-    """Yield the address of an S3 server for all tests. For another server see
-    tests/store/conformance/real_server.py.
-    """
+    """Yield the address of an S3 server for all tests. For another one see tests/store/conformance/real_server.py."""
     if endpoint := os.environ.get("TEST_S3_ENDPOINT"):
         yield endpoint
         return
@@ -244,9 +240,7 @@ def wire(s3_proxy: Proxy) -> Iterator[Proxy]:
 
 @pytest.fixture(scope="session")
 def s3_clients() -> list[Any]:
-    """Return clients made by tests. While they are kept here, later clients with the same options share them. Making
-    one takes half a second.
-    """
+    """Return clients made by tests. Later clients with the same options share them, which saves half a second each."""
     return []
 
 

@@ -1,6 +1,4 @@
-"""Test what import-linter cannot see: the modules that an import really loads, circles of files, and the
-tree's shape.
-"""
+"""Test what import-linter cannot see: modules that an import really loads, circles of files, the tree's shape."""
 
 from __future__ import annotations
 
@@ -176,9 +174,7 @@ def files() -> dict[str, Path]:
 
 
 def imports(path: Path, known: set[str]) -> Iterator[str]:
-    """Yield the modules that a file imports anywhere, also in a function. A package that lists its modules' names is
-    left out.
-    """
+    """Yield the modules that a file imports anywhere, also in a function, but not a package that only lists names."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)

@@ -65,9 +65,7 @@ def table(document: str, heading: str) -> list[list[str]]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a copy of the files that the README's commands use, as the current folder, with `scarctl` and `python` on
-    the path.
-    """
+    """Return a copy of the README's files as the current folder, with `scarctl` and `python` on the path."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
     beside = Path(sys.executable).parent

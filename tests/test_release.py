@@ -1,6 +1,4 @@
-"""Test what a package index shows, and an installation without torch. `make package` checks sdist and wheel with
-twine.
-"""
+"""Test a package index's view, and an installation without torch. `make package` checks sdist and wheel with twine."""
 
 from __future__ import annotations
 

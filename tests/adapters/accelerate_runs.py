@@ -112,7 +112,7 @@ def go(
     rows: int = 44,
     on_step: Callable[[Any, int], None] = lambda run, step: None,
 ) -> tuple[dict[str, torch.Tensor], Any]:
-    """Run in this process until the end. Return the state, and what the run was resumed from. options None: without
+    """Run in this process until the end. Return the state, and what the run resumed from. options None: without
     scarctl.
     """
     forget_accelerators()

@@ -176,9 +176,7 @@ class Model:
         yield f"{life.name} reads {life.store}", _live(world, i, life)
 
     def _again(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """Model LocalSaver.open(again=True) after the death of its daemon. A process of another line
-        fences no other.
-        """
+        """Model LocalSaver.open(again=True) after its daemon's death. A process of another line fences no other."""
         log, arena = _log(world, life.store), self._arena(world, life)
         if not self._kin(arena, log[-1]) and self.mutant != "a process that opens again does not look":
             yield f"{life.name} is fenced", _live(world, i, life._replace(at="over"))

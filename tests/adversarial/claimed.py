@@ -1,6 +1,4 @@
-"""Make small files that claim large contents, for `tests.adversarial.claims`: each maker changes a store or a state
-file.
-"""
+"""Make small files that claim large contents, for `tests.adversarial.claims`: stores and state files."""
 
 from __future__ import annotations
 

@@ -138,9 +138,7 @@ def flips(image: Image, numbers: Sequence[int], seed: int) -> Iterator[Case]:
 
 
 def cuts(image: Image) -> Iterator[Case]:
-    """Yield small files cut to every length, and files with additional bytes, which count as damage in a
-    segment too.
-    """
+    """Yield small files cut to every length, and files with additional bytes, which are damage in a segment too."""
     for name, data in image.files.items():
         kind = name.split("/")[2] if name.startswith("shards") else name.split("/")[0]
         step = max(1, len(data) // LENGTHS) if kind in ("seg", "index") else 1

@@ -195,9 +195,7 @@ class Episode:
         life.arena.reach(life.step)
 
     def flush(self) -> None:
-        """Copy everything at the newest step, and send it to the peer: it counts as acknowledged only
-        after its mark.
-        """
+        """Copy everything at the newest step, and send it to the peer: acknowledged only after its mark."""
         life = self.life
         if not life.alive:
             return
@@ -357,9 +355,7 @@ class Episode:
     # -- what must hold ------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Check that every copy that counts is complete and of its version everywhere, and that hand-overs come after
-        their copies.
-        """
+        """Check that every copy that counts is complete and of its version, and hand-overs come after their copies."""
         for host in HOSTS:
             arena = self._usable(host)
             if arena is None:

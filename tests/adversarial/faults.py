@@ -143,9 +143,7 @@ class Run:
                 session._engine.saver.drain(0.2)  # so that something is saved on a busy machine, too
 
     def check(self, store: Store, durable: np.ndarray[Any, Any] | None) -> int:
-        """Check that the store holds what it reports, and all acknowledged copies. Return the number of compared
-        partitions.
-        """
+        """Check that the store holds what it reports, and all acknowledged copies. Return the partitions compared."""
         report = verify(store, read_data=True)
         if not report.intact:
             raise Violated(f"verify: {report.problems[:3]}")

@@ -25,9 +25,7 @@ World = tuple[Files, tuple[Process, ...]]
 
 @dataclass(frozen=True)
 class Scenario:
-    """`past`: the actions of one writer before. `cast`: the actions of the others, whose steps interleave in any
-    order.
-    """
+    """`past`: the actions of one writer before. `cast`: those of the others, whose steps interleave in any order."""
 
     name: str
     past: str

@@ -207,8 +207,8 @@ class Run:
         return fail(history, np.random.default_rng((self.seed, number, 1)), self.folder / "case")
 
     def mutants(self, histories: int, most: int, part: str = "") -> Iterator[tuple[str, int, str]]:
-        """Yield each call site with `part` in its name, the number of cases until its absence was noticed, and the
-        violation; "" for none.
+        """Yield call sites with `part` in the name, cases until the missing fsync was noticed, and the violation, or
+        "".
         """
         all_of_them = [self.history(number) for number in range(histories)]
         for site in sorted(set.union(*(history.sites for history in all_of_them))):

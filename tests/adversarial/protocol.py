@@ -157,9 +157,7 @@ class Model:
             yield f"{p.name}: asks for record {seq} ({p.want.kind}), no answer yet", flying, q
 
     def _doubt(self, files: Files, p: Process, log: dict[int, Rec]) -> Iterator[Step]:
-        """Model FsspecBlobs._look and StoreWriter._settle: an existing file decides; if there is none, the creation is
-        repeated.
-        """
+        """Model FsspecBlobs._look and StoreWriter._settle: an existing file decides; otherwise creation is repeated."""
         assert p.want is not None
         if self.mutant == "a lost answer is taken for a failure":
             yield f"{p.name}: gives up", _drop(files, p.want), self._next(files, p)

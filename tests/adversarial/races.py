@@ -179,9 +179,7 @@ def play(case: Case, place: Place) -> Counter[str]:
 def _with_a_stopped_process(
     case: Case, url: str, history: History, counts: Counter[str]
 ) -> tuple[list[Actor], list[Actor]]:
-    """Run the first script in a process that stops itself, and the second here meanwhile. Return (actors, winners so
-    far).
-    """
+    """Run the first script in a process that stops itself, the second here meanwhile. Return (actors, winners)."""
     report = Path(f"{url}.json")
     before = set(history.promised)
     pid = os.fork()

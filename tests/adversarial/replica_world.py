@@ -67,8 +67,7 @@ class World(NamedTuple):
     """The epoch of the newest commit."""
     durable: tuple[Version, Version] = (NONE, NONE)
     bases: tuple[tuple[int, Version], ...] = ()
-    """For each epoch the newest version from which it has continued: later versions of its predecessors are abandoned.
-    """
+    """For each epoch the newest version that it continued: its predecessors' later versions are abandoned."""
     hosts: tuple[tuple[str, Arena], ...] = ()
     lost: frozenset[str] = frozenset()
     lives: tuple[Life, ...] = ()

@@ -178,9 +178,7 @@ class Model:
         yield f"{i} finds {found} on {best or 'no host'}", with_life(world, i, life)
 
     def _check(self, world: World, found: tuple[Version, Version], *, torn: bool) -> None:
-        """Check a start. torn: the process that had the arena has died while copying; then older copies of the store
-        are right.
-        """
+        """Check a start. torn: the arena's process has died while copying; then older copies of the store are right."""
         if MIXED in found:
             raise Broken(f"a resume has a torn copy: {found}")
         there = {arena.head[0] for name, arena in world.hosts if name not in world.lost}
@@ -255,9 +253,7 @@ class Model:
         yield f"{i} commits", with_life(done, i, life._replace(at=""))
 
     def _flush(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """Model Session.flush with peers: acknowledged once the peer has acknowledged the mark. It may give up
-        waiting.
-        """
+        """Model Session.flush with peers, which returns once the peer has acknowledged the mark, or gives up."""
         version = (life.epoch, life.step)
         sent = any(frame.version == version for frame in world.link.wire) and self._without("6: a flush")
         if world.link.marked == version or sent:
@@ -299,8 +295,8 @@ class Model:
         yield f"sends its mark of {link.round.version}", world._replace(link=sent)
 
     def _connect(self, world: World, owner: Life) -> Iterator[Step]:
-        """Model Replica.begin: a later epoch fences; the same owner's replica continues; otherwise a successor is
-        filled.
+        """Model Replica.begin: a later epoch fences; the same owner's replica continues; otherwise there is a
+        successor.
         """
         there = dict(world.hosts).get("b", Arena())
         if there.seen > owner.epoch and not self._without("3:"):
@@ -409,9 +405,7 @@ class Model:
             yield "the cable is mended", world._replace(link=world.link._replace(up=True))
 
     def _part(self, world: World, number: str) -> Iterator[Step]:
-        """The job's controller takes a life for dead and starts the next one; the former life continues, and so does
-        its daemon.
-        """
+        """The job's controller takes a life for dead and starts the next; the former continues, with its daemon."""
         i = int(number)
         if world.lives[i].epoch and not world.lives[i].at:
             yield f"{i} is taken for dead", with_life(world, i, world.lives[i]._replace(at="parted"))

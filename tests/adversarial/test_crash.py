@@ -1,4 +1,4 @@
-"""Run the short form: some calls, some requests, some kills. `tests/store/test_crash*.py` cover every call of single
+"""Run the short form: some calls, requests and kills. `tests/store/test_crash*.py` cover all calls of single
 operations.
 """
 

@@ -1,6 +1,4 @@
-"""Test that the list of mutants matches the code and docs/guarantees.md. `python -m tests.adversarial.mutants` runs
-them.
-"""
+"""Test that the mutants match the code and docs/guarantees.md. `python -m tests.adversarial.mutants` runs them."""
 
 from __future__ import annotations
 

@@ -164,9 +164,7 @@ def test_an_index_that_may_not_be_durable_is_no_boundarys(
 
 @pytest.mark.parametrize("fsync", [1, 2, 5])  # each leaves changes that are not safe
 def test_a_store_whose_maker_died_is_safe_when_the_next_has_opened_it(tmp_path: Path, fsync: int) -> None:
-    """A process is killed before an fsync; the next process builds on its files, and the power fails at any of its
-    moments.
-    """
+    """A process is killed before an fsync; the next builds on its files, and the power fails at any moment."""
     base, after, told = tmp_path / "there", tmp_path / "after", list[tuple[int, Message]]()
     base.mkdir()
     recorder, first = Recorder(base), 0

@@ -246,9 +246,7 @@ def _read(store: Store, shard: int, at: int | None, options: list[Copies], what:
 
 
 def check_goes_on(url: str, witness: Witness, *, tidy: bool = True) -> None:
-    """Check that the next writer works, whatever was left. `tidy`: and finishes what was begun, so that no garbage
-    stays.
-    """
+    """Check that the next writer works, whatever was left. `tidy`: and that it leaves no garbage."""
     player = Player(url, witness.take, stamp=witness.stamp)
     try:
         player.play([("open",), ("commit", 0)])

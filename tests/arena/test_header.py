@@ -1,6 +1,4 @@
-"""Test an arena of the former format, without errors of encoded copies: read, converted, never mapped
-beyond its end.
-"""
+"""Test an arena of the former format, without errors of encoded copies: read, converted, mapped up to its end."""
 
 from __future__ import annotations
 

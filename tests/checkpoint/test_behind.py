@@ -1,6 +1,4 @@
-"""Test the warning about a store that is behind, with measurements and remedy, and the lines at attach, resume and
-close.
-"""
+"""Test the warning about a store that is behind, with its remedy, and the lines at attach, resume and close."""
 
 from __future__ import annotations
 

@@ -81,9 +81,7 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a function that runs `scarctl` with arguments in a folder of its own, and checks the exit code (`code`,
-    by default 0).
-    """
+    """Return a function that runs `scarctl` with arguments, and checks that the exit code is `code`, by default 0."""
     monkeypatch.chdir(tmp_path)
 
     def invoke(*arguments: object, code: int = 0) -> Done:
@@ -172,9 +170,7 @@ def others_folder() -> Iterator[Path]:
 
 @contextmanager
 def unprivileged() -> Iterator[None]:
-    """For root, who may write anywhere, become nobody for a while. For other users, write-protect the working folder's
-    content.
-    """
+    """For root, who may write anywhere, become nobody. For other users, write-protect the working folder's content."""
     if os.geteuid() == 0:
         os.seteuid(65534)
         try:

@@ -26,9 +26,7 @@ def encoded_in(folder: Path) -> int:
 
 @pytest.fixture
 def lossy(tmp_path: Path, arena_dir: Path) -> Path:
-    """Return a store whose copies are all of step 20, those of parameters in int8, with an earlier sealed state of
-    step 9.
-    """
+    """Return a store with copies of step 20, those of parameters in int8, and an earlier sealed state of step 9."""
     run = Loop(
         tmp_path / "s", arena_dir=arena_dir, daemon=False, encoding="int8", fraction=1.0, partition_bytes=256
     )

@@ -1,6 +1,4 @@
-"""Test what all commands share: help, options from all sources, errors as text and JSON, exit codes of a
-real process.
-"""
+"""Test what all commands share: help, options from all sources, errors as text and JSON, exit codes of a process."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.leaves_arena
 
 @pytest.fixture
 def replica(tmp_path: Path) -> RankStore:
-    """Return a store of two ranks, sealed at step 3. This host keeps a copy of rank 1's memory of step 9, for a host
+    """Return a store of two ranks, sealed at step 3. This host has a copy of rank 1's memory of step 9, for host
     "east".
     """
     made = RankStore(tmp_path / "ckpt", 2)
@@ -112,9 +112,7 @@ def authority(tmp_path: Path) -> Authority:
 
 @pytest.fixture
 def tls_daemon(tmp_path: Path, authority: Authority, request: pytest.FixtureRequest) -> Iterator[int]:
-    """Yield the port at which a daemon keeps replicas of hosts that show a certificate; parameter: its
-    newest version.
-    """
+    """Yield the port at which a daemon keeps replicas, given a certificate; parameter: the newest version of TLS."""
     (tmp_path / "north").mkdir(mode=0o700)
     host = Host(tmp_path / "north")
     tls = Tls(authority.host("north"))

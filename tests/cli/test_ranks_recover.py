@@ -1,6 +1,4 @@
-"""Test recovering what ranks have lost: into files, whole or in pieces, into their arenas, and back to a
-sealed state.
-"""
+"""Test recovering what ranks have lost: into files, whole or in pieces, into arenas, and back to a sealed state."""
 
 from __future__ import annotations
 

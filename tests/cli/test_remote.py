@@ -143,9 +143,7 @@ def test_nothing_secret_shows(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Secrets in the address, its query, the options and the environment appear in no output, log, record or
-    traceback.
-    """
+    """Secrets in address, query, options and environment appear in no output, log, record or traceback."""
     planted = ["planted-user", "planted-password", "planted-token", "planted-query", "planted-environment"]
     monkeypatch.setenv("AWS_SESSION_TOKEN", "planted-environment")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "planted-environment")

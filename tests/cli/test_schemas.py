@@ -1,6 +1,4 @@
-"""Test that the published schemas match the types, and are strict. `Done.document` checks the documents
-of all tests.
-"""
+"""Test that the published schemas match the types, and are strict. `Done.document` checks all tests' documents."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ PRINTED = {
     "verify": "--store ckpt",
     "version": "",
 }
-"""Commands that print a document of their first kind. Documents of a live session are checked where there is a
-session.
-"""
+"""Commands that print a document of their first kind. Documents of live sessions are checked where there is one."""
 OPTIONAL = ("error", "predictions")
 """`daemon status` has an error if no daemon runs; `simulate` has predictions if they are requested."""
 CODES = {"daemon": 17, "diff": 4}

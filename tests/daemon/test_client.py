@@ -182,9 +182,7 @@ def test_a_new_owner_of_the_store_is_not_fought(folder: Path, arena_dir: Path, t
 def test_a_store_that_another_process_saved_to_meanwhile_is_left_alone(
     folder: Path, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a daemon no process holds the store: another host's session takes it and ends before this session is
-    back.
-    """
+    """Without a daemon the store is free: another host's session takes it and ends before this session is back."""
     trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save(trainer.everything, 1, sealed=True)
     trainer.drained()

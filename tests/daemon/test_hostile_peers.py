@@ -1,6 +1,4 @@
-"""Test that the daemon survives peers that send nonsense, come in large numbers, are silent, or belong to another
-user.
-"""
+"""Test that the daemon survives peers that send nonsense, are many or silent, or belong to another user."""
 
 from __future__ import annotations
 

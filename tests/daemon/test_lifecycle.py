@@ -213,9 +213,7 @@ RUNS = st.sampled_from(["a", "b", "c"])
 
 
 class Model(RuleBasedStateMachine):
-    """Training processes that start, close, die and are replaced, and a daemon that has to release each
-    exactly once.
-    """
+    """Training processes that start, close, die and are replaced, and a daemon that must release each exactly once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,9 +302,7 @@ class Model(RuleBasedStateMachine):
             self.send(Terminated(self.now))
 
     def end_if_terminated(self) -> None:
-        """Check that a SIGTERM stops the daemon when no run is left, or after a time that depends on the trainers that
-        remain.
-        """
+        """Check that a SIGTERM stops the daemon without runs, or after a time that depends on the trainers left."""
         if self.terminated is None or self.stopping or self.ended:
             return
         patience = LAST_WORDS if "attached" in self.runs.values() else LAST_SAVES

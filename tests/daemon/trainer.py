@@ -103,9 +103,7 @@ class Trainer:
         assert self.saver.drain(seconds), self.saver.fault()
 
     def close(self, *, durable: bool = True) -> None:
-        """Close as a session does: wait, release, remove the arena. `durable`: the store must have
-        everything by then.
-        """
+        """Close as a session does: wait, release, remove the arena. `durable`: the store must have everything then."""
         done = self.saver.drain(20.0)
         self.saver.close()
         if done:

@@ -1,6 +1,4 @@
-"""Check what has to hold of every setup, on every rank. Run by `launch`, several setups per start, which takes
-longest.
-"""
+"""Check what has to hold of every setup, on every rank. Run by `launch`, several setups per slow start."""
 
 from __future__ import annotations
 
@@ -209,9 +207,7 @@ def same(values: Values, job: Job, adapter: TorchAdapter, division: Division, ra
 
 
 def forward_sees(job: Job, name: str) -> None:
-    """Check that FSDP's next gather uses the written values: the outputs equal those of a plain model with the full
-    tensors.
-    """
+    """Check that FSDP's next gather has the written values: outputs equal those of a plain model with full tensors."""
     if name in ("experts", "fsdp-offload"):
         return
     model = job.model.module if hasattr(job.model, "module") else job.model

@@ -270,9 +270,7 @@ def descend(rank: int, world: int, folder: str, steps: int, options: dict[str, A
 
 
 def drift(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Every value grows by 1 in each iteration, and everything is saved in every eighth. After 51 iterations rank 1 is
-    lost.
-    """
+    """Every value grows by 1 per iteration, and all are saved in every eighth. After 51 iterations rank 1 is lost."""
     model = Bowl()
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -308,9 +306,7 @@ class Commas(nn.Module):
 
 
 def lose(rank: int, world: int, folder: str, losses: list[str | list[str]]) -> list[Any]:
-    """Recover one loss after the other. Return for each the number of restored partitions, or the error's message and
-    hint.
-    """
+    """Recover one loss after the other. Return for each the restored partitions, or the error's message and hint."""
     model = Commas()
     if world > 1:
         fully_shard(model)

@@ -115,8 +115,7 @@ distances = st.sampled_from([0.0, 1.0, 2.0, 3.0, 1e-300, 5e-324, 1e300, np.nan, 
 
 
 ordered = st.sampled_from([0.0, 1.0, 2.0, 3.0, np.nan, np.inf]) | st.floats(1e-9, 10)
-"""Distances whose scores have histogram bins of their own: those outside 2**-112 to 2**112 share the outermost bins.
-"""
+"""Distances whose scores have histogram bins of their own: those beyond 2**-112 and 2**112 share the last bins."""
 
 
 @st.composite

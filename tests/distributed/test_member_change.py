@@ -186,9 +186,7 @@ def test_a_member_that_still_runs_is_not_replaced(tmp_path: Path, monkeypatch: p
 def test_one_waits_while_another_saves_what_earlier_ones_left(
     lives: bool, tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other process has the shard's lock for longer than a moment. No member's process runs, unless the arena's
-    does.
-    """
+    """The other process has the shard's lock for a while. No member's process runs, unless the arena's does."""
     monkeypatch.setattr("scarctl.distributed.leftover_arenas.PATIENCE", 0.1)
     before(tmp_path / "s", 2)
     view = Store.open(tmp_path / "s").of_shard(1)

@@ -96,9 +96,7 @@ def listening(pid: int, port: int) -> set[str]:
 
 @two_hosts
 def test_a_host_dies_with_its_ranks_daemon_and_memory(hosts: Networks, tmp_path: Path) -> None:
-    """Without a flush, its peer has the state that memory had two intervals before, or a newer one. The store has none
-    of it.
-    """
+    """Without a flush, its peer has the memory of two intervals before, or newer. The store has none of it."""
     job = {"homes": HOMES, "pace": 0.25, "store_stops_at": 7, "all_die_at": 33, "lost": [0]}
     ended = outcome(hosts.start(TRAIN, tmp_path, "fsdp", str(tmp_path), job), tmp_path)
     assert [code for code, _ in ended] == [-9, -9], ended

@@ -1,6 +1,4 @@
-"""Test with real processes and wrappers that the ranks' parts are the whole state, each value once, and
-are restored.
-"""
+"""Test with real processes and wrappers that the ranks' parts are the whole state, each value once, restored."""
 
 from __future__ import annotations
 

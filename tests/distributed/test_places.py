@@ -1,6 +1,4 @@
-"""Test the place of a rank's part for every rank of many meshes: real DTensors on torch's process group for one
-process.
-"""
+"""Test a rank's place for every rank of many meshes: real DTensors on torch's process group for one process."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ def assert_place(tensor: torch.Tensor, whole: torch.Tensor) -> int:
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (3, 4)])
 @pytest.mark.parametrize("rows", [1, 2, 5, 7, 13, 27])
 def test_a_strided_shard_cuts_what_others_have_cut(sizes: tuple[int, int], rows: int) -> None:
-    """The mesh is that of FSDP2 on top of tensor parallel. If rows do not divide evenly, torch's own
-    helper is wrong.
-    """
+    """The mesh is that of FSDP2 on tensor parallel. If rows do not divide evenly, torch's own helper is wrong."""
     whole, elements = numbered(rows, 2), 0
     for rank in range(sizes[0] * sizes[1]):
         with rank_of(rank, sizes[0] * sizes[1]):

@@ -1,6 +1,4 @@
-"""Test a `DistributedSampler` with `set_epoch` in a job of several ranks: it resumes exactly, or the session reports
-it.
-"""
+"""Test a `DistributedSampler` with `set_epoch` among ranks: it resumes exactly, or the session reports it."""
 
 from __future__ import annotations
 

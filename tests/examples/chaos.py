@@ -162,9 +162,7 @@ class Simulation:
     # -- faults -----------------------------------------------------------------------------------------------
 
     def fault(self, what: str | None = None, victim: str | None = None) -> str:
-        """Inject a fault into a server, and return its kind: "none" if the last server with everything
-        would be lost.
-        """
+        """Inject a fault into a server, and return its kind: "none" if the last complete server would be lost."""
         what = what or self.chance.choice(["kill", "kill", "freeze", "cut", "heal"])
         head = self.record.chain[0] if self.record.chain else self.names[0]
         victim = victim or self.chance.choice([head, *self.names])
@@ -238,9 +236,7 @@ def one(seed: int, *, faults: int = FAULTS, acknowledge: str = "all", every: int
 
 
 def table(runs: int) -> list[tuple[str, int, int, int, int, int, int]]:
-    """Return rows of: way, faults, pushes acknowledged, lost, applied twice, kept of two primaries,
-    messages refused.
-    """
+    """Return rows of: way, faults, pushes acknowledged, lost, applied twice, of two primaries, messages refused."""
     rows = []
     for way, acknowledge, every in (("all", "all", 1), ("next", "next", 1), ("primary, every 10", "now", 10)):
         outcomes = [one(seed, acknowledge=acknowledge, every=every) for seed in range(runs)]

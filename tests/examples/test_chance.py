@@ -12,9 +12,7 @@ LAST = 60
 
 
 def results(after: list[int]) -> list[dict[str, Any]]:
-    """Return failures whose rework grows with their iteration: a rollback's 4 times as fast as that of priority, and
-    by 10.
-    """
+    """Return failures whose rework grows with the iteration: a rollback's 4 times as fast as priority's, and by 10."""
     return [{"failed_after": k, "undisturbed": LAST + 1, "rework": [10 + 4 * k, 0, k]} for k in after]
 
 

@@ -1,6 +1,4 @@
-"""Test the parameter server of the examples: its roles under kills, freezes and cuts, and its experiment on a small
-scale.
-"""
+"""Test the examples' parameter server: its roles under kills, freezes and cuts, and its experiment, small."""
 
 from __future__ import annotations
 

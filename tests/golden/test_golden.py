@@ -21,9 +21,7 @@ HERE = Path(__file__).parent
 STORES = sorted(path for path in (HERE / "0.1.0").glob("*/") if path.name != "encoded")
 OF_ONE = [path for path in STORES if path.name != "ranks"]
 PROVEN = {"one", "kept", "mixed"}
-"""Stores in which one record holds all of a state. With several shards such a store proves only that they are of one
-step.
-"""
+"""Stores in which one record holds all of a state. With several shards they prove only that the step is the same."""
 
 
 @pytest.fixture

@@ -222,9 +222,7 @@ def nanogpt(run: Run, *, ours: bool = False, prefetch: bool = True) -> None:
 
 
 def words(run: Run, *, ours: bool = True) -> None:
-    """Train as pytorch/examples word_language_model: a text in pieces, and a hidden state that passes from one to the
-    next.
-    """
+    """Train as pytorch/examples word_language_model: a text in pieces, and a hidden state passed between them."""
     torch.manual_seed(1)
     text = torch.randint(0, 8, (PER_EPOCH * 3, 4), generator=torch.Generator().manual_seed(2))
 

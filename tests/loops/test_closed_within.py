@@ -1,6 +1,4 @@
-"""Test a loop that closes its session within an iteration, after the forward pass: the end of the last
-step is saved.
-"""
+"""Test a loop that closes its session after a forward pass: the end of the last step is saved."""
 
 from __future__ import annotations
 

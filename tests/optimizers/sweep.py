@@ -51,9 +51,7 @@ class Case:
 
 
 class Net(nn.Module):
-    """A model with parameters of one to four dimensions and a buffer that changes, or an embedding with sparse
-    gradients alone.
-    """
+    """A model with parameters of one to four dimensions and a changing buffer, or one with sparse gradients."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()

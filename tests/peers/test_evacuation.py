@@ -74,9 +74,7 @@ def at_west(tmp_path: Path) -> Any:
 
 
 def cut_midway(slow: Slow, relay: Relay, sender: Sender) -> PeerCopies:
-    """Return the copies of a host that got a part of the newest step, the most changed first, before the
-    link was cut.
-    """
+    """Return a host's copies of a part of the newest step, the most changed first, from before the link was cut."""
     copies = PeerCopies(slow.arena, [sender])
     relay.refuse()  # the order of sending does not change meanwhile
     wait_until(lambda: sender.state is State.LOST)

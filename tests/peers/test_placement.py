@@ -1,6 +1,4 @@
-"""Test where copies are placed: for up to 16 hosts with any domains, every host gets and keeps as many
-as the others.
-"""
+"""Test placement: with up to 16 hosts in any domains, every host gets and keeps as many copies as the others."""
 
 from __future__ import annotations
 

@@ -80,9 +80,7 @@ class Run:
         self.follower.has(self.replica.have())
 
     def send(self, most: int = 1 << 30, meanwhile: Callable[[], object] | None = None) -> bool:
-        """Send a round, or its first frames. Return whether it ended with a mark. meanwhile: called after the first
-        frame.
-        """
+        """Send a round, or its first frames. Return whether it ended with a mark. meanwhile: after the first frame."""
         kind = None
         for n, frame in enumerate(self.follower.round()):
             if n >= most:

@@ -101,9 +101,7 @@ def test_a_seal_fails_where_an_earlier_attempt_was_spoiled(rig: Rig, monkeypatch
 def test_copies_that_are_overwritten_while_they_are_checked_are_in_no_older_seal(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer's next flush comes when the persister has found everything to be of the older step, and before it
-    writes.
-    """
+    """The trainer flushes when the persister has found everything to be of the older step, before it writes."""
     rig.persist(rig.save(rig.everything, 1, sealed=True))
     number = rig.save(rig.everything, 2, sealed=True)
     is_of, later = rig.persister._is_of, list[int]()
@@ -292,8 +290,8 @@ def test_a_seal_that_another_daemon_finishes_is_one_state(tmp_path: Path, arena_
 def test_a_seal_that_was_committed_and_not_noted_is_the_state_in_memory(
     tmp_path: Path, arena_dir: Path, shards: list[int]
 ) -> None:
-    """The process is killed between the commit and its note in the arena: unchanged copies are as valid as the others,
-    though the store has them with a newer version.
+    """Killed between the commit and its note: unchanged copies are valid, though the store has a newer version of
+    them.
     """
     rig = Rig(tmp_path / "store", arena_dir)
     rig.persist(rig.save(rig.everything, 1, sealed=True))

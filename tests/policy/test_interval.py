@@ -1,6 +1,4 @@
-"""Test that the interval keeps up with stores of any speed, within a budget, with suitable sizes, and without
-oscillation.
-"""
+"""Test that the interval suits stores of any speed, within a budget, with suitable sizes, without oscillation."""
 
 from __future__ import annotations
 
@@ -189,9 +187,7 @@ def test_a_store_that_hangs_does_not_change_the_size() -> None:
 @pytest.mark.parametrize("steps", [20, 41, 60, 100, 200])
 @pytest.mark.parametrize("spread", [0.2, 0.5])
 def test_noise_does_not_make_the_size_flap(steps: int, spread: float) -> None:
-    """This holds also where a whole checkpoint is slightly too large: there are at most 1 to 2 changes per 100
-    checkpoints.
-    """
+    """This holds also where a whole checkpoint is slightly too large: at most 1 to 2 changes per 100 checkpoints."""
     rng = random.Random(steps)
     cadence = Cadence(None, checkpoint_bytes=100 * MB)
     bandwidth = 100 * MB / steps

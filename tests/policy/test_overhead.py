@@ -1,6 +1,4 @@
-"""Test that a budget of training time is kept and used, whatever checkpoints cost; only a bound on the interval
-exceeds it.
-"""
+"""Test that a budget of training time is kept and used, whatever checkpoints cost, within bounds of the interval."""
 
 from __future__ import annotations
 

@@ -13,9 +13,7 @@ from tests.support.training import Loop
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Use one thread, so that sums are equal in every process; a forked child could not use its parent's threads
-    anyway.
-    """
+    """Use one thread, so that sums are equal in every process: a forked child has no other anyway."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

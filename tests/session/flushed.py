@@ -14,9 +14,7 @@ STEPS, MORE = 7, 5
 
 
 def half_an_iteration(loop: Loop) -> torch.Tensor:
-    """Do the next batch and its forward pass: random numbers, data position and buffers are then no
-    longer the step's.
-    """
+    """Do the next batch and its forward pass: random numbers, data position and buffers are no longer the step's."""
     ids = torch.randint(0, 64, (16,))
     loop.position["batches"] += 1
     loss = loop.model(ids).square().mean()

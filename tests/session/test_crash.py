@@ -1,6 +1,4 @@
-"""Test a training process that really dies by SIGKILL at any time: the rest is intact, acknowledged
-copies are there.
-"""
+"""Test a training process killed by SIGKILL at any time: the rest is intact, acknowledged copies are there."""
 
 from __future__ import annotations
 
@@ -201,9 +199,7 @@ def test_copies_newer_than_their_extras_count_as_of_the_extras_step(tmp_path: Pa
 
 
 def test_memory_that_the_run_has_overtaken_elsewhere_is_not_believed(tmp_path: Path) -> None:
-    """A host dies with copies that never reached the store, the run continues on another host, then the first host
-    returns.
-    """
+    """A host dies with copies that never reached the store, the run continues elsewhere, then the host returns."""
     here, elsewhere = str(tmp_path / "here"), str(tmp_path / "elsewhere")
     Path(here).mkdir()
     Path(elsewhere).mkdir()

@@ -157,9 +157,7 @@ def test_a_store_that_hangs_in_the_middle_of_a_copy_keeps_nothing_old_in_memory(
 
 
 def test_a_slow_store_gets_everything_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hand-over takes several intervals. The most changed partitions are picked repeatedly, and still reach the
-    store; so do the least changed ones.
-    """
+    """A hand-over takes several intervals. Partitions that are picked repeatedly, and others, still reach the store."""
     reader = Reader(monkeypatch)
     table = Table(tmp_path / "store", fraction=0.25)
     table.step()
@@ -178,9 +176,7 @@ def test_a_slow_store_gets_everything_in_turn(tmp_path: Path, monkeypatch: pytes
 def test_a_seal_that_memory_has_overtaken_is_saved_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This includes the first one: the store hangs, memory moves on, and then the store gets a state to
-    roll back to.
-    """
+    """Also for the first seal: the store hangs, memory moves on, and then the store gets a state to roll back to."""
     reader = Reader(monkeypatch)
     reader.goes_on.clear()
     table = Table(tmp_path / "store", fraction=0.25)

@@ -1,6 +1,4 @@
-"""Test that a step without a checkpoint makes few calls, reads no generator officially, and keeps what a
-flush needs.
-"""
+"""Test that a step without a checkpoint makes few calls, reads no generator, and keeps what a flush needs."""
 
 from __future__ import annotations
 

@@ -74,9 +74,7 @@ def test_the_daemon_gets_what_opens_the_store_and_keeps_it_in_memory(
 
 
 def test_closing_waits_no_longer_than_it_may(s3_place: Place, wire: Proxy) -> None:
-    """Closing takes at most as long as one request more; copies that were not durable are there for the
-    next session.
-    """
+    """Closing takes at most one request longer; copies that were not durable are there for the next session."""
     options = {**s3_place.options, "endpoint_url": wire.url, "scarctl_timeout": 60}
     state = model()
     session = train(state, s3_place, 4, shards=4, storage_options=options, daemon=False, timeout=0.5)

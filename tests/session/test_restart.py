@@ -161,9 +161,7 @@ def killed() -> None:
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("happens", [no_room, killed])
 def test_a_new_start_that_fails_half_way_loses_nothing(tmp_path: Path, number: int, happens: Any) -> None:
-    """Several hand-overs wait, the last one a flush; the next process takes them over, and dies before it has saved
-    all.
-    """
+    """Hand-overs wait, the last one a flush; the next process takes them over, and dies before it has saved all."""
 
     def body(tell: Tell) -> None:
         loop = Loop(tmp_path / "store", interval=1)

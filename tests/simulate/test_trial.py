@@ -65,9 +65,7 @@ class TestCosts:
 
 
 def test_everything_comes_back_from_a_full_checkpoint() -> None:
-    """Moments, counts, running statistics and random numbers are restored: otherwise the repeated iterations would
-    differ.
-    """
+    """Moments, counts, running statistics and random numbers are restored, or the repeated iterations would differ."""
     of = study(interval=4, fractions=(Fraction(1), HALF), policies=("priority",))
     for trial in range(4):
         result = run_trial(of, Dropout(), trial)

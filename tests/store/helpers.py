@@ -15,9 +15,7 @@ from scarctl.util.arrays import Ids
 
 
 def small_layout() -> Layout:
-    """Return a layout with one or more rows per partition, shorter last pieces, a scalar, an empty tensor, pieces over
-    and under 4 KiB.
-    """
+    """Return a layout of all kinds: rows per partition, short pieces, a scalar, an empty tensor, about 4 KiB."""
     return build_layout(
         [
             ("emb", "parameter", (TensorSpec("", "F32", (37, 3)), TensorSpec("exp_avg", "F64", (37, 3)))),

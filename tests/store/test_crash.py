@@ -1,6 +1,4 @@
-"""Test a kill at every system call of the commit path, and failing system calls: the old state or the
-new one remains.
-"""
+"""Test a kill at every system call of a commit, and failing calls: the old state or the new one remains."""
 
 from __future__ import annotations
 

@@ -35,9 +35,7 @@ def _state(store: Store, shard: int, at: int | None = None) -> Contents:
 
 
 def _prepared(folder: Path, layout: Layout) -> Store:
-    """Return a store with a sealed set "old" (named), a newer one, and commits that leave dead copies in every
-    segment.
-    """
+    """Return a store with a sealed set "old" (named), a newer one, and commits that leave dead copies everywhere."""
     store = Store.create(folder / "run", shards=2)
     data = Data(layout)
     shard_of = layout.shards(2, 0)

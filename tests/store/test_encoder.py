@@ -1,6 +1,4 @@
-"""Test encoded commits: what a reader gets, what seals, what is moved, and which claims of a hostile record are
-refused.
-"""
+"""Test encoded commits: reading, seals, compaction, and which claims of a hostile record are refused."""
 
 from __future__ import annotations
 

@@ -121,9 +121,7 @@ def test_an_opening_that_is_stopped_before_its_first_record(url: str, layout: La
 
 
 def test_another_zombie_takes_the_number_of_the_ground(url: str, layout: Layout) -> None:
-    """So a record with the number of the ground that a stopped writer looks for exists again, but it is another
-    record.
-    """
+    """A record with the number of the ground that a stopped writer looks for exists again, but is another record."""
     data, ids = Data(layout), np.arange(layout.partitions)
     zombie = open_at(url, layout)
     zombie.commit(0, ids, data, step=1)
@@ -237,9 +235,7 @@ def test_no_way_back_to_what_was_given_up(url: str, layout: Layout) -> None:
 
 
 class Overtaken:
-    """Blobs of a reader next to a writer that continues, and collects, after one listing of the log or before one
-    operation.
-    """
+    """Blobs of a reader next to a writer that continues and collects, after one listing or before one operation."""
 
     def __init__(self, inner: Any, action: Any, operation: str, name: str) -> None:
         self.inner, self.action, self.operation, self.name = inner, action, operation, name

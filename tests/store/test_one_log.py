@@ -1,6 +1,4 @@
-"""Test that the store's file says whether a process has one log for all of its shards, and older versions do not
-guess.
-"""
+"""Test that the store's file says whether a process has one log for all shards, so older versions do not guess."""
 
 from __future__ import annotations
 

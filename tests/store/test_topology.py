@@ -1,6 +1,4 @@
-"""Test topologies: files, which shards make a state, what one process may not do, and retiring earlier
-ranks' shards.
-"""
+"""Test topologies: files, which shards make a state, what one process may not do, and retiring old shards."""
 
 from __future__ import annotations
 

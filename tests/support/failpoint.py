@@ -66,9 +66,7 @@ class Killed(BaseException):
 
 
 class Mortal(Fault):
-    """Simulates the death of a process within this one: from the k-th call on, every call raises Killed and does
-    nothing.
-    """
+    """Simulates a process's death within this one: from the k-th call on, every call raises Killed and does nothing."""
 
     def __init__(self, k: int, names: tuple[str, ...], *, owner: Any = os, after: bool = False) -> None:
         super().__init__(k, self._die, names, owner=owner, after=after)

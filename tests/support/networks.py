@@ -1,6 +1,4 @@
-"""Make hosts as network namespaces: each has a cable for its daemon and the store, and one for the
-ranks' collectives.
-"""
+"""Make hosts as network namespaces: each has a cable for its daemon and the store, and one for collectives."""
 
 from __future__ import annotations
 

@@ -28,9 +28,7 @@ sequences = st.dictionaries(st.integers(0, 60), sizes, max_size=6)
 
 
 def iterations(c: float, x0: float, perturbations: dict[int, float], epsilon: float) -> int:
-    """Return the iterations that x -> c x needs from x0 if every perturbation pushes straight away from its optimum,
-    0.
-    """
+    """Return the iterations that x -> c x needs from x0 if every perturbation pushes straight away from 0."""
     last = max(perturbations, default=-1)
     x, k = x0, 0
     while k <= last or x >= epsilon:

@@ -27,8 +27,8 @@ _FREEZING = optax.multi_transform(
 
 
 class TreeTraining(Training):
-    """A training with weights, Adam's moments, running statistics, a schedule and a random key, which also draws from
-    Python and numpy.
+    """A training with weights, Adam's moments, running statistics, a schedule, a random key, and draws of Python and
+    numpy.
     """
 
     step = staticmethod(models.step)

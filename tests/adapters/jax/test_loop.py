@@ -113,9 +113,7 @@ def test_a_step_that_somebody_asked_to_recover_returns_another_tree(tmp_path: Pa
 
 
 def test_donated_memory_is_used_again_and_every_copy_is_right(tmp_path: Path) -> None:
-    """With a checkpoint in every step JAX takes the memory of every leaf, and the result is that of a run without
-    scarctl.
-    """
+    """With a checkpoint in every step JAX takes all leaves' memory, and the result is that of a run without scarctl."""
     with attach(models.build(), donated=True, **options(tmp_path)) as session:
         state = session.resume()
         for number in range(5):
@@ -208,8 +206,8 @@ def test_trackers_that_read_between_checkpoints_are_refused(tmp_path: Path) -> N
 
 
 def test_every_kind_of_leaf_comes_back_as_it_was(tmp_path: Path) -> None:
-    """Class, dtype, weak type and bits are kept: of typed and raw keys, Python's numbers, bfloat16, numpy arrays,
-    0-dim arrays.
+    """Class, dtype, weak type and bits are kept: of random keys, Python's numbers, bfloat16, numpy arrays, 0-dim
+    arrays.
     """
 
     def state(seed: int) -> Any:

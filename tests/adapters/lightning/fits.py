@@ -1,6 +1,4 @@
-"""Run small real fits with every source of randomness, a schedule, accumulation, validation, and an end
-at any point.
-"""
+"""Run small real fits with all sources of randomness, a schedule, accumulation, validation, and an end at any point."""
 
 from __future__ import annotations
 

@@ -152,9 +152,7 @@ def only_fused(rank: int, world: int, folder: str) -> list[Any]:
 
 
 def resharded(rank: int, world: int, folder: str, pairs: list[tuple[Kinds, Kinds]]) -> list[Any]:
-    """Return for each pair of plans a run that ends under the first and continues under the second, or the class of
-    the error.
-    """
+    """Return for each pair of plans a run that changes from the first to the second, or the class of the error."""
     found = []
     for number, (before, after) in enumerate(pairs):
         here = Path(folder, str(number))

@@ -35,9 +35,7 @@ FUSED = {
 
 
 class Recommender(nn.Module):
-    """A model with three tables, one of which has two features, and a small dense part. width: 3 for tables of 8
-    columns.
-    """
+    """A model with three tables, one with two features, and a small dense part. width: 3 for tables of 8 columns."""
 
     def __init__(self, width: int, *, dense: bool = True) -> None:
         super().__init__()

@@ -140,9 +140,7 @@ def test_sequences_are_tables_too(tmp_path: Path) -> None:
 
 
 def test_a_sharded_module_alone_is_refused() -> None:
-    """Without `DistributedModelParallel` around the model the torch adapter would not save the state of fused
-    optimizers.
-    """
+    """Without `DistributedModelParallel` the torch adapter would not save the state of fused optimizers."""
     model, _ = models.build("table")
 
     class Around(torch.nn.Module):

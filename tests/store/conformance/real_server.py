@@ -30,8 +30,7 @@ PACKAGES = ("radosgw", "ceph-mon", "ceph-osd")
 SUITE = ("tests/store/conformance/test_s3.py",)
 START_SECONDS = 120.0
 ENDPOINT_VARIABLE = "TEST_S3_ENDPOINT"
-"""Variable with the address of a server that tests use in place of their own: see `s3_endpoint` in tests/conftest.py.
-"""
+"""Variable with the address of a server that tests use in place of theirs: `s3_endpoint` in tests/conftest.py."""
 
 
 def unpack(folder: Path) -> Path:
