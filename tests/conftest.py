@@ -62,11 +62,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def arena_dir(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Path]:
     """Yield the base folder for arenas, one per test: never the machine's real shared memory, never another test's.
+
     Fail the test if at its end a child process, a thread that is not a daemon, a changed signal handler, or a file in
     the arena folder remains. Mark a test `leaves_arena` if it leaves files on purpose.
-
-    Fails the test when, at its end, a child process, a thread that is not a daemon, another handler of a signal, or
-    a file in the arena folder is still there. Mark a test `leaves_arena` when it leaves files on purpose.
     """
     for name in [name for name in os.environ if name.startswith("SCARCTL_")]:
         monkeypatch.delenv(name)
@@ -168,11 +166,9 @@ def _new_processes(folder: Path, before: set[int]) -> dict[int, str]:
 
 def _processes(folder: Path | None = None) -> dict[int, str]:
     """Return command lines by process id: of this process's children, and of processes started with this arena folder.
+
     A detached process is not a child any longer, but keeps its environment. Without /proc nothing is found. folder
     None: only this process's children.
-
-    A process that detached itself is nobody's child any more, but it keeps its environment. Without /proc
-    nothing is found. folder None: this process's children only.
     """
     found: dict[int, str] = {}
     # Helpers that live as long as the interpreter: the standard library's own, and those that fork programs for tests.

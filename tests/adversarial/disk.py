@@ -124,11 +124,10 @@ class Disk:
 
 
 class Loss:
-    """Decides about each change that is not safe. `kept`: the probability that it survives in its newest state with
-    all bytes. `but_one`: one random change has the opposite fate: it alone is lost, or it alone survives.
+    """Decides about each change that is not safe.
 
-    `kept`: the share of them that is there, newest state and all bytes. `but_one`: one thing chosen at random
-    fares the other way: lost alone, or kept alone.
+    `kept`: the probability that it survives, in its newest state with all bytes. `but_one`: one random change has the
+    opposite fate: it alone is lost, or it alone survives.
     """
 
     def __init__(self, rng: np.random.Generator, kept: float, *, but_one: int | None = None) -> None:
@@ -181,12 +180,10 @@ class Loss:
 
 
 class Recorder:
-    """Records what this process does below `base`. Existing files are safe, and recorded as if just made. `die_at`:
-    number of the changing call before which the process dies: from then on every call raises Killed and does nothing.
-    `die_synced`: the same, before the fsync of a folder with this number.
+    """Records what this process does below `base`. Existing files are safe, and recorded as if just made.
 
-    `die_at`: the number of a call that changes something; before it the process dies: from then on every call raises
-    Killed and does nothing. `die_synced`: the same before so manieth fsync of a folder.
+    `die_at`: number of the changing call before which the process dies: from then on every call raises Killed and does
+    nothing. `die_synced`: the same, before the fsync of a folder with this number.
     """
 
     def __init__(self, base: Path) -> None:

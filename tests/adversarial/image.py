@@ -142,8 +142,7 @@ class Image:
 
 
 def make(seed: int = 0, *, shards: int = 3, rounds: int = 2) -> Image:
-    """Make a store with superseded and moved copies, a collected log, a roll-back, indexes and two snapshots. rounds:
-    of changes between two sealed states.
+    """Make a store with superseded and moved copies, a collected log, a roll-back, indexes and two snapshots.
 
     rounds: of changes between two sealed states.
     """

@@ -1,8 +1,8 @@
 """Model the store's protocol as a transition system: each visible effect is one step, and any step may be the last.
 
-One shard with two partitions. A record carries what the log up to it means (`table`: the segment of each partition), so
-a state is readable when the files that lead to it are there. Each step names the function of scarctl that it stands
-for. Who dies is simply never asked again, so a crash after every step is among the interleavings.
+One shard has two partitions. A record holds what the log up to it means (`table`: the segment of each partition), so a
+state is readable if the files that lead to it exist. Each step names the function of scarctl that it models. A dead
+process takes no further step, so a crash after every step is among the interleavings.
 """
 
 from __future__ import annotations

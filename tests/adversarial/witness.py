@@ -1,7 +1,7 @@
 """Derive from the messages of `tests.adversarial.workload` alone what must be true of a store.
 
-Of everything there is one state that was acknowledged last, and those that were begun since: after a crash it is one
-of these, never anything else.
+Everything has one state that was acknowledged last, and states that were begun since. After a crash the store has one
+of these.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Apply actions to a store while it is attacked, with a message before each action and after its acknowledgement.
 
-A message is a dict for JSON, so that a process can tell it to another one. What a partition holds follows from its
-number and the *stamp* of the commit that saved it, so whoever hears the messages knows every byte.
+A message is a dict for JSON, so that a process can send it to another. A partition's bytes follow from its number and
+the *stamp* of the commit that saved it, so every reader of the messages knows all bytes.
 """
 
 from __future__ import annotations

@@ -151,10 +151,9 @@ class Rig:
         self.store.close()
 
     def close(self, *, killed: bool = False) -> None:
-        """End cleanly. The store must be intact, and have no file that no record names. killed: a process was killed
-        before, and may have left such a file.
+        """End cleanly. The store must be intact, and have no file that no record names.
 
-        killed: some process before was; it may have left such a file.
+        killed: a process was killed before, and may have left such a file.
         """
         self.queue.clear()
         self.arena.remove()

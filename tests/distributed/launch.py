@@ -2,8 +2,8 @@
 
     results = launch("tests.distributed.scenarios:ddp", 2)
 
-Every process imports the function, makes the group, calls `function(rank, world, *arguments)` and writes what it
-returns as JSON. Each of them ends by itself after `timeout` seconds, with the stacks of its threads on stderr.
+Every process imports the function, makes the group, calls `function(rank, world, *arguments)` and writes its result as
+JSON. Each process ends after `timeout` seconds, with the stacks of its threads on stderr.
 """
 
 from __future__ import annotations
@@ -100,7 +100,6 @@ def torchrun(
     imports: tuple[str, ...] = TORCH,
 ) -> str:
     """Run a program on `world` ranks under torchrun, which restarts all of them when one dies. Return their stderr.
-    The ranks are forks of its agent.
 
     The ranks are forks of its agent.
     """

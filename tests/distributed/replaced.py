@@ -38,10 +38,9 @@ def put(model: nn.Module, factor: float) -> None:
 
 
 def flushed(rank: int, world: int, kind: str, folder: str, swapped: list[int], averaged: list[int]) -> None:
-    """Take three steps, seal their state, and end. swapped: ranks that replace the weights before. averaged: ranks
-    that change an extra after the seal, and seal the state again.
+    """Take three steps, seal their state, and end.
 
-    swapped: ranks that put other weights in place before. averaged: ranks that change an extra after it, and seal the
+    swapped: ranks that replace the weights before. averaged: ranks that change an extra after the seal, and seal the
     state again.
     """
     job = Job(kind, folder)

@@ -48,10 +48,9 @@ class Agents:
         agent.wait()
 
     def started(self, world: int, seconds: float = 90.0) -> None:
-        """Wait until the job has begun again with so many ranks, and all of them have saved since. On a busy machine
-        agents lose contact, and the job begins more often.
+        """Wait until the job has begun again with so many ranks, and all of them have saved since.
 
-        On a busy machine agents lose sight of each other, and it begins more often.
+        On a busy machine agents lose contact, and the job begins more often.
         """
         store, deadline = self.folder / "store", time.monotonic() + seconds
         while time.monotonic() < deadline:

@@ -36,10 +36,9 @@ class Kept(logging.Handler):
 
 
 def train(rank: int, world: int, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Keep copies; then the other host's daemon stops, and a checkpoint that waits for it fails. Return the secrets of
-    this start, and all output as pairs of where and what.
+    """Keep copies; then the other host's daemon stops, and a checkpoint that waits for it fails.
 
-    Returns the secrets of this start, and what was shown: pairs of where and what.
+    Return the secrets of this start, and all output as pairs of where and what.
     """
     kept = Kept()
     logging.getLogger().addHandler(kept)

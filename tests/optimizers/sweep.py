@@ -1,7 +1,7 @@
 """Train with any optimizer, and find the outcome of a run that is stopped, resumed and continued.
 
-The run that was never stopped and the one that was are compared bit for bit, weights and loss. What scarctl said before
-that is the outcome: nothing (then both have to be the same), a caveat, or a refusal.
+It is compared bit for bit, weights and loss, with a run that was never stopped. The outcome is what scarctl reported
+before: nothing (then both have to be equal), a caveat, or a refusal.
 """
 
 from __future__ import annotations

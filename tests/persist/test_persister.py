@@ -61,10 +61,8 @@ def test_what_was_copied_again_is_left_to_its_own_hand_over(rig: Rig) -> None:
 
 def test_a_seal_that_was_overtaken_is_no_seal(rig: Rig) -> None:
     """Describe a failure: a full checkpoint, a slow store, and the next full checkpoint before the first is written.
-    The copies of the first are gone by then. A sealed record of it would label older bytes as that step, and a
-    rollback would restore them.
 
-    The first one's copies are gone by then. A sealed record of it would label older bytes as that step, and a
+    The copies of the first are gone by then. A sealed record of it would label older bytes as that step, and a
     rollback would restore them.
     """
     rig.persist(rig.save(rig.everything, 1, sealed=True))
@@ -166,10 +164,10 @@ def test_a_copy_under_way_is_not_written(rig: Rig) -> None:
 
 
 def test_values_that_changed_without_a_step_are_saved_again(rig: Rig) -> None:
-    """Describe a failure: weights are swapped after the loop (an average) before the session's closing checkpoint,
-    which has the step of the last one. So its copies have a version that the store already has, with other bytes.
+    """Describe a failure: weights are swapped after the loop (an average) before the session's closing checkpoint.
 
-    It has the step of the last one, so its copies have a version that the store has already, with other bytes.
+    This checkpoint has the step of the last one. So its copies have a version that the store already has, with other
+    bytes.
     """
     rig.persist(rig.save(rig.everything, 5, sealed=True))
     rig.copy(SOME, 5, value=77)

@@ -19,10 +19,9 @@ MB = 1_000_000
 
 
 class Simulation:
-    """A training loop and a store that takes one hand-over at a time, at a speed that may change. cost: seconds of a
-    hand-over in addition to those of its bytes.
+    """A training loop and a store that takes one hand-over at a time, at a speed that may change.
 
-    cost: seconds that a hand-over takes beside its bytes.
+    cost: seconds of a hand-over in addition to those of its bytes.
     """
 
     def __init__(

@@ -16,10 +16,9 @@ Draw = Callable[[random.Random], float]
 
 
 class Training:
-    """A simulated training, in which iterations vary and the cost of checkpoints is known. stall, slow: seconds that a
-    checkpoint waits, and by which `span` iterations alongside it take longer.
+    """A simulated training, in which iterations vary and the cost of checkpoints is known.
 
-    stall, slow: seconds of a checkpoint in waiting, and by which `span` iterations alongside it take longer.
+    stall, slow: seconds that a checkpoint waits, and by which `span` iterations alongside it take longer.
     """
 
     def __init__(

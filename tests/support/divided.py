@@ -2,8 +2,8 @@
 
     python -m tests.support.divided STORE NUMBER COUNT STEPS OPTIONS
 
-Every step adds the row's number plus one to a row, so that a row says after how many steps it was saved. `OPTIONS` are
-those of `attach`, and `replaces`, `after`, `kill` (a name such as "scarctl.distributed.heir.fence") and `when`.
+Every step adds the row's number plus one to a row, so that a row shows after how many steps it was saved. `OPTIONS`
+are those of `attach`, and `replaces`, `after`, `kill` (a name such as "scarctl.distributed.heir.fence") and `when`.
 """
 
 from __future__ import annotations

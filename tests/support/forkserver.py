@@ -2,9 +2,9 @@
 
     done = run(["-m", "tests.distributed.job", "fsdp"], env=..., timeout=60)
 
-A program has its own arguments, environment, folder and standard streams, and can be killed like any other. What it
-shares with others is a past: the server has imported some modules, in a new interpreter, and has never had a thread.
-Programs for which that would make a difference (what they import, options of the interpreter) belong to `subprocess`.
+A program has its own arguments, environment, folder and standard streams, and can be killed like any other. All
+programs share a past: the server has imported some modules, in a new interpreter, and has never had a thread. If that
+makes a difference (imports, options of the interpreter), use `subprocess`.
 """
 
 from __future__ import annotations
@@ -56,10 +56,9 @@ class Program:
         stderr: IO[bytes] | int | None = None,
         imports: tuple[str, ...] = TORCH,
     ) -> None:
-        """`stdin`, `stdout`, `stderr`: open files. None is no input, and this process's own output. `imports`: modules
-        that are already imported.
+        """`stdin`, `stdout`, `stderr`: open files. None is no input, and this process's own output.
 
-        `imports`: modules that are there already.
+        `imports`: modules that are already imported.
         """
         self.args = arguments
         self.returncode: int | None = None

@@ -128,12 +128,10 @@ KEY, SECRET = "AKIAPLANTEDKEY000001", "planted/secret+of/the/tests"
 
 @contextmanager
 def s3_server(host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
-    """Run an S3 server at an address of this host, on a free port unless one is given; yield its URL. It is moto's,
-    without the layer that moto puts in front of all its services: that layer takes longer for each request than the
-    request. Moto checks for an object and puts one in two steps. S3 does it in one step, and so does this server.
+    """Run an S3 server at an address of this host, on a free port unless one is given; yield its URL.
 
-    Moto's, without what it puts in front of all its services: that takes longer for each request than the request.
-    Moto looks whether there is an object and puts one in two steps. S3 does it in one, and so does this.
+    It is moto's, without the layer that moto puts in front of all its services, which is slower than a request. Moto
+    checks for an object and puts one in two steps. S3 does it in one step, and so does this server.
     """
     from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
     from werkzeug.serving import make_server

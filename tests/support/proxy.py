@@ -26,11 +26,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault in place of passing a request on. answer: status and error code for the client, None: the connection is
-    closed without an answer. done: the server carries out the request anyway. after: seconds before that.
+    """A fault in place of passing a request on.
 
-    answer: status and error code that the client gets, None: the connection is closed without any. done: the server
-    carries the request out all the same. after: seconds that it takes first.
+    answer: status and error code for the client, None: the connection is closed without an answer. done: the server
+    carries out the request anyway. after: seconds before that.
     """
 
     answer: tuple[int, str] | None = None

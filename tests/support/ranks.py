@@ -108,10 +108,9 @@ class RankStore:
         every: int = 1,
         whole: str = "",
     ) -> None:
-        """Save what ranks own, or of every rank only each `every`-th partition, as of `step`. whole: the ranks' name
-        of the state, if it is not the usual one.
+        """Save what ranks own, or of every rank only each `every`-th partition, as of `step`.
 
-        whole: what the ranks call the state, if it is not the usual one.
+        whole: the ranks' name of the state, if it is not the usual one.
         """
         for rank in range(self.world) if ranks is None else ranks:
             ids = np.arange(0, self.layouts[rank].partitions, every)

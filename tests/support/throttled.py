@@ -14,10 +14,9 @@ from scarctl.store.backends.base import BlobWriter, Buffer
 
 class ThrottledBlobs:
     """Passes all operations on to `inner`; written data wait for their turn on one line of `bytes_per_second`.
+
     seconds: additional time of every file. sleep: how to wait. With `stuck` set nothing is written until it is
     cleared.
-
-    seconds: of every file more. sleep: how it waits. With `stuck` set nothing is written until it is cleared.
     """
 
     def __init__(

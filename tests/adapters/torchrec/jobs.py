@@ -48,7 +48,6 @@ def train(
     **options: Any,
 ) -> dict[str, Any]:
     """Attach, resume, train until step `until`, and close. Return digests at the beginning and end, and the warnings.
-    at: called with the session after these steps.
 
     at: called with the session after these steps.
     """
@@ -87,10 +86,9 @@ def train(
 
 
 def one_step(model: Any, optimizer: Any, step: int, rank: int) -> None:
-    """Do one iteration, as in TorchRec's examples. Learning rates fall; dropout draws. Nothing changes after the step:
-    a state saved right after it equals that of a rank which has continued.
+    """Do one iteration, as in TorchRec's examples. Learning rates fall; dropout draws.
 
-    Nothing changes after the step: a state that is saved right after it is that of a rank which has gone further.
+    Nothing changes after the step: a state saved right after it equals that of a rank which has continued.
     """
     optimizer.zero_grad()
     model(models.batch(step * 10 + rank)).square().mean().backward()
@@ -250,10 +248,9 @@ def _rows(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def main(folder: str, kind: str, saved: str, killed: str) -> None:
-    """Run one rank of a job under torchrun. Rank 1 kills itself after step `killed` of its first life. saved: the step
-    after which everything is saved and sealed.
+    """Run one rank of a job under torchrun. Rank 1 kills itself after step `killed` of its first life.
 
-    saved: step after which everything is saved, sealed.
+    saved: the step after which everything is saved and sealed.
     """
     import json
 

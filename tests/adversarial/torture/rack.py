@@ -202,11 +202,10 @@ class Rack:
     # -- checks -------------------------------------------------------------------------------------------------
 
     def check_store(self) -> None:
-        """Check that the store verifies, has no copy older than an acknowledged one, and that every copy in it is
-        complete. The trainer is stopped meanwhile, so that it cannot roll back after its messages were read; the
-        daemon continues.
+        """Check that the store verifies, has no copy older than an acknowledged one, and only complete copies.
 
-        The trainer stands still meanwhile, so that it cannot go back after it was heard; the daemon goes on.
+        The trainer is stopped meanwhile, so that it cannot roll back after its messages were read; the daemon
+        continues.
         """
         with self.paused("trainer"):
             self.trainer_ended()

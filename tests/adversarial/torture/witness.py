@@ -96,10 +96,9 @@ class Witness:
             steps[ids] = np.minimum(steps[ids], step)
 
     def check_values(self, partition: int, step: int, pieces: list[NDArray[Any]], where: str) -> None:
-        """Raise Failed unless a copy labelled `step` is complete, and of that step. If a loop meddles with its
-        parameters, they and their slots differ by a quarter for a moment.
+        """Raise Failed unless a copy labelled `step` is complete, and of that step.
 
-        A loop that meddles with its parameters has them and their slots a quarter apart for a moment.
+        If a loop meddles with its parameters, they and their slots differ by a quarter for a moment.
         """
         held = [np.unique(piece).tolist() for piece in pieces]
         if any(len(values) > 1 for values in held) or len({int(values[0]) for values in held}) > 1:
