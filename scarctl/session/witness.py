@@ -99,8 +99,7 @@ class Witness:
         if not self._ids:
             self._ids = frozenset(map(id, self._modules()))
         self._left, self._looking = _MODULES, True
-        # The hook is for all modules, because one on the model would be copied and pickled with it; it is soon
-        # removed.
+        # Of all modules, because a hook of the model's own would be copied and pickled with it; and for a moment only.
         if self._handle is None:
             self._handle = nn.modules.module.register_module_forward_pre_hook(self._look)
         else:

@@ -1,4 +1,4 @@
-"""Test which calls to CUDA pin the arena, and when; on a GPU, that it is pinned."""
+"""What is asked of CUDA when the arena is pinned, and when; on a GPU, that it is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ALREADY_REGISTERED = 712
 
 
 class Runtime:
-    """The two calls with CUDA's rules: registered memory must not overlap, and is unregistered only once."""
+    """The two calls, with CUDA's rules: what is registered once may neither overlap nor be taken back twice."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}

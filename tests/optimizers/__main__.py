@@ -1,4 +1,4 @@
-"""Count the outcomes of all configurations: `python -m tests.optimizers [--third-party] [--killed] [PATTERN]`."""
+"""Counts what becomes of every configuration: `python -m tests.optimizers [--third-party] [--killed] [PATTERN]`."""
 
 from __future__ import annotations
 
