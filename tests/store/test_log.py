@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from scarctl.errors import Corruption, LayoutMismatch, UsageError
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import epoch_of, pack, step_of
-from scarctl.store import Store, StoreWriter, open_writer, verify
+from scarctl.store import Store, open_writer, verify
+from scarctl.store.writer import StoreWriter
 from scarctl.store.format import dump_json, index_path, record_path, segment_name, segment_path
 from scarctl.store.index import INDEX_LEAST, dump_index
 from scarctl.store.record import Record
