@@ -16,12 +16,12 @@ from scarctl.errors import Corruption, LayoutMismatch, UsageError
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import epoch_of, pack, step_of
 from scarctl.store import Store, open_writer, verify
-from scarctl.store.writer import StoreWriter
 from scarctl.store.format import dump_json, index_path, record_path, segment_name, segment_path
 from scarctl.store.index import INDEX_LEAST, dump_index
 from scarctl.store.record import Record
 from scarctl.store.segment_writer import write_segment
 from scarctl.store.shard_state import Seal
+from scarctl.store.writer import StoreWriter
 from tests.store.helpers import Data, memory_folder, read_all, small_layout, summary
 
 LAYOUT = small_layout()
