@@ -1,67 +1,27 @@
-"""Run the model's short form: a few processes hold, and every rule left out is noticed."""
+"""Run the models' short form: a few processes hold, and every rule left out is noticed."""
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import pytest
 
-from tests.adversarial import acknowledged, arenas, replicas
-from tests.adversarial.model import SHORT, Scenario, explore
-from tests.adversarial.protocol import MUTANTS
+from tests.adversarial import acknowledged, arenas, model, replicas
 
-BY_NAME = {scenario.name: scenario for scenario in SHORT}
+PLACES = {"the store": model, "memory": arenas, "replicas": replicas, "acknowledgements": acknowledged}
 
 
-@pytest.mark.parametrize("scenario", SHORT, ids=BY_NAME)
-def test_the_protocol_holds(scenario: Scenario) -> None:
-    result = explore(scenario)
-    assert (result.broken, result.trace) == ("", ())
-    assert result.states > 500
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_every_rule_is_needed(mutant: str) -> None:
-    result = explore(BY_NAME[MUTANTS[mutant]], mutant)
-    assert result.broken
-    assert 5 < len(result.trace) < 30
-
-
-@pytest.mark.parametrize("scenario", arenas.SHORT, ids=[scenario.name for scenario in arenas.SHORT])
-def test_memory_belongs_to_its_store(scenario: arenas.Scenario) -> None:
-    result = arenas.explore(scenario)
-    assert (result.broken, result.trace) == ("", ())
-    assert result.states > 500
-
-
-@pytest.mark.parametrize("mutant", arenas.MUTANTS)
-def test_every_rule_about_memory_is_needed(mutant: str) -> None:
-    (scenario,) = (one for one in arenas.SHORT if one.name == arenas.MUTANTS[mutant])
-    result = arenas.explore(scenario, mutant)
-    assert result.broken
-    assert 5 < len(result.trace) < 30
-
-
-@pytest.mark.parametrize("scenario", replicas.SHORT, ids=[scenario.name for scenario in replicas.SHORT])
-def test_replicas_are_whole_and_of_the_newest_owner(scenario: replicas.Scenario) -> None:
-    result = replicas.explore(scenario)
-    assert (result.broken, result.trace) == ("", ())
-    assert result.states > 500
-
-
-@pytest.mark.parametrize("mutant", replicas.MUTANTS)
-def test_every_rule_of_replicas_is_needed(mutant: str) -> None:
-    (scenario,) = (one for one in replicas.SHORT if one.name == replicas.MUTANTS[mutant])
-    result = replicas.explore(scenario, mutant)
-    assert result.broken
-    assert 5 < len(result.trace) < 30
-
-
-def test_each_of_the_six_rules_has_a_mutant() -> None:
-    assert {name[0] for name in replicas.MUTANTS if name[0].isdigit()} == set("123456")
-
-
-@pytest.mark.parametrize("scenario", acknowledged.SHORT, ids=[one.name for one in acknowledged.SHORT])
-def test_what_peers_acknowledge_survives(scenario: acknowledged.Scenario) -> None:
-    result = acknowledged.explore(scenario)
+@pytest.mark.parametrize(
+    ("place", "scenario"),
+    [
+        pytest.param(place, one, id=f"{what}: {one.name}")
+        for what, place in PLACES.items()
+        for one in place.SHORT
+    ],
+)
+def test_a_model_holds(place: ModuleType, scenario: Any) -> None:
+    result = place.explore(scenario)
     assert (result.broken, result.trace) == ("", ())
     assert result.states > 500
 
@@ -74,12 +34,23 @@ def test_what_peers_acknowledge_survives_in_longer_runs(scenario: acknowledged.S
     assert (result.broken, result.trace) == ("", ())
 
 
-@pytest.mark.parametrize("mutant", acknowledged.MUTANTS)
-def test_every_rule_of_acknowledging_is_needed(mutant: str) -> None:
-    known = {one.name: one for one in (*acknowledged.SHORT, *acknowledged.LONG)}
-    result = acknowledged.explore(known[acknowledged.MUTANTS[mutant]], mutant)
+@pytest.mark.parametrize(
+    ("place", "mutant"),
+    [
+        pytest.param(place, one, id=f"{what}: {one}")
+        for what, place in PLACES.items()
+        for one in place.MUTANTS
+    ],
+)
+def test_every_rule_is_needed(place: ModuleType, mutant: str) -> None:
+    known = {one.name: one for one in (*place.SHORT, *place.LONG)}
+    result = place.explore(known[place.MUTANTS[mutant]], mutant)
     assert result.broken
     assert 5 < len(result.trace) < 30
+
+
+def test_each_of_the_six_rules_has_a_mutant() -> None:
+    assert {name[0] for name in replicas.MUTANTS if name[0].isdigit()} == set("123456")
 
 
 def test_the_window_of_one_acknowledgement_is_two_hosts_at_once() -> None:

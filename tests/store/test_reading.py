@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from scarctl.store import ranges as ranges_module
 from scarctl.store.backends.base import BlobReader
 from scarctl.store.backends.parallel import AHEAD_BYTES, AT_ONCE, Helpers
 from tests.store.helpers import Data, read_all
+from tests.support.faulty import WatchedReader
 from tests.support.places import Place
 from tests.support.proxy import Proxy
 
@@ -41,7 +42,7 @@ class Counted:
     @contextmanager
     def reader(self, name: str) -> Iterator[BlobReader]:
         with self.inner.reader(name) as file:
-            yield _Counted(self, name, file)
+            yield WatchedReader(file, lambda nbytes, ranges: self.add(name, nbytes, ranges))
 
     def add(self, name: str, nbytes: int, ranges: int = 1) -> None:
         self.read_bytes[name] = self.read_bytes.get(name, 0) + nbytes
@@ -52,29 +53,6 @@ class Counted:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
-
-
-@dataclass
-class _Counted:
-    owner: Counted
-    name: str
-    file: BlobReader
-
-    @property
-    def size(self) -> int:
-        return self.file.size
-
-    def read(self, start: int, stop: int) -> bytes:
-        self.owner.add(self.name, stop - start)
-        return self.file.read(start, stop)
-
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        self.owner.add(self.name, buffer.nbytes)
-        self.file.read_into(start, buffer)
-
-    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        self.owner.add(self.name, sum(buffer.nbytes for _, buffer in ranges), len(ranges))
-        self.file.read_ranges(ranges)
 
 
 @pytest.fixture(params=["local", "memory", pytest.param("s3", marks=pytest.mark.slow)])

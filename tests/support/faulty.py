@@ -7,7 +7,7 @@ import os
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,7 +120,7 @@ class FaultyBlobs:
     def reader(self, name: str) -> Iterator[BlobReader]:
         self._call("reader", name)
         with self.inner.reader(name) as file:
-            yield _FaultyReader(self, name, file)
+            yield WatchedReader(file, lambda nbytes, ranges: self._call("read_ranges", name))
 
     def files(self, folder: str) -> list[tuple[str, int]]:
         self._call("files", folder)
@@ -138,26 +138,22 @@ class FaultyBlobs:
         return getattr(self.inner, name)
 
 
-@dataclass
-class _FaultyReader:
-    blobs: FaultyBlobs
-    name: str
-    file: BlobReader
+class WatchedReader:
+    """Passes reads on, each after a call `before(bytes, ranges)`."""
 
-    @property
-    def size(self) -> int:
-        return self.file.size
+    def __init__(self, file: BlobReader, before: Callable[[int, int], None]) -> None:
+        self.file, self.before, self.size = file, before, file.size
 
     def read(self, start: int, stop: int) -> bytes:
-        self.blobs._call("read_ranges", self.name)
+        self.before(stop - start, 1)
         return self.file.read(start, stop)
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        self.blobs._call("read_ranges", self.name)
+        self.before(buffer.nbytes, 1)
         self.file.read_into(start, buffer)
 
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        self.blobs._call("read_ranges", self.name)
+        self.before(sum(buffer.nbytes for _, buffer in ranges), len(ranges))
         self.file.read_ranges(ranges)
 
 
