@@ -16,22 +16,11 @@ class Loop(TorchTraining):
     """The loop of the torch suite, split into its parts."""
 
     def run(
-        self,
-        store: Path,
-        until: int,
-        visit: Visit,
-        *,
-        resume: Mapping[str, Any],
-        options: Mapping[str, Any],
+        self, store: Path, until: int, visit: Visit, *, resume: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
         extras = {"position": self.position}
         session = scarctl.attach(
-            self.model,
-            self.optimizers,
-            store=store,
-            schedulers=self.schedulers,
-            extras=extras,
-            **options,
+            self.model, self.optimizers, store=store, schedulers=self.schedulers, extras=extras, **options
         )
         try:
             self.begin(session, resume)

@@ -143,12 +143,7 @@ def refused(rank: int, world: int) -> list[str]:
     said = []
     ddp = wrap(rank, slow=None)
     sgd, adam = torch.optim.SGD(ddp.parameters(), lr=0.1), torch.optim.AdamW(ddp.parameters())
-    for optimizer, options in (
-        (sgd, {"beta": 0.0}),
-        (sgd, {"beta": 1.5}),
-        (sgd, {"resync": 0}),
-        (adam, {}),
-    ):
+    for optimizer, options in ((sgd, {"beta": 0.0}), (sgd, {"beta": 1.5}), (sgd, {"resync": 0}), (adam, {})):
         try:
             schedule(ddp, optimizer, **options)  # type: ignore[arg-type]
         except UsageError as error:

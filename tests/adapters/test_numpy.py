@@ -35,13 +35,7 @@ class Factors(Training):
         self.shuffle = np.random.default_rng(4)
 
     def run(
-        self,
-        store: Path,
-        until: int,
-        visit: Visit,
-        *,
-        resume: Mapping[str, Any],
-        options: Mapping[str, Any],
+        self, store: Path, until: int, visit: Visit, *, resume: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
         extras = {"position": self.position, "shuffle": self.shuffle}
         with scarctl.attach(self.state, store=store, extras=extras, **options) as session:

@@ -51,10 +51,7 @@ def clock(offset: float) -> Iterator[None]:
             return datetime.datetime.fromtimestamp(shifted_time(), tz)
 
     shifted = mock.Mock(wraps=datetime, datetime=Shifted, timezone=datetime.timezone)
-    with (
-        mock.patch("time.time", shifted_time),
-        mock.patch("scarctl.store.record.datetime", shifted),
-    ):
+    with mock.patch("time.time", shifted_time), mock.patch("scarctl.store.record.datetime", shifted):
         yield
 
 

@@ -74,9 +74,7 @@ SHORT = (
 )
 LONG = (
     Scenario(
-        "cut off for longer",
-        (("a", "open train train train"), ("b", "open train commit")),
-        "cut part:0 heal",
+        "cut off for longer", (("a", "open train train train"), ("b", "open train commit")), "cut part:0 heal"
     ),
     Scenario(
         "the newest replica is away",

@@ -118,14 +118,7 @@ def test_what_the_environment_says_for_verbs_is_not_read(monkeypatch: pytest.Mon
 def test_options_that_are_settings_are_described_by_their_classes() -> None:
     texts = {name: describe(name) for name in KNOWN_NAMES}
     assert all(text.endswith(".") for text in texts.values())
-    for name in (
-        "fraction",
-        "shards",
-        "partition_bytes",
-        "assume_single_writer",
-        "arena_dir",
-        "store",
-    ):
+    for name in ("fraction", "shards", "partition_bytes", "assume_single_writer", "arena_dir", "store"):
         assert options(commands()["checkpoint"])[name].help == brief(name)
         assert brief(name).partition(". ")[0] == texts[name].partition(". ")[0]
     with pytest.raises(KeyError):

@@ -95,11 +95,7 @@ def test_a_signal_before_the_command_has_started(folder: Path, tmp_path: Path) -
 def on_terminal(place: Path, terminal: int) -> Running:
     """Start `scarctl run` and its command in the foreground of a terminal, and wait until the command is ready."""
     running = Running(
-        place,
-        "--",
-        *HEARING,
-        stdin=terminal,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        place, "--", *HEARING, stdin=terminal, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     )
     running.says("ready")
     return running

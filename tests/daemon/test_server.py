@@ -332,12 +332,7 @@ class TestSlowStores:
         assert set(slow.stored()[0]) == {1}
 
     def test_too_slow_a_takeover_is_contention(
-        self,
-        daemon: Daemon,
-        base: Path,
-        tmp_path: Path,
-        gate: Gate,
-        monkeypatch: pytest.MonkeyPatch,
+        self, daemon: Daemon, base: Path, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(server_module, "_PATIENCE", 0.3)
         slow = Trainer(tmp_path / "slow", base)

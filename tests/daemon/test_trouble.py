@@ -69,10 +69,7 @@ def test_a_pause_is_not_the_stores_return(
         trainer.saver.stop()
         paused.set()
         trainer.saver.resume()
-        for mark in (
-            "first",
-            "second",
-        ):  # reports after the first fault came before the second
+        for mark in ("first", "second"):  # reports after the first fault came before the second
             run.events.put({"warn": mark})
             wait_until(lambda mark=mark: mark in caplog.messages)  # type: ignore[misc]
         assert "the store can be written again" not in caplog.messages

@@ -25,10 +25,7 @@ from tests.daemon.rig import fill, small_layout
 from tests.support import stepper
 from tests.support.process import Forked, Tell
 
-pytestmark = [
-    pytest.mark.leaves_arena,
-    pytest.mark.usefixtures("warm_torch", "daemon_folder"),
-]
+pytestmark = [pytest.mark.leaves_arena, pytest.mark.usefixtures("warm_torch", "daemon_folder")]
 
 
 RUN = f"{'ab' * 16}.{'cd' * 8}"

@@ -93,9 +93,7 @@ def test_a_number_means_every_so_many_iterations() -> None:
 
 
 @given(
-    step_seconds=st.floats(0.01, 10),
-    steps_to_save=st.floats(0.01, 400),
-    nbytes=st.integers(10**4, 10**12),
+    step_seconds=st.floats(0.01, 10), steps_to_save=st.floats(0.01, 400), nbytes=st.integers(10**4, 10**12)
 )
 @settings(max_examples=30)
 def test_saving_keeps_up_with_any_store(step_seconds: float, steps_to_save: float, nbytes: int) -> None:

@@ -31,11 +31,7 @@ class Loop:
         self.model: Any = nn.Sequential(*layers) if depth else nn.Linear(4, 4)
         self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters())
         self.session = scarctl.attach(
-            self.model,
-            self.optimizer,
-            store=store,
-            interval=1,
-            **grouped(daemon=False, **options),
+            self.model, self.optimizer, store=store, interval=1, **grouped(daemon=False, **options)
         )
         self.session.resume()
 

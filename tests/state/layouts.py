@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from scarctl.state.layout import (
-    DTYPES,
-    Group,
-    Layout,
-    TensorSpec,
-)
+from scarctl.state.layout import DTYPES, Group, Layout, TensorSpec
 
 SLOTS = ("", "exp_avg", "exp_avg_sq")
 

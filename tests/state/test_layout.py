@@ -14,14 +14,7 @@ from hypothesis.extra.numpy import arrays
 from safetensors import SafetensorError, deserialize
 
 from scarctl.errors import UsageError
-from scarctl.state.layout import (
-    DTYPES,
-    Group,
-    Layout,
-    TensorSpec,
-    build_layout,
-    members_by_shard,
-)
+from scarctl.state.layout import DTYPES, Group, Layout, TensorSpec, build_layout, members_by_shard
 from tests.state.layouts import group, groups, layouts, model, rows
 
 # --- partitions -----------------------------------------------------------------------------------------------
@@ -269,11 +262,7 @@ def test_equal_cuts_are_equal_layouts() -> None:
         ([parameter("a", 2), parameter("a", 3)], {}, "two tensors are named 'a'"),
         ([parameter("a", 2, slots=("", "m")), parameter("a/m", 3)], {}, "two tensors are named 'a/m'"),
         ([("a", "parameter", (TensorSpec("", "F32", (2,)), TensorSpec("m", "F32", (3,))))], {}, "has 3 rows"),
-        (
-            [("a", "parameter", (TensorSpec("m", "F32", (2,)),))],
-            {},
-            "values do not come before its slots",
-        ),
+        ([("a", "parameter", (TensorSpec("m", "F32", (2,)),))], {}, "values do not come before its slots"),
         ([("a", "parameter", ())], {}, "values do not come before its slots"),
         ([("a", "weight", (TensorSpec("", "F32", (2,)),))], {}, "neither parameter nor buffer"),
         ([("a", "parameter", (TensorSpec("", "F4", (2,)),))], {}, "unknown dtype 'F4'"),

@@ -12,12 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scarctl.errors import Corruption
-from scarctl.state.layout import (
-    MAX_PARTITIONS,
-    Group,
-    Layout,
-    TensorSpec,
-)
+from scarctl.state.layout import MAX_PARTITIONS, Group, Layout, TensorSpec
 from tests.state.layouts import group, layouts, model, rows
 
 

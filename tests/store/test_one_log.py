@@ -50,13 +50,7 @@ def test_an_older_version_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"format": FORMAT},
-        {"format": MIXED_FORMAT},
-        {"one_log": False},
-        {"one_log": None},
-        {"one_log": 1},
-    ],
+    [{"format": FORMAT}, {"format": MIXED_FORMAT}, {"one_log": False}, {"one_log": None}, {"one_log": 1}],
 )
 def test_a_file_that_contradicts_itself_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     store = Store.create(tmp_path / "s", shards=8)

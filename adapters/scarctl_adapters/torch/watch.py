@@ -73,10 +73,7 @@ class Watch:
         self._alike = 0
         """Consecutive steps before which all compared parameters had equal counts."""
         self._seen: list[torch.Tensor] = []
-        self._compared = 0
-        self._handles: list[Any] = [
-            register_optimizer_step_post_hook(self._after),
-        ]
+        self._handles: list[Any] = [register_optimizer_step_post_hook(self._after)]
         self._counting: dict[int, Any] = {}
         """Handles of the hooks that count, by number of their parameters."""
         self._count(range(len(self._looked_at)))

@@ -91,13 +91,7 @@ class LightningTraining(Training):
         self.steps = {"step": 0}
 
     def run(
-        self,
-        store: Path,
-        until: int,
-        visit: Visit,
-        *,
-        resume: Mapping[str, Any],
-        options: Mapping[str, Any],
+        self, store: Path, until: int, visit: Visit, *, resume: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
         warnings.simplefilter("ignore")
         mode = {"mode": "resume"}

@@ -29,11 +29,7 @@ SOME: list[Point] = [("train", 0, 5), ("validation", 0, 1), ("epoch_end", 0, 0),
 
 
 def check(
-    folder: Path,
-    kind: type[Net],
-    ends: Iterable[Point],
-    data: Callable[[], Any] = loader,
-    **options: Any,
+    folder: Path, kind: type[Net], ends: Iterable[Point], data: Callable[[], Any] = loader, **options: Any
 ) -> None:
     """Interrupt a fit at each of these points, run it again, and compare all that it leaves."""
     whole, trainer = fit(kind, None, train=data(), **options)

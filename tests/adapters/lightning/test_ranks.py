@@ -58,11 +58,7 @@ def test_ddp_goes_on_exactly_after_an_exception(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_fsdp2_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
     ranks = run(
-        tmp_path / "job",
-        strategy="fsdp2",
-        store=str(tmp_path / "store"),
-        die=["train", 1, 1],
-        how="kill",
+        tmp_path / "job", strategy="fsdp2", store=str(tmp_path / "store"), die=["train", 1, 1], how="kill"
     )
     for rank in ranks:
         resumed = rank["resumed"]

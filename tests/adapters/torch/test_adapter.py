@@ -179,10 +179,7 @@ def test_a_step_begins_when_its_closure_has_returned(named: bool) -> None:
     class Own(torch.optim.SGD):
         pass
 
-    for kind, expected in (
-        (torch.optim.SGD, ["closure", "before"]),
-        (Own, ["before", "closure"]),
-    ):
+    for kind, expected in ((torch.optim.SGD, ["closure", "before"]), (Own, ["before", "closure"])):
         model, calls = nn.Linear(2, 2), []  # type: ignore[var-annotated]
         optimizer = kind(model.parameters(), lr=0.1)
         adapter = TorchAdapter.build(model, [optimizer])

@@ -69,13 +69,7 @@ class TorchTraining(Training):
         self.position = {"batch": 0}
 
     def run(
-        self,
-        store: Path,
-        until: int,
-        visit: Visit,
-        *,
-        resume: Mapping[str, Any],
-        options: Mapping[str, Any],
+        self, store: Path, until: int, visit: Visit, *, resume: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
         with scarctl.attach(
             self.model,

@@ -26,11 +26,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 ROWS = (40, 30, 25)
-FUSED = {
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-    "rowwise": torchrec.optim.RowWiseAdagrad,
-}
+FUSED = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rowwise": torchrec.optim.RowWiseAdagrad}
 """Optimizers with which FBGEMM trains on a CPU."""
 
 
