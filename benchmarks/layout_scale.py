@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from scarctl.policy.select import POLICIES, select
+from scarctl.policy.select import POLICIES, Candidates, select
 from scarctl.state.layout import TensorSpec, build_layout
 
 SHARDS = 8
@@ -71,15 +71,14 @@ def main() -> None:
     budget = int(args.fraction * nbytes.sum())
 
     def pick(policy: str, max_staleness: int | None = None) -> None:
-        select(
-            policy,
+        among = Candidates(
             distance_sq=distance_sq,
             nbytes=nbytes,
             staleness=staleness,
             eligible=eligible,
-            budget=budget,
             max_staleness=max_staleness,
         )
+        select(policy, among, budget)
 
     for policy in POLICIES:
         figures[f"select, {policy}"] = seconds(lambda policy=policy: pick(policy), args.repeats)  # type: ignore[misc]

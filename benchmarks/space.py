@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scarctl.policy.select import select
+from scarctl.policy.select import Candidates, select
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.store import Collector, Store, open_writer, verify
 
@@ -62,11 +62,14 @@ def run(
         for step in range(1, commits + 1):
             distance += speed * np.abs(rng.standard_normal(layout.partitions))
             sealed = seals and step % 20 == 0
-            picked = select(
-                policy, distance_sq=distance**2, nbytes=layout.partition_bytes, staleness=step - saved,
-                eligible=np.ones(layout.partitions, bool), budget=layout.nbytes // 8, credit=credit, cursor=cursor,
-                seed=0, step=step,
-            )  # fmt: skip
+            among = Candidates(
+                distance_sq=distance**2,
+                nbytes=layout.partition_bytes,
+                staleness=step - saved,
+                eligible=np.ones(layout.partitions, bool),
+                step=step,
+            )
+            picked = select(policy, among, layout.nbytes // 8, credit=credit, cursor=cursor)
             ids = np.arange(layout.partitions) if sealed else picked.ids
             credit, cursor = picked.credit, picked.cursor
             distance[ids], saved[ids] = 0.0, step

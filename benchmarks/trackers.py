@@ -35,7 +35,7 @@ from scarctl.checkpoint.binding import layout_of, tensors_of
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.sampled import NARROW
 from scarctl.checkpoint.tracker import Tracker
-from scarctl.policy.select import select, squared
+from scarctl.policy.select import Candidates, select, squared
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import pack, step_of
 from scarctl.store import Settings
@@ -86,18 +86,15 @@ class Keeper:
             live.save(np.arange(layout.partitions), pack(1, step))
             self.tracker.saved_all(but=np.empty(0, np.int64))
             return
-        staleness = step - step_of(self.arena.version)
         distance = self.tracker.distances(live, step)
-        chosen = select(
-            self._policy,
+        among = Candidates(
             distance_sq=squared(distance),
             nbytes=layout.partition_bytes,
-            staleness=staleness,
+            staleness=step - step_of(self.arena.version),
             eligible=np.ones(layout.partitions, dtype=bool),
-            budget=int(FRACTION * layout.nbytes),
-            credit=self._credit,
-            cursor=self._cursor,
         )
+        budget = int(FRACTION * layout.nbytes)
+        chosen = select(self._policy, among, budget, credit=self._credit, cursor=self._cursor)
         self._credit, self._cursor = chosen.credit, chosen.cursor
         ids, _ = self.tracker.check(live, chosen.ids, distance)
         live.save(ids, pack(1, step))

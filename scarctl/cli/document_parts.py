@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias, TypedDict
 
 from scarctl.ops.health import Finding, Loss, Saving
-from scarctl.ops.surveyed import OtherShard, RunOnHost, ShardLine
+from scarctl.ops.surveyed import Layer, OtherShard, RunOnHost, ShardLine
 from scarctl.recovery.plan import Perturbation
 from scarctl.state.caveats import Caveat
 from scarctl.theory.rework import Rework
@@ -131,6 +131,8 @@ class _Survey(TypedDict):
     total_bytes: int
     shards: list[ShardLine]
     partitions: list[Partition]
+    stalest_layers: list[Layer]
+    """The parameters and buffers with the oldest copies of changed values, at most 20."""
     encoded_partitions: dict[str, int]
     """Newest copies in the store that are not exact, by their encoding: see `Selection.encoding`."""
     store: Usage

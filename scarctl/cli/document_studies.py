@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypedDict
 
 from scarctl.cli.document_parts import Health, Partition, Survey
-from scarctl.ops.report import Layer
+from scarctl.ops.surveyed import Layer
 from scarctl.ops.timeline import Timeline
 from scarctl.simulate.calibration import Comparison
 from scarctl.simulate.intervals import Mean
@@ -115,6 +115,8 @@ class CellMeans(_Cell):
     perturbation: float
     given_up: int
     """Trials that did not reach the target."""
+    oldest: dict[str, float] | None
+    """Mean age of every parameter's oldest copy that differs from its live values at the failure, in iterations."""
 
 
 class Study(TypedDict):
@@ -129,6 +131,8 @@ class Study(TypedDict):
     interval: int
     failure_rate: float | None
     fail_after: int | None
+    stratify: bool
+    smooth: int
     iterations: int | None
     target: float | None
     norm: str | None

@@ -24,6 +24,7 @@ TOP = 8
 _OF = {"bfloat16": "a value", "int8": "a row's largest value"}
 """What an encoding's error bound is relative to."""
 SHARD = ("shard", "partitions", "bytes", "saved steps", "age", "change if lost", "rework")
+LAYER = ("parameter or buffer", "partitions", "bytes", "oldest copy", "oldest of changed values")
 PARTITION = ("partition", "shard", "saved", "staleness", "distance")
 
 # A level has a colour and a shape of its own: readable without colours too.
@@ -215,6 +216,7 @@ def tables(view: Survey) -> list[Table]:
     )
     return [
         _shards(view) if view.topology is None else _ranks(view, view.topology.noun),
+        Table("stalest parameters", LAYER, _layers(view), names_first=True),
         Table("stalest", PARTITION, stalest, names_first=True),
         Table("most changed", PARTITION, changed, names_first=True),
     ]
@@ -266,6 +268,18 @@ def _cost(line: ShardLine) -> tuple[str, ...]:
         "unknown" if change is None else f"{change:.4g}",
         "unknown" if rework.iterations is None else str(rework),
     )
+
+
+def _layers(view: Survey) -> list[tuple[str, ...]]:
+    """Return the cells of the parameters with the oldest copies; no rows if there is only one parameter."""
+    rows = []
+    for layer in view.stalest_layers(TOP) if len(view.layers) > 1 else ():
+        ages = [
+            "never saved" if age is None else _at_least(view, age)
+            for age in (layer.oldest, layer.oldest_changed)
+        ]
+        rows.append((layer.name, str(layer.partitions), human_bytes(layer.bytes), *ages))
+    return rows
 
 
 def _partition(view: Survey, one: dict[str, Any]) -> tuple[str, ...]:

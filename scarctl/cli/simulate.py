@@ -86,6 +86,17 @@ _PAUSE = 30.0
     "--fail-after", type=click.IntRange(min=1), metavar="N", help="Fail after iteration N, not a random one."
 )
 @click.option(
+    "--stratify", is_flag=True, help="Spread failures evenly over the time since a full checkpoint."
+)
+@click.option(
+    "--smooth",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Iterations over which the metric is averaged, so that no lucky one ends a run.",
+)
+@click.option(
     "--iterations", type=click.IntRange(min=2), metavar="N", help="Length of a run, if not the workload's."
 )
 @click.option("--target", type=float, metavar="X", help="Metric to reach, if not the workload's.")
@@ -220,6 +231,7 @@ def _text(summary: Summary) -> str:
         "median",
         "less than rollback",
         "perturbation",
+        "oldest copy",
     )
     rows = [columns]
     for line in summary.cells:
@@ -236,6 +248,7 @@ def _text(summary: Summary) -> str:
                 if line.reduction is None
                 else f"{line.reduction.mean:.0%} {_interval(line.reduction, 100)}".strip(),
                 f"{line.perturbation:.4g}",
+                _oldest(line.oldest),
             )
         )
     lines = aligned(rows)
@@ -248,6 +261,14 @@ def _text(summary: Summary) -> str:
             f"+: {counted(lost, 'run')} never reached the target: counted with the iterations until the stop"
         )
     return "\n".join(lines)
+
+
+def _oldest(ages: dict[str, float] | None) -> str:
+    """Return the age of the oldest copy, and its parameter if there are several."""
+    if not ages:
+        return "-"
+    name = max(ages, key=ages.__getitem__)
+    return f"{ages[name]:.0f}" + (f" ({name})" if len(ages) > 1 else "")
 
 
 def _interval(mean: Mean, scale: int) -> str:

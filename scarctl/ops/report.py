@@ -6,34 +6,19 @@ import datetime
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from scarctl.errors import Corruption, ScarError
 from scarctl.ops.health import LOSING, Finding, Health, health_of
 from scarctl.ops.known import daemon_here, runs_of
 from scarctl.ops.survey import survey
-from scarctl.ops.surveyed import Survey
+from scarctl.ops.surveyed import Layer, Survey
 from scarctl.ops.timeline import Timeline, timeline
 from scarctl.store import Store
-from scarctl.util.document import Document, json_of
+from scarctl.util.document import json_of
 
 MOST_PARTITIONS = 20
 """Partitions in each list of those at risk."""
 MOST_LAYERS = 200
 """Layers that are listed: the largest."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layer(Document):
-    """All partitions of one group, on all ranks."""
-
-    name: str
-    partitions: int
-    bytes: int
-    oldest: int | None
-    """Age of its oldest copy in iterations; None: a partition was never saved."""
-    distance: float | None
-    """Norm of the change since its copies were saved; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +64,8 @@ def gather(store: Store, arena_dir: str | None) -> Report:
     except Corruption as error:
         history = Timeline(damage=error.message)
     made = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    layers = _layers(view)
-    return Report(made, view, health, history, layers[:MOST_LAYERS], max(0, len(layers) - MOST_LAYERS))
+    layers = sorted(view.layers, key=lambda layer: -layer.bytes)
+    return Report(made, view, health, history, tuple(layers[:MOST_LAYERS]), max(0, len(layers) - MOST_LAYERS))
 
 
 def _health(store: Store, view: Survey, arena_dir: str | None) -> Health:
@@ -90,31 +75,3 @@ def _health(store: Store, view: Survey, arena_dir: str | None) -> Health:
     except ScarError as error:
         silent = Finding(LOSING, error.kind, str(error), "scarctl daemon status")
         return health_of(view, ()).with_finding(silent)
-
-
-def _layers(view: Survey) -> tuple[Layer, ...]:
-    layout = view.layout
-    if layout is None:
-        return ()
-    of = layout.group_of(np.arange(layout.partitions))
-    names = list(dict.fromkeys(group.name for group in layout.groups))
-    number = {name: k for k, name in enumerate(names)}
-    which = np.array([number[group.name] for group in layout.groups], dtype=np.int64)[of]
-    count = np.bincount(which, minlength=len(names))
-    nbytes = np.bincount(which, layout.partition_bytes, len(names))
-    oldest = np.zeros(len(names), dtype=np.int64)
-    np.maximum.at(oldest, which, np.where(view.staleness < 0, np.iinfo(np.int64).max, view.staleness))
-    with np.errstate(over="ignore", invalid="ignore"):
-        distance = np.sqrt(np.bincount(which, np.square(view.distance), len(names)))
-    found = [
-        Layer(
-            name,
-            int(count[k]),
-            int(nbytes[k]),
-            None if oldest[k] == np.iinfo(np.int64).max else int(oldest[k]),
-            float(distance[k]) if np.isfinite(distance[k]) else None,
-        )
-        for k, name in enumerate(names)
-        if count[k]
-    ]
-    return tuple(sorted(found, key=lambda layer: -layer.bytes))

@@ -25,6 +25,9 @@ from scarctl.util.document import INTERNAL, Document, json_of
 
 _NO_REWORK = Rework(0.0, 0.0, 0.0, "ages")
 _UNKNOWN = Perturbation(None, "unknown")
+_NEVER = np.iinfo(np.int64).max
+LAYERS = 20
+"""Layers that a document lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,21 @@ class ShardLine(Document):
     """The same norm for a random shard of this size; None if a distance is unknown."""
     rework: Rework = _NO_REWORK
     """Predicted rework of a partial recovery of the shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer(Document):
+    """All partitions of one parameter or buffer, on all ranks."""
+
+    name: str
+    partitions: int
+    bytes: int
+    oldest: int | None
+    """Age of its oldest copy in iterations; None: a partition was never saved."""
+    oldest_changed: int | None
+    """The same of the copies whose distance from the live values is not 0, or unknown; 0 without such copies."""
+    distance: float | None
+    """Norm of the change since its copies were saved; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +232,43 @@ class Survey:
             )
         return lines
 
+    @cached_property
+    def layers(self) -> list[Layer]:
+        """Return a line for each parameter and buffer that has partitions, in the order of the layout."""
+        if self.layout is None:
+            return []
+        names = list(dict.fromkeys(group.name for group in self.layout.groups))
+        number = {name: k for k, name in enumerate(names)}
+        of = np.array([number[group.name] for group in self.layout.groups], dtype=np.int64)
+        which = of[self.layout.group_of(np.arange(self.layout.partitions))]
+        count = np.bincount(which, minlength=len(names))
+        nbytes = np.bincount(which, self.layout.partition_bytes, len(names))
+        ages = np.where(self.staleness < 0, _NEVER, self.staleness)
+        oldest, changed = np.zeros((2, len(names)), dtype=np.int64)
+        np.maximum.at(oldest, which, ages)
+        np.maximum.at(changed, which, np.where(self.distance == 0, 0, ages))
+        with np.errstate(over="ignore", invalid="ignore"):
+            distance = np.sqrt(np.bincount(which, np.square(self.distance), len(names)))
+        return [
+            Layer(
+                name,
+                int(count[k]),
+                int(nbytes[k]),
+                None if oldest[k] == _NEVER else int(oldest[k]),
+                None if changed[k] == _NEVER else int(changed[k]),
+                float(distance[k]) if np.isfinite(distance[k]) else None,
+            )
+            for k, name in enumerate(names)
+            if count[k]
+        ]
+
+    def stalest_layers(self, count: int) -> list[Layer]:
+        """Return the `count` layers with the oldest copies of changed values. Never saved ones come first."""
+        found = [layer for layer in self.layers if layer.oldest_changed != 0]
+        never = [layer for layer in found if layer.oldest_changed is None]
+        aged = [layer for layer in found if layer.oldest_changed is not None]
+        return (never + sorted(aged, key=lambda layer: -(layer.oldest_changed or 0)))[:count]
+
     @property
     def effective_staleness(self) -> float | None:
         """Iterations in which the parameters now move as far as they are from all copies; None: unknown."""
@@ -280,6 +335,7 @@ class Survey:
             "total_bytes": 0 if self.layout is None else self.layout.nbytes,
             "shards": json_of(self.shards),
             "partitions": self.partitions(np.arange(total if limit is None else min(limit, total))),
+            "stalest_layers": json_of(self.stalest_layers(LAYERS)),
             "encoded_partitions": dict(self.encoded),
             "store": dict(self.usage),
             "snapshots": json_of(self.snapshots),

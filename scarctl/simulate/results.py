@@ -14,6 +14,8 @@ from typing import Any
 from scarctl.errors import AccessDenied, Contention, Corruption, UsageError
 
 FORMAT = 1
+_ADDED: dict[str, Any] = {"stratify": False, "smooth": 1}
+"""Settings that earlier studies did not name, and the values that they had."""
 
 
 class Results:
@@ -92,11 +94,12 @@ def _check_head(path: Path, found: Any, head: dict[str, Any]) -> None:
     if not isinstance(found, dict) or found.get("kind") != "simulate":
         raise UsageError(f"{path} is not a file of results", hint="give another one; it was not changed")
     for name, value in head.items():
-        if found.get(name) != value:
+        before = found.get(name, _ADDED.get(name))
+        if before != value:
             what = (
                 "the workload's program has changed"
                 if name == "source"
-                else f"{name} was {found.get(name)!r}, and is {value!r}"
+                else f"{name} was {before!r}, and is {value!r}"
             )
             raise UsageError(
                 f"{path} has the results of another study: {what}",

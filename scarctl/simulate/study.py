@@ -53,6 +53,11 @@ class Study:
     """Probability of the failure in each iteration. None: every iteration before convergence is equally likely."""
     fail_after: int | None = None
     """Iteration after which every run fails, instead of a random one."""
+    stratify: bool = False
+    """Spread the failures of each `interval` trials evenly over the time since a full checkpoint, which decides what a
+    failure costs. The failure of one trial has the same distribution as without."""
+    smooth: int = 1
+    """Iterations over which the metric is averaged before it is compared with the target."""
     iterations: int | None = None
     """Iterations of an undisturbed run; None: the workload's."""
     target: float | None = None
@@ -85,6 +90,10 @@ class Study:
                 f"a failure after iteration {self.fail_after} and one at a random iteration exclude each other",
                 hint="give one of --fail-after and --failure-rate",
             )
+        if self.fail_after is not None and self.stratify:
+            raise UsageError(f"a failure after iteration {self.fail_after} cannot be spread over iterations")
+        if self.smooth < 1:
+            raise UsageError(f"the metric is averaged over {self.smooth} iterations", hint="give 1 or more")
         if self.iterations is not None and self.iterations < 2:
             raise UsageError(f"iterations is {self.iterations}", hint="give 2 or more")
         if self.target is not None and not math.isfinite(self.target):
@@ -116,6 +125,8 @@ class Study:
             "interval": self.interval,
             "failure_rate": self.failure_rate,
             "fail_after": self.fail_after,
+            "stratify": self.stratify,
+            "smooth": self.smooth,
             "iterations": self.iterations,
             "target": self.target,
             "norm": self.norm,

@@ -32,6 +32,9 @@ class Line:
     """Root mean square of the perturbations' norms."""
     given_up: int
     """Trials that did not reach the target. Their rework counts the iterations done."""
+    oldest: dict[str, float] | None
+    """Mean age of every parameter's oldest copy that differs from its live values at the failure, in iterations. None
+    for a rollback, and for results that do not have it."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -41,6 +44,7 @@ class Line:
             "reduction": None if self.reduction is None else self.reduction.to_json(),
             "perturbation": self.perturbation,
             "given_up": self.given_up,
+            "oldest": self.oldest,
         }
 
 
@@ -78,10 +82,18 @@ def summarise(study: Study, results: Sequence[dict[str, Any]]) -> Summary:
                 reduction,
                 float(np.sqrt(np.mean(moved[:, k] ** 2))),
                 int((~arrived[:, k]).sum()),
+                _oldest([result["oldest"][k] if "oldest" in result else None for result in results]),
             )
         )
     undisturbed = float(np.mean([result["undisturbed"] for result in results]))
     return Summary(len(results), undisturbed, sum(not result["same"] for result in results), lines)
+
+
+def _oldest(trials: Sequence[dict[str, int] | None]) -> dict[str, float] | None:
+    found = [ages for ages in trials if ages is not None]
+    if len(found) < len(trials):
+        return None
+    return {name: float(np.mean([ages[name] for ages in found])) for name in found[0]}
 
 
 def _less(ratio: float | None) -> float | None:

@@ -12,6 +12,7 @@ iteration cost of Qiao et al., section 3.1, equation (4). It may be negative.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -57,7 +58,8 @@ def run_trial(study: Study, workload: Workload, trial: int) -> dict[str, Any]:
     words = np.random.SeedSequence([study.seed, trial]).generate_state(4, np.uint64).tolist()
     seed, shard_seed = words[0] >> 32, words[1] >> 2
     undisturbed = _undisturbed(study, workload, seed)
-    failed_after = study.fail_after or _failure(study.failure_rate, undisturbed.iterations, words[2] / 2**64)
+    chance = _stratified(study, trial, words[2] / 2**64) if study.stratify else words[2] / 2**64
+    failed_after = study.fail_after or _failure(study, undisturbed.iterations, chance)
     if failed_after >= undisturbed.iterations:
         raise UsageError(
             f"the run ends after {undisturbed.iterations} iterations: it cannot fail after {failed_after}"
@@ -77,6 +79,7 @@ def run_trial(study: Study, workload: Workload, trial: int) -> dict[str, Any]:
         "perturbation": [perturbation for _, perturbation, _ in results],
         "arrived": [arrived for _, _, arrived in results],
         "predicted": [run.predict(cell, shard_seed) for cell in cells],
+        "oldest": [run.oldest(cell) for cell in cells],
         "rollback_steps": run.rollback_steps,
     }
 
@@ -95,18 +98,20 @@ def _undisturbed(study: Study, workload: Workload, seed: int) -> _Undisturbed:
     most = study.iterations or workload.iterations
     workload.reset(seed)
     metrics: list[float] = []
+    smoothed: list[float] = []
     for iteration in range(1, most + 1):
         workload.step(iteration)
         metrics.append(float(workload.metric()))
         if not math.isfinite(metrics[-1]):
             raise UsageError(f"the metric is {metrics[-1]} after iteration {iteration} of an undisturbed run")
-        if target is not None and metrics[-1] <= target:
+        smoothed.append(_smooth(metrics, study.smooth))
+        if target is not None and smoothed[-1] <= target:
             break
-    goal = metrics[-1] if target is None else float(target)
-    reached = next((k for k, metric in enumerate(metrics, 1) if metric <= goal), None)
+    goal = smoothed[-1] if target is None else float(target)
+    reached = next((k for k, metric in enumerate(smoothed, 1) if metric <= goal), None)
     if reached is None:
         raise UsageError(
-            f"an undisturbed run does not reach {goal:.6g} in {most} iterations: its best is {min(metrics):.6g}",
+            f"an undisturbed run does not reach {goal:.6g} in {most} iterations: its best is {min(smoothed):.6g}",
             hint="give a higher --target, or more --iterations",
         )
     if reached < 2:
@@ -117,13 +122,31 @@ def _undisturbed(study: Study, workload: Workload, seed: int) -> _Undisturbed:
     return _Undisturbed(reached, goal, metrics)
 
 
-def _failure(rate: float | None, iterations: int, chance: float) -> int:
-    """Return the iterations before the failure, 1..iterations-1, drawn by `chance` uniformly or geometrically."""
-    if rate is None:
-        return 1 + int(chance * (iterations - 1))
-    # The geometric distribution is truncated where the run has converged.
-    within = -math.expm1((iterations - 1) * math.log1p(-rate))
-    return min(iterations - 1, 1 + int(math.log1p(-chance * within) / math.log1p(-rate)))
+def _smooth(metrics: Sequence[float], width: int) -> float:
+    """Return the mean of the last `width` metrics, of all if they are fewer. A single low one does not decide it."""
+    return sum(metrics[-width:]) / min(width, len(metrics))
+
+
+def _failure(study: Study, iterations: int, chance: float) -> int:
+    """Return the iterations before the failure, 1..iterations-1, drawn by `chance` uniformly or geometrically.
+
+    The geometric distribution is truncated where the run has converged. With `stratify`, `chance` is a quantile of
+    all moments in the order of their distance from a full checkpoint.
+    """
+    moments = np.arange(1, iterations)
+    rate = study.failure_rate or 0.0
+    if study.stratify:
+        moments = moments[np.argsort(moments % study.interval, kind="stable")]
+    reached = np.cumsum(np.exp((moments - 1) * math.log1p(-rate)))
+    found = np.searchsorted(reached, chance * reached[-1], side="right")
+    return int(moments[min(found, moments.size - 1)])
+
+
+def _stratified(study: Study, trial: int, chance: float) -> float:
+    """Return a chance from the trial's stratum: of each `interval` trials in a row, each has another one."""
+    block, place = divmod(trial, study.interval)
+    strata = np.random.default_rng([study.seed, block]).permutation(study.interval)
+    return (int(strata[place]) + chance) / study.interval
 
 
 class _Keeper:
@@ -272,11 +295,12 @@ class _Run:
             recompute()
         moved = self._aside.live(self._adapter).distances()
         done, most = self._failed_after, PATIENCE * undisturbed.iterations
-        arrived = False
+        metrics, arrived = undisturbed.metrics[:iteration], False
         while done < most and not arrived:
             iteration, done = iteration + 1, done + 1
             self._workload.step(iteration)
-            arrived = float(self._workload.metric()) <= undisturbed.target
+            metrics.append(float(self._workload.metric()))
+            arrived = _smooth(metrics, self._study.smooth) <= undisturbed.target
         return done - undisturbed.iterations, float(np.linalg.norm(moved)), arrived
 
     @property
@@ -284,6 +308,22 @@ class _Run:
         """Iterations since the newest full checkpoint; None if the study saves none."""
         steps = [k.step for (policy, _), k in self._keepers.items() if policy == "full"]
         return self._failed_after - max(steps) if steps else None
+
+    def oldest(self, cell: Cell) -> dict[str, int] | None:
+        """Return the age of every parameter's oldest copy that differs from its live values at the failure.
+
+        In iterations, by name; 0 if no copy differs. None for a rollback.
+        """
+        if cell.lost is None:
+            return None
+        assert self._aside is not None, "it has not trained yet"
+        _restore(self._aside, self._adapter)
+        keeper = self._keepers[cell.policy, cell.fraction]
+        layout = keeper.arena.layout
+        ages = np.maximum(self._failed_after - step_of(keeper.arena.version), 0)
+        ages[keeper.live(self._adapter).distances() == 0] = 0
+        parts = zip(layout.groups, layout.base[:-1], layout.base[1:], strict=True)
+        return {group.name: int(ages[first:stop].max(initial=0)) for group, first, stop in parts}
 
     def predict(self, cell: Cell, shard_seed: int) -> dict[str, Any] | None:
         """Predict the rework of `cell` as a session would at the failure. None if its mode is not predicted.

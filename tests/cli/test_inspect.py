@@ -24,6 +24,7 @@ KEYS = {
     "encoded_partitions",
     "shards",
     "partitions",
+    "stalest_layers",
     "store",
     "run",
     "snapshots",
@@ -120,8 +121,12 @@ def test_what_the_run_on_this_host_knows(run: Run, saved: Model, arena_dir: Path
     for shard, perturbation in kinds.items():
         count = int((layout.shards(4, 0) == shard).sum())
         assert perturbation == {"value": pytest.approx(0.5 * np.sqrt(count)), "kind": "estimated"}
+    stalest = done["stalest_layers"]
+    assert [layer["oldest_changed"] for layer in stalest] == [40] * len(stalest)
+    assert sum(layer["partitions"] for layer in stalest) == done["total_partitions"]
     text = run("inspect", "--store", "ckpt").stdout
     assert "most changed" in text
+    assert "stalest parameters" in text
     assert "2 errors" in text
     arena.close()
     (arena.folder / "arena").write_bytes(b"garbage")

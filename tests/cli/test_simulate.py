@@ -26,7 +26,18 @@ pytestmark = pytest.mark.usefixtures("forked")
 WORKLOADS = "tests.simulate.workloads"
 ROOT = Path(__file__).parents[2]
 QUICK = ("--interval", 8, "--fraction", "1,1/8", "--policy", "priority", "--trials", 4)
-CELL = {"median", "mode", "policy", "fraction", "lost", "rework", "reduction", "perturbation", "given_up"}
+CELL = {
+    "oldest",
+    "median",
+    "mode",
+    "policy",
+    "fraction",
+    "lost",
+    "rework",
+    "reduction",
+    "perturbation",
+    "given_up",
+}
 
 
 @pytest.fixture(autouse=True)

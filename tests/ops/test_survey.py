@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 
@@ -72,6 +73,20 @@ def test_every_line_is_what_counting_gives(known: bool) -> None:
         assert line.rework.basis == wanted.basis
         assert line.rework.iterations == pytest.approx(wanted.iterations)
         assert (line.rework.low, line.rework.high) == pytest.approx((wanted.low, wanted.high))
+    of = layout.group_of(np.arange(count))
+    assert [layer.name for layer in view.layers] == [group.name for group in layout.groups]
+    for g, layer in enumerate(view.layers):
+        steps, differs = saved[of == g], distance[of == g] != 0
+        assert (layer.partitions, layer.bytes) == (steps.size, layout.groups[g].nbytes)
+        assert layer.oldest == (None if (steps < 0).any() else step - steps.min())
+        changed_steps = steps[differs]
+        wanted_age = step - changed_steps.min() if changed_steps.size else 0
+        assert layer.oldest_changed == (None if (changed_steps < 0).any() else wanted_age)
+    ages = [layer.oldest_changed for layer in view.stalest_layers(5)]
+    order = [math.inf if age is None else age for age in ages]
+    assert order == sorted(order, reverse=True)
+    assert len(order) == 5
+    assert order[-1] >= max((x.oldest_changed or 0) for x in view.layers if x not in view.stalest_layers(5))
     names = [line["name"] for line in view.partitions(np.arange(count))]
     for few in (0, 3, count, count + 5):
         stalest = [names[i] for i in np.argsort(saved, kind="stable")[:few]]

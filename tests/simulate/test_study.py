@@ -54,6 +54,8 @@ def test_it_comes_back_from_json() -> None:
         {"failure_rate": 0.0},
         {"fail_after": 0},
         {"fail_after": 3, "failure_rate": 0.1},
+        {"fail_after": 3, "stratify": True},
+        {"smooth": 0},
         {"failure_rate": float("nan")},
         {"iterations": 1},
         {"target": float("inf")},

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from scarctl.errors import UsageError
 from scarctl.simulate.study import Study
 from scarctl.simulate.summary import summarise
-from scarctl.simulate.trial import PATIENCE, _failure, run_trial
+from scarctl.simulate.trial import PATIENCE, _failure, _stratified, run_trial
 from tests.simulate.workloads import Diverging, Dropout, Overshoot, Quadratic, Unseeded
 
 HALF, EIGHTH = Fraction(1, 2), Fraction(1, 8)
@@ -114,15 +115,105 @@ class TestChance:
     def test_a_run_that_the_seed_does_not_decide_is_noticed(self) -> None:
         assert not run_trial(study(fractions=(Fraction(1),)), Unseeded(), 0)["same"]
 
+    @pytest.mark.parametrize("stratify", [False, True])
     @pytest.mark.parametrize("rate", [None, 0.05, 0.5])
-    def test_failures_are_drawn_from_their_distribution(self, rate: float | None) -> None:
-        last, chances = 30, (np.arange(300_000) + 0.5) / 300_000
-        drawn = np.array([_failure(rate, last + 1, chance) for chance in chances])
+    def test_failures_are_drawn_from_their_distribution(self, rate: float | None, stratify: bool) -> None:
+        of = study(failure_rate=rate, stratify=stratify)
+        last, chances = 30, (np.arange(30_000) + 0.5) / 30_000
+        drawn = np.array([_failure(of, last + 1, chance) for chance in chances])
         weights = np.ones(last) if rate is None else (1 - rate) ** np.arange(last)
         shares = np.bincount(drawn, minlength=last + 1) / len(chances)
         assert np.allclose(shares[1:], weights / weights.sum(), atol=1e-4)
-        assert _failure(rate, last + 1, 0.0) == 1
-        assert _failure(rate, last + 1, np.nextafter(1.0, 0.0)) == last
+        if not stratify:
+            assert _failure(of, last + 1, 0.0) == 1
+            assert _failure(of, last + 1, np.nextafter(1.0, 0.0)) == last
+
+    def test_strata_are_spread_evenly_over_the_time_since_a_full_checkpoint(self) -> None:
+        """The mean cost of a rollback, 7.5 in every block of 16 trials, then hardly depends on chance."""
+        of = study(modes=("rollback",), stratify=True)
+        chance = np.random.default_rng(0)
+        for block in range(20):
+            trials = range(16 * block, 16 * block + 16)
+            drawn = [_failure(of, 161, _stratified(of, trial, chance.random())) for trial in trials]
+            assert sorted(moment % 16 for moment in drawn) == list(range(16))
+        other = [_failure(study(), 161, chance.random()) % 16 for _ in range(16)]
+        assert len(set(other)) < 16
+
+    def test_strata_are_those_of_the_trials(self) -> None:
+        of = study(modes=("rollback",), stratify=True, iterations=49)
+        failed = [run_trial(of, Quadratic(), trial)["failed_after"] for trial in range(16)]
+        assert sorted(moment % 16 for moment in failed) == list(range(16))
+
+
+class _Flickering(Quadratic):
+    """Shows a metric with noise of 20 % that belongs to the iteration, as a batch's does."""
+
+    iterations = 120
+
+    def reset(self, seed: int) -> None:
+        super().reset(seed)
+        self._noise = np.random.default_rng(seed).normal(0, 0.2, 1000)
+        self._curvature[:] = 0.03
+        self.extras = {"at": {"iteration": 0}}
+
+    def step(self, iteration: int) -> None:
+        super().step(iteration)
+        self.extras["at"]["iteration"] = iteration
+
+    def metric(self) -> float:
+        return super().metric() * (1 + self._noise[self.extras["at"]["iteration"]])
+
+
+class _Still(_Flickering):
+    """Trains alike, and shows the metric without noise."""
+
+    def reset(self, seed: int) -> None:
+        super().reset(seed)
+        self._noise[:] = 0
+
+
+def test_a_smoothed_metric_costs_nearer_to_the_truth() -> None:
+    """A lucky value ends a run too early, and one that is the target ends no other run for a long time."""
+
+    def costs(workload: Quadratic, smooth: int) -> NDArray[np.float64]:
+        of = study(fractions=(Fraction(1),), modes=("partial",), smooth=smooth, iterations=120)
+        return np.array([run_trial(of, workload, trial)["rework"][0] for trial in range(40)], np.float64)
+
+    truth = costs(_Still(), 1)
+    errors = {smooth: costs(_Flickering(), smooth) - truth for smooth in (1, 16)}
+    spread = {smooth: float(np.sqrt(np.mean(error**2))) for smooth, error in errors.items()}
+    assert spread[16] < spread[1] / 2, spread
+    assert abs(costs(_Still(), 16) - truth).mean() < 0.5, "without noise it costs the same"
+
+
+def test_a_smoothed_rollback_costs_what_it_repeats() -> None:
+    of = study(modes=("rollback",), smooth=8)
+    for trial in range(6):
+        result = run_trial(of, _Flickering(), trial)
+        assert result["rework"] == [result["rollback_steps"]]
+
+
+def test_the_oldest_copy_of_every_parameter_is_shown() -> None:
+    """Nothing of `still` changes. Little of `slow` does, so priority never saves it, and taking turns does."""
+
+    class Two(Quadratic):
+        rows = {"*": 1}  # noqa: RUF012
+
+        def reset(self, seed: int) -> None:
+            super().reset(seed)
+            self._state |= {"slow": np.zeros((8, 1)), "still": np.zeros((8, 1))}
+
+        def step(self, iteration: int) -> None:
+            super().step(iteration)
+            self._state["slow"] += 1e-9
+
+    of = study(fractions=(EIGHTH,), policies=("priority", "round"), fail_after=50)
+    result = run_trial(of, Two(), 0)
+    back, priority, turns = result["oldest"]
+    assert back is None
+    assert (priority["slow"], priority["still"]) == (49, 0)
+    assert 0 < turns["slow"] <= 20
+    assert summarise(of, [result]).cells[1].oldest == priority
 
 
 class TestRefused:
