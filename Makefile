@@ -29,7 +29,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick servers servers-quick man schemas pictures quick test lint types layers unit long oldest pythons optimizers frameworks docs package format bench torture soak attack ceph clean
+.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick servers servers-quick man schemas pictures quick test lint types layers unit long oldest pythons optimizers frameworks gpu docs package format bench torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
@@ -48,6 +48,7 @@ help:
 	@echo "make pythons  the quick tests, and some with torch, under every Python that is found: minutes each, in $(PYTHON_OF)-*: PYTHONS=\"$(PYTHONS)\""
 	@echo "make optimizers  train with every optimizer of other packages, stop, resume: some minutes, in $(OPTIMIZERS)"
 	@echo "make frameworks  tests with frameworks that have an environment of their own: $(TORCHREC), $(RAY), $(JAX): some minutes"
+	@echo "make gpu      tests that need a GPU, with the scarctl and the torch of another Python: PYTHON=$(PYTHON)"
 	@echo "make man      the manual page, docs/scarctl.1, from what the commands say of their options"
 	@echo "make schemas  the JSON Schemas of the commands' documents, docs/schemas.json, from their types"
 	@echo "make pictures  the pictures of report, status and live view, from a real run: a minute, needs Chromium"
@@ -152,6 +153,11 @@ frameworks: $(TORCHREC)/.torchrec $(RAY)/.ray $(JAX)/.jax
 	    tests/adapters/torchrec
 	$(RAY)/bin/python -m pytest -rs -o faulthandler_timeout=900 tests/adapters/test_ray.py tests/adapters/test_actor.py
 	$(JAX)/bin/python -m pytest -n $(WORKERS) tests/adapters/jax
+
+# A virtual environment of make's own has the torch of constraints.txt, which is for the CPU.
+gpu:
+	CUBLAS_WORKSPACE_CONFIG=:4096:8 $(PYTHON) -m pytest -rs tests/session/test_gpu.py tests/checkpoint
+	CUBLAS_WORKSPACE_CONFIG=:4096:8 $(PYTHON) -m tests.optimizers --device cuda
 
 schemas: $(VENV)/.dev
 	$(BIN)/scarctl help --schemas > docs/schemas.json

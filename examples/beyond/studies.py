@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from examples.paper.studies import EIGHTH, ONE, Pair
+from examples.paper.studies import EIGHTH, ONE, POLICIES, Pair
 from scarctl.simulate.study import Study
 
 INTERVAL = 16
@@ -30,7 +30,7 @@ def studies(pair: Pair, *, quick: bool) -> dict[str, Study]:
     """What is measured of a model, by name."""
     common: dict[str, Any] = {"interval": INTERVAL, "iterations": 20 if quick else None}
     best: dict[str, Any] = {**common, "fractions": (EIGHTH,), "policies": ("priority",)}
-    result = {"policies": Study(workload=pair.workload, **common, fractions=(ONE, EIGHTH))}
+    result = {"policies": Study(workload=pair.workload, **common, fractions=(ONE, EIGHTH), policies=POLICIES)}
     if pair.name in ("embedding_adam", "transformer"):
         result["rare"] = Study(workload=pair.workload, **{**best, "interval": SLOTS * INTERVAL})
         result |= {how: Study(workload=f"{pair.workload}_{how}", **best) for how in MOMENTS}

@@ -243,6 +243,14 @@ class Sampled:
         return (live[""][:, first :: self._every] - saved[""][:, first :: self._every]).norm(dim=1)
 
 
+def curvature(live: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return distances in which a value counts by the root of its mean squared gradient, as the loss feels it."""
+    squares = live.get("exp_avg_sq", live.get("sum"))  # of Adam, of Adagrad
+    weight = 1.0 if squares is None else squares.sqrt()
+    found: torch.Tensor = ((live[""] - saved[""]).square() * weight).sum(dim=1).sqrt()
+    return found
+
+
 def embedding_adagrad() -> Trained:
     """Skip-gram with Adagrad."""
     return Embedding(torch.optim.Adagrad, 0.2)
@@ -289,3 +297,6 @@ embedding_adagrad_8, embedding_adagrad_32 = (
     _with(embedding_adagrad, norm=Sampled(every)) for every in (8, 32)
 )
 transformer_8, transformer_32 = (_with(transformer, norm=Sampled(every)) for every in (8, 32))
+embedding_adagrad_curved, embedding_adam_curved, experts_curved, transformer_curved = (
+    _with(make, norm=curvature) for make in (embedding_adagrad, embedding_adam, experts, transformer)
+)

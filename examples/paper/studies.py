@@ -20,6 +20,8 @@ from scarctl.simulate.workload import Workload, load, source_digest
 ONE, HALF, QUARTER, EIGHTH = (Fraction(1, n) for n in (1, 2, 4, 8))
 INTERVAL = 8
 INTERVALS = (8, 16, 32)
+POLICIES = ("priority", "round", "random")
+"""Those of the paper's figure 8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,8 @@ def studies(pair: Pair, data: str, *, quick: bool) -> dict[str, Study]:
         for interval in (INTERVALS[:1] if quick else INTERVALS)
     }
     result["lost"] = Study(**common, lost=(QUARTER, HALF, 1 - QUARTER), fractions=(ONE,))
-    result["priority"] = Study(**common, **({"fractions": (ONE, EIGHTH)} if quick else {}))
+    some = {"fractions": (ONE, EIGHTH)} if quick else {}
+    result["priority"] = Study(**common, policies=POLICIES, **some)
     if pair.name == "als" or pair.name.startswith("cnn"):
         result["curved"] = Study(**{**best, "workload": f"{pair.workload}_curved", "fractions": (EIGHTH,)})
     if pair.name == "lda":

@@ -18,7 +18,7 @@ from scarctl.checkpoint.copied import Copied, Extent
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.step_end import Moment
-from scarctl.checkpoint.streams import Streams
+from scarctl.checkpoint.streams import Streams, Waits, ignore_captures
 from scarctl.checkpoint.uncounted import Uncounted
 from scarctl.errors import Corruption, ScarError
 from scarctl.state.extras import Extras
@@ -37,9 +37,10 @@ class Stats:
 
     checkpoints: int = 0
     stall_seconds: float = 0.0
-    """Seconds that the training thread has spent in hooks and waiting."""
+    """Seconds that the training thread has spent in hooks and waiting. A wait for a GPU counts only while that GPU has
+    nothing to do, and is added when the next checkpoint begins."""
     last_stall_seconds: float = 0.0
-    """Seconds of these for the newest checkpoint."""
+    """Seconds of these for the newest checkpoint, without waits for a GPU."""
     slowed_seconds: float = 0.0
     """Estimated seconds by which iterations alongside a copy and its saving took longer than others. Noise may make
     the estimate negative."""
@@ -57,6 +58,8 @@ class Stats:
     last_error: str = ""
     since: float = field(default_factory=time.perf_counter)
     """Start of the session (`time.perf_counter`)."""
+    _hidden: float = field(default=0.0, repr=False)
+    """Seconds of the hook that runs in which a GPU had work."""
 
     @property
     def overhead(self) -> float:
@@ -65,12 +68,16 @@ class Stats:
         lost = self.stall_seconds + max(0.0, self.slowed_seconds)
         return min(1.0, lost / seconds) if seconds > 0 else 0.0
 
+    def waited(self, seconds: float) -> None:
+        """Leave out seconds of the present hook: the GPU's own measurement takes their place."""
+        self._hidden += seconds
+
     def stalled(self, since: float, *, first: bool = False, part: bool = False) -> None:
         """Count the time since `since` (`time.perf_counter`) as training time lost.
 
         part: count it for the newest checkpoint, too. first: that checkpoint began at `since`.
         """
-        seconds = time.perf_counter() - since
+        seconds, self._hidden = time.perf_counter() - since - self._hidden, 0.0
         self.stall_seconds += seconds
         if part:
             self.last_stall_seconds = seconds + (0.0 if first else self.last_stall_seconds)
@@ -127,6 +134,7 @@ class Checkpoints:
         """
         self._worker = worker
         self._streams = streams
+        self._waits = Waits(streams)
         self._stats = stats
         self._uncounted = Uncounted()
         self._fault = fault
@@ -136,6 +144,8 @@ class Checkpoints:
         self._live: LiveState | None = None
         """The live state of the newest checkpoint."""
         self._look: Job[None] | None = None
+        self._ignores = False
+        """Whether the worker may work beside a capture of a CUDA graph."""
         _leave_threads(worker)
 
     @property
@@ -152,7 +162,11 @@ class Checkpoints:
         buffers = {g: [moment.buffers[live.layout.groups[g].name]] for g in live.buffers}
         live = live.with_tensors(buffers) if buffers else live
 
+        self._stats.stall_seconds += self._waits.idle()
         marks = self._streams.complete(moment.marks, live.devices)
+        if marks and not self._ignores:
+            self._ignores = True
+            self._worker.submit(ignore_captures)
         if marks:
             engine.pin(next(iter(marks)))
 
@@ -213,7 +227,7 @@ class Checkpoints:
         if under_way is None or under_way.copied is not None:
             return
         try:
-            under_way.copied = self._copy_again(under_way, under_way.job.wait(), engine)
+            under_way.copied = self._copy_again(under_way, self._wait(under_way.job), engine)
         except BaseException as error:
             self._under_way = None
             self._failed(under_way, engine, error)
@@ -232,7 +246,7 @@ class Checkpoints:
         if under_way is None:
             return None
         try:
-            copied = under_way.copied or self._copy_again(under_way, under_way.job.wait(), engine)
+            copied = under_way.copied or self._copy_again(under_way, self._wait(under_way.job), engine)
             self._count(copied, engine)
             if not copied.ids.size and not copied.sealed:
                 return None
@@ -248,6 +262,15 @@ class Checkpoints:
             return None
         return copied
 
+    def _wait(self, job: Job[Copied]) -> Copied:
+        """Wait for the copy. On a GPU that is time lost only while the GPU has nothing to do."""
+        started = time.perf_counter()
+        self._waits.begin()
+        copied = job.wait()
+        if self._waits.end():
+            self._stats.waited(time.perf_counter() - started)
+        return copied
+
     def _copy_again(self, under_way: _UnderWay, copied: Copied, engine: Engine) -> Copied:
         """Repeat the copy of groups that were written meanwhile.
 
@@ -258,7 +281,8 @@ class Checkpoints:
         everything = copied.ids
         written = live.written(under_way.counters)
         if under_way.snapshot is None:
-            written = written | self._uncounted.written(live, everything, written)
+            with under_way.moment.beside():
+                written = written | self._uncounted.written(live, everything, written)
         for g, part in live.parts(everything) if written or under_way.snapshot is not None else ():
             ids = everything[part]
             if g in written:

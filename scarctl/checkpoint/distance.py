@@ -93,13 +93,18 @@ def _squares(
                 _row_squares(scratch.widen(b, a), scale[first:last])
     squared = result.cpu().numpy().astype(np.float64)
     again = np.flatnonzero(~np.isfinite(squared))
-    for batch in _batches(again, rows, per_partition, values):
+    for batch in _batches(again, rows, per_partition, values, _chunk(live)):
         squared[batch] = _careful_squares(
             _rows_of(live, batch, per_partition), _rows_of(saved, batch, per_partition), batch.size
         )
     if scale is not None:
         squared /= np.maximum(scale.cpu().numpy().astype(np.float64), np.finfo(np.float32).tiny)
     return squared
+
+
+def _chunk(live: torch.Tensor) -> int:
+    """Return the values to compare at once."""
+    return _CPU_CHUNK if live.device.type == "cpu" else _DEVICE_CHUNK
 
 
 def _is_plain(live: torch.Tensor) -> bool:
@@ -148,7 +153,7 @@ def _blocks(live: torch.Tensor, saved: torch.Tensor, per_partition: int) -> Iter
     """
     if not live.numel():
         return
-    chunk = _CPU_CHUNK if live.device.type == "cpu" else _DEVICE_CHUNK
+    chunk = _chunk(live)
     rows = live.shape[0] if live.dim() else 1
     values = (live.numel() // rows) * (2 if live.dtype.is_complex else 1)
     whole = rows // per_partition
@@ -234,7 +239,7 @@ def _user_distances(
 ) -> NDArray[np.float64]:
     per_partition = group.rows_per_partition
     slots = [spec.slot for spec in group.tensors]
-    chunk = _CPU_CHUNK if live[0].device.type == "cpu" else _DEVICE_CHUNK
+    chunk = _chunk(live[0])
     values = max(1, live[0].numel() // group.rows) * per_partition
     together = max(1, chunk // values)
     whole = group.rows // per_partition
@@ -279,7 +284,7 @@ def distances_of(
     values = max(1, math.prod(group.tensors[0].shape[1:])) * per_partition
     scratch = scratch or Scratch()
     done = 0
-    for batch in _batches(ids, group.rows, per_partition, values):
+    for batch in _batches(ids, group.rows, per_partition, values, _chunk(live[0])):
         now = [_rows_of(live[t], batch, per_partition) for t in tensors]
         then = [_rows_of(saved[t], batch, per_partition) for t in tensors]
         specs = tuple(replace(group.tensors[t], shape=tuple(now[t].shape)) for t in tensors)
@@ -299,7 +304,7 @@ def finite(group: Group, live: torch.Tensor, ids: NDArray[np.int64]) -> NDArray[
     per_partition = group.rows_per_partition
     values = max(1, math.prod(group.tensors[0].shape[1:])) * per_partition
     done = 0
-    for batch in _batches(ids, group.rows, per_partition, values):
+    for batch in _batches(ids, group.rows, per_partition, values, _chunk(live)):
         matrix = _matrix(_rows_of(live, batch, per_partition), batch.size)
         # A value that is not finite makes the sum so.
         sums = matrix.sum(dim=1, dtype=accumulator(matrix.dtype))
@@ -309,16 +314,19 @@ def finite(group: Group, live: torch.Tensor, ids: NDArray[np.int64]) -> NDArray[
 
 
 def _batches(
-    ids: NDArray[np.int64], rows: int, per_partition: int, values: int
+    ids: NDArray[np.int64], rows: int, per_partition: int, values: int, chunk: int
 ) -> Iterator[NDArray[np.int64]]:
     """Split `ids` (ascending) into pieces of at most a chunk, or one partition; a short last one is alone.
 
-    Large partitions that are not adjacent come in several pieces, so that they need not be gathered.
+    Large partitions that are not adjacent come in several pieces on the host, so that they need not be gathered.
+    chunk: see `_chunk`.
     """
     short = rows // per_partition if rows % per_partition else -1
-    together = max(1, _CPU_CHUNK // max(1, values))
+    together = max(1, chunk // max(1, values))
     whole = ids.size - int(bool(ids.size) and int(ids[-1]) == short)
-    apart = np.flatnonzero(np.diff(ids[:whole]) != 1) + 1 if values >= _LARGE else ids[:0]
+    apart = (
+        np.flatnonzero(np.diff(ids[:whole]) != 1) + 1 if values >= _LARGE and chunk == _CPU_CHUNK else ids[:0]
+    )
     for start, stop in pairwise([0, *apart.tolist(), whole]):
         for first in range(start, stop, together):
             yield ids[first : min(stop, first + together)]

@@ -43,7 +43,7 @@ from scarctl.recovery.plan import Plan
 from scarctl.state.caveats import Caveats
 from scarctl.state.extras import Extras, Notes, PolicyMemory
 from scarctl.state.layout import Layout
-from scarctl.state.version import pack, step_of
+from scarctl.state.version import ages_of, pack, step_of
 from scarctl.store import Store
 from scarctl.theory.history import History
 from scarctl.util.arrays import Ids, distinct
@@ -185,7 +185,7 @@ class Engine:
         """Return the iterations since each copy; zeros if the policy does not use them: they take long to compute."""
         if self.settings.max_staleness is None and self.settings.policy == "priority":
             return np.broadcast_to(np.int64(0), self.layout.partitions)
-        return np.maximum(step - step_of(self.arena.newest()), 0)
+        return ages_of(self.arena.version, step, self.arena.sealed)
 
     @property
     def budget_now(self) -> int:

@@ -21,6 +21,7 @@ from scarctl.arena.movements import Movements
 from scarctl.checkpoint.batched import distances_of_groups
 from scarctl.checkpoint.distance import Norm, Scratch, changed, distances_of, finite
 from scarctl.checkpoint.loading import NewSlots, Piece, copy_all, pieces_of, views_of
+from scarctl.checkpoint.row_copies import copy_rows, equal, is_gpu, wait_for
 from scarctl.checkpoint.sampled import sampled_squares
 from scarctl.state.layout import Layout
 from scarctl.state.rows import take_rows
@@ -31,8 +32,10 @@ from scarctl.util.arrays import Ids
 _ATTEMPTS = 3
 """Attempts to copy a piece before it is left torn."""
 _BATCH_BYTES = 1 << 20
-# Below this mean length of a run of adjacent rows one gather is faster than one copy per run.
+_GPU_BATCH_BYTES = 32 << 20
+"""The same for a state on a GPU, which copies this in about the time in which the host copies the other."""
 _RUN_BYTES = 1 << 14
+"""Mean length of a run of adjacent rows below which one gather is faster than one copy per run."""
 _GATHER = 3
 """Gathering and comparing one partition takes about as long as comparing this many in place."""
 
@@ -122,19 +125,23 @@ class LiveState:
         return distances_of(self.layout.groups[g], self.tensors[g], self._saved[g], mine, norm, scratch)
 
     def equal(self, ids: Ids) -> bool:
-        """Return whether the parameters of `ids` (ascending) are on the host and equal their copies. NaN never does.
+        """Return whether the parameters of `ids` (ascending) equal their copies. NaN never does. False if unknown.
 
         Faster than distances, for a few partitions.
         """
+        there, here = [], []
         for g, part in self.parts(ids):
             live, saved = self.tensors[g][0], self._saved[g][0]
             starts, stops = self.layout.row_ranges(ids[part])
-            if live.device.type != "cpu" or not live.dim():
+            if not live.dim() or not (live.device.type == "cpu" or is_gpu(live.device)):
                 return False
             for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
-                if not torch.equal(live[start:stop], saved[start:stop]):
+                if is_gpu(live.device):
+                    there.append(live[start:stop])
+                    here.append(saved[start:stop])
+                elif not torch.equal(live[start:stop], saved[start:stop]):
                     return False
-        return True
+        return not there or equal(there, here)
 
     def not_finite(self, ids: Ids) -> Ids:
         """Return the `ids` (ascending) with a live value that is not finite although the saved one is."""
@@ -196,13 +203,15 @@ class LiveState:
 
         Partitions that another thread keeps writing to meanwhile, as counted by torch, are left torn.
         """
-        for g, batch, starts, stops in self._batches(ids):
+        limit = _GPU_BATCH_BYTES if any(map(is_gpu, self.devices)) else _BATCH_BYTES
+        for g, batch, starts, stops in self._batches(ids, limit):
             note = None if movements is None else self._before(g, batch, starts, stops, movements)
             self.arena.begin(batch)
             for _ in range(_ATTEMPTS):
                 before = self.counters(g)
                 for saved, live in zip(self._saved[g], self.tensors[g], strict=True):
-                    _copy_rows(saved, live, starts, stops)
+                    copy_rows(saved, live, starts, stops)
+                wait_for(self.devices)
                 if self.counters(g) == before:
                     self.arena.end(batch, version)
                     if note is not None:
@@ -299,9 +308,10 @@ class LiveState:
                         pieces_of(live[rows], saved[rows]) if isinstance(rows, slice) and live.dim() else []
                     )
                     if not pieces:
-                        _copy_rows(live, saved, starts, stops)
+                        copy_rows(live, saved, starts, stops)
                     large += pieces
             copy_all(large)
+            wait_for(self.devices)
 
     def _make_writable(self, ids: Ids) -> None:
         """Replace the tensors of the groups of `ids` by private copies, if the live ones are immutable."""
@@ -366,7 +376,7 @@ class LiveState:
     def _span(self, g: int) -> slice:
         return slice(int(self.layout.base[g]), int(self.layout.base[g + 1]))
 
-    def _batches(self, ids: Ids, limit: int = _BATCH_BYTES) -> Iterator[tuple[int, Ids, Ids, Ids]]:
+    def _batches(self, ids: Ids, limit: int) -> Iterator[tuple[int, Ids, Ids, Ids]]:
         """Yield pieces (group, ids, first rows, last rows + 1) of at most about `limit` bytes, or one partition."""
         for g, part in self.parts(ids):
             group, mine = self.layout.groups[g], ids[part]
@@ -396,30 +406,6 @@ def _row_squares(rows: torch.Tensor) -> NDArray[np.float64]:
 def is_placeholder(tensor: torch.Tensor) -> bool:
     """Return whether a tensor stands for a slot that the optimizer has not created yet (see `StateGroup`)."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-
-
-def _copy_rows(target: torch.Tensor, source: torch.Tensor, starts: Ids, stops: Ids) -> None:
-    """Assign target[rows] = source[rows] for the rows of all ranges, which ascend and do not overlap."""
-    if not target.dim():
-        target.copy_(source)
-        return
-    if starts.size == 1:
-        start, count = int(starts[0]), int(stops[0] - starts[0])
-        target.narrow(0, start, count).copy_(source.narrow(0, start, count))
-        return
-    breaks = np.flatnonzero(starts[1:] != stops[:-1])
-    run_starts = starts[np.concatenate(([0], breaks + 1))].tolist()
-    run_stops = stops[np.append(breaks, starts.size - 1)].tolist()
-    row_bytes = target.element_size() * (target.numel() // target.shape[0])
-    if int((stops - starts).sum()) * row_bytes >= len(run_starts) * _RUN_BYTES or len(run_starts) == 1:
-        for start, stop in zip(run_starts, run_stops, strict=True):
-            target.narrow(0, start, stop - start).copy_(source.narrow(0, start, stop - start))
-        return
-    rows = take_rows(starts, stops)
-    assert not isinstance(rows, slice), "several runs"
-    index = torch.from_numpy(rows)
-    picked = source.index_select(0, index.to(source.device)).to(target.device)
-    target.index_copy_(0, index.to(target.device), picked)
 
 
 def _left(live: torch.Tensor, saved: torch.Tensor, rows: slice | Ids) -> bool:

@@ -61,7 +61,9 @@ class Motion:
         """
         if self._reference is not None and step - self._reference[0] < self.history.least_gap:
             return
-        now = {g: self._sample(g, tensors[g][0]) for g in self._groups if _moves(tensors[g][0])}
+        groups = [g for g in self._groups if _moves(tensors[g][0])]
+        values = values_at([tensors[g][0] for g in groups], [self._at(g, tensors[g][0]) for g in groups])
+        now = dict(zip(groups, values, strict=True))
         before, self._reference = self._reference, (step, now)
         if before is None or not now:
             return
@@ -82,11 +84,11 @@ class Motion:
         self.history = history
         self.forget()
 
-    def _sample(self, g: int, tensor: torch.Tensor) -> Sample:
+    def _at(self, g: int, tensor: torch.Tensor) -> torch.Tensor | None:
         index = self._index[g]
         if index is not None and index.device != tensor.device:
             index = self._index[g] = index.to(tensor.device)
-        return values_at(tensor, index)
+        return index
 
 
 def _moves(tensor: torch.Tensor) -> bool:

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from scarctl.checkpoint.streams import ignore_captures
+
 log = logging.getLogger("scarctl")
 Memory = NDArray[np.uint8]
 
@@ -58,12 +60,13 @@ class Pinning:
 
 
 def _register(memory: Memory, device: torch.device, pinned: threading.Event) -> None:
+    ignore_captures()
     with _runtime(device) as cuda:
         error = int(cuda.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE))
     if error:
         log.warning(
-            "the arena of %d MB cannot be pinned (CUDA error %d): checkpoints are as safe, and their copies slower; "
-            "pin_memory=False does not try",
+            "the arena of %d MB cannot be pinned (CUDA error %d): checkpoints are as safe, and their copies slower. "
+            "CUDA pins no file on a disk: choose an arena_dir in memory, such as /dev/shm, or pin_memory=False",
             memory.nbytes >> 20,
             error,
         )

@@ -13,6 +13,7 @@ Live values are gathered on their device, and only these are moved to the host.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -53,16 +54,33 @@ def sample(values: int, seed: int, turn: int) -> NDArray[np.int64]:
     return picked[: np.searchsorted(picked, values)]
 
 
-def values_at(tensor: torch.Tensor, index: torch.Tensor | None) -> NDArray[np.float64]:
-    """Copy the values at positions `index` (int64) of the flat tensor, or all if None, to the host: float64 (n,)."""
-    tensor = tensor.detach()
+def values_at(
+    tensors: Sequence[torch.Tensor], indices: Sequence[torch.Tensor | None]
+) -> list[NDArray[np.float64]]:
+    """Copy some values of each tensor to the host: float64 (n,). What is on a GPU comes in one transfer per dtype.
+
+    indices: positions in the flat tensor, int64 (n,); None: all.
+    """
+    picked = [_pick(tensor.detach(), index) for tensor, index in zip(tensors, indices, strict=True)]
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, values in enumerate(picked):
+        if values.device.type != "cpu":
+            kinds.setdefault((values.device, values.dtype), []).append(i)
+    for mine in kinds.values():
+        host = torch.cat([picked[i] for i in mine]).cpu()
+        parts = torch.split(host, [picked[i].numel() for i in mine])
+        for i, part in zip(mine, parts, strict=True):
+            picked[i] = part
+    return [values.to(torch.float64, copy=True).numpy() for values in picked]
+
+
+def _pick(tensor: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
     if index is not None:
         index = index.to(tensor.device)
         # Reshaping first would copy a whole tensor with other strides.
         flat = tensor.is_contiguous()
         tensor = tensor.view(-1).index_select(0, index) if flat else torch.take(tensor, index)
-    found: NDArray[np.float64] = tensor.cpu().to(torch.float64, copy=True).reshape(-1).numpy()
-    return found
+    return tensor.reshape(-1)
 
 
 def sampled_squares(

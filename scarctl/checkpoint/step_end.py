@@ -5,6 +5,7 @@ A checkpoint that starts later, because a signal has arrived, needs these values
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,8 @@ class Moment:
     """Private copies of buffers, by name. They are valid until the next moment is taken."""
     marks: Marks
     """Events that mark this moment on each GPU."""
+    streams: Streams
+    """Streams for work beside training."""
     identities: Identities
     """Source of the state's name."""
     weights: Weights
@@ -48,6 +51,15 @@ class Moment:
     """The part of the late extras that the loop changes after a step, read at this moment. See `KnowsLoop`."""
     late: Any = None
     """All late extras, read at this moment."""
+    begun: Marks | None = None
+    """Events that mark the beginning of the next forward pass on each GPU; None before it begins."""
+
+    def beside(self) -> contextlib.AbstractContextManager[None]:
+        """Read on a GPU what does not change from the beginning of the next forward pass to the next step.
+
+        It waits for what training had queued before that pass, and not for the pass itself.
+        """
+        return self.streams.beside(self.begun or {})
 
 
 def captured(adapter: Adapter) -> Extras:
@@ -75,7 +87,7 @@ class Moments:
             self._copy(buffers)
         kept, marks = private(self._adapter.capture_early()) if early else None, self._streams.mark()
         self.weights.note()
-        return Moment(step, kept, dict(self._copies), marks, self.identities, self.weights)
+        return Moment(step, kept, dict(self._copies), marks, self._streams, self.identities, self.weights)
 
     @torch.no_grad()
     def _copy(self, buffers: Mapping[str, torch.Tensor]) -> None:

@@ -11,6 +11,7 @@ The host has no streams, so nothing happens there.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -18,6 +19,29 @@ import torch
 
 Marks = Mapping[torch.device, torch.cuda.Event]
 """An event for each GPU, which completes when the work queued before it is done."""
+
+
+_THREAD_LOCAL = 1
+"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL: captures of other threads do not matter."""
+
+
+def is_capturing() -> bool:
+    """Return whether this thread's GPU work is only recorded, in a CUDA graph. An event of it waits for nothing."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    return torch.cuda.is_current_stream_capturing()
+
+
+def ignore_captures() -> None:
+    """Let this thread use GPUs while another thread captures a CUDA graph.
+
+    By default that ends the capture with an error: `torch.cuda.graph` forbids most calls to all threads.
+    """
+    try:
+        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return  # not a GPU of NVIDIA
+    exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
 
 
 class Streams:
@@ -48,6 +72,14 @@ class Streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return {device: marks.get(device) or _mark(device) for device in devices}
 
+    def times(self) -> Marks:
+        """Mark the present moment on the streams that train, with events that keep its time."""
+        made = {}
+        for device in self._streams:
+            made[device] = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            made[device].record(self._trains.get(device) or torch.cuda.current_stream(device))
+        return made
+
     @contextlib.contextmanager
     def beside(self, marks: Marks) -> Iterator[None]:
         """Run the work inside after the marks, and wait for it at exit. Call it in any thread."""
@@ -58,6 +90,36 @@ class Streams:
                 stack.enter_context(torch.cuda.stream(stream))
                 stack.callback(stream.synchronize)
             yield
+
+
+class Waits:
+    """Measures how long GPUs have nothing to do because the training thread waits."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._began: Marks = {}
+        self._open: list[tuple[Marks, Marks]] = []
+
+    def begin(self) -> None:
+        """Note that the training thread begins to wait."""
+        self._began = self._streams.times()
+
+    def end(self) -> bool:
+        """Note that it has waited. Return whether GPUs are measured: then its waiting is not time lost."""
+        if self._began:
+            self._open.append((self._began, self._streams.times()))
+        return bool(self._began)
+
+    def idle(self) -> float:
+        """Return the seconds lost in waits that the GPUs have left behind since the last call."""
+        done, total = 0, 0.0
+        for before, after in self._open:
+            if not all(event.query() for event in after.values()):  # type: ignore[no-untyped-call]
+                break
+            done += 1
+            total += max(event.elapsed_time(after[device]) for device, event in before.items()) / 1e3
+        del self._open[:done]
+        return total
 
 
 def _mark(device: torch.device, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:

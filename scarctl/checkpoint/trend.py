@@ -63,12 +63,10 @@ class Trend:
         """
         if not self.groups:
             return
-        now = []
-        for n, g in enumerate(self.groups):
-            # Computed once, on the parameter's device.
-            self._index[n] = self._index[n].to(tensors[g][0].device)
-            now.append(values_at(tensors[g][0], self._index[n]))
-        self._now, self.looked = np.concatenate(now), step
+        live = [tensors[g][0] for g in self.groups]
+        # Computed once, on the parameters' devices.
+        self._index = [index.to(tensor.device) for index, tensor in zip(self._index, live, strict=True)]
+        self._now, self.looked = np.concatenate(values_at(live, self._index)), step
         weight = np.where(self._still, 0.0, reach(step - self._step, self._gap))
         self._still = ~np.logical_or.reduceat(self._now != self._saved, self._first) & self._there
         if not weight.any():

@@ -61,7 +61,8 @@ def state_options(command: Decorated) -> Decorated:
     default=DEFAULT_POLICY,
     show_default=True,
     metavar="NAME",
-    help="What is saved: priority (the largest change per byte), round (in turn), random, or full (everything).",
+    help="What is saved: aged (the largest squared change per byte, times its copy's age), priority (the largest "
+    "change per byte), round (in turn), random, or full (everything).",
 )
 @state_options
 @common_options

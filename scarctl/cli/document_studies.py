@@ -112,6 +112,8 @@ class CellMeans(_Cell):
     median: float
     reduction: Mean | None
     """1 - rework / the rollback's rework."""
+    versus_round: Mean | None
+    """Rework less that of taking turns, in the same failures."""
     perturbation: float
     given_up: int
     """Trials that did not reach the target."""

@@ -44,7 +44,7 @@ _PAUSE = 30.0
 )
 @click.option(
     "--policy",
-    default="priority,round,random",
+    default="aged,priority,round,random",
     show_default=True,
     metavar="NAMES",
     help="How a share is chosen.",
@@ -230,6 +230,7 @@ def _text(summary: Summary) -> str:
         "95 % interval",
         "median",
         "less than rollback",
+        "versus round",
         "perturbation",
         "oldest copy",
     )
@@ -247,6 +248,9 @@ def _text(summary: Summary) -> str:
                 "-"
                 if line.reduction is None
                 else f"{line.reduction.mean:.0%} {_interval(line.reduction, 100)}".strip(),
+                "-"
+                if line.versus_round is None
+                else f"{line.versus_round.mean:+.2f} {_interval(line.versus_round, 1)}".strip(),
                 f"{line.perturbation:.4g}",
                 _oldest(line.oldest),
             )

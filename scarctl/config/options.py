@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from scarctl.errors import UsageError
 from scarctl.state.encodings import Encoding
 
-Policy: TypeAlias = Literal["priority", "round", "random", "full"]
+Policy: TypeAlias = Literal["aged", "priority", "round", "random", "full"]
 NormName: TypeAlias = Literal["l2", "rms", "relative"]
 Norm: TypeAlias = NormName | Callable[..., Any]
 Tracker: TypeAlias = Literal["exact", "overlapped", "sampled", "touched", "auto"]
@@ -26,7 +26,7 @@ NORMS: tuple[NormName, ...] = get_args(NormName)
 TRACKERS: tuple[Tracker, ...] = get_args(Tracker)
 DEFAULT_FRACTION = 1 / 8
 DEFAULT_OVERHEAD = 0.01
-DEFAULT_POLICY: Policy = "priority"
+DEFAULT_POLICY: Policy = "aged"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,9 @@ class Partitioning:
 class Selection:
     """Options for choosing the partitions that a checkpoint saves, and for restoring them.
 
-    policy: Order in which partitions are saved: "priority" (largest change per byte first), "round" (in turn),
-        "random", or "full" (everything, every time). Default: "priority".
+    policy: Order in which partitions are saved. "aged" takes the largest squared change per byte, times its copy's age,
+        first; "priority" the largest change per byte. "round" takes turns, "random" draws, "full" saves everything,
+        every time. Default: "aged".
     norm: Distance between live values and their saved copy: "l2", "rms", "relative", or a function of (live, saved)
         that returns one distance per partition (see `scarctl.checkpoint.distance`). Default: "l2".
     tracker: How distances are measured. "overlapped" compares all values, a part after every iteration, while training

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.errors import UsageError
-from scarctl.policy.select import Candidates, bytes_by_digit
+from scarctl.policy.select import URGENT, Candidates, bytes_by_digit, urgency
 from scarctl.util.arrays import Ids
 from scarctl.util.splitmix import splitmix64
 
@@ -36,7 +36,7 @@ LEVELS = 4
 TOLERANCE = 1 / 200
 """Fraction of the budget: a bin with at most this many bytes is not split further."""
 
-POLICIES = ("priority", "round", "random")
+POLICIES = (*URGENT, "round", "random")
 """Policies that need other ranks. "full" does not: it takes everything."""
 
 MOST, SUMS = 2, 2
@@ -70,7 +70,7 @@ class Offer:
         """Order a rank's partitions.
 
         policy: the order of the candidates.
-            "priority": largest squared distance per byte first.
+            "aged", "priority": the largest `policy.select.urgency` first.
             "random": by a hash of (seed, step, shard, id).
             "round": the oldest saved copy first. If all partitions change, this visits all ranks' partitions in turn.
                 Ranks then need not agree on a cursor.
@@ -96,8 +96,8 @@ class Offer:
             self.keys[due] = _positive(among.staleness[self.ids[due]]) | np.uint64(_FORCED)
 
     def _keys(self, policy: str, among: Candidates) -> Keys:
-        if policy == "priority":
-            return (among.distance_sq[self.ids] / np.maximum(self.nbytes[self.ids], 1)).view(np.uint64)
+        if policy in URGENT:
+            return urgency(policy, among, self.ids).view(np.uint64)
         if policy == "round":
             return _positive(among.staleness[self.ids])
         # The complement of the salt: `hashes` orders equal keys, and must not depend on these keys.

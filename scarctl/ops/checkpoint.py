@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.kinship import open_stopped
-from scarctl.config import check_fixed, check_fraction, check_policy
+from scarctl.config import DEFAULT_POLICY, check_fixed, check_fraction, check_policy
 from scarctl.errors import Corruption, NoStore, ScarError, SettingsConflict, UsageError
 from scarctl.formats.state_file import StateFile
 from scarctl.policy.select import Candidates, select, squared
@@ -62,7 +62,7 @@ class CheckpointSettings:
     """Iterations of the loop when the state was written. It must not decrease from call to call."""
     fraction: float = 1 / 8
     """Fraction of the state's bytes that this checkpoint may write, in (0, 1]."""
-    policy: str = "priority"
+    policy: str = DEFAULT_POLICY
     """Rule that selects partitions: priority, round, random or full."""
     shards: int | None = None
     """Number of shards. Fixed by the first checkpoint (None: 1, or the store's)."""

@@ -14,7 +14,10 @@ from numpy.typing import NDArray
 
 from scarctl.errors import UsageError
 
-POLICIES = ("priority", "round", "random", "full")
+POLICIES = ("aged", "priority", "round", "random", "full")
+
+URGENT = ("aged", "priority")
+"""Policies that save what is most urgent."""
 
 _LARGEST = 1e150
 """Squares of larger distances overflow float64. Such distances all rank highest."""
@@ -35,7 +38,7 @@ class Candidates:
     no policy does, because the last good copy is worth more."""
     nbytes: NDArray[np.int64]
     staleness: NDArray[np.int64]
-    """Iterations since the last saved copy."""
+    """Iterations since the last saved copy. The policy "priority" does not use it without `max_staleness`."""
     eligible: NDArray[np.bool_]
     """Whether the partition is owned and has no pending copy."""
     seed: int = 0
@@ -83,13 +86,27 @@ def squared(distance: NDArray[np.float64]) -> NDArray[np.float64]:
     return result
 
 
+def urgency(policy: str, among: Candidates, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return how urgent it is to save each of `ids`: float64 of their shape.
+
+    "priority": squared distance per byte (Qiao et al., "Fault tolerance in iterative-convergent machine learning", ICML
+    2019, section 4.2, with bytes in place of counts). "aged": that times the copy's age in iterations. Where squared
+    distances grow like a power of the age, it is proportional to Whittle's index ("Restless bandits", 1988). So it aims
+    at the least mean perturbation; docs/theory.md has the derivation.
+    """
+    found = among.distance_sq[ids]
+    found /= np.maximum(among.nbytes[ids], 1)  # a partition without bytes counts as one byte
+    if policy == "aged":
+        with np.errstate(over="ignore"):
+            found *= np.maximum(among.staleness[ids], 1)
+    return found
+
+
 def select(policy: str, among: Candidates, budget: int, *, credit: int = 0, cursor: int = 0) -> Selection:
     """Pick the partitions to save.
 
-    policy: "priority" takes the largest squared distance per byte first (Qiao et al., "Fault tolerance in
-        iterative-convergent machine learning", ICML 2019, section 4.2, with bytes in place of counts); "round"
-        cycles through the ids from `cursor`; "random" draws an order from (seed, step); "full" takes all eligible
-        partitions, regardless of the budget.
+    policy: "aged" and "priority" take the largest `urgency` first; "round" cycles through the ids from `cursor`;
+        "random" draws an order from (seed, step); "full" takes all eligible partitions, regardless of the budget.
     budget, credit: bytes. At most budget + credit are selected. The rest carries over, up to one budget plus the
         largest partition.
 
@@ -143,11 +160,8 @@ def _candidates(among: Candidates, *, equal_too: bool) -> tuple[NDArray[np.int64
 
 def _keys(policy: str, ids: NDArray[np.int64], among: Candidates) -> NDArray[np.uint64]:
     """Return a rank per candidate, the largest first: uint64 of shape (candidates,)."""
-    if policy == "priority":
-        # Positive floats sort like their bits. A partition without bytes counts as one byte.
-        keys = among.distance_sq[ids]
-        keys /= np.maximum(among.nbytes[ids], 1)
-        return keys.view(np.uint64)
+    if policy in URGENT:
+        return urgency(policy, among, ids).view(np.uint64)  # positive floats sort like their bits
     # numpy keeps the raw output of a bit generator stable. It is drawn for all ids, so that an id's rank does not
     # depend on the other candidates.
     entropy = np.random.SeedSequence([among.seed & 0xFFFFFFFFFFFFFFFF, among.step])

@@ -144,7 +144,8 @@ class Progress:
             self.caveats.say(
                 "fetched-ahead",
                 "the loop requests a batch while it still has one to use, or runs the model in training mode after the "
-                "step: batches requested ahead are lost when it stops. Request each batch right before it is used",
+                "step: batches requested ahead are lost when it stops. Request each batch right before it is used. "
+                "Pass several optimizers to attach in the order in which they step",
             )
         with self._gate.held():
             moment = self._newest
@@ -187,6 +188,8 @@ class Progress:
     def _forward_begins(self) -> None:
         with self._gate.held():
             moment = self._newest
+            if moment is not None:
+                moment.begun = moment.streams.mark()
             if moment is not None and not self.loop.used and self._hooked:
                 try:
                     moment.weights.note()
@@ -263,7 +266,9 @@ class Progress:
         if moment.light is not None and self._known is not None:
             late = plain(self._known.with_light(late, moment.light))
         position: Any = plain(moment.position or self.loop.position(moment.step)) if self.loop.used else None
-        return Extras(early, late, following=self.witness.following(moment.step), loop=position)
+        with moment.beside():
+            following = self.witness.following(moment.step)
+        return Extras(early, late, following=following, loop=position)
 
     def _is_settled(self, moment: Moment) -> bool:
         if moment.settled or self._known is None or self.framework:

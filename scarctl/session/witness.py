@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from scarctl.checkpoint.randomness import Raw, digests, draws, raw
+from scarctl.checkpoint.streams import is_capturing
 from scarctl.session.changes import Changes
 
 _GAPS = 3
@@ -61,6 +62,8 @@ class Witness:
         self._modules = modules
         self._rank = rank
         self._ids: frozenset[int] = frozenset()
+        self._gpu = False
+        """Whether a parameter is on a GPU."""
         self._gaps: deque[_Gap] = deque(maxlen=_GAPS)
         """Recent gaps, the newest last."""
         self._handle: Any = None
@@ -98,6 +101,7 @@ class Witness:
         self._seen = seen
         if not self._ids:
             self._ids = frozenset(map(id, self._modules()))
+            self._gpu = any(p.is_cuda for module in self._modules() for p in module.parameters(recurse=False))
         self._left, self._looking = _MODULES, True
         # Of all modules, because a hook of the model's own would be copied and pickled with it; and for a moment only.
         if self._handle is None:
@@ -129,7 +133,7 @@ class Witness:
             self._handle.remove()
 
     def _look(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not module.training:
+        if torch.compiler.is_compiling() or not module.training or (self._gpu and is_capturing()):
             return
         if id(module) not in self._ids and id(getattr(module, "_orig_mod", None)) not in self._ids:
             return

@@ -14,8 +14,8 @@ from scarctl.simulate.study import Study
 from scarctl.simulate.summary import Line, Summary
 
 # The marks differ, too, for readers who do not see the colours.
-_STYLES = {"full": ("#444444", "circle"), "priority": ("#0072b2", "circle"), "round": ("#d55e00", "square"),
-           "random": ("#009e73", "triangle")}  # fmt: skip
+_STYLES = {"full": ("#444444", "circle"), "aged": ("#cc79a7", "circle"), "priority": ("#0072b2", "circle"),
+           "round": ("#d55e00", "square"), "random": ("#009e73", "triangle")}  # fmt: skip
 _WIDTH, _HEIGHT = 360.0, 260.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 14.0, 34.0, 44.0
 _LEGEND = 46.0
@@ -129,10 +129,10 @@ def _panel(title: str, lines: list[Line], rollback: Line | None, low: float, hig
 
 
 def _legend(policies: list[str], rollback: bool, guessed: bool, summary: Summary) -> list[str]:
-    parts, at, y = [], _LEFT, _HEIGHT + 12
+    parts, at, y = [], 14.0, _HEIGHT + 12
     for policy in policies:
         parts += [_mark(at, y - 4, *_STYLES[policy]), _text(at + 9, y, policy)]
-        at += 56
+        at += 52
     if rollback:
         parts += [_line(at, y - 4, at + 22, y - 4, "#000000", "stroke-dasharray='6 4' stroke-width='1.5'")]
         parts += [_text(at + 28, y, "rollback")]

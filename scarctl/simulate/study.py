@@ -12,7 +12,7 @@ from scarctl.errors import UsageError
 from scarctl.simulate.workload import check_name
 from scarctl.util.document import Document
 
-POLICIES = ("priority", "round", "random")
+POLICIES = ("aged", "priority", "round", "random")
 Mode: TypeAlias = Literal["partial", "rollback", "extrapolate"]
 MODES: tuple[Mode, ...] = ("partial", "rollback", "extrapolate")
 _PARTIAL: tuple[Mode, ...] = ("partial", "extrapolate")

@@ -28,6 +28,9 @@ class Line:
     """Median of the trials' iterations. If it is far from the mean, single trials decide the mean."""
     reduction: Mean | None
     """1 - rework / the rollback's rework. None if the study has no rollback, or the rollback costs nothing."""
+    versus_round: Mean | None
+    """Rework less that of taking turns, in the same failures; below 0, this policy costs less. None if the study does
+    not take turns with this fraction and mode, and for "round" itself."""
     perturbation: float
     """Root mean square of the perturbations' norms."""
     given_up: int
@@ -42,6 +45,7 @@ class Line:
             "rework": self.rework.to_json(),
             "median": self.median,
             "reduction": None if self.reduction is None else self.reduction.to_json(),
+            "versus_round": None if self.versus_round is None else self.versus_round.to_json(),
             "perturbation": self.perturbation,
             "given_up": self.given_up,
             "oldest": self.oldest,
@@ -68,18 +72,23 @@ def summarise(study: Study, results: Sequence[dict[str, Any]]) -> Summary:
     arrived = np.array([result["arrived"] for result in results], dtype=bool)
     cells = study.cells()
     rollback = next((k for k, cell in enumerate(cells) if cell.mode == "rollback"), None)
+    turns = {
+        (cell.mode, cell.fraction, cell.lost): k for k, cell in enumerate(cells) if cell.policy == "round"
+    }
     lines = []
     for k, cell in enumerate(cells):
         reduction = None
         if rollback is not None and k != rollback and rework[:, rollback].mean() > 0:
             of = ratio_of(rework[:, k], rework[:, rollback])
             reduction = Mean(1 - of.mean, _less(of.high), _less(of.low))
+        other = turns.get((cell.mode, cell.fraction, cell.lost), k)
         lines.append(
             Line(
                 cell,
                 mean_of(rework[:, k]),
                 float(np.median(rework[:, k])),
                 reduction,
+                None if other == k else mean_of(rework[:, k] - rework[:, other]),
                 float(np.sqrt(np.mean(moved[:, k] ** 2))),
                 int((~arrived[:, k]).sum()),
                 _oldest([result["oldest"][k] if "oldest" in result else None for result in results]),

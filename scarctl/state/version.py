@@ -17,6 +17,9 @@ MAX_EPOCH = (1 << 23) - 1
 NEVER = -1
 """Version of a partition that was never saved."""
 
+_CHUNK = 1 << 15
+"""Versions per piece of a computation."""
+
 IntOrArray = TypeVar("IntOrArray", int, NDArray[np.int64])
 
 
@@ -32,6 +35,20 @@ def pack(epoch: int, step: int) -> int:
 def epoch_of(version: IntOrArray) -> IntOrArray:
     """Return the epoch of a version, or of an array of versions; -1 for `NEVER`."""
     return version >> STEP_BITS
+
+
+def ages_of(versions: NDArray[np.int64], step: int, sealed: int = NEVER) -> NDArray[np.int64]:
+    """Return the iterations from each copy to `step`: int64 of the shape of `versions`; step + 1 without a copy.
+
+    sealed: version of a later seal, whose values all copies have. Works in pieces that fit the cache.
+    """
+    result = np.empty_like(versions)
+    for first in range(0, versions.size, _CHUNK):
+        part, out = versions[first : first + _CHUNK], result[first : first + _CHUNK]
+        np.bitwise_and(np.maximum(part, sealed, out=out), MAX_STEP, out=out)
+        np.maximum(np.subtract(step, out, out=out), 0, out=out)
+        out[part < 0] = step + 1
+    return result
 
 
 def step_of(version: IntOrArray) -> IntOrArray:

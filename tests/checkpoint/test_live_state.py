@@ -40,7 +40,7 @@ def copies(state: LiveState, group: int) -> set[float]:
 
 def write_while_copied(state: LiveState, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """Training adds one to every value of the first group, in the middle of each of the next copies of it."""
-    copy_rows, busy, left = module._copy_rows, state.tensors[0], [times]
+    copy_rows, busy, left = module.copy_rows, state.tensors[0], [times]
 
     def copying(target: torch.Tensor, source: torch.Tensor, *rows: np.ndarray) -> None:
         copy_rows(target, source, *rows)
@@ -49,7 +49,7 @@ def write_while_copied(state: LiveState, monkeypatch: pytest.MonkeyPatch, times:
             for tensor in busy:
                 tensor.add_(1)
 
-    monkeypatch.setattr(module, "_copy_rows", copying)
+    monkeypatch.setattr(module, "copy_rows", copying)
 
 
 def test_what_is_written_to_all_the_time_is_no_copy(

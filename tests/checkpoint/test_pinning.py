@@ -6,6 +6,8 @@ import contextlib
 import gc
 import logging
 import os
+import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,12 +151,12 @@ def test_a_state_on_the_host_is_not_pinned(tmp_path: Path, runtime: Runtime) -> 
 
 @gpu
 @pytest.mark.parametrize("pin", [True, False])
-def test_on_a_gpu_the_arena_is_pinned(tmp_path: Path, pin: bool, both_savers: str) -> None:
+def test_on_a_gpu_the_arena_is_pinned(tmp_path: Path, pin: bool) -> None:
+    folder = tempfile.mkdtemp(dir="/dev/shm")  # CUDA pins no file on a disk
+    settings = scarctl.Settings(pin_memory=pin, arena_dir=folder, daemon=False)
     model = nn.Linear(512, 512, device="cuda")
     optimizer = torch.optim.Adam(model.parameters())
-    with scarctl.attach(
-        model, optimizer, store=tmp_path / "store", interval=1, settings=scarctl.Settings(pin_memory=pin)
-    ) as session:
+    with scarctl.attach(model, optimizer, store=tmp_path / "store", interval=1, settings=settings) as session:
         for _ in range(3):
             model(torch.ones(1, 512, device="cuda")).sum().backward()
             optimizer.step()
@@ -167,3 +169,4 @@ def test_on_a_gpu_the_arena_is_pinned(tmp_path: Path, pin: bool, both_savers: st
         assert saved.is_pinned() == pin
     assert not saved.is_pinned(), "it may be mapped by somebody else by now"
     torch.cuda.synchronize()
+    shutil.rmtree(folder)

@@ -81,12 +81,50 @@ def test_what_comes_after_the_step_is_not_waited_for(tmp_path: Path) -> None:
     model, optimizer = _build()
     with scarctl.attach(model, optimizer, store=tmp_path / "store", interval=1, fraction=1.0) as session:
         _step(model, optimizer)
-        for _ in range(3):
+        for turn in range(4):
             _step(model, optimizer)
+            model(torch.randn(64, 256, device="cuda"))
             later = torch.cuda.Event()
             for _ in range(20):
                 torch.cuda._sleep(_LATE)
             later.record()
             session._finish()
-            assert not later.query(), "the copy has ended before what was queued after it"
+            if turn:  # a kernel's first use loads it, and waits for all of the GPU's work
+                assert not later.query(), "the copy has ended before what was queued after it"
             torch.cuda.synchronize()
+
+
+@gpu
+def test_waiting_for_a_busy_gpu_is_no_stall(tmp_path: Path) -> None:
+    model, optimizer = _build()
+    with scarctl.attach(model, optimizer, store=tmp_path / "store", interval=1, fraction=1.0) as session:
+        for _ in range(6):  # gradients are checked in the first iterations, and kernels are loaded
+            _step(model, optimizer)
+        torch.cuda.synchronize()
+        before = session.stats.stall_seconds
+        for _ in range(4):
+            model(torch.randn(64, 256, device="cuda"))
+            torch.cuda._sleep(
+                _LATE
+            )  # the copy waits for the step before it, and the GPU still works when it has ended
+            _step(model, optimizer)
+        torch.cuda.synchronize()
+        assert session.stats.stall_seconds - before < 0.1
+
+
+@gpu
+def test_a_graph_is_captured_while_copies_are_made(tmp_path: Path, both_savers: str) -> None:
+    """`torch.cuda.graph` forbids other threads most calls, and fails if they make them."""
+    model, optimizer = _build()
+    x = torch.randn(64, 256, device="cuda")
+    large = nn.Linear(4096, 4096, device="cuda")
+    both = nn.ModuleDict({"model": model, "large": large})
+    with scarctl.attach(both, optimizer, store=tmp_path / "store", interval=1, fraction=1.0) as session:
+        for _ in range(5):
+            _step(model, optimizer)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found = model(x)
+            graph.replay()
+            assert torch.allclose(found, model(x), rtol=1e-4, atol=1e-5)
+        assert session.stats.errors == 0

@@ -27,6 +27,7 @@ WORKLOADS = "tests.simulate.workloads"
 ROOT = Path(__file__).parents[2]
 QUICK = ("--interval", 8, "--fraction", "1,1/8", "--policy", "priority", "--trials", 4)
 CELL = {
+    "versus_round",
     "oldest",
     "median",
     "mode",

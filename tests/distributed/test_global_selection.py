@@ -25,7 +25,7 @@ from scarctl.distributed.global_selection import (
     pick_alone,
 )
 from scarctl.errors import UsageError
-from scarctl.policy.select import Candidates, Selection, select
+from scarctl.policy.select import URGENT, Candidates, Selection, select
 
 policies = st.sampled_from(POLICIES)
 
@@ -215,7 +215,7 @@ def test_the_budget_is_met_within_two_percent(policy: str, kind: str, n: int) ->
     )
     picked = ranks.round(policy)
     assert 0.98 <= sum(ranks.spent) / ranks.budget <= 1
-    if policy == "priority" and kind not in ("equal", "few values"):
+    if policy in URGENT and kind not in ("equal", "few values"):
         whole = ranks.at_once(policy)
         wrong = np.setxor1d(ranks.flat(picked), whole.ids).size
         # Keys that differ by less than 2**-14 are equal.

@@ -1,4 +1,7 @@
-"""Counts what becomes of every configuration: `python -m tests.optimizers [--third-party] [--killed] [PATTERN]`."""
+"""Counts what becomes of every configuration.
+
+python -m tests.optimizers [--third-party] [--killed] [--device cuda] [PATTERN]
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from tests.optimizers import killed
+import torch
+
+from tests.optimizers import killed, torchs
 from tests.optimizers.sweep import BROKEN, EXACT, SILENT, deterministic, outcome
 
 
@@ -21,9 +26,15 @@ def main() -> int:
     parser.add_argument(
         "--killed", action="store_true", help="end the run by SIGKILL in the middle of an iteration"
     )
+    parser.add_argument("--device", default="cpu", help="of the parameters and the data, for torch's own")
     parser.add_argument("pattern", nargs="?", default="*")
     arguments = parser.parse_args()
-    cases = killed.cases(third_party=arguments.third_party)
+    torch.set_default_device(arguments.device)
+    cases = (
+        killed.cases(third_party=arguments.third_party)
+        if arguments.device == "cpu"
+        else torchs.cases(arguments.device)
+    )
     warnings.simplefilter("ignore")
     counts: collections.Counter[str] = collections.Counter()
     with deterministic():

@@ -133,7 +133,7 @@ class Run:
     def digest(self) -> str:
         whole = hashlib.sha256()
         for tensor in self.model.state_dict().values():
-            whole.update(tensor.detach().contiguous().numpy().tobytes())
+            whole.update(tensor.detach().cpu().contiguous().numpy().tobytes())
         return whole.hexdigest()
 
 

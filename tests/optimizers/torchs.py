@@ -12,12 +12,12 @@ from torch import nn
 from tests.optimizers.sweep import Case
 
 
-def cases() -> Iterator[Case]:
-    """One for each of `optim_db`'s inputs and each implementation."""
+def cases(device: str = "cpu") -> Iterator[Case]:
+    """One for each of `optim_db`'s inputs and each implementation, for parameters on this device."""
     from torch.testing._internal.common_optimizers import optim_db
 
     for info in optim_db:
-        for number, given in enumerate(info.optim_inputs_func(device="cpu")):
+        for number, given in enumerate(info.optim_inputs_func(device=device)):
             for way in ("", *info.supported_impls):
                 options = dict(given.kwargs)
                 if way:
@@ -29,7 +29,7 @@ def cases() -> Iterator[Case]:
                 # A differentiable step wants parameters that are not leaves.
                 if options.get("differentiable"):
                     continue
-                if options.get("capturable"):
+                if options.get("capturable") and device == "cpu":
                     continue  # only on a GPU
                 yield Case(
                     f"{info.optim_cls.__name__}-{number}-{given.desc.replace(' ', '-')}{'-' + way if way else ''}",

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scarctl.errors import UsageError
 from scarctl.policy.select import POLICIES, Candidates, Selection, select
 
-BUDGETED = ("priority", "round", "random")
+BUDGETED = ("aged", "priority", "round", "random")
 budgeted = st.sampled_from(BUDGETED)
 
 
@@ -167,6 +167,42 @@ def test_priority_takes_most_distance_per_byte_first(case: Case) -> None:
     density = case.distance_sq / case.nbytes
     order = sorted(case.candidates, key=lambda i: (-density[i], i))
     assert case.select("priority").ids.tolist() == reference(case, order)
+
+
+@given(cases())
+def test_aged_takes_most_distance_times_age_per_byte_first(case: Case) -> None:
+    with np.errstate(over="ignore"):
+        urgency = case.distance_sq / case.nbytes * np.maximum(case.staleness, 1)
+    order = sorted(case.candidates, key=lambda i: (-urgency[i], i))
+    assert case.select("aged").ids.tolist() == reference(case, order)
+
+
+def test_aged_prefers_the_older_of_two_equal_changes_and_survives_overflow() -> None:
+    assert simple([4, 4, 9], staleness=[1, 3, 1]).select("aged").ids.tolist() == [1]
+    assert simple([4, 4, 9], staleness=[1, 2, 1]).select("aged").ids.tolist() == [2]
+    assert simple([4, 1e300, 1], staleness=[2**39, 2**40, 0]).select("aged").ids.tolist() == [1]
+
+
+@pytest.mark.parametrize("power", [1, 2], ids=["noise", "straight movement"])
+def test_aged_leaves_the_least_mean_perturbation(power: int) -> None:
+    """Squared distances grow like a power of the age, at rates that differ. The mean over time and partitions counts.
+
+    With noise, the best frequency of a partition grows like the root of its rate; priority saves it like the rate.
+    """
+    rates = np.random.default_rng(0).lognormal(0, 2, 400)
+    left = {}
+    for policy in ("aged", "priority", "round"):
+        case, total = simple(rates, staleness=np.zeros(400, np.int64), budget=50), 0.0
+        for step in range(400):
+            staleness = case.staleness + 1
+            case = replace(case, distance_sq=rates * staleness.astype(float) ** power, staleness=staleness)
+            total += case.distance_sq.sum() * (step >= 200)
+            got = case.select(policy)
+            staleness[got.ids] = 0
+            case = replace(case, credit=got.credit, cursor=got.cursor)
+        left[policy] = total
+    assert left["aged"] < left["priority"] * (0.9 if power == 1 else 0.99), left
+    assert left["aged"] < left["round"] * 0.75, left
 
 
 @given(cases())

@@ -15,14 +15,15 @@ HALF, EIGHTH = Fraction(1, 2), Fraction(1, 8)
 
 def test_cells_are_every_combination_once() -> None:
     cells = Study(workload="a:b", lost=(HALF, Fraction(1, 4)), fractions=(Fraction(1), EIGHTH)).cells()
-    assert [(c.mode, c.policy, c.fraction, c.lost) for c in cells[:5]] == [
+    assert [(c.mode, c.policy, c.fraction, c.lost) for c in cells[:6]] == [
         ("rollback", "full", 1, None),
         ("partial", "full", 1, HALF),
+        ("partial", "aged", EIGHTH, HALF),
         ("partial", "priority", EIGHTH, HALF),
         ("partial", "round", EIGHTH, HALF),
         ("partial", "random", EIGHTH, HALF),
     ]
-    assert len(cells) == 1 + 2 * 4
+    assert len(cells) == 1 + 2 * 5
     assert len(Study(workload="a:b", modes=("rollback",)).cells()) == 1
     both = Study(
         workload="a:b", fractions=(EIGHTH,), policies=("round",), modes=("extrapolate", "partial")

@@ -64,6 +64,20 @@ def test_intervals_cover_the_truth() -> None:
     assert (covered >= 105).all(), covered  # of 120, where 114 are expected
 
 
+def test_policies_are_compared_with_taking_turns_in_the_same_failures() -> None:
+    of = Study(workload="a:b", fractions=(Fraction(1), Fraction(1, 8)), policies=("aged", "round"))
+    common = np.random.default_rng(2).exponential(50, (12, 1))
+    rework = common + np.array([9.0, 3.0, 1.0, 2.0]) + np.random.default_rng(3).normal(0, 0.1, (12, 4))
+    made = [{**r, "perturbation": [1.0] * 4, "arrived": [True] * 4} for r in results(rework)]
+    found = [line.versus_round for line in summarise(of, made).cells]
+    assert found[0] is found[1] is found[3] is None
+    assert found[2] is not None
+    assert found[2].mean == pytest.approx(-1, abs=0.2)
+    assert found[2].low is not None
+    assert found[2].high is not None
+    assert found[2].low < found[2].mean < found[2].high < -0.8, "though single trials differ by far more"
+
+
 def test_one_trial_has_no_interval_and_a_free_rollback_no_reduction() -> None:
     summary = summarise(STUDY, results(np.array([[0, 1, 2]])))
     assert summary.cells[1].rework.low is None

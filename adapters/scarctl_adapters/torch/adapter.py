@@ -283,6 +283,13 @@ class TorchAdapter:
             "model": self._names_in_model,
         }
 
+    def _captured(self) -> None:
+        self._caveats.say(
+            "captured-step",
+            "an optimizer's step was captured in a CUDA graph. Replays of the graph call no hook, so none of their "
+            "steps is saved. Pass hooks='off' to attach, and call session.step() after each replay",
+        )
+
     def _unsavable(self, what: str) -> None:
         self._caveats.say("optimizer-attribute", what)
 
@@ -359,9 +366,10 @@ class TorchAdapter:
                 before()
 
             if after is None:
-                handles.append(at_the_change(optimizer, enter))
+                handles.append(at_the_change(optimizer, enter, self._captured))
             else:
-                handles += around(optimizer, enter, after if optimizer is self._optimizers[-1] else None)
+                last = optimizer is self._optimizers[-1]
+                handles += around(optimizer, enter, after if last else None, self._captured)
 
         def remove() -> None:
             for handle in handles:

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from scarctl.checkpoint.streams import is_capturing
+
 _WRAPPER = Optimizer.profile_hook_step(lambda *_: None).__code__
 """Code of torch's wrapper around every optimizer's step."""
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -50,6 +52,14 @@ class _Nesting:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._depth = 0
+        self.on_gpu: bool | None = None
+        """Whether the optimizer has a parameter on a GPU; None before its first step."""
+
+    def captured(self) -> bool:
+        """Return whether the running step is only recorded, in a CUDA graph."""
+        if self.on_gpu is None:
+            self.on_gpu = any(p.is_cuda for group in self._optimizer.param_groups for p in group["params"])
+        return self.on_gpu and is_capturing()
 
     def enters(self) -> bool:
         """Count a step that begins. Return whether it is nested."""
@@ -68,28 +78,48 @@ class _Nesting:
         return nested
 
 
-def around(optimizer: Optimizer, before: Callable[[], None], after: Callable[[], None] | None) -> list[Any]:
-    """Call `before` and `after` around every step of `optimizer` that is not nested. Return the hooks' handles."""
+def around(
+    optimizer: Optimizer,
+    before: Callable[[], None],
+    after: Callable[[], None] | None,
+    captured: Callable[[], None],
+) -> list[Any]:
+    """Call `before` and `after` around every step of `optimizer` that is not nested. Return the hooks' handles.
+
+    captured: called instead of both for a step that a CUDA graph records: it changes nothing now, and replays of the
+    graph call no hook.
+    """
     nesting = _Nesting(optimizer)
 
     @_untraced
     def begins(*_: object) -> None:
-        if not nesting.enters():
+        if nesting.on_gpu is not False and nesting.captured():
+            captured()
+        elif not nesting.enters():
             before()
 
     @_untraced
     def ends(*_: object) -> None:
+        if nesting.on_gpu and nesting.captured():
+            return
         if not nesting.leaves() and after is not None:
             after()
 
     return [optimizer.register_step_pre_hook(begins), optimizer.register_step_post_hook(ends)]
 
 
-def at_the_change(optimizer: Optimizer, before: Callable[[], None]) -> Any:
-    """Call `before` at the last moment before a step of `optimizer` changes a parameter. Return the hook's handle."""
+def at_the_change(optimizer: Optimizer, before: Callable[[], None], captured: Callable[[], None]) -> Any:
+    """Call `before` at the last moment before a step of `optimizer` changes a parameter. Return the hook's handle.
+
+    captured: see `around`.
+    """
+
+    nesting = _Nesting(optimizer)
 
     def begins() -> None:
-        if not is_nested(optimizer):
+        if nesting.on_gpu is not False and nesting.captured():
+            captured()
+        elif not is_nested(optimizer):
             before()
 
     return optimizer.register_step_pre_hook(_untraced(_beginning(begins)))

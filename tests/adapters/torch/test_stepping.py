@@ -42,7 +42,7 @@ def counted() -> tuple[Outer, list[str]]:
     optimizer = Outer(model.parameters(), lr=0.1)
     model(torch.ones(1, 2)).sum().backward()
     seen: list[str] = []
-    around(optimizer, lambda: seen.append("before"), lambda: seen.append("after"))
+    around(optimizer, lambda: seen.append("before"), lambda: seen.append("after"), lambda: None)
     return optimizer, seen
 
 

@@ -1,0 +1,81 @@
+"""Copy rows between tensors: between two places on the host, or between a GPU and the host.
+
+On the host a copy is cheap to start and takes as long as its bytes. To and from a GPU each call takes longer than the
+bytes of a small partition, waits for the interpreter's lock, and makes training wait for it. So there all rows of a
+tensor are copied by a few calls, without waiting; `wait_for` waits once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from scarctl.state.rows import take_rows
+from scarctl.util.arrays import Ids
+
+_RUN_BYTES = 1 << 14
+"""Mean length of a run of adjacent rows below which one gather is faster than one copy per run, on the host."""
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Return whether copies to and from this device may be queued without waiting."""
+    return device.type == "cuda"
+
+
+def wait_for(devices: Iterable[torch.device]) -> None:
+    """Wait for this thread's copies to and from the GPUs among these devices."""
+    for device in devices:
+        if is_gpu(device):
+            torch.cuda.current_stream(device).synchronize()
+
+
+def copy_rows(target: torch.Tensor, source: torch.Tensor, starts: Ids, stops: Ids) -> None:
+    """Assign target[rows] = source[rows] for the rows of all ranges, which ascend and do not overlap.
+
+    Between a GPU and the host it only queues the copies: see `wait_for`.
+    """
+    queued = is_gpu(target.device) != is_gpu(source.device)
+    if not target.dim():
+        target.copy_(source, non_blocking=queued)
+        return
+    if starts.size == 1:
+        start, count = int(starts[0]), int(stops[0] - starts[0])
+        target.narrow(0, start, count).copy_(source.narrow(0, start, count), non_blocking=queued)
+        return
+    breaks = np.flatnonzero(starts[1:] != stops[:-1])
+    run_starts = starts[np.concatenate(([0], breaks + 1))]
+    run_stops = stops[np.append(breaks, starts.size - 1)]
+    row_bytes = target.element_size() * (target.numel() // target.shape[0])
+    long = int((stops - starts).sum()) * row_bytes >= run_starts.size * _RUN_BYTES or run_starts.size == 1
+    if queued and long:
+        copy_runs(target, source, run_starts, run_stops)
+    elif long:
+        for start, stop in zip(run_starts.tolist(), run_stops.tolist(), strict=True):
+            target.narrow(0, start, stop - start).copy_(source.narrow(0, start, stop - start))
+    else:
+        rows = take_rows(starts, stops)
+        assert not isinstance(rows, slice), "several runs"
+        index = torch.from_numpy(rows)
+        picked = source.index_select(0, index.to(source.device)).to(target.device)
+        target.index_copy_(0, index.to(target.device), picked)
+
+
+def copy_runs(target: torch.Tensor, source: torch.Tensor, starts: Ids, stops: Ids) -> None:
+    """Queue target[start:stop] = source[start:stop] for several ranges, in three calls altogether."""
+    bounds = np.stack([starts, stops], 1).reshape(-1)
+    sizes = np.diff(bounds, prepend=0, append=target.shape[0]).tolist()
+    torch._foreach_copy_(
+        torch.split(target, sizes)[1::2], torch.split(source, sizes)[1::2], non_blocking=True
+    )
+
+
+def equal(live: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> bool:
+    """Return whether tensors on a GPU have the values of others on the host. NaN never does. One transfer for all."""
+    kinds = {tensor.dtype for tensor in live}
+    if len(kinds) > 1:
+        return all(equal([a], [b]) for a, b in zip(live, saved, strict=True))
+    there = torch.cat([tensor.detach().reshape(-1) for tensor in live]).cpu()
+    parts = torch.split(there, [tensor.numel() for tensor in live])
+    return all(torch.equal(part, b.reshape(-1)) for part, b in zip(parts, saved, strict=True))
