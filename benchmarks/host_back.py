@@ -9,7 +9,8 @@ interface. The host of rank 0 dies: its rank, its daemon and its memory. Ways ba
   store     the same with peers=0: rank 0's part comes from the store
   DCP       torch.distributed.checkpoint from the same disk, all ranks restart; a full save every `--every` steps
   lm-resiliency  0.2.0 (--python lm-resiliency=INTERPRETER): copies on the paired rank and on node-local disk every
-            `--every` steps, all ranks restart; attach includes its read
+            `--every` steps, all ranks restart; attach includes its read. When rank 1 ends it writes both copies to its
+            disk; the supervisor then copies these files to the new host, as a launcher would (part of detect)
   in place  as `peer`, but rank 1 lives: it destroys its process group and makes another with a new store. Only a new
             rank 0 starts
   standby   as `in place`, and the new rank 0 is a process that waits with torch imported
@@ -299,6 +300,8 @@ def one_round(folder: Path, way: str, args: Any) -> dict[str, float]:
             time.sleep(LOOK_SECONDS)
         ranks[1].terminate()
         ranks[1].wait()
+        if way == "lm-resiliency":
+            shutil.copytree(homes[1] / way, folder / "north" / way)
         found = time.monotonic()
     port = free_port()
     began = {}

@@ -1,6 +1,7 @@
 """Measure the time per step of several ranks: without checkpoints, with scarctl, with DCP's async_save (equal bytes).
 
 python benchmarks/ranks_step.py [--rounds 5] [--ranks 4] [--mb 200] [--interval 2] [--seconds 0.25] [--folder DIR]
+python benchmarks/ranks_step.py --peers --ranks 2
 
 Every rank has `--mb` MB of parameters and AdamW's moments, by FSDP2. scarctl saves 1/8 of the job's state every
 `interval` steps, DCP all of it every 8 * interval: the same bytes per time. A step is `--seconds` of sleep, in which an
@@ -13,6 +14,12 @@ is waited for between arms, unmeasured.
   DCP                  async_save with one DefaultStager for all saves, which keeps its memory
   DCP, async staging   the same, staged in a thread, which is waited for before the next optimizer step
 
+With `--peers` each rank is a host of its own, with a daemon, and the arms are:
+
+  none                 no checkpoints
+  scarctl              peers=0: the same as above
+  scarctl, peers=1     the other host keeps a copy of each host's memory
+
 One line per arm, relative to the arm without checkpoints of the same round, medians over rounds: time per step as a
 ratio, what the checkpoints of an arm cost in milliseconds in all, how much longer its worst step is than a usual one
 without checkpoints; then milliseconds per step with the range, and bytes that all ranks saved per arm.
@@ -20,8 +27,10 @@ without checkpoints; then milliseconds per step with the range, and bytes that a
 
 from __future__ import annotations
 
-import functools
+import os
+import re
 import shutil
+import signal
 import statistics
 import time
 from collections.abc import Callable
@@ -35,6 +44,8 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import scarctl
+from scarctl.arena.folder import host_folder
+from scarctl.daemon.client import ask_status
 
 FULL = 8  # partial checkpoints per whole state
 
@@ -91,15 +102,25 @@ class Scarctl(Arm):
     """With a session."""
 
     def __init__(
-        self, mb: float, steps: int, seconds: float, folder: Path, arena_dir: str, interval: int
+        self,
+        mb: float,
+        steps: int,
+        seconds: float,
+        store: Path,
+        arena_dir: str,
+        interval: int,
+        peers: int = 0,
     ) -> None:
         super().__init__(mb, steps, seconds)
         self.interval = interval
+        self.arena_dir = arena_dir
+        self.behind: list[int] = []
+        """Iterations that the copy on the other host was behind, at the end of each arm."""
         self.session = scarctl.attach(
             self.model,
             self.optimizer,
-            store=folder / "store",
-            settings=scarctl.Settings(arena_dir=arena_dir, on_error="raise"),
+            store=store,
+            settings=scarctl.Settings(arena_dir=arena_dir, on_error="raise", peers=peers),
             fraction=1 / FULL,
             interval=interval,
         )
@@ -119,8 +140,19 @@ class Scarctl(Arm):
         stats = self.session.stats
         self.stalls.append((stats.stall_seconds - self.marks[0]) / max(1, stats.checkpoints - self.marks[2]))
         self.nbytes = stats.saved_bytes - self.marks[1]
+        self.behind += self.copies()
         self.optimizer.step()
         wait_durable(self.session)
+        while self.copies() != [0] * len(self.copies()):
+            time.sleep(0.02)
+
+    def copies(self) -> list[int]:
+        """How many iterations each copy on another host is behind, -1 if it is not complete."""
+        found = ask_status(host_folder(self.arena_dir), patience=30.0)
+        runs = [] if found is None else found["runs"]
+        said = [peer for run in runs if run["store"] == self.session.store.url for peer in run["peers"]]
+        numbers = [re.search(r"(\d+) behind|up to date", peer) for peer in said]
+        return [-1 if n is None else int(n[1] or 0) for n in numbers]
 
 
 class Dcp(Arm):
@@ -160,22 +192,35 @@ def worker(args: Any) -> None:
     dist.init_process_group("gloo")
     steps = FULL * args.interval
     folder = Path(args.work_folder)
-    make = functools.partial(Arm, args.mb, steps, args.seconds)
+    given = args.mb, steps, args.seconds
+    home = Path(args.arena_dir, f"host-{dist.get_rank()}") if args.peers else Path(args.arena_dir)
+    home.mkdir(exist_ok=True)
     arms: dict[str, Arm] = {
-        "none": make(),
-        "scarctl": Scarctl(args.mb, steps, args.seconds, folder, args.arena_dir, args.interval),
-        "DCP": Dcp(args.mb, steps, args.seconds, folder / "dcp", threaded=False),
-        "DCP, async staging": Dcp(args.mb, steps, args.seconds, folder / "dcp-threaded", threaded=True),
+        "none": Arm(*given),
+        "scarctl": Scarctl(*given, folder / "store", str(home), args.interval),
     }
+    if args.peers:
+        arms["scarctl, peers=1"] = Scarctl(*given, folder / "copied", str(home), args.interval, peers=1)
+    else:
+        arms["DCP"] = Dcp(*given, folder / "dcp", threaded=False)
+        arms["DCP, async staging"] = Dcp(*given, folder / "dcp-threaded", threaded=True)
     cases: dict[str, Callable[[], float]] = {name: arm.run for name, arm in arms.items()}
     seconds = interleaved(cases, args.rounds)
     saved = {name: total(arm.nbytes) for name, arm in arms.items()}
-    session = arms["scarctl"]
-    assert isinstance(session, Scarctl)
     if dist.get_rank() == 0:
         report(seconds, arms, saved, steps)
-        print(f"scarctl: stall per checkpoint {spread(session.stalls[1:], 1e-3, 0)} ms", flush=True)
-    session.session.close(seal=False)
+    for name, arm in arms.items():
+        if isinstance(arm, Scarctl):
+            if dist.get_rank() == 0:
+                behind = f"; iterations behind at an arm's end {arm.behind[1:]}" if arm.behind else ""
+                print(
+                    f"{name}: stall per checkpoint {spread(arm.stalls[1:], 1e-3, 0)} ms{behind}", flush=True
+                )
+            arm.session.close(seal=False)
+    dist.barrier()
+    found = ask_status(host_folder(str(home)), patience=30.0)
+    if args.peers and found is not None:
+        os.kill(found["pid"], signal.SIGTERM)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -209,6 +254,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--ranks", type=int, default=4)
     options.add_argument("--mb", type=float, default=200, help="of parameters and moments on every rank")
+    options.add_argument("--peers", action="store_true", help="compare peers=1 with peers=0, a host per rank")
     options.add_argument("--interval", type=int, default=2)
     options.add_argument("--seconds", type=float, default=0.25, help="of work between two steps")
     run(options, __file__, worker)

@@ -23,7 +23,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         scarctl.checkpoint.engine scarctl.checkpoint.extrapolated scarctl.checkpoint.found_extras
         scarctl.checkpoint.leaving scarctl.checkpoint.step_end scarctl.checkpoint.uncounted
         scarctl.checkpoint.weights scarctl.recovery.memory scarctl.session.attached scarctl.session.loop
-        scarctl.session.opening scarctl.session.origin scarctl.session.parts scarctl.session.passes
+        scarctl.session.origin scarctl.session.parts scarctl.session.passes
         scarctl.session.progress scarctl.session.recover scarctl.session.resume scarctl.session.saving
         scarctl.session.snapshot scarctl.session.steps scarctl.session.witness
         scarctl_adapters.torch.light scarctl_adapters.torch.watch""",
@@ -56,7 +56,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("store", "by reading and writing a store: a file's bytes count, not the function that wrote them"): """
         scarctl.store.backends.base scarctl.store.commit scarctl.store.commit_check
         scarctl.store.compact scarctl.store.foreign scarctl.store.ledger scarctl.store.read
-        scarctl.store.segment_reader scarctl.store.snapshot""",
+        scarctl.store.segment_reader""",
     ("state", "data classes that layouts are made of"): "scarctl.state.group",
     ("test_api.py", "by calls that a user may get wrong"): """
         scarctl.config.unknown scarctl_adapters.options""",

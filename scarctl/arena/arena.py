@@ -113,10 +113,12 @@ class Arena(Fields):
         epoch: int,
         place: str = "",
         populate: bool = True,
+        sparse: bool = False,
     ) -> Arena:
         """Create an arena in `folder`, and the folder if it is missing. The file appears only when it is complete.
 
         place: address of the store, for display. populate: see `map_file`.
+        sparse: rows get no space yet. Write them with `scarctl.arena.rows.write_rows`, and then call `reserve_rows`.
         Hand-overs in a folder without an arena are obsolete, and deleted.
 
         Raises Unavailable (not enough memory: the message has the bytes needed), AccessDenied, Contention (an arena is
@@ -134,7 +136,8 @@ class Arena(Fields):
             (folder / OWNER).unlink(missing_ok=True)
             fd = create_file(temporary)
             try:
-                reserve(fd, geometry.size, folder)
+                rows = (geometry.tensors_at, geometry.errors_at) if sparse and COHERENT else None
+                reserve(fd, geometry.size, folder, rows)
                 memory = map_file(fd, geometry.size, populate=populate)
                 write_header(memory, layout, layout_json, geometry, run_id, place)
                 arena = cls(memory, layout, geometry, folder, lock)
@@ -291,6 +294,14 @@ class Arena(Fields):
         at = self._geometry.tensor_at[g][t] + rows.start * target.shape[1]
         write_at(self._file, at, memoryview(data.reshape(-1)), self.folder / FILE)
 
+    def reserve_rows(self) -> None:
+        """Reserve the space of rows that no one has written. Raises Unavailable (`kind` "arena-full")."""
+        fd = open_file(self.folder / FILE)
+        try:
+            reserve(fd, self._geometry.size, self.folder)
+        finally:
+            os.close(fd)
+
     def end_filling(self) -> None:
         """Write to the mapped pages from now on."""
         file, self._file = self._file, -1
@@ -306,6 +317,10 @@ class Arena(Fields):
         """Return all tensors in one piece: a writable view, uint8 of shape (bytes,), which begins on a page."""
         at, end = self._geometry.tensors_at, self._geometry.errors_at
         return np.frombuffer(self._memory, np.uint8, end - at, at)
+
+    def place_of(self, rows: Bytes) -> int:
+        """Return the offset in the file of a view of `memory`."""
+        return self._geometry.tensors_at + rows.ctypes.data - self.memory().ctypes.data
 
     def offset(self, g: int, t: int) -> int:
         """Return the offset of tensor `t` of group `g` in `memory`: a multiple of 64 bytes."""

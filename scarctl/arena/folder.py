@@ -154,14 +154,24 @@ def require_room(folder: Path, nbytes: int) -> None:
         raise _no_room(existing, nbytes, least=True)
 
 
-def reserve(fd: int, size: int, folder: Path) -> None:
-    """Reserve the space: if a tmpfs is full when a page is touched, SIGBUS kills the process."""
+def reserve(fd: int, size: int, folder: Path, gap: tuple[int, int] | None = None) -> None:
+    """Reserve the space: if a tmpfs is full when a page is touched, SIGBUS kills the process.
+
+    gap: begin and end of bytes that must have room now, and get none yet: reserve again before they are mapped.
+
+    Raises Unavailable (`kind` "arena-full").
+    """
     try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, size)
-        else:
-            for at in range(0, size, len(_ZEROS)):
-                os.pwrite(fd, _ZEROS[: size - at], at)
+        if gap is not None:
+            if _free_bytes(folder) < size:
+                raise _no_room(folder, size)
+            os.ftruncate(fd, size)
+        for at, end in ((0, size),) if gap is None else ((0, gap[0]), (gap[1], size)):
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(fd, at, end - at)
+            else:
+                for first in range(at, end, len(_ZEROS)):
+                    os.pwrite(fd, _ZEROS[: end - first], first)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
             raise

@@ -131,8 +131,12 @@ def view_of(base: str | None, store: Store) -> ArenaView | None:
             views.append(newest)
         return views[-1].lines
 
-    if fit(found.lines, store.lines()) or belongs(lines, store):
-        return views[-1]
+    try:
+        if fit(found.lines, store.lines()) or belongs(lines, store):
+            return views[-1]
+    except Corruption as error:
+        log.warning("%s", _unproven(error, "copies in this host's memory are not shown"))
+        return None
     if read_owner(arena_folder(base, store.run_id)) is not None and follows(found.lines, found.epoch, store):
         return found
     log.warning("%s", _stranger(store, "copies in this host's memory are not shown"))
@@ -143,7 +147,7 @@ def open_stopped(base: str | None, store: Store) -> Arena | None:
     """Return the arena of a stopped run of this store on this host; None if there is no arena, or its run is alive.
 
     Logs a warning and returns None if the arena is damaged, belongs to another user, or does not belong to the store.
-    The caller then uses the store alone.
+    The same if damaged records hide whether it belongs. The caller then uses the store alone.
     """
     try:
         arena = Arena.open_existing(arena_folder(base, store.run_id), run_id=store.run_id)
@@ -152,7 +156,11 @@ def open_stopped(base: str | None, store: Store) -> Arena | None:
     except (AccessDenied, Corruption) as error:
         log.warning("%s", error)
         return None
-    return believed(arena, store)
+    try:
+        return believed(arena, store)
+    except Corruption as error:
+        log.warning("%s", _unproven(error, "the copies in this host's memory are not used"))
+        return None
 
 
 def believed(arena: Arena | None, store: Store, *, set_aside: bool = False) -> Arena | None:
@@ -236,6 +244,10 @@ def _stranger(store: Store, what: str) -> str:
         f"{store.url}: since this host's memory was written, another host has saved to the store or rolled it back, or "
         f"the store was replaced by another copy: {what}. Only the store is used"
     )
+
+
+def _unproven(error: Corruption, what: str) -> str:
+    return f"{error.message}. So it is not known whether this host's memory belongs to the store: {what}"
 
 
 def _aside_of(folder: Path) -> Path:

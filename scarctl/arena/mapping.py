@@ -53,7 +53,7 @@ def map_file(fd: int, size: int, *, populate: bool = True) -> mmap.mmap:
 
 
 def populate(data: NDArray[np.uint8]) -> None:
-    """Map the pages of a part of a map at once, before it is written. A fault for each page would take twice as long.
+    """Map the pages of a part of a map at once, before it is written. A fault for each page takes longer.
 
     Changes no byte. Does nothing if the system lacks this operation.
     """

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.mapping import populate
+from scarctl.arena.header import FILE
+from scarctl.arena.mapping import COHERENT, open_file, write_at
 from scarctl.util.arrays import Bytes, Ids, adjacent
 
 
@@ -26,18 +28,28 @@ def read_rows(arena: Arena, ids: Ids, out: Bytes) -> Bytes:
     return out[:at]
 
 
-def write_rows(arena: Arena, ids: Ids, data: Bytes, *, new: bool = False) -> None:
+def write_rows(arena: Arena, ids: Ids, data: Bytes, *, sparse: bool = False) -> None:
     """Copy the result of `read_rows` into the rows of partitions `ids`. data: uint8, exactly their size.
 
-    new: whether nothing was written to these rows since the arena was mapped.
+    sparse: the rows may have no space yet. They are written to the file, which neither clears pages that are
+        overwritten at once, nor maps them. Raises Unavailable without room.
     """
-    at = 0
-    for rows, which in _pieces(arena, ids):
-        size = which.size * rows.shape[1]
-        if new and which.size == which[-1] - which[0] + 1:
-            populate(rows[which[0] : which[-1] + 1])
-        rows[adjacent(which)] = data[at : at + size].reshape(which.size, -1)
-        at += size
+    at, path = 0, arena.folder / FILE
+    file = open_file(path) if sparse and COHERENT else -1
+    try:
+        for rows, which in _pieces(arena, ids):
+            part = data[at : at + which.size * rows.shape[1]]
+            at += part.size
+            if file < 0:
+                rows[adjacent(which)] = part.reshape(which.size, -1)
+                continue
+            for run in np.split(which, np.flatnonzero(np.diff(which) > 1) + 1):
+                size = run.size * rows.shape[1]
+                write_at(file, arena.place_of(rows[run[0] :]), memoryview(part[:size]), path)
+                part = part[size:]
+    finally:
+        if file >= 0:
+            os.close(file)
     assert at == data.size
 
 

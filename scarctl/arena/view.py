@@ -23,7 +23,7 @@ log = logging.getLogger("scarctl")
 
 @dataclass(frozen=True, slots=True)
 class ArenaView:
-    """Copies of an arena's small arrays at one moment. The state itself is not read."""
+    """Copies of an arena's small arrays at one moment (`scarctl.arena.arena`). The state itself is not read."""
 
     layout: Layout
     epoch: int
@@ -44,6 +44,7 @@ class ArenaView:
     version: NDArray[np.int64]
     durable: NDArray[np.int64]
     distance: NDArray[np.float64]
+    encoding_error: NDArray[np.float64]
 
     @property
     def alive(self) -> bool:
@@ -91,6 +92,8 @@ def peek(base: str | None, run_id: str) -> ArenaView | None:
         n = layout.partitions
         fields = np.frombuffer(_read(fd, path, FIELDS_AT, 8 * len(FIELDS)), np.int64)
         arrays = np.frombuffer(_read(fd, path, geometry.arrays_at, 32 * n), np.int64).reshape(4, n)
+        former = os.fstat(fd).st_size == geometry.errors_at
+        errors = b"" if former else _read(fd, path, geometry.errors_at, 8 * n)
     except (AccessDenied, Corruption) as error:
         log.warning("%s", error)
         return None
@@ -111,6 +114,7 @@ def peek(base: str | None, run_id: str) -> ArenaView | None:
         version=arrays[1],
         durable=arrays[2],
         distance=arrays[3].view(np.float64),
+        encoding_error=np.frombuffer(errors, np.float64) if errors else np.full(n, -1.0),
     )
 
 

@@ -26,6 +26,8 @@ TURNS = 2
 """Turns above which a lag is reported. A turn is the iterations in which the whole state is saved once."""
 _STUCK = 60
 """Seconds after which copies that wait for the store are reported."""
+_STARTING = 10.0
+"""Seconds of a lag before which a saver that has saved nothing yet is not reported: the daemon may only be starting."""
 _LONG = 10
 """Turns without a lag after which a new lag is reported again."""
 _HALF = 0.5
@@ -42,14 +44,19 @@ class Behind:
         settings: SessionSettings,
         logs: int,
         budget: int,
+        stored: int,
         caveats: Caveats,
     ) -> None:
-        """logs: number of logs that this session saves to. budget: bytes of state that a checkpoint may save."""
+        """logs: number of logs that this session saves to. budget: bytes that a checkpoint may save. stored: bytes that
+        copies of the whole state take in the store.
+        """
         self._arena = arena
         self._cadence = cadence
         self._settings = settings
         self._logs = logs
         self._budget = budget
+        self._smaller = stored / arena.layout.nbytes if stored else 1.0
+        """Bytes in the store per byte of state: less than 1 if copies are encoded."""
         self._caveats = caveats
         self._said = 0
         """The newest reported lag, in iterations."""
@@ -67,7 +74,7 @@ class Behind:
     def turn(self) -> int:
         """Number of iterations in which the whole state is saved once."""
         fraction = 1.0 if self._settings.policy == "full" else self._settings.fraction * self._cadence.share
-        return math.ceil(self._cadence.interval / min(1.0, fraction))
+        return math.ceil(self._cadence.interval / min(1.0, fraction / self._smaller))
 
     def look(self, pending: NDArray[np.bool_], step: int, saver: Saver) -> None:
         """Report the lag if it has grown too large.
@@ -88,7 +95,8 @@ class Behind:
                 self._said = 0
             return
         self._behind_at = step
-        if lag > TURNS * self.turn and lag >= 2 * self._said:
+        starting = saver.speed is None and lag * (self._step_seconds or 0.0) < _STARTING
+        if lag > TURNS * self.turn and lag >= 2 * self._said and not starting:
             self._said = lag
             self._caveats.say(KIND, self._text(lag, step, saver.speed), inexact=False)
 

@@ -8,7 +8,7 @@ file. The persister saves it in the background.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +105,7 @@ class Engine:
             settings,
             len(distinct(store.log_of(layout))),
             most,
+            int(self.encoded.nbytes.sum()),
             caveats,
         )
         self.movements: Movements | None = None
@@ -431,14 +432,15 @@ class Engine:
         self.pinning.end()
         self.arena.close()
 
-    def close(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds until all copies are durable, then close. Return whether they are durable.
+    def close(self, drain: Callable[[], bool]) -> bool:
+        """Wait until all copies are durable, then close. Return whether they are durable.
 
+        drain: waits for the store, and returns whether it has all hand-overs.
         A durable arena is removed. Otherwise it stays with its queue, for the next session on this host.
         """
         self.selector.close()
         self.pinning.end()
-        durable = self.saver.drain(timeout)
+        durable = drain()
         self.saver.close(Current.FINISH if durable else Current.INTERRUPT)
         durable = durable and not self.arena.pending().any()
         if durable:

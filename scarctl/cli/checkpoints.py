@@ -158,6 +158,10 @@ def difference_lines(found: Comparison, a: str, b: str, limit: int | None) -> li
     )
     if counts["nan_appeared"] or counts["inf_appeared"]:
         lines.append(f"only in B: {counts['nan_appeared']} NaN, {counts['inf_appeared']} infinite")
+    if counts["only_in_a"] and counts["only_in_a"] + counts["only_in_b"] == found.tensors:
+        lines.append(
+            "no name is in both: `scarctl export --weights` writes a store's tensors under the model's own names"
+        )
     rows = [("relative", "max abs", "values", "tensor", ""), *map(_row, found.differences[:limit])]
     if len(rows) > 1:
         lines += ["", *aligned(rows, "  ")]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from scarctl.cli.given import named_store
 from scarctl.cli.groups import Command
 from scarctl.cli.output import (
     EXIT_NO_GUARANTEE,
@@ -15,7 +16,7 @@ from scarctl.cli.output import (
     note,
     options_for,
     output_options,
-    store_option,
+    store_argument,
 )
 from scarctl.config.checks import check_peer_files, parse_paths
 from scarctl.errors import UsageError
@@ -62,16 +63,19 @@ class Files(click.ParamType[Any]):
     type=Files(),
     help="PEM files of a host, to test a daemon that uses TLS with --peer.",
 )
-@store_option()
+@store_argument
 @output_options
-def command(store: str | None, peer: str | None, peer_tls: tuple[str, ...] | None, rounds: int) -> int:
+def command(
+    place: str | None, store: str | None, peer: str | None, peer_tls: tuple[str, ...] | None, rounds: int
+) -> int:
     """Test a place for a store: its guarantees, their consequences, and its speed.
 
     This creates files in a folder of its own, and deletes them. An existing store is not touched. Exit code 14: a
     guarantee is missing that commits rely on. With --peer, test whether a daemon that keeps copies of memory answers.
     """
+    store = named_store(place, store)
     if (store is None) == (peer is None):
-        raise UsageError("give either --store or --peer")
+        raise UsageError("give either STORE or --peer")
     if peer is not None:
         return _peer(peer, peer_tls)
     assert store is not None

@@ -78,13 +78,14 @@ def command(output: Path, store: str, max_shard_size: int, **options: Any) -> in
     done = export(settings, progress=Progress("exported"))
     for problem in done.problems:
         warn(problem)
+    why = "not exact, as newer copies may be lost" if done.degraded else "mixed"
     label = (
         f"exact, of step {done.step}"
         if done.exact
         else f"not exact, with {counted(done.encoded_partitions, 'partition')} from encoded copies, "
         f"of steps {done.oldest_step} to {done.newest_step}"
         if done.encoded_partitions
-        else f"mixed, of steps {done.oldest_step} to {done.newest_step}"
+        else f"{why}, of steps {done.oldest_step} to {done.newest_step}"
     )
     emit(
         done.to_json(),

@@ -25,6 +25,15 @@ def named_store(place: str | None, store: str | None) -> str | None:
     return place or store
 
 
+def required_store(place: str | None, store: str | None) -> str:
+    """Return `named_store`. Raises UsageError if no store is named."""
+    wanted = named_store(place, store)
+    if wanted is None:
+        command = click.get_current_context().command_path
+        raise UsageError("Missing argument 'STORE'.", hint=f"name a store: `{command} ckpt`")
+    return wanted
+
+
 def refuse(*names: str, why: str, hint: str = "") -> None:
     """Raise UsageError for each of the options that is on the command line: "--every requires --watch"."""
     parameters = {parameter.name: parameter for parameter in click.get_current_context().command.params}

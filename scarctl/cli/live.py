@@ -11,10 +11,10 @@ from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
     arena_option,
-    common_options,
     emit,
     human_bytes,
     note,
+    on_store,
     open_store,
     recovery_options,
     shown_url,
@@ -54,7 +54,7 @@ Examples:
 @click.option("--full", is_flag=True, help="Save the whole state, not only the part that changed most.")
 @timeout_option("Seconds to wait until the checkpoint is durable.")
 @arena_option
-@common_options
+@on_store
 def checkpoint(store: str, full: bool, timeout: float, arena_dir: str | None) -> int:
     """Take a checkpoint in the running session.
 
@@ -108,7 +108,7 @@ Examples:
 @recovery_options
 @timeout_option("Seconds to wait for the session's answer.")
 @arena_option
-@common_options
+@on_store
 def recover(
     store: str, lost: tuple[str, ...], max_rework: float | None, timeout: float, arena_dir: str | None
 ) -> int:

@@ -7,6 +7,7 @@ With `--json` exactly one document goes to stdout, also if the command fails:
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import json
 import logging
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from scarctl.cli.completion import complete_store
+from scarctl.cli.given import required_store
 from scarctl.config import brief, read_file, storage_options
 from scarctl.errors import ScarError, Unavailable
 from scarctl.util.text import printable, printable_lines
@@ -73,8 +75,18 @@ class Seconds(click.FloatRange):
 
 
 def common_options(command: Decorated) -> Decorated:
-    """Add the options of every command on a store: `--store`, `--json`, `--debug`."""
+    """Add the options of a command on a store whose arguments are something else: `--store`, `--json`, `--debug`."""
     return store_option(required=True)(output_options(command))
+
+
+def on_store(command: Callable[..., int]) -> Callable[..., int]:
+    """Add STORE or `--store`, `--json` and `--debug` to a command, which gets `store`. Raises UsageError without it."""
+
+    @functools.wraps(command)
+    def named(place: str | None, store: str | None, **options: Any) -> int:
+        return command(store=required_store(place, store), **options)
+
+    return store_argument(output_options(named))
 
 
 def store_option(

@@ -10,7 +10,7 @@ import click
 
 from scarctl.cli.given import refuse
 from scarctl.cli.groups import Command
-from scarctl.cli.output import EXIT_OK, common_options, emit, human_bytes, note, open_store, say, wants_json
+from scarctl.cli.output import EXIT_OK, emit, human_bytes, note, on_store, open_store, say, wants_json
 from scarctl.errors import UsageError
 from scarctl.util.text import counted
 
@@ -62,7 +62,7 @@ def deleting_options(command: F) -> F:
     is_flag=True,
     help="Collect a remote store to which nothing writes now. A writer that is alive nevertheless is fenced.",
 )
-@common_options
+@on_store
 def command(
     store: str,
     keep_last: int,

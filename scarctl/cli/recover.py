@@ -12,11 +12,11 @@ from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
     arena_option,
-    common_options,
     emit,
     human_bytes,
     in_iterations,
     note,
+    on_store,
     options_for,
     recovery_options,
     warn,
@@ -65,7 +65,7 @@ Examples:
 @click.option("--snapshot", metavar="NAME", help="With --mode rollback: to this snapshot, exactly.")
 @arena_option
 @click.option("--dry-run", is_flag=True, help="Print the plan; change nothing.")
-@common_options
+@on_store
 def command(store: str, dry_run: bool, **options: Any) -> int:
     """Restore the lost partitions; everything else stays as it is.
 
@@ -117,6 +117,8 @@ def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
         label = f"{counted(encoded, 'copy', 'copies')} were encoded, in fewer bits: the state is perturbed"
     elif plan.exact:
         label = f"the state is exact, of step {plan.step}"
+    elif plan.step is not None and plan.degraded:
+        label = f"restored copies are of step {plan.step}, and newer ones may be lost: the state is not exact"
     elif plan.step is not None:
         label = f"restored copies are of step {plan.step}; the state is exact only if the survivors are, too"
     else:

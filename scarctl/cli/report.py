@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from scarctl.cli.given import named_store
+from scarctl.cli.given import required_store
 from scarctl.cli.groups import Command
 from scarctl.cli.output import (
     EXIT_OK,
@@ -50,9 +50,7 @@ def command(place: str | None, store: str | None, output: str, arena_dir: str | 
     from scarctl.cli.report_page import page
     from scarctl.ops.report import gather
 
-    wanted = named_store(place, store)
-    if wanted is None:
-        raise UsageError("Missing argument 'STORE'.", hint="name a store: `scarctl report ckpt`")
+    wanted = required_store(place, store)
     target = Path(output)
     if target.is_dir() or not target.parent.is_dir():
         raise UsageError(

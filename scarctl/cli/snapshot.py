@@ -11,7 +11,15 @@ from scarctl.cli.checkpoint import save_state, state_options
 from scarctl.cli.given import refuse
 from scarctl.cli.groups import Command, Group
 from scarctl.cli.live import report_saved
-from scarctl.cli.output import EXIT_OK, common_options, emit, open_store, options_for, timeout_option
+from scarctl.cli.output import (
+    EXIT_OK,
+    common_options,
+    emit,
+    on_store,
+    open_store,
+    options_for,
+    timeout_option,
+)
 from scarctl.cli.prune import delete_old, deleting_options
 from scarctl.errors import UsageError
 
@@ -42,7 +50,7 @@ Examples:
   scarctl snapshot list --store ckpt --json
 """,
 )
-@common_options
+@on_store
 def list_(store: str) -> int:
     """List a store's snapshots, oldest step first."""
     from scarctl.store import snapshots

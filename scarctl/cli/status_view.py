@@ -34,11 +34,11 @@ def page(stores: Sequence[Health], width: int) -> list[str]:
             f"{counted(len(stores), 'store')}, {f'{unwell} with problems' if unwell else 'all well'}"
         )
     for one in stores:
-        lines += [line for text in _store(one) for line in _wrapped(text, width)]
+        lines += [line for text in _store(one, width) for line in _wrapped(text, width)]
     return lines
 
 
-def _store(one: Health) -> Iterator[str]:
+def _store(one: Health, width: int) -> Iterator[str]:
     yield f"{_VERDICT[one.severity]}: {one.url}"
     view = one.survey
     if view is not None and view.layout is not None:
@@ -50,8 +50,8 @@ def _store(one: Health) -> Iterator[str]:
         )
         if view.run is not None and view.run.alive:
             yield from (f"  {line}" for line in pace_of(view.run))
-    yield from _losses(one)
-    yield from _progress(one)
+    yield from _losses(one, width)
+    yield from _progress(one, width)
     for finding in one.findings:
         yield from _finding(finding)
     for line in one.unwell[:_SHARDS]:
@@ -71,14 +71,29 @@ def _run(one: Health) -> str:
     return f"process {run.pid} {'alive' if run.alive else 'dead'}"
 
 
-def _losses(one: Health) -> Iterator[str]:
+def _losses(one: Health, width: int) -> Iterator[str]:
     """Yield a table: what is lost if the process, the host or the store is lost now."""
     if not one.losses:
         return
-    yield from aligned([LOSS_COLUMNS, *(loss_cells(*loss) for loss in one.losses.items())], "  ")
+    yield from _table([LOSS_COLUMNS, *(loss_cells(*loss) for loss in one.losses.items())], width)
 
 
-def _progress(one: Health) -> Iterator[str]:
+def _table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Return rows below their header as a table. Where that is too wide, return a sentence for each row."""
+    lines = aligned(rows, "  ")
+    if max(map(len, lines)) <= width:
+        return lines
+    (head, *columns), *others = rows
+    named = [
+        ", ".join(f"{name} {cell}" for name, cell in zip(columns, cells, strict=True))
+        if len(cells) == len(columns)
+        else cells[0]
+        for _, *cells in others
+    ]
+    return [f"  {head}:", *(f"    {row[0]}: {text}" for row, text in zip(others, named, strict=True))]
+
+
+def _progress(one: Health, width: int) -> Iterator[str]:
     """Yield a table of this host's daemon's progress, the farthest behind first."""
     if not one.saving:
         return
@@ -95,7 +110,7 @@ def _progress(one: Health) -> Iterator[str]:
         )
         for saving in shown
     ]
-    yield from aligned(rows, "  ")
+    yield from _table(rows, width)
     if len(one.saving) > len(shown):
         yield f"  and {counted(len(one.saving) - len(shown), 'more rank')}: `scarctl daemon status` lists all"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -155,12 +156,19 @@ def _of_store(store: str, read_data: bool, part: str | None, memory: str | Liter
 
 def _advice(store: Store) -> str:
     """Return what to do about a damaged store."""
+    from scarctl.store.around import state_around
+
     try:
         store.states(store.shards())
     except Corruption as error:
         # Unlike a damaged copy, this file cannot be replaced by an older one: it says which copies are the newest.
-        return (
-            f"the newest state cannot be read: {error.message}. Put that file back from a copy of this store. "
-            "Without one, the tensors are in shards/*/seg, as safetensors"
+        back = (
+            f"nothing more can be saved here: {error.message}. Put that file back from a copy of this store"
         )
+        left = False
+        with contextlib.suppress(Corruption):
+            left = all(state_around(store, shard).saved.all() for shard in store.shards())
+        if left:
+            return f"{back}. Without one, `scarctl recover --lost all --output FILE` saves what other records name"
+        return f"{back}. Without one, the tensors are in shards/*/seg, as safetensors"
     return "`scarctl recover` uses older intact copies of damaged partitions; saving again replaces them"

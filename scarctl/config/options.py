@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
+from scarctl.config.unknown import explained
 from scarctl.errors import UsageError
 from scarctl.state.encodings import Encoding
 
@@ -29,6 +30,7 @@ DEFAULT_OVERHEAD = 0.01
 DEFAULT_POLICY: Policy = "aged"
 
 
+@explained("partitioning")
 @dataclass(frozen=True, kw_only=True)
 class Partitioning:
     """How the state is divided. Fixed when the store is created; a contradiction later raises SettingsConflict.
@@ -49,6 +51,7 @@ class Partitioning:
     rows: Mapping[str, int] | None = None
 
 
+@explained("selection")
 @dataclass(frozen=True, kw_only=True)
 class Selection:
     """Options for choosing the partitions that a checkpoint saves, and for restoring them.
@@ -82,6 +85,7 @@ class Selection:
     extrapolate: bool | None = None
 
 
+@explained("settings")
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How saving behaves in this process and on this host.
@@ -141,6 +145,7 @@ class Settings:
     peer_secret_file: str | os.PathLike[str] | None = None
 
 
+@explained()
 @dataclass(frozen=True)
 class Extra:
     """An object in `extras` that is not the same on all ranks, or that the loop changes after the optimizer's step.
@@ -164,6 +169,7 @@ class Extra:
             )
 
 
+@explained()
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
     """How this process saves together with the other ranks of `torch.distributed`.
@@ -176,6 +182,7 @@ class Ranks:
     replicated: Sequence[str] = ()
 
 
+@explained()
 @dataclass(frozen=True)
 class Member:
     """One of several processes that share a store and nothing else. `(2, 8)` is short for `Member(2, 8)`.

@@ -45,6 +45,7 @@ from scarctl.config.options import (
     Settings,
     Tracker,
 )
+from scarctl.config.unknown import GROUPS
 from scarctl.errors import UsageError
 from scarctl.state.encodings import ENCODINGS, Encoding
 
@@ -227,12 +228,6 @@ class SessionSettings:
 
 
 KNOWN_NAMES = frozenset(field.name for field in dataclasses.fields(SessionSettings))
-_GROUPS: Mapping[str, type[Any]] = {
-    "partitioning": Partitioning,
-    "selection": Selection,
-    "settings": Settings,
-}
-"""The groups of options that `attach` takes, by its argument."""
 
 
 def flatten(
@@ -242,7 +237,7 @@ def flatten(
     given = {"partitioning": partitioning, "selection": selection, "settings": settings}
     found: dict[str, Any] = {}
     for name, group in given.items():
-        kind = _GROUPS[name]
+        kind = GROUPS[name]
         if group is None:
             continue
         if not isinstance(group, kind):
@@ -254,7 +249,7 @@ def flatten(
 def grouped(**options: Any) -> dict[str, Any]:
     """Return arguments of `attach` for options given by their own names; other arguments stay as they are."""
     found = dict(options)
-    for argument, kind in _GROUPS.items():
+    for argument, kind in GROUPS.items():
         own = {f.name: found.pop(f.name) for f in dataclasses.fields(kind) if f.name in found}
         if own:
             found[argument] = kind(**own)
@@ -276,7 +271,7 @@ def brief(name: str) -> str:
 def _texts() -> dict[str, str]:
     """Documentation by option, from the docstrings of the classes that have it."""
     found = dict.fromkeys(KNOWN_NAMES, "")  # with `python -OO` there are no docstrings
-    for kind in (SessionSettings, *_GROUPS.values()):
+    for kind in (SessionSettings, *GROUPS.values()):
         text = inspect.cleandoc(kind.__doc__ or "")
         for name, lines in re.findall(r"^(\w+): (.*(?:\n    .*)*)", text, re.MULTILINE):
             if name in KNOWN_NAMES:

@@ -16,6 +16,7 @@ from scarctl.formats.hf_index import INDEX_ENDING, Index, index_in, read_index
 from scarctl.formats.state_file import StateFile, open_state, os_errors, tensor_rows
 from scarctl.state.group import DTYPES
 from scarctl.state.layout import TensorSpec
+from scarctl.store.foreign import near
 from scarctl.util.arrays import Bytes
 
 BLOCK = 1 << 20
@@ -59,6 +60,16 @@ def open_source(path: Path) -> Source:
 
     Raises UsageError for a missing path or an unknown format, Corruption, AccessDenied, Unavailable.
     """
+    try:
+        return _open(path)
+    except UsageError as error:
+        stores = near(path) if error.kind in ("no-file", "foreign-state-file") else ""
+        if not stores:
+            raise
+        raise UsageError(error.message, hint=f"{error.hint}{stores}", kind=error.kind) from error
+
+
+def _open(path: Path) -> Source:
     if path.name == METADATA:
         return DcpSource(path.parent)
     if path.name.endswith(INDEX_ENDING):
@@ -80,7 +91,7 @@ def open_source(path: Path) -> Source:
             hint="give a file, or a folder with one of these",
             kind="foreign-state-file",
         )
-    return open_source(found)
+    return _open(found)
 
 
 class FileSource:

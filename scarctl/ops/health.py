@@ -14,6 +14,7 @@ from scarctl.daemon.status import RunStatus
 from scarctl.errors import ScarError
 from scarctl.ops.surveyed import ShardLine, Survey
 from scarctl.recovery.forecast import parameters_of, rework_of
+from scarctl.recovery.plan import with_errors
 from scarctl.theory.rework import Rework
 from scarctl.util.document import Document, json_of
 from scarctl.util.text import counted
@@ -130,7 +131,7 @@ def unreadable(url: str, error: ScarError) -> Health:
     command: str | None = (
         f"scarctl verify --store {shlex.quote(url)}" if error.exit_code == 13 else _doctor(url)
     )
-    if error.kind in ("store-without-settings", "damaged-settings"):
+    if error.kind in ("store-without-settings", "damaged-settings", "no-store", "foreign-store"):
         command = None  # none can open it
     reason = f"{error.message}{f' ({error.hint})' if error.hint else ''}"
     return Health(url, (Finding(LOSING, error.kind, reason, command),), exit_code=error.exit_code)
@@ -247,6 +248,8 @@ def _of_damage(view: Survey) -> Iterable[Finding]:
     (file, reason), more = view.damage[0], len(view.damage) - 1
     count = 0 if view.damaged is None else int(view.damaged.sum())
     text = f"damaged: the newest copies of {counted(count, 'partition')} in the store"
+    if not count:
+        text = "damaged: a part of the store's log, so that the newest copies are not known"
     text += "; older intact ones are taken, if there are any"
     text += f"; {counted(more + 1, 'file')}, such as {file}: {reason}" if more else f"; {file}: {reason}"
     yield Finding(LOSING, "damaged", text, f"scarctl verify --store {_name(view)}")
@@ -269,25 +272,34 @@ def _losses(view: Survey) -> dict[str, Loss]:
         # A live process has the values; a dead one's arena has its copies.
         left = np.full_like(saved, np.maximum(view.head, 0)) if alive and (kept >= 0).all() else kept
     return {
-        "process": _loss(view, near, known=kept is not None),
-        "host": _loss(view, saved, known=kept is not None and not pending),
-        "store": _loss(view, left, known=False),
+        "process": _loss(view, near, view.distance if kept is not None else None),
+        "host": _loss(view, saved, _from_store(view) if kept is not None and not pending else None),
+        "store": _loss(view, left, None),
     }
 
 
-def _loss(view: Survey, steps: NDArray[np.int64], *, known: bool) -> Loss:
-    """Return the cost of continuing from copies of these steps. known: the distances are from these copies."""
+def _from_store(view: Survey) -> NDArray[np.float64]:
+    """Return the distances from the store's copies, if those are the copies in memory, encoded or not."""
+    return view.distance if view.encoding_error is None else with_errors(view.distance, view.encoding_error)
+
+
+def _loss(view: Survey, steps: NDArray[np.int64], known: NDArray[np.float64] | None) -> Loss:
+    """Return the cost of continuing from copies of these steps. known: the distances from these copies, if known."""
     assert view.layout is not None
     gone = int((steps < 0).sum())
     ages = np.maximum(view.head - steps, 0)
     parameters = parameters_of(view.layout)
-    distance = view.distance if known and np.isfinite(view.distance).all() else None
+    distance = known if known is not None and np.isfinite(known).all() else None
     if gone:
         rework = Rework(None, reason=f"{counted(gone, 'partition')} without a copy")
     else:
         measured = distance[parameters] if distance is not None and view.comparable else None
         rework = rework_of(
-            view.outlook, 1.0, ages=ages[parameters], distance=measured, since=view.since if known else 0
+            view.outlook,
+            1.0,
+            ages=ages[parameters],
+            distance=measured,
+            since=0 if known is None else view.since,
         )
     return Loss(
         None if gone else int(ages.max(initial=0)),

@@ -252,7 +252,8 @@ class _Recovery:
         """Plan the recovery, and carry it out."""
         file = None if self.settings.into is None else open_state(self.settings.into)
         self._require_arenas()
-        problems: tuple[str, ...] = ()
+        back = self.settings.mode == "rollback" and self.snapshot is None
+        problems = self.state.lost_seals if back else ()
         for plan in self._plans():
             try:
                 return self._carry_out(plan, file, problems)
@@ -313,6 +314,7 @@ class _Recovery:
         if self.dry_run:
             known = estimated(plan, self.arenas)
             shown = self._named(plan)
+            problems += tuple(reason for _, one in plan.each() for reason in one.doubts)
             return Recovery(shown, known, self.output, None, self.cost, problems, self.left_out)
         with self._sinks(plan, file) as (sinks, out):
             report = execute_shared(plan, self.arenas, counting(sinks, plan.nbytes, self._progress))

@@ -34,6 +34,7 @@ from scarctl.store import (
     snapshots,
     topology_epochs,
 )
+from scarctl.store.around import states_around
 from scarctl.store.format import shard_folder
 from scarctl.store.topology import read_topology
 from scarctl.store.visible_damage import VisibleDamage, visible_damage
@@ -111,6 +112,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         damage=tuple(sorted((file, why) for one in damage.values() for file, why in one.files.items())),
         damaged=np.concatenate([share.damaged for share in shares]),
         encoded=_encoded(states.values()),
+        encoding_error=np.concatenate([_errors(share) for share in shares]) if arenas else None,
         heads=np.repeat([_head(s) for s in shares], [s.layout.partitions for s in shares]) if apart else None,
     )
 
@@ -130,10 +132,10 @@ def _newest_states(store: Store) -> tuple[Topology | None, dict[int, ShardState]
     returned.
     """
     if not topology_epochs(store):
-        return None, store.states(store.shards()), None
+        return None, states_around(store, store.shards()), None
     newest = newest_topology(store)
     if newest is not None and newest.independent:
-        states = store.states(newest.shards)
+        states = states_around(store, newest.shards)
         never = [number for number, shard in enumerate(newest.shards) if states[shard].layout is None]
         return newest, states, _never(newest, never) if never else None
     # Imported here, because commands have to start fast, and most stores are of a single process.
@@ -203,6 +205,10 @@ def _has_parameters(layout: Layout) -> bool:
 
 def _distance(share: _Share) -> NDArray[np.float64]:
     return np.full(share.layout.partitions, np.nan) if share.arena is None else share.arena.distance
+
+
+def _errors(share: _Share) -> NDArray[np.float64]:
+    return np.full(share.layout.partitions, -1.0) if share.arena is None else share.arena.encoding_error
 
 
 def _kept(share: _Share) -> NDArray[np.int64]:

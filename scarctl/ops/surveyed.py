@@ -171,6 +171,8 @@ class Survey:
     """Whether each partition's newest copy in the store is in a damaged file; None: no copy is."""
     encoded: Mapping[Encoding, int] = field(default_factory=dict)
     """Number of newest copies in the store that are not exact, by their encoding."""
+    encoding_error: NDArray[np.float64] | None = None
+    """Squared error of the store's copy of each parameter, as far as this host's memory knows it; None: nothing is."""
     heads: NDArray[np.int64] | None = None
     """The newest known step of each partition's member: members have no common step. None without members."""
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from scarctl.arena.owner import Owner
 from scarctl.errors import AccessDenied, Contention, Corruption, ScarError, Unavailable
-from scarctl.peers.channel import STRANGER_SECONDS, Channel, Gone
+from scarctl.peers.channel import STRANGER_SECONDS, Channel, Gone, readable
 from scarctl.peers.follower import most_body
 from scarctl.peers.frames import (
     MAX_BODY,
@@ -223,6 +223,8 @@ class Host:
             have = [array.view(np.uint8) for array in replica.have()]
             channel.send(encode(Kind.ACK, {"complete": replica.complete}, *have))
             while True:
+                while not readable(channel) and replica.map_more():
+                    pass
                 kind, head, body = channel.receive(most_body=most)
                 if kind in (Kind.BATCH, Kind.FIELDS):
                     replica.apply(decode_batch(head, body, partitions), rows=kind is Kind.BATCH)

@@ -25,10 +25,11 @@ from scarctl.arena.folder import folder_error, lock_folder
 from scarctl.arena.header import FILE, OWNER
 from scarctl.arena.kinship import put_aside
 from scarctl.arena.lines import write_lines
+from scarctl.arena.mapping import populate
 from scarctl.arena.owner import Owner, read_owner, write_owner
 from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.rows import write_fields, write_rows
-from scarctl.errors import Corruption, Fenced, ScarError
+from scarctl.errors import Corruption, Fenced, ScarError, Unavailable
 from scarctl.peers.frames import Batch, Mark
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER
@@ -39,6 +40,8 @@ log = logging.getLogger("scarctl")
 
 SUCCESSOR = ".successor"
 """Suffix of the folder in which a replica grows until it is complete."""
+_MAPPED_AT_ONCE = 4 << 20
+"""Bytes: about a millisecond, for which a frame may wait."""
 _RUN = re.compile(r"[0-9a-f]{32}(\.[0-9a-f]{16})?-[0-9]{1,6}", re.ASCII)
 
 
@@ -54,12 +57,14 @@ class Replica:
         self._inode = os.stat(folder / FILE).st_ino
         self._checked: tuple[int, ...] | None = None
         """Result of `_identity` when the owner's file was last read."""
+        self._mapped = 0
+        """Bytes of rows that `map_more` has mapped."""
         self._handovers: dict[int, Path] = {}
         """Files of hand-overs that no mark names yet."""
 
     @classmethod
     def begin(cls, base: Path, run: str, layout_json: bytes, owner: Owner, epoch: int, store: str) -> Replica:
-        """Begin a replica, or continue the same owner's. All space is reserved on return.
+        """Begin a replica, or continue the same owner's. There is room for it on return; its first copies take it.
 
         base: the host's folder. layout_json: as in the owner's arena. epoch: the owner's epoch.
         store: address of the store, for display.
@@ -81,7 +86,9 @@ class Replica:
                 return cls(place, folder, arena, owner)
         if os.path.lexists(growing):
             _remove(growing)
-        arena = Arena.create(growing, layout, run_id=run, epoch=owner.base_epoch, place=store, populate=False)
+        arena = Arena.create(
+            growing, layout, run_id=run, epoch=owner.base_epoch, place=store, populate=False, sparse=True
+        )
         try:
             arena.take_over(0)  # no process of this host writes to it
             arena.begin_epoch(owner.base_epoch)
@@ -106,7 +113,8 @@ class Replica:
     def apply(self, batch: Batch, *, rows: bool) -> None:
         """Copy a verified batch. rows: with its rows; otherwise only the fields of copies that are already here.
 
-        Raises Fenced if the replica was taken, Corruption if the batch has another size than its copies.
+        Raises Fenced if the replica was taken, Corruption if the batch has another size than its copies. Raises
+        Unavailable (`kind` "arena-full") if others have taken the room of a new replica, which is then removed.
         """
         arena, ids = self.arena, batch.ids
         if batch.data.size != (int(arena.layout.partition_bytes[ids].sum()) if rows else 0):
@@ -116,8 +124,21 @@ class Replica:
         with self._held():
             arena.begin(ids)
             if rows:
-                write_rows(arena, ids, batch.data, new=not self.complete)
+                with self._growing():
+                    write_rows(arena, ids, batch.data, sparse=not self.complete)
             write_fields(arena, ids, batch.version, batch.durable, batch.distance, batch.generation)
+
+    def map_more(self) -> bool:
+        """Map some pages of a complete replica, so that later copies take no page faults. Return whether more are left.
+
+        First copies are written to the file, because mapping would take as long as all the rest that they need.
+        """
+        memory, first = self.arena.memory(), self._mapped
+        if not self.complete or first >= memory.size:
+            return False
+        self._mapped += _MAPPED_AT_ONCE
+        populate(memory[first : self._mapped])
+        return self._mapped < memory.size
 
     def keep(self, number: int, data: bytes) -> None:
         """Keep a hand-over's file until a mark names it. Raises Unavailable, Fenced."""
@@ -139,6 +160,9 @@ class Replica:
         if mark.base_epoch != self.owner.base_epoch or mark.epoch < self.arena.epoch:
             raise Corruption("a mark belongs to another epoch than the replica")
         with self._held():
+            with self._growing():
+                if not self.complete:
+                    self.arena.reserve_rows()
             self._note(mark)
         if not self.complete:
             self._take_place()
@@ -197,6 +221,17 @@ class Replica:
         """Delete the replica, because the store has its whole state. Raises Fenced if it was taken."""
         with self._held():
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _growing(self) -> Iterator[None]:
+        """Remove a new replica if there is no room for it inside. The folder is locked."""
+        try:
+            yield
+        except Unavailable as error:
+            if self.complete:
+                raise
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise Unavailable(error.message, hint=error.hint, kind="arena-full") from error
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:

@@ -48,10 +48,13 @@ class Tier(Protocol):
     """A place that outlives the host."""
 
     def commit_part(self, handover: HandOver, ids: Ids, extras: Any) -> int:
-        """Save copies of one version, with the extras unless they are None. Durable on return. Return their bytes."""
+        """Save copies as they are in memory, with the extras unless they are None. Return their bytes, now durable."""
+
+    def commit_extras(self, handover: HandOver) -> bool:
+        """Save a hand-over's extras, unless it has them. Return False if it has a later step, so that it cannot."""
 
     def persist(self, handover: HandOver) -> int:
-        """Save the rest of a hand-over, and its seal if it has one. Return the bytes saved."""
+        """Save the rest of a hand-over, and its seal if it has one. Return the bytes saved, without extras."""
 
     def stored(self) -> Ids:
         """Return the version that the tier has of every partition, -1 for none: int64 (partitions,)."""
@@ -266,17 +269,18 @@ class Evacuation:
     def _commit(self) -> bool:
         """Save the next copies. Return False if none is left, or no more can be saved in time."""
         waiting = self._next()
-        if waiting is None:
-            return False
         room, most = self._pace.room(self._left())
         if not room:
             return False
+        if self._commit_older_extras(waiting.version, room):
+            return True
         extras, extra_bytes = self._extras_within(waiting.version, room)
         sizes = self._arena.layout.partition_bytes[waiting.ids]
         taken = waiting.ids[fitting(sizes, room - extra_bytes, most - extra_bytes)]
         if not taken.size:
             return False
-        handover = HandOver(0, waiting.version, waiting.ids, whole="", extras=None)
+        number = self._extras.number if self._extras is not None else 0
+        handover = HandOver(number, waiting.version, waiting.ids, whole="", extras=None)
         started = self._clock()
         written = self._tier.commit_part(handover, np.sort(taken), extras)
         self._committed(written + extra_bytes, started)
@@ -284,8 +288,20 @@ class Evacuation:
             self._extras = None
         return True
 
-    def _committed(self, nbytes: int, started: float) -> None:
-        self._pace.add(nbytes, self._clock() - started)
+    def _commit_older_extras(self, version: int, room: int) -> bool:
+        """Save the newest extras alone if no copies of their step wait: the store takes none after newer copies."""
+        extras = self._extras
+        if extras is None or extras.version >= version or (nbytes := _bytes_of(extras.extras)) > room:
+            return False
+        if not self._tier.commit_extras(extras):
+            return False
+        self._extras = None
+        self._committed(nbytes)  # so few bytes say nothing of the pace
+        return True
+
+    def _committed(self, nbytes: int, started: float | None = None) -> None:
+        if started is not None:
+            self._pace.add(nbytes, self._clock() - started)
         self.written_bytes += nbytes
         self._commits += 1
         self._failures, self.error = 0, None
@@ -297,12 +313,12 @@ class Evacuation:
         nbytes = _bytes_of(self._extras.extras)
         return (self._extras.extras, nbytes) if nbytes <= room // 2 else (None, 0)
 
-    def _next(self) -> _Order | None:
-        """Return the pending copies of the oldest version: steps in the store never decrease."""
+    def _next(self) -> _Order:
+        """Return pending copies of the oldest version, as steps in the store never decrease; last, encoded ones."""
         arena = self._arena
         ids = np.flatnonzero(arena.pending() & arena.intact())
         if not ids.size:
-            return None
+            return self._encoded()
         versions = arena.version[ids]
         version = int(versions.min())
         if self._order is None or self._order.version != version:
@@ -320,6 +336,14 @@ class Evacuation:
         self._order = _Order(version, left)
         return self._order
 
+    def _encoded(self) -> _Order:
+        """Return the copies that the store has in fewer bits, the least exact per byte first, to save them exactly."""
+        arena = self._arena
+        ids = np.flatnonzero((arena.encoding_error >= 0) & arena.intact() & ~self._elsewhere())
+        lacking = np.sqrt(np.minimum(arena.encoding_error[ids], 1e70)).astype(np.float32)
+        ids = ids[order(lacking, arena.layout.partition_bytes[ids], np.zeros(ids.size, dtype=bool))]
+        return _Order(int(arena.newest().max(initial=NEVER)), ids)
+
     def _elsewhere(self) -> NDArray[np.bool_]:
         """Return which copies of this memory another host has unchanged: bool of shape (partitions,)."""
         arena = self._arena
@@ -334,17 +358,19 @@ class Evacuation:
         if (arena.pending() & arena.intact()).any() or not self._waiting:
             return False
         handover = self._waiting[0]
-        nbytes = 0
+        newest = handover is self._extras
+        nbytes = _bytes_of(handover.extras) if handover.sealed or newest else 0
         if handover.sealed:  # it saves encoded copies again, exactly
-            encoded = arena.encoding_error >= 0
-            nbytes = _bytes_of(handover.extras) + int(arena.layout.partition_bytes[encoded].sum())
+            nbytes += int(arena.layout.partition_bytes[arena.encoding_error >= 0].sum())
         if self._pace.seconds(nbytes) > self._left():
             return False
         started = self._clock()
         written = self._tier.persist(handover)
-        if handover.sealed:
+        if nbytes:
             self._committed(written + nbytes, started)
-        if self._extras is handover and (written or handover.sealed):
+        if newest:
+            if not self._tier.commit_extras(handover):
+                return False
             self._extras = None
         self._queue.remove(handover.number)
         del self._waiting[0]
@@ -417,6 +443,9 @@ class _Unreached:
         return np.maximum(self._arena.durable, NEVER)
 
     def commit_part(self, handover: HandOver, ids: Ids, extras: Any) -> int:
+        raise AssertionError("this tier only reports")
+
+    def commit_extras(self, handover: HandOver) -> bool:
         raise AssertionError("this tier only reports")
 
     def persist(self, handover: HandOver) -> int:

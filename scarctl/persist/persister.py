@@ -60,6 +60,8 @@ class Persister:
             -1,
             set(),
         )  # the shards of one hand-over that are already sealed
+        self._extras_of = -1, NEVER
+        """Number and version of the hand-over whose extras were saved last."""
 
     def check(self, handover: HandOver) -> None:
         """Raise Corruption if the hand-over names partitions that the layout does not have."""
@@ -88,12 +90,13 @@ class Persister:
             parts = [(shard, ids[shard_of == shard]) for shard in self._members if shard not in already]
             parts = [(shard, own) for shard, own in parts if own.size or handover.sealed]
             written = self._commit_all(parts, handover, already)
+        self.commit_extras(handover)
         if len(already) == len(self._members):
             arena.seal(version)
         return written
 
     def commit_part(self, handover: HandOver, ids: Ids, extras: Any) -> int:
-        """See `scarctl.persist.evacuation.Tier`: commit these copies of the hand-over's version, and seal nothing."""
+        """See `scarctl.persist.evacuation.Tier`: commit copies, none newer than the hand-over; seal nothing."""
         part = replace(handover, ids=ids, whole="", extras=extras, unsaved=None)
         shard_of = self._shard_of[ids]
         parts = [(shard, ids[shard_of == shard]) for shard in np.unique(shard_of).tolist()]
@@ -101,6 +104,19 @@ class Persister:
         with self._reading(part):
             self._commit_each(parts, part, committed)
         return sum(int(self._arena.layout.partition_bytes[own].sum()) for own, _ in committed.values())
+
+    def commit_extras(self, handover: HandOver) -> bool:
+        """See `scarctl.persist.evacuation.Tier`: commit the extras alone, unless a commit of copies has saved them."""
+        named = handover.number, handover.version
+        if handover.extras is None or named == self._extras_of:
+            return True
+        step, (shard, state) = step_of(handover.version), next(iter(self._writer.states.items()))
+        if step < state.step:
+            return state.extras is not None and state.extras[0] > handover.version
+        none = np.empty(0, dtype=np.int64)
+        self._writer.commit(shard, none, self._source, step=step, extras=handover.extras)
+        self._extras_of = named
+        return True
 
     def _encoded(self) -> NDArray[np.bool_]:
         """Return which partitions' newest copies in the store are encoded: bool (partitions,)."""
@@ -181,15 +197,7 @@ class Persister:
             self._commit_each(parts, handover, committed, read)
         finally:
             already.update(shard for shard, (_, sealed) in committed.items() if sealed)
-        written = sum(int(sizes[ids].sum()) for ids, _ in committed.values())
-        carrier = parts[0][0] if parts else None
-        if written and carrier is not None and handover.extras is not None:
-            ids, sealed = committed[carrier]
-            if not ids.size and not sealed:
-                # Newer copies replaced all of the carrier's, but the commits of other shards need these extras.
-                step, none = step_of(handover.version), np.empty(0, dtype=np.int64)
-                self._writer.commit(carrier, none, self._source, step=step, extras=handover.extras)
-        return written
+        return sum(int(sizes[ids].sum()) for ids, _ in committed.values())
 
     def _commit_each(
         self,
@@ -243,8 +251,9 @@ class Persister:
             if not ids.size and not sealed:
                 read()
                 return ids, False
-            # Extras and seals are of the hand-over's step. Other commits are as old as their newest copy.
-            newest = handover.version if sealed or extras is not None else int(versions.max())
+            # Extras, seals and parts (number 0) are of the hand-over's step, other commits as old as their newest copy.
+            own = sealed or extras is not None or not handover.number
+            newest = handover.version if own else int(versions.max())
             rows = partial(self._source_of, ids, before)
             source: Source | Encoder = rows
             if handover.encoding != "exact":
@@ -263,6 +272,8 @@ class Persister:
                 )
             except Overwritten:
                 continue
+            if extras is not None:
+                self._extras_of = handover.number, handover.version
             arena.encoding_error[ids] = source.errors if isinstance(source, Encoder) else -1.0
             arena.acknowledge(ids, versions, before)
             return ids, sealed

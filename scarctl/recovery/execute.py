@@ -231,7 +231,7 @@ class _Run:
         self.version = plan.version.copy()
         none = np.zeros(len(plan.ids), dtype=bool)
         self.decoded = none.copy()
-        self.problems: list[str] = [] if earlier is None else earlier.problems
+        self.problems: list[str] = plan.doubts if earlier is None else earlier.problems
         self.memory_fault: str = "" if earlier is None else earlier.memory_fault
         self.changed: NDArray[np.bool_] = none if earlier is None else earlier.changed
         """Marks the partitions whose copies in memory have other bytes than the same copies in the store."""

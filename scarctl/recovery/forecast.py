@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.errors import Corruption
-from scarctl.recovery.plan import in_memory
+from scarctl.recovery.plan import in_memory, with_errors
 from scarctl.state.caveats import Caveat
 from scarctl.state.extras import Notes
 from scarctl.state.journal import Event, Sample, read_samples
@@ -175,5 +175,8 @@ def _copies(loss: Loss) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         if loss.from_arena:
             newest = np.maximum(newest, step_of(in_memory(loss.arena)))
         same = newest == step_of(loss.arena.newest())
-        distance[same] = loss.arena.distance[same]
+        known = loss.arena.distance
+        if not loss.from_arena:  # the store's copies are restored, with the errors of encoded ones
+            known = with_errors(known, loss.arena.encoding_error)
+        distance[same] = known[same]
     return newest, distance

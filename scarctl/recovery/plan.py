@@ -20,6 +20,8 @@ from scarctl.errors import Corruption, LayoutMismatch, NoIntactCopy
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import SealedSet, ShardState, Snapshot, Store, complete_sets, sealed_sets
+from scarctl.store.around import states_around
+from scarctl.store.snapshot import lost_seals
 from scarctl.util.arrays import Ids, distinct
 from scarctl.util.document import Document
 
@@ -71,6 +73,13 @@ class Plan:
     @property
     def nbytes(self) -> int:
         return int(self.layout.partition_bytes[self.ids].sum())
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why newer copies than those of the plan may be lost: the damage that makes it `degraded`."""
+        if not self.degraded:
+            return []
+        return [damage.reason for state in self.states.values() for damage in state.damaged]
 
     @property
     def encoded(self) -> int:
@@ -194,8 +203,9 @@ def plan_rollback(
     """
     logs = distinct(store.log_of(layout)).tolist()
     damage: list[str] = []
-    passed_over = until is not None
-    for one in _before(before, _sealed_states(store, layout, logs, snapshot)):
+    found, lost_newer = _sealed_states(store, layout, logs, snapshot)
+    passed_over = lost_newer or until is not None
+    for one in _before(before, found):
         if until is not None and (one.epoch, one.step, one.whole) > until:
             continue
         try:
@@ -234,7 +244,7 @@ def plan_sealed(
     """
     seqs = {log: sealed.seqs[log] for log in distinct(store.log_of(layout)).tolist()}
     try:
-        states = store.states(seqs, layout, at=seqs)
+        states = states_around(store, seqs, layout, at=seqs)
     except Corruption as error:  # collected or damaged
         raise NoIntactCopy(error.message, hint=error.hint, kind="no-sealed-state") from error
     ids = np.arange(layout.partitions, dtype=np.int64)
@@ -272,14 +282,15 @@ def plan_sealed(
 
 def _sealed_states(
     store: Store, layout: Layout, logs: Sequence[int], snapshot: Snapshot | None
-) -> Sequence[SealedSet]:
-    """Return the states that a rollback may restore, best first."""
+) -> tuple[Sequence[SealedSet], bool]:
+    """Return the states that a rollback may restore, best first, and whether damage hides newer ones."""
     if snapshot is None and store.part is not None:
-        found = complete_sets(store.again(), of=store.part.shard)
-        return [sealed for sealed in found if set(logs) <= sealed.seqs.keys()]
+        sets = complete_sets(store.again(), of=store.part.shard)
+        return [sealed for sealed in sets if set(logs) <= sealed.seqs.keys()], False
     if snapshot is None:
-        return sealed_sets(store.states(logs, layout).values())
-    return [sealed_in(snapshot, logs, layout if store.part is None else None)]
+        states = store.states(logs, layout).values()
+        return sealed_sets(states), bool(lost_seals(states))
+    return [sealed_in(snapshot, logs, layout if store.part is None else None)], False
 
 
 def sealed_in(snapshot: Snapshot, logs: Sequence[int], layout: Layout | None) -> SealedSet:
@@ -318,6 +329,15 @@ def estimate(distance: NDArray[np.float64]) -> Perturbation:
     if not math.isfinite(norm):  # even if a square overflows
         return Perturbation(None, "unknown")
     return Perturbation(norm, "estimated")
+
+
+def with_errors(distance: NDArray[np.float64], error: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the distances (l2) from the store's copies: float64 (partitions,).
+
+    distance: from the copies in memory. error: see `Arena.encoding_error`.
+    """
+    with np.errstate(over="ignore"):
+        return np.where(error > 0, np.sqrt(np.square(distance) + np.maximum(error, 0.0)), distance)
 
 
 def _stored(layout: Layout, states: Mapping[int, ShardState]) -> Ids:

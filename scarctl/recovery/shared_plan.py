@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.errors import NoIntactCopy
 from scarctl.recovery.execute import Report, SealedStateDamaged, Sink, execute_once
 from scarctl.recovery.plan import (
+    STORE,
     Perturbation,
     Plan,
     count_tiers,
@@ -23,6 +25,7 @@ from scarctl.recovery.plan import (
     only_step,
     plan_partial,
     plan_sealed,
+    with_errors,
 )
 from scarctl.recovery.shares import Share, SharedState, damaged_snapshot
 from scarctl.store import SealedSet, Snapshot, topology_epochs
@@ -165,7 +168,7 @@ def plans_back(
 
     lost: number of lost partitions. Raises Corruption.
     """
-    passed_over = False
+    passed_over = snapshot is None and bool(state.lost_seals)
     of = [] if snapshot is None else [SealedSet(snapshot.epoch, snapshot.step, snapshot.seqs, snapshot.whole)]
     for one in of or state.sealed():
         try:
@@ -247,11 +250,16 @@ def execute_shared(plan: SharedPlan, arenas: Arenas, sinks: Sequence[Sink]) -> S
 def estimated(plan: SharedPlan, arenas: Arenas) -> Perturbation:
     """Estimate the perturbation before the plan is carried out."""
     known = [
-        np.full(len(one.ids), np.nan) if arena is None else arena.distance[one.ids]
+        np.full(len(one.ids), np.nan) if arena is None else _distance(one, arena)
         for one, arena in zip(plan.plans, arenas, strict=True)
         if one is not None
     ]
     return estimate(np.concatenate(known or [np.empty(0)]))
+
+
+def _distance(plan: Plan, arena: Arena) -> NDArray[np.float64]:
+    near = arena.distance[plan.ids]
+    return np.where(plan.tier == STORE, with_errors(near, arena.encoding_error[plan.ids]), near)
 
 
 class Nowhere:

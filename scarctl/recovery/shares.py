@@ -29,7 +29,9 @@ from scarctl.store import (
     sealed_sets,
     topology_epochs,
 )
+from scarctl.store.around import layout_around, state_around, states_around
 from scarctl.store.members import EPOCH, name_among
+from scarctl.store.snapshot import lost_seals
 from scarctl.store.topology import Topology, read_topology, sealed_by_all
 from scarctl.util.arrays import Ids, distinct
 
@@ -105,6 +107,11 @@ class SharedState:
     def head_of(self, share: Share) -> int:
         """Return the newest saved step of the state that a share is part of. Members have no common step."""
         return max(state.step for state in share.states.values()) if self.of_members else self.head
+
+    @property
+    def lost_seals(self) -> tuple[str, ...]:
+        """The damage that hides newer sealed states than those of `sealed`."""
+        return lost_seals(self.states.values())
 
     def everything(self) -> list[Ids]:
         """Return the ids of all partitions of every share. Raises NoIntactCopy, Corruption for an absent member."""
@@ -226,7 +233,7 @@ def fallback_note(parts: Parts) -> str:
 
 
 def _of_one_process(store: Store, snapshot: Snapshot | None) -> SharedState:
-    layout = store.current_layout()
+    layout = layout_around(store)
     if layout is None:
         raise _nothing_saved(f"{store.where}: the store is still empty")
     shard_of = backed_shards(store, layout)
@@ -252,7 +259,7 @@ def _of_members(store: Store, topology: Topology, snapshot: Snapshot | None) -> 
             continue
         view = store.of_shard(shard)
         try:
-            layout = view.current_layout()
+            layout = layout_around(view)
             if layout is None:
                 raise _nothing_saved(f"{store.where}: {nothing_yet(topology, number)}")
             share = _share(number, view, layout, backed_shards(view, layout))
@@ -293,16 +300,16 @@ def _shares(parts: Parts) -> Iterator[Share]:
 
 
 def _share(rank: int | None, store: Store, layout: Layout, shard_of: NDArray[np.int32]) -> Share:
-    """Make a share from the current states of a store."""
+    """Make a share from the current states of a store, read around damaged records."""
     logs = distinct(store.log_of(layout)).tolist()
     try:
-        return Share(rank, store, layout, shard_of, store.states(logs, layout))
+        return Share(rank, store, layout, shard_of, states_around(store, logs, layout))
     except Corruption:
         pass
     states, unreadable = dict[int, ShardState](), dict[int, Corruption]()
     for number in logs:
         try:
-            states[number] = store.state(number, layout)
+            states[number] = state_around(store, number, layout)
         except Corruption as error:
             unreadable[number] = error
     return Share(rank, store, layout, shard_of, states, unreadable)

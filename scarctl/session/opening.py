@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 
+from scarctl.arena.durability import durability
 from scarctl.arena.folder import arena_folder, require_room
 from scarctl.checkpoint.binding import Binding
 from scarctl.checkpoint.engine import Engine
@@ -23,6 +25,9 @@ from scarctl.state.layout import Layout
 from scarctl.store import Store, check_cut
 
 log = logging.getLogger("scarctl")
+
+_SILENT = 3.0
+"""Seconds that closing waits for the store before it says so."""
 
 
 def claim(store: Store, settings: SessionSettings, binding: Binding, requests: Requests) -> Saver:
@@ -141,7 +146,7 @@ class Opening:
                 waiting,
                 folder,
             )
-        elif engine.close(self._settings.timeout):
+        elif engine.close(lambda: self._drain(engine)):
             log.info("closed %s: step %s, all of it durable", self.store.url, step)
         else:
             log.info("closed %s: step %s, not all of it durable", self.store.url, step)
@@ -151,3 +156,27 @@ class Opening:
                 engine.saver.fault(),
                 engine.arena.folder,
             )
+
+    def _drain(self, engine: Engine) -> bool:
+        """Wait up to `timeout` seconds for the store, and warn if that takes long. Return whether all is durable."""
+        saver, timeout, began = engine.saver, self._settings.timeout, time.monotonic()
+        silent = min(timeout, _SILENT)
+        if saver.drain(silent):
+            return True
+        left, fault = timeout - (time.monotonic() - began), saver.fault()
+        # Back before its time: waiting longer would not help.
+        if left <= 0 or left > timeout - 0.9 * silent or not fault.retryable:
+            return False
+        kept = durability(engine.arena)
+        log.warning(
+            "closing %s waits up to %.0f s more for the store: %d partitions, %.1f MB, are not durable yet: %s. "
+            "They are safe in this host's memory, in %s: if this process ends now, %s",
+            self.store.url,
+            left,
+            kept.pending_partitions,
+            kept.pending_bytes / 1e6,
+            fault,
+            engine.arena.folder,
+            "the daemon saves them" if saver.outlives else "the next session on this host saves them",
+        )
+        return saver.drain(left)

@@ -34,7 +34,7 @@ class Origin:
             # If it is saved again before a step, it is the same state, and no more exact.
             self._caveats.keep("resumed", "; ".join(why))
         resumed = replace(resumed, exact=resumed.exact and not why, reasons=why)
-        self.resumed = said(resumed, store)
+        self.resumed = said(resumed, store, loud=together.leads)
         return self.resumed
 
     def doubt(self, found: tuple[str, ...]) -> None:

@@ -79,12 +79,13 @@ class Resumed:
         return f"<Resumed: {self}>"
 
 
-def said(resumed: Resumed, store: Store) -> Resumed:
-    """Log the resumed state in one line, and return that state."""
+def said(resumed: Resumed, store: Store, *, loud: bool = True) -> Resumed:
+    """Log the resumed state in one line, and return that state. loud: at WARNING if the state is not exact."""
     if resumed.new:
         log.info("%s holds no state: a new run begins", store.url)
     else:
-        log.info("resumed %s at %s", store.url, resumed)
+        level = logging.WARNING if loud and not resumed.exact else logging.INFO
+        log.log(level, "resumed %s at %s", store.url, resumed)
     return resumed
 
 

@@ -6,9 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from scarctl.errors import Corruption, UsageError
 from scarctl.state.layout import Layout
 from scarctl.store.encoder import layout_of
+from scarctl.store.foreign import SETTINGS_COPY, check_copy
 from scarctl.store.format import (
     SETTINGS,
     corrupt,
@@ -33,12 +36,14 @@ from scarctl.store.segment import (
     positions,
 )
 from scarctl.store.segment_reader import SegmentReader, open_segment, read_tail
+from scarctl.store.shard_state import ShardState
 from scarctl.store.snapshot import read_snapshot, snapshot_names, snapshots
 from scarctl.store.store import Store
 from scarctl.store.subset import PIECE, Subset
 from scarctl.store.topology import read_topology, topology_epochs
 from scarctl.util.arrays import Ids
 from scarctl.util.document import Document
+from scarctl.util.text import counted
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, total bytes)."""
@@ -112,18 +117,54 @@ class _Check:
         with self._noting(SETTINGS):
             self.store.again()
         self._count(SETTINGS)
+        if self.blobs.has(SETTINGS_COPY):  # stores of earlier versions have none
+            with self._noting(SETTINGS_COPY):
+                check_copy(self.blobs)
+            self._count(SETTINGS_COPY)
         for digest in self.store.layouts():
             self._layout(digest)
             self._count(layout_path(digest))
         for name in snapshot_names(self.store):
             self._snapshot(name)
+        ranked: set[int] | None = set()
         for epoch in topology_epochs(self.store):
+            shards = None
             with self._noting(topology_path(epoch)):
-                read_topology(self.store, epoch)
+                shards = read_topology(self.store, epoch).shards
+            ranked = None if ranked is None or shards is None else ranked.union(shards)
             self._count(topology_path(epoch))
         for shard in self.store.shards():
             self._shard(self.store.log(shard))
+        if ranked is not None:
+            self._members([shard for shard in self.store.shards() if shard not in ranked])
         return self.report
+
+    def _members(self, shards: list[int]) -> None:
+        """Note partitions that two logs of one process have."""
+        states: dict[int, ShardState] = {}
+        for shard in shards if len(shards) > 1 or self.store.one_log else ():
+            with contextlib.suppress(Corruption, FileNotFoundError):  # noted elsewhere
+                states[shard] = self.store.log(shard).state(around=True)
+        if self.store.one_log:
+            for shard, state in states.items():
+                if shard and len(state.ids):
+                    has = f"it has {counted(len(state.ids), 'partition')} in log {shard}"
+                    self.note(record_path(shard, state.seq), f"{has}, but this store has one log, number 0")
+            return
+        for digest in sorted({state.layout.digest for state in states.values() if state.layout is not None}):
+            same = {
+                n: one for n, one in states.items() if one.layout is not None and one.layout.digest == digest
+            }
+            ids = np.concatenate([state.ids for state in same.values()])
+            logs = np.repeat(list(same), [len(state.ids) for state in same.values()])
+            order = np.argsort(ids, kind="stable")
+            ids, logs = ids[order], logs[order]
+            twice = np.flatnonzero(ids[1:] == ids[:-1]) + 1
+            for shard in np.unique(logs[twice]).tolist():
+                mine = twice[logs[twice] == shard]
+                name = self.store.layout(digest).name(int(ids[mine[0]]))
+                also = f"log {logs[mine[0] - 1]} has {counted(len(mine), 'partition')} of log {shard}, too"
+                self.note(record_path(shard, same[shard].seq), f"{also}, such as {name}")
 
     def _snapshot(self, name: str) -> None:
         path = snapshot_path(name)
@@ -149,13 +190,10 @@ class _Check:
 
     def _boundary(self, log: ShardLog) -> int:
         """Return the current boundary, from the newest record that can be read."""
+        newest = None
         with contextlib.suppress(Corruption):
-            newest = log.newest()
-            return 0 if newest is None else newest.boundary
-        for seq in reversed(log.numbers()):
-            with contextlib.suppress(Corruption, FileNotFoundError):
-                return log.record(seq).boundary
-        return 0
+            newest = log.newest_readable()
+        return 0 if newest is None else newest.boundary
 
     def _layout(self, digest: str) -> Layout | None:
         """Return a layout. If it is missing or damaged, note that once, and return None."""

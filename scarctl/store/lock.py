@@ -34,8 +34,7 @@ class StoreLock:
             if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:  # the file is about to be written
                 raise corrupt(path, "the lock is not a regular file, or has a second name")
             _lock(fd, path, shared=shared)
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+            _sign(fd)
         except OSError as error:
             os.close(fd)
             raise os_error(error, path, "lock the store") from error
@@ -103,6 +102,16 @@ def _lock(fd: int, path: Path, *, shared: bool) -> None:
                 hint="put the store on another file system",
             ) from error
         raise
+
+
+def _sign(fd: int) -> None:
+    """Write who holds the lock, for messages. On a full disk that may be missing: deleting takes the lock, too."""
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
 
 
 _held: weakref.WeakSet[StoreLock] = weakref.WeakSet()

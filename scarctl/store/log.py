@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 
 _ATTEMPTS = 8
 """Most attempts to read while a writer collects."""
+_MOST_DAMAGED = 64
+"""Most damaged or missing records that are read around."""
 
 
 class ShardLog:
@@ -93,6 +95,11 @@ class ShardLog:
             # The record was collected meanwhile, so a newer one exists.
         raise self._missing(seq)
 
+    def newest_readable(self) -> Record | None:
+        """Return the newest record that is not damaged, None without one. Raises Corruption (kind "newer-format")."""
+        found = (self._there_or_why(seq) for seq in reversed(self.numbers()))
+        return next((one for one in found if isinstance(one, Record)), None)
+
     def records(self) -> Iterator[Record]:
         """Yield all records from the boundary on, oldest first, and check their chain of digests. Raises Corruption.
 
@@ -116,8 +123,10 @@ class ShardLog:
             yield record
             seq, parent = seq + 1, record
 
-    def state(self, at: int | None = None) -> ShardState:
+    def state(self, at: int | None = None, *, around: bool = False) -> ShardState:
         """Return the state after record `at` (default: the newest). It is empty if the log is empty.
+
+        around: read around damaged records. After one, as after a damaged segment, every member is in doubt.
 
         Raises Corruption, naming the file.
         """
@@ -125,7 +134,7 @@ class ShardLog:
             numbers = self.numbers()
             newest = max(numbers, default=-1)
             try:
-                found = self._state(numbers, at)
+                found = self._state(numbers, at, around)
                 if not found.damaged or attempt == _ATTEMPTS - 1:
                     return found
             except Corruption:
@@ -190,7 +199,7 @@ class ShardLog:
             return sum(memoryview(part).nbytes for part in content)
         raise AssertionError("unreachable")
 
-    def _state(self, numbers: list[int], at: int | None) -> ShardState:
+    def _state(self, numbers: list[int], at: int | None, around: bool) -> ShardState:
         if at is not None:
             numbers = [n for n in numbers if n <= at]
         if not numbers or (at is not None and numbers[-1] != at):
@@ -198,26 +207,34 @@ class ShardLog:
                 raise self._missing(at)
             return ShardState(self.shard)
         # Walking back finds numbers that are missing or were deleted by rules.
-        start, records = self._walk(numbers[-1], set(self.indexes()))
+        start, records = self._walk(numbers[-1], set(self.indexes()), around)
         records.reverse()
-        for record, (layout, tail, damage) in zip(
-            records, self.blobs.each(self._content, records), strict=True
-        ):
+        contents = self.blobs.each(self._content, [one for one in records if isinstance(one, Record)])
+        for record in records:
+            if isinstance(record, Damage):
+                start.lose(record)
+                continue
+            layout, tail, damage = next(contents)
             start.apply(record, layout, tail, self.blobs.where(record_path(self.shard, record.seq)), damage)
         start.records = len(numbers)
         start.past = at is not None
         return start
 
-    def _walk(self, seq: int, indexes: set[int]) -> tuple[ShardState, list[Record]]:
+    def _walk(self, seq: int, indexes: set[int], around: bool) -> tuple[ShardState, list[Record | Damage]]:
         """Return the state to begin with, and the records to apply to it, newest first."""
-        records: list[Record] = []
+        records: list[Record | Damage] = []
         child: Record | None = None
-        boundary = 0
-        for record in self._chain(seq, indexes):
-            seq = record.seq
-            if child is None:
-                boundary = record.boundary
-            elif child.base is None:
+        boundary = lost = 0
+        for record in self._chain(seq, indexes, around):
+            if isinstance(record, Damage):
+                lost += 1
+                if record.error is not None and (record.seq <= boundary or lost > _MOST_DAMAGED):
+                    raise record.error  # what it held is nowhere else, or the log before it was deleted
+                records.append(record)
+                child = None
+                continue
+            seq, boundary = record.seq, max(boundary, record.boundary)
+            if child is not None and child.base is None:
                 self._check_parent(child, record.digest)
             if seq in indexes and (index := self._index(record)) is not None:
                 index.state.boundary, index.state.line = record.boundary, record.line
@@ -233,11 +250,12 @@ class ShardLog:
             child = record
         raise AssertionError("unreachable")
 
-    def _chain(self, seq: int, indexes: set[int]) -> Iterator[Record]:
+    def _chain(self, seq: int, indexes: set[int], around: bool) -> Iterator[Record | Damage]:
         """Yield the records from `seq` back, without rolled-back ones. Records above an index are read in parallel."""
+        read = self._there_or_why if around else self._there
         while seq >= 0:
             stop = max((index for index in indexes if index <= seq), default=0)
-            for record in self.blobs.each(self._there, range(seq, stop - 1, -1)):
+            for record in self.blobs.each(read, range(seq, stop - 1, -1)):
                 yield record
                 if record.base is not None:
                     break
@@ -248,6 +266,15 @@ class ShardLog:
             return self.record(seq)
         except FileNotFoundError:
             raise self._missing(seq) from None
+
+    def _there_or_why(self, seq: int) -> Record | Damage:
+        """Return a record, or why it cannot be read. Raises Corruption if a later version of scarctl wrote it."""
+        try:
+            return self._there(seq)
+        except Corruption as error:
+            if error.kind != Corruption.kind:
+                raise
+            return Damage(seq, self.blobs.where(record_path(self.shard, seq)), error.message, True, error)
 
     def _index(self, record: Record) -> Index | None:
         """Return the index after a record, None if it cannot be used: the log has the same content.
@@ -304,7 +331,7 @@ class ShardLog:
             reason = error.message if isinstance(error, Corruption) else f"{path}: the segment is missing"
             if record.kind == "epoch":
                 raise corrupt(path, "the list of the shard's members is missing or damaged") from error
-            return layout, None, Damage(record.seq, path, reason)
+            return layout, None, Damage(record.seq, path, reason, record.sealed)
 
     def tail(self, record: Record, layout: Layout) -> Tail:
         """Return the tail of a record's segment. Raises Corruption or FileNotFoundError."""
@@ -402,7 +429,7 @@ class ShardLog:
         while seq >= 0:
             try:
                 record = self.record(seq)
-            except FileNotFoundError:
+            except (FileNotFoundError, Corruption):
                 return
             if child is not None and child.base is None and child.parent != record.digest:
                 return  # below the boundary, so it is of a fenced writer

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from scarctl.errors import UsageError
+from scarctl.errors import Corruption, UsageError
 from scarctl.state.version import MAX_EPOCH, MAX_STEP, pack
 from scarctl.store.format import (
     ENCODED_FORMAT,
@@ -27,6 +27,11 @@ from scarctl.store.format import (
 from scarctl.store.segment import SegmentRef
 
 KINDS = ("commit", "epoch", "compact")
+
+_PUT_BACK = (
+    "put this file back from a copy of this store; without it nothing more can be saved here, but `scarctl recover` "
+    "and `scarctl export` read around it"
+)
 
 
 def now() -> str:
@@ -143,6 +148,15 @@ class Record:
     @staticmethod
     def parse(data: bytes, what: object, *, shard: int, seq: int) -> Record:
         """Parse a record from its file's bytes, and check every field. Raises Corruption, naming `what`."""
+        try:
+            return Record._parsed(data, what, shard, seq)
+        except Corruption as error:
+            if error.kind != Corruption.kind:
+                raise  # of a later version
+            raise Corruption(error.message, hint=_PUT_BACK) from error
+
+    @staticmethod
+    def _parsed(data: bytes, what: object, shard: int, seq: int) -> Record:
         obj = load_json(data, what)
         f = Fields(obj, what)
         kind = f.text("kind")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.errors import UsageError
+from scarctl.errors import Corruption, UsageError
 from scarctl.state.encoding import encoded_groups, stored_as
 from scarctl.state.encodings import ENCODINGS
 from scarctl.state.layout import Layout
@@ -23,11 +23,19 @@ KEEP_SEALED = 4096
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A record whose segment's list of partitions cannot be read."""
+    """A record whose segment's list of partitions cannot be read, or which cannot be read itself."""
 
     seq: int
     file: str
     reason: str
+    sealed: bool
+    """Whether the record has sealed a state, or may have."""
+    error: Corruption | None = None
+    """The error of reading the record itself; None: only its segment is damaged."""
+
+    @property
+    def base(self) -> None:
+        """Return None: see `Record.base`. A damaged record may have been a rollback."""
 
 
 class Seal(NamedTuple):
@@ -183,9 +191,7 @@ class ShardState:
             self.__dict__.update(ShardState(self.shard, records=self.records).__dict__)
         self.layout = layout
         if damage is not None:
-            self.damaged.append(damage)
-            self.doubt[:] = True
-            self.whole = ""
+            self.lose(damage)
         elif tail is not None and record.kind == "epoch":
             self.whole = self.whole if np.array_equal(self.ids, tail.ids) else ""
             self.set_members(tail.ids)
@@ -202,6 +208,12 @@ class ShardState:
         self.unindexed_records += 1
         self.unindexed += record.partitions if record.kind != "epoch" else 0
         self.seq, self.epoch, self.tail_digest = record.seq, record.epoch, record.digest
+
+    def lose(self, damage: Damage) -> None:
+        """Note damage: any member may have had a newer copy there."""
+        self.damaged.append(damage)
+        self.doubt[:] = True
+        self.whole = ""
 
     def _save(self, record: Record, segment: SegmentRef, tail: Tail, what: object) -> None:
         assert self.layout is not None

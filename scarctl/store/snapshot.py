@@ -249,6 +249,16 @@ def sealed_sets(
     return sorted(found, key=lambda one: (one.epoch, one.step, one.seqs[first]), reverse=True)
 
 
+def lost_seals(states: Iterable[ShardState]) -> tuple[str, ...]:
+    """Return the damage that hides newer seals of these states than those known: the reasons, for display."""
+    return tuple(
+        damage.reason
+        for state in states
+        for damage in state.damaged
+        if damage.sealed and damage.seq > max((seal.seq for seal in state.sealed), default=-1)
+    )
+
+
 def is_kept(store: Store, state: ShardState, seq: int) -> bool:
     """Return whether the state after record `seq` is kept. `state`: the shard's newest.
 

@@ -22,7 +22,7 @@ from scarctl.store.backends.address import S3_SCHEMES, Address
 from scarctl.store.backends.base import Blobs
 from scarctl.store.backends.connect import blobs_at
 from scarctl.store.backends.probe import exclusive_here, probe
-from scarctl.store.foreign import damaged_settings, refuse_foreign
+from scarctl.store.foreign import damaged_settings, keep_copy, no_store, refuse_foreign
 from scarctl.store.format import (
     FORMAT,
     LOCK,
@@ -169,9 +169,9 @@ class Store:
             if not blobs.has(SETTINGS):  # another process may just have created it
                 raise NoStore(
                     f"{address.root or address.shown}: there is no store here",
-                    hint="check the path; `scarctl status` shows the stores that this host knows",
+                    hint=no_store(address),
                 )
-        with damaged_settings():
+        with damaged_settings(address, blobs):
             obj = load_json(blobs.read(SETTINGS, MAX_SETTINGS), what)
             f = Fields(obj, what)
             if f.text("kind") != "store":
@@ -285,7 +285,7 @@ class Store:
         return self._layouts[digest]
 
     def put_layout(self, layout: Layout) -> None:
-        """Store a layout, unless the store has it."""
+        """Store a layout and a copy of the settings, unless the store has them."""
         data = dump_json(
             {"format": FORMAT, "kind": "layout", "digest": layout.digest, "layout": layout.to_json()}
         )
@@ -294,6 +294,7 @@ class Store:
         if reason := too_much(data, values=MAX_LAYOUT_VALUES):
             raise UsageError(f"the layout cannot be stored: {reason}")
         self.blobs.prepare("layout")
+        keep_copy(self.blobs)
         try:
             self.blobs.create_exclusive(layout_path(layout.digest), [data])
         except FileExistsError:

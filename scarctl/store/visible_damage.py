@@ -1,4 +1,4 @@
-"""Find damage of the newest copies that the names and sizes of files show. `scarctl verify` reads the data, too."""
+"""Find damage of the newest copies that records and the sizes of files show. `scarctl verify` reads the data, too."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.store.around import state_around
 from scarctl.store.format import segment_path, shard_folder
 from scarctl.store.shard_state import ShardState
 from scarctl.store.store import Store
@@ -56,7 +57,7 @@ def _still_missing(
     A writer deletes a segment after the record that supersedes it. So it is damage if there is no newer record.
     """
     for _ in range(_ATTEMPTS):
-        fresh = store.state(state.shard)
+        fresh = state_around(store, state.shard)
         if fresh.seq == state.seq:
             return state, missing
         state, missing = fresh, _missing(fresh, dict(store.blobs.files(f"{shard_folder(state.shard)}/seg")))

@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from scarctl.errors import Contention, Fenced, ScarError, Unavailable, UsageError
-from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.state.layout import Layout, TensorSpec, build_layout, members_by_shard
 from scarctl.store import (
     Collector,
     InDoubt,
@@ -50,8 +48,6 @@ def tiny_layout() -> Layout:
 
 
 LAYOUT = tiny_layout()
-SHARD_OF = LAYOUT.shards(SHARDS, 0)
-MEMBERS = {shard: np.flatnonzero(shard == SHARD_OF) for shard in range(SHARDS)}
 
 
 class Watched:
@@ -140,6 +136,7 @@ class Actor:
         self.data = Data(LAYOUT, seed)
         self.pending: dict[int, bytes] = {}
         self.store = store
+        self.members = members_by_shard(store.log_of(LAYOUT))
         self.writer: StoreWriter | None = None
         self.counts: Counter[str] = Counter()
         self.lost: str | None = None
@@ -200,15 +197,15 @@ class Actor:
     def _do_open(self) -> None:
         if self.store.address.root is not None:
             (self.store.root / "lock").unlink(missing_ok=True)  # the lock is lost
-        self.writer = open_writer(self.store, layout=LAYOUT, shard_of=SHARD_OF)
+        self.writer = open_writer(self.store, layout=LAYOUT)
 
     def _do_commit(self) -> None:
-        for shard, members in MEMBERS.items():
+        for shard, members in self.members.items():
             if self.writer is not None:
                 self._commit(shard, members[self.rng.randrange(2) :: 2], sealed=False)
 
     def _do_seal(self) -> None:
-        for shard, members in MEMBERS.items():
+        for shard, members in self.members.items():
             if self.writer is not None:
                 self._commit(shard, members, sealed=True)
 

@@ -30,14 +30,18 @@ from scarctl.cli.main import cli
 from scarctl.errors import ScarError
 from scarctl.recovery.execute import execute
 from scarctl.recovery.plan import Plan, plan_partial, plan_rollback
+from scarctl.state.encoding import stored_as
 from scarctl.store import Store, read_snapshot, verify
-from tests.adversarial.image import LAYOUT, SEED, Image, make
+from scarctl.store.around import state_around
+from tests.adversarial.image import LAYOUT, Image, make
 from tests.store.helpers import read_all
 
 LENGTHS = 40
 """Number of lengths to which segments and indexes are cut; other files are cut to every length."""
 CLI_SHARE = 100
 """One in so many cases also goes through the command line, on real files."""
+_TURN = 50
+"""So many cases in a row are of one kind of store."""
 ADDED = (b"\0", b" ", b"\n", b"}", b"\0" * 8, b"\xff" * 64)
 
 
@@ -104,18 +108,20 @@ def _tensors(data: bytes) -> Iterator[tuple[str, int, int, str]]:
 
 def partition_at(data: bytes, at: int) -> str:
     """Return the name of the partition to whose copy byte `at` of a segment belongs, without scarctl's reader."""
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    stored = stored_as(LAYOUT, header["__metadata__"].get("encoding", "exact"))
     (ids_at,) = [(a, b) for _, a, b, name in _tensors(data) if name == "scarctl/partitions"]
     ids = np.frombuffer(data[slice(*ids_at)], "<i8")
     ((start, tensor),) = [(a, name) for _, a, b, name in _tensors(data) if a <= at < b]
     ((g, t),) = [
         (g, t)
-        for g, group in enumerate(LAYOUT.groups)
+        for g, group in enumerate(stored.groups)
         for t in range(len(group.tensors))
         if group.key(t) == tensor
     ]
     mine = ids[(ids >= LAYOUT.base[g]) & (ids < LAYOUT.base[g + 1])]
     starts, stops = LAYOUT.row_ranges(mine)
-    ends = np.cumsum(stops - starts) * LAYOUT.groups[g].tensors[t].row_bytes
+    ends = np.cumsum(stops - starts) * stored.groups[g].tensors[t].row_bytes
     return LAYOUT.name(int(mine[np.searchsorted(ends, at - start, side="right")]))
 
 
@@ -180,7 +186,7 @@ class Attack:
 
     def __init__(self, image: Image) -> None:
         self.image = image
-        self.shard_of = LAYOUT.shards(len(image.members), SEED)
+        self.shard_of = image.shard_of.astype(np.int32)
 
     def play(self, case: Case, *, by_command: bool) -> Outcome:
         outcome = Outcome()
@@ -233,9 +239,11 @@ class Attack:
         try:
             store = self.image.open({case.file: case.data})
             for shard in self._shards(case):
-                state = store.state(shard)
+                state = state_around(store, shard)
                 found, bad = read_all(store, state)
-                if bad or state.damaged:
+                if any(damage.error for damage in state.damaged):
+                    result = "read: around a damaged record"
+                elif bad or state.damaged:
                     result = "read: damaged copies left out"
                 versions = dict(zip(state.ids.tolist(), state.version.tolist(), strict=True))
                 doubt = dict(zip(state.ids.tolist(), state.doubt.tolist(), strict=True))
@@ -258,7 +266,7 @@ class Attack:
         try:
             store = self.image.open({case.file: case.data})
             shards = self._shards(case)
-            states = {shard: store.state(shard, LAYOUT) for shard in shards}
+            states = {shard: state_around(store, shard, LAYOUT) for shard in shards}
             ids = np.sort(np.concatenate([self.image.members[shard] for shard in shards]))
             plan = plan_partial(ids, LAYOUT, self.shard_of, states)
             done, kept = self._execute(plan, store)
@@ -318,18 +326,25 @@ class Attack:
                 failed(f"`scarctl verify` names {named}")
 
 
+def attacks(seed: int, **options: int) -> list[Attack]:
+    """Return the attack on two kinds of stores: with a log for each shard, and with one log and encoded copies."""
+    return [
+        Attack(make(seed, **options)),  # type: ignore[arg-type]
+        Attack(make(seed, one_log=True, encoding="int8", killed=True, **options)),  # type: ignore[arg-type]
+    ]
+
+
 def run(job: int, jobs: int, numbers: slice, seed: int, what: str) -> Outcome:
     """Run every `jobs`-th case."""
     logging.disable()  # every damaged index is reported
     outcome = Outcome()
     step = numbers.step * jobs
     mine = slice(numbers.start + job * numbers.step, numbers.stop, step)
-    if what in ("flips", "all"):
-        attack = Attack(make(seed))
-        for k, case in enumerate(flips(attack.image, range(mine.start, mine.stop, step), seed)):
+    for n, attack in enumerate(attacks(seed) if what in ("flips", "all") else ()):
+        chosen = [number for number in range(mine.start, mine.stop, step) if number // _TURN % 2 == n]
+        for k, case in enumerate(flips(attack.image, chosen, seed)):
             outcome.add(attack.play(case, by_command=k % CLI_SHARE == 0))
-    if what in ("cuts", "all"):
-        attack = Attack(make(seed, shards=2, rounds=1))
+    for attack in attacks(seed, shards=2, rounds=1) if what in ("cuts", "all") else ():
         for k, case in enumerate(list(cuts(attack.image))[mine]):
             outcome.add(attack.play(case, by_command=k % CLI_SHARE == 0))
     return outcome

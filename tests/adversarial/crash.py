@@ -32,7 +32,7 @@ from scarctl.errors import NoStore, ScarError
 from scarctl.store import Store
 from scarctl.store.prune import Retention, plan_prune, prune
 from tests.adversarial.witness import Violation, Witness, check, check_goes_on
-from tests.adversarial.workload import SCRIPT, Message, Player, draw, drop, name_newest
+from tests.adversarial.workload import KINDS, SCRIPT, Kind, Message, Player, draw, drop, name_newest
 from tests.store.helpers import memory_folder
 from tests.support.failpoint import CALLS, Fault, Killed, Mortal, in_child, kill_myself
 from tests.support.places import Memory
@@ -71,11 +71,17 @@ class Scripted(Generic[T]):
     url: str
 
     def cases(self) -> Iterator[Case]:
-        """Yield numbered cases: before and after each call of each life."""
-        witness = Witness()
+        """Yield numbered cases for each kind of store: before and after each call of each life."""
+        empty = self.save()
+        for kind in KINDS[:2]:
+            self.restore(empty)
+            yield from self._cases(kind)
+
+    def _cases(self, kind: Kind) -> Iterator[Case]:
+        witness = Witness(kind)
         for life, acts in enumerate(SCRIPT):
             saved, start = self.save(), witness.copy()
-            player = Player(self.url, witness.take, seed=life, stamp=witness.stamp)
+            player = Player(self.url, witness.take, seed=life, stamp=witness.stamp, kind=kind)
             with self.counted() as fault:
                 player.play(acts)
                 player.close()
@@ -124,7 +130,7 @@ class Calls(Scripted[Path]):
         told = Told(self.folder / "told")
 
         def work() -> None:
-            player = Player(self.url, told.writer(), seed=life, stamp=witness.stamp)
+            player = Player(self.url, told.writer(), seed=life, stamp=witness.stamp, kind=witness.kind)
             with Fault(k, kill_myself, NAMES, after=late, counts=changes):
                 player.play(SCRIPT[life])
                 player.close()
@@ -159,7 +165,7 @@ class Requests(Scripted[dict[str, bytes]]):
 
     def dies(self, life: int, witness: Witness, k: int, late: bool) -> bool:
         with Mortal(k, REQUESTS, owner=type(self.raw.fs), after=late) as mortal:
-            player = Player(self.url, witness.take, seed=life, stamp=witness.stamp)
+            player = Player(self.url, witness.take, seed=life, stamp=witness.stamp, kind=witness.kind)
             with contextlib.suppress(Killed):
                 player.play(SCRIPT[life])
                 player.close()
@@ -187,13 +193,14 @@ class Kills:
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.folder = memory_folder()
+        self.first = seed
         self.number = 0
 
     def cases(self) -> Iterator[Case]:
         while True:
             if self.number % self.NEW_STORE == 0:
                 self.url = str(self.folder / str(self.number) / "run")
-                self.witness = Witness()
+                self.witness = Witness(KINDS[(self.first + self.number // self.NEW_STORE) % len(KINDS)])
             self.number += 1
             yield self._case
 
@@ -202,8 +209,9 @@ class Kills:
         told = Told(self.folder / "told")
         acts = draw(rng, 2000)
         acts = [act for act in acts if act[0] != "back"] if self.number % 3 == 0 else acts
-        seed, stamp = int(rng.integers(1 << 30)), self.witness.stamp
-        children = [_fork(lambda: Player(self.url, told.writer(), seed=seed, stamp=stamp).play(acts))]
+        seed, stamp, kind = int(rng.integers(1 << 30)), self.witness.stamp, self.witness.kind
+        player = partial(Player, self.url, seed=seed, stamp=stamp, kind=kind)
+        children = [_fork(lambda: player(told.writer()).play(acts))]
         if self.number % 3 == 0 and self.number % self.NEW_STORE > 1:
             children.append(_fork(lambda: _beside(self.url, told.writer(), seed)))
         # A process that was just forked needs a moment; after that any moment is as good as another.
@@ -265,7 +273,7 @@ class Prunes:
         self.rng = np.random.default_rng(seed)
         self.folder = memory_folder()
         self.url = str(self.folder / "run")
-        self.witness = Witness()
+        self.witness = Witness(KINDS[seed % len(KINDS)])
 
     def cases(self) -> Iterator[Case]:
         while True:
@@ -273,7 +281,8 @@ class Prunes:
 
     def _case(self) -> Counter[str]:
         rng, witness = self.rng, self.witness
-        player = Player(self.url, witness.take, seed=int(rng.integers(1 << 30)), stamp=witness.stamp)
+        seed = int(rng.integers(1 << 30))
+        player = Player(self.url, witness.take, seed=seed, stamp=witness.stamp, kind=witness.kind)
         acts = [("commit", int(rng.integers(2)), 0.4) for _ in range(8)]
         player.play(
             [("open",), *acts, ("seal", 0.5), ("snapshot", "a"), *acts, ("seal", 0.5), ("snapshot", "b")]

@@ -34,11 +34,13 @@ import pytest
 
 import scarctl
 from scarctl.errors import ScarError
+from scarctl.state.encodings import ENCODINGS, Encoding
 from scarctl.state.version import step_of
 from scarctl.store import Blobs, Collector, Store, verify
 from scarctl.store import store as store_module
 from tests.adversarial.clocked import Clocked
 from tests.support.faulty import OPERATIONS, OTHERS, FaultyBlobs
+from tests.support.log_per_shard import store_with_a_log_per_shard
 from tests.support.places import KEY, SECRET, s3_client, s3_server
 from tests.support.proxy import Fault, Proxy, Request, proxy
 
@@ -53,6 +55,8 @@ GRACE = 1.0
 """Seconds by which a deadline may be exceeded."""
 STEPS = 40
 ROWS = 96
+ROWS_PER = {"rows": 4, "dense": 4}
+"""Rows of a partition."""
 
 KINDS: dict[str, Fault] = {
     "500": Fault((500, "InternalError")),
@@ -82,6 +86,9 @@ class Case:
     outage: bool = False
     """For some steps every request fails."""
     daemon: bool = False
+    one_log: bool = True
+    """Whether the process has one log for its two shards."""
+    encoding: Encoding = "exact"
 
 
 class Violated(Exception):
@@ -104,11 +111,13 @@ def draw(seed: int, number: int, only: str | None = None) -> Case:
         )
     number_of = rng.choice(ERRNOS)
     what = errno.errorcode[number_of]
+    one_log, encoding = number % 4 != 3, ENCODINGS[:2][number % 2]
     if rng.random() < 0.2:
-        return Case(number, place, rng.choice([what, "mixed"]), mended=rng.random() < 0.5)
-    return Case(
-        number, place, what, rng.choice([*OPERATIONS, *OTHERS]), rng.choice([1, 2, 3, 5, 8, 13, 21, 34])
-    )
+        case = Case(number, place, rng.choice([what, "mixed"]), mended=rng.random() < 0.5)
+    else:
+        operation, call = rng.choice([*OPERATIONS, *OTHERS]), rng.choice([1, 2, 3, 5, 8, 13, 21, 34])
+        case = Case(number, place, what, operation, call)
+    return replace(case, one_log=one_log, encoding=encoding)
 
 
 # -- a run -------------------------------------------------------------------------------------------------------
@@ -216,6 +225,8 @@ class Attack:
         self.outcome.counts[f"cases, {case.place}"] += 1
 
     def _local(self, case: Case, place: Path, patch: pytest.MonkeyPatch) -> None:
+        if not case.one_log:
+            store_with_a_log_per_shard(place / "store", shards=2, rows=ROWS_PER).close()
         made: list[FaultyBlobs] = []
 
         def faulty(address: Any) -> Blobs:
@@ -310,7 +321,8 @@ class Attack:
         session = scarctl.attach(
             run.state,
             store=url,
-            partitioning=scarctl.Partitioning(shards=2, rows={"rows": 4, "dense": 4}),
+            partitioning=scarctl.Partitioning(shards=2, rows=ROWS_PER),
+            selection=scarctl.Selection(encoding=case.encoding),
             interval=2,
             fraction=0.25,
             settings=scarctl.Settings(

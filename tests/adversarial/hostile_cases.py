@@ -171,7 +171,7 @@ STORE_PLACES: dict[str, Callable[[Yard], Path]] = {
     "settings": lambda y: y.store / "scarctl.json",
     "lock": lambda y: y.store / "lock",
     "layouts": lambda y: y.store / "layout",
-    "layout": lambda y: next((y.store / "layout").iterdir()),
+    "layout": lambda y: next((y.store / "layout").glob("[0-9a-f]*")),
     "shards": lambda y: y.store / "shards",
     "shard": lambda y: y.store / "shards/0",
     "log": lambda y: y.store / "shards/0/log",

@@ -17,12 +17,16 @@ from unittest import mock
 
 import numpy as np
 
+from scarctl.state.encoding import decode, encode, parts
+from scarctl.state.encodings import Encoding
+from scarctl.state.layout import members_by_shard
 from scarctl.state.version import pack
 from scarctl.store import Collector, SealedSet, Store, complete_sets, create_snapshot, open_writer
 from scarctl.store.backends.address import Address
+from scarctl.store.encoder import Encoder
 from scarctl.store.format import TEMPORARY, check_name, corrupt
 from scarctl.util.arrays import Ids
-from tests.store.helpers import Data, files, memory_folder, small_layout
+from tests.store.helpers import Data, files, make_finite, memory_folder, place, small_layout
 from tests.support.log_per_shard import store_with_a_log_per_shard
 from tests.support.ranks import RankStore
 
@@ -115,7 +119,9 @@ class Image:
     root: Path
     """The former place of the store, which messages name."""
     members: list[Ids]
-    """Partitions of every shard."""
+    """Partitions of every log."""
+    shard_of: Ids
+    """Log of every partition."""
     files: dict[str, bytes] = field(default_factory=dict)
     copies: dict[int, dict[int, bytes]] = field(default_factory=dict)
     """By version: the bytes of all partitions at that version."""
@@ -141,10 +147,19 @@ class Image:
             path.write_bytes(data)
 
 
-def make(seed: int = 0, *, shards: int = 3, rounds: int = 2) -> Image:
+def make(
+    seed: int = 0,
+    *,
+    shards: int = 3,
+    rounds: int = 2,
+    one_log: bool = False,
+    encoding: Encoding = "exact",
+    killed: bool = False,
+) -> Image:
     """Make a store with superseded and moved copies, a collected log, a roll-back, indexes and two snapshots.
 
-    rounds: of changes between two sealed states.
+    rounds: of changes between two sealed states. one_log: all shards in one. encoding: of every other change.
+    killed: the writer has written no indexes at its end.
     """
     folder, names = memory_folder(), random.Random(seed)
     try:
@@ -153,9 +168,13 @@ def make(seed: int = 0, *, shards: int = 3, rounds: int = 2) -> Image:
             mock.patch.object(socket, "gethostname", return_value="host"),
             mock.patch.object(os, "getpid", return_value=4242),
         ):
-            return _Maker(folder / "run", seed, shards, rounds).image
+            image = _Maker(folder / "run", seed, shards, rounds, one_log, encoding).image
     finally:
         shutil.rmtree(folder)
+    for log in range(len(image.members)) if killed else ():
+        newest = max(name for name in image.files if name.startswith(f"shards/{log}/log/"))
+        del image.files[newest.replace("/log/", "/index/").replace(".json", ".safetensors")]
+    return image
 
 
 def make_ranks() -> Image:
@@ -170,23 +189,27 @@ def make_ranks() -> Image:
         three.save(6)
         three.save(7, [1], every=2)
         three.close()
-        return Image(folder / "run", [], files(folder / "run"))
+        return Image(folder / "run", [], np.empty(0, np.int64), files(folder / "run"))
     finally:
         shutil.rmtree(folder)
 
 
 class _Maker:
-    def __init__(self, root: Path, seed: int, shards: int, rounds: int) -> None:
-        shard_of = LAYOUT.shards(shards, SEED)
-        self.members = [np.flatnonzero(s == shard_of) for s in range(shards)]
-        self.image = Image(root, self.members)
+    def __init__(
+        self, root: Path, seed: int, shards: int, rounds: int, one_log: bool, encoding: Encoding
+    ) -> None:
+        rows = {"emb": 1, "fc.*": 8, "odd": 3}
+        create = Store.create if one_log else store_with_a_log_per_shard
+        self.store = create(root, shards=shards, seed=SEED, rows=rows)
+        shard_of = self.store.log_of(LAYOUT)
+        self.members = list(members_by_shard(shard_of).values())
+        self.image = Image(root, self.members, shard_of.astype(np.int64))
+        self.encoding = encoding
         self.rng = np.random.default_rng(seed)
         self.data = Data(LAYOUT, seed)
         self.step = 0
         self.seqs: dict[int, int] = {}
-        rows = {"emb": 1, "fc.*": 8, "odd": 3}
-        self.store = store_with_a_log_per_shard(root, shards=shards, seed=SEED, rows=rows)
-        with open_writer(self.store, layout=LAYOUT, shard_of=shard_of) as self.writer:
+        with open_writer(self.store, layout=LAYOUT) as self.writer:
             collector = Collector(self.writer, ratio=1.2, floor=0, turn_bytes=50_000)
             self.seal("first")
             self.change(rounds)
@@ -242,20 +265,40 @@ class _Maker:
             self.image.named[name] = version
 
     def _save(self, chosen: list[Ids], *, sealed: bool) -> int:
+        if sealed:  # what is not stored exactly has to be in it
+            states = self.writer.states
+            chosen = [np.union1d(mine, states[n].ids[states[n].encoded]) for n, mine in enumerate(chosen)]
         ids = np.concatenate(chosen).tolist()
+        encoding = self.encoding if not sealed and self.step % 2 else "exact"
         version = self._change(ids)
+        self.image.copies[version].update({i: self._coarse(i, encoding) for i in ids})
         self.image.extras[version] = extras = {"step": self.step, "noise": self.rng.bytes(21)}
         for shard, mine in enumerate(chosen):
+            source = Encoder(LAYOUT, encoding, self.data, np.sort(mine)) if encoding != "exact" else self.data
             record = self.writer.commit(
-                shard, mine, self.data, step=self.step, sealed=sealed, extras=extras if shard == 0 else None
+                shard, mine, source, step=self.step, sealed=sealed, extras=extras if shard == 0 else None
             )
             self.seqs[shard] = record.seq
         self.image.newest.update(dict.fromkeys(ids, version))
         return version
 
+    def _coarse(self, i: int, encoding: Encoding) -> bytes:
+        """Return the bytes that come back of a partition that is stored so."""
+        g, start, stop = place(LAYOUT, i)
+        group = LAYOUT.groups[g]
+        stored = [
+            encode(self.data.tensors[g][part.of][start:stop].reshape(-1), group.tensors[part.of], part)
+            for part in parts(group, encoding)
+        ]
+        return b"".join(piece.tobytes() for piece in decode(group, encoding, stored))
+
     def _change(self, ids: list[int]) -> int:
         """Return the version of these partitions' new content."""
         self.data.change(ids, self.step)
+        if self.encoding != "exact":
+            for group, tensors in zip(LAYOUT.groups, self.data.tensors, strict=True):
+                for spec, data in zip(group.tensors, tensors, strict=True):
+                    make_finite(data, spec)
         version = pack(self.writer.epoch, self.step)
         self.image.copies[version] = self.data.all(range(LAYOUT.partitions))
         return version

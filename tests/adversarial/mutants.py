@@ -124,8 +124,44 @@ MUTANTS = (
     Mutant(
         "test_one_line_each_at_attach_resume_and_close",
         "scarctl/session/recover.py",
-        '        log.info("resumed %s at %s", store.url, resumed)',
+        '        log.log(level, "resumed %s at %s", store.url, resumed)',
         "        pass",
+    ),
+    Mutant(
+        "test_a_commit_needs_each_of_its_fsyncs",
+        "scarctl/store/backends/local_files.py",
+        "        if entry:\n            sync_folder(os.path.dirname(self._path))",
+        "",
+    ),
+    Mutant(
+        "test_damage_is_found_and_never_returned",
+        "scarctl/store/read.py",
+        "        intact = sums == checksums[i:j]",
+        "        intact = np.ones(j - i, dtype=bool)",
+    ),
+    Mutant(
+        "test_before_the_newest",
+        "scarctl/store/shard_state.py",
+        "        self.damaged.append(damage)\n        self.doubt[:] = True",
+        "        self.damaged.append(damage)",
+    ),
+    Mutant(
+        "test_a_resume_from_encoded_copies_is_not_exact_though_all_are_of_one_step",
+        "scarctl/store/shard_state.py",
+        '        if all(s.encoding == "exact" for s in self.segments):',
+        "        if True:",
+    ),
+    Mutant(
+        "test_what_only_the_memory_has_exactly_is_not_safe",
+        "scarctl/persist/evacuation.py",
+        "        unsaved = waiting | (lacking >= 0)  # an encoded copy is not the copy in memory",
+        "        unsaved = waiting",
+    ),
+    Mutant(
+        "test_who_was_stopped_while_the_run_was_rolled_back_elsewhere_is_fenced",
+        "scarctl/store/commit.py",
+        "            if there is None or there.write_id != record.write_id:",
+        "            if there is None:",
     ),
 )
 

@@ -30,7 +30,7 @@ from scarctl.store import Store
 from scarctl.store.prune import Retention, plan_prune, prune
 from tests.adversarial.disk import Disk, Loss, Recorder
 from tests.adversarial.witness import Violation, Witness, check, check_goes_on
-from tests.adversarial.workload import Message, Player, draw, drop, name_newest
+from tests.adversarial.workload import KINDS, Message, Player, draw, drop, name_newest
 from tests.store.helpers import memory_folder
 from tests.support.failpoint import Killed
 
@@ -60,7 +60,8 @@ class History:
     """The recorded life of one store."""
 
     def __init__(self, folder: Path, seed: tuple[int, ...], witness: Witness | None = None) -> None:
-        self.before = Witness() if witness is None else witness
+        """seed: its last number also says of what kind a new store is. witness: of a store that is there."""
+        self.before = Witness(KINDS[seed[-1] % len(KINDS)]) if witness is None else witness
         self.told: list[tuple[int, Message]] = []
         """Messages, and the number of events before them."""
         self.lives: list[int] = []
@@ -85,7 +86,8 @@ class History:
         """Run one process, killed or not."""
         rng, recorder = self._rng, self._recorder
         seed = int(rng.integers(1 << 30))
-        player = Player(url, self._tell, seed=seed, stamp=self._now.stamp, faulty=True)
+        kind = self.before.kind
+        player = Player(url, self._tell, seed=seed, stamp=self._now.stamp, faulty=True, kind=kind)
         acts = draw(rng, int(rng.integers(3, 16)))
         self.lives.append(len(recorder.events))
         how = rng.random()

@@ -49,6 +49,7 @@ OTHERS = {"reads": ("read", "read", "snap", "read")}
 LENGTHS = dict(zip(SCRIPTS, (80, 230, 190, 210, 290, 230, 560), strict=True))
 """Approximate number of file operations of each script."""
 PLACES = ("local", "memory")
+_ROUND = 2 * len(PLACES) * len(SCRIPTS) ** 2
 PROCESSES = 100
 """One in so many cases uses real processes."""
 
@@ -65,6 +66,11 @@ class Case:
     seed: int
     processes: bool = False
 
+    @property
+    def one_log(self) -> bool:
+        """Whether the store has one log: in every other round of pairs of scripts."""
+        return self.number // _ROUND % 2 == 1
+
     @staticmethod
     def draw(seed: int, number: int) -> Case:
         rng = random.Random(f"{seed}/{number}")
@@ -73,7 +79,8 @@ class Case:
         if number % 2 == 0:
             pair, place = divmod(number // 2 % (len(PLACES) * len(names) ** 2), len(PLACES))
             scripts = (names[pair % len(names)], names[pair // len(names)])
-            until: tuple[tuple[int, int], ...] = ((0, rng.randrange(LENGTHS[scripts[0]])), (1, 1 << 60))
+            length = LENGTHS[scripts[0]] // (1 + number // _ROUND % 2)  # with one log about half
+            until: tuple[tuple[int, int], ...] = ((0, rng.randrange(length)), (1, 1 << 60))
             return Case(number, PLACES[place], scripts, until, 0, own)
         if number % PROCESSES == 1:
             return Case(
@@ -95,12 +102,12 @@ def _script(name: str) -> tuple[str, ...]:
 class Place:
     """The place of cases: each gets a copy of one store with some history."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
+    def __init__(self, kind: str, folder: Path, *, one_log: bool = False) -> None:
         self.kind = kind
         self.folder = folder
         self.history = History()
         url, raw = self._new()
-        store_with_a_log_per_shard(url, shards=SHARDS)
+        (Store.create if one_log else store_with_a_log_per_shard)(url, shards=SHARDS)
         past = ("open", "commit", "seal", "snap", "commit", "seal", "commit", "commit", "close")
         Actor("past", Store.open(url), self.history, 1, gate=_go_on).play(past)
         self._files = {name: raw.get(name) for name in raw.names() if name != "lock"}
@@ -272,15 +279,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts: Counter[str] = Counter()
     failed = 0
     try:
-        places = {kind: Place(kind, folder) for kind in PLACES}
+        places = {
+            (kind, one_log): Place(kind, folder, one_log=one_log)
+            for kind in PLACES
+            for one_log in (False, True)
+        }
         for number in range(args.first, args.cases, args.step):
             if time.monotonic() - started > args.seconds:
                 break
             case = Case.draw(args.seed, number)
             counts["races"] += 1
-            counts[f"  on {case.place}"] += 1
+            counts[f"  on {case.place}, {'one log' if case.one_log else 'a log per shard'}"] += 1
             try:
-                counts.update(play(case, places[case.place]))
+                counts.update(play(case, places[case.place, case.one_log]))
             except Exception as error:
                 failed += 1
                 print(f"{case}\n  {type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201

@@ -71,19 +71,23 @@ class Alone:
 class History:
     """A run, its saver, and the true states."""
 
-    def __init__(self, folder: Path, rng: random.Random) -> None:
-        self._folder, self._rng = folder, rng
+    def __init__(self, folder: Path, rng: random.Random, *, one_log: bool = False) -> None:
+        self._folder, self._rng, self._one_log = folder, rng, one_log
         self._starts = 0
         self._content: dict[str, dict[int, int]] = {}
         self._sets: set[str] = set()
         (folder / "arenas").mkdir()
-        self.rig = Rig(folder / "store", folder / "arenas", shards=SHARDS, layout=_layout())
+        self.rig = self._new()
         self.live = np.zeros(self.rig.layout.partitions, np.int64)
         self.step = self.moment = 0
         self.true: dict[int, set[tuple[int, ...]]] = {}
         """Every state that existed, by its step."""
         self._begin()
         self._change(step=True)
+
+    def _new(self) -> Rig:
+        folder, layout = self._folder, _layout()
+        return Rig(folder / "store", folder / "arenas", shards=SHARDS, layout=layout, one_log=self._one_log)
 
     def _begin(self) -> None:
         self._starts += 1
@@ -170,7 +174,7 @@ class History:
     def _again(self) -> None:
         rig = self.rig
         rig.die()
-        self.rig = rig = Rig(self._folder / "store", self._folder / "arenas", shards=SHARDS, layout=_layout())
+        self.rig = rig = self._new()
         reconcile(rig.arena, rig.queue, rig.writer.states, rig.writer.epoch)
         rig.arena.begin_epoch(rig.writer.epoch, again=True)
 
@@ -179,7 +183,7 @@ class History:
         if self._rng.random() < 0.5:
             self.rig.die()
             shutil.rmtree(self._folder / "arenas" / "run")
-            self.rig = Rig(self._folder / "store", self._folder / "arenas", shards=SHARDS, layout=_layout())
+            self.rig = self._new()
         else:
             self._again()
         self._begin()
@@ -349,7 +353,7 @@ def explore(case: int, seed: int, length: int = 12) -> str:
     rng = random.Random(f"{seed}/{case}")
     folder = Path(tempfile.mkdtemp(prefix="scarctl-same-", dir=_MEMORY if _MEMORY.is_dir() else None))
     word = []
-    history = History(folder, rng)
+    history = History(folder, rng, one_log=case % 3 == 2)
     try:
         history.do("full")
         for _ in range(length):

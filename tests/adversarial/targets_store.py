@@ -98,12 +98,12 @@ class StoreTargets:
         self.segments = {name: data for name, data in files.items() if name.split("/")[2:3] == ["seg"]}
         self.snapshot = json.loads(files["snapshots/first.json"])
         self.settings = json.loads(files["scarctl.json"])
-        self.layout = json.loads(next(data for name, data in files.items() if name.startswith("layout/")))
+        self.layout = json.loads(files[f"layout/{LAYOUT.digest}.json"])
         self.shard_of = LAYOUT.shards(2, SEED)
         self.ranks = make_ranks()
         parsed = {name: json.loads(data) for name, data in self.ranks.files.items() if name.endswith(".json")}
         self.topologies = {name: obj for name, obj in parsed.items() if name.startswith("topology/")}
-        self.places = {name: obj for name, obj in parsed.items() if name.startswith("layout/")}
+        self.places = {name: obj for name, obj in parsed.items() if obj["kind"] == "layout"}
         self.rank_logs = {name: obj for name, obj in parsed.items() if "/log/" in name}
         self.extras, self.tensors = codec.encode(
             {

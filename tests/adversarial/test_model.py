@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.adversarial import acknowledged, arenas, model, replicas
+from tests.adversarial import acknowledged, arenas, leaving, model, replicas
 
-PLACES = {"the store": model, "memory": arenas, "replicas": replicas, "acknowledgements": acknowledged}
+PLACES = {
+    "the store": model, "memory": arenas, "replicas": replicas, "acknowledgements": acknowledged, "leaving": leaving
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def test_what_peers_acknowledge_survives_in_longer_runs(scenario: acknowledged.S
     ],
 )
 def test_every_rule_is_needed(place: ModuleType, mutant: str) -> None:
-    known = {one.name: one for one in (*place.SHORT, *place.LONG)}
+    known = {one.name: one for one in (*place.SHORT, *getattr(place, "LONG", ()))}
     result = place.explore(known[place.MUTANTS[mutant]], mutant)
     assert result.broken
     assert 5 < len(result.trace) < 30

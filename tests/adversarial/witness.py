@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from scarctl.errors import NoStore
+from scarctl.state.encodings import Encoding
 from scarctl.state.version import NEVER, pack
 from scarctl.store import Store, read_snapshot, sealed_sets, verify
 from scarctl.store.snapshot import snapshot_names
-from tests.adversarial.workload import MEMBERS, SHARDS, Message, Player, content
+from tests.adversarial.workload import KINDS, Kind, Message, Player, content
 from tests.store.helpers import read_all
 
 T = TypeVar("T")
@@ -47,10 +48,10 @@ class Options(Generic[T]):
 
 @dataclass(frozen=True)
 class Copies:
-    """The version and stamp of every saved partition; the stamp of the extras."""
+    """The version, stamp and encoding of every saved partition; the stamp of the extras."""
 
     version: Mapping[int, int] = field(default_factory=dict)
-    stamp: Mapping[int, int] = field(default_factory=dict)
+    stamp: Mapping[int, tuple[int, Encoding]] = field(default_factory=dict)
     extras: int | None = None
 
 
@@ -68,7 +69,7 @@ class Contents:
         own = [pack(message["epoch"], step) for step in message["steps"]]
         copies = Copies(
             {**old.version, **dict(zip(ids, own, strict=True))},
-            {**old.stamp, **dict.fromkeys(ids, message["stamp"])},
+            {**old.stamp, **dict.fromkeys(ids, (message["stamp"], message["encoding"]))},
             message["stamp"] if message["extras"] else old.extras,
         )
         if not message["sealed"]:
@@ -83,15 +84,16 @@ class Contents:
 
 
 Named = tuple[Copies, ...]
-"""The contents that a snapshot keeps, by shard."""
+"""The contents that a snapshot keeps, by log."""
 
 
 class Witness:
     """Takes the messages of all lives of one store."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind = KINDS[0]) -> None:
+        self.kind = kind
         self.exists = Options(False)
-        self.shards = [Options(Contents()) for _ in range(SHARDS)]
+        self.shards = [Options(Contents()) for _ in kind.members]
         self.snapshots: dict[str, Options[Named | None]] = {}
         self.stamp = 0
         self.acknowledged = 0
@@ -120,7 +122,7 @@ class Witness:
         """Note that what the new writer has found is now certain."""
         self.exists.done()
         for shard, versions in message["version"].items():
-            version = dict(zip(MEMBERS[int(shard)].tolist(), versions, strict=True))
+            version = dict(zip(self.kind.members[int(shard)].tolist(), versions, strict=True))
             options = self.shards[int(shard)]
             found = {i: v for i, v in version.items() if v != NEVER}
             options.all = [option for option in options.all if option.copies.version == found][:1]
@@ -207,14 +209,14 @@ def check(url: str, witness: Witness, *, tidy: bool = False) -> None:
                 raise Violation(f"snapshot {name} is gone")
             continue
         seqs = read_snapshot(store, name).seqs
-        for shard in range(SHARDS):
+        for shard in range(len(witness.shards)):
             wanted = [option[shard] for option in known if option is not None]
             _read(store, shard, seqs[shard], wanted, f"snapshot {name}")
 
 
 def _check_sealed(store: Store, found: list[Contents]) -> None:
     common = set.intersection(*(set(contents.seals) for contents in found))
-    there = sealed_sets(store.state(shard) for shard in range(SHARDS))
+    there = sealed_sets(store.state(shard) for shard in range(len(found)))
     if not common:
         return
     newest = max(common)
@@ -236,7 +238,7 @@ def _read(store: Store, shard: int, at: int | None, options: list[Copies], what:
     stamp = extras[1]["stamp"] if extras is not None else None  # type: ignore[index]
     for option in options:
         if option.version == version and option.extras == stamp:
-            wrong = [i for i, data in held.items() if data != content(i, option.stamp[i])]
+            wrong = [i for i, data in held.items() if data != content(i, *option.stamp[i])]
             if wrong or held.keys() != version.keys():
                 raise Violation(f"{what} has wrong bytes in partitions {wrong[:5]}")
             return option
@@ -247,7 +249,7 @@ def _read(store: Store, shard: int, at: int | None, options: list[Copies], what:
 
 def check_goes_on(url: str, witness: Witness, *, tidy: bool = True) -> None:
     """Check that the next writer works, whatever was left. `tidy`: and that it leaves no garbage."""
-    player = Player(url, witness.take, stamp=witness.stamp)
+    player = Player(url, witness.take, stamp=witness.stamp, kind=witness.kind)
     try:
         player.play([("open",), ("commit", 0)])
         if tidy:

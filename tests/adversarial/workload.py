@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.errors import Unavailable
+from scarctl.state.encoding import decode, encode, parts
+from scarctl.state.encodings import Encoding
 from scarctl.state.version import epoch_of, step_of
 from scarctl.store import (
     Collector,
@@ -25,28 +27,62 @@ from scarctl.store import (
     open_writer,
     sealed_sets,
 )
+from scarctl.store.encoder import Encoder
 from scarctl.store.prune import Retention, plan_prune, prune
 from scarctl.store.snapshot import snapshot_names
-from tests.store.helpers import place, small_layout
+from tests.store.helpers import make_finite, place, small_layout
 from tests.support.log_per_shard import store_with_a_log_per_shard
 
 LAYOUT = small_layout()
 SHARDS = 2
 SEED = 3
 SHARD_OF = LAYOUT.shards(SHARDS, SEED)
-MEMBERS = [np.flatnonzero(shard == SHARD_OF) for shard in range(SHARDS)]
 
 Message = dict[str, Any]
 Tell = Callable[[Message], object]
 Act = tuple[Any, ...]
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What kind of store it is, and in how many bits copies may be stored."""
+
+    one_log: bool = False
+    """A process has one log for all shards."""
+    encoding: Encoding = "exact"
+    """Of some of the commits that seal nothing."""
+
+    @cached_property
+    def members(self) -> list[NDArray[np.int64]]:
+        """The partitions of every log."""
+        if self.one_log:
+            return [np.arange(LAYOUT.partitions)]
+        return [np.flatnonzero(shard == SHARD_OF) for shard in range(SHARDS)]
+
+    def create(self, url: str) -> Store:
+        """Makes the store where there is none."""
+        create = Store.create if self.one_log else store_with_a_log_per_shard
+        return create(url, shards=SHARDS, seed=SEED)
+
+
+KINDS = (Kind(), Kind(True, "int8"), Kind(True), Kind(False, "bfloat16"))
+"""What attacks take in turn."""
+
+
 @lru_cache(maxsize=20_000)
-def content(partition: int, stamp: int) -> bytes:
-    """Return the bytes of a partition as the commit of that stamp saved it."""
+def content(partition: int, stamp: int, encoding: Encoding = "exact") -> bytes:
+    """Return the restored bytes of a partition as the commit of that stamp saved it."""
     g, start, stop = place(LAYOUT, partition)
-    length = sum((stop - start) * spec.row_bytes for spec in LAYOUT.groups[g].tensors)
-    return np.random.default_rng((partition, stamp)).bytes(length)
+    group = LAYOUT.groups[g]
+    lengths = [(stop - start) * spec.row_bytes for spec in group.tensors]
+    data = np.random.default_rng((partition, stamp)).integers(0, 256, sum(lengths), dtype=np.uint8)
+    pieces = np.split(data, np.cumsum(lengths)[:-1])
+    for piece, spec in zip(pieces, group.tensors, strict=True):
+        make_finite(piece, spec)
+    if encoding == "exact":
+        return data.tobytes()
+    stored = [encode(pieces[p.of], group.tensors[p.of], p) for p in parts(group, encoding)]
+    return b"".join(piece.tobytes() for piece in decode(group, encoding, stored))
 
 
 @dataclass(frozen=True)
@@ -58,12 +94,22 @@ class Begun:
     steps: NDArray[np.int64]
     sealed: bool
     extras: Any
+    encoding: Encoding
 
 
 class Player:
     """One life of a process that writes to the store. Its random choices follow from `seed`."""
 
-    def __init__(self, url: str, tell: Tell, *, seed: int = 0, stamp: int = 0, faulty: bool = False) -> None:
+    def __init__(
+        self,
+        url: str,
+        tell: Tell,
+        *,
+        seed: int = 0,
+        stamp: int = 0,
+        faulty: bool = False,
+        kind: Kind = KINDS[0],
+    ) -> None:
         """faulty: the disk may fail. A commit or a collection that failed is passed over; after anything else that
         failed the life ends.
         """
@@ -72,6 +118,7 @@ class Player:
         self.rng = np.random.default_rng(seed)
         self.stamp = stamp
         self.faulty = faulty
+        self.kind = kind
         self.step = 0
         self.sealing = False
         """A record that seals the last shard is being written."""
@@ -99,9 +146,9 @@ class Player:
     def open(self) -> None:
         """Open the store, creating it if needed, and begin an epoch."""
         self.tell({"begin": "create"})
-        store = store_with_a_log_per_shard(self.url, shards=SHARDS, seed=SEED)
+        store = self.kind.create(self.url)
         self.tell({"begin": "open"})
-        self._writer = open_writer(store, layout=LAYOUT, shard_of=SHARD_OF)
+        self._writer = open_writer(store, layout=LAYOUT)
         self._collector = Collector(self._writer, ratio=1.2, floor=0, turn_bytes=9000)
         states = self._writer.states
         self.tell({"done": "open", "version": {s: states[s].version.tolist() for s in states}})
@@ -114,27 +161,29 @@ class Player:
             writer.close()
 
     def commit(self, shard: int, share: float = 0.4, *, sealed: bool = False, extras: bool = False) -> None:
-        self._commit([self._begin(shard, share, sealed=sealed, extras=extras)])
+        log = shard % len(self.kind.members)
+        self._commit([self._begin(log, share, sealed=sealed, extras=extras)])
         self.step += not sealed
 
     def together(self, share: float = 0.4, *, sealed: bool = False) -> None:
-        """Commit all shards of one step at once, as for a hand-over."""
-        begun = [self._begin(s, share, sealed=sealed, extras=sealed or not s) for s in range(SHARDS)]
+        """Commit all logs of one step at once, as for a hand-over."""
+        logs = range(len(self.kind.members))
+        begun = [self._begin(log, share, sealed=sealed, extras=sealed or not log) for log in logs]
         self.sealing = sealed
         self._commit(begun)
         self.sealing = False
         self.step += 1
 
     def sealed(self, share: float = 0.4) -> None:
-        """Do the same as `seal`, for all shards at once."""
+        """Do the same as `seal`, for all logs at once."""
         self.together(share, sealed=True)
 
     def _begin(self, shard: int, share: float, *, sealed: bool, extras: bool) -> Begun:
-        members = MEMBERS[shard]
+        members = self.kind.members[shard]
         ids = np.sort(self.rng.permutation(members)[: int(len(members) * share)])
         state = self.writer.states[shard]
-        if sealed:  # it must contain partitions that were never saved
-            ids = np.union1d(ids, state.ids[~state.saved])
+        if sealed:  # it must contain partitions that were never saved exactly
+            ids = np.union1d(ids, state.ids[~state.saved | state.encoded])
         elif not len(ids):
             ids = members[:1]
         self.stamp += 1
@@ -147,18 +196,28 @@ class Player:
                 epoch_of(saved) == self.writer.epoch, np.minimum(step_of(saved) + 1, self.step), 0
             )
             steps = self.rng.integers(least, self.step, endpoint=True)
-        message = {"begin": "commit", "shard": shard, "ids": ids.tolist(), "stamp": self.stamp}
+        encoding: Encoding = "exact"
+        if not sealed and self.kind.encoding != "exact" and self.rng.random() < 0.6:
+            encoding = self.kind.encoding
+        message = {
+            "begin": "commit",
+            "encoding": encoding,
+            "shard": shard,
+            "ids": ids.tolist(),
+            "stamp": self.stamp,
+        }
         message |= {"epoch": self.writer.epoch, "step": self.step, "steps": steps.tolist()}
         self.tell(message | {"sealed": sealed, "extras": extras})
-        return Begun(shard, ids, steps, sealed, {"stamp": self.stamp} if extras else None)
+        return Begun(shard, ids, steps, sealed, {"stamp": self.stamp} if extras else None, encoding)
 
     def _commit(self, begun: list[Begun]) -> None:
         def commit(one: Begun) -> BaseException | None:
             try:
+                encoded = one.encoding != "exact"
                 self.writer.commit(
                     one.shard,
                     one.ids,
-                    self._source,
+                    Encoder(LAYOUT, one.encoding, self._source, one.ids) if encoded else self._source,
                     step=self.step,
                     steps=one.steps,
                     sealed=one.sealed,
@@ -180,10 +239,11 @@ class Player:
             raise raised[0]
 
     def seal(self, share: float = 0.4) -> None:
-        """Seal all shards at one step."""
-        for shard in range(SHARDS):
-            self.sealing = shard == SHARDS - 1
-            self._commit([self._begin(shard, share, sealed=True, extras=True)])
+        """Seal all logs at one step."""
+        last = len(self.kind.members) - 1
+        for log in range(last + 1):
+            self.sealing = log == last
+            self._commit([self._begin(log, share, sealed=True, extras=True)])
         self.sealing = False
         self.step += 1
 
@@ -237,7 +297,7 @@ class Player:
 
 def name_newest(store: Store, name: str, tell: Tell) -> None:
     """Make a snapshot of the newest complete sealed set, as any process may."""
-    newest = sealed_sets(store.state(shard) for shard in range(SHARDS))
+    newest = sealed_sets(store.state(shard) for shard in store.shards())
     if newest and name not in snapshot_names(store):
         tell({"begin": "snapshot", "name": name, "of": [newest[0].epoch, newest[0].step]})
         try:

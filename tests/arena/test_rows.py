@@ -9,10 +9,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scarctl.arena.arena import Arena
 from scarctl.arena.rows import read_rows, write_fields, write_rows
 from scarctl.state.version import pack
 from tests.arena.arenas import ALL, LAYOUT, create
-from tests.daemon.rig import fill, values
+from tests.daemon.rig import STORE_ID, fill, values
 
 
 @given(chosen=st.sets(st.sampled_from(ALL.tolist())), new=st.booleans())
@@ -24,14 +25,16 @@ def test_chosen_rows_arrive_and_no_others(chosen: set[int], new: bool) -> None:
 
 def _arrive(folder: Path, chosen: set[int], new: bool) -> None:
     ids = np.array(sorted(chosen), dtype=np.int64)
-    source, target = create(folder / "source"), create(folder / "target")
+    source = create(folder / "source")
+    target = Arena.create(folder / "target", LAYOUT, run_id=STORE_ID, epoch=1, populate=False, sparse=new)
     for partition in ALL.tolist():
         fill(source, np.array([partition]), partition + 1)
     buffer = np.full(LAYOUT.nbytes + 5, 250, np.uint8)
     data = read_rows(source, ids, buffer)
     assert data.size == int(LAYOUT.partition_bytes[ids].sum())
     assert set(buffer[data.size :].tolist()) == {250}, "nothing is written behind them"
-    write_rows(target, ids, data.copy(), new=new)
+    write_rows(target, ids, data.copy(), sparse=new)
+    target.reserve_rows()
     for partition in ALL.tolist():
         if LAYOUT.partition_bytes[partition]:
             assert values(target, partition) == {partition + 1 if partition in chosen else 0}

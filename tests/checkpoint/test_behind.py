@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,13 @@ import torch
 
 import scarctl
 from scarctl import Session
+from scarctl.arena.queue import HandOver
+from scarctl.checkpoint import behind
 from scarctl.checkpoint.behind import KIND
 from scarctl.cli.inspect_view import summary
 from scarctl.config import grouped
 from scarctl.ops.survey import survey
+from scarctl.persist.persister import Persister
 from scarctl.store import Store
 from tests.support.log_per_shard import store_with_a_log_per_shard
 
@@ -104,6 +108,45 @@ def test_a_store_that_keeps_up_is_not_mentioned(tmp_path: Path, caplog: pytest.L
     loop.session.close()
 
 
+def test_a_saver_that_has_only_begun_is_no_store_that_falls_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first hand-over takes its time, as when a daemon starts on a busy host, and iterations take milliseconds."""
+    persist, begins = Persister.persist, threading.Event()
+
+    def late(persister: Persister, handover: HandOver) -> int:
+        assert begins.wait(60)
+        return persist(persister, handover)
+
+    monkeypatch.setattr(Persister, "persist", late)
+    loop = Loop(tmp_path, interval=1, fraction=0.25, partition_bytes=256)
+    for _ in range(40):
+        loop.step()
+    assert _behind(caplog) == []
+    monkeypatch.setattr(behind, "_STARTING", 0.0)
+    for _ in range(40):
+        loop.step()
+    assert "Nothing was measured yet" in _behind(caplog)[0]
+    begins.set()
+    loop.session.close()
+
+
+def test_a_resume_that_is_not_exact_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A loop that does not print it, or whose framework resumes, would begin with a mix of steps in silence."""
+    loop = Loop(tmp_path, interval=100, fraction=0.25, partition_bytes=256)
+    for _ in range(3):
+        loop.step()
+    loop.session.checkpoint()
+    loop.session.close(seal=False)
+    caplog.clear()
+    loop = Loop(tmp_path)
+    (said,) = [record for record in caplog.records if "resumed" in record.getMessage()]
+    assert said.levelname == "WARNING"
+    assert said.getMessage() == f"resumed {tmp_path / 'run'} at {loop.resumed}"
+    assert "not exact: partitions are of several steps" in said.getMessage()
+    loop.session.close()
+
+
 def test_the_daemon_says_how_fast_it_is(tmp_path: Path, arena_dir: Path) -> None:
     loop = Loop(tmp_path, interval=1, daemon=True, arena_dir=arena_dir)
     deadline = time.monotonic() + 60
@@ -145,3 +188,14 @@ def test_one_line_each_at_attach_resume_and_close(tmp_path: Path, caplog: pytest
     loop.session.close(seal=False)
     [closed] = lines()
     assert closed.startswith(f"closed {url}: step 3, sealed")
+
+
+@pytest.mark.parametrize(("encoding", "turn"), [("exact", 80), ("bfloat16", 40), ("int8", 23)])
+def test_a_turn_is_shorter_where_copies_take_fewer_bytes(tmp_path: Path, encoding: str, turn: int) -> None:
+    """A checkpoint's budget is one of stored bytes: with half of them each, twice as many copies fit into it."""
+    loop = Loop(tmp_path, interval=10, fraction=1 / 8, encoding=encoding)
+    loop.step()
+    engine = loop.session._engine
+    assert engine is not None
+    assert turn <= engine._behind.turn <= turn + 3
+    loop.session.close()

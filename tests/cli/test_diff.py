@@ -40,6 +40,9 @@ def test_a_store_is_compared_with_the_file_that_it_was_saved_from(run: Run, save
     assert "layers.3.w" in text
     assert run("diff", "ckpt", saved.path, "--ignore", "layers.3.*").stdout.endswith(", 1 ignored\n")
     run("diff", "ckpt", saved.path, "--atol", 1.001)
+    assert "no name is in both" not in text
+    save_file({"module.w": torch.zeros(2)}, "other.safetensors")
+    assert "no name is in both: `scarctl export" in run("diff", "ckpt", "other.safetensors", code=4).stdout
 
 
 @pytest.mark.parametrize("window", [64, 700, 64 << 20])

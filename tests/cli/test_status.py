@@ -57,8 +57,10 @@ def test_without_a_store_that_is_known_here(run: Run) -> None:
 
 
 def test_what_cannot_be_read_has_the_exit_code_of_its_error(run: Run, saved: Model) -> None:
-    assert "$ scarctl doctor --store nowhere" in run("status", "nowhere", code=10).stdout
-    next(Path("ckpt/layout").iterdir()).write_text("{")
+    said = " ".join(run("status", "nowhere", code=10).stdout.split())
+    assert "there is no store here (check the path" in said
+    assert "$ " not in said
+    next(Path("ckpt/layout").glob("[0-9a-f]*")).write_text("{")
     fields = run("status", "ckpt", "--json", code=13).document
     (finding,) = fields["stores"][0]["findings"]
     assert (finding["severity"], finding["command"]) == ("losing", "scarctl verify --store ckpt")
@@ -77,7 +79,7 @@ def test_a_store_without_readable_settings_names_no_command_that_cannot_open_it(
     (store,) = run("status", "ckpt", "--json", code=13).document["stores"]
     (finding,) = store["findings"]
     assert (finding["severity"], finding["kind"], finding["command"]) == ("losing", kind, None)
-    assert "put that file back from a copy of this store" in finding["message"]
+    assert "put that file back: `cp " in finding["message"]
     for command in (
         ("inspect", "ckpt"),
         ("inspect", "--store", "ckpt"),
@@ -87,8 +89,13 @@ def test_a_store_without_readable_settings_names_no_command_that_cannot_open_it(
         error = run(*command, "--json", code=13).error
         assert error["kind"] == kind
         assert "scarctl verify" not in error["hint"]
-    settings.write_bytes(kept)
+    subprocess.run(finding["message"].split("`")[1], shell=True, check=True)
+    assert settings.read_bytes() == kept
     run("verify", "--store", "ckpt")
+    settings.unlink()
+    Path("ckpt/layout/settings.json").write_text("{}")
+    (store,) = run("status", "ckpt", "--json", code=13).document["stores"]
+    assert "put that file back from a copy of this store" in store["findings"][0]["message"]
 
 
 def test_an_empty_store_is_not_well(run: Run) -> None:
@@ -201,6 +208,11 @@ def test_what_the_daemon_saves_is_listed_by_rank(saved: Model) -> None:
     assert lines[start + 1].split() == ["rank", "2", "100", "20", "steps", "4.0", "KiB", "1.0", "MiB/s", "1"]
     assert lines[start + 5].strip().startswith("and 2 more ranks")
     assert len(lines) <= 24
+    narrow = page([health], 40)
+    assert all(len(line) <= 40 for line in narrow)
+    text = " ".join(" ".join(narrow).split())
+    assert "rank 2: step 100, behind 20 steps, waiting 4.0 KiB, store's speed 1.0 MiB/s, errors 1" in text
+    assert "if it is lost now: process: " in text
 
 
 def test_stores_come_worst_first(saved: Model) -> None:

@@ -29,6 +29,7 @@ PROGRAM = "import sys; sys.modules['torch'] = None; from scarctl.cli.main import
 NO_STORE = (10, "nowhere: there is no store here")
 A_FILE = (10, "this is a file, not a store's folder")
 MISSING = (2, "Missing option '--store'")
+NO_ARGUMENT = (2, "Missing argument 'STORE'")
 
 TABLE: dict[str, dict[str, tuple[int, str]]] = {
     "": {
@@ -84,8 +85,8 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "ckpt state.safetensors --rtol -1": (2, "-1"),
     },
     "doctor": {
-        "": (2, "either --store or --peer"),
-        "--store ckpt --peer west:4": (2, "either --store or --peer"),
+        "": (2, "either STORE or --peer"),
+        "--store ckpt --peer west:4": (2, "either STORE or --peer"),
         "--peer west": (2, "HOST:PORT"),
         "--peer west:0": (2, "HOST:PORT"),
         "--peer west:4 --peer-tls host.pem,host.key": (2, "peer_tls is not three paths"),
@@ -125,11 +126,15 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "x.npz": (2, "an archive of numpy arrays"),
         "folder": (2, "without a checkpoint"),
         "ckpt@best": (2, "no snapshot 'best'"),
+        "ckp": (2, "check the path; did you mean ckpt?"),
+        "ckpt/layout": (2, "did you mean the store ckpt?"),
+        "ckpt/scarctl.json": (2, "did you mean the store ckpt?"),
+        ".": (2, "stores in .: ckpt, empty"),
     },
     "live": {
         "": (2, "Usage:"),
         "chekpoint": (2, "did you mean checkpoint?"),
-        "checkpoint": MISSING,
+        "checkpoint": NO_ARGUMENT,
         "checkpoint --store nowhere": NO_STORE,
         "checkpoint --store ckpt": (2, "no running session saves to this store"),
         "checkpoint --store ckpt --timeout -1": (2, "-1"),
@@ -145,7 +150,8 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "--bandwidth 2GB --mtbf 6h --from empty": (2, "empty"),
     },
     "prune": {
-        "": MISSING,
+        "": NO_ARGUMENT,
+        "ckpt --store ckpt --dry-run": (2, "--store is given twice"),
         "--store nowhere": NO_STORE,
         "--store ckpt --keep-last -1": (2, "keep"),
         "--store ckpt --keep best --yes": (2, "best"),
@@ -154,7 +160,12 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
     },
     "recover": {
         "--store ckpt": (2, "Missing option '--lost'"),
+        "--lost 0": NO_ARGUMENT,
+        "ckpt --store ckpt --lost 0": (2, "--store is given twice"),
         "--store nowhere --lost 0 --output o.safetensors": NO_STORE,
+        "nowhere --lost 0 --output o.safetensors": NO_STORE,
+        "ckp --lost 0 --output o.safetensors": (10, "ckpt?"),
+        "ckpt/shards --lost 0 --output o.safetensors": (10, "did you mean the store"),
         "--store empty --lost all --output o.safetensors": (16, "empty"),
         "--store ckpt --lost 99 --output o.safetensors": (2, "99"),
         "--store ckpt --lost nothing.like.it --output o.safetensors": (2, "nothing.like.it"),
@@ -173,7 +184,7 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "--store ckpt --lost 0 --max-rework -1": (2, "-1"),
     },
     "report": {
-        "--output r.html": (2, "Missing argument 'STORE'"),
+        "--output r.html": NO_ARGUMENT,
         "ckpt --store ckpt": (2, "--store is given twice"),
         "nowhere": NO_STORE,
         "--store ckpt --output folder": (2, "folder cannot be written as a file"),
@@ -200,7 +211,7 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
     "snapshot": {
         "": (2, "Usage:"),
         "lst --store ckpt": (2, "did you mean list?"),
-        "list": MISSING,
+        "list": NO_ARGUMENT,
         "list --store nowhere": NO_STORE,
         "create best --store ckpt --step 3": (2, "--step requires STATE"),
         "create best --store ckpt --partition-bytes 4KiB": (2, "--partition-bytes requires STATE"),

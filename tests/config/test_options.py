@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pydoc
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from scarctl.cli.main import COMMANDS, cli
 from scarctl.config import KNOWN_NAMES, Partitioning, Selection, SessionSettings, Settings, describe
 from scarctl.config.environment import OF_EACH_COMMAND, unread
 from scarctl.config.settings import brief
+from scarctl.errors import UsageError
 from scarctl.state.encodings import ENCODINGS
 
 GROUPS = (Partitioning, Selection, Settings)
@@ -96,6 +98,25 @@ def test_help_describes_it_once(name: str) -> None:
     assert name == "store" or "Default: " in text
     pages = [pydoc.plain(pydoc.render_doc(group)) for group in GROUPS]
     assert sum(f"  {name}: " in page for page in pages) == (name not in OF_ATTACH)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Partitioning(shard=8), "Partitioning has no option 'shard' (did you mean shards?)"),
+        (lambda: Selection(fractoin=0.5), "no option 'fractoin' (did you mean scarctl.attach(fraction=...)?)"),
+        (lambda: Settings(trackr="exact"), "did you mean selection=scarctl.Selection(tracker=...)?"),
+        (lambda: Settings(interval=3), "did you mean scarctl.attach(interval=...)?"),
+        (lambda: Partitioning(xyzzy=1), "(options: shards, seed, partition_bytes, by_layer, rows)"),
+        (lambda: config.Extra({}, perrank=True), "Extra has no option 'perrank' (did you mean per_rank?)"),
+        (lambda: config.Ranks(replicate=()), "did you mean replicated?"),
+        (lambda: config.Member(1, 2, replace=1), "did you mean replaces?"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_option_names_the_one_that_was_meant(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        make()
+    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("name", LITERALS)

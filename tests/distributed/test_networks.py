@@ -138,6 +138,16 @@ def test_one_of_two_that_have_the_same_state_dies(hosts: Networks, tmp_path: Pat
     assert same(load(tmp_path / "again.pt"), load(tmp_path / "calm.pt"))
 
 
+@two_hosts
+def test_one_of_two_dies_right_after_a_flush_that_the_other_has(hosts: Networks, tmp_path: Path) -> None:
+    """Then the dead rank's random numbers are there, too."""
+    job = {"homes": HOMES, "store_stops_at": 7, "flush_at": 13, "copied_at": 13, "dies_at": 13, "lost": [0]}
+    ended = outcome(hosts.start(TRAIN, tmp_path, "ddp", str(tmp_path), job), tmp_path)
+    assert ended[0][0] == -9, ended
+    found = resume(hosts, tmp_path, "ddp", ELSEWHERE[:2])
+    assert [(report["step"], report["exact"]) for report in found] == [(13, True)] * 2, found
+
+
 @three_hosts
 def test_two_of_three_hosts_die_at_once(hosts: Networks, tmp_path: Path) -> None:
     settings = {"peers": 2}

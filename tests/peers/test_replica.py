@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -352,6 +353,28 @@ def test_without_room_nothing_is_taken(tmp_path: Path) -> None:
         Replica.begin(host, RUN, text, Owner("east", "11" * 16, 1), 1, "")
     assert caught.value.kind == "arena-full"
     assert [path for path in host.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("call", ["pwrite", "posix_fallocate"])
+def test_room_that_others_take_meanwhile_is_said_and_given_back(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first copies, or at the end, for rows that nothing was written to."""
+    run = Run(tmp_path)
+    run.copy(EVERYTHING[:-2])
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(Unavailable, match=r"No space|are free") as caught:
+            run.send()
+    assert caught.value.kind == "arena-full"
+    assert [path for path in run.host.rglob("*") if path.is_file()] == []
+    run.connect()
+    assert run.send()
+    assert equal(run)
 
 
 @pytest.mark.parametrize("run", ["../x-1", "ab" * 16, "ab" * 16 + ".aside-1", "", "ab" * 16 + "-1/../../x"])

@@ -13,10 +13,14 @@ import pytest
 
 from scarctl.errors import Corruption, Unavailable
 from scarctl.persist.evacuation import Evacuated, Evacuation, before, not_evacuated, rework_of_all
+from scarctl.persist.speed import Speed
 from scarctl.persist.thread import PersisterThread
+from scarctl.state.encodings import Encoding
 from scarctl.state.layout import TensorSpec, build_layout
+from scarctl.state.version import step_of
 from scarctl.store import open_writer, verify
 from tests.daemon.rig import Rig
+from tests.store.helpers import read_all
 from tests.support.throttled import ThrottledBlobs
 
 ROWS = 64
@@ -226,6 +230,58 @@ def test_extras_too_large_for_a_commit_do_not_keep_partitions_from_it(slow: Slow
     assert slow.extras()["step"] == 7
 
 
+def large(slow: Slow, step: int) -> int:
+    """Queue copies of everything with extras that take 10 s, as a checkpoint of a part does: it seals nothing."""
+    slow.copy(slow.everything, step)
+    extras = {"step": step, "large": np.zeros(20 * ROW, dtype=np.uint8)}
+    return slow.queue.put(version=slow.version(step), ids=slow.everything, extras=extras)
+
+
+def test_extras_that_fit_no_commit_are_lost_until_they_are_saved(slow: Slow) -> None:
+    """Also in the evacuations after the one that saves the last copies, and in usual saving between them."""
+    number = large(slow, 7)
+    for _ in range(20):
+        evacuation = slow.evacuation(6.0)
+        evacuation.run()
+        if not evacuation.report().lost_partitions:
+            break
+    assert slow.extras()["step"] == 1
+    for _ in range(2):
+        evacuation = slow.evacuation(6.0, speed=Speed(2 * ROW, 1.0, 1.0, 0.1, 0.0))
+        evacuation.run()
+        found = evacuation.report()
+        assert (found.lost_partitions, found.extras_lost, found.safe) == (0, True, False)
+    assert slow.persist(number) == 0, "all copies are durable"
+    assert slow.extras()["step"] == 7
+    assert slow.evacuation(0.0).report().safe
+
+
+def test_enough_time_saves_extras_whose_copies_were_saved_without_them(slow: Slow) -> None:
+    large(slow, 7)
+    for _ in range(20):
+        evacuation = slow.evacuation(6.0)
+        evacuation.run()
+        if not evacuation.report().lost_partitions:
+            break
+    assert slow.extras()["step"] == 1
+    rest = slow.evacuation(500.0)
+    rest.run()
+    assert rest.report().safe
+    assert slow.extras()["step"] == 7
+    assert slow.queue.numbers() == []
+
+
+def test_extras_of_replaced_copies_are_saved_first(slow: Slow) -> None:
+    """The process was killed after it had copied everything again, before it handed that over."""
+    slow.flush(7, RISING, sealed=False)
+    slow.copy(slow.everything, 8)
+    evacuation = slow.evacuation(120.0)
+    evacuation.run()
+    assert evacuation.report().safe
+    assert slow.extras()["step"] == 7
+    assert set(slow.stored()[0]) == {8}
+
+
 def test_a_queue_that_cannot_be_read_says_nothing_of_extras(
     slow: Slow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,3 +428,35 @@ def test_a_thread_that_ends_meanwhile_ends_the_evacuation(rig: Rig) -> None:
 def test_time_is_kept_for_the_report() -> None:
     assert before(100.0, 10.0) == 99.5
     assert before(100.0, 60.0) == 99.0
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_what_the_store_has_in_fewer_bits_is_saved_exactly(tmp_path: Path, waiting: bool) -> None:
+    """Also copies that are older than the newest commit, and of a process that is dead: nobody hands over a seal."""
+    layout = build_layout([("w", "parameter", (TensorSpec("", "F32", (64, 16)),))], rows={"w": 1})
+    rig = Rig(tmp_path / "store", tmp_path, shards=2, layout=layout)
+    for step, every in ((1, 1), (2, 2), (3, 4)):
+        ids = rig.everything[::every]
+        rig.copy(ids, step, step + 64)
+        encoding: Encoding = "exact" if step == 3 else "int8"
+        rig.queue.put(version=rig.version(step), ids=ids, extras={"step": step}, encoding=encoding)
+        if step < 3 or not waiting:
+            rig.persist(step)
+    lossy = int((rig.arena.encoding_error >= 0).sum())
+    assert lossy == 64 if waiting else 48
+    clock = Clock()
+    leaving = Evacuation(rig.arena, rig.queue, rig.persister, 60.0, clock=clock, sleep=clock.sleep)
+    assert (leaving.report().lost_partitions, leaving.report().safe) == (lossy, False)
+    leaving.run()
+    report = leaving.report()
+    assert (report.lost_partitions, report.safe, report.error) == (0, True, None)
+    states = rig.store.states(rig.store.shards())
+    assert not any(state.encoded.any() for state in states.values())
+    for state in states.values():
+        found, bad = read_all(rig.store, state)
+        assert not bad
+        for i, data in found.items():
+            assert data == rig.arena.rows(0, 0)[i].tobytes()
+        assert np.array_equal(step_of(state.version), step_of(rig.arena.version[state.ids]))
+    assert verify(rig.store, read_data=True).intact
+    rig.die()

@@ -47,11 +47,11 @@ def store(tmp_path: Path) -> Store:
     return made
 
 
-def damage_log(store: Store, shard: int) -> None:
-    """Truncate the record before the newest one of a shard, and remove the indexes that would make it unnecessary."""
+def damage_log(store: Store, shard: int, place: int) -> None:
+    """Truncate the record at this place of a shard's log, and remove the indexes that would make it unnecessary."""
     for index in (store.root / "shards" / str(shard) / "index").iterdir():
         index.unlink()
-    path = sorted((store.root / "shards" / str(shard) / "log").iterdir())[-2]
+    path = sorted((store.root / "shards" / str(shard) / "log").iterdir())[place]
     path.write_bytes(path.read_bytes()[:-9])
 
 
@@ -72,8 +72,20 @@ def test_nothing_is_saved_yet(tmp_path: Path) -> None:
     assert caught.value.kind == "nothing-saved"
 
 
+@pytest.mark.parametrize(("place", "exact"), [(-2, True), (-1, False)])
+def test_a_damaged_record_is_read_around(store: Store, place: int, exact: bool) -> None:
+    """A later commit of the whole shard makes up for it. Without one, older copies are taken, and that is said."""
+    damage_log(store, 2, place)
+    state = open_shares(store)
+    plan = plan_lost(state, state.everything(), [None])
+    assert (plan.exact, plan.degraded, plan.step) == (exact, not exact, 5 if exact else None)
+    back = next(plans_back(state, [None], 1, None))
+    assert (back.exact, back.degraded, back.step) == (True, not exact, 5 if exact else 3)
+
+
 def test_a_share_is_restored_though_another_shard_cannot_be_read(store: Store) -> None:
-    damage_log(store, 2)
+    """Nothing is known without the list of the members, in the first record."""
+    damage_log(store, 2, 0)
     state = open_shares(store)
     ids = state.lost("0,1")
     assert plan_lost(state, ids, [None]).restored == len(ids[0])

@@ -16,6 +16,7 @@ import torch
 import scarctl
 from scarctl.arena.folder import host_folder
 from scarctl.errors import Contention, Unavailable, UsageError
+from scarctl.ops.health import health_of
 from scarctl.ops.survey import survey
 from scarctl.persist.evacuation import not_evacuated
 from scarctl.state.encoding import stored_as
@@ -334,3 +335,20 @@ def test_no_word_of_it_without_an_encoding(
         assert b'"encoding"' not in path.read_bytes()
         assert b'"format":4' not in path.read_bytes()
     assert scarctl.Selection().encoding is None
+
+
+def test_what_a_loss_costs_has_the_error_of_encoded_copies(tmp_path: Path, arena_dir: Path) -> None:
+    run = loop(tmp_path / "store", arena_dir, "int8", fraction=1.0)
+    run.train(20, settle=True)
+    view = survey(Store.open(tmp_path / "store"), str(arena_dir))
+    losses = health_of(view, ()).losses
+    near, far = losses["process"].perturbation, losses["host"].perturbation
+    engine = run.session._engine
+    assert engine is not None
+    error = np.maximum(engine.arena.encoding_error, 0.0).sum()
+    assert near is not None
+    assert far == pytest.approx(np.sqrt(near**2 + error))
+    assert far > near
+    run.session.close()
+    ended = health_of(survey(Store.open(tmp_path / "store"), str(arena_dir)), ()).losses["host"]
+    assert ended.perturbation in (None, 0.0), "a seal is exact"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -26,6 +27,7 @@ from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.daemon import saver
 from scarctl.errors import ScarError, Unavailable, UsageError
+from scarctl.session import opening
 from scarctl.store.backends.remote_errors import Patience
 from tests.daemon.trainer import kill, status
 from tests.support.elsewhere import elsewhere
@@ -111,6 +113,35 @@ def test_an_arena_that_was_deleted_is_no_durable_checkpoint(tmp_path: Path, both
         loop.session.checkpoint(full=True, wait=True)
     loop.session.close()
     assert loop.session.stats.errors > 0
+
+
+def test_a_close_that_waits_says_for_what_and_how_long(
+    tmp_path: Path, both_savers: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The store is away when the session closes, and comes back once the warning is there."""
+    monkeypatch.setattr(opening, "_SILENT", 0.2)
+    loop = Loop(tmp_path / "store", interval=100, timeout=30)
+    loop.train(2)
+    loop.session.checkpoint(full=True, wait=True)
+    loop.train(1)
+    (tmp_path / "store").rename(tmp_path / "away")
+
+    def put_back() -> None:
+        wait_until(lambda: "waits up to" in caplog.text)
+        (tmp_path / "away").rename(tmp_path / "store")
+
+    helper = threading.Thread(target=put_back)
+    helper.start()
+    loop.session.close()
+    helper.join()
+    (said,) = [record for record in caplog.records if "waits up to" in record.getMessage()]
+    text = said.getMessage()
+    assert said.levelname == "WARNING"
+    assert re.search(r"up to (29|30) s more for the store: \d+ partitions, .* MB, are not durable yet", text)
+    assert "safe in this host's memory" in text
+    assert ("the daemon saves them" in text) == (both_savers == "daemon")
+    assert "not everything is durable" not in caplog.text
+    assert elsewhere(tmp_path / "store")[0].step == 3
 
 
 def test_what_is_tried_again_draws_nothing_from_the_generator_of_training() -> None:

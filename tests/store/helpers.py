@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.store import ShardState, Store
@@ -61,6 +62,12 @@ class Data:
 
     def all(self, ids: Iterable[int]) -> dict[int, bytes]:
         return {i: self.partition(i) for i in ids}
+
+
+def make_finite(data: NDArray[np.uint8], spec: TensorSpec) -> None:
+    """Clear one bit of the exponents in contiguous bytes of a tensor that encodings know: no value is 2 or more."""
+    if width := {"F32": 4, "BF16": 2}.get(spec.dtype):
+        data.reshape(-1)[width - 1 :: width] &= np.uint8(0xBF)
 
 
 def place(layout: Layout, i: int) -> tuple[int, int, int]:

@@ -18,12 +18,13 @@ from scarctl.state.layout import Layout
 from scarctl.store import Store, StoreWriter, open_writer, verify
 from tests.store.helpers import Data, read_all, summary
 from tests.support.failpoint import CALLS, Fault, in_child, kill_myself
+from tests.support.log_per_shard import store_with_a_log_per_shard
 
 pytestmark = pytest.mark.usefixtures("soon_indexed")
 
 
 def _prepared(folder: Path, layout: Layout) -> tuple[Store, Data]:
-    store = Store.create(folder / "run", shards=2)
+    store = store_with_a_log_per_shard(folder / "run", shards=2)
     data = Data(layout)
     shard_of = layout.shards(2, 0)
     with open_writer(store, layout=layout, shard_of=shard_of) as writer:

@@ -23,6 +23,7 @@ from scarctl.store import (
 )
 from tests.store.helpers import Data, read_all
 from tests.support.failpoint import Fault, in_child, kill_myself
+from tests.support.log_per_shard import store_with_a_log_per_shard
 
 Contents = tuple[dict[int, bytes], list[int]]
 
@@ -36,7 +37,7 @@ def _state(store: Store, shard: int, at: int | None = None) -> Contents:
 
 def _prepared(folder: Path, layout: Layout) -> Store:
     """Return a store with a sealed set "old" (named), a newer one, and commits that leave dead copies everywhere."""
-    store = Store.create(folder / "run", shards=2)
+    store = store_with_a_log_per_shard(folder / "run", shards=2)
     data = Data(layout)
     shard_of = layout.shards(2, 0)
     with open_writer(store, layout=layout, shard_of=shard_of) as writer:

@@ -107,9 +107,11 @@ def test_random_damage_is_never_returned(tiny: tuple[Store, Layout, Data]) -> No
             messages.append(str(error))
         _flip(path, byte, bit)
     assert messages
-    # No command opens a store without its settings.
-    advice = {True: "put that file back", False: "scarctl verify"}
-    assert all(str(store.root) in m and advice["scarctl.json" in m] in m for m in messages)
+    # No command opens a store without its settings, and none saves to one without a record.
+    advice = {"scarctl.json": "put that file back", "/log/": "put this file back", "": "scarctl verify"}
+    for message in messages:
+        assert str(store.root) in message
+        assert advice[next(name for name in advice if name in message)] in message
     assert any("scarctl.json" in m for m in messages)
 
 
@@ -121,7 +123,7 @@ def test_truncated_and_missing_files(tiny: tuple[Store, Layout, Data], cut: int)
         path.write_bytes(good[:cut])
         assert str(path) in {p.file for p in verify(store, read_data=True).problems}
         path.unlink()
-        if path.parent.name != "index" and path.name != "scarctl.json":
+        if path.parent.name != "index" and path.name not in ("scarctl.json", "settings.json"):
             assert (
                 str(path) in {p.file for p in verify(store, read_data=True).problems}
                 or path.parent.name == "log"
@@ -132,6 +134,21 @@ def test_truncated_and_missing_files(tiny: tuple[Store, Layout, Data], cut: int)
     (store.root / record_path(0, 2)).unlink()
     reasons = [p.reason for p in verify(store, read_data=False).problems]
     assert any("index made after it" in r for r in reasons)
+
+
+def test_the_copy_of_the_settings_comes_with_the_next_opening(tiny: tuple[Store, Layout, Data]) -> None:
+    """As in a store of an earlier version, or when verify has advised to delete a damaged one."""
+    store, layout, _ = tiny
+    copy, settings = store.root / "layout/settings.json", (store.root / "scarctl.json").read_bytes()
+    assert copy.read_bytes() == settings
+    copy.write_bytes(b"{}")
+    (problem,) = verify(store, read_data=False).problems
+    assert problem.file == str(copy)
+    assert "delete it" in problem.reason
+    copy.unlink()
+    assert verify(store, read_data=False).intact
+    open_writer(store, layout=layout, shard_of=layout.shards(1, 0)).close()
+    assert copy.read_bytes() == settings
 
 
 def test_a_missing_segment_puts_partitions_in_doubt(tiny: tuple[Store, Layout, Data]) -> None:

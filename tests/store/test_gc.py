@@ -29,6 +29,7 @@ from scarctl.store import (
 )
 from scarctl.store.shard_state import Seal
 from tests.store.helpers import Data, memory_folder, read_all, small_layout, summary
+from tests.support.log_per_shard import store_with_a_log_per_shard
 
 LAYOUT = small_layout()
 SHARDS = 2
@@ -56,7 +57,7 @@ class SpaceMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.folder = memory_folder()
-        self.store = Store.create(self.folder / "run", shards=SHARDS, seed=7)
+        self.store = store_with_a_log_per_shard(self.folder / "run", shards=SHARDS, seed=7)
         self.model = Model()
         self.data = Data(LAYOUT)
         self.step = self.seed = 0

@@ -14,6 +14,7 @@ from scarctl.store import Collector, Store, StoreWriter, open_writer, sealed_set
 from scarctl.store.format import checksum, dump_json
 from scarctl.store.record import Record
 from tests.store.helpers import Data, small_layout
+from tests.support.log_per_shard import store_with_a_log_per_shard
 
 LAYOUT = small_layout()
 SHARD_OF = LAYOUT.shards(2, 0)
@@ -42,7 +43,7 @@ class Notes:
 
 
 def writing(path: Path) -> StoreWriter:
-    return open_writer(Store.create(path, shards=2), layout=LAYOUT, shard_of=SHARD_OF)
+    return open_writer(store_with_a_log_per_shard(path, shards=2), layout=LAYOUT, shard_of=SHARD_OF)
 
 
 def seal(writer: StoreWriter, step: int) -> None:

@@ -23,6 +23,7 @@ from scarctl.store.segment_writer import write_segment
 from scarctl.store.shard_state import Seal
 from scarctl.store.writer import StoreWriter
 from tests.store.helpers import Data, memory_folder, read_all, small_layout, summary
+from tests.support.log_per_shard import store_with_a_log_per_shard
 
 LAYOUT = small_layout()
 SHARDS = 2
@@ -49,7 +50,7 @@ class LogMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.folder = memory_folder()
-        self.store = Store.create(self.folder / "run", shards=SHARDS, seed=7)
+        self.store = store_with_a_log_per_shard(self.folder / "run", shards=SHARDS, seed=7)
         self.writer: StoreWriter = open_writer(self.store, layout=LAYOUT, shard_of=SHARD_OF)
         self.data = Data(LAYOUT)
         self.models = [Model() for _ in range(SHARDS)]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import uuid
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from scarctl.errors import Fenced
+from scarctl.errors import Contention, Fenced
 from scarctl.state.layout import Layout
 from scarctl.store import Store, open_writer, verify
+from scarctl.store.lock import StoreLock
 from scarctl.store.prune import Retention, plan_prune, prune
 from tests.store.helpers import Data, read_all
 
@@ -62,3 +66,19 @@ def test_where_there_is_nothing_to_do_nothing_is_written(url: str) -> None:
     assert plan.empty
     assert prune(store, plan).bytes == 0
     assert (store.state(0).epoch, store.blobs.files("shards/0/log")) == (epoch, files)
+
+
+def test_a_full_disk_does_not_refuse_the_lock_to_who_deletes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only who holds it cannot be written, which is for messages."""
+
+    def full(fd: int, data: bytes, at: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    lock = StoreLock(tmp_path / "lock")
+    with pytest.raises(Contention, match="another process is writing"):
+        StoreLock(tmp_path / "lock")
+    lock.release()
+    StoreLock(tmp_path / "lock").release()

@@ -13,6 +13,7 @@ from scarctl.store import Collector, Store, StoreWriter, complete_sets, open_wri
 from scarctl.store.format import canonical, checksum, index_path
 from scarctl.store.record import Record, alone
 from tests.store.helpers import Data
+from tests.support.log_per_shard import store_with_a_log_per_shard
 
 A, B = "ab" * 16, "cd" * 16
 
@@ -69,7 +70,11 @@ def test_it_outlives_index_compaction_and_roll_back(tmp_path: Path, layout: Layo
 def test_of_two_commits_of_one_version_only_the_one_that_all_have_is_a_set(
     tmp_path: Path, layout: Layout
 ) -> None:
-    store, shard_of, data = Store.create(tmp_path / "s", shards=2), layout.shards(2, 0), Data(layout)
+    store, shard_of, data = (
+        store_with_a_log_per_shard(tmp_path / "s", shards=2),
+        layout.shards(2, 0),
+        Data(layout),
+    )
     with open_writer(store, layout=layout, shard_of=shard_of) as writer:
         for shard in (0, 1):
             writer.commit(shard, np.flatnonzero(shard_of == shard), data, step=5, sealed=True, whole=A)

@@ -1,0 +1,147 @@
+"""A damaged record is read around: the copies of others come back, and nothing that it may have changed is exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scarctl.errors import Corruption
+from scarctl.recovery.plan import plan_rollback
+from scarctl.state.layout import Layout
+from scarctl.state.version import step_of
+from scarctl.store import Store, open_writer, sealed_sets, verify
+from scarctl.store import format as store_format
+from scarctl.store.around import layout_around, state_around
+from scarctl.store.format import record_path
+from scarctl.store.snapshot import lost_seals
+from tests.store.helpers import Data, read_all
+
+SHARDS = 3
+
+
+@pytest.fixture
+def saved(tmp_path: Path, layout: Layout, data: Data) -> Store:
+    """One log: everything sealed at step 1 (record 1), a part at steps 2 and 3 (records 2 and 3)."""
+    store = Store.create(tmp_path / "run", shards=SHARDS)
+    everything = np.arange(layout.partitions)
+    with open_writer(store, layout=layout) as writer:
+        writer.commit(0, everything, data, step=1, sealed=True)
+        writer.commit(0, everything[::2], data, step=2)
+        writer.commit(0, everything[::3], data, step=3)
+    without_indexes(store)
+    return store
+
+
+def without_indexes(store: Store) -> None:
+    for index in (store.root / "shards/0/index").iterdir():
+        index.unlink()
+
+
+def damage(store: Store, seq: int) -> Path:
+    path = store.root / record_path(0, seq)
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    path.write_bytes(raw)
+    return path
+
+
+def steps(store: Store, layout: Layout) -> list[int]:
+    """Of every partition, all of whose bytes are read."""
+    state = state_around(store, 0)
+    found, bad = read_all(store, state)
+    assert not bad
+    assert len(found) == layout.partitions
+    return step_of(state.version).tolist()  # type: ignore[no-any-return]
+
+
+def test_before_the_newest(saved: Store, layout: Layout) -> None:
+    path = damage(saved, 3)
+    with pytest.raises(Corruption, match="its checksum does not match") as caught:
+        saved.state(0)
+    assert "put this file back" in (caught.value.hint or "")
+    assert steps(saved, layout) == [2 if i % 2 == 0 else 1 for i in range(layout.partitions)]
+    state = state_around(saved, 0)
+    assert state.doubt.all()
+    assert state.whole == ""
+    assert [(one.seq, one.file) for one in state.damaged] == [(3, str(path))]
+    assert [(one.epoch, one.step) for one in sealed_sets([state])] == [(1, 1)]
+    assert layout_around(saved) == layout
+    with pytest.raises(Corruption, match="its checksum does not match"):
+        open_writer(saved, layout=layout)
+
+
+def test_between_others(saved: Store, layout: Layout) -> None:
+    damage(saved, 2)
+    later = np.arange(layout.partitions) % 3 == 0
+    assert steps(saved, layout) == np.where(later, 3, 1).tolist()
+    assert np.array_equal(state_around(saved, 0).doubt, ~later), "a later record has their newest copies"
+
+
+def test_a_missing_one(saved: Store, layout: Layout) -> None:
+    (saved.root / record_path(0, 2)).unlink()
+    assert steps(saved, layout) == [3 if i % 3 == 0 else 1 for i in range(layout.partitions)]
+    assert state_around(saved, 0).damaged[0].reason.endswith("this record is missing (the log has 0 to 3)")
+
+
+def test_a_whole_state_after_it_is_exact(saved: Store, layout: Layout, data: Data) -> None:
+    with open_writer(saved, layout=layout) as writer:
+        writer.commit(0, np.arange(layout.partitions), data, step=4, sealed=True)
+        damage(saved, 2)
+    without_indexes(saved)
+    assert steps(saved, layout) == [4] * layout.partitions
+    state = state_around(saved, 0)
+    assert not state.doubt.any()
+    assert state.whole
+    assert sealed_sets([state])[0].step == 4
+
+
+def test_not_the_one_that_all_others_need(saved: Store) -> None:
+    """Record 0 lists the members."""
+    damage(saved, 0)
+    with pytest.raises(Corruption, match="its checksum does not match"):
+        state_around(saved, 0)
+
+
+def test_not_if_all_are_damaged(saved: Store) -> None:
+    for seq in range(4):
+        damage(saved, seq)
+    for read in (layout_around, lambda store: state_around(store, 0)):
+        with pytest.raises(Corruption, match="its checksum does not match"):
+            read(saved)
+
+
+def test_not_what_a_later_version_wrote(saved: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_format, "NEWEST_FORMAT", 0)
+    for read in (layout_around, lambda store: state_around(store, 0)):
+        with pytest.raises(Corruption, match="newer than this scarctl reads") as caught:
+            read(saved)
+        assert caught.value.kind == "newer-format"
+
+
+def test_without_the_newest_file_the_log_goes_on(saved: Store, layout: Layout, data: Data) -> None:
+    """As docs/troubleshooting.md says: it is moved out of the store."""
+    damage(saved, 3).rename(saved.root.parent / "damaged")
+    assert not saved.state(0).doubt.any()
+    with open_writer(saved, layout=layout) as writer:
+        writer.commit(0, np.arange(layout.partitions), data, step=4, sealed=True)
+    assert verify(saved, read_data=True).problems == []
+
+
+def test_a_newer_seal_that_damage_hides(saved: Store, layout: Layout, data: Data) -> None:
+    """A rollback to the seal before it says so: the segment of the newest seal is damaged, or its record."""
+    shard_of = saved.log_of(layout)
+    with open_writer(saved, layout=layout) as writer:
+        record = writer.commit(0, np.arange(layout.partitions), data, step=4, sealed=True)
+    without_indexes(saved)
+    assert not plan_rollback(saved, layout, shard_of).degraded
+    assert record.segment is not None
+    path = saved.root / "shards/0/seg" / record.segment.name
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    plan = plan_rollback(saved, layout, shard_of)
+    assert (plan.step, plan.exact, plan.degraded) == (1, True, True)
+    damage(saved, record.seq)
+    assert len(lost_seals([state_around(saved, 0)])) == 1
