@@ -163,6 +163,23 @@ def restore_lost_of(adapter: Adapter) -> Callable[..., None] | None:
     return getattr(adapter, "restore_lost", None)
 
 
+class Derives(Protocol):
+    """Optional part of an adapter whose model has values that are computed from the groups, such as rounded weights."""
+
+    def derive(self) -> None:
+        """Compute them again. Called on all ranks after a partial recovery in a running process.
+
+        `restore` does it as well, so that it is not called after a resume or a rollback.
+        """
+
+
+def derive(adapter: Adapter) -> None:
+    """Call the adapter's `Derives.derive`, if it has one."""
+    call = getattr(getattr(adapter, "whole", adapter), "derive", None)
+    if call is not None:
+        call()
+
+
 class ReplacesArrays(Protocol):
     """Optional part of an adapter whose arrays are immutable: training and recoveries replace them."""
 

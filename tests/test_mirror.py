@@ -68,6 +68,8 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         scarctl.testing.leaks scarctl.testing.store_bytes scarctl.testing.suite scarctl.testing.training""",
     ("adapters", "by the loops of the framework, stopped and resumed"): """
         scarctl.stateful scarctl_adapters.settled
+        scarctl_adapters.deepspeed.checking scarctl_adapters.deepspeed.optimizer_state
+        scarctl_adapters.deepspeed.partitions scarctl_adapters.deepspeed.stepping
         scarctl_adapters.jax.adapter scarctl_adapters.jax.arrays scarctl_adapters.jax.session
         scarctl_adapters.jax.tree
         scarctl_adapters.lightning.late_state scarctl_adapters.lightning.loops

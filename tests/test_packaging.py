@@ -17,6 +17,7 @@ ROOTS = {"scarctl", "scarctl_adapters"}
 ENTRY_POINTS = {
     "console_scripts": {"scarctl": "scarctl.cli.main:main"},
     "scarctl.adapters": {
+        "deepspeed": "scarctl_adapters.deepspeed:DeepSpeedAdapter",
         "numpy": "scarctl_adapters.numpy:NumpyAdapter",
         **dict.fromkeys(("flax", "jax", "jaxlib", "scarctl_adapters"), "scarctl_adapters.jax:JaxAdapter"),
         "torch": "scarctl_adapters.torch:TorchAdapter",
@@ -97,7 +98,7 @@ def test_entry_points_load() -> None:
     assert {point.name for point in found} == set(ENTRY_POINTS["scarctl.adapters"])
     for point in found:
         framework = point.value.partition(":")[0].rpartition(".")[2]
-        if framework in ("jax", "torchrec") and find_spec(framework) is None:
+        if framework in ("deepspeed", "jax", "torchrec") and find_spec(framework) is None:
             continue  # loaded only with a state of that framework
         assert point.load().__module__.partition(".")[0] == "scarctl_adapters"
     (script,) = entry_points(group="console_scripts", name="scarctl")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from scarctl.errors import Corruption, UsageError
@@ -33,6 +34,7 @@ def weights_of(plan: SharedPlan, specs: Mapping[str, TensorSpec]) -> Weights:
     groups = whole_groups(plan.state.layouts)
     tied: dict[str, str] = {}
     outside: set[str] = set()
+    shapes: dict[str, Any] = {}
     modules: set[str] = set()
     known = False
     for share, one in zip(plan.state.shares, plan.plans, strict=True):
@@ -43,9 +45,14 @@ def weights_of(plan: SharedPlan, specs: Mapping[str, TensorSpec]) -> Weights:
             if isinstance(model, dict):
                 known = True
                 tied |= _tied(model.get("tied"), groups)
+                shapes |= _dict(model.get("shapes"))
                 outside |= {name for name in _list(model.get("outside")) if isinstance(name, str)}
             modules |= {name for name in _dict(late.get("modules")) if isinstance(name, str)}
-    kept = {name: specs[name] for name in groups if name in specs and name not in outside}
+    kept = {
+        name: _in_shape(name, specs[name], shapes.get(name))
+        for name in groups
+        if name in specs and name not in outside
+    }
     if not kept:
         raise UsageError(
             f"{plan.state.store.where}: it contains no tensor of a model", hint="export without --weights"
@@ -77,6 +84,19 @@ def _tied(found: object, groups: Mapping[str, Any]) -> dict[str, str]:
                 hint="export without --weights",
             )
     return tied
+
+
+def _in_shape(name: str, spec: TensorSpec, shape: object) -> TensorSpec:
+    """Return a tensor that was saved as a vector in the shape of the model's. Raises Corruption for another size."""
+    if shape is None:
+        return spec
+    sound = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    if not sound or len(spec.shape) != 1 or math.prod(_list(shape)) != spec.shape[0]:
+        raise Corruption(
+            f"the extras give {name!r} the shape {shape!r:.80}, and it has the shape {list(spec.shape)}",
+            hint="export without --weights",
+        )
+    return replace(spec, shape=tuple(_list(shape)))
 
 
 def _dict(value: object) -> dict[Any, Any]:

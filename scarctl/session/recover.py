@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.adapter import Adapter
+from scarctl.adapter import Adapter, derive
 from scarctl.checkpoint.copies import Sealed
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.extrapolated import load_extrapolated
@@ -222,6 +222,7 @@ def recover_live(
     report = _with(report, extrapolation)
     left = together.agree(lambda: complete(engine, live, adapter, ids))
     together.spread()
+    derive(adapter)
     return _checked(replace(report, cost=cost), left, together)
 
 

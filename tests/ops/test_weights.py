@@ -18,6 +18,7 @@ from scarctl.errors import Corruption, UsageError
 from scarctl.ops import weights as module
 from scarctl.ops.export import Exported, ExportSettings, export
 from scarctl.state.extras import Extras
+from scarctl.state.layout import TensorSpec
 
 
 class Tied(nn.Module):
@@ -182,6 +183,19 @@ def test_a_store_that_does_not_say_which_tensors_are_the_models(
 def test_hostile_names_are_refused(tied: dict[object, object]) -> None:
     with pytest.raises(Corruption, match="which no model has"):
         module._tied(tied, {"w": None})
+
+
+@pytest.mark.parametrize("shape", [[2, 4], [-2, -3], [True, 6], [6.0], "6", {}, [2, 3, 10**30]])
+def test_hostile_shapes_are_refused(shape: object) -> None:
+    with pytest.raises(Corruption, match="extras give 'w' the shape"):
+        module._in_shape("w", TensorSpec("", "F32", (6,)), shape)
+
+
+def test_vectors_get_the_shapes_of_the_model() -> None:
+    spec = TensorSpec("", "F32", (6,))
+    assert module._in_shape("w", spec, [2, 3]).shape == (2, 3)
+    assert module._in_shape("w", TensorSpec("", "F32", (1,)), []).shape == ()
+    assert module._in_shape("w", spec, None) is spec
 
 
 def test_only_an_optimizers_tensors(store: Path, tmp_path: Path) -> None:

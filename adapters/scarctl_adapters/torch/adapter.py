@@ -194,18 +194,23 @@ class TorchAdapter:
                 not any(tied.requires_grad for tied, _ in holders),
             )
             groups.append(StateGroup(name, "parameter", tensors, place, role, scope, frozen))
-        buffers = list(_buffers(self._model))
-        places = [(self._wrapping.clean(name), module, key) for name, module, key in buffers]
-        for (wrapped, module, key), (name, _, _) in zip(buffers, places, strict=True):
-            buffer = module._buffers[key]
+        groups += self._buffer_groups()
+        self._trained = trained
+        names = [group.name for group in groups]
+        self._names_in_model = model_names(self._model, self._wrapping.clean, self._resident, owners, names)
+        return groups
+
+    def _buffer_groups(self) -> list[StateGroup]:
+        groups, places = [], []
+        for wrapped, module, key in _buffers(self._model):
+            name, buffer = self._wrapping.clean(wrapped), module._buffers[key]
+            places.append((name, module, key))
             if buffer is not None and not is_elsewhere(buffer):
                 role, scope = self._wrapping.role(name, wrapped, buffer, buffer=True)
                 place = place_of(buffer, name)
                 tensors = {"": distinct_part(buffer).detach()}
                 groups.append(StateGroup(name, "buffer", tensors, place, role, scope))
-        self._trained, self._places = trained, places
-        names = [group.name for group in groups]
-        self._names_in_model = model_names(self._model, self._wrapping.clean, self._resident, owners, names)
+        self._places = places
         return groups
 
     def _zeros(self) -> dict[int, str]:

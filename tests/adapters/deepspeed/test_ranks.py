@@ -1,0 +1,100 @@
+"""Two ranks train under DeepSpeed's engine: stopped, killed, resumed, on as many ranks and on another number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launch import launch, torchrun
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed here: `make frameworks`")
+
+JOBS = "tests.adapters.deepspeed.jobs"
+KINDS: list[dict[str, Any]] = [
+    *({"stage": stage, "precision": precision} for stage in (1, 2, 3) for precision in ("bf16", "fp32")),
+    {"stage": 1, "accumulation": 3},
+    {"stage": 2, "accumulation": 2, "round_robin_gradients": True, "groups": 1},
+    {"stage": 2, "parameter_alignment": True},
+    {"stage": 3, "accumulation": 2, "sub_group_size": 20},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_resumed_run_is_the_undisturbed_one(tmp_path: Path) -> None:
+    """Bit for bit: master weights, slots, the model's own weights, counters, schedules."""
+    for of_rank in launch(f"{JOBS}:undisturbed", 2, str(tmp_path), KINDS, timeout=400):
+        for kind, (whole, resumed) in zip(KINDS, of_rank, strict=True):
+            assert (resumed["step"], resumed["head"]) == (4, 8), kind
+            assert resumed["exact"], (kind, resumed["reasons"])
+            assert resumed["last"] == whole["last"] != whole["first"], kind
+            assert not resumed["warnings"], kind
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_killed_after_a_whole_checkpoint_is_not_missed(tmp_path: Path, stage: int) -> None:
+    """SIGKILL; torchrun starts all again, and the run ends bit for bit like an undisturbed one."""
+    kind = {"stage": stage}
+    whole = launch(f"{JOBS}:one_run", 2, str(tmp_path / "whole"), 8, kind, timeout=100)
+    torchrun(JOBS, str(tmp_path / "killed"), json.dumps(kind), "5", "5", world=2)
+    for rank in (0, 1):
+        report = json.loads((tmp_path / "killed" / f"report-{rank}.json").read_text())
+        assert report["step"] == 5
+        assert report["exact"], report["reasons"]
+        assert report["last"] == whole[rank]["last"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_rank_killed_later_loses_its_own_runs_only(tmp_path: Path, stage: int) -> None:
+    """Two steps after the whole checkpoint, whose copies are the newest ones of what only rank 1 had."""
+    torchrun(JOBS, str(tmp_path), json.dumps({"stage": stage}), "4", "6", world=2)
+    for rank in (0, 1):
+        report = json.loads((tmp_path / f"report-{rank}.json").read_text())
+        assert (report["step"], report["head"]) == (6, 8)
+        assert not report["exact"]
+        assert report["ranks"]["lost"] == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_lost_runs_come_back_in_the_running_job(tmp_path: Path, stage: int) -> None:
+    """And the model's weights on all ranks are those of the master weights."""
+    for found in launch(f"{JOBS}:recovered", 2, str(tmp_path), {"stage": stage}, timeout=150):
+        assert not found["problems"]
+        assert found["mixed"]
+        assert found["went_back"]
+        assert found["stayed"]
+        assert found["weights"]
+        assert found["finite"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_another_number_of_ranks_and_another_stage_take_over(tmp_path: Path) -> None:
+    """The same values, divided otherwise: two ranks, then one, then three, then two."""
+    ways: list[tuple[int, int, dict[str, Any]]] = [
+        (2, 3, {"stage": 1}),
+        (1, 5, {"stage": 3, "sub_group_size": 30, "accumulation": 2}),
+        (3, 6, {"stage": 3}),
+        (2, 8, {"stage": 2}),
+    ]
+    before: dict[str, str] = {}
+    for world, until, kind in ways:
+        found = launch(f"{JOBS}:one_run", world, str(tmp_path), until, kind, timeout=120)[0]
+        now = {name: value for name, value in found["first"].items() if name not in APART}
+        assert not before or now == {name: before[name] for name in now}, (world, kind)
+        assert found["exact"], found["reasons"]
+        assert found["head"] == until
+        before = found["last"]
+
+
+APART = ("engine", "mean")
+"""Counted by the ranks of a batch, and each rank's own."""
