@@ -149,7 +149,7 @@ class Engine:
         among = Candidates(
             distance_sq=weighed.distance_sq,
             nbytes=weighed.nbytes,
-            staleness=self._staleness(step),
+            staleness=ages_of(self.arena.version, step, self.arena.sealed),
             eligible=self.leaving.eligible(~self._protection.covers(pending)),
             seed=self.store.settings.seed,
             step=step,
@@ -181,12 +181,6 @@ class Engine:
             return self._protection.owes_seal()
         except ScarError:
             return False  # the checkpoint will meet the same fault, and report it
-
-    def _staleness(self, step: int) -> Ids:
-        """Return the iterations since each copy; zeros if the policy does not use them: they take long to compute."""
-        if self.settings.max_staleness is None and self.settings.policy == "priority":
-            return np.broadcast_to(np.int64(0), self.layout.partitions)
-        return ages_of(self.arena.version, step, self.arena.sealed)
 
     @property
     def budget_now(self) -> int:
@@ -433,9 +427,8 @@ class Engine:
         self.arena.close()
 
     def close(self, drain: Callable[[], bool]) -> bool:
-        """Wait until all copies are durable, then close. Return whether they are durable.
+        """Wait with `drain` until the store has all hand-overs, then close. Return whether all copies are durable.
 
-        drain: waits for the store, and returns whether it has all hand-overs.
         A durable arena is removed. Otherwise it stays with its queue, for the next session on this host.
         """
         self.selector.close()

@@ -58,7 +58,7 @@ class Selection:
 
     policy: Order in which partitions are saved. "aged" takes the largest squared change per byte, times its copy's age,
         first; "priority" the largest change per byte. "round" takes turns, "random" draws, "full" saves everything,
-        every time. Default: "aged".
+        every time. docs/when-not-to-use.md compares them. Default: "aged".
     norm: Distance between live values and their saved copy: "l2", "rms", "relative", or a function of (live, saved)
         that returns one distance per partition (see `scarctl.checkpoint.distance`). Default: "l2".
     tracker: How distances are measured. "overlapped" compares all values, a part after every iteration, while training

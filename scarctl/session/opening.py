@@ -169,7 +169,7 @@ class Opening:
             return False
         kept = durability(engine.arena)
         log.warning(
-            "closing %s waits up to %.0f s more for the store: %d partitions, %.1f MB, are not durable yet: %s. "
+            "closing %s waits up to %.0f s more for the store: %d partitions, %.3g MB, are not durable yet: %s. "
             "They are safe in this host's memory, in %s: if this process ends now, %s",
             self.store.url,
             left,
@@ -177,6 +177,8 @@ class Opening:
             kept.pending_bytes / 1e6,
             fault,
             engine.arena.folder,
-            "the daemon saves them" if saver.outlives else "the next session on this host saves them",
+            "the daemon, or the next session on this host, saves them"
+            if saver.outlives
+            else "the next session on this host saves them",
         )
         return saver.drain(left)

@@ -307,6 +307,11 @@ class Saving:
 
     def release(self, ending: Ending) -> None:
         """Close the engine. After a failure, leave pending copies to the daemon."""
+        if self._opening.opened is None and not self._automatic and ending is not Ending.FAILED:
+            log.warning(
+                "%s: nothing was saved, because no iteration has ended. Call session.step() at the end of each",
+                self._opening.store.url,
+            )
         try:
             self._opening.close(failed=ending is Ending.FAILED)
         except ScarError as error:

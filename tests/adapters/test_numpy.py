@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import scarctl
 from scarctl.testing import AdapterConformance, Training, Visit
@@ -69,3 +70,16 @@ class TestNumpy(AdapterConformance):
 
     def training(self, variant: str = "") -> Training:
         return Factors(variant)
+
+
+def test_a_loop_that_never_says_that_an_iteration_is_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for steps in (0, 1, 0):
+        caplog.clear()
+        with scarctl.attach({"users": np.ones(3)}, store=tmp_path / "store") as session:
+            session.resume()
+            for _ in range(steps):
+                session.step()
+        first = not (tmp_path / "store" / "shards").exists()
+        assert ("nothing was saved, because no iteration has ended" in caplog.text) == first

@@ -139,7 +139,7 @@ def test_a_close_that_waits_says_for_what_and_how_long(
     assert said.levelname == "WARNING"
     assert re.search(r"up to (29|30) s more for the store: \d+ partitions, .* MB, are not durable yet", text)
     assert "safe in this host's memory" in text
-    assert ("the daemon saves them" in text) == (both_savers == "daemon")
+    assert ("the daemon, or the next session" in text) == (both_savers == "daemon")
     assert "not everything is durable" not in caplog.text
     assert elsewhere(tmp_path / "store")[0].step == 3
 
