@@ -1,4 +1,4 @@
-"""An evacuation of a real arena into a real store: what goes first, what a cut leaves, what the report says."""
+"""Test an evacuation of a real arena into a real store: the order, the result of a cut, and the report."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.support.throttled import ThrottledBlobs
 
 ROWS = 64
 ROW = 64 << 10
-"""Bytes of a partition, large against what a commit needs besides."""
+"""Bytes of a partition, large compared with the fixed bytes of a commit."""
 
 
 class Clock:
-    """Time that passes only when the store is written to."""
+    """A clock that advances only when the store is written to."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -44,7 +44,7 @@ class Clock:
 
 
 class Slow(Rig):
-    """A rig whose store writes 64 partitions in 32 s, on a clock of its own; half a second more for every file."""
+    """A rig whose store writes 64 partitions in 32 s, on its own clock, plus half a second for every file."""
 
     def __init__(self, folder: Path, base: Path, *, shards: int = 2) -> None:
         layout = build_layout([("w", "parameter", (TensorSpec("", "U8", (ROWS, ROW)),))], rows={"w": 1})
@@ -57,7 +57,7 @@ class Slow(Rig):
         self.writer._publisher._blobs = self.throttled  # type: ignore[assignment]
 
     def flush(self, step: int, unsaved: Any, *, sealed: bool = True, extras: Any = "step") -> None:
-        """As a session does before an evacuation."""
+        """Flush as a session does before an evacuation."""
         self.copy(self.everything, step)
         self.arena.reach(step)
         whole = f"{step:032x}" if sealed else ""
@@ -154,7 +154,7 @@ def test_usual_saving_finishes_what_was_left(slow: Slow) -> None:
 
 
 def test_a_cut_at_any_write_leaves_all_earlier_commits(slow: Slow) -> None:
-    """As SIGKILL: the store is looked at as it is between any two writes."""
+    """As after SIGKILL, the store is checked in its state between any two writes."""
     slow.flush(7, RISING)
     seen: list[int] = []
     passing = slow.throttled.pass_through
@@ -172,7 +172,7 @@ def test_a_cut_at_any_write_leaves_all_earlier_commits(slow: Slow) -> None:
 
 
 def test_older_copies_go_first_because_steps_never_decrease(slow: Slow) -> None:
-    """A process that was killed: nobody flushed, and its copies are of several steps."""
+    """The process was killed without a flush, and its copies are of several steps."""
     slow.save(np.arange(0, 8), 3)
     slow.save(np.arange(8, 16), 5)
     evacuation = slow.evacuation(60.0)
@@ -214,7 +214,7 @@ def test_extras_too_large_for_a_commit_do_not_keep_partitions_from_it(slow: Slow
     assert slow.clock() <= 10.0
     assert (slow.stored()[0] == 7).sum() >= 6
     assert slow.extras()["step"] == 1
-    for _ in range(20):  # in each of them there is time for copies, never for the extras
+    for _ in range(20):  # each leaves time for copies, never for the extras
         evacuation = slow.evacuation(6.0)
         evacuation.run()
         if not evacuation.report().lost_partitions:
