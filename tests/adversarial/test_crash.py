@@ -1,20 +1,14 @@
-"""The short form: some calls, requests and kills, of stores with a log per shard and of one log with encoded copies.
-
-`tests/store/test_crash*.py` have every call of single operations.
+"""Run the short form: some calls, requests and kills. `tests/store/test_crash*.py` cover all calls of single
+operations. Both kinds of stores have their turn: with a log per shard, and with one log and encoded copies.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from scarctl.store import writer
 from tests.adversarial.crash import attack
 
-
-@pytest.fixture(autouse=True)
-def soon_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Indexes come after a few commits, so that losses hit them, too."""
-    monkeypatch.setattr(writer, "INDEX_LEAST", 1)
+pytestmark = pytest.mark.usefixtures("soon_indexed")
 
 
 @pytest.mark.parametrize(
