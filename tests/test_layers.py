@@ -37,7 +37,6 @@ WITH_TORCH = {
     "scarctl.session.beginning",
     "scarctl.session.changes",
     "scarctl.session.loader",
-    "scarctl.session.other_loaders",
     "scarctl.session.passes",
     "scarctl.session.origin",
     "scarctl.session.parts",

@@ -1,8 +1,12 @@
-"""Find a loader's state in addition to its position: its own generators, and the batch that it returned last."""
+"""Find a loader's state in addition to its position: its own generators, and the batch that it returned last.
+
+Find also a `DataLoader` that the loop reads without the session: which of its batches comes next is not saved.
+"""
 
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import itertools
 import random
@@ -11,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from scarctl.checkpoint.randomness import generators_of
 from scarctl.state.torch_dtypes import Deferred
@@ -21,6 +26,8 @@ _INNER = ("sampler", "batch_sampler", "base_dataloader", "dataset", "dl", "trans
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _SAMPLES = 4096
 """Values of a large tensor that are compared."""
+_LOOKS = (3, 4)
+"""Steps of this process before which the iterators are compared. Reading all objects takes up to 0.1 s."""
 _MOST = 1024
 """Most parts of a batch that are compared. The loop waits while they are noted."""
 
@@ -121,3 +128,32 @@ def _parts_of(batch: Any, depth: int) -> Iterator[Any]:
             yield from _parts_of(item, depth - 1)
     else:
         yield None
+
+
+def iterators() -> Iterator[_BaseDataLoaderIter]:
+    """Yield this process's iterators over DataLoaders."""
+    # isinstance would read __class__ of every object, and some objects of torch warn when an attribute is read.
+    return (item for item in gc.get_objects() if issubclass(type(item), _BaseDataLoaderIter))
+
+
+class OtherLoaders:
+    """Compares the iterators before two steps: one that has moved on, or was replaced, is read in every iteration.
+
+    A validation's iterator is gone by then, or stays where it is.
+    """
+
+    def __init__(self) -> None:
+        self._steps, self._head = 0, -1
+        self._seen: set[tuple[int, int]] = set()
+        """Id and number of batches of each iterator that had begun."""
+
+    def advance(self, mine: set[int], head: int) -> bool:
+        """Return whether another iterator has moved on, before the step after `head`. mine: ids of known ones."""
+        if head == self._head or self._steps > max(_LOOKS):
+            return False
+        self._steps, self._head = self._steps + 1, head
+        if self._steps not in _LOOKS:
+            return False
+        before = self._seen
+        self._seen = {(id(i), i._num_yielded) for i in iterators() if id(i) not in mine and i._num_yielded}
+        return bool(before and self._seen - before)

@@ -16,9 +16,9 @@ from scarctl.adapter import Adapter, loop_known
 from scarctl.checkpoint.randomness import Raw
 from scarctl.checkpoint.step_end import Moment
 from scarctl.session.gate import SETTLE, Gate
+from scarctl.session.loader import OtherLoaders
 from scarctl.session.loop import Loop
 from scarctl.session.origin import Origin
-from scarctl.session.other_loaders import OtherLoaders
 from scarctl.session.witness import Witness
 from scarctl.state.caveats import Caveats
 from scarctl.state.codec import encode

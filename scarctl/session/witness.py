@@ -22,7 +22,7 @@ from torch import nn
 from scarctl.checkpoint.randomness import Raw, digests, draws, raw
 from scarctl.checkpoint.streams import is_capturing
 from scarctl.session.changes import Changes
-from scarctl.session.other_loaders import iterators
+from scarctl.session.loader import iterators
 
 _GAPS = 3
 """Number of gaps between steps that are kept, to learn how much the loop usually draws in one."""

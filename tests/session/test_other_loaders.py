@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import scarctl
 from scarctl.config import grouped
-from scarctl.session.other_loaders import OtherLoaders, iterators
+from scarctl.session.loader import OtherLoaders, iterators
 from tests.loops.rig import Digits, net, train
 
 STEPS = 8
