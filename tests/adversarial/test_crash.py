@@ -1,18 +1,14 @@
-"""The short form: some of the calls, some of the requests, some kills. `tests/store/test_crash*.py` have every call of
-single operations."""
+"""Run the short form: some calls, requests and kills. `tests/store/test_crash*.py` cover all calls of single
+operations.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from scarctl.store import writer
 from tests.adversarial.crash import attack
 
-
-@pytest.fixture(autouse=True)
-def soon_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Indexes come after a few commits, so that losses hit them, too."""
-    monkeypatch.setattr(writer, "INDEX_LEAST", 1)
+pytestmark = pytest.mark.usefixtures("soon_indexed")
 
 
 @pytest.mark.parametrize(
