@@ -45,6 +45,7 @@ FRAGMENTS = {
     "docs/loops.md": ("", "assert session.head_step == 30"),
     "docs/howto/experts.md": ('os.makedirs("shared")', ""),
     "docs/evacuation.md": ("", "assert session.settings.grace == 25; session.close()"),
+    "docs/howto/gpu.md": ("", ""),
     "docs/metrics.md": (RECORDERS, "assert len(seen) > 10; session.close()"),
 }
 """Blocks that need preparation: the code before them, and what holds afterwards. The first block of each document."""
