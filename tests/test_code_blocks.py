@@ -51,7 +51,6 @@ FRAGMENTS = {
 """Blocks that need preparation: the code before them, and what holds afterwards. The first block of each document."""
 ELSEWHERE = {
     "docs/adapters.md": "tests/adapters/test_adapters_document.py, and the parts of a suite",
-    "docs/deepspeed.md": "tests/adapters/deepspeed, where DeepSpeed is installed",
     "docs/frameworks.md": "tests/adapters, which train with each framework",
     "docs/jax.md": "tests/adapters/jax, where JAX is installed",
     "docs/object-stores.md": "tests/store/conformance, against a server",
