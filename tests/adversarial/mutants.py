@@ -158,7 +158,7 @@ MUTANTS = (
         "        unsaved = waiting",
     ),
     Mutant(
-        "test_who_was_stopped_while_the_run_was_rolled_back_elsewhere_is_fenced",
+        "test_a_writer_that_is_overtaken_but_not_collected_counts",
         "scarctl/store/commit.py",
         "            if there is None or there.write_id != record.write_id:",
         "            if there is None:",

@@ -242,7 +242,7 @@ def _be_stopped(case: Case, url: str, history: History, report: Path) -> None:
     def gate(_: str) -> None:
         nonlocal passed
         passed += 1
-        if passed == case.schedule[0][1]:
+        if passed == case.schedule[0][1] and not stopped:
             stop()
 
     actor = Actor("the process", Store.open(url), history, case.seed, gate=gate)

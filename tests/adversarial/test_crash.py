@@ -1,5 +1,5 @@
 """Run the short form: some calls, requests and kills. `tests/store/test_crash*.py` cover all calls of single
-operations.
+operations. Both kinds of stores have their turn: with a log per shard, and with one log and encoded copies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("soon_indexed")
 
 @pytest.mark.parametrize(
     ("what", "cases", "first", "every"),
-    [("calls", 12, 3, 130), ("requests", 12, 1, 39), ("kills", 6, 0, 1), ("prunes", 1, 0, 1)],
+    [("calls", 12, 3, 220), ("requests", 12, 1, 65), ("kills", 6, 0, 1), ("prunes", 1, 0, 1)],
 )
 def test_killed(what: str, cases: int, first: int, every: int) -> None:
     counts = attack(what, seed=1, first=first, cases=cases, every=every)
