@@ -1,4 +1,4 @@
-"""What every test gets: an environment of its own, and a check that it leaves nothing behind."""
+"""Provide every test with its own environment, and check that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Before anything imports torch: several workers with a thread per core each would fight for the cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell that starts tests in the background, or nohup, has these ignored, and so would every process that tests end.
+# A background shell or nohup sets these signals to ignored, and every process that tests end would inherit
+# that.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
@@ -45,25 +46,25 @@ settings.load_profile("quick" if "tests.support.quick" in sys.modules else "scar
 
 ARENA_VARIABLE = "SCARCTL_ARENA_DIR"
 DAEMON_FILES = ("daemon.lock", "daemon.log")
-"""What a daemon leaves on purpose."""
+"""Files that a daemon leaves on purpose."""
 GRACE_SECONDS = 5.0
-"""What a test stopped may need this long to be gone."""
+"""Time within which stopped processes and threads of a test have to be gone."""
 
 T = TypeVar("T")
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported by now stays. The collector, which many tests call, need not look at it each time."""
+    """Freeze the modules imported so far, so that the collector, which many tests call, does not scan them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def arena_dir(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """The base folder for arenas, one per test: never the machine's real shared memory, never another test's.
+    """Yield the base folder for arenas, one per test: never the machine's real shared memory, never another test's.
 
-    Fails the test when, at its end, a child process, a thread that is not a daemon, another handler of a signal, or
-    a file in the arena folder is still there. Mark a test `leaves_arena` when it leaves files on purpose.
+    Fail the test if at its end a child process, a thread that is not a daemon, a changed signal handler, or a file in
+    the arena folder remains. Mark a test `leaves_arena` if it leaves files on purpose.
     """
     for name in [name for name in os.environ if name.startswith("SCARCTL_")]:
         monkeypatch.delenv(name)
@@ -80,7 +81,7 @@ def arena_dir(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
         _dismiss_daemons(folder)
         leaks = _settled(lambda: [*_new_threads(threads), *_new_processes(folder, processes).values()])
         for pid in _new_processes(folder, processes):
-            os.kill(pid, signal.SIGKILL)  # so that it does not disturb the tests after this one
+            os.kill(pid, signal.SIGKILL)  # so that it does not disturb later tests
         for number, handler in handlers.items():
             if signal.getsignal(number) is not handler:
                 leaks.append(f"a handler of {number.name}")
@@ -96,20 +97,20 @@ def arena_dir(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
 
 @pytest.fixture(params=["thread", "daemon"])
 def both_savers(request: pytest.FixtureRequest, arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs the test twice: saving from a thread of the training process, and from the host's daemon."""
+    """Run the test twice: saving from a thread of the training process, and from the host's daemon."""
     monkeypatch.setenv("SCARCTL_DAEMON", "1" if request.param == "daemon" else "0")
     return str(request.param)
 
 
 @pytest.fixture
 def usual_saver(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saving as it is where nobody says anything about it."""
+    """Save as by default."""
     monkeypatch.delenv("SCARCTL_DAEMON")
 
 
 @pytest.fixture
 def daemon_folder(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Saving from the host's daemon, without asking for `both_savers`: its folder. It is stopped at the end."""
+    """Yield the folder of the host's daemon for tests without `both_savers`. The daemon is stopped at the end."""
     from scarctl.arena.folder import host_folder
     from scarctl.daemon import protocol
     from tests.daemon.trainer import stop
@@ -121,9 +122,15 @@ def daemon_folder(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     (folder / protocol.SOCKET).unlink(missing_ok=True)
 
 
+@pytest.fixture
+def soon_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write indexes after a few commits, so that faults affect them, too."""
+    monkeypatch.setattr("scarctl.store.writer.INDEX_LEAST", 1)
+
+
 @pytest.fixture(scope="module")
 def warm_torch(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What torch imports at the first step, it imports here: once, not in every forked child."""
+    """Import torch's modules of the first step here, once, and not in every forked child."""
     from tests.support.training import Loop
 
     folder = tmp_path_factory.mktemp("warm")
@@ -133,7 +140,7 @@ def warm_torch(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def _settled(leaks: Callable[[], list[object]]) -> list[object]:
-    """The leaks that are still there after a time of grace."""
+    """Return the leaks that remain after a grace period."""
     deadline = time.monotonic() + GRACE_SECONDS
     while (found := leaks()) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -145,7 +152,7 @@ def _new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
 
 
 def _dismiss_daemons(folder: Path) -> None:
-    """End those that have no run: they would wait a while for another one. One that has a run is a leak."""
+    """End daemons without a run, which would wait a while for another. A daemon with a run is a leak."""
     for socket in folder.glob("*/daemon.sock"):
         from tests.daemon.trainer import idle, stop
 
@@ -158,10 +165,10 @@ def _new_processes(folder: Path, before: set[int]) -> dict[int, str]:
 
 
 def _processes(folder: Path | None = None) -> dict[int, str]:
-    """Command lines by process id: this process's children, and what was started with this arena folder.
+    """Return command lines by process id: of this process's children, and of processes started with this arena folder.
 
-    A process that detached itself is nobody's child any more, but it keeps its environment. Without /proc
-    nothing is found. folder None: this process's children only.
+    A detached process is not a child any longer, but keeps its environment. Without /proc nothing is found. folder
+    None: only this process's children.
     """
     found: dict[int, str] = {}
     # Helpers that live as long as the interpreter: the standard library's own, and those that fork programs for tests.
@@ -175,7 +182,7 @@ def _processes(folder: Path | None = None) -> dict[int, str]:
     if not os.path.isdir("/proc/self"):
         return found
     begun = _stat("self")[2]
-    # Every test comes here twice: an older process has nothing to do with it, and its environment need not be read.
+    # Every test runs this twice: an older process is not the test's, and its environment need not be read.
     for name in filter(str.isdigit, os.listdir("/proc")):
         if (pid := int(name)) in helpers:
             continue
@@ -187,12 +194,12 @@ def _processes(folder: Path | None = None) -> dict[int, str]:
             if ours and state != "Z":
                 found[pid] = _read(f"/proc/{name}/cmdline").replace(b"\0", b" ").decode(errors="replace")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # it has ended, or it is another user's and so not ours
+            continue  # it has ended, or belongs to another user
     return found
 
 
 def _stat(process: str) -> tuple[str, int, int]:
-    """Its state, its parent, and when it was started, in ticks since the machine was."""
+    """Return a process's state, its parent, and its start in ticks since the machine's."""
     fields = _read(f"/proc/{process}/stat").rpartition(b")")[2].split()
     return fields[0].decode(), int(fields[1]), int(fields[19])
 
@@ -204,7 +211,7 @@ def _read(path: str) -> bytes:
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
-    """An S3 server of our own, for as long as the tests run. Another one: tests/store/conformance/real_server.py."""
+    """Yield the address of an S3 server for all tests. For another one see tests/store/conformance/real_server.py."""
     if endpoint := os.environ.get("TEST_S3_ENDPOINT"):
         yield endpoint
         return
@@ -214,14 +221,14 @@ def s3_endpoint() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def s3_proxy(s3_endpoint: str) -> Iterator[Proxy]:
-    """A proxy in front of it. Use `wire`."""
+    """Yield a proxy in front of the server. Tests use `wire`."""
     with proxy(s3_endpoint) as running:
         yield running
 
 
 @pytest.fixture
 def wire(s3_proxy: Proxy) -> Iterator[Proxy]:
-    """The proxy, as if it had just been started: a new one would need new clients."""
+    """Yield the proxy in its initial state: a new proxy would need new clients."""
     s3_proxy.reset()
     yield s3_proxy
     s3_proxy.reset()
@@ -229,15 +236,13 @@ def wire(s3_proxy: Proxy) -> Iterator[Proxy]:
 
 @pytest.fixture(scope="session")
 def s3_clients() -> list[Any]:
-    """Clients that tests have made: as long as they are held here, those after them with the same options share
-    them. Making one takes half a second.
-    """
+    """Return clients made by tests. Later clients with the same options share them, which saves half a second each."""
     return []
 
 
 @pytest.fixture
 def s3_place(s3_endpoint: str, s3_clients: list[Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """A new bucket, and storage options that open it; nothing of this machine's own AWS settings counts."""
+    """Yield a new bucket, and storage options that open it, without this machine's own AWS settings."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)

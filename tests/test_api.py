@@ -1,4 +1,4 @@
-"""The public surface, where options and a session's saver come from, and what `attach` refuses."""
+"""Test the public interface, the sources of options and of a session's saver, and what `attach` refuses."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_an_extra_that_changes_after_the_step_is_of_all_ranks() -> None:
 
 @pytest.fixture
 def folder(arena_dir: Path, usual_saver: None) -> Iterator[Path]:
-    """The daemon's."""
+    """Yield the daemon's folder."""
     folder = host_folder(str(arena_dir))
     yield folder
     stop(folder)
@@ -107,7 +107,7 @@ def test_saving_is_the_daemons_unless_it_is_told_otherwise(tmp_path: Path, folde
 
 @pytest.fixture
 def no_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a sandbox that lets no other program run."""
+    """Let no other program start, as in a sandbox."""
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
 
 
@@ -181,7 +181,7 @@ def test_an_arena_dir_that_is_not_there_is_refused_at_once(tmp_path: Path) -> No
 
 
 def test_an_iteration_of_several_steps_that_the_loop_ends(tmp_path: Path) -> None:
-    """`hooks="begin"`: steps begin by themselves, `step()` says when the iteration is over, and counts none without."""
+    """With `hooks="begin"` steps begin automatically, and `step()` ends the iteration; without it none is counted."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizers = [torch.optim.Adam(layer.parameters()) for layer in model]
     session = scarctl.attach(model, optimizers, store=tmp_path / "store", hooks="begin")

@@ -1,4 +1,4 @@
-"""Every code block of the documents is tried: Python runs, commands have the options they are given, shell parses."""
+"""Try every code block of the documents: Python runs, commands have the options they are given, shell parses."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ FRAGMENTS = {
     "docs/evacuation.md": ("", "assert session.settings.grace == 25; session.close()"),
     "docs/metrics.md": (RECORDERS, "assert len(seen) > 10; session.close()"),
 }
-"""Blocks that need something before them: what comes before, and what holds after. The first block of each."""
+"""Blocks that need preparation: the code before them, and what holds afterwards. The first block of each document."""
 ELSEWHERE = {
     "docs/adapters.md": "tests/adapters/test_adapters_document.py, and the parts of a suite",
     "docs/deepspeed.md": "tests/adapters/deepspeed, where DeepSpeed is installed",
@@ -60,14 +60,14 @@ ELSEWHERE = {
     "docs/workbench.md": "tests/test_readme.py",
     "docs/FORMAT.md": "tests/store: the names of the files are examples",
 }
-"""Documents of which the Python is compiled here, and runs in other tests."""
+"""Documents whose Python is compiled here, and runs in other tests."""
 WORDS = r"(scarctl [^#'\n]*(?:'[^'\n]*'[^#'\n]*)*)"
 COMMANDS = {r"sh": rf"^(?:exec |trap ')?{WORDS}", r"(?:console|text)": rf"^\$ {WORDS}"}
 """Commands in blocks of these languages."""
 
 
 def every(pattern: str) -> list[tuple[str, str]]:
-    """Document and content of every block whose first line matches."""
+    """Return document and content of every block whose first line matches."""
     return [
         (document, found[1])
         for document in (*ALL, "docs/FORMAT.md")
@@ -104,7 +104,7 @@ def test_shell_parses() -> None:
 
 
 def test_commands_have_the_options_that_they_are_given() -> None:
-    """Each is parsed as the command line does, and does nothing."""
+    """Each command is parsed as the command line does, without running it."""
     found = [
         (document, match[1])
         for language, pattern in COMMANDS.items()

@@ -1,4 +1,4 @@
-"""The documents name what exists: links, paths, modules, names, thread names and make targets; and the layers."""
+"""Test that links, paths, modules, names, thread names and make targets in documents exist, and the table of layers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ else:
 
 ROOT = Path(__file__).parent.parent
 PLACES = (ROOT, ROOT / "scarctl", ROOT / "adapters")
-"""Where a path in a document may begin."""
+"""Folders in which a path of a document may begin."""
 ARCHITECTURE = "docs/ARCHITECTURE.md"
 ABOUT_CODE = (ARCHITECTURE, "CONTRIBUTING.md")
-"""Whatever stands in backticks here, and looks like a name, is one of the code's."""
+"""Documents in which everything in backticks that looks like a name is a name of the code."""
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("[a-z]*.md"))
 ALL = (*ABOUT_CODE, "README.md", *PAGES)
 LINKING = (*ALL, "docs/FORMAT.md", "CHANGELOG.md")
@@ -32,24 +32,24 @@ LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
 THREAD = re.compile(r"scarctl-\w+")
 TARGET = re.compile(r"make (\w+)")
 NO_MODULES = ("scarctl.toml", "scarctl.json", "scarctl.adapters")
-"""A file of settings, a file of a store, a group of entry points."""
+"""Names that are a file of settings, a file of a store, or a group of entry points."""
 
 
 def in_backticks(document: str, pattern: re.Pattern[str]) -> list[str]:
-    """What of this kind stands in backticks, outside of blocks of code."""
+    """Return the texts in backticks that match, outside of code blocks."""
     text = (ROOT / document).read_text(encoding="utf-8")
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     return sorted({found for found in re.findall(r"`([^`\n]+)`", prose) if pattern.fullmatch(found)})
 
 
 def is_there(path: str) -> bool:
-    """Whether a path is in the tree. A module's may leave out `.py`."""
+    """Return whether a path is in the tree. A module's path may lack `.py`."""
     return any((place / path).exists() or (place / f"{path}.py").exists() for place in PLACES)
 
 
 @cache
 def words() -> frozenset[str]:
-    """Words of all sources, and of what says how to build them."""
+    """Return the words of all sources, and of the files that describe how to build them."""
     files = [ROOT / "pyproject.toml", ROOT / "Makefile"]
     files += [path for folder in ("scarctl", "adapters", "tests") for path in (ROOT / folder).rglob("*.py")]
     sources = (path.read_text(encoding="utf-8") for path in files if path.name != Path(__file__).name)
@@ -57,7 +57,7 @@ def words() -> frozenset[str]:
 
 
 def resolves(dotted: str) -> bool:
-    """Whether a dotted name is a module, or something that a module defines or imports."""
+    """Return whether a dotted name is a module, or defined or imported by a module."""
     parts = dotted.split(".")
     for length in range(len(parts), 0, -1):
         for place in PLACES:
@@ -81,7 +81,7 @@ def _defined(module: Path) -> set[str]:
 
 
 def anchors(path: Path) -> set[str]:
-    """What a link may name after `#`: the headings, as GitHub spells them."""
+    """Return the anchors that a link may name after `#`: the headings, as GitHub spells them."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
@@ -98,7 +98,7 @@ def test_links_lead_somewhere(document: str) -> None:
 
 
 def test_the_site_has_every_page() -> None:
-    """In the order of `nav`, each once. The README is its first page."""
+    """Pages are in the order of `nav`, each once. The README is the first page."""
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
     pages = re.findall(r"(\S+\.md)$", nav, re.MULTILINE)
     tree = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
@@ -150,6 +150,6 @@ def test_the_table_of_packages_is_the_contract_of_layers() -> None:
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", (ROOT / ARCHITECTURE).read_text(), re.MULTILINE)
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = [[name.strip() for name in layer.split("|")] for layer in contracts[0]["layers"]]
-    there = [(str(number), name) for number, layer in enumerate(layers) for name in layer]
-    assert sorted(rows) == sorted((number, name) for number, name in there if name != "__main__")
+    there = [(str(number), name) for number, layer in enumerate(layers, 1) for name in layer]
+    assert sorted(rows) == sorted(there)
     assert [int(number) for number, _ in rows] == sorted(int(number) for number, _ in rows)

@@ -1,4 +1,4 @@
-"""What import-linter cannot see: what importing a module really loads, circles of files, and the shape of the tree."""
+"""Test what import-linter cannot see: modules that an import really loads, circles of files, the tree's shape."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def modules() -> set[str]:
 
 
 def first_to_load(names: list[str], late: tuple[str, ...]) -> dict[str, str]:
-    """Which of `late` get loaded when a new interpreter imports `names` in this order, and by which one."""
+    """Return which of `late` get loaded when a new interpreter imports `names` in this order, and by which of them."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(names), json.dumps(late)],
         cwd=PACKAGE.parent,
@@ -161,11 +161,11 @@ def test_the_list_of_modules_with_torch_is_no_longer_than_it_must_be() -> None:
 
 MOST_LINES = 450
 MOST_AT_THE_ROOT = 12
-"""Modules at the root of scarctl/, besides packages."""
+"""Most modules at the root of scarctl/, not counting packages."""
 
 
 def files() -> dict[str, Path]:
-    """The product's files by module."""
+    """Return the product's files by module."""
     roots = (PACKAGE, PACKAGE.parent / "adapters" / "scarctl_adapters")
     found = {path.relative_to(root.parent): path for root in roots for path in root.rglob("*.py")}
     return {
@@ -174,7 +174,7 @@ def files() -> dict[str, Path]:
 
 
 def imports(path: Path, known: set[str]) -> Iterator[str]:
-    """Modules that a file imports anywhere, also in a function. A package that lists its modules' names is none."""
+    """Yield the modules that a file imports anywhere, also in a function, but not a package that only lists names."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)

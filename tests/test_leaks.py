@@ -1,4 +1,4 @@
-"""The leak checks of conftest.py find what they are there for."""
+"""Test that the leak checks of conftest.py find leaks."""
 
 from __future__ import annotations
 
@@ -55,17 +55,7 @@ def test_leaks_fail_the_test_that_left_them(tmp_path: Path) -> None:
     tmp_path.joinpath("conftest.py").write_text(hasty)
     tmp_path.joinpath("pytest.ini").write_text("[pytest]\nmarkers = leaves_arena\n")
     tmp_path.joinpath("test_sample.py").write_text(TESTS)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-rE",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-rE", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     errors = sorted(
         line.split(" - ")[0] for line in done.stdout.splitlines() if line.startswith("ERROR test_")

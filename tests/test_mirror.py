@@ -1,4 +1,4 @@
-"""The tests mirror the tree: who looks at scarctl/x/y.py finds its tests in tests/x, by name or by import.
+"""Test that the tests mirror the tree: tests of scarctl/x/y.py are in tests/x, found by name or by import.
 
 A module's tests are in `tests/x/test_y.py`, in `tests/x/test_y_*.py`, or in a file of `tests/x` that imports from it.
 The modules for which none of this is so are listed here, with the place of their tests and the reason.
@@ -85,7 +85,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
 
 @cache
 def imported(path: Path) -> set[str]:
-    """Names of modules, and of what is taken from them, that a file imports."""
+    """Return the names of modules, and of objects taken from them, that a file imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -96,7 +96,7 @@ def imported(path: Path) -> set[str]:
 
 
 def without_mirror() -> set[str]:
-    """The modules whose tests are found neither by name nor by an import in the folder of the same name."""
+    """Return the modules whose tests are found neither by name nor by an import in the folder of the same name."""
     found = set()
     for package, (source, tests) in SOURCES.items():
         for path in source.rglob("*.py"):

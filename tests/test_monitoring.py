@@ -1,4 +1,4 @@
-"""The rules and the dashboard in docs/monitoring ask for figures that the daemon has."""
+"""Test that the rules and the dashboard in docs/monitoring use figures that the daemon has."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PUBLISHED = {family.name for family in FAMILIES} | OF_THE_DAEMON
 
 
 def named(expression: str) -> set[str]:
-    """Names of metrics in an expression, without what stands in quotes."""
+    """Return the names of metrics in an expression, without texts in quotes."""
     return set(re.findall(r"\b(?:scarctl|node)_\w+", re.sub(r'"[^"]*"', "", expression)))
 
 
@@ -56,11 +56,11 @@ def test_the_dashboard_asks_for_figures_that_there_are() -> None:
 GRID = 24
 """Columns of a dashboard."""
 UNITS = {"none", "short", "bytes", "s", "Bps", "percentunit"}
-"""Those of Grafana's units that a figure of scarctl can have."""
+"""Grafana's units that a figure of scarctl can have."""
 
 
 def test_the_dashboard_keeps_to_grafanas_json_model() -> None:
-    """Grafana is not installed here: this checks what its documentation asks of a dashboard, not what it draws."""
+    """Grafana is not installed: this checks the rules of its documentation for a dashboard, not its drawing."""
     board: dict[str, Any] = json.loads((DOCS / "monitoring" / "grafana.json").read_text())
     assert isinstance(board["schemaVersion"], int)
     assert "id" not in board, "Grafana gives the number: with one, an import may replace another dashboard"

@@ -1,4 +1,4 @@
-"""One wheel, two import roots, both typed; and the development install finds the same."""
+"""Test that one wheel has two import roots, both typed, and that the development install finds the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENTRY_POINTS = {
 
 
 def run(*arguments: str | Path, cwd: Path) -> str:
-    """Standard output of an interpreter that sees what is installed, and nothing of the working directory."""
+    """Return the standard output of an interpreter that sees installed packages, but not the working directory."""
     command = [sys.executable, "-I", *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

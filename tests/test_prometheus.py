@@ -1,4 +1,4 @@
-"""A real Prometheus, where one is installed: it takes the daemon's figures, and the rules fire when they should."""
+"""Test a real Prometheus, if one is installed: it reads the daemon's figures, and its alerts fire when they should."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import yaml
 
 from scarctl.arena.folder import host_folder
 from scarctl.daemon import client
-from tests.daemon.trainer import Trainer, status, stop, wait_until
+from tests.daemon.trainer import Trainer, status, stop
+from tests.support.waiting import wait_until
 
 DOCS = Path(__file__).parent.parent / "docs" / "monitoring"
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
@@ -37,7 +38,7 @@ SERIES = {
     },
     "ScarctlFiguresOld": {'node_textfile_mtime_seconds{file="/x/scarctl.prom"}': "0+0x60"},
 }
-"""By alert: values per minute with which it fires. One of a healthy run is in `HEALTHY`."""
+"""By alert, values per minute at which it fires. Those of a healthy run are in `HEALTHY`."""
 HEALTHY = {
     "scarctl_stopped": "0+0x60",
     "scarctl_errors_total": "1+0x60",
@@ -52,7 +53,7 @@ HEALTHY = {
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
 def test_the_rules_fire_when_they_should_and_else_do_not(tmp_path: Path) -> None:
-    """Of a healthy run none fires, also after 50 minutes."""
+    """With a healthy run no alert fires, even after 50 minutes."""
     shutil.copy(DOCS / "alerts.yml", tmp_path)
     (group,) = yaml.safe_load((DOCS / "alerts.yml").read_text())["groups"]
     rules = {rule["alert"]: rule for rule in group["rules"]}
@@ -84,7 +85,7 @@ def test_the_rules_fire_when_they_should_and_else_do_not(tmp_path: Path) -> None
 
 @pytest.fixture
 def figures(tmp_path: Path, arena_dir: Path) -> Iterator[str]:
-    """The address of a daemon's figures, of a run with three steps in its store."""
+    """Yield the address of a daemon's figures, of a run with three steps in its store."""
     folder = host_folder(str(arena_dir))
     client.start(folder, {"SCARCTL_METRICS_LISTEN": "0"})
     trainer = Trainer(tmp_path / "store", arena_dir)
@@ -100,7 +101,7 @@ def figures(tmp_path: Path, arena_dir: Path) -> Iterator[str]:
 
 @pytest.mark.skipif(PROMETHEUS is None, reason="prometheus is not installed")
 def test_prometheus_takes_the_figures(figures: str, tmp_path: Path) -> None:
-    """It asks for OpenMetrics, knows the kinds, loads the rules, and answers each expression of the dashboard."""
+    """It requests OpenMetrics, knows the kinds, loads the rules, and answers each expression of the dashboard."""
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(DOCS / "alerts.yml")],

@@ -1,4 +1,4 @@
-"""The prose keeps the rules that a program can check: docstrings, comments, messages and documents."""
+"""Test that the prose keeps the rules that a program can check: docstrings, comments, messages and documents."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NO_VERB = re.compile(
     )\b""",
     re.IGNORECASE | re.VERBOSE,
 )
-"""Beginnings that no instruction has: the docstring of a function is one."""
+"""Beginnings that no instruction has; the docstring of a function is an instruction."""
 NO_DEED = re.compile(
     r"[A-Z][a-z]+s? (?:of|by)\b|(?:The|An?|One|Whole|Settings|Commands|Options|Groups|Types)\b"
 )
@@ -66,7 +66,7 @@ CODE = re.compile(r"`[^`]*`|\"[^\"\n]*\"")
 
 
 def product() -> list[str]:
-    """Python files of the product, relative to the root."""
+    """Return the Python files of the product, relative to the root."""
     files = [path for top in ("scarctl", "adapters") for path in (ROOT / top).rglob("*.py")]
     return sorted(path.relative_to(ROOT).as_posix() for path in files)
 

@@ -1,4 +1,4 @@
-"""The README and the guides are true: their commands run, their Python runs, their tables name what there is."""
+"""Test that the README and the guides are true: their commands and Python run, their tables match the code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("usual_saver")
 
 ROOT = Path(__file__).parent.parent
 STEPS = ("docs/quickstart.md", "docs/costs.md", "docs/failures.md", "docs/report.md")
-"""Their commands are one session of a terminal, in this order."""
+"""Documents whose commands form one terminal session, in this order."""
 PROGRAMS = (
     "docs/api.md",
     "docs/loops.md",
@@ -30,7 +30,7 @@ PROGRAMS = (
     "docs/schemas.md",
     *(f"docs/howto/{name}.md" for name in ("containers", "embeddings", "notebooks", "stages")),
 )
-"""Their Python is one program each."""
+"""Documents whose Python blocks form one program each."""
 LOOP = """
 import torch
 criterion = torch.nn.CrossEntropyLoss()
@@ -46,18 +46,18 @@ def read(document: str) -> str:
 
 
 def blocks(document: str, language: str) -> list[str]:
-    """Contents of the fenced blocks of one language."""
+    """Return the contents of the fenced blocks of one language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", read(document), re.MULTILINE | re.DOTALL)
 
 
 def commands() -> list[str]:
-    """Lines after a prompt."""
+    """Return the lines after a prompt."""
     console = [block for document in STEPS for block in blocks(document, "console")]
     return [line[2:] for block in console for line in block.splitlines() if line.startswith("$ ")]
 
 
 def table(document: str, heading: str) -> list[list[str]]:
-    """Cells of the first table that has this heading as its first cell, without header and rule."""
+    """Return the cells of the first table whose heading begins with this cell, without header and rule."""
     text = read(document)
     lines = text[text.index(f"| {heading} |") :].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -65,7 +65,7 @@ def table(document: str, heading: str) -> list[list[str]]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of what the README's commands use, as the current folder, and `scarctl` and `python` on the path."""
+    """Return a copy of the README's files as the current folder, with `scarctl` and `python` on the path."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.chdir(tmp_path)
     beside = Path(sys.executable).parent
@@ -79,7 +79,7 @@ def run(*command: str) -> None:
 
 
 def run_python(program: str, folder: Path) -> None:
-    """Run a program with warnings as errors, in a process that has imported torch already."""
+    """Run a program with warnings as errors, in a process that has already imported torch."""
     source = f"import warnings; warnings.simplefilter('error')\n{program}"
     done = forkserver.run(["-c", source], timeout=100, cwd=folder)
     assert done.returncode == 0, f"{program}\n{done.stdout}{done.stderr}"
@@ -97,14 +97,14 @@ def test_commands_run(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("document", PROGRAMS)
 def test_python_runs(folder: Path, document: str) -> None:
-    """The blocks are one program."""
+    """The blocks form one program."""
     run_python("\n".join(blocks(document, "python")), folder)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_workbench_prints_what_the_page_shows(folder: Path) -> None:
-    """The first block of Python makes the files, the last one loads what the commands have written."""
+    """The first block of Python makes the files, the last one loads the results of the commands."""
     first, last = blocks("docs/workbench.md", "python")
     run_python(first, folder)
     for block in blocks("docs/workbench.md", "console"):
@@ -119,7 +119,7 @@ def test_the_workbench_prints_what_the_page_shows(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_lines_to_add_to_a_loop_are_all(folder: Path) -> None:
-    """The loop before trains without scarctl, the loop after resumes: at the second start nothing is left to train."""
+    """The first loop trains without scarctl, the second one resumes: at the second start nothing is left to train."""
     (change,) = blocks("README.md", "diff")
     lines = change.splitlines()
     before, after = ("\n".join(x[1:] for x in lines if x[0] in wanted) for wanted in (" -", " +"))

@@ -1,4 +1,4 @@
-"""What a package index shows, and an installation without torch. `make package` checks sdist and wheel with twine."""
+"""Test a package index's view, and an installation without torch. `make package` checks sdist and wheel with twine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from scarctl.store import Store, open_writer
 
 ROOT = Path(__file__).parents[1]
 LIGHT = ("click", "fsspec", "numpy", "rich", "safetensors", "xxhash", "tomli; python_version < '3.11'")
-"""All dependencies but torch."""
+"""All dependencies except torch."""
 
 
 def build(kind: str, folder: Path) -> Path:
@@ -124,7 +124,7 @@ def small_store(folder: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_commands_work_where_torch_is_not_installed(wheel: Path, tmp_path: Path) -> None:
-    """A real environment without torch: commands on stores work, the others say what is missing."""
+    """In a real environment without torch commands on stores work, and the others say what is missing."""
     home = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(home)], check=True, timeout=200)
     pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

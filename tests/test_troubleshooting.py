@@ -1,4 +1,4 @@
-"""The page on troubleshooting has every exit code, every class of error, and every kind that is raised."""
+"""Test that the page on troubleshooting has every exit code, every class of error, and every kind that is raised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CLASSES = [
 
 
 def kinds() -> set[str]:
-    """Every kind that the sources give to an error."""
+    """Return every kind that the sources give to an error."""
     found = {"signal", "unexpected", "no-torch"}
     for top in ("scarctl", "adapters"):
         for path in (ROOT / top).rglob("*.py"):

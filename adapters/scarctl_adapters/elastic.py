@@ -80,10 +80,10 @@ class Elastic:
         self._group, self._optimizer, self._beta, self._resync = ddp.process_group, optimizer, beta, resync
         self._share = 1.0 / dist.get_world_size(self._group)
         self._lock = threading.Lock()
-        self._buckets: list[_Bucket] = []  # of the newest backward pass
-        self._over = False  # whether that pass is
-        self._owed: list[_Bucket] = []  # lent in the last step, and not corrected yet
-        self._stray = False  # whether ranks may differ by more than what is owed
+        self._buckets: list[_Bucket] = []  # buckets of the newest backward pass
+        self._over = False  # whether the newest backward pass is over
+        self._owed: list[_Bucket] = []  # buckets lent in the last step, and not corrected yet
+        self._stray = False  # whether ranks may differ by more than the owed gradients
         self._clipped = False
         self.steps = 0
         """Steps of the optimizer."""
@@ -91,7 +91,7 @@ class Elastic:
         """Those in which a gradient was lent."""
         self.constant = 0.0
         """Largest ‖mean - own‖ that one step lent: with SGD, the B of elastic consistency that was observed."""
-        self._called: list[_Bucket] = []  # whose `_arrive` may still run
+        self._called: list[_Bucket] = []  # buckets whose `_arrive` may still run
         weakref.finalize(self, _await_calls, self._called)  # at exit, too
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)

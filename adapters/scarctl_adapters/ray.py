@@ -49,13 +49,7 @@ class Kept(actor.Kept):
     """An actor's state in the store that has the actor's name. See `scarctl_adapters.actor.Kept`."""
 
     def __init__(
-        self,
-        model: Any,
-        optimizer: Any = None,
-        *,
-        root: str,
-        name: str | None = None,
-        **options: Any,
+        self, model: Any, optimizer: Any = None, *, root: str, name: str | None = None, **options: Any
     ) -> None:
         """Attach, and restore the state after the last call that is durable.
 

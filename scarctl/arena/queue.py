@@ -30,14 +30,7 @@ from scarctl.state import codec
 from scarctl.state.encodings import ENCODINGS, Encoding
 from scarctl.state.version import MAX_EPOCH, pack
 from scarctl.store.backends.local_files import os_error
-from scarctl.store.format import (
-    canonical,
-    dump_header,
-    encode_header,
-    header_length,
-    is_hex,
-    parse_header,
-)
+from scarctl.store.format import canonical, dump_header, encode_header, header_length, is_hex, parse_header
 from scarctl.util.arrays import Ids
 
 log = logging.getLogger("scarctl")
@@ -159,8 +152,7 @@ class HandOverQueue:
         metadata = {"version": str(version), "whole": whole, "extras": text, "encoding": encoding}
         metadata["digest"] = _digest(metadata, b"".join(parts))
         header = dump_header(
-            [*entries, *((_EXTRAS + n, t.dtype, t.shape) for n, t in tensors.items())],
-            metadata,
+            [*entries, *((_EXTRAS + n, t.dtype, t.shape) for n, t in tensors.items())], metadata
         )
         temporary = self._folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
         try:

@@ -159,7 +159,7 @@ class Behind:
         if oldest < 0 or oldest != self._oldest:
             self._oldest, self._oldest_since = oldest, now
         elif now > self._oldest_since + _STUCK:
-            self._oldest_since = math.inf  # said once
+            self._oldest_since = math.inf  # warn only once
             log.warning(
                 "copies of step %d have waited for the store for more than %d s: `scarctl daemon status` may show why",
                 oldest,

@@ -145,7 +145,7 @@ class Checkpoints:
         """The live state of the newest checkpoint."""
         self._look: Job[None] | None = None
         self._ignores = False
-        """Whether the worker may work beside a capture of a CUDA graph."""
+        """Whether the worker may work during a capture of a CUDA graph."""
         _leave_threads(worker)
 
     @property

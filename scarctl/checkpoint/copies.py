@@ -32,12 +32,7 @@ class Copies:
     """The copies of one session's state."""
 
     def __init__(
-        self,
-        arena: Arena,
-        queue: HandOverQueue,
-        store: Store,
-        shard_of: NDArray[np.int32],
-        caveats: Caveats,
+        self, arena: Arena, queue: HandOverQueue, store: Store, shard_of: NDArray[np.int32], caveats: Caveats
     ) -> None:
         """Take what holds the copies. caveats: gets a caveat if bytes in memory have changed."""
         self._arena = arena
@@ -116,13 +111,7 @@ class Copies:
         snapshot: take this snapshot instead.
         """
         plan = plan_rollback(
-            self._store,
-            self._layout,
-            self._shard_of,
-            self._arena,
-            lost=lost,
-            until=until,
-            snapshot=snapshot,
+            self._store, self._layout, self._shard_of, self._arena, lost=lost, until=until, snapshot=snapshot
         )
         report = self._fetch(plan)
         return report, sealed_extras(self._store, report.plan)

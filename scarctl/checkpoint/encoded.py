@@ -62,7 +62,7 @@ class EncodedCopies:
         lacking = np.where(lossy, np.minimum(error, _MOST) * self._unit, 0.0)
         near = lossy & (moved <= lacking)
         total = moved + lacking
-        total[lossy & (total == 0)] = _LEAST  # it has stopped: its slots may still not be exact
+        total[lossy & (total == 0)] = _LEAST  # it no longer changes, but its slots may not be exact yet
         return Weighed(total, np.where(near, self._exact_bytes, self.nbytes), near)
 
     def parts(self, copied: Copied, *, sealed: bool) -> list[tuple[Encoding, NDArray[np.bool_]]]:

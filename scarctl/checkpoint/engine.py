@@ -127,7 +127,7 @@ class Engine:
             return Movements(self.arena.folder, self.layout, groups)
         except ScarError:
             if not (self.arena.version >= 0).any():
-                self.arena.remove()  # it is empty, and memory is short
+                self.arena.remove()  # the arena is empty, and memory is short
             raise
 
     def copy(self, live: LiveState, step: int, extent: Extent) -> Copied:

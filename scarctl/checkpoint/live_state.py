@@ -47,7 +47,7 @@ class Moved:
     ids: Ids
     """Partitions, ascending."""
     movement: NDArray[np.float64]
-    """Squared norms of their noted movements."""
+    """Squared norms of their recorded movements."""
     distance: NDArray[np.float64]
     """Norms of the change in the live values of the parameter; NaN or Inf if those were not finite."""
 

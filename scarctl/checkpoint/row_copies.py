@@ -1,7 +1,7 @@
 """Copy rows between tensors: between two places on the host, or between a GPU and the host.
 
 On the host a copy is cheap to start and takes as long as its bytes. To and from a GPU each call takes longer than the
-bytes of a small partition, waits for the interpreter's lock, and makes training wait for it. So there all rows of a
+bytes of a small partition. It waits for the interpreter's lock, and training waits for it. So there all rows of a
 tensor are copied by a few calls, without waiting; `wait_for` waits once for all of them.
 """
 

@@ -38,7 +38,7 @@ class Moment:
     marks: Marks
     """Events that mark this moment on each GPU."""
     streams: Streams
-    """Streams for work beside training."""
+    """Streams for work alongside training."""
     identities: Identities
     """Source of the state's name."""
     weights: Weights

@@ -108,7 +108,7 @@ def _equal(first: bytes | torch.Tensor, last: bytes | torch.Tensor) -> bool:
     if isinstance(first, torch.Tensor) and isinstance(last, torch.Tensor):
         return torch.equal(first, last)
     if isinstance(first, bytes) and isinstance(last, bytes):
-        return first == last or not (first and last)  # of released memory nothing is known
+        return first == last or not (first and last)  # released memory cannot be compared
     return False
 
 

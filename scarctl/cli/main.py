@@ -185,7 +185,7 @@ class LazyGroup(Group):
                 debug=_asked(arguments, "--debug", "SCARCTL_DEBUG"),
             )
             if command == "run" and code < EXIT_SIGNAL:
-                code = EXIT_RUN_FAILED  # all others are those of the command that it runs
+                code = EXIT_RUN_FAILED  # its other exit codes are those of the command that it runs
         sys.exit(code or 0)
 
 

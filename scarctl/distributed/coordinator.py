@@ -118,8 +118,7 @@ class Crew(Together):
         _check_alike(team.gather(_settings_of(settings)))
         if settings.shards not in (None, 1):
             raise UsageError(
-                f"shards={settings.shards}: with several ranks, each rank is one shard",
-                hint="omit shards",
+                f"shards={settings.shards}: with several ranks, each rank is one shard", hint="omit shards"
             )
         everyone = team.collect(lambda: [holding.to_json() for holding in holdings_of(adapter.groups())])
         # All ranks have the same values, so all get the same result, or the same error.

@@ -199,9 +199,7 @@ def divide(holdings: Sequence[Sequence[Holding]]) -> Division:
             _give(part, ranks[i], start, stop, owned, copies)
     copies.sort(key=lambda copy: (copy.owner, copy.holders.name, copy.start))
     return Division(
-        tuple(tuple(sorted(own, key=itemgetter(0))) for own in owned),
-        tuple(map(tuple, names)),
-        tuple(copies),
+        tuple(tuple(sorted(own, key=itemgetter(0))) for own in owned), tuple(map(tuple, names)), tuple(copies)
     )
 
 

@@ -71,13 +71,7 @@ class Exchange:
     """The rounds of one rank. `join`, `wait` and `hurry` never raise because of other ranks."""
 
     def __init__(
-        self,
-        group: Group,
-        rank: int,
-        world: int,
-        *,
-        timeout: float = TIMEOUT,
-        linger: float = LINGER,
+        self, group: Group, rank: int, world: int, *, timeout: float = TIMEOUT, linger: float = LINGER
     ) -> None:
         """Start the thread.
 

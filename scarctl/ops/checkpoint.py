@@ -143,12 +143,12 @@ def checkpoint(state: StateFile, settings: CheckpointSettings, *, dry_run: bool 
         settings = replace(settings, policy="full")
     if dry_run:
         live, damaged = _load(state, store, layout, states, settings)
-        choice = _choose(live, states, settings, store, damaged)
+        choice = _choose(live, states, settings, store)
         return _result(layout, settings, choice, {}, durable=False, damaged=damaged)
     with _writing(store, layout) as writer:
         _check_step(settings.step, writer.states)
         live, damaged = _load(state, store, layout, writer.states, settings)
-        choice = _choose(live, writer.states, settings, store, damaged)
+        choice = _choose(live, writer.states, settings, store)
         live.save(choice.ids, pack(writer.epoch, settings.step))
         collector = Collector(writer)
         seq = _commit(writer, live.arena, choice, settings)
@@ -273,11 +273,7 @@ def _copy(source: Arena, target: Arena, ids: Ids) -> None:
 
 
 def _choose(
-    live: LiveState,
-    states: Mapping[int, ShardState],
-    settings: CheckpointSettings,
-    store: Store,
-    damaged: tuple[str, ...],
+    live: LiveState, states: Mapping[int, ShardState], settings: CheckpointSettings, store: Store
 ) -> _Choice:
     """Select the partitions to save. A partition without a readable copy is always saved, even beyond the budget."""
     layout, version = live.layout, live.arena.version

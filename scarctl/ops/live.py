@@ -215,9 +215,7 @@ def _pass_on(arena_dir: str | None, run: str, wish: Wish, hint: str) -> dict[str
         if error.kind != "no-daemon":
             raise
         raise UsageError(
-            "no running session saves to this store through this host's daemon",
-            hint=hint,
-            kind="no-session",
+            "no running session saves to this store through this host's daemon", hint=hint, kind="no-session"
         ) from None
 
 

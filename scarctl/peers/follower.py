@@ -264,10 +264,7 @@ class Follower:
                 if not again.all():
                     return [], np.sort(np.concatenate([missed, ids[same]]))
         found = []
-        for kind, take, body in (
-            (Kind.BATCH, same & wanted, data),
-            (Kind.FIELDS, same & ~wanted, data[:0]),
-        ):
+        for kind, take, body in ((Kind.BATCH, same & wanted, data), (Kind.FIELDS, same & ~wanted, data[:0])):
             if take.any():
                 batch = Batch(ids[take], before[take], version[take], durable[take], distance[take], body)
                 found.append((kind, batch))

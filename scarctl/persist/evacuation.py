@@ -279,7 +279,7 @@ class Evacuation:
         taken = waiting.ids[fitting(sizes, room - extra_bytes, most - extra_bytes)]
         if not taken.size:
             return False
-        number = self._extras.number if self._extras is not None else 0
+        number = self._extras.number if extras is not None and self._extras is not None else 0
         handover = HandOver(number, waiting.version, waiting.ids, whole="", extras=None)
         started = self._clock()
         written = self._tier.commit_part(handover, np.sort(taken), extras)

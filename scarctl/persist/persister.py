@@ -349,7 +349,7 @@ def reconcile(arena: Arena, queue: HandOverQueue, states: Mapping[int, ShardStat
     for state in states.values():
         stored[state.ids] = state.version
         error = arena.encoding_error[state.ids]
-        # An error that was not measured is that of a copy which the arena will get from the store, as it is there.
+        # Without a measured error the arena's copy will come from the store, so the two are equal.
         arena.encoding_error[state.ids] = np.where(state.encoded, np.maximum(error, 0.0), -1.0)
         if state.whole and state.whole == arena.whole:
             # The process died after it had committed the whole state, but before it noted the commit in the arena.

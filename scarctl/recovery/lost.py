@@ -32,11 +32,7 @@ _NO_GROUP = "matches no group"
 
 
 def parse_lost(
-    lost: Lost,
-    names: Collection[str],
-    shards: Sequence[int],
-    world: int | None = None,
-    noun: str = "rank",
+    lost: Lost, names: Collection[str], shards: Sequence[int], world: int | None = None, noun: str = "rank"
 ) -> list[Item]:
     """Return the items of `lost`, in order.
 

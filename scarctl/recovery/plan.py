@@ -250,9 +250,9 @@ def plan_sealed(
     ids = np.arange(layout.partitions, dtype=np.int64)
     version = _stored(layout, states)
     top = int(version.max(initial=NEVER))
-    # If versions differ, a record's segment was damaged and its partitions fell back to older copies. If no copy
-    # exists, the record has other members.
-    if (version != top).any() or (top == NEVER and len(ids)):
+    # If versions differ or are in doubt, a record or its segment was damaged, and partitions fell back to older copies.
+    # If no copy exists, the record has other members.
+    if (version != top).any() or _in_doubt(layout, states).any() or (top == NEVER and len(ids)):
         reasons = [damage.reason for state in states.values() for damage in state.damaged]
         raise NoIntactCopy(
             reasons[0] if reasons else f"{store.where}: the state of step {sealed.step} is not complete",

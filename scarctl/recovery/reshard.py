@@ -259,11 +259,7 @@ def _overlap(ours: Group, theirs: Group) -> tuple[tuple[int, int], ...] | None:
     """Return the common box as first and last + 1 of the whole tensor, per dimension; None without an overlap."""
     box = []
     for ours_at, ours_size, theirs_at, theirs_size in zip(
-        ours.box.offset,
-        ours.tensors[0].shape,
-        theirs.box.offset,
-        theirs.tensors[0].shape,
-        strict=True,
+        ours.box.offset, ours.tensors[0].shape, theirs.box.offset, theirs.tensors[0].shape, strict=True
     ):
         start, stop = max(ours_at, theirs_at), min(ours_at + ours_size, theirs_at + theirs_size)
         if start >= stop:

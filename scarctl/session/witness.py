@@ -103,7 +103,8 @@ class Witness:
             self._ids = frozenset(map(id, self._modules()))
             self._gpu = any(p.is_cuda for module in self._modules() for p in module.parameters(recurse=False))
         self._left, self._looking = _MODULES, True
-        # Of all modules, because a hook of the model's own would be copied and pickled with it; and for a moment only.
+        # The hook is for all modules, because one on the model would be copied and pickled with it; it is soon
+        # removed.
         if self._handle is None:
             self._handle = nn.modules.module.register_module_forward_pre_hook(self._look)
         else:

@@ -268,10 +268,7 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """Return the layout as JSON values; `from_json` reads it back."""
-        return {
-            "optimizer": self._optimizer,
-            "groups": [group_to_json(group) for group in self._groups],
-        }
+        return {"optimizer": self._optimizer, "groups": [group_to_json(group) for group in self._groups]}
 
     @classmethod
     def from_json(cls, obj: object) -> Layout:

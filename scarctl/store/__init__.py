@@ -20,13 +20,7 @@ from scarctl.store.snapshot import (
     snapshots,
 )
 from scarctl.store.store import Part, Store
-from scarctl.store.topology import (
-    Topology,
-    complete_sets,
-    create_topology,
-    newest_topology,
-    topology_epochs,
-)
+from scarctl.store.topology import Topology, complete_sets, create_topology, newest_topology, topology_epochs
 from scarctl.store.writer import StoreWriter, open_writer
 
 __all__ = [

@@ -78,14 +78,7 @@ def live_bytes(state: ShardState) -> NDArray[np.int64]:
     return np.bincount(state.segment[at], weights, len(state.segments)).astype(np.int64)
 
 
-def choose(
-    state: ShardState,
-    lives: Lives,
-    kept: frozenset[str],
-    *,
-    free: int,
-    limit: int,
-) -> Ids:
+def choose(state: ShardState, lives: Lives, kept: frozenset[str], *, free: int, limit: int) -> Ids:
     """Return the members (indices of the arrays) to move, to delete segments with about `free` dead bytes.
 
     At most about `limit` bytes are moved. Segments in `kept`, and the one with the newest extras, stay.

@@ -373,8 +373,8 @@ class ShardLog:
                 try:
                     tail = self.tail(record, state.layout)
                 except (Corruption, FileNotFoundError):
-                    # Named by `verify` and by the state's `damaged`; only intact copies count here. It may
-                    # have held newer copies than those below it, so no seal above it speaks for them.
+                    # `verify` and the state's `damaged` name the segment; only intact copies count here. It may have
+                    # held newer copies than those below it, so seals above it do not count for those.
                     sealed_as[passed] = NEVER
             if record.sealed and (tail is not None or record.segment is None):
                 sealed_as[passed & (sealed_as < 0)] = record.version

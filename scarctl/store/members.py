@@ -19,13 +19,7 @@ from scarctl.store.format import LOCK, MAX_SHARD, canonical
 from scarctl.store.lock import NoLock, StoreLock
 from scarctl.store.shard_state import ShardState
 from scarctl.store.store import Store
-from scarctl.store.topology import (
-    Topology,
-    create_topology,
-    newest_topology,
-    read_topology,
-    topology_epochs,
-)
+from scarctl.store.topology import Topology, create_topology, newest_topology, read_topology, topology_epochs
 from scarctl.store.writer import open_writer
 
 EPOCH = 1

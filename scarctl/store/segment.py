@@ -13,12 +13,7 @@ from scarctl.state.encodings import ENCODINGS, Encoding
 from scarctl.state.layout import Group, Layout
 from scarctl.store import checksum
 from scarctl.store.backends.base import Buffer
-from scarctl.store.format import (
-    RESERVED,
-    Fields,
-    corrupt,
-    is_segment_name,
-)
+from scarctl.store.format import RESERVED, Fields, corrupt, is_segment_name
 from scarctl.util.arrays import Bytes, Ids
 
 COLUMNS = {

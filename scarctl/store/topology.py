@@ -186,8 +186,7 @@ def create_topology(store: Store, topology: Topology) -> None:
         store.blobs.create_exclusive(topology_path(topology.epoch), [topology.data])
     except FileExistsError:
         raise Contention(
-            f"{store.where}: another job begins to write to this store",
-            hint="let only one job write to it",
+            f"{store.where}: another job begins to write to this store", hint="let only one job write to it"
         ) from None
 
 

@@ -33,16 +33,7 @@ from scarctl.testing.fingerprint import (
     is_placeholder,
     rows_of,
 )
-from scarctl.testing.harness import (
-    LAST,
-    OFTEN,
-    RARELY,
-    Runs,
-    Stop,
-    folder_at,
-    layouts_here,
-    stopped,
-)
+from scarctl.testing.harness import LAST, OFTEN, RARELY, Runs, Stop, folder_at, layouts_here, stopped
 from scarctl.testing.killed_runs import checkpoint
 from scarctl.testing.store_bytes import (
     State,

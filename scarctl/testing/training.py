@@ -26,13 +26,7 @@ class Training(ABC):
 
     @abstractmethod
     def run(
-        self,
-        store: Path,
-        until: int,
-        visit: Visit,
-        *,
-        resume: Mapping[str, Any],
-        options: Mapping[str, Any],
+        self, store: Path, until: int, visit: Visit, *, resume: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
         """Attach, resume, train until iteration `until` is finished (counted over restarts), and close.
 

@@ -242,10 +242,7 @@ def _gauss_of_numpy() -> int | None:
     for _ in range(3):
         kept = HostStates(
             None,
-            (
-                ctypes.string_at(bits.ctypes.state_address, _BYTES),
-                ctypes.string_at(id(twin) + offset, 16),
-            ),
+            (ctypes.string_at(bits.ctypes.state_address, _BYTES), ctypes.string_at(id(twin) + offset, 16)),
         )
         official, found = twin.get_state(), kept.numpy()
         if (found[0], *found[2:]) != (official[0], *official[2:]) or not np.array_equal(

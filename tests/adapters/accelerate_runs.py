@@ -25,11 +25,11 @@ from scarctl_adapters.accelerate import attach_and_resume
 from tests.support.training import drain
 
 EXACT: dict[str, Any] = {"selection": scarctl.Selection(policy="full"), "interval": 1}
-"""Every step is sealed."""
+"""Attach, with every step sealed."""
 
 
 class Meter:
-    """What a user counts."""
+    """An object with a state, as a user registers one."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -42,7 +42,7 @@ class Meter:
 
 
 class Loop:
-    """11 batches of an epoch make 6 steps, the last of one batch."""
+    """A loop over epochs of 11 batches, which make 6 steps; the last step has one batch."""
 
     def __init__(self, seed: int = 3, *, rows: int = 44) -> None:
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -64,7 +64,7 @@ class Loop:
         self, run: Any = None, *, epochs: int = 3, on_step: Callable[[int], None] = lambda _: None
     ) -> None:
         self.steps = run.session.head_step if run is not None else 0
-        # Of several ranks only the random numbers of a step's end are saved.
+        # With several ranks only the random numbers of a step's end are saved.
         alone = self.accelerator.num_processes == 1
         for _ in run.epochs(epochs) if run is not None else range(epochs):
             self.model.train()
@@ -86,7 +86,7 @@ class Loop:
             self.by_epoch.step()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """All of it, to compare bit for bit."""
+        """Return the complete state, to be compared bit for bit."""
         model = getattr(self.model, "module", self.model)
         state = {name: value.detach().clone() for name, value in model.state_dict().items()}
         for number, slots in self.optimizer.state_dict()["state"].items():
@@ -98,7 +98,7 @@ class Loop:
 
 
 def forget_accelerators() -> None:
-    """Accelerate keeps what it is set to for the whole process."""
+    """Reset Accelerate's settings, which it keeps for the whole process."""
     for shared in (AcceleratorState, GradientState, PartialState):
         shared._reset_state()
 
@@ -112,7 +112,9 @@ def go(
     rows: int = 44,
     on_step: Callable[[Any, int], None] = lambda run, step: None,
 ) -> tuple[dict[str, torch.Tensor], Any]:
-    """A run in this process, up to the end; its state, and what it was resumed from. options None: without scarctl."""
+    """Run in this process until the end. Return the state, and what the run resumed from. options None: without
+    scarctl.
+    """
     forget_accelerators()
     loop = Loop(seed, rows=rows)
     if options is None:
@@ -130,7 +132,7 @@ def go(
 
 
 def main() -> None:
-    """One rank: a run without scarctl, and one with it, in which rank 1 is killed once. Its store keeps up."""
+    """Run one rank: first without scarctl, then with scarctl, where rank 1 is killed once. The store keeps up."""
     given = json.loads(sys.argv[1])
     out, whole = Path(given["out"]), Loop(3)
     rank, killed = whole.accelerator.process_index, out / "killed"

@@ -1,4 +1,4 @@
-"""Loops with one defect each, as a framework's adapter would be one. The conformance suite has to find them."""
+"""Provide loops with one defect each, as a framework's adapter might have. The conformance suite has to find them."""
 
 from __future__ import annotations
 
@@ -13,25 +13,14 @@ from tests.adapters.torch.test_conformance import TorchTraining
 
 
 class Loop(TorchTraining):
-    """The loop of the torch suite in its parts."""
+    """The loop of the torch suite, split into its parts."""
 
     def run(
-        self,
-        store: Path,
-        until: int,
-        visit: Visit,
-        *,
-        resume: Mapping[str, Any],
-        options: Mapping[str, Any],
+        self, store: Path, until: int, visit: Visit, *, resume: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
         extras = {"position": self.position}
         session = scarctl.attach(
-            self.model,
-            self.optimizers,
-            store=store,
-            schedulers=self.schedulers,
-            extras=extras,
-            **options,
+            self.model, self.optimizers, store=store, schedulers=self.schedulers, extras=extras, **options
         )
         try:
             self.begin(session, resume)
@@ -59,7 +48,7 @@ class Loop(TorchTraining):
 
 
 class NeverCloses(Loop):
-    """The session is left to the end of the process."""
+    """The session stays open until the process ends."""
 
     left: ClassVar[list[scarctl.Session]] = []
 
@@ -68,7 +57,7 @@ class NeverCloses(Loop):
 
 
 class KeepsSession(Loop):
-    """The loop remembers its session."""
+    """The loop keeps a reference to its session."""
 
     def end(self, session: scarctl.Session) -> None:
         session.close()
@@ -76,7 +65,7 @@ class KeepsSession(Loop):
 
 
 class NeverSeals(Loop):
-    """What is not saved yet when the loop ends is not saved."""
+    """State that is not saved when the loop ends is never saved."""
 
     def step_done(self, session: scarctl.Session) -> None:
         session._finish()
@@ -87,28 +76,28 @@ class NeverSeals(Loop):
 
 
 class SwallowsExceptions(Loop):
-    """What a callback raises ends the loop, and nobody hears of it."""
+    """An exception from a callback ends the loop without being reported."""
 
     def failed(self, error: BaseException) -> bool:
         return True
 
 
 class IgnoresSnapshot(Loop):
-    """Resumes always from the newest state."""
+    """The loop always resumes from the newest state."""
 
     def begin(self, session: scarctl.Session, resume: Mapping[str, Any]) -> None:
         session.resume()
 
 
 class WaitsForStore(Loop):
-    """Every iteration has to be durable."""
+    """The loop requires every iteration to be durable."""
 
     def step_done(self, session: scarctl.Session) -> None:
         session.checkpoint(wait=True)
 
 
 class CountsItself(Loop):
-    """The loop counts iterations beside the hooks."""
+    """The loop counts iterations without the hooks."""
 
     def step_done(self, session: scarctl.Session) -> None:
         session.step()

@@ -1,4 +1,4 @@
-"""For tests that compare runs bit by bit, some of them in forked processes."""
+"""Fixtures for tests that compare runs bit by bit, some of them in forked processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread() -> Iterator[None]:
-    """A forked process has no other threads than the one that forked: its sums have another order."""
+    """A forked process has only the thread that forked, so its sums would have another order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

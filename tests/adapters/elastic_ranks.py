@@ -1,4 +1,4 @@
-"""Ranks that train with an elastic schedule, for test_elastic.py. One of them is slow, so that the others lend."""
+"""Run ranks that train with an elastic schedule, for test_elastic.py. One rank is slow, so the others lend."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from scarctl_adapters.elastic import schedule
 
 LAYERS, WIDTH = 6, 8
 PAUSE = 0.05
-"""Seconds that the slow rank takes before its last bucket."""
+"""Seconds that the slow rank waits before its last bucket."""
 
 
 class Sum(nn.Module):
-    """Each layer adds Σ w·x + curvature/2 ‖w‖², so that its gradient is x + curvature * w."""
+    """A model in which each layer adds Σ w·x + curvature/2 ‖w‖², so that its gradient is x + curvature * w."""
 
     def __init__(self, curvature: float) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Sum(nn.Module):
 def wrap(
     rank: int, *, curvature: float = 0.0, slow: int | None = 1, bucket_mb: float = 1e-6
 ) -> DistributedDataParallel:
-    """Every layer is a bucket of its own. Rank `slow` pauses before the gradient of the first, which comes last."""
+    """Make one bucket per layer. Rank `slow` pauses before the gradient of the first layer, which comes last."""
     ddp = DistributedDataParallel(Sum(curvature), bucket_cap_mb=bucket_mb)
     if rank == slow:
         ddp.module.layers[0].register_hook(lambda _: time.sleep(PAUSE))
@@ -48,7 +48,7 @@ def wrap(
 
 
 def noise(rank: int, step: int) -> torch.Tensor:
-    """A gradient of norm 1."""
+    """Return a gradient of norm 1."""
     x = torch.randn(LAYERS, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
     return x / x.norm()
 
@@ -79,7 +79,7 @@ def plain(rank: int, steps: range, **options: Any) -> torch.Tensor:
 
 
 def nothing_lent(rank: int, world: int) -> bool:
-    """With beta = 1, against DDP."""
+    """With beta = 1 the result equals that of DDP."""
     options = {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
     ddp = wrap(rank)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, **options)
@@ -90,7 +90,7 @@ def nothing_lent(rank: int, world: int) -> bool:
 
 
 def corrected(rank: int, world: int) -> dict[str, float]:
-    """The gradients do not depend on the parameters, so what was lent leaves no trace, at rates that change."""
+    """The gradients do not depend on the parameters, so lent gradients leave no trace, even if rates change."""
     ddp = wrap(rank)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     elastic = schedule(ddp, optimizer, beta=0.5)
@@ -127,7 +127,7 @@ def bounded(rank: int, world: int) -> dict[str, float]:
 
 
 def resynced(rank: int, world: int) -> bool:
-    """With AdamW, every three steps."""
+    """Train with AdamW and a resync every three steps."""
     ddp = wrap(rank, curvature=1.0)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1)
     elastic = schedule(ddp, optimizer, beta=0.5, resync=3)
@@ -143,12 +143,7 @@ def refused(rank: int, world: int) -> list[str]:
     said = []
     ddp = wrap(rank, slow=None)
     sgd, adam = torch.optim.SGD(ddp.parameters(), lr=0.1), torch.optim.AdamW(ddp.parameters())
-    for optimizer, options in (
-        (sgd, {"beta": 0.0}),
-        (sgd, {"beta": 1.5}),
-        (sgd, {"resync": 0}),
-        (adam, {}),
-    ):
+    for optimizer, options in ((sgd, {"beta": 0.0}), (sgd, {"beta": 1.5}), (sgd, {"resync": 0}), (adam, {})):
         try:
             schedule(ddp, optimizer, **options)  # type: ignore[arg-type]
         except UsageError as error:
@@ -188,7 +183,7 @@ def settings(folder: str) -> scarctl.Settings:
 
 
 def protected(rank: int, world: int, folder: str, wrapper: bool) -> dict[str, Any]:
-    """Attached: a state with something lent is not exact, one that was settled within its step is."""
+    """With a session attached, a state with a lent gradient is not exact; a state settled within its step is exact."""
     found: dict[str, Any] = {}
     for settle in (False, True):
         for again in (False, True):
@@ -214,12 +209,12 @@ def protected(rank: int, world: int, folder: str, wrapper: bool) -> dict[str, An
 
 
 def stateful(rank: int, world: int, folder: str) -> dict[str, list[str]]:
-    """Other communication hooks of torch: which of them have a state that no checkpoint has."""
+    """Return which of torch's other communication hooks have a state that no checkpoint saves."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     found = {}
     for name in ("powersgd", "fp16", "group"):
-        ddp = wrap(rank, slow=None, bucket_mb=25)  # PowerSGD's callbacks wait, and gloo has two threads
+        ddp = wrap(rank, slow=None, bucket_mb=25)  # PowerSGD's callbacks wait, and gloo has only two threads
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         session = scarctl.attach(
             ddp, optimizer, store=str(Path(folder, name)), interval=2, settings=settings(folder)
@@ -240,7 +235,8 @@ def stateful(rank: int, world: int, folder: str) -> dict[str, list[str]]:
 
 
 if __name__ == "__main__":
-    # A program whose last step lends, and which ends at once. Ranks of `launch` end without the interpreter's end.
+    # The program's last step lends, and the program ends at once, with the interpreter's usual end, unlike
+    # ranks of `launch`.
     dist.init_process_group("gloo")
     place = dist.get_rank()
     model = wrap(place)

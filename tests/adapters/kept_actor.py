@@ -20,7 +20,7 @@ ROWS = 64
 
 
 class Counter:
-    """Every call adds 1 to every row, one after the other: a state of different rows is of two calls."""
+    """Every call adds 1 to all rows, one after the other: a state whose rows differ mixes two calls."""
 
     def __init__(self, store: str, every: int) -> None:
         self.state = {"rows": np.zeros((ROWS, 256)), "calls": np.zeros(1, np.int64)}

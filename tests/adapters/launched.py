@@ -1,4 +1,4 @@
-"""Two ranks of a program under torchrun, one of which is killed, and both are started again."""
+"""Run two ranks of a program under torchrun; one of them is killed, and both are started again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.distributed.launch import ROOT, environment, free_port
 
 
 def torchrun(module: str, folder: Path, arena_dir: Path, *, kill_at: int) -> list[dict[str, Any]]:
-    """What each rank has saved at its end."""
+    """Return what each rank has saved at its end."""
     given = {"out": str(folder), "store": str(folder / "store"), "arena": str(arena_dir), "kill_at": kill_at}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--monitor-interval", "0.1"]
@@ -34,7 +34,7 @@ def torchrun(module: str, folder: Path, arena_dir: Path, *, kill_at: int) -> lis
 
 
 def check_ranks(found: list[dict[str, Any]], *, killed_at: int) -> None:
-    """They went on together from a sealed state, and ended bit for bit like a run without scarctl."""
+    """Check that both ranks continued from one sealed state, and ended bit for bit like a run without scarctl."""
     assert found[0]["resumed"] == found[1]["resumed"]
     step, exact = found[0]["resumed"]
     assert 1 <= step <= killed_at

@@ -1,4 +1,4 @@
-"""Adapters with one defect each, as an author might make it. The conformance suite has to find them."""
+"""Provide adapters with one defect each, as an author might make it. The conformance suite has to find them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Mutated(AdapterConformance):
 
 
 def with_adapter(adapter: type[TorchAdapter]) -> type[TorchTraining]:
-    """The loop of the torch suite, whose session finds this adapter."""
+    """The loop of the torch suite, in which the session finds this adapter."""
 
     class Loop(TorchTraining):
         def run(self, store: Path, until: int, visit: Visit, **more: Any) -> None:
@@ -49,7 +49,7 @@ def with_adapter(adapter: type[TorchAdapter]) -> type[TorchTraining]:
 
 @contextmanager
 def finding(adapter: type[TorchAdapter]) -> Iterator[None]:
-    """`attach` takes this adapter for everything."""
+    """Make `attach` use this adapter for every object."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             scarctl.api,
@@ -63,7 +63,7 @@ def finding(adapter: type[TorchAdapter]) -> Iterator[None]:
 
 
 class TurnsOrder(TorchAdapter):
-    """Groups come in another order every time."""
+    """Groups come in another order each time."""
 
     turned = False
 
@@ -73,7 +73,7 @@ class TurnsOrder(TorchAdapter):
 
 
 class OrderOfHashes(TorchAdapter):
-    """The order is that of a set of names: another one in every process."""
+    """The order is that of a set of names, which differs between processes."""
 
     def groups(self) -> list[StateGroup]:
         groups = {group.name: group for group in super().groups()}
@@ -81,7 +81,7 @@ class OrderOfHashes(TorchAdapter):
 
 
 class NamesOfAddresses(TorchAdapter):
-    """Groups are named by where they are in memory."""
+    """Groups are named by their address in memory."""
 
     def groups(self) -> list[StateGroup]:
         return [replace(group, name=f"p{group.tensors[''].data_ptr()}") for group in super().groups()]
@@ -137,7 +137,7 @@ class ForgetsSlot(TorchAdapter):
 
 
 class SlotsAsExtras(TorchAdapter):
-    """Optimizer's slots are extras: a resume is exact, a recovery leaves them."""
+    """The optimizer's slots are extras: a resume is exact, but a recovery does not restore them."""
 
     def groups(self) -> list[StateGroup]:
         return [replace(group, tensors={"": group.tensors[""]}) for group in super().groups()]
@@ -157,7 +157,7 @@ class SlotsAsExtras(TorchAdapter):
 
 
 class LeavesFactored(TorchAdapter):
-    """Knows only slots."""
+    """An adapter that knows only slots."""
 
     def restore_lost(self, lost: object, saved: object) -> None: ...
 
@@ -173,7 +173,7 @@ class Copies(TorchAdapter):
 
 
 class Upcasts(TorchAdapter):
-    """What numpy has no dtype for is converted, and so copied."""
+    """Tensors whose dtype numpy lacks are converted, and therefore copied."""
 
     def groups(self) -> list[StateGroup]:
         return [
@@ -186,7 +186,7 @@ class Upcasts(TorchAdapter):
 
 
 class MakesContiguous(TorchAdapter):
-    """What is not contiguous is copied."""
+    """Tensors that are not contiguous are copied."""
 
     def groups(self) -> list[StateGroup]:
         return [
@@ -196,7 +196,7 @@ class MakesContiguous(TorchAdapter):
 
 
 class ForgetsExtras(TorchAdapter):
-    """The data position is saved, and not restored."""
+    """The data position is saved, but not restored."""
 
     def restore(self, early: Any, late: Any) -> None:
         position = dict(self._early["position"])
@@ -205,7 +205,7 @@ class ForgetsExtras(TorchAdapter):
 
 
 class ForgetsSchedule(TorchAdapter):
-    """The schedule begins again."""
+    """The schedule begins again at its start."""
 
     def restore(self, early: Any, late: Any) -> None:
         schedules = {name: item.state_dict() for name, item in self._late.items()}
@@ -213,7 +213,7 @@ class ForgetsSchedule(TorchAdapter):
 
 
 class ForgetsRandomNumbers(TorchAdapter):
-    """Generators go on wherever they are."""
+    """Generators continue from their present state."""
 
     def restore(self, early: Any, late: Any) -> None:
         state = torch.get_rng_state()
@@ -222,7 +222,7 @@ class ForgetsRandomNumbers(TorchAdapter):
 
 
 class ReadsTooLate(TorchAdapter):
-    """The schedule is read with what belongs to the end of a step: before it has stepped itself."""
+    """The schedule is read with the early extras, before it has stepped."""
 
     def capture_early(self) -> dict[str, Any]:
         return {**super().capture_early(), "late": super().capture_late()}
@@ -232,7 +232,7 @@ class ReadsTooLate(TorchAdapter):
 
 
 class KeepsSlots(TorchAdapter):
-    """Slots that were made for a resume stay when there is nothing to resume from."""
+    """Slots that were made for a resume stay if there is nothing to resume from."""
 
     def create_slots(self, layout: Layout) -> Hook:
         super().create_slots(layout)
@@ -240,7 +240,7 @@ class KeepsSlots(TorchAdapter):
 
 
 class ChangesBeforeRefusing(TorchAdapter):
-    """The model is made ready before it is known to be the right one."""
+    """The model is prepared before it is known to be the right one."""
 
     @classmethod
     def build(cls, model: Any, optimizers: Any, **options: Any) -> TorchAdapter:
@@ -250,7 +250,7 @@ class ChangesBeforeRefusing(TorchAdapter):
 
 
 class TakesAnything(TorchAdapter):
-    """What does not fit is left out."""
+    """Groups that do not match are left out."""
 
     def groups(self) -> list[StateGroup]:
         return [group for group in super().groups() if not group.name.startswith("out.")]
@@ -265,7 +265,7 @@ class TakesAnything(TorchAdapter):
 
 
 class KeepsHooks(TorchAdapter):
-    """The removal removes nothing."""
+    """Removing the hooks removes nothing."""
 
     def install(self, before: Hook, after: Hook) -> Hook:
         super().install(before, after)
@@ -291,14 +291,14 @@ class CountsEveryOptimizer(TorchAdapter):
 
 
 class NeverBefore(TorchAdapter):
-    """Nobody says that a step begins."""
+    """`before` is never called."""
 
     def install(self, before: Hook, after: Hook) -> Hook:
         return super().install(lambda: None, after)
 
 
 class AfterTooEarly(TorchAdapter):
-    """An iteration counts as over when its step begins."""
+    """An iteration counts as finished when its step begins."""
 
     def install(self, before: Hook, after: Hook) -> Hook:
         return super().install(lambda: (before(), after(), None)[2], lambda: None)
@@ -308,7 +308,7 @@ class AfterTooEarly(TorchAdapter):
 
 
 class KeepsModel(TorchAdapter):
-    """Every model is remembered."""
+    """Every model stays referenced."""
 
     kept: ClassVar[list[torch.nn.Module]] = []
 
@@ -318,7 +318,7 @@ class KeepsModel(TorchAdapter):
 
 
 class KeepsThread(TorchAdapter):
-    """A thread waits for ever."""
+    """A thread waits forever."""
 
     end: ClassVar[threading.Event] = threading.Event()
 
@@ -328,7 +328,7 @@ class KeepsThread(TorchAdapter):
 
 
 class WaitsForExit(TorchAdapter):
-    """Something is left to do at the end of the process."""
+    """A callback is left for the end of the process."""
 
     kept: ClassVar[list[Callable[[], object]]] = []
 
@@ -338,7 +338,7 @@ class WaitsForExit(TorchAdapter):
 
 
 class KeepsHandler(TorchAdapter):
-    """A signal is handled for ever."""
+    """A signal handler stays installed forever."""
 
     def install(self, before: Hook, after: Hook) -> Hook:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -359,11 +359,11 @@ class KeepsFile(TorchAdapter):
 
 
 class Suites:
-    """A suite for every mutant, by its name. In a module, so that another process finds it."""
+    """A suite for every mutant, by its name. They are in a module so that another process can import them."""
 
 
 def suite_of(mutant: type[TorchAdapter] | type[TorchTraining]) -> type[Mutated]:
-    """The suite that runs this adapter, or this loop."""
+    """Return the suite that runs this adapter or this loop."""
     found: type[Mutated] = getattr(Suites, mutant.__name__)
     return found
 

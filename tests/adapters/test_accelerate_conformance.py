@@ -1,4 +1,4 @@
-"""A loop with Accelerate passes what every adapter has to."""
+"""Run the adapters' suite with an Accelerate loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.adapters.accelerate_runs import forget_accelerators
 
 
 class LoopTraining(Training):
-    """Shuffled data; every batch draws from all global generators."""
+    """A loop over shuffled data in which every batch draws from all global generators."""
 
     def __init__(self, variant: str) -> None:
         forget_accelerators()

@@ -1,4 +1,4 @@
-"""What `attach` to an Accelerator refuses, before anything is trained."""
+"""Test what `attach` refuses for an Accelerator before any training."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_is_no_accelerator(tmp_path: Path) -> None:
 )
 def test_strategies(tmp_path: Path, kind: DistributedType, plugin: Any, said: str) -> None:
     accelerator = Loop().accelerator
-    # As the launcher would have set it.
+    # The launcher would set this variable.
     shared = AcceleratorState._shared_state
     shared["distributed_type"], shared["fsdp_plugin"] = kind, plugin
     with pytest.raises(UsageError, match=said):
@@ -105,7 +105,7 @@ def test_another_model_than_that_of_the_store(tmp_path: Path) -> None:
     forget_accelerators()
     with attach_and_resume(
         Loop().accelerator, store=tmp_path / "store", **EXACT
-    ) as run:  # nothing was left open
+    ) as run:  # no session was left open
         assert run.resumed.step == 6
 
 

@@ -18,8 +18,9 @@ from scarctl_adapters.accelerate import attach_and_resume
 from tests.adapters.accelerate_runs import EXACT, Loop, forget_accelerators, go
 from tests.adapters.launched import check_ranks, torchrun
 from tests.support.process import Forked
+from tests.support.training import differing
 
-# A schedule that is stepped at the end of an epoch may be the first thing that a resumed process does.
+# A resumed process may begin by stepping a schedule at the end of an epoch.
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step:UserWarning")
 
 
@@ -31,17 +32,12 @@ def alone() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def whole() -> dict[str, torch.Tensor]:
-    """The run without scarctl."""
+    """Return the run without scarctl."""
     return go(Path())[0]
 
 
-def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    assert a.keys() == b.keys()
-    return [name for name in a if not torch.equal(a[name], b[name])]
-
-
 def ended_at(folder: Path, step: int, signum: int) -> None:
-    """A run in a forked process that `signum` ends in the body of its loop, after `step` steps."""
+    """Run in a forked process, which `signum` ends within the body of its loop after `step` steps."""
 
     def on_step(run: Any, now: int) -> None:
         if now == step:
@@ -57,7 +53,7 @@ def test_beside_scarctl_a_run_is_what_it_is_without(tmp_path: Path, whole: dict[
     assert differing(state, whole) == []
 
 
-# Within an epoch, its last step, the first of the next, after an evaluation, the last of all.
+# Within an epoch, at its last step, at the first of the next, after an evaluation, at the last of all.
 @pytest.mark.parametrize(
     ("step", "goes_on"), [(2, 1), (6, 5), pytest.param(7, 6, marks=pytest.mark.long), (9, 8), (18, 17)]
 )
@@ -67,7 +63,7 @@ def test_kill_9_and_the_same_command_ends_as_if_nothing_had_been(
     ended_at(tmp_path, step, signal.SIGKILL)
     state, resumed = go(tmp_path, options={}, mode="rollback", seed=99)
     assert resumed.exact
-    assert resumed.step in (goes_on, goes_on - 1)  # a seal is skipped while the one before is on its way
+    assert resumed.step in (goes_on, goes_on - 1)  # a seal is skipped while the previous one is being saved
     assert differing(state, whole) == []
 
 
@@ -76,7 +72,7 @@ def test_sigterm_flushes_the_newest_step(tmp_path: Path, whole: dict[str, torch.
     ended_at(tmp_path, step, signal.SIGTERM)
     state, resumed = go(tmp_path, options={}, seed=99)
     assert resumed.exact
-    assert resumed.step in (step, step + 1)  # the loop goes on until the flush has its turn
+    assert resumed.step in (step, step + 1)  # the loop continues until the flush gets its turn
     assert differing(state, whole) == []
 
 
@@ -127,7 +123,7 @@ def test_epochs_without_batches_are_warned_of(tmp_path: Path, caplog: pytest.Log
 
 
 def test_batches_without_epochs(tmp_path: Path) -> None:
-    """A loop that counts otherwise: each time over the loader is an epoch."""
+    """Run a loop in which each pass over the loader is an epoch."""
 
     def passes(run: Any, loop: Loop, count: int, stop: int = 0) -> list[list[int]]:
         seen = []
@@ -162,7 +158,7 @@ def test_batches_without_epochs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stop", [(1, 2), (0, 4), (2, 0)])
 def test_a_loader_that_draws_from_its_own_generator(tmp_path: Path, stop: tuple[int, int]) -> None:
-    """As Accelerate makes one where there are several ranks."""
+    """Make a loader as Accelerate does for several ranks."""
 
     def trained(folder: Path, stop: tuple[int, int] | None = None) -> list[list[int]]:
         forget_accelerators()
@@ -227,7 +223,7 @@ def test_two_ranks_one_of_which_is_killed(tmp_path: Path, arena_dir: Path) -> No
 
 
 class _Augmented(torch.utils.data.Dataset[Any]):
-    """Noise that is drawn anew each time."""
+    """A dataset whose noise is drawn again each time."""
 
     def __len__(self) -> int:
         return 20

@@ -1,4 +1,4 @@
-"""Actors that are killed: each call changes the state once, and what was answered stays."""
+"""Test actors that are killed: each call changes the state once, and answered calls stay."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_damaged_seal_is_no_new_beginning(tmp_path: Path, arena_dir: Path) -> 
 
 
 class Killed:
-    """An actor in a process that is killed, and a caller that repeats what was not answered."""
+    """An actor in a process that is killed, and a caller that repeats unanswered calls."""
 
     def __init__(self, folder: Path, every: int) -> None:
         self.store, self.socket, self.every = folder / "s", folder / "socket", every
@@ -200,7 +200,7 @@ class Killed:
         self.program = Program(["-m", "tests.adapters.kept_actor", *words])
 
     def call(self, caller: str, number: int, kill_after: float | None = None) -> list[float]:
-        """Return the answer, however often the actor has to start again. kill_after: seconds until it is killed."""
+        """Return the answer, restarting the actor as often as needed. kill_after: seconds until it is killed."""
         while True:
             try:
                 with socket.socket(socket.AF_UNIX) as client, client.makefile("rw") as stream:

@@ -1,4 +1,4 @@
-"""docs/adapters.md is true: its adapter, registered as it says, passes the suite as it says."""
+"""Test that docs/adapters.md is true: its adapter, registered as described, passes the suite as described."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_adapter_passes(tmp_path: Path) -> None:
     for name, text in re.findall(r"^```python (\w+\.py)\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL):
         (tmp_path / name).write_text(text)
     (registered,) = re.findall(r"^```toml\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
-    # What pip makes of it.
+    # The entry point as pip installs it.
     installed = tmp_path / "scarctl_tiny-1.0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: scarctl_tiny\nVersion: 1.0\n")

@@ -68,7 +68,7 @@ FOUND: dict[type[TorchAdapter] | type[TorchTraining], tuple[str, str]] = {
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What mutants keep on purpose goes at the end of a test."""
+    """Drop at the end of a test what mutants keep on purpose."""
     monkeypatch.setattr(leaks, "GRACE", 0.2)
     mutants.KeepsThread.end.clear()
     yield

@@ -1,4 +1,4 @@
-"""Elastic schedules of DDP, on real ranks of gloo."""
+"""Test elastic schedules of DDP on real ranks of gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops over arrays save the user's extras and the random generators of the host."""
+"""Test that loops over arrays save the user's extras and the host's random generators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dict of numpy arrays, whose loop says itself when an iteration is over."""
+"""Test a dict of numpy arrays, whose loop calls `step` at the end of each iteration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scarctl.testing import AdapterConformance, Training, Visit
 
 
 class Factors(Training):
-    """Gradient descent with noise; arrays are changed in place, or replaced."""
+    """Gradient descent with noise, which changes arrays in place or replaces them."""
 
     def __init__(self, variant: str) -> None:
         random.seed(1)
@@ -36,13 +36,7 @@ class Factors(Training):
         self.shuffle = np.random.default_rng(4)
 
     def run(
-        self,
-        store: Path,
-        until: int,
-        visit: Visit,
-        *,
-        resume: Mapping[str, Any],
-        options: Mapping[str, Any],
+        self, store: Path, until: int, visit: Visit, *, resume: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
         extras = {"position": self.position, "shuffle": self.shuffle}
         with scarctl.attach(self.state, store=store, extras=extras, **options) as session:

@@ -1,4 +1,4 @@
-"""Actors and runs of Ray that are killed, each in a network of its own with nothing but its loopback."""
+"""Test actors and runs of Ray that are killed, each in a network of its own with only a loopback interface."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = [
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A short one: the paths of Ray's sockets are long."""
+    """Return a folder with a short path: the paths of Ray's sockets are long."""
     made = Path(tempfile.mkdtemp(prefix="r-"))
     yield made
     shutil.rmtree(made, ignore_errors=True)
@@ -57,7 +57,7 @@ def found(output: str) -> Any:
 
 
 def test_an_actor_that_is_killed_executes_each_call_once(folder: Path) -> None:
-    """Also those that were under way, which Ray sends again, and those that waited."""
+    """This includes calls that were being executed, which Ray sends again, and calls that waited."""
     told = found(run(folder, "-m", "tests.adapters.on_ray.actors", str(folder)))
     calls = len(told["answers"])
     assert sorted(told["answers"]) == [float(n) for n in range(1, calls + 1)]
@@ -80,7 +80,8 @@ def test_a_run_of_ray_train_whose_rank_is_killed_and_whose_node_is_taken(folder:
     for lines in told.values():
         begun, resumed, evacuated, ended = lines
         assert (begun["resumed"], begun["exact"]) == (0, True)
-        # Killed at 8. A checkpoint is made every second step, and its extras are handed over before the next one.
+        # It is killed at 8. A checkpoint is made every second step, and its extras are handed over before the
+        # next one.
         assert resumed["resumed"] >= 5
         assert resumed["sum"] != begun["sum"], "the run has not begun anew"
         assert evacuated["lost"] == 0

@@ -33,11 +33,11 @@ from tests.support.process import Forked
 from tests.support.training import drain
 
 EXACT: dict[str, Any] = {"selection": scarctl.Selection(policy="full"), "interval": 1}
-"""Every step is sealed."""
+"""Return arguments with which every step is sealed."""
 
 
 class Net(nn.Module):
-    """Dropout, batch norm, and an embedding that shares its weights with the output."""
+    """A model with dropout, batch norm, and an embedding that shares its weights with the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Net(nn.Module):
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Data that their index determines."""
+    """Data determined by their index."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -66,7 +66,7 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Texts(Rows):
-    """The same for a language model."""
+    """Data for a language model, determined by their index."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = (torch.arange(6) * 5 + index) % 16
@@ -74,7 +74,7 @@ class Texts(Rows):
 
 
 class At(TrainerCallback):  # type: ignore[misc]  # transformers has no types
-    """Does something at an event after some steps."""
+    """A callback that acts at an event after some steps."""
 
     def __init__(self, event: str, step: int, action: Callable[[], object]) -> None:
         self.step, self.action = step, action
@@ -86,7 +86,7 @@ class At(TrainerCallback):  # type: ignore[misc]  # transformers has no types
 
 
 class Drained(TrainerCallback):  # type: ignore[misc]
-    """Waits after every step until what was handed over is durable, as a run with longer steps would not have to."""
+    """A callback that waits after every step until its hand-over is durable: longer steps would not need to."""
 
     def __init__(self, callback: ScarCallback) -> None:
         self.callback = callback
@@ -137,7 +137,7 @@ def make_trainer(
 
 
 def scar(trainer: Trainer, folder: Path, **options: Any) -> ScarCallback:
-    """With a ScarCallback whose store keeps up."""
+    """Train with a ScarCallback whose store keeps up."""
     callback = ScarCallback(trainer, **{"store": folder / "store", **EXACT, **grouped(**options)})
     trainer.add_callback(callback)
     trainer.add_callback(Drained(callback))
@@ -153,7 +153,7 @@ def ended_at(
     options: dict[str, Any] | None = None,
     **arguments: Any,
 ) -> None:
-    """A run in a forked process that `signum` ends at an event after `step` steps."""
+    """Run in a forked process, which `signum` ends at an event after `step` steps."""
 
     def body(_: Any) -> None:
         trainer = make_trainer(folder, **arguments)
@@ -173,7 +173,7 @@ def ended_at(
 def resumed(
     folder: Path, *, options: dict[str, Any] | None = None, **arguments: Any
 ) -> tuple[Trainer, ScarCallback]:
-    """The same command again, up to the end."""
+    """Run the same command again until its end."""
     trainer = make_trainer(folder, **arguments)
     callback = scar(trainer, folder, **(options or {}))
     trainer.train()
@@ -181,7 +181,7 @@ def resumed(
 
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Parameters, buffers, moments, counts, learning rates and random numbers, to compare bit for bit."""
+    """Return parameters, buffers, moments, counts, learning rates and random numbers, to be compared bit for bit."""
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     state = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
     for number, slots in optimizer.state_dict()["state"].items():
@@ -191,13 +191,8 @@ def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     return state
 
 
-def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    assert a.keys() == b.keys()
-    return [name for name in a if not torch.equal(a[name], b[name])]
-
-
 def log_of(trainer: Trainer) -> list[dict[str, float]]:
-    """The log without what depends on time, and on where the mean of the losses began."""
+    """Return the log without entries that depend on time, or on where the mean of the losses began."""
     left_out = {"loss", "train_loss", "train_runtime", "eval_runtime"}
     return [
         {k: v for k, v in entry.items() if k not in left_out and not k.endswith("_per_second")}
@@ -206,10 +201,11 @@ def log_of(trainer: Trainer) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    """One rank: a run without scarctl, and one with it, in which rank 1 is killed once."""
+    """Run one rank: first without scarctl, then with scarctl, where rank 1 is killed once."""
     given = json.loads(sys.argv[1])
     out, rank = Path(given["out"]), int(os.environ["RANK"])
-    # An evaluation draws random numbers after a step: of several ranks only those of the step's end are saved.
+    # An evaluation draws random numbers after a step: with several ranks only those of the step's end are
+    # saved.
     arguments = {
         "ddp_backend": "gloo",
         "ddp_find_unused_parameters": False,

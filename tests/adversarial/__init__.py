@@ -1,1 +1,1 @@
-"""Attacks on the store: each a module to be run by hand in its long form; the tests beside run short forms."""
+"""Attack the store. Each attack is a module, run by hand in its long form; tests run its short form."""

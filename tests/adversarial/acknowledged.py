@@ -7,10 +7,11 @@ the loss of as many hosts as the answer is good for.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from tests.adversarial.search import Broken, Result, search
 
 Copies = tuple[int, int]
 NOTHING: Copies = (0, 0)
@@ -27,21 +28,21 @@ class Frame(NamedTuple):
 
 
 class Link(NamedTuple):
-    """One sender, its wire in both directions, and the replica at the other end."""
+    """A sender, its connection in both directions, and the replica at the other end."""
 
     begun: int = 0
     acknowledged: int = 0
     wanted: int = 0
     under_way: bool = False
-    """A round has begun, and its mark is not sent."""
+    """A round has begun, and its mark is not sent yet."""
     left: tuple[int, ...] = ()
-    """Partitions that the round still has to send."""
+    """Partitions that the round has still to send."""
     sent: Copies = NOTHING
     wire: tuple[Frame, ...] = ()
     back: tuple[Frame, ...] = ()
     copies: Copies = NOTHING
     complete: bool = False
-    """The replica has had a mark: recovery finds it."""
+    """The replica has received a mark, so recovery finds it."""
     lost: bool = False
 
 
@@ -50,16 +51,18 @@ class World(NamedTuple):
     copies: Copies = NOTHING
     links: tuple[Link, Link] = (Link(), Link())
     asked: tuple[int, int] | None = None
-    """Rounds whose acknowledgement is waited for."""
+    """Rounds whose acknowledgement the owner waits for."""
     promised: int = 0
     owner_lost: bool = False
     losses: int = 0
-    """Hosts that may still be lost."""
+    """Number of hosts that may still be lost."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """`words` of the training process. `ack` as in the settings. `losses`: hosts that are lost, any and at any time."""
+    """`words` of the training process. `ack` as in the settings. `losses`: number of hosts that are lost, any of them
+    and at any time.
+    """
 
     name: str
     ack: str
@@ -77,7 +80,7 @@ LONG = (
     Scenario("all, twice", "all", 2, "train ask train ask"),
 )
 WINDOW = Scenario("next, and two hosts are lost", "next", 2, "train ask")
-"""What "next" does not promise: the owner, and the host that has acknowledged, at once."""
+"""What "next" does not promise: surviving the loss of both the owner and the host that has acknowledged."""
 MUTANTS = {
     "a round that is under way answers": "a question in a round",
     "what is sent counts as acknowledged": "next, and one host is lost",
@@ -85,11 +88,7 @@ MUTANTS = {
     "one host answers for all": "all, and two hosts are lost",
     "a mark overtakes the copies": "next, and one host is lost",
 }
-"""Rules left out, and the scenario that shows what happens then."""
-
-
-class Broken(Exception):
-    """What was acknowledged is gone."""
+"""Rules left out, and the scenario that shows the consequence."""
 
 
 class Model:
@@ -130,7 +129,7 @@ class Model:
             yield "asks", self._ask(world._replace(todo=rest))
 
     def _ask(self, world: World) -> World:
-        """Sender.ask: the next round, also if one is under way."""
+        """Model Sender.ask: the next round answers, also while one is in progress."""
         early = self.mutant == "a round that is under way answers"
         numbers = [link.begun + (not (early and link.begun > link.acknowledged)) for link in world.links]
         links = [
@@ -139,7 +138,7 @@ class Model:
         return world._replace(asked=(numbers[0], numbers[1]), links=(links[0], links[1]))
 
     def _answer(self, world: World, asked: tuple[int, int]) -> Iterator[tuple[str, World]]:
-        """Run.await_peers: it may also give up, and promises nothing then."""
+        """Model Run.await_peers, which may also give up, and then promises nothing."""
         have = sum(link.acknowledged >= n for link, n in zip(world.links, asked, strict=True))
         count = 2 if self.scenario.ack == "all" and self.mutant != "one host answers for all" else 1
         if have >= count:
@@ -149,7 +148,7 @@ class Model:
     # -- a link ---------------------------------------------------------------------------------------------------
 
     def _sender(self, world: World, n: int) -> Iterator[tuple[str, World]]:
-        """Sender._round and Follower.round."""
+        """Model Sender._round and Follower.round."""
         link = world.links[n]
         if link.back:
             got = link.back[0]
@@ -183,7 +182,7 @@ class Model:
         yield f"{n} sends its mark", _with(world, n, done)
 
     def _host(self, world: World, n: int) -> Iterator[tuple[str, World]]:
-        """Host._write: what is on the wire arrives, also after its sender was lost."""
+        """Model Host._write: sent frames arrive, even after their sender was lost."""
         link = world.links[n]
         if not link.wire:
             return
@@ -200,7 +199,7 @@ class Model:
     def _lose(self, world: World) -> Iterator[tuple[str, World]]:
         left = world._replace(losses=world.losses - 1)
         if not world.owner_lost:
-            # What was not taken from the wire yet may be lost with it, or arrive.
+            # Frames that were not yet read may be lost with the link, or arrive.
             yield "the owner is lost", left._replace(owner_lost=True)
             cut = tuple(link._replace(wire=(), back=()) for link in world.links)
             yield "the owner is lost with its wire", left._replace(owner_lost=True, links=(cut[0], cut[1]))
@@ -217,7 +216,7 @@ def _with(world: World, n: int, link: Link) -> World:
 
 
 def check(world: World) -> None:
-    """Raise Broken if a job that starts now does not find what was acknowledged."""
+    """Raise Broken if a job that starts now does not find every acknowledged copy."""
     if not world.owner_lost or not world.promised:
         return
     found = [min(link.copies) for link in world.links if not link.lost and link.complete]
@@ -225,25 +224,12 @@ def check(world: World) -> None:
         raise Broken(f"step {world.promised} was acknowledged, and the hosts that are left have {found}")
 
 
-def explore(scenario: Scenario, mutant: str = "") -> tuple[int, str, tuple[str, ...]]:
-    """Number of states; what is broken and the shortest way there, "" if nothing is."""
+def explore(scenario: Scenario, mutant: str = "") -> Result:
+    """Return the number of reachable states, or the shortest way to a broken one."""
     model = Model(scenario, mutant)
-    start = model.begin()
-    seen: dict[World, tuple[World | None, str]] = {start: (None, "")}
-    waiting = deque([start])
-    while waiting:
-        world = waiting.popleft()
-        try:
-            check(world)
-        except Broken as error:
-            trace: list[str] = []
-            at: World | None = world
-            while at is not None:
-                at, what = seen[at]
-                trace.append(what)
-            return len(seen), str(error), tuple(reversed(trace[:-1]))
-        for what, after in model.steps(world):
-            if after not in seen:
-                seen[after] = (world, what)
-                waiting.append(after)
-    return len(seen), "", ()
+
+    def following(world: World) -> Iterator[tuple[str, World]]:
+        check(world)
+        return model.steps(world)
+
+    return search(model.begin(), following)

@@ -1,4 +1,4 @@
-"""Provide writers for attacks: each follows a list of words, and asks before every operation on a file."""
+"""Provide writers for attacks: each plays a script, and asks before every operation on a file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Gate = Callable[[str], None]
 
 
 def tiny_layout() -> Layout:
-    """Eight partitions in two groups."""
+    """Return a layout of eight partitions in two groups."""
     return build_layout(
         [
             ("a", "parameter", (TensorSpec("", "F32", (6, 2)), TensorSpec("m", "F32", (6, 2)))),
@@ -51,8 +51,9 @@ LAYOUT = tiny_layout()
 
 
 class Watched:
-    """Blobs that ask `gate` before every operation, and between a creation and its answer; `lossy`: how likely that
-    answer is to get lost."""
+    """Blobs that call `gate` before every operation, and between a creation and its answer. `lossy`: probability that
+    this answer is lost.
+    """
 
     def __init__(self, actor: Actor, inner: Any, gate: Gate, lossy: float, rng: random.Random) -> None:
         self.actor, self.inner, self.gate = actor, inner, gate
@@ -124,7 +125,7 @@ class Watched:
 
 
 class Actor:
-    """One writer. `play` carries a script out: words, see the methods `_do_*`."""
+    """One writer. `play` executes a script of words; see the methods `_do_*`."""
 
     def __init__(
         self, name: str, store: Store, history: History, seed: int, *, gate: Gate, lossy: float = 0
@@ -139,11 +140,11 @@ class Actor:
         self.writer: StoreWriter | None = None
         self.counts: Counter[str] = Counter()
         self.lost: str | None = None
-        """Why it is no writer any more."""
+        """Why it is no longer a writer."""
         store.blobs = Watched(self, store.blobs, gate, lossy, self.rng)
 
     def play(self, script: Sequence[str]) -> None:
-        """Raises Violated, and any error that a writer must not raise."""
+        """Play the script. Raises Violated, and any error that a writer must not raise."""
         try:
             for word in script:
                 try:
@@ -160,7 +161,7 @@ class Actor:
             self.lost = type(error).__name__
             self.counts[self.lost] += 1
         except ScarError as error:
-            # A stopped collector may find that what it was looking at is gone. Then it has to be fenced.
+            # A stopped collector may find its files gone. Then it must have been fenced.
             self.counts[f"{type(error).__name__} before it was fenced"] += 1
             self.lost = "Fenced"
             if set(snapshot_names(self.store)) - self.history.promised.keys():
@@ -169,18 +170,18 @@ class Actor:
                 raise Violated(f"{self.name}, which is no zombie: {type(error).__name__}: {error}") from error
 
     def is_writer(self) -> bool:
-        """Whether it can still commit; what it commits then must not get lost."""
+        """Return whether it can still commit; its commits must then not be lost."""
         if self.writer is None:
             return False
         try:
-            for _ in range(32):  # answers get lost: how often in a row is chance
+            for _ in range(32):  # answers are lost: how often in a row is random
                 with contextlib.suppress(InDoubt):
                     self._do_commit()
                     return True
         except (Fenced, Contention):
             return False
         except Unavailable:
-            return False  # its roll-back did not finish: it says so for ever
+            return False  # its roll-back did not finish, and it reports so permanently
         raise Violated(f"{self.name}: in doubt for ever")
 
     def _commit(self, shard: int, ids: Any, *, sealed: bool) -> None:
@@ -241,11 +242,11 @@ class Actor:
     def _do_drop(self) -> None:
         for name in list(self.history.promised)[:1]:
             del self.history.promised[name]
-            with contextlib.suppress(UsageError):  # somebody else was faster
+            with contextlib.suppress(UsageError):  # another writer was faster
                 delete_snapshot(self.store, name)
 
     def _do_read(self) -> None:
-        """A reader gets every partition, as somebody tried to commit it."""
+        """Check that a reader gets every partition as some writer tried to commit it."""
         for shard in self.store.shards():
             found, bad = read_all(self.store, self.store.state(shard))
             if bad:
@@ -264,7 +265,7 @@ class Actor:
 
 
 class Baton:
-    """Of several threads one runs at a time. A schedule says who, and for how many operations."""
+    """Lets one of several threads run at a time. A schedule determines which one, and for how many operations."""
 
     def __init__(self, schedule: Sequence[tuple[int, int]], actors: int) -> None:
         self._schedule = list(schedule) + [(i, 1 << 60) for i in range(actors)]
@@ -293,7 +294,7 @@ class Baton:
         return -1
 
     def run(self, work: Sequence[Callable[[], None]]) -> list[BaseException | None]:
-        """Each of `work` in a thread of its own; what they raised."""
+        """Run each function of `work` in its own thread, and return what they raised."""
         raised: list[BaseException | None] = [None] * len(work)
 
         def body(me: int) -> None:

@@ -9,13 +9,14 @@ Whose memory is still that of a store is told here by what happened, and by the 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tests.adversarial.search import Broken, Result, search
+
 Content = tuple[str, ...]
-"""The steps that a state has come from."""
+"""The steps from which a state has come."""
 
 
 class Rec(NamedTuple):
@@ -31,9 +32,9 @@ class Arena(NamedTuple):
     next_line: str = ""
     content: Content = ()
     basis: str = ""
-    """What really was the newest change of its store when its process last had to do with that."""
+    """The newest change of its store when its process last read or wrote it."""
     before: str = ""
-    """The same before a change that the process has not heard of yet: to it, that has not happened."""
+    """The same before a change that the process does not know yet, and which does not exist for it."""
 
 
 class Life(NamedTuple):
@@ -42,7 +43,7 @@ class Life(NamedTuple):
     store: str
     todo: tuple[str, ...]
     after: int = -1
-    """The life that has to be over before: of the same host."""
+    """The life on the same host that has to end before."""
     at: str = ""
     seq: int = -1
     content: Content = ()
@@ -61,7 +62,7 @@ Step = tuple[str, World]
 
 @dataclass(frozen=True)
 class Scenario:
-    """`cast`: host, store and words of each life; a life begins when the one before it on its host is over."""
+    """`cast`: host, store and words of each life. A life begins when the previous life on its host has ended."""
 
     name: str
     cast: tuple[tuple[str, str, str], ...]
@@ -129,11 +130,7 @@ MUTANTS = {
     "compaction begins a line": "pruned in between",
     "a process that opens again does not look": "gone on elsewhere",
 }
-"""Rules left out, and the scenario that shows what happens then."""
-
-
-class Broken(Exception):
-    """An invariant does not hold."""
+"""Rules left out, and the scenario that shows the consequence."""
 
 
 class Model:
@@ -170,16 +167,16 @@ class Model:
         return life.host, "" if alone else life.store
 
     def _open(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """Store.state, then an epoch record: it passes the line on."""
+        """Model Store.state, followed by an epoch record, which passes the line on."""
         log = _log(world, life.store)
         if not log:
-            return  # nobody has copied it yet
+            return  # no process has copied it yet
         want = Rec(f"{life.name}.{life.count}", log[-1].line, log[-1].content, False)
         life = life._replace(seq=len(log) - 1, want=want, at="put_open", count=life.count + 1)
         yield f"{life.name} reads {life.store}", _live(world, i, life)
 
     def _again(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """LocalSaver.open(again=True): its daemon has died. Who is not of the line fences nobody."""
+        """Model LocalSaver.open(again=True) after its daemon's death. A process of another line fences no other."""
         log, arena = _log(world, life.store), self._arena(world, life)
         if not self._kin(arena, log[-1]) and self.mutant != "a process that opens again does not look":
             yield f"{life.name} is fenced", _live(world, i, life._replace(at="over"))
@@ -198,7 +195,7 @@ class Model:
         yield from self._put(world, i, life, "note", "over")
 
     def _put(self, world: World, i: int, life: Life, then: str, beaten: str) -> Iterator[Step]:
-        """Blobs.create_exclusive."""
+        """Model Blobs.create_exclusive."""
         log, want = _log(world, life.store), life.want
         assert want is not None
         if len(log) != life.seq + 1 or (want.change and log[-1].uid.split(".")[0] != life.name):
@@ -211,7 +208,7 @@ class Model:
         yield f"{life.name} creates {want.uid}", _live(made, i, life._replace(seq=life.seq + 1, at=then))
 
     def _check(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """kinship.take and LocalSaver.open: what is in memory is used, or set aside."""
+        """Model kinship.take and LocalSaver.open: copies in memory are used, or set aside."""
         newest, arena = _log(world, life.store)[-1], self._arena(world, life)
         kin = self._kin(arena, newest)
         used = arena.content if kin and _extends(arena.content, newest.content) else newest.content
@@ -240,7 +237,7 @@ class Model:
         return newest.line in (arena.line, arena.next_line)
 
     def _step(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """An iteration, and its checkpoint into the arena."""
+        """Model an iteration, and its checkpoint into the arena."""
         content = (*life.content, f"{life.name}.{life.count}")
         made = self._with_arena(world, life, self._arena(world, life)._replace(content=content))
         yield f"{life.name} trains", _live(made, i, life._replace(content=content, count=life.count + 1))
@@ -249,14 +246,14 @@ class Model:
         yield self._expect(world, i, life, life.content)
 
     def _back(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """To the first commit; the arena has its copies before the record is there."""
+        """Model a rollback up to its first commit; the arena has its copies before the record exists."""
         changes = [rec for rec in _log(world, life.store) if rec.change]
         base = changes[min(1, len(changes) - 1)].content
         made = self._with_arena(world, life, self._arena(world, life)._replace(content=base))
         yield self._expect(made, i, life._replace(content=base), base)
 
     def _expect(self, world: World, i: int, life: Life, content: Content) -> Step:
-        """StoreWriter, before it creates a record: Companion.expect."""
+        """Model StoreWriter before it creates a record: Companion.expect."""
         uid = f"{life.name}.{life.count}"
         arena = self._arena(world, life)
         if self.mutant != "the record under way is not announced":
@@ -266,7 +263,7 @@ class Model:
         return f"{life.name} announces {uid}", _live(made, i, life)
 
     def _note(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """Companion.note. Training does not wait for it."""
+        """Model Companion.note. Training does not wait for it."""
         assert life.want is not None
         if life.content == life.want.content:
             yield from self._step(world, i, life)
@@ -277,7 +274,7 @@ class Model:
     # -- what else happens to a store --------------------------------------------------------------------------
 
     def _prune(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """Compaction: by the writer itself, or by the command, which is then the writer."""
+        """Model compaction by the writer itself, or by the command, which is then the writer."""
         log = _log(world, life.store)
         uid = f"{life.name}.{life.count}"
         line = uid if self.mutant == "compaction begins a line" else log[-1].line
@@ -295,7 +292,7 @@ class Model:
         yield "it is backed up", _live(_with_log(world, "backup", _log(world, life.store)), i, life)
 
     def _restore(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """While nobody writes: the files under a live writer are not to be replaced."""
+        """Model a restored backup while no process writes: files under a live writer must not be replaced."""
         if all(other.at == "over" or other.seq < 0 for other in world.lives):
             yield "its backup is put back", _live(_with_log(world, "run", _log(world, "backup")), i, life)
 
@@ -303,7 +300,7 @@ class Model:
         return dict(world.arenas).get(self._key(life), Arena())
 
     def _with_arena(self, world: World, life: Life, arena: Arena) -> World:
-        # Also under the key that a mutant does not use: what was really there.
+        # Also under the key that no mutant uses: the real history.
         own = {self._key(life): arena, (life.host, life.store): arena}
         return world._replace(arenas=tuple(sorted({**dict(world.arenas), **own}.items())))
 
@@ -328,33 +325,7 @@ def _extends(content: Content, other: Content) -> bool:
     return content[: len(other)] == other
 
 
-@dataclass
-class Result:
-    states: int
-    steps: int
-    broken: str = ""
-    trace: tuple[str, ...] = ()
-
-
 def explore(scenario: Scenario, mutant: str = "") -> Result:
-    """All states that can be reached, or the shortest way to one that is broken."""
+    """Return the number of reachable states, or the shortest way to a broken one."""
     model = Model(mutant)
-    start = model.begin(scenario)
-    seen: dict[World, tuple[World | None, str]] = {start: (None, "")}
-    waiting, steps = deque([start]), 0
-    while waiting:
-        world = waiting.popleft()
-        try:
-            for what, following in model.steps(world):
-                steps += 1
-                if following not in seen:
-                    seen[following] = (world, what)
-                    waiting.append(following)
-        except Broken as error:
-            trace = []
-            at: World | None = world
-            while at is not None:
-                at, what = seen[at]
-                trace.append(what)
-            return Result(len(seen), steps, str(error), tuple(reversed(trace[:-1])))
-    return Result(len(seen), steps)
+    return search(model.begin(scenario), model.steps)

@@ -1,4 +1,4 @@
-"""Makers of small files that claim much, for `tests.adversarial.claims`: each changes a store or a state file."""
+"""Make small files that claim large contents, for `tests.adversarial.claims`: stores and state files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HUGE = 1 << 28
 
 
 def signed(obj: dict[str, Any]) -> bytes:
-    """A JSON file of a store with a right checksum."""
+    """Return a JSON file of a store with a valid checksum."""
     return canonical({**obj, "checksum": checksum(obj)})
 
 
@@ -48,12 +48,12 @@ class Ground:
         save_file({"w": np.arange(4, dtype=np.float32)}, self.state)
 
     def rewrite(self, folder: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-        """Change every JSON file of a folder of the store."""
+        """Change every JSON file in a folder of the store."""
         for path in (self.store / folder).iterdir():
             path.write_bytes(signed(change(json.loads(path.read_bytes()))))
 
     def relaid(self, layout: Layout) -> None:
-        """Give the store another layout: one record per shard, of an epoch, names it."""
+        """Give the store another layout, named by one epoch record per shard."""
         digest = layout.digest
         for path in (self.store / "layout").iterdir():
             path.unlink()
@@ -75,7 +75,7 @@ class Ground:
 
 
 def bomb(obj: dict[str, Any], unit: bytes, size: int, key: str = "zzz") -> bytes:
-    """`obj` with a list of `unit` that makes it as long as may be; its checksum fits."""
+    """Return `obj` with a list of `unit` of the maximum length, and a valid checksum."""
     body = b"[" + b",".join([unit] * (size // (len(unit) + 1))) + b"]"
     plain = canonical({k: v for k, v in obj.items() if k != "checksum"})
     inner = plain[:-1] + b',"%s":' % key.encode() + body + b"}"
@@ -132,7 +132,7 @@ def archive(entries: int, content: bytes) -> Callable[[Ground], None]:
 
 
 def huge_archive(ground: Ground) -> None:
-    """A directory of a million entries, made without a million calls."""
+    """Write an archive whose directory has a million entries, without making a million calls."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02}.")
@@ -153,13 +153,13 @@ def huge_archive(ground: Ground) -> None:
 
 
 def settings_bomb(ground: Ground) -> None:
-    """As many lists in the store's settings as there is room for."""
+    """Fill the store's settings with as many lists as there is room for."""
     path = ground.store / "scarctl.json"
     path.write_bytes(bomb(json.loads(path.read_bytes()), b"[]", 900_000))
 
 
 def cut_small(**fixed: Any) -> Callable[[Ground], None]:
-    """An empty store whose settings cut the state file into one partition per row."""
+    """Make an empty store whose settings cut the state file into one partition per row."""
 
     def change(ground: Ground) -> None:
         path = ground.store / "scarctl.json"
@@ -175,7 +175,7 @@ def cut_small(**fixed: Any) -> Callable[[Ground], None]:
 
 
 def in_index(change: Callable[[dict[str, Any]], None]) -> Callable[[Ground], None]:
-    """Change what every index says of its shard's state."""
+    """Change the state of the shard in every index."""
 
     def made(ground: Ground) -> None:
         found = list((ground.store / "shards").glob("*/index/*"))
@@ -203,12 +203,12 @@ def many_lists(state: dict[str, Any]) -> None:
 
 
 def in_extras(text: str) -> Callable[[Ground], None]:
-    """Commit extras of this text."""
+    """Commit extras with this text."""
     return lambda ground: _commit(ground, {}, (text, {}))
 
 
 def points(count: int, norm: float) -> Callable[[Ground], None]:
-    """Commit extras with so many points of how far the parameters have moved."""
+    """Commit extras with so many points of the parameters' movement."""
     steps = np.arange(count, dtype=np.float64) * 2
     found = np.stack([steps, np.ones(count), np.full(count, norm)], axis=1)
     extras = {"early": {}, "late": {}, "history": {"norm": "l2", "points": found}}
@@ -231,7 +231,7 @@ def _commit(ground: Ground, extras: object, encoded: tuple[str, dict[str, Any]] 
 
 
 def in_arena(text: bytes) -> Callable[[Ground], None]:
-    """A stopped run's arena with this text as its layout; all else in its header fits."""
+    """Leave a stopped run's arena with this text as its layout; the rest of its header is consistent."""
 
     def change(ground: Ground) -> None:
         store = Store.open(ground.store)
@@ -262,7 +262,7 @@ _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02}.
 
 
 def legacy(content: bytes) -> Callable[[Ground], None]:
-    """A `.pt` file of the kind before archives, with this pickle."""
+    """Write a `.pt` file of the format before archives, with this pickle."""
 
     def change(ground: Ground) -> None:
         ground.torch.write_bytes(_LEGACY + content)
@@ -271,7 +271,7 @@ def legacy(content: bytes) -> Callable[[Ground], None]:
 
 
 def unbacked(*, keys: bool) -> Callable[[Ground], None]:
-    """A tensor of 64 GiB without data. keys: whether its storage is named as one that follows."""
+    """Claim a tensor of 64 GiB without data. keys: whether its storage is named like one that follows."""
 
     def change(ground: Ground) -> None:
         import torch

@@ -51,11 +51,11 @@ class Claim:
     make: Callable[[Ground], None]
     commands: tuple[list[str], ...]
     new: bool = False
-    """The commands make a store of their own."""
+    """The commands create their own store."""
     short: bool = False
-    """Also played in CI."""
+    """The claim is also tested in CI."""
     codes: tuple[int, ...] = GOOD_CODES
-    """Exit codes of which one is expected."""
+    """Exit codes, one of which is expected."""
 
 
 _PICKLE = b"\x80\x04"
@@ -150,7 +150,7 @@ atexit.register(lambda: Path(peak).write_text(found()))
 from scarctl.cli.main import main
 main()
 """
-"""Runs a command, and leaves its peak memory in KiB in a file."""
+"""Runs a command, and writes its peak memory in KiB to a file."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Cost:
 
 
 def run(ground: Ground, arguments: list[str], store: Path) -> Cost:
-    """What one command takes: processor seconds and peak bytes."""
+    """Measure a command's processor seconds and peak bytes."""
     environ = {
         **os.environ,
         "SCARCTL_ARENA_DIR": str(ground.root),
@@ -181,21 +181,21 @@ def run(ground: Ground, arguments: list[str], store: Path) -> Cost:
         process.returncode = os.waitstatus_to_exitcode(status)
         output.seek(0)
         text = output.read().decode(errors="replace")
-        # Not ru_maxrss: that counts what the parent had when it made the process.
+        # Not ru_maxrss, which includes the parent's memory when it made the process.
         memory = int(peak.read() or 1 << 30) << 10
     return Cost(process.returncode, usage.ru_utime + usage.ru_stime, memory, text)
 
 
 @contextmanager
 def ground(image: Image) -> Iterator[Ground]:
-    """A fresh one; in memory where there is some."""
+    """Make a new ground, in memory if possible."""
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="scarctl-claims-", dir=base) as root:
         yield Ground(Path(root), image)
 
 
 class Claims:
-    """Plays cases; `violations` has what must not be."""
+    """Runs cases, and collects `violations`."""
 
     def __init__(self, *, seconds: float = SECONDS, memory: int = MEMORY) -> None:
         self.image = make(0, shards=2, rounds=1)
@@ -213,7 +213,7 @@ class Claims:
                 usual = self._usual_cost(arguments, claim)
                 cost = run(there, arguments, there.root / "new" if claim.new else there.store)
                 self._judge(name, arguments, cost, usual)
-                # At the same path, which an arena's folder is named after.
+                # At the same path, from which an arena's folder gets its name.
                 shutil.rmtree(there.root)
                 shutil.copytree(made, there.root)
 
@@ -228,7 +228,7 @@ class Claims:
             self.violations.append(line)
 
     def _usual_cost(self, arguments: list[str], claim: Claim) -> Cost:
-        """On the store as it was; of a state file, on one of the same kind."""
+        """Measure the command on the unchanged store, or for a state file on another one of the same kind."""
         key = arguments[1] if claim.new else arguments[0]
         if key not in self._usual:
             with ground(self.image) as there:

@@ -1,4 +1,4 @@
-"""Measure what each operation of a store takes."""
+"""Measure the time of each operation of a store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass
 class Clocked:
-    """Passes everything on, and measures what an operation of a remote store takes."""
+    """Passes all operations on, and measures those of a remote store."""
 
     inner: Any
     worst: dict[str, float] = field(default_factory=dict)

@@ -39,7 +39,7 @@ _UNIQUE = re.compile(r"[0-9a-f]{32,}")
 
 @contextmanager
 def clock(offset: float) -> Iterator[None]:
-    """The process's clock is so many seconds off. Time that passes is told right, as monotonic clocks do."""
+    """Shift the process's clock by so many seconds. Elapsed time stays right, as with monotonic clocks."""
     right = time.time
 
     def shifted_time() -> float:
@@ -51,22 +51,19 @@ def clock(offset: float) -> Iterator[None]:
             return datetime.datetime.fromtimestamp(shifted_time(), tz)
 
     shifted = mock.Mock(wraps=datetime, datetime=Shifted, timezone=datetime.timezone)
-    with (
-        mock.patch("time.time", shifted_time),
-        mock.patch("scarctl.store.record.datetime", shifted),
-    ):
+    with mock.patch("time.time", shifted_time), mock.patch("scarctl.store.record.datetime", shifted):
         yield
 
 
 def shift_times(folder: Path, rng: random.Random) -> None:
-    """Every file's times are off, each by its own span."""
+    """Shift the times of every file, each by another span."""
     for path in folder.rglob("*"):
         when = time.time() + rng.uniform(-DAY, DAY)
         os.utime(path, (when, when))
 
 
 def _played(case: Case, place: Place, offsets: Sequence[float]) -> tuple[list[str], Any]:
-    """What the writers did, one after the other, and what is there afterwards."""
+    """Return the operations of consecutive writers, and the state that they leave."""
     url, history, done = place.copy(), place.history.copy(), []
     rng = random.Random(case.seed)
     try:
@@ -95,7 +92,7 @@ def _files(store: Store) -> Iterator[tuple[str, int]]:
 
 
 def play_clocks(case: Case, place: Place) -> Counter[str]:
-    """The same with right and with wrong clocks. Raises Violated if there is a difference."""
+    """Compare right and wrong clocks. Raises Violated if there is a difference."""
     rng = random.Random(case.seed)
     right = _played(case, place, [0] * len(case.scripts))
     wrong = _played(case, place, [rng.choice((-DAY, DAY, DAY / 2)) for _ in case.scripts])
@@ -105,7 +102,7 @@ def play_clocks(case: Case, place: Place) -> Counter[str]:
 
 
 class Past:
-    """The listings of a store's folders as they were, by operation."""
+    """The listings of a store's folders at each operation."""
 
     def __init__(self, lag: int, rng: random.Random) -> None:
         self.lag, self.rng, self.now = lag, rng, 0
@@ -113,7 +110,7 @@ class Past:
 
 
 class Lagging:
-    """Blobs whose listings may be those of up to `past.lag` operations before."""
+    """Blobs whose listings may be up to `past.lag` operations old."""
 
     def __init__(self, inner: Any, past: Past) -> None:
         self.inner, self.past = inner, past
@@ -167,7 +164,7 @@ class Lagging:
 
 
 def play_stale(case: Case, place: Place) -> Counter[str]:
-    """Writers, one taking over from the other, and readers. Raises Violated."""
+    """Run writers, each taking over from the one before, and readers. Raises Violated."""
     url, history = place.copy(), place.history.copy()
     counts: Counter[str] = Counter({"with stale listings": 1})
     rng = random.Random(case.seed)
@@ -182,7 +179,7 @@ def play_stale(case: Case, place: Place) -> Counter[str]:
             try:
                 actor.play([word for word in SCRIPTS[script] if word not in ("snap", "close")])
             except Violated as error:
-                # An error that names what a listing still shows is no harm. A wrong success would be.
+                # An error about a file that a listing still shows does no harm. A false success would.
                 if not isinstance(error.__cause__, Corruption):
                     raise
                 counts["gave up over a stale listing"] += 1
@@ -203,7 +200,7 @@ def play_stale(case: Case, place: Place) -> Counter[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plays the cases; 1 if something was violated."""
+    """Run the cases. Return 1 after a violation."""
     parser = argparse.ArgumentParser(prog="python -m tests.adversarial.clocks", description=__doc__)
     parser.add_argument("--cases", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)

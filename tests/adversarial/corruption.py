@@ -37,9 +37,9 @@ from tests.adversarial.image import LAYOUT, Image, make
 from tests.store.helpers import read_all
 
 LENGTHS = 40
-"""To which segments and indexes are cut; other files are cut to every length."""
+"""Number of lengths to which segments and indexes are cut; other files are cut to every length."""
 CLI_SHARE = 100
-"""One of so many cases also goes through the command line, on real files."""
+"""One in so many cases also goes through the command line, on real files."""
 _TURN = 50
 """So many cases in a row are of one kind of store."""
 ADDED = (b"\0", b" ", b"\n", b"}", b"\0" * 8, b"\xff" * 64)
@@ -64,7 +64,7 @@ class Case:
     what: str
     data: bytes
     partition: str | None = None
-    """Whose copy is damaged, if it is data."""
+    """The partition whose copy is damaged, if data are damaged."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ def regions(image: Image) -> list[Region]:
 
 
 def _tensors(data: bytes) -> Iterator[tuple[str, int, int, str]]:
-    """`(kind, start, stop, tensor)` of a segment, parsed without scarctl."""
+    """Yield `(kind, start, stop, tensor)` of a segment, parsed without scarctl."""
     head = 8 + int.from_bytes(data[:8], "little")
     yield "segment header", 0, head, ""
     for name, entry in json.loads(data[8:head]).items():
@@ -107,7 +107,7 @@ def _tensors(data: bytes) -> Iterator[tuple[str, int, int, str]]:
 
 
 def partition_at(data: bytes, at: int) -> str:
-    """Name of the partition whose copy byte `at` of a segment belongs to, without scarctl's reader."""
+    """Return the name of the partition to whose copy byte `at` of a segment belongs, without scarctl's reader."""
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     stored = stored_as(LAYOUT, header["__metadata__"].get("encoding", "exact"))
     (ids_at,) = [(a, b) for _, a, b, name in _tensors(data) if name == "scarctl/partitions"]
@@ -126,7 +126,7 @@ def partition_at(data: bytes, at: int) -> str:
 
 
 def flips(image: Image, numbers: Sequence[int], seed: int) -> Iterator[Case]:
-    """Flipped bits, the kinds in turn. Case `n` is the same in every call."""
+    """Yield flipped bits, of all kinds in turn. Case `n` is the same in every call."""
     by_kind: dict[str, list[Region]] = {}
     for region in regions(image):
         by_kind.setdefault(region.kind, []).append(region)
@@ -144,7 +144,7 @@ def flips(image: Image, numbers: Sequence[int], seed: int) -> Iterator[Case]:
 
 
 def cuts(image: Image) -> Iterator[Case]:
-    """Small files cut at every length, and longer ones; what is added to a segment is damage as well."""
+    """Yield small files cut to every length, and files with additional bytes, which are damage in a segment too."""
     for name, data in image.files.items():
         kind = name.split("/")[2] if name.startswith("shards") else name.split("/")[0]
         step = max(1, len(data) // LENGTHS) if kind in ("seg", "index") else 1
@@ -155,7 +155,7 @@ def cuts(image: Image) -> Iterator[Case]:
 
 
 class Kept:
-    """Takes what a recovery restores, and keeps it in memory."""
+    """A sink that keeps what a recovery restores in memory."""
 
     arena = None
 
@@ -182,7 +182,7 @@ class Kept:
 
 
 class Attack:
-    """Plays cases on one store."""
+    """Runs cases on one store."""
 
     def __init__(self, image: Image) -> None:
         self.image = image
@@ -209,7 +209,7 @@ class Attack:
         return outcome
 
     def _found(self, case: Case, failed) -> None:  # type: ignore[no-untyped-def]
-        """By `verify`, and named down to the partition."""
+        """Check that `verify` finds the damage, and names the partition."""
         store = self.image.open()
         store.blobs.content[case.file] = case.data  # type: ignore[attr-defined]
         problems = verify(store, read_data=True).problems
@@ -234,7 +234,7 @@ class Attack:
         return self.image.copies.get(version, {}).get(i) == data
 
     def _read(self, case: Case, failed) -> str:  # type: ignore[no-untyped-def]
-        """Reading gives the right bytes, or an error, or says that it gives older ones."""
+        """Check that reading gives the right bytes, an error, or a report of older bytes."""
         result = "read: as if nothing were"
         try:
             store = self.image.open({case.file: case.data})
@@ -262,7 +262,7 @@ class Attack:
         return result
 
     def _recover(self, case: Case, failed) -> str:  # type: ignore[no-untyped-def]
-        """A partial recovery of what the file holds."""
+        """Recover partially the partitions of the file."""
         try:
             store = self.image.open({case.file: case.data})
             shards = self._shards(case)
@@ -282,7 +282,7 @@ class Attack:
         return "degraded" if done.degraded else "whole"
 
     def _roll_back(self, case: Case, name: str | None, failed) -> None:  # type: ignore[no-untyped-def]
-        """A rollback gives one whole state that was sealed, or an error."""
+        """Check that a rollback gives one sealed whole state, or an error."""
         try:
             store = self.image.open({case.file: case.data})
             snapshot = None if name is None else read_snapshot(store, name)
@@ -307,7 +307,7 @@ class Attack:
         return execute(plan, store, None, kept).plan, kept
 
     def _command(self, case: Case, failed) -> None:  # type: ignore[no-untyped-def]
-        """`scarctl verify` on real files."""
+        """Run `scarctl verify` on real files."""
         with tempfile.TemporaryDirectory(prefix="scarctl-corruption-") as folder:
             self.image.write(Path(folder))
             (Path(folder) / case.file).write_bytes(case.data)
@@ -335,8 +335,8 @@ def attacks(seed: int, **options: int) -> list[Attack]:
 
 
 def run(job: int, jobs: int, numbers: slice, seed: int, what: str) -> Outcome:
-    """Every `jobs`-th case."""
-    logging.disable()  # every damaged index is told of
+    """Run every `jobs`-th case."""
+    logging.disable()  # every damaged index is reported
     outcome = Outcome()
     step = numbers.step * jobs
     mine = slice(numbers.start + job * numbers.step, numbers.stop, step)

@@ -44,19 +44,19 @@ REQUESTS = ("pipe_file", "put_file", "_rm")
 
 
 def changes(name: str, *args: object) -> bool:
-    """Whether a call changes something: of the openings those that make a file."""
+    """Return whether a call changes files: of the openings, those that create one."""
     return name != "open" or bool(int(args[1]) & os.O_CREAT)  # type: ignore[call-overload]
 
 
 class Told:
-    """What processes have told, in a file: whoever is killed has told what it has told."""
+    """Messages of processes, in a file: they survive the death of the process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.path.write_bytes(b"")
 
     def writer(self) -> Callable[[Message], None]:
-        """For a process of its own. It goes past the calls that are counted."""
+        """Return a function that writes messages of another process, without the counted calls."""
         file = self.path.open("ab", buffering=0)
         return lambda message: (file.write(json.dumps(message).encode() + b"\n"), None)[1]
 
@@ -66,12 +66,12 @@ class Told:
 
 
 class Scripted(Generic[T]):
-    """The script, life by life, and in every life a process that dies at its k-th call."""
+    """Plays the script life by life, with a process in every life that dies at its k-th call."""
 
     url: str
 
     def cases(self) -> Iterator[Case]:
-        """Numbered in order: for each kind of store, of each call of each life the one before and the one after."""
+        """Yield numbered cases for each kind of store: before and after each call of each life."""
         empty = self.save()
         for kind in KINDS[:2]:
             self.restore(empty)
@@ -101,11 +101,11 @@ class Scripted(Generic[T]):
         return Counter({"acknowledged": witness.acknowledged})
 
     def counted(self) -> Fault:
-        """What counts the calls of a whole life."""
+        """Return the fault that counts the calls of a whole life."""
         raise NotImplementedError
 
     def dies(self, life: int, witness: Witness, k: int, late: bool) -> bool:
-        """Plays a life until the k-th call, or right after it; False when it has come to its end."""
+        """Play a life until or right after the k-th call. Return False if it has ended before."""
         raise NotImplementedError
 
     def save(self) -> T:
@@ -116,7 +116,7 @@ class Scripted(Generic[T]):
 
 
 class Calls(Scripted[Path]):
-    """A local folder; a forked process is killed by SIGKILL at a system call."""
+    """Uses a local folder: a forked process is killed by SIGKILL at a system call."""
 
     def __init__(self) -> None:
         self.folder = memory_folder()
@@ -153,7 +153,7 @@ class Calls(Scripted[Path]):
 
 
 class Requests(Scripted[dict[str, bytes]]):
-    """A store without folders, locks and fsyncs. A process that is dead cannot do anything any more."""
+    """Uses a store without folders, locks and fsyncs, on which a dead process cannot act."""
 
     def __init__(self) -> None:
         self.raw = Memory("/attack/run")
@@ -185,10 +185,10 @@ class Requests(Scripted[dict[str, bytes]]):
 
 
 class Kills:
-    """One store, in which process after process works until it is killed. Each goes on where the last one died."""
+    """Uses one store, in which each process works until it is killed, and the next one continues."""
 
     NEW_STORE = 50
-    """Kills after which there is a new one."""
+    """Number of kills after which there is a new store."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -214,7 +214,7 @@ class Kills:
         children = [_fork(lambda: player(told.writer()).play(acts))]
         if self.number % 3 == 0 and self.number % self.NEW_STORE > 1:
             children.append(_fork(lambda: _beside(self.url, told.writer(), seed)))
-        # A process that has just been forked needs a moment; after that any moment is as good.
+        # A process that was just forked needs a moment; after that any moment is as good as another.
         for pid in children:
             time.sleep(float(rng.choice([0.05, 0.2, 0.6, 1.2])) * rng.random())
             os.kill(pid, signal.SIGKILL)
@@ -248,7 +248,7 @@ def _fork(work: Callable[[], object]) -> int:
 
 
 def _beside(url: str, tell: Callable[[Message], None], seed: int) -> None:
-    """What other processes may do at any time."""
+    """Do what other processes may do at any time."""
     rng = np.random.default_rng(seed)
     while True:
         try:
@@ -262,14 +262,12 @@ def _beside(url: str, tell: Callable[[Message], None], seed: int) -> None:
             drop(store, str(rng.choice(["c", "d"])), tell)
         else:
             plan = plan_prune(store, Retention())
-            if (
-                plan.writer is not None
-            ):  # else it would be the writer's part, and that one is told that it is alone
+            if plan.writer is not None:  # otherwise the writer would do this, as it finds no other process
                 prune(store, plan)
 
 
 class Prunes:
-    """A writer works and closes; then `scarctl prune`, a process of its own, is killed while it has the lock."""
+    """A writer works and closes; then `scarctl prune`, in another process, is killed while it has the lock."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -317,7 +315,7 @@ ATTACKS: dict[str, Callable[[int], Calls | Requests | Kills | Prunes]] = {
     "prunes": Prunes,
 }
 USUAL = {"calls": None, "requests": None, "kills": 500, "prunes": 100}
-"""Cases when nobody says how many; None: all there are."""
+"""Default numbers of cases; None: all."""
 
 
 def attack(
@@ -329,7 +327,7 @@ def attack(
     every: int = 1,
     until: float = float("inf"),
 ) -> Counter[str]:
-    """Runs cases `first`, `first` + `every`, ...; prints those that fail. Counts what was done."""
+    """Run cases `first`, `first` + `every`, ...; print those that fail. Return counts."""
     counts: Counter[str] = Counter()
     attacker = ATTACKS[what](seed)
     try:

@@ -30,12 +30,12 @@ from tests.support.places import KEY, SECRET, s3_client, s3_server
 
 PLACES = ("local", "s3", "ftp")
 _AHEAD = 0.02
-"""Seconds until a race begins: all processes have heard of it by then, and wait for the same moment."""
+"""Seconds until a race begins, by which all processes are ready and wait for the same moment."""
 
 
 @dataclass
 class Result:
-    """What races on one place gave."""
+    """The outcome of races on one place."""
 
     refused: bool
     rounds: int = 0
@@ -44,7 +44,7 @@ class Result:
 
     @property
     def violations(self) -> list[str]:
-        """What must not be."""
+        """Return what must not happen."""
         found = list(self.errors)
         if not self.refused and self.one_winner < self.rounds:
             found.append(
@@ -54,7 +54,7 @@ class Result:
 
 
 class Racers:
-    """Processes that create a file when told, each with a client of its own."""
+    """Processes that create a file on command, each with its own client."""
 
     def __init__(self, url: str, options: Mapping[str, Any], count: int) -> None:
         start = json.dumps({"url": url, "options": dict(options)})
@@ -73,7 +73,7 @@ class Racers:
             _hear(process)
 
     def race(self, name: str) -> list[str]:
-        """What each racer says: "lost", "won" and its bytes, or an error."""
+        """Race once. Return each racer's result: "lost", "won" and its bytes, or an error."""
         at = time.monotonic() + _AHEAD
         for process in self._processes:
             _say(process, f"{name} {at}")
@@ -96,7 +96,7 @@ def _hear(process: subprocess.Popen[str]) -> str:
 
 
 def racer() -> None:
-    """One process of a race. A place that is refused is raced on as if it had passed its probe."""
+    """Run one process of a race. A refused place is used as if it had passed its probe."""
     start = json.loads(sys.stdin.readline())
     blobs = blobs_at(Address.parse(start["url"], start["options"]))
     blobs.exclusive = True
@@ -119,7 +119,7 @@ def racer() -> None:
 
 @contextlib.contextmanager
 def place(kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Address and storage options of a fresh place."""
+    """Yield address and storage options of a new place."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="scarctl-creations-")))
         if kind == "s3":
@@ -137,7 +137,7 @@ def place(kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def attack(kind: str, *, rounds: int, processes: int) -> Result:
-    """Race on a place of this kind; the store that may or may not be made there says whether it is refused."""
+    """Race on a place of this kind. Whether it is refused is found by creating a store there."""
     with place(kind) as (url, options):
         try:
             store = Store.create(url, storage_options=options)

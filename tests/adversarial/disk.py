@@ -28,12 +28,12 @@ _FORBIDDEN = (
     *("writev", "pwritev", "truncate", "rmdir", "removedirs", "renames", "symlink", "mkfifo", "mknod"),
     *("sendfile", "copy_file_range", "splice", "posix_fallocate", "fdatasync", "sync", "setxattr"),
 )
-"""What would change files, and is not modelled: the store does not use it, and if it did this has to know."""
+"""Calls that would change files and are not modelled. The store does not use them; a use must be noticed."""
 
 
 @dataclass
 class Event:
-    """One thing done to the disk; numbers name files and folders for ever."""
+    """One change of the disk; numbers identify files and folders permanently."""
 
     kind: str
     """"name" (in folder `node`, `name` is `value` from now on: a number or None), "data" (file `node` holds
@@ -42,7 +42,7 @@ class Event:
     name: str = ""
     value: Any = None
     site: str = ""
-    """Of an fsync: which call of the program's, and of what."""
+    """Of an fsync: the call site, and the kind of file."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class _File:
 class _Folder:
     safe: dict[str, int] = field(default_factory=dict)
     since: dict[str, list[int | None]] = field(default_factory=dict)
-    """Per name what it was since the last fsync, oldest first."""
+    """For each name its values since the last fsync, oldest first."""
 
     def options(self, name: str) -> list[int | None]:
         return [self.safe.get(name), *self.since.get(name, [])]
@@ -70,13 +70,13 @@ class _Folder:
 
 
 class Disk:
-    """What is on the disk for certain, and what may be, after some events."""
+    """What is certainly on the disk after some events, and what may be."""
 
     def __init__(self) -> None:
         self.nodes: dict[int, _File | _Folder] = {0: _Folder()}
 
     def play(self, events: Iterable[Event], *, without: str | None = None) -> None:
-        """`without`: fsyncs of this site do nothing."""
+        """Apply an event. `without`: fsyncs of this site have no effect."""
         for event in events:
             node = self.nodes.get(event.node)
             if event.kind == "new":
@@ -101,14 +101,14 @@ class Disk:
         return node
 
     def unsafe(self) -> int:
-        """How many names and files are not safe."""
+        """Return how many names and files are not safe."""
         return sum(
             len(node.since) if isinstance(node, _Folder) else node.safe != node.now
             for node in self.nodes.values()
         )
 
     def write(self, target: Path, loss: Loss, number: int = 0) -> None:
-        """Makes the folder `target` as the power loss has left it."""
+        """Create the folder `target` as the power loss has left it."""
         target.mkdir()
         folder = self.folder(number)
         for name in folder.names:
@@ -124,10 +124,10 @@ class Disk:
 
 
 class Loss:
-    """What becomes of each thing that is not safe.
+    """Decides about each change that is not safe.
 
-    `kept`: the share of them that is there, newest state and all bytes. `but_one`: one thing chosen at random
-    fares the other way: lost alone, or kept alone.
+    `kept`: the probability that it survives, in its newest state with all bytes. `but_one`: one random change has the
+    opposite fate: it alone is lost, or it alone survives.
     """
 
     def __init__(self, rng: np.random.Generator, kept: float, *, but_one: int | None = None) -> None:
@@ -171,7 +171,7 @@ class Loss:
             data[int(rng.integers(len(data)))] ^= int(rng.integers(1, 256))
             return bytes(data)
         pages = range(0, len(data), PAGE)
-        # The length came to the disk, some of the pages did not.
+        # The length reached the disk, but some of the pages did not.
         lost = [page for page in pages if rng.random() < 0.5] or [int(rng.choice(pages))]
         for page in lost:
             length = len(data[page : page + PAGE])
@@ -180,10 +180,10 @@ class Loss:
 
 
 class Recorder:
-    """Records what this process does below `base`; what is there already is safe, and recorded as if just made.
+    """Records what this process does below `base`. Existing files are safe, and recorded as if just made.
 
-    `die_at`: the number of a call that changes something; before it the process dies: from then on every call raises
-    Killed and does nothing. `die_synced`: the same before so manieth fsync of a folder.
+    `die_at`: number of the changing call before which the process dies: from then on every call raises Killed and does
+    nothing. `die_synced`: the same, before the fsync of a folder with this number.
     """
 
     def __init__(self, base: Path) -> None:
@@ -193,10 +193,10 @@ class Recorder:
         self.die_at: int | None = None
         self.die_synced: int | None = None
         self.fail_sync: int | None = None
-        """So manieth fsync from here on fails, and makes nothing safe."""
+        """Number of fsyncs until one fails, and makes nothing safe."""
         self.dead = False
         self.before_fsync: Callable[[str], None] | None = None
-        """Called with the path, relative to `base`: what other processes do at that moment."""
+        """Called with the path, relative to `base`: actions of other processes at that moment."""
         self._live = Disk()
         self._numbers = 0
         self._lock = threading.RLock()
@@ -218,7 +218,7 @@ class Recorder:
             setattr(os, name, real)
 
     def check_complete(self) -> None:
-        """Nothing has passed the recorder by: the model's tree is the real one."""
+        """Check that no change has bypassed the recorder: the model's tree equals the real one."""
 
         def tree(folder: Path, number: int) -> None:
             now = self._live.folder(number).now()
@@ -275,7 +275,7 @@ class Recorder:
             raise Killed
 
     def _alone(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """One call at a time, as the disk sees them."""
+        """Wrap a call so that the disk sees one call at a time."""
 
         def locked(*args: Any, **kwargs: Any) -> Any:
             with self._lock:
@@ -361,7 +361,7 @@ class Recorder:
             if self.fail_sync <= 0:
                 self.fail_sync = None
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
-        # Nothing here loses power in earnest, so the real call is saved.
+        # No power is really lost here, so the real call is left out.
         self._note(Event("fsync", self._fds[fd], site=_site(path, is_folder)))
 
     def _mkdir(self, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -417,10 +417,10 @@ _LOCAL = ("scarctl/store/backends/local.py", "scarctl/store/backends/local_files
 
 
 def _site(path: Path, is_folder: bool) -> str:
-    """The functions that lead to this fsync, from the store's blob layer, and the kind of file or folder."""
+    """Return the functions that lead to this fsync, from the store's blob layer, and the kind of file or folder."""
     names: list[str] = []
     frame = sys._getframe(2)
-    # Beyond another fsync is the process beside which this one works.
+    # Functions above another fsync belong to the process next to which this one works.
     while frame is not None and frame.f_code.co_name != "_fsync":
         if frame.f_code.co_filename.endswith(_LOCAL):
             names.append(frame.f_code.co_name)

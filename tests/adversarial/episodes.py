@@ -50,7 +50,7 @@ _STEPS = 14
 
 
 class Violation(Exception):
-    """What must hold does not."""
+    """A condition that must hold does not hold."""
 
 
 class Killed(Exception):
@@ -68,9 +68,9 @@ class Life:
     queue: HandOverQueue
     step: int
     follower: Follower
-    """Of its daemon, as long as that lives."""
+    """The daemon's follower, as long as the daemon lives."""
     alive: bool = True
-    """Its process trains. The daemon outlives it."""
+    """Its process trains. The daemon may outlive the process."""
 
 
 class Link:
@@ -85,7 +85,7 @@ class Link:
 
 
 class Episode:
-    """One job: its hosts, its lives, and what has been acknowledged."""
+    """One job: its hosts, its lives, and the acknowledged versions."""
 
     def __init__(self, folder: Path, rng: random.Random) -> None:
         self.folder, self.rng = folder, rng
@@ -94,15 +94,15 @@ class Episode:
             (folder / host).mkdir(mode=0o700)
         self.epoch = 0
         self.values: dict[int, int] = {}
-        """The byte in copies of each version."""
+        """The byte in the copies of each version."""
         self.acknowledged: tuple[int, str, str] | None = None
-        """Version that a flush has left on two hosts, and the hosts."""
+        """The version that a flush has left on two hosts, and these hosts."""
         self.away: set[str] = set()
         self.cut = False
         self.link: Link | None = None
         self.lives: list[Life] = []
         self.abandoned: dict[int, int] = {}
-        """For each epoch, the newest step of its predecessors that it has."""
+        """For each epoch the newest step of its predecessors that it has."""
         self.known: set[int] = set()
         """Epochs of the arenas that the newest start has found."""
         self.begin("east", None)
@@ -114,7 +114,7 @@ class Episode:
         return self.lives[-1]
 
     def begin(self, host: str, source: str | None) -> None:
-        """Start a process on a host, with what another host has in memory, or its own."""
+        """Start a process on a host, with another host's memory or its own."""
         self.epoch += 1
         place = self.folder / host / RUN
         step = 0
@@ -128,11 +128,11 @@ class Episode:
         disown(place)
         arena.take_over()
         arena.begin_epoch(self.epoch, again=False)
-        # A round that has not come to its mark leaves newer copies.
+        # A round that did not reach its mark leaves newer copies.
         newest = step_of(arena.version[arena.intact()]).max(initial=0)
         self.abandoned[self.epoch] = max(step, int(newest))
         self.link = None
-        # The clock is fast: copies that a dead process has left under way are waited for once.
+        # The clock is fast: copies that a dead process has left unfinished are waited for once.
         follower = Follower(arena, clock=itertools.count(0.0, 10.0).__next__)
         life = Life(host, self.epoch, f"{self.epoch:032x}", arena, HandOverQueue(place), step, follower)
         self.lives.append(life)
@@ -152,7 +152,7 @@ class Episode:
         return arena
 
     def _fetched(self, place: Path, source: Path) -> tuple[int, Arena]:
-        """As `arena.transfer`: all bytes and fields of an arena that stays where it is."""
+        """Return a copy of an arena that stays in place, with all bytes and fields, as `arena.transfer` makes it."""
         found = self._mine(source)
         there = HandOverQueue(source).pending()
         arena = self._create(place)
@@ -173,7 +173,7 @@ class Episode:
     # -- what happens ------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """A step, and copies of some of its partitions; the process may die in the middle of them."""
+        """Take a step, and copy some of its partitions; the process may die while copying."""
         life = self.life
         if not life.alive:
             return
@@ -195,7 +195,7 @@ class Episode:
         life.arena.reach(life.step)
 
     def flush(self) -> None:
-        """All copies at the newest step, sent to the peer: acknowledged only after its mark."""
+        """Copy everything at the newest step, and send it to the peer: acknowledged only after its mark."""
         life = self.life
         if not life.alive:
             return
@@ -215,7 +215,7 @@ class Episode:
         return HOSTS[(HOSTS.index(self.life.host) + 1) % len(HOSTS)]
 
     def send(self) -> None:
-        """A round, or its first frames: then the cable was pulled."""
+        """Send a round, or only its first frames before the connection is cut."""
         self._send(self.rng.choice((0, 1, 2, 3, 1 << 30)))
 
     def _send(self, most: int) -> bool:
@@ -240,7 +240,7 @@ class Episode:
             raise Violation("the newest owner is fenced") from None
 
     def _damaged(self, frame: list[Any]) -> None:
-        """The cable is pulled in a frame, or a bit flips: nothing of it is taken."""
+        """Cut the connection within a frame, or flip a bit: the frame is not accepted."""
         data = bytearray(b"".join(memoryview(part).tobytes() for part in frame))
         data[self.rng.randrange(PREFIX.size, len(data))] ^= 1 << self.rng.randrange(8)
         try:
@@ -252,7 +252,7 @@ class Episode:
         raise Violation("a damaged frame is taken")
 
     def kill_peer(self) -> None:
-        """The peer's daemon is killed while it copies a batch: half of the rows are there, generations are odd."""
+        """Kill the peer's daemon while it copies a batch: half of the rows are written, and generations are odd."""
         if self.cut or self.peer in self.away:
             return
         original = replicas.write_rows
@@ -276,23 +276,23 @@ class Episode:
         self.link = None
 
     def pull(self) -> None:
-        """The cable is pulled, until `heal`."""
+        """Cut the connection until `heal`."""
         self.cut, self.link = True, None
 
     def heal(self) -> None:
-        """The cable is mended, and hosts that were away are back."""
+        """Restore the connection, and the hosts that were away."""
         self.cut = False
         self.away.clear()
 
     def stop(self) -> None:
-        """A host does not answer for a while: it takes part in no start."""
+        """Stop a host for a while: it takes part in no start."""
         host = self.rng.choice(HOSTS)
         if host != self.life.host and not self.away:
             self.away.add(host)
             self.link = None
 
     def zombie(self) -> None:
-        """An earlier owner's daemon, which was cut off, sends again."""
+        """Let the daemon of an earlier owner, which was cut off, send again."""
         if len(self.lives) < 2:
             return
         old = self.rng.choice(self.lives[:-1])
@@ -316,7 +316,7 @@ class Episode:
             shutil.rmtree(place / f"{RUN}{SUCCESSOR}", ignore_errors=True)
 
     def restart(self) -> None:
-        """The process dies, perhaps with its host and all memory there; the job starts again where there is room."""
+        """Kill the process, perhaps with its host and all memory there; the job starts again on an available host."""
         life = self.life
         life.alive = False
         if self.rng.random() < 0.5:
@@ -355,7 +355,7 @@ class Episode:
     # -- what must hold ------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Every copy that counts is whole and of its version, everywhere; hand-overs come after their copies."""
+        """Check that every copy that counts is complete and of its version, and hand-overs come after their copies."""
         for host in HOSTS:
             arena = self._usable(host)
             if arena is None:
@@ -373,7 +373,7 @@ class Episode:
                 raise Violation(f"{host}: a replica has copies of a later epoch than its own")
 
     def _check_found(self, arena: Arena) -> None:
-        """No copy is of a future that was abandoned by an epoch of which anything is left."""
+        """Check that no copy is of a later step that an epoch abandoned, as long as copies of that epoch remain."""
         for version in arena.version[arena.intact() & (arena.version != NEVER)].tolist():
             for epoch, step in self.abandoned.items():
                 later = epoch in self.known and epoch_of(version) < epoch < self.epoch
@@ -404,11 +404,11 @@ ACTIONS = {
     "heal": 2,
     "stop": 1,
 }
-"""What happens, and how often."""
+"""Events, and their relative frequency."""
 
 
 def run(folder: Path, seed: int) -> Counter[str]:
-    """Play one episode. Return what happened in it. Raises Violation with what has led to it."""
+    """Play one episode. Return counts of its events. Raises Violation with the events that led to it."""
     rng = random.Random(seed)
     folder.mkdir(mode=0o700)
     past: list[str] = []
@@ -428,7 +428,7 @@ def run(folder: Path, seed: int) -> Counter[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Play episodes and print what happened; 1 after a violation."""
+    """Play episodes and print counts of their events. Return 1 after a violation."""
     parser = argparse.ArgumentParser(prog="python -m tests.adversarial.episodes", description=__doc__)
     parser.add_argument("--episodes", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)

@@ -52,7 +52,7 @@ DRAIN = 1.0
 PATIENT = 40.0
 """The same where it is mended."""
 GRACE = 1.0
-"""What a deadline may be missed by."""
+"""Seconds by which a deadline may be exceeded."""
 STEPS = 40
 ROWS = 96
 ROWS_PER = {"rows": 4, "dense": 4}
@@ -74,7 +74,7 @@ KINDS: dict[str, Fault] = {
 
 @dataclass(frozen=True)
 class Case:
-    """All that decides what happens, but for the pace of the machine."""
+    """Everything that determines a case, except for the speed of the machine."""
 
     number: int
     place: str
@@ -92,11 +92,11 @@ class Case:
 
 
 class Violated(Exception):
-    """Something that must hold did not."""
+    """A condition that must hold did not hold."""
 
 
 def draw(seed: int, number: int, only: str | None = None) -> Case:
-    """Case `number` of a seed."""
+    """Draw case `number` of a seed."""
     rng = random.Random(f"{seed}/{number}")
     place = only or ("s3" if rng.random() < 0.2 else "local")
     if place == "s3":
@@ -124,7 +124,7 @@ def draw(seed: int, number: int, only: str | None = None) -> Case:
 
 
 class Run:
-    """A state whose rows say at which step they were changed, and what it was at every step."""
+    """A state whose rows show at which step they were changed, with its values at every step."""
 
     def __init__(self, case: Case, seed: int) -> None:
         self.rng = np.random.default_rng([seed, case.number])
@@ -152,7 +152,7 @@ class Run:
                 session._engine.saver.drain(0.2)  # so that something is saved on a busy machine, too
 
     def check(self, store: Store, durable: np.ndarray[Any, Any] | None) -> int:
-        """Whether the store has what it says, and what was acknowledged. Returns partitions compared."""
+        """Check that the store holds what it reports, and all acknowledged copies. Return the partitions compared."""
         report = verify(store, read_data=True)
         if not report.intact:
             raise Violated(f"verify: {report.problems[:3]}")
@@ -186,11 +186,11 @@ class Run:
 
 @dataclass
 class Outcome:
-    """Figures of all cases together."""
+    """Sums over all cases."""
 
     counts: Counter[str] = field(default_factory=Counter)
     worst: dict[str, float] = field(default_factory=dict)
-    """Seconds, by operation, of those of the S3 cases."""
+    """Longest seconds of the S3 cases, by operation."""
     calls: Counter[str] = field(default_factory=Counter)
 
     def saw(self, name: str, seconds: float) -> None:
@@ -198,7 +198,7 @@ class Outcome:
 
 
 class Attack:
-    """Where cases are played: a folder, and an S3 server behind a proxy when one is needed."""
+    """The places of cases: a folder, and an S3 server behind a proxy if one is needed."""
 
     def __init__(self, seed: int, folder: Path, stack: ExitStack, wire: Proxy | None = None) -> None:
         self.seed = seed
@@ -209,7 +209,7 @@ class Attack:
         self._clients: list[Any] = []
 
     def play(self, case: Case) -> None:
-        """One case. Raises Violated."""
+        """Play one case. Raises Violated."""
         with ExitStack() as stack:
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             place = self.folder / str(case.number)
@@ -219,7 +219,7 @@ class Attack:
             assert Collector.__init__.__kwdefaults__ is not None
             patch.setitem(
                 Collector.__init__.__kwdefaults__, "floor", 0
-            )  # so small a store would never be collected
+            )  # otherwise so small a store would never be collected
             (self._s3 if case.place == "s3" else self._local)(case, place, patch)
         self.outcome.counts["cases"] += 1
         self.outcome.counts[f"cases, {case.place}"] += 1
@@ -314,7 +314,7 @@ class Attack:
         if late:
             raise Violated(f"operations that took longer than {TIMEOUT} s: {late}")
         patch.setattr(store_module, "blobs_at", original)
-        if not case.daemon:  # a daemon may still be writing what waits
+        if not case.daemon:  # a daemon may still be writing pending copies
             self._after(case, run, url, options, durable)
 
     def _session(self, run: Run, url: str, options: Any, case: Case) -> scarctl.Session:
@@ -331,19 +331,19 @@ class Attack:
                 storage_options=options,
             ),
         )
-        # What came after the step that it goes on from never happened.
+        # The steps after the one from which it continues never happened.
         del run.history[session.resume().step + 1 :]
         return session
 
     def _end(self, case: Case, run: Run, session: scarctl.Session) -> np.ndarray[Any, Any] | None:
-        """Ends the session; what it said was durable."""
+        """End the session; return the steps that it reported as durable."""
         acknowledged: int | None = None
         if case.mended:
             try:
                 session.checkpoint(full=True, wait=True)
                 acknowledged = len(run.history) - 1
             except ScarError as error:
-                # A disk that cannot be written to, or a fault that will not pass, has stopped saving for good.
+                # A disk that cannot be written to, or a permanent fault, has stopped saving.
                 self.outcome.counts[f"gave up: {error.kind}"] += 1
         engine = session._engine
         durable = None if engine is None else engine.arena.durable.copy()
@@ -365,7 +365,7 @@ class Attack:
     def _after(self, case: Case, run: Run, url: str, options: Any, durable: Any) -> None:
         store = Store.open(url, storage_options=options)
         self.outcome.counts["partitions compared"] += run.check(store, durable)
-        # And the next session goes on with all of it.
+        # The next session continues with all of it.
         again = Run(case, self.seed)
         again.history = [*run.history]
         session = self._session(again, url, options, replace(case, daemon=False, mended=True))
@@ -382,7 +382,7 @@ class Attack:
 
 
 def _busy() -> float:
-    """Seconds that everything may take longer because others use this machine."""
+    """Return by how many seconds everything may take longer because the machine is shared."""
     return 0.5 * max(0.0, os.getloadavg()[0] / (os.cpu_count() or 1) - 1.0)
 
 

@@ -35,7 +35,7 @@ PARTS = 50
 MEMORY = 256 << 20
 SECONDS = 1.0
 HANG = 20.0
-"""Wall-clock seconds after which a case is interrupted; on a busy machine one of SECONDS takes longer than that."""
+"""Wall-clock seconds after which a case is interrupted. On a busy machine a case of SECONDS takes longer."""
 
 
 class Hang(BaseException):
@@ -47,7 +47,7 @@ class Result(dict[str, object]):
 
 
 def run(names: list[str], first: int, cases: int, seed: int, seconds: float, job: int, jobs: int) -> Result:
-    """Every `jobs`-th case; the targets in proportion to their shares."""
+    """Run every `jobs`-th case; targets in proportion to their shares."""
     logging.disable()
     warnings.simplefilter("ignore")
     folder = Path(
@@ -65,7 +65,7 @@ def run(names: list[str], first: int, cases: int, seed: int, seconds: float, job
     for name, (
         _,
         target,
-    ) in shares.items():  # what is imported late, and torch's pools, are not a case's memory
+    ) in shares.items():  # late imports, and torch's pools, do not count as a case's memory
         _play(target, f"warm/{name}")
     limits = _limit_memory()
     try:
@@ -101,7 +101,7 @@ def run(names: list[str], first: int, cases: int, seed: int, seconds: float, job
 def _in_turns(
     shares: dict[str, tuple[int, Target]], numbers: range, whole: int
 ) -> Iterator[tuple[str, int, Target]]:
-    """The cases of all targets, a part of each in turn, so that whoever stops early has done some of each."""
+    """Yield the cases of all targets in turn, so that an early end leaves some of each."""
     for part in range(PARTS):
         for name, (share, target) in shares.items():
             count = max(1, len(numbers) * share // whole)
@@ -110,7 +110,7 @@ def _in_turns(
 
 
 def _play(target, seed: str) -> tuple[str, str]:  # type: ignore[no-untyped-def]
-    """`(why it is a violation or "", what came out)`."""
+    """Return `(why it is a violation or "", the outcome)`."""
     try:
         target(random.Random(seed))
     except ScarError as error:
@@ -145,7 +145,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    context = multiprocessing.get_context("spawn")  # each with memory of its own, and torch's threads
+    context = multiprocessing.get_context("spawn")  # each process has its own memory, and torch's threads
     with context.Pool(args.jobs) as pool:
         given = [
             (args.target, args.first, args.cases, args.seed, args.seconds, job, args.jobs)
@@ -168,7 +168,7 @@ def main() -> int:
         told = ", ".join(f"{kind} {n}" for kind, n in kinds.items())
         print(f"{name:26}{count:>9}  {told!a}")  # noqa: T201
     places = {}
-    for line in violations:  # of each place the first
+    for line in violations:  # the first of each place
         places.setdefault((line.partition(",")[0], line.rpartition(" at ")[2]), line)
     for line in list(places.values())[:50]:
         print(f"VIOLATION {line!a}")  # noqa: T201

@@ -15,7 +15,7 @@ from tests.store.helpers import read_all
 
 
 class Violated(Exception):
-    """Something that must never happen."""
+    """A violation of the protocol."""
 
 
 @dataclass
@@ -32,18 +32,18 @@ class Truth:
 
 @dataclass
 class History:
-    """Records by digest, with what their commits held; who was told of a success; which snapshots were promised."""
+    """Records by digest with the contents of their commits, acknowledged commits, and promised snapshots."""
 
     records: dict[str, tuple[Record, dict[int, bytes]]] = field(default_factory=dict)
     acknowledged: list[tuple[str, str]] = field(default_factory=list)
-    """Writer and digest."""
+    """Writer and digest of each acknowledged commit."""
     promised: dict[str, dict[int, int]] = field(default_factory=dict)
 
     def copy(self) -> History:
         return History(dict(self.records), list(self.acknowledged), dict(self.promised))
 
     def tried(self, path: str, data: bytes, contents: dict[int, bytes]) -> None:
-        """Somebody asks for a file to be created."""
+        """Note a request to create a file."""
         folder, _, name = path.rpartition("/")
         seq = seq_of_record(name)
         if folder.endswith("/log") and seq is not None:
@@ -51,7 +51,7 @@ class History:
             self.records[record.digest] = (record, contents if record.kind == "commit" else {})
 
     def check(self, store: Store) -> None:
-        """Raises Violated unless the store holds what it has to hold."""
+        """Raise Violated unless the store holds everything that it must hold."""
         report = verify(store, read_data=True)
         if report.problems:
             raise Violated(f"verify: {report.problems[0]}")

@@ -1,4 +1,4 @@
-"""One process on one host: it resumes, trains some steps, and closes or dies. What it says is returned."""
+"""Run one process on one host: it resumes, trains some steps, and closes or dies. Return its messages."""
 
 from __future__ import annotations
 
@@ -22,54 +22,54 @@ from scarctl.daemon.client import question
 from scarctl.errors import ScarError
 
 STEPS = 1000
-"""More than a life has: value = life * STEPS + step."""
+"""More steps than a life has: value = life * STEPS + step."""
 SHAPES = {"a": (8, 4), "b": (5, 3)}
 ROWS = sum(rows for rows, _ in SHAPES.values())
 NEVER = -1.0
 PATIENCE = 60.0
 Values = tuple[float, ...]
-"""Of each partition its one value; NEVER: there is none."""
+"""The value of each partition; NEVER: it has no copy."""
 
 
 class Violation(Exception):
-    """Something is not as it must be."""
+    """A condition does not hold."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one process does."""
+    """The actions of one process."""
 
     mode: str = "partial"
     steps: int = 6
     durable: int = 0
-    """The step of its own after which the whole state is sealed and durable; 0: none."""
+    """The life's own step after which the whole state is sealed and durable; 0: never."""
     stopped: int = 0
-    """The step of its own after which nothing reaches the store any more; 0: none."""
+    """The life's own step after which nothing more reaches the store; 0: never."""
     drained: bool = False
-    """Before its end it waits until the store has all that was copied."""
+    """Before its end it waits until the store has all copies."""
     end: str = "kill"
-    """"kill": by SIGKILL; "close": as a program that is over."""
+    """"kill": by SIGKILL; "close": as a finished program."""
     daemon: str = ""
-    """"": a thread saves; "stays": the host's daemon, which goes on; "dies": it is killed as well."""
+    """"": a thread saves; "stays": the host's daemon, which continues; "dies": the daemon is killed as well."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a process has said of itself."""
+    """What a process has reported about itself."""
 
     step: int
     exact: bool
     values: Values
-    """What it had after `resume`."""
+    """The values after `resume`."""
     left: Values = ()
-    """What was in its memory when it died."""
+    """The values in its memory when it died."""
     found: bool = True
-    """There was something to resume."""
+    """Whether there was a state to resume."""
     error: str = ""
 
 
 def live(store: Path, host: Path, life: int, plan: Plan) -> Told:
-    """Have a process live."""
+    """Run the life of a process."""
     warm()
     reading, writing = os.pipe()
     pid = os.fork()
@@ -101,7 +101,7 @@ def live(store: Path, host: Path, life: int, plan: Plan) -> Told:
 
 @cache
 def warm() -> None:
-    """What a session imports is imported here: once, not in every child."""
+    """Import a session's modules here, once, and not in every child."""
     with tempfile.TemporaryDirectory() as folder:
         state = {"a": np.zeros((2, 2))}
         session = scarctl.attach(
@@ -172,18 +172,18 @@ def _live(pipe: int, store: Path, host: Path, life: int, plan: Plan) -> None:
         left = [v if there else NEVER for v, there in zip(rows, arena.intact().tolist(), strict=True)]
     tell(left=left)
     if plan.daemon == "dies" and (answer := question(host_folder(str(host)), "status", patience=PATIENCE)):
-        os.kill(answer["pid"], signal.SIGKILL)  # before it can save what this process leaves
+        os.kill(answer["pid"], signal.SIGKILL)  # before it can save the copies that this process leaves
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _values(state: dict[str, np.ndarray]) -> list[float]:
-    """One value per partition. A torn one is no number that anybody has made."""
+    """Return the value of each partition. Raises for a torn partition."""
     rows = [row for array in state.values() for row in array]
     return [float(row[0]) if (row == row[0]).all() else 0.5 for row in rows]
 
 
 def kill_daemon(host: Path) -> None:
-    """As the host dies with its last process."""
+    """Kill the daemon, as the host dies with its last process."""
     answer = question(host_folder(str(host)), "status", patience=PATIENCE)
     if answer is not None:
         os.kill(answer["pid"], signal.SIGKILL)
@@ -191,7 +191,7 @@ def kill_daemon(host: Path) -> None:
 
 
 def wait_for_daemon(host: Path) -> None:
-    """Until what the dead process left is in the store."""
+    """Wait until the copies of the dead process are in the store."""
     _wait(lambda: not (question(host_folder(str(host)), "status", patience=PATIENCE) or {"runs": []})["runs"])
 
 

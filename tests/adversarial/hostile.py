@@ -48,7 +48,7 @@ class Hang(BaseException):
 
 
 class Attack:
-    """Plays cases; `violations` has what must not be."""
+    """Runs cases, and collects `violations`."""
 
     def __init__(self) -> None:
         self.image = make(0, shards=2, rounds=1)
@@ -135,7 +135,7 @@ class Attack:
         folder = host_folder(str(yard.base))
         self._call(case, lambda: Arena.share(arena_folder(str(yard.base), yard.id), run_id=yard.id))
         folders = host_folder(str(yard.base)), arena_folder(str(yard.base), yard.id)
-        if all(folder.is_dir() and not folder.is_symlink() for folder in folders):  # sessions see to that
+        if all(folder.is_dir() and not folder.is_symlink() for folder in folders):  # sessions check this
             queue = HandOverQueue(arena_folder(str(yard.base), yard.id))
             self._call(case, lambda: queue.pending())
         if "daemon" in case.name or "host" in case.name:

@@ -1,4 +1,4 @@
-"""Cases of tests.adversarial.hostile: what may lie in place of a file, and names that lead elsewhere."""
+"""Provide cases of tests.adversarial.hostile: objects in place of a file, and names that lead elsewhere."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Case:
     name: str
     make: Callable[[Yard], None]
     tried: str = "store"
-    """What is done with it: store, arena, state."""
+    """What is tried with it: store, arena, state."""
 
 
 class Yard:
-    """A folder with a store, a folder outside of it, and a view of what is opened and changed there."""
+    """A folder with a store, a folder outside the store, and a record of files opened and changed there."""
 
     def __init__(self, image: Image) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="scarctl-hostile-")).resolve()
@@ -73,7 +73,7 @@ class Yard:
         self.sockets: list[socket.socket] = []
 
     def arena(self) -> None:
-        """What a stopped run left."""
+        """Create the arena of a stopped run."""
         everything = np.arange(LAYOUT.partitions)
         arena = Arena.create(arena_folder(str(self.base), self.id), LAYOUT, run_id=self.id, epoch=9)
         arena.begin(everything)
@@ -86,7 +86,7 @@ class Yard:
         )
 
     def tree(self) -> dict[str, object]:
-        """What is outside: names, kinds, content."""
+        """Return names, kinds and contents of everything outside the store."""
         found: dict[str, object] = {}
         for path in sorted(self.outside.rglob("*")):
             status = path.lstat()
@@ -101,7 +101,7 @@ class Yard:
 
 
 def replaced(where: Callable[[Yard], Path], kind: str) -> Callable[[Yard], None]:
-    """Something of `kind` in place of a file or folder, whose content goes outside."""
+    """Put an object of `kind` in place of a file or folder, whose content moves outside."""
 
     def change(yard: Yard) -> None:
         path = where(yard)

@@ -39,7 +39,7 @@ from tests.adversarial.host_lives import NEVER, ROWS, STEPS, Plan, Told, Values,
 
 
 def stored(path: Path) -> tuple[Values, tuple[str, ...]]:
-    """What a store says by itself: its values, and what names this state: the record that last changed each shard."""
+    """Return the values of a store, and the identity of this state: the record that last changed each shard."""
     try:
         store = Store.open(path)
     except ScarError:
@@ -58,28 +58,28 @@ def stored(path: Path) -> tuple[Values, tuple[str, ...]]:
 
 
 def _kept(path: Path, shard: int) -> str:
-    """Where the record of the newest change is collected: what the index says of the copies."""
+    """Return the copies listed in the index, if the record of the newest change is collected."""
     state = Store.open(path).state(shard)
     return f"{state.version.max(initial=-1)} {state.extras}"
 
 
 @dataclass
 class World:
-    """Stores, hosts, and what is known of them."""
+    """Stores, hosts, and what is known about them."""
 
     folder: Path
     lives: int = 0
     past: dict[int, frozenset[float]] = field(default_factory=dict)
-    """By life: what it began with, and what that had come from."""
+    """By life: the state with which it began, and its ancestors."""
     left: dict[tuple[str, str], tuple[tuple[str, ...], Values]] = field(default_factory=dict)
-    """By store and host: the state of the store at which a process died there, and what it had in memory."""
+    """By store and host: the store's state when a process died there, and the process's memory."""
     begun: set[tuple[int, Values]] = field(default_factory=set)
-    """Mixtures that lives have gone on from, with their steps."""
+    """Mixed states from which lives have continued, with their steps."""
     counts: Counter[str] = field(default_factory=Counter)
     journal: list[str] = field(default_factory=list)
 
     def way(self, value: float) -> frozenset[float]:
-        """A value, and all that it has come from."""
+        """Return a value, and all its ancestors."""
         life, step = divmod(int(value), STEPS)
         if value == 0:
             return frozenset([0.0])
@@ -89,7 +89,7 @@ class World:
         return self.past[life] | {float(life * STEPS + s) for s in range(min(first, step), step + 1)} | {0.0}
 
     def run(self, store: str, host: str, plan: Plan) -> Told:
-        """One life, with everything that must be true of it."""
+        """Run one life, and check everything that must hold for it."""
         self.lives += 1
         self.journal.append(f"life {self.lives}: {store} on {host}: {plan}")
         path, base = self.folder / store, self.folder / host
@@ -127,7 +127,8 @@ class World:
         self.counts["exact"] += told.exact
         self.begun |= {(told.step, told.values)} if not told.exact else set()
         uniform = len(set(told.values)) == 1 and int(told.values[0]) % STEPS == told.step
-        # Who has resumed a mixture and closes before a step has sealed that: it is the state of its run.
+        # If a life has resumed a mixture and closes before a step has sealed it, the mixture is the state of
+        # its run.
         if told.exact and not uniform and (told.step, told.values) not in self.begun:
             raise Violation(f"called exact at step {told.step}: {told.values}")
         if plan.mode == "rollback":
@@ -142,21 +143,21 @@ class World:
         )
 
     def copy(self, store: str, other: str) -> None:
-        """As `cp -a`: into another folder, or over another store."""
+        """Copy a store as `cp -a` does: into another folder, or over another store."""
         self.journal.append(f"{store} is copied to {other}")
         shutil.rmtree(self.folder / other, ignore_errors=True)
         shutil.copytree(self.folder / store, self.folder / other, symlinks=True)
         self.counts["copies"] += 1
 
     def prune(self, store: str) -> None:
-        """As the command does: an epoch of its own, compaction, and the log's old records are gone."""
+        """Prune as the command does: with a new epoch, compaction, and the removal of old records."""
         self.journal.append(f"{store} is pruned")
         opened = Store.open(self.folder / store)
         before = stored(self.folder / store)[1]
         prune(opened, plan_prune(opened, Retention()))
         opened.close()
         after = stored(self.folder / store)[1]
-        # Nothing has changed, though what names the state may be collected.
+        # The state has not changed, though the record that names it may be collected.
         for key, (mark, values) in list(self.left.items()):
             if key[0] == store and mark == before:
                 self.left[key] = after, values
@@ -164,7 +165,7 @@ class World:
 
 
 def rollback_elsewhere(world: World, daemon: str = "") -> None:
-    """A host dies, the run is rolled back and goes on at another one, the first host comes back, then a third."""
+    """A host dies, the run is rolled back and continues on another host, the first host returns, then a third."""
     world.run("run", "a", Plan(steps=12, durable=12, daemon=daemon))
     told = world.run("run", "a", Plan(steps=28, drained=True, daemon=daemon and "dies"))
     told = world.run("run", "b", Plan("rollback", steps=4, daemon=daemon))
@@ -175,7 +176,7 @@ def rollback_elsewhere(world: World, daemon: str = "") -> None:
 
 
 def copied(world: World, daemon: str = "") -> None:
-    """A store is copied; its run goes on and dies; somebody trains in the copy; the run comes back."""
+    """A store is copied; its run continues and dies; another run trains in the copy; the first run returns."""
     world.run("run", "a", Plan(steps=12, durable=12, end="close", daemon=daemon))
     world.copy("run", "copy")
     world.run("run", "a", Plan(steps=28, durable=20, stopped=20, daemon=daemon and "dies"))
@@ -188,7 +189,7 @@ def copied(world: World, daemon: str = "") -> None:
 
 
 def restored(world: World, daemon: str = "") -> None:
-    """A store is put back to what it was; what happened since is in memory, and is not to come back."""
+    """A store is restored from a backup; later steps are in memory, and must not return."""
     world.run("run", "a", Plan(steps=12, durable=12, end="close", daemon=daemon))
     world.copy("run", "backup")
     world.run("run", "a", Plan(steps=38, durable=30, stopped=34, daemon=daemon and "dies"))
@@ -207,7 +208,7 @@ CASES: dict[str, Callable[[World, str], None]] = {
 
 
 def wander(world: World, rng: random.Random, acts: int, daemons: bool) -> None:
-    """Anything, in any order."""
+    """Do random actions in random order."""
     world.run("run", "a", Plan(steps=3, durable=1, end=rng.choice(["kill", "close"])))
     for _ in range(acts):
         stores = sorted(p.name for p in world.folder.iterdir() if (p / "scarctl.json").exists())
@@ -237,7 +238,7 @@ def wander(world: World, rng: random.Random, acts: int, daemons: bool) -> None:
 
 @contextmanager
 def mutated(name: str) -> Iterator[None]:
-    """Inside, a rule is left out."""
+    """Leave out a rule inside this context."""
     before = kinship.belongs, saver.require_kinship, Address.digest
     try:
         if name == "arenas are believed whatever the store says":
@@ -254,12 +255,12 @@ MUTANTS = {
     "arenas are believed whatever the store says": ("rollback elsewhere", "restored"),
     "a copy of a store has the memory of the original": ("copied",),
 }
-"""Rules left out, and the cases that show what happens then."""
+"""Rules left out, and the cases that show the consequence."""
 
 
 @contextmanager
 def a_world() -> Iterator[World]:
-    """Empty folders, which are gone afterwards, and so are their daemons."""
+    """Yield empty folders; remove them and their daemons afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="scarctl-hosts-"))
     try:
         yield World(folder)
@@ -271,7 +272,7 @@ def a_world() -> Iterator[World]:
 
 
 def case(name: str, daemon: str = "") -> Counter[str]:
-    """One of `CASES`. Raises Violation."""
+    """Play one of `CASES`. Raises Violation."""
     with a_world() as world:
         try:
             CASES[name](world, daemon)
@@ -281,7 +282,7 @@ def case(name: str, daemon: str = "") -> Counter[str]:
 
 
 def episode(seed: int, acts: int = 14, *, daemons: bool = True) -> Counter[str]:
-    """A random one. Raises Violation."""
+    """Play a random episode. Raises Violation."""
     with a_world() as world:
         try:
             wander(world, random.Random(seed), acts, daemons)
@@ -291,7 +292,7 @@ def episode(seed: int, acts: int = 14, *, daemons: bool = True) -> Counter[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs and prints; 1 if something is not as it must be, or a mutant is not caught."""
+    """Run and print. Return 1 after a violation, or if a mutant is not caught."""
     parser = argparse.ArgumentParser(prog="python -m tests.adversarial.hosts", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""A small store with everything that a store can hold, its files in memory, and the truth about its copies."""
+"""Make a small store with everything that a store can hold, its files in memory, and the truth about its copies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ R = TypeVar("R")
 
 
 class MemoryBlobs:
-    """A store's files as a dictionary: reading only, with the promises of `LocalBlobs`."""
+    """A store's files as a dictionary: read-only, with the guarantees of `LocalBlobs`."""
 
     gap = 16 << 10
     batch = 4 << 20
@@ -90,7 +90,7 @@ class MemoryBlobs:
         return sorted({rest.partition("/")[0] for rest in below if "/" in rest})
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: no file is open."""
 
 
 class MemoryReader:
@@ -114,17 +114,17 @@ class MemoryReader:
 
 @dataclass
 class Image:
-    """The store, and what was ever true of it. Two calls of `make` with one seed differ in times only."""
+    """The store, and its true states. Two calls of `make` with the same seed differ only in times."""
 
     root: Path
-    """Where the store was: messages name its files there."""
+    """The former place of the store, which messages name."""
     members: list[Ids]
     """Partitions of every log."""
     shard_of: Ids
     """Log of every partition."""
     files: dict[str, bytes] = field(default_factory=dict)
     copies: dict[int, dict[int, bytes]] = field(default_factory=dict)
-    """By version: the bytes of all partitions then."""
+    """By version: the bytes of all partitions at that version."""
     extras: dict[int, object] = field(default_factory=dict)
     """By version."""
     newest: dict[int, int] = field(default_factory=dict)
@@ -135,12 +135,12 @@ class Image:
     """Version of every snapshot."""
 
     def open(self, changed: dict[str, bytes] | None = None) -> Store:
-        """The store with some files changed. Raises what opening raises."""
+        """Open the store with some files changed. Raises the errors of opening."""
         blobs = MemoryBlobs(self.root, {**self.files, **(changed or {})})
         return Store._open(Address.parse(self.root), blobs)  # type: ignore[arg-type]
 
     def write(self, folder: Path) -> None:
-        """The store as files."""
+        """Write the store as files."""
         for name, data in self.files.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ def make(
     encoding: Encoding = "exact",
     killed: bool = False,
 ) -> Image:
-    """Superseded copies, moved ones, a collected log, a roll-back, indexes and two snapshots.
+    """Make a store with superseded and moved copies, a collected log, a roll-back, indexes and two snapshots.
 
     rounds: of changes between two sealed states. one_log: all shards in one. encoding: of every other change.
     killed: the writer has written no indexes at its end.
@@ -178,7 +178,7 @@ def make(
 
 
 def make_ranks() -> Image:
-    """What four ranks have saved, then three others: their topologies, layouts with places, and a snapshot."""
+    """Make a store saved by four ranks, then by three: with topologies, layouts with places, and a snapshot."""
     folder = memory_folder()
     try:
         four = RankStore(folder / "run", 4)
@@ -240,7 +240,7 @@ class _Maker:
             self._save(chosen, sealed=False)
 
     def change_at_once(self, rounds: int) -> None:
-        """The same, in one commit per shard that has copies of every round's step."""
+        """Do the same with one commit per shard that has copies of every round's step."""
         steps: dict[int, int] = {}
         for _ in range(rounds):
             self.step += 1
@@ -254,7 +254,7 @@ class _Maker:
         self.image.newest.update({i: pack(self.writer.epoch, step) for i, step in steps.items()})
 
     def seal(self, name: str | None = None) -> None:
-        """The same as `change`, sealed in every shard."""
+        """Do the same as `change`, sealed in every shard."""
         self.step += 1
         chosen = [self.rng.permutation(m)[: max(1, len(m) // 3)] for m in self.members]
         version = self._save(chosen if self.image.newest else self.members, sealed=True)

@@ -7,10 +7,11 @@ newest copies, and the extras of their step. The other host may be lost before a
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from tests.adversarial.search import Broken, Result, search
 
 
 class Copy(NamedTuple):
@@ -105,10 +106,6 @@ MUTANTS = {
     "the round under way answers": "a round is under way",
 }
 """Rules left out, and the scenario that shows what happens then."""
-
-
-class Broken(Exception):
-    """What was called safe is gone."""
 
 
 class Model:
@@ -251,25 +248,12 @@ def check(world: World) -> None:
         raise Broken(f"extras {world.extras} were called safe, and are nowhere")
 
 
-def explore(scenario: Scenario, mutant: str = "") -> tuple[int, str, tuple[str, ...]]:
-    """Number of states; what is broken and the shortest way there, "" if nothing is."""
+def explore(scenario: Scenario, mutant: str = "") -> Result:
+    """Return the number of reachable states, or the shortest way to a broken one."""
     model = Model(scenario, mutant)
-    start = model.begin()
-    seen: dict[World, tuple[World | None, str]] = {start: (None, "")}
-    waiting = deque([start])
-    while waiting:
-        world = waiting.popleft()
-        try:
-            check(world)
-        except Broken as error:
-            trace: list[str] = []
-            at: World | None = world
-            while at is not None:
-                at, what = seen[at]
-                trace.append(what)
-            return len(seen), str(error), tuple(reversed(trace[:-1]))
-        for what, after in model.steps(world):
-            if after not in seen:
-                seen[after] = (world, what)
-                waiting.append(after)
-    return len(seen), "", ()
+
+    def following(world: World) -> Iterator[tuple[str, World]]:
+        check(world)
+        return model.steps(world)
+
+    return search(model.begin(), following)

@@ -1,4 +1,4 @@
-"""The protocol's model checked exhaustively: every interleaving of small casts of writers, readers and others.
+"""Check the protocol's model exhaustively: every interleaving of a few writers, readers and others.
 
     python -m tests.adversarial.model            # all scenarios, then all mutants
     python -m tests.adversarial.model --short
@@ -11,21 +11,21 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
 from tests.adversarial import arenas, replicas
 from tests.adversarial.protocol import ENDED, MUTANTS, Model, Process
-from tests.adversarial.protocol_files import Broken, Files, check
+from tests.adversarial.protocol_files import Files, check
+from tests.adversarial.search import Result, search
 
 World = tuple[Files, tuple[Process, ...]]
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """`past`: what one writer has done alone before. `cast`: what the others do, in any order of steps."""
+    """`past`: the actions of one writer before. `cast`: those of the others, whose steps interleave in any order."""
 
     name: str
     past: str
@@ -90,42 +90,15 @@ LONG = (
 )
 
 
-@dataclass
-class Result:
-    states: int
-    steps: int
-    broken: str = ""
-    trace: tuple[str, ...] = ()
-
-
 def explore(scenario: Scenario, mutant: str = "") -> Result:
-    """All states that can be reached, or the shortest way to one that is broken."""
+    """Return the number of reachable states, or the shortest way to a broken one."""
     model = Model(mutant, scenario.stale)
-    start = _begin(scenario)
-    seen: dict[int, tuple[int, str]] = {hash(start): (0, "")}
-    waiting = deque([start])
-    result = Result(1, 0)
-    while waiting:
-        world = waiting.popleft()
-        key = hash(world)
-        try:
-            for what, following in _following(model, world):
-                result.steps += 1
-                after = hash(following)
-                if after not in seen:
-                    seen[after] = (key, what)
-                    key_of_broken = after
-                    check(following[0])
-                    waiting.append(following)
-        except Broken as error:
-            last = key_of_broken if "misses" not in str(error) else key
-            return Result(len(seen), result.steps, str(error), _trace(seen, last))
-        result.states = len(seen)
-    return result
+    return search(_begin(scenario), lambda world: _following(model, world))
 
 
 def _following(model: Model, world: World) -> list[tuple[str, World]]:
     files, cast = world
+    check(files)
     found: list[tuple[str, World]] = []
     for i, process in enumerate(cast):
         if process.at not in ENDED:
@@ -136,7 +109,7 @@ def _following(model: Model, world: World) -> list[tuple[str, World]]:
 
 
 def _begin(scenario: Scenario) -> World:
-    """The store after its past, and everybody about to begin."""
+    """Return the store after its past, with all processes about to begin."""
     files, model = Files(), Model()
     past = _process("past", scenario.past, 0)
     while past.at not in ENDED:
@@ -147,14 +120,6 @@ def _begin(scenario: Scenario) -> World:
 def _process(name: str, words: str, lossy: int) -> Process:
     first, *todo = words.split() or ["over"]
     return Process(name, first, tuple(todo), lossy=lossy)
-
-
-def _trace(seen: dict[int, tuple[int, str]], key: int) -> tuple[str, ...]:
-    steps = []
-    while key:
-        key, what = seen[key]
-        steps.append(what)
-    return tuple(reversed(steps[:-1]))
 
 
 def _explore_all(place: ModuleType, *, short: bool, only: str | None) -> tuple[int, int]:
@@ -178,7 +143,7 @@ def _explore_all(place: ModuleType, *, short: bool, only: str | None) -> tuple[i
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Explores and prints; 1 if the protocol is broken or a mutant is not caught."""
+    """Explore and print. Return 1 if the protocol is broken or a mutant is not caught."""
     parser = argparse.ArgumentParser(prog="python -m tests.adversarial.model", description=__doc__)
     parser.add_argument("--short", action="store_true", help="only the small casts")
     parser.add_argument(

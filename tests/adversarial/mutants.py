@@ -21,15 +21,15 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 GUARANTEES = ROOT / "docs/guarantees.md"
 _SECONDS = 900
-"""A broken product may wait for ever; that is noticed, too."""
+"""Seconds after which a test counts as failed: a broken product may wait forever."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One claim, and a change of the code after which it no longer holds."""
+    """A claim, and a change of the code that breaks it."""
 
     test: str
-    """A test that the claim's line in docs/guarantees.md names, without its file."""
+    """A test named in the claim's line of docs/guarantees.md, without its file."""
     file: str
     old: str
     """Text that occurs once in the file."""
@@ -158,7 +158,7 @@ MUTANTS = (
         "        unsaved = waiting",
     ),
     Mutant(
-        "test_who_was_stopped_while_the_run_was_rolled_back_elsewhere_is_fenced",
+        "test_a_writer_that_is_overtaken_but_not_collected_counts",
         "scarctl/store/commit.py",
         "            if there is None or there.write_id != record.write_id:",
         "            if there is None:",
@@ -210,7 +210,7 @@ def survives(tree: Path, mutant: Mutant) -> bool:
 
 
 def main() -> int:
-    """Run the mutants that are named, or all; print one line each."""
+    """Run the named mutants, or all; print one line each."""
     parser = argparse.ArgumentParser(prog="python -m tests.adversarial.mutants", description=__doc__)
     parser.add_argument("--list", action="store_true", help="print the claims, and run nothing")
     parser.add_argument(

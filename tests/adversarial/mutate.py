@@ -1,4 +1,4 @@
-"""Mutations that know what they change: JSON values by structure, files by their bytes."""
+"""Mutate JSON values by structure, and files by their bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOSTILE_NUMBERS = (
     1 << 40, 1 << 53, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, 1 << 64, -(1 << 63), -(1 << 64), 10**30,
     10**400, -(10**400), 0.0, -0.0, 0.5, 1.5, 1e308, -1e308, 5e-324,
 )  # fmt: skip
-# What a JSON text can say and Python's encoder does not: put in by hand, for a text of this form.
+# Values that JSON can express and Python's encoder does not write: put in by hand, for a text of this form.
 _MARK = "@raw{}@"
 RAW = (
     "NaN", "Infinity", "-Infinity", "1e999", "-1e999", "1" * 5000, "-" + "9" * 4301, "[" * 100_000,
@@ -29,7 +29,7 @@ RAW = (
 
 
 def hostile(rng: random.Random) -> Any:
-    """A value that nobody expects."""
+    """Return a value that no reader expects."""
     kind = rng.randrange(12)
     if kind < 3:
         return rng.choice(HOSTILE_NUMBERS)
@@ -49,7 +49,7 @@ def hostile(rng: random.Random) -> Any:
 
 
 def mangle(rng: random.Random, value: Any, times: int = 1) -> Any:
-    """A copy of a JSON value with a few places changed: `value` itself stays as it is."""
+    """Return a copy of a JSON value with a few places changed."""
     for _ in range(times):
         value = _mangled(rng, value)
     return value
@@ -96,13 +96,13 @@ def _mangled(rng: random.Random, value: Any) -> Any:
 
 
 def text(value: Any) -> bytes:
-    """JSON of a mangled value: with what Python's encoder cannot say, and with halves of characters."""
+    """Return JSON of a mangled value, with what Python's encoder cannot write, and with halves of characters."""
     data = json.dumps(value, separators=(",", ":"), sort_keys=True)
     return with_raw(data).encode("utf-8", "surrogatepass")
 
 
 def with_raw(data: str) -> str:
-    """Marks replaced by what they stand for."""
+    """Replace marks by what they stand for."""
     if "@raw" in data:
         for k, raw in enumerate(RAW):
             data = data.replace(f'"{_MARK.format(k)}"', raw)
@@ -110,12 +110,12 @@ def with_raw(data: str) -> str:
 
 
 def has_raw(value: Any) -> bool:
-    """Whether the value is one that no encoder would write: its file can have no right checksum."""
+    """Return whether no encoder would write the value: its file can have no valid checksum."""
     return "@raw" in json.dumps(value)
 
 
 def bytes_of(rng: random.Random, data: bytes) -> bytes:
-    """The bytes with some of them changed, cut out, put in, or repeated."""
+    """Return the bytes with some of them changed, removed, added or repeated."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4, 16))):
         at = rng.randrange(len(out) + 1)

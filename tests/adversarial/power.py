@@ -35,9 +35,9 @@ from tests.store.helpers import memory_folder
 from tests.support.failpoint import Killed
 
 PER_HISTORY = 25
-"""Cases of one history."""
+"""Cases per history."""
 PLACE = "a/run"
-"""The store, in a folder that is there and safe."""
+"""The store's path, in a folder that exists and is safe."""
 
 NEEDLESS = {
     "_sync_visible < create_exclusive: folder a/run": (
@@ -53,23 +53,23 @@ NEEDLESS = {
         "whoever puts a file there syncs the folder then; logs and snapshots matter: others act on their names",
     ),
 }
-"""Call sites whose fsync nothing depends on, and why it stays."""
+"""Call sites whose fsync has no effect on safety, and why it stays."""
 
 
 class History:
-    """The life of one store, recorded."""
+    """The recorded life of one store."""
 
     def __init__(self, folder: Path, seed: tuple[int, ...], witness: Witness | None = None) -> None:
         """seed: its last number also says of what kind a new store is. witness: of a store that is there."""
         self.before = Witness(KINDS[seed[-1] % len(KINDS)]) if witness is None else witness
         self.told: list[tuple[int, Message]] = []
-        """Messages, and how many events were before them."""
+        """Messages, and the number of events before them."""
         self.lives: list[int] = []
-        """How many events were before each process."""
+        """The number of events before each process."""
         self._rng = np.random.default_rng(seed)
         self._recorder = Recorder(folder)
         self.first = len(self._recorder.events)
-        """What was there at the beginning."""
+        """The number of events at the start."""
         self._now = self.before.copy()
         with self._recorder:
             for _ in range(int(self._rng.integers(1, 4)) if witness is None else 1):
@@ -83,7 +83,7 @@ class History:
         self._now.take(message)
 
     def _live(self, url: str) -> None:
-        """One process, killed or not."""
+        """Run one process, killed or not."""
         rng, recorder = self._rng, self._recorder
         seed = int(rng.integers(1 << 30))
         kind = self.before.kind
@@ -93,7 +93,7 @@ class History:
         how = rng.random()
         if how < 0.3:
             recorder.die_at = recorder.calls + int(rng.integers(1, 60 if rng.random() < 0.4 else 700))
-        elif how < 0.7:  # what is not safe yet the next process builds on
+        elif how < 0.7:  # changes that are not safe yet, on which the next process builds
             recorder.die_synced = int(rng.integers(1, 16 if rng.random() < 0.5 else 120))
         if rng.random() < 0.3:
             recorder.fail_sync = int(rng.integers(1, 200))
@@ -109,7 +109,7 @@ class History:
         recorder.dead = False
 
     def _beside(self, player: Player, path: str) -> None:
-        """Another process, at the moment when the writer's record is visible and not yet durable."""
+        """Run another process at the moment when the writer's record is visible and not yet durable."""
         chance = 0.5 if player.sealing else 0.02
         if not path.endswith("/log") or self._rng.random() > chance:
             return
@@ -127,7 +127,7 @@ class History:
         recorder.before_fsync, recorder.fail_sync = hook, fails
 
     def witness(self, moment: int) -> Witness:
-        """What was acknowledged before an event, and begun."""
+        """Return what was acknowledged or begun before an event."""
         witness = self.before.copy()
         for at, message in self.told:
             if at > moment:
@@ -136,8 +136,8 @@ class History:
         return witness
 
     def moment(self, rng: np.random.Generator, site: str | None = None) -> int:
-        """When the power fails: anywhere; often right after something was acknowledged, or (of `site`) not synced, and
-        when a process has just begun where another one was killed.
+        """Choose when the power fails: at any event; often right after an acknowledgement or (of `site`) a skipped
+        sync, and right after a process has begun where another was killed.
         """
         first, last = self.first, len(self.events)
         after = [n + 1 for n, event in enumerate(self.events) if event.site and event.site == site]
@@ -155,7 +155,7 @@ class History:
 def fail(
     history: History, rng: np.random.Generator, folder: Path, *, without: str | None = None
 ) -> Counter[str]:
-    """One case: the power fails, and what is there is checked. Raises Violation."""
+    """Play one case: the power fails, and the disk is checked. Raises Violation."""
     moment = history.moment(rng, without)
     disk = Disk()
     disk.play(history.events[:moment], without=without)
@@ -209,8 +209,8 @@ class Run:
         return fail(history, np.random.default_rng((self.seed, number, 1)), self.folder / "case")
 
     def mutants(self, histories: int, most: int, part: str = "") -> Iterator[tuple[str, int, str]]:
-        """Each call site with `part` in its name, after how many cases without it something was found, and what; ""
-        for nothing.
+        """Yield call sites with `part` in the name, cases until the missing fsync was noticed, and the violation, or
+        "".
         """
         all_of_them = [self.history(number) for number in range(histories)]
         for site in sorted(set.union(*(history.sites for history in all_of_them))):
@@ -229,7 +229,7 @@ class Run:
 
 
 def reason_needless(site: str) -> str | None:
-    """Why this fsync may be left out, if it may."""
+    """Return why this fsync may be left out, or None."""
     return NEEDLESS.get(site)
 
 

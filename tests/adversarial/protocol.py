@@ -1,9 +1,8 @@
-"""The store's protocol as a transition system: everything that others can see is one step, and any step may be the
-last.
+"""Model the store's protocol as a transition system: each visible effect is one step, and any step may be the last.
 
-One shard with two partitions. A record carries what the log up to it means (`table`: the segment of each partition), so
-a state is readable when the files that lead to it are there. Each step names the function of scarctl that it stands
-for. Who dies is simply never asked again, so a crash after every step is among the interleavings.
+One shard has two partitions. A record holds what the log up to it means (`table`: the segment of each partition), so a
+state is readable if the files that lead to it exist. Each step names the function of scarctl that it models. A dead
+process takes no further step, so a crash after every step is among the interleavings.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from tests.adversarial.protocol_files import Broken, Files, Rec, Segment, has_way
+from tests.adversarial.protocol_files import Files, Rec, Segment, has_way
+from tests.adversarial.search import Broken
 
 
 class Process(NamedTuple):
@@ -27,7 +27,7 @@ class Process(NamedTuple):
     kept: frozenset[int] = frozenset()
     count: int = 0
     lossy: int = 0
-    """Answers that may still get lost."""
+    """Number of answers that may still be lost."""
     tries: int = 3
 
 
@@ -55,12 +55,12 @@ MUTANTS = {
     "prune deletes segments of the newest epoch": "prune beside an upload",
     "readers do not begin again": "a reader beside a collector",
 }
-"""Rules left out, and the scenario that shows what happens then."""
+"""Rules left out, and the scenario that shows the consequence."""
 PLAIN_PUT = next(iter(MUTANTS))
 
 
 class Model:
-    """`mutant`: one of `MUTANTS`, or none. `stale`: by how many records a listing may lag behind."""
+    """`mutant`: one of `MUTANTS`, or none. `stale`: the number of records by which a listing may lag."""
 
     def __init__(self, mutant: str = "", stale: int = 0) -> None:
         assert mutant in ("", *MUTANTS)
@@ -68,12 +68,12 @@ class Model:
         self.stale = stale
 
     def steps(self, files: Files, p: Process) -> Iterator[Step]:
-        """What a process may do next."""
+        """Yield the next possible steps of a process."""
         if p.at not in ENDED:
             yield from getattr(self, f"_{p.at}")(files, p, dict(files.log))
 
     def arrivals(self, files: Files) -> Iterator[tuple[str, Files]]:
-        """A request that somebody has given up waiting for reaches the server."""
+        """Yield requests that arrive at the server after their sender has given up waiting."""
         for seq, rec in files.flying:
             left = files._replace(flying=files.flying - {(seq, rec)})
             if seq not in dict(files.log) or self.mutant == PLAIN_PUT:
@@ -83,14 +83,14 @@ class Model:
     # -- a writer ------------------------------------------------------------------------------------------------
 
     def _next(self, files: Files, p: Process) -> Process:
-        """The beginning of the next word; nothing that others see."""
+        """Begin the next word, without a visible effect."""
         if not p.todo:
             return p._replace(at="over", want=None, work=(), kept=frozenset())
         word, todo = p.todo[0], p.todo[1:]
         return p._replace(at=word, todo=todo, want=None, work=(), kept=frozenset())
 
     def _open(self, files: Files, p: Process, log: dict[int, Rec]) -> Iterator[Step]:
-        """Store.state, as StoreWriter._take_over asks for it."""
+        """Model Store.state, as StoreWriter._take_over calls it."""
         newest = max(log, default=-1)
         if p.tries == 0:
             yield f"{p.name}: Contention", files, p._replace(at="over")
@@ -114,7 +114,7 @@ class Model:
         return Rec((p.name, p.count), kind, p.epoch, table, boundary, sealed, seal, p.seq, past)
 
     def _commit(self, files: Files, p: Process, log: dict[int, Rec], kind: str = "commit") -> Iterator[Step]:
-        """StoreWriter._segment: the segment is durable under its name; no record names it."""
+        """Model StoreWriter._segment: the segment is durable under its name, and no record names it."""
         assert p.tail is not None
         p = p._replace(count=p.count + 1)
         segment = (p.epoch, p.name, p.count)
@@ -130,7 +130,7 @@ class Model:
         yield from self._commit(files, p, log, "seal")
 
     def _compact(self, files: Files, p: Process, log: dict[int, Rec]) -> Iterator[Step]:
-        """StoreWriter.compact: reads the copies, writes them again."""
+        """Model StoreWriter.compact, which reads copies and writes them again."""
         assert p.tail is not None
         if None not in p.tail.table and set(p.tail.table) <= files.segments:
             yield from self._commit(files, p, log, "compact")
@@ -138,7 +138,7 @@ class Model:
             yield f"{p.name}: nothing to compact", files, self._next(files, p)
 
     def _put(self, files: Files, p: Process, log: dict[int, Rec]) -> Iterator[Step]:
-        """Blobs.create_exclusive, one request."""
+        """Model one request of Blobs.create_exclusive."""
         assert p.want is not None
         seq = p.seq + 1
         there = log.get(seq)
@@ -157,7 +157,7 @@ class Model:
             yield f"{p.name}: asks for record {seq} ({p.want.kind}), no answer yet", flying, q
 
     def _doubt(self, files: Files, p: Process, log: dict[int, Rec]) -> Iterator[Step]:
-        """FsspecBlobs._look and StoreWriter._settle: what stands there decides; nothing: it is asked for again."""
+        """Model FsspecBlobs._look and StoreWriter._settle: an existing file decides; otherwise creation is repeated."""
         assert p.want is not None
         if self.mutant == "a lost answer is taken for a failure":
             yield f"{p.name}: gives up", _drop(files, p.want), self._next(files, p)
@@ -167,7 +167,7 @@ class Model:
             yield f"{p.name}: looks", files, p._replace(at="put")
 
     def _beaten(self, files: Files, p: Process, log: dict[int, Rec]) -> tuple[Files, Process]:
-        """StoreWriter._drop, then Fenced; an opening begins again."""
+        """Model StoreWriter._drop, then Fenced; an opening begins again."""
         assert p.want is not None
         if self._stands(files, p, log):
             files = _drop(files, p.want)
@@ -180,7 +180,7 @@ class Model:
         return p._replace(at="fenced", want=None, tail=None, work=(), todo=())
 
     def _stands(self, files: Files, p: Process, log: dict[int, Rec]) -> bool:
-        """Publisher._is_newest."""
+        """Model Publisher._is_newest."""
         assert p.want is not None
         if self.mutant == "the ground is not looked at":
             return True
@@ -195,7 +195,7 @@ class Model:
         return max(files.index, default=0) <= p.seq + 1 or log[max(log)].boundary <= p.seq + 1
 
     def _ground(self, files: Files, p: Process, log: dict[int, Rec]) -> Iterator[Step]:
-        """StoreWriter._conclude: acknowledged, or fenced."""
+        """Model StoreWriter._conclude: acknowledged, or fenced."""
         want = p.want
         assert want is not None
         if not self._stands(files, p, log):
@@ -211,7 +211,7 @@ class Model:
         yield f"{p.name}: record {seq} counts", files, q
 
     def _back(self, files: Files, p: Process, log: dict[int, Rec]) -> Iterator[Step]:
-        """StoreWriter.roll_back, to any sealed state that is kept (snapshot.is_kept)."""
+        """Model StoreWriter.roll_back to any kept sealed state (snapshot.is_kept)."""
         assert p.tail is not None
         found = False
         for base in p.tail.sealed:
@@ -229,7 +229,7 @@ class Model:
     # -- collection ----------------------------------------------------------------------------------------------
 
     def _collect(self, files: Files, p: Process, log: dict[int, Rec]) -> Iterator[Step]:
-        """Collector._kept, Collector._pin, ShardLog.put_index: G1."""
+        """Model Collector._kept, Collector._pin, ShardLog.put_index: G1."""
         assert p.tail is not None
         kept = {seq for _, seq in files.snapshots if seq <= p.seq}
         if self.mutant != "the newest sealed state is not kept":
@@ -264,7 +264,7 @@ class Model:
         )
 
     def _list(self, files: Files, p: Process, log: dict[int, Rec]) -> Iterator[Step]:
-        """Collector._give_up after the boundary's record: the snapshots once more, then Collector._garbage."""
+        """Model Collector._give_up after the boundary's record: list the snapshots again, then Collector._garbage."""
         assert p.tail is not None
         boundary = p.tail.boundary
         if self.mutant != "snapshots are listed before the boundary is moved":
@@ -279,7 +279,7 @@ class Model:
     def _garbage(
         self, files: Files, p: Process, log: dict[int, Rec], boundary: int, tail: Rec
     ) -> tuple[tuple[str, object], ...]:
-        """Collector._garbage."""
+        """Model Collector._garbage."""
         needed = set(tail.table)
         for seq in p.kept | {boundary}:
             if seq in log:
@@ -300,18 +300,18 @@ class Model:
         )
 
     def _delete(self, files: Files, p: Process, log: dict[int, Rec]) -> Iterator[Step]:
-        """Collector._delete, and prune's own: one file."""
+        """Model the deletion of one file by Collector._delete or prune."""
         files, done = _delete(files, p.work[0])
         q = p._replace(work=p.work[1:])
         yield f"{p.name}: {done}", files, q if q.work else self._next(files, q)
 
     def _prune(self, files: Files, p: Process, log: dict[int, Rec]) -> Iterator[Step]:
-        """gc.orphans: the segments are listed first."""
+        """Model gc.orphans: the segments are listed first."""
         work = tuple(("segment", s) for s in sorted(files.segments))
         yield f"{p.name}: lists segments", files, p._replace(work=work, at="orphans")
 
     def _orphans(self, files: Files, p: Process, log: dict[int, Rec]) -> Iterator[Step]:
-        """gc._reachable, then what is left of the list."""
+        """Model gc._reachable, then the rest of the list."""
         newest = log[max(log)]
         epoch = newest.epoch + (self.mutant == "prune deletes segments of the newest epoch")
         needed = {segment for rec in log.values() for segment in rec.table}
@@ -322,7 +322,7 @@ class Model:
     # -- snapshots -----------------------------------------------------------------------------------------------
 
     def _snap(self, files: Files, p: Process, log: dict[int, Rec]) -> Iterator[Step]:
-        """sealed_sets of a state that was read a moment ago."""
+        """Model sealed_sets of a state that was just read."""
         sealed = log[max(log)].sealed if log else ()
         for seq in sealed:
             yield f"{p.name}: chooses {seq}", files, p._replace(seq=seq, at="name")
@@ -330,12 +330,12 @@ class Model:
             yield f"{p.name}: no sealed state", files, self._next(files, p)
 
     def _name(self, files: Files, p: Process, log: dict[int, Rec]) -> Iterator[Step]:
-        """create_snapshot: S1."""
+        """Model create_snapshot: S1."""
         made = files._replace(snapshots=files.snapshots | {(p.name, p.seq)})
         yield f"{p.name}: creates the snapshot of {p.seq}", made, p._replace(at="late")
 
     def _late(self, files: Files, p: Process, log: dict[int, Rec]) -> Iterator[Step]:
-        """create_snapshot: S2."""
+        """Model create_snapshot: S2."""
         unchecked = self.mutant == "a snapshot does not look at the boundary"
         if not unchecked and (log[max(log)].boundary > p.seq or p.seq not in log):
             yield f"{p.name}: is late", files, p._replace(at="unname")
@@ -344,7 +344,7 @@ class Model:
             yield f"{p.name}: promises {p.seq}", kept, self._next(files, p)
 
     def _unname(self, files: Files, p: Process, log: dict[int, Rec]) -> Iterator[Step]:
-        """delete_snapshot."""
+        """Model delete_snapshot."""
         gone = (p.name, p.seq)
         files = files._replace(snapshots=files.snapshots - {gone}, promised=files.promised - {gone})
         yield f"{p.name}: deletes the snapshot", files, self._next(files, p)
@@ -352,7 +352,7 @@ class Model:
     # -- readers -------------------------------------------------------------------------------------------------
 
     def _read(self, files: Files, p: Process, log: dict[int, Rec]) -> Iterator[Step]:
-        """ShardLog.state: lists the records."""
+        """Model ShardLog.state, which lists the records."""
         newest = max(log, default=-1)
         if newest < 0 or not p.tries:
             yield f"{p.name}: ends", files, p._replace(at="over")
@@ -361,12 +361,12 @@ class Model:
             yield f"{p.name}: lists up to {seen}", files, p._replace(seq=seen, at="indexes")
 
     def _indexes(self, files: Files, p: Process, log: dict[int, Rec]) -> Iterator[Step]:
-        """ShardLog.indexes."""
+        """Model ShardLog.indexes."""
         q = p._replace(kept=frozenset(i for i in files.index if i <= p.seq), count=p.seq, tail=None)
         yield f"{p.name}: lists indexes", files, q._replace(at="walk")
 
     def _walk(self, files: Files, p: Process, log: dict[int, Rec]) -> Iterator[Step]:
-        """ShardLog._walk: a record, and its index if there is one. `count`: where it is."""
+        """Model ShardLog._walk: read a record, and its index if there is one. `count`: the record's number."""
         rec = log.get(p.count)
         if rec is None:
             yield self._missed(files, p, log, f"record {p.count}")
@@ -380,7 +380,7 @@ class Model:
             yield f"{p.name}: reads record {p.count}", files, p._replace(count=rec.back)
 
     def _copies(self, files: Files, p: Process, log: dict[int, Rec]) -> Iterator[Step]:
-        """Store._read_segment."""
+        """Model Store._read_segment."""
         if not p.work:
             yield f"{p.name}: has read all", files, p._replace(at="over", tail=None)
         elif p.work[0][1] in files.segments:
@@ -389,7 +389,7 @@ class Model:
             yield self._missed(files, p, log, f"segment {p.work[0][1]}")
 
     def _missed(self, files: Files, p: Process, log: dict[int, Rec], what: str) -> Step:
-        """ShardLog.state and Store._read_again: begin again if the log has gone on; otherwise it is damage."""
+        """Model ShardLog.state and Store._read_again: begin again if the log has moved on; otherwise report damage."""
         if self.mutant == "readers do not begin again" or (max(log) == p.seq and not self.stale):
             raise Broken(f"{p.name} misses {what}")
         again = Process(p.name, "read", p.todo, tries=p.tries - 1)

@@ -1,9 +1,11 @@
-"""Files of the store in the transition system, and what must hold of them at every moment."""
+"""Describe the store's files in the transition system, and the conditions that hold at every moment."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from tests.adversarial.search import Broken
 
 Segment = tuple[int, str, int]
 """Epoch, writer, number."""
@@ -18,16 +20,16 @@ class Rec:
     table: tuple[Segment | None, Segment | None]
     boundary: int
     sealed: tuple[int, ...]
-    """As the log says it: the sealed states that may still be there."""
+    """The sealed states that may still exist, according to the log."""
     seal: int
-    """The newest sealed state, whatever the log says; -1: none."""
+    """The newest sealed state, according to the real history; -1: there is no sealed state."""
     back: int
-    """Where reading goes on: the number before, or the base."""
+    """Where reading continues: the previous number, or the base."""
     past: tuple[Uid, ...]
-    """The records that this one builds upon."""
+    """The records on which this one builds."""
 
     def __post_init__(self) -> None:
-        # Worlds are compared by their hashes, again and again.
+        # Worlds are compared by their hashes, many times.
         object.__setattr__(self, "_key", hash(tuple(vars(self).values())))
 
     def __hash__(self) -> int:
@@ -51,12 +53,8 @@ class Files(NamedTuple):
     promised: frozenset[tuple[str, int]] = frozenset()
 
 
-class Broken(Exception):
-    """An invariant does not hold."""
-
-
 def check(files: Files) -> None:
-    """Raises Broken unless everything holds that must hold at every moment."""
+    """Raise Broken unless all conditions hold."""
     log = dict(files.log)
     if not log:
         return
@@ -83,7 +81,7 @@ def _readable(files: Files, log: dict[int, Rec], seq: int, what: str) -> None:
 
 
 def has_way(log: dict[int, Rec], index: frozenset[int], seq: int) -> bool:
-    """Whether the state after a record can be found out."""
+    """Return whether the state after a record can be read."""
     while seq in log:
         if seq in index or log[seq].back < 0:
             return True

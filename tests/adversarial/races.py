@@ -47,16 +47,16 @@ SCRIPTS = {
 }
 OTHERS = {"reads": ("read", "read", "snap", "read")}
 LENGTHS = dict(zip(SCRIPTS, (80, 230, 190, 210, 290, 230, 560), strict=True))
-"""About so many operations on files each script takes."""
+"""Approximate number of file operations of each script."""
 PLACES = ("local", "memory")
 _ROUND = 2 * len(PLACES) * len(SCRIPTS) ** 2
 PROCESSES = 100
-"""Every so many cases real processes."""
+"""One in so many cases uses real processes."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """`scripts`: who does what. `schedule`: (writer, operations), one after the other; then everybody to the end."""
+    """`scripts`: the actions of each writer. `schedule`: (writer, operations), one after the other; then all finish."""
 
     number: int
     place: str
@@ -100,7 +100,7 @@ def _script(name: str) -> tuple[str, ...]:
 
 
 class Place:
-    """Where cases are played: each gets a copy of one store that has some past."""
+    """The place of cases: each gets a copy of one store with some history."""
 
     def __init__(self, kind: str, folder: Path, *, one_log: bool = False) -> None:
         self.kind = kind
@@ -121,7 +121,7 @@ class Place:
         return f"memory:/{root}", Memory(root)
 
     def copy(self) -> str:
-        """The address of a new copy."""
+        """Return the address of a new copy."""
         url, raw = self._new()
         for name, data in self._files.items():
             raw.put(name, data)
@@ -136,11 +136,11 @@ class Place:
 
 
 def _go_on(_: str) -> None:
-    """Nobody is stopped."""
+    """Run without stopping any writer."""
 
 
 def play(case: Case, place: Place) -> Counter[str]:
-    """One race. Raises Violated; what it counted."""
+    """Run one race. Raises Violated; returns counts."""
     url, history = place.copy(), place.history.copy()
     counts: Counter[str] = Counter()
     try:
@@ -186,7 +186,7 @@ def play(case: Case, place: Place) -> Counter[str]:
 def _with_a_stopped_process(
     case: Case, url: str, history: History, counts: Counter[str]
 ) -> tuple[list[Actor], list[Actor]]:
-    """The first script in a process that stops itself, the second here meanwhile: (actors, winners so far)."""
+    """Run the first script in a process that stops itself, the second here meanwhile. Return (actors, winners)."""
     report = Path(f"{url}.json")
     before = set(history.promised)
     pid = os.fork()
@@ -242,13 +242,13 @@ def _be_stopped(case: Case, url: str, history: History, report: Path) -> None:
     def gate(_: str) -> None:
         nonlocal passed
         passed += 1
-        if passed == case.schedule[0][1]:
+        if passed == case.schedule[0][1] and not stopped:
             stop()
 
     actor = Actor("the process", Store.open(url), history, case.seed, gate=gate)
     actor.play(_script(case.scripts[0]))
     if not stopped:
-        stop()  # whether it still writes is asked when the other one is through
+        stop()  # whether it still writes is checked when the other writer has finished
     writes = actor.is_writer()
     document = {
         "tried": [
@@ -266,7 +266,7 @@ def _be_stopped(case: Case, url: str, history: History, report: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plays the cases; 1 if something was violated."""
+    """Run the cases. Return 1 after a violation."""
     parser = argparse.ArgumentParser(prog="python -m tests.adversarial.races", description=__doc__)
     parser.add_argument("--cases", type=int, default=12000)
     parser.add_argument("--seed", type=int, default=0)
@@ -309,5 +309,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     logging.getLogger("scarctl").setLevel(logging.ERROR)
-    scarctl.store.backends.remote_errors.FIRST_PAUSE = 1e-4  # lost answers are asked for again at once
+    scarctl.store.backends.remote_errors.FIRST_PAUSE = 1e-4  # requests with lost answers are repeated at once
     sys.exit(main())

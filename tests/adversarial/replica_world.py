@@ -1,9 +1,10 @@
-"""What there is in the model of replicas: arenas, lives, the link, and what must hold of them at every moment."""
+"""Describe arenas, lives and the link in the model of replicas, and the conditions that hold at every moment."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from tests.adversarial.search import Broken
 
 Version = tuple[int, int]
 NONE: Version = (0, 0)
@@ -32,7 +33,7 @@ class Frame(NamedTuple):
 
 
 class Life(NamedTuple):
-    """A training process with its daemon. `after`: the life that is over before."""
+    """A training process with its daemon. `after`: the life that must have ended before."""
 
     host: str
     todo: tuple[str, ...]
@@ -45,51 +46,39 @@ class Life(NamedTuple):
 
 
 class Link(NamedTuple):
-    """The sender of life 0, and what is under way to host b."""
+    """The sender of life 0, and frames on the way to host b."""
 
     up: bool = True
     open: bool = False
     has: tuple[Version, Version] = (NONE, NONE)
     round: Frame | None = None
-    """The mark that the present round will end with: read when it begins."""
+    """The mark that will end the present round, read when the round begins."""
     marked: Version = NONE
     wire: tuple[Frame, ...] = ()
     staged: Frame | None = None
-    """A batch that the peer copies now."""
+    """A batch that the peer is copying."""
 
 
 class World(NamedTuple):
     epoch: int = 0
     records: int = 0
-    """Records in the shard's log: epochs and commits. Each is created exclusively."""
+    """Number of records in the shard's log, epochs and commits. Each is created exclusively."""
     committed: int = 0
     """The epoch of the newest commit."""
     durable: tuple[Version, Version] = (NONE, NONE)
     bases: tuple[tuple[int, Version], ...] = ()
-    """For each epoch the newest of what it has continued from: what its predecessors had later is abandoned."""
+    """For each epoch the newest version that it continued: its predecessors' later versions are abandoned."""
     hosts: tuple[tuple[str, Arena], ...] = ()
     lost: frozenset[str] = frozenset()
     lives: tuple[Life, ...] = ()
     link: Link = Link()
     promised: Version = NONE
-    """What a flush has said to be on the other host."""
+    """The version that a flush has reported to be on the other host."""
     fate: tuple[str, ...] = ()
-    """What else happens, in this order, at any time."""
+    """Other events, in this order, at any time."""
 
 
 Step = tuple[str, World]
-
-
-@dataclass
-class Result:
-    states: int
-    steps: int
-    broken: str = ""
-    trace: tuple[str, ...] = ()
-
-
-class Broken(Exception):
-    """An invariant does not hold."""
 
 
 def comes(world: World, host: str) -> bool:
@@ -113,7 +102,7 @@ def put(copies: tuple[Version, Version], ids: tuple[int, ...], version: Version)
 
 
 def check(world: World, following: list[Step]) -> None:
-    """Raise Broken unless everything holds that must hold at every moment."""
+    """Raise Broken unless all conditions hold."""
     for name, arena in world.hosts:
         if any(arena.copies[p] == MIXED and p not in arena.odd for p in ALL) and world.link.staged is None:
             raise Broken(f"host {name} has a torn copy that counts")

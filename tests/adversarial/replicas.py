@@ -9,7 +9,6 @@ Which arenas are of the store's line is left to `tests.adversarial.arenas`: here
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,11 +17,9 @@ from tests.adversarial.replica_world import (
     MIXED,
     NONE,
     Arena,
-    Broken,
     Frame,
     Life,
     Link,
-    Result,
     Step,
     Version,
     World,
@@ -33,6 +30,7 @@ from tests.adversarial.replica_world import (
     with_arena,
     with_life,
 )
+from tests.adversarial.search import Broken, Result, search
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,7 @@ SHORT = (
 )
 LONG = (
     Scenario(
-        "cut off for longer",
-        (("a", "open train train train"), ("b", "open train commit")),
-        "cut part:0 heal",
+        "cut off for longer", (("a", "open train train train"), ("b", "open train commit")), "cut part:0 heal"
     ),
     Scenario(
         "the newest replica is away",
@@ -99,7 +95,7 @@ MUTANTS = {
     "6: training waits for its peer": "the cable is cut in a batch",
     "an epoch's record is put, not created": "a commit comes in between",
 }
-"""Rules left out, each with its number in the design, and the scenario that shows what happens then."""
+"""Rules left out, each with its number in the design, and the scenario that shows the consequence."""
 
 
 class Model:
@@ -141,11 +137,11 @@ class Model:
         yield f"{i} ends", with_life(world, i, life._replace(at="over"))
 
     def _open(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """Store.state: records are read before peers are believed. `step`: the number of records that it saw."""
+        """Model Store.state: records are read before peers are used. `step`: the number of records read."""
         yield f"{i} reads the store", with_life(world, i, life._replace(at="look", step=world.records))
 
     def _look(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """host_memory.plan_transfers: the newest arena of the hosts that are there, by epoch and step."""
+        """Model host_memory.plan_transfers: choose the newest arena of the available hosts, by epoch and step."""
         if world.link.staged is not None:
             return  # the folder is locked while a batch is copied
         hosts = {
@@ -180,7 +176,7 @@ class Model:
         yield f"{i} finds {found} on {best or 'no host'}", with_life(world, i, life)
 
     def _check(self, world: World, found: tuple[Version, Version], *, torn: bool) -> None:
-        """torn: the process that had the arena has died in a copy. Then older copies of the store are good."""
+        """Check a start. torn: the arena's process has died while copying; then older copies of the store are right."""
         if MIXED in found:
             raise Broken(f"a resume has a torn copy: {found}")
         there = {arena.head[0] for name, arena in world.hosts if name not in world.lost}
@@ -192,7 +188,7 @@ class Model:
             raise Broken(f"a resume has {found}, and {world.promised} was acknowledged")
 
     def _record(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """StoreWriter.open: exclusive creation decides who is the owner. Then the arena is taken, or fetched."""
+        """Model StoreWriter.open: exclusive creation decides who is the owner. Then the arena is taken, or fetched."""
         if life.step != world.records and not self._without("an epoch's record"):
             yield f"{i} finds another's record", with_life(world, i, life._replace(at="open"))
             return
@@ -207,7 +203,7 @@ class Model:
         yield f"{i} begins epoch {epoch} on {life.host}", with_life(made, i, life)
 
     def _train(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """An iteration, and its copies: generations are odd meanwhile."""
+        """Model an iteration with its copies: generations are odd meanwhile."""
         if (
             self._without("6: training")
             and i == 0
@@ -220,7 +216,7 @@ class Model:
         yield f"{i} copies", with_life(made, i, life._replace(at="copied"))
 
     def _copied(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """Both partitions at once, or one of them: then the other keeps its older copy."""
+        """Copy both partitions at once, or only one: then the other keeps its older copy."""
         version = (life.epoch, life.step + 1)
         arena = arena_of(world, life.host)
         done = arena._replace(copies=(version, version), odd=frozenset(), head=version)
@@ -231,7 +227,7 @@ class Model:
         )
 
     def _commit(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """StoreWriter.commit: only the newest epoch's record counts."""
+        """Model StoreWriter.commit: only a record of the newest epoch counts."""
         if world.epoch != life.epoch:
             yield f"{i} is fenced by the store", with_life(world, i, life._replace(at="over"))
             return
@@ -245,7 +241,7 @@ class Model:
         yield f"{i} commits a part", with_life(partly, i, life._replace(at="rest"))
 
     def _rest(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """The commit of the other partition."""
+        """Model the commit of the other partition."""
         if world.epoch != life.epoch:
             yield f"{i} is fenced by the store", with_life(world, i, life._replace(at="over"))
             return
@@ -255,7 +251,7 @@ class Model:
         yield f"{i} commits", with_life(done, i, life._replace(at=""))
 
     def _flush(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """Session.flush with peers: acknowledged once the peer has acknowledged the mark. It may give up waiting."""
+        """Model Session.flush with peers, which returns once the peer has acknowledged the mark, or gives up."""
         version = (life.epoch, life.step)
         sent = any(frame.version == version for frame in world.link.wire) and self._without("6: a flush")
         if world.link.marked == version or sent:
@@ -266,7 +262,7 @@ class Model:
     # -- the owner's daemon and its link -------------------------------------------------------------------------
 
     def _sender(self, world: World) -> Iterator[Step]:
-        """Sender._converse and Follower.round, of life 0. It outlives its training process."""
+        """Model Sender._converse and Follower.round of life 0. The sender outlives its training process."""
         owner, link = world.lives[0], world.link
         if not owner.epoch or owner.host in world.lost or not link.up or "b" in world.lost:
             return
@@ -297,7 +293,9 @@ class Model:
         yield f"sends its mark of {link.round.version}", world._replace(link=sent)
 
     def _connect(self, world: World, owner: Life) -> Iterator[Step]:
-        """Replica.begin: a later epoch fences; the same owner's replica continues; else a successor grows."""
+        """Model Replica.begin: a later epoch fences; the same owner's replica continues; otherwise there is a
+        successor.
+        """
         there = dict(world.hosts).get("b", Arena())
         if there.seen > owner.epoch and not self._without("3:"):
             return
@@ -316,7 +314,7 @@ class Model:
         yield f"the link is made: b has {have}", made._replace(link=link)
 
     def _peer(self, world: World) -> Iterator[Step]:
-        """Host._write, Replica.apply, Replica.mark: frame by frame; a copy is two steps."""
+        """Model Host._write, Replica.apply, Replica.mark: frame by frame; a copy is two steps."""
         link = world.link
         if "b" in world.lost:
             return
@@ -357,7 +355,7 @@ class Model:
             )
 
     def _target(self, world: World, epoch: int) -> tuple[Arena | None, str]:
-        """The replica of this owner on host b. None if it was taken, or a later epoch was seen."""
+        """Return the replica of this owner on host b. None if it was taken, or a later epoch was seen."""
         hosts = dict(world.hosts)
         if "b+" in hosts and hosts["b+"].owned == epoch:
             there = hosts.get("b", Arena())
@@ -370,26 +368,26 @@ class Model:
     # -- fate ------------------------------------------------------------------------------------------------------
 
     def _lose(self, world: World, host: str) -> Iterator[Step]:
-        """A host with its processes and its memory."""
+        """Lose a host with its processes and its memory."""
         hosts = tuple(item for item in world.hosts if item[0] not in (host, f"{host}+"))
         lives = tuple(
             life._replace(at="over") if life.host == host and life.epoch else life for life in world.lives
         )
-        # The peer of a lost host has the batch that it copies.
+        # The peer of a lost host still has the batch that it copies.
         wire = {"a": Link(staged=world.link.staged), "b": Link()}.get(host, world.link)
         made = world._replace(hosts=hosts, lost=world.lost | {host}, lives=lives, link=wire)
-        # Those who start later do so on a new machine of that name.
+        # Lives that start later do so on a new machine of that name.
         yield (
             f"host {host} is lost",
             made._replace(lost=frozenset(made.lost - {host}) if comes(made, host) else made.lost),
         )
 
     def _die(self, world: World, host: str) -> Iterator[Step]:
-        """The peer's daemon: what is staged is gone, odd generations stay."""
+        """Kill the peer's daemon: the staged batch is lost, odd generations stay."""
         yield f"the daemon of {host} is killed", world._replace(link=Link(up=world.link.up))
 
     def _cut(self, world: World, _: str) -> Iterator[Step]:
-        """What is on the wire is lost, perhaps in the middle of a frame: its checksum shows that."""
+        """Cut the link: frames on the way are lost, perhaps in part, which their checksum shows."""
         link = world.link
         made = world._replace(link=Link(up=False, staged=link.staged))
         yield "the cable is cut", made
@@ -405,20 +403,20 @@ class Model:
             yield "the cable is mended", world._replace(link=world.link._replace(up=True))
 
     def _part(self, world: World, number: str) -> Iterator[Step]:
-        """The job's controller takes a life for dead, and starts the next one; it continues, and so does its daemon."""
+        """The job's controller takes a life for dead and starts the next; the former continues, with its daemon."""
         i = int(number)
         if world.lives[i].epoch and not world.lives[i].at:
             yield f"{i} is taken for dead", with_life(world, i, world.lives[i]._replace(at="parted"))
 
     def _far(self, world: World, host: str) -> Iterator[Step]:
-        """A host takes no part in the next starts, with what it has in memory."""
+        """Make a host take no part in the next starts, with its memory kept."""
         yield f"{host} is away", world._replace(lost=world.lost | {host})
 
     def _near(self, world: World, host: str) -> Iterator[Step]:
         yield f"{host} is back", world._replace(lost=world.lost - {host})
 
     def _join(self, world: World, _: str) -> Iterator[Step]:
-        """The next life of the owner's host has the sender from now on."""
+        """The next life of the owner's host takes over the sender."""
         first, second, *others = world.lives
         if second.epoch and first.at == "over":
             lives = (second._replace(after=-1), first._replace(after=-1), *others)
@@ -426,25 +424,12 @@ class Model:
 
 
 def explore(scenario: Scenario, mutant: str = "") -> Result:
-    """All states that can be reached, or the shortest way to one that is broken."""
-    start = (model := Model(mutant)).begin(scenario)
-    seen: dict[World, tuple[World | None, str]] = {start: (None, "")}
-    waiting, steps = deque([start]), 0
-    while waiting:
-        world = waiting.popleft()
-        try:
-            following = list(model.steps(world))
-            check(world, following)
-            for what, after in following:
-                steps += 1
-                if after not in seen:
-                    seen[after] = (world, what)
-                    waiting.append(after)
-        except Broken as error:
-            trace = []
-            at: World | None = world
-            while at is not None:
-                at, what = seen[at]
-                trace.append(what)
-            return Result(len(seen), steps, str(error), tuple(reversed(trace[:-1])))
-    return Result(len(seen), steps)
+    """Return the number of reachable states, or the shortest way to a broken one."""
+    model = Model(mutant)
+
+    def following(world: World) -> list[Step]:
+        steps = list(model.steps(world))
+        check(world, steps)
+        return steps
+
+    return search(model.begin(scenario), following)

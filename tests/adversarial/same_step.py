@@ -42,17 +42,17 @@ _MEMORY = Path("/dev/shm")
 
 
 class Broken(Exception):
-    """Something was called exact that is not."""
+    """A state was called exact that is not."""
 
 
 def _layout() -> Layout:
-    """Six partitions."""
+    """Return a layout of six partitions."""
     spec = TensorSpec("", "U8", (6, 2))
     return build_layout([("a", "parameter", (spec,))], rows={"a": 1})
 
 
 class _Cut(Exception):
-    """The saver dies here."""
+    """The saver dies at this point."""
 
 
 class Alone:
@@ -64,12 +64,12 @@ class Alone:
         self.start = f"{number:032x}"
 
     def writes(self) -> int:
-        """None are counted."""
+        """Return 0: no writes are counted."""
         return 0
 
 
 class History:
-    """A run, its saver, and what was true."""
+    """A run, its saver, and the true states."""
 
     def __init__(self, folder: Path, rng: random.Random, *, one_log: bool = False) -> None:
         self._folder, self._rng, self._one_log = folder, rng, one_log
@@ -81,7 +81,7 @@ class History:
         self.live = np.zeros(self.rig.layout.partitions, np.int64)
         self.step = self.moment = 0
         self.true: dict[int, set[tuple[int, ...]]] = {}
-        """Every state that there was, by its step."""
+        """Every state that existed, by its step."""
         self._begin()
         self._change(step=True)
 
@@ -94,7 +94,7 @@ class History:
         self.names = Identities(Alone(self._starts))
 
     def _change(self, *, step: bool) -> None:
-        """A new moment, in which some partitions are others than before."""
+        """Begin a new moment, in which some partitions have changed."""
         self.moment += 1
         self.step += step
         some = np.array([self._rng.random() for _ in self.live])
@@ -109,7 +109,7 @@ class History:
     # -- actions -------------------------------------------------------------------------------------------------
 
     def do(self, action: str) -> None:
-        """One action, then all is looked at."""
+        """Do one action, then check everything."""
         getattr(self, f"_{action}")()
         self.look()
 
@@ -128,7 +128,7 @@ class History:
         arena.reach(self.step)
 
     def _full(self) -> None:
-        """`Engine.seal` and `Engine.hand_over`."""
+        """Do `Engine.seal` and `Engine.hand_over`."""
         arena = self.rig.arena
         there = np.array([min(values(arena, i), default=0) for i in range(self.live.size)])
         ids = np.flatnonzero((there != self.live % 251) | ~arena.intact())
@@ -138,7 +138,7 @@ class History:
         self._put(ids, whole)
 
     def _part(self) -> None:
-        """`Engine.copy` and `Engine.hand_over`."""
+        """Do `Engine.copy` and `Engine.hand_over`."""
         if any(one.sealed for one in self.rig.queue.pending()):
             return
         free = np.flatnonzero(~self.rig.arena.pending())
@@ -179,7 +179,7 @@ class History:
         rig.arena.begin_epoch(rig.writer.epoch, again=True)
 
     def _kill(self) -> None:
-        """The run dies, perhaps with the machine, and goes on from what there is."""
+        """The run dies, perhaps with the machine, and continues from what remains."""
         if self._rng.random() < 0.5:
             self.rig.die()
             shutil.rmtree(self._folder / "arenas" / "run")
@@ -200,7 +200,7 @@ class History:
         self._note()
 
     def _back(self) -> None:
-        """`Session.recover("all", mode="rollback")`."""
+        """Do `Session.recover("all", mode="rollback")`."""
         rig = self.rig
         for number in rig.queue.numbers():
             rig.persist(number)
@@ -218,7 +218,7 @@ class History:
         self._note()
 
     def _restore(self, plan: Plan) -> None:
-        """What is planned goes into the arena, and from there into the live state."""
+        """Restore a plan into the arena, and from there into the live state."""
         rig = self.rig
         found = self._values(plan, rig.arena)
         rig.queue.unseal()
@@ -243,7 +243,7 @@ class History:
         return plan_partial(rig.everything, rig.layout, rig.shard_of, states, arena)
 
     def _stored(self, state: ShardState) -> dict[int, int]:
-        """The value of every partition that a shard had after a record; read once."""
+        """Return the value of every partition of a shard after a record; each record is read once."""
         key = state.tail_digest
         if key not in self._content:
             found = self._content[key] = {}
@@ -256,7 +256,7 @@ class History:
         return self._content[key]
 
     def _values(self, plan: Plan, arena: Arena | None) -> list[int]:
-        """What carrying out a plan would give."""
+        """Return the values that executing a plan would give."""
         found = {i: value for state in plan.states.values() for i, value in self._stored(state).items()}
         if arena is not None:
             found |= {i: min(values(arena, i)) for i in np.flatnonzero(plan.tier == planning.MEMORY).tolist()}
@@ -270,7 +270,7 @@ class History:
                 raise Broken(f"{what} of step {plan.step} is exact, and was never: {found}")
 
     def look(self) -> None:
-        """Raise Broken if anything is called exact that was never there."""
+        """Raise Broken if a state is called exact that never existed."""
         rig, states = self.rig, self._states()
         for arena in (None, rig.arena):
             with contextlib.suppress(NoIntactCopy):
@@ -288,7 +288,7 @@ class History:
             self._check(back, rig.arena, "a rollback")
 
     def _extras(self, plan: Plan, arena: Arena | None, states: dict[int, ShardState]) -> None:
-        """`restore._fetch`: exact with the newest extras."""
+        """Do `restore._fetch`: exact with the newest extras."""
         found = [
             (s.extras[0], s.extras_whole, self.rig.store.read_extras(s)) for s in states.values() if s.extras
         ]
@@ -304,7 +304,7 @@ class History:
             raise Broken(f"extras of step {plan.step} are of another state")
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Close all files."""
         self.rig.die()
 
 
@@ -349,7 +349,7 @@ MUTANTS = {
 
 
 def explore(case: int, seed: int, length: int = 12) -> str:
-    """One history; what is broken, with the word that leads there, or ""."""
+    """Play one history; return the violation with the word that leads to it, or ""."""
     rng = random.Random(f"{seed}/{case}")
     folder = Path(tempfile.mkdtemp(prefix="scarctl-same-", dir=_MEMORY if _MEMORY.is_dir() else None))
     word = []
@@ -368,14 +368,14 @@ def explore(case: int, seed: int, length: int = 12) -> str:
 
 
 def caught(mutant: str, cases: int, seed: int) -> str:
-    """What the first history shows that finds the mutant; "" when none does."""
+    """Return the violation in the first history that reveals the mutant, or ""."""
     with MUTANTS[mutant]:
         found: Iterator[str] = (explore(case, seed) for case in range(cases))
         return next((broken for broken in found if broken), "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Explores and prints; 1 if something is called exact that is not, or a mutant is not caught."""
+    """Explore and print. Return 1 if a state is wrongly called exact, or a mutant is not caught."""
     parser = argparse.ArgumentParser(prog="python -m tests.adversarial.same_step", description=__doc__)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)

@@ -41,19 +41,19 @@ from tests.support.places import Bucket, s3_client, s3_server
 from tests.support.proxy import Fault, Proxy, proxy
 
 SECRET = re.compile(r"planted", re.IGNORECASE)
-"""Every secret has this in it; nothing else has."""
+"""Every secret contains this text, and nothing else does."""
 FORMS = ([], ["--json"], ["--debug"])
 
 
 @dataclass
 class World:
-    """A bucket behind a proxy, a working folder with settings, and all that was ever shown."""
+    """A bucket behind a proxy, a working folder with settings, and all output so far."""
 
     folder: Path
     wire: Proxy
     bucket: Bucket
     shown: list[tuple[str, str]] = field(default_factory=list)
-    """`(where, text)`"""
+    """`(where, text)` of all output."""
     commands: int = 0
     failed: list[str] = field(default_factory=list)
 
@@ -88,7 +88,7 @@ class World:
         return {**options, **more}
 
     def run(self, *arguments: object, forms: tuple[list[str], ...] = FORMS, good: bool = False) -> None:
-        """A command in its three forms; `good`: it has to succeed."""
+        """Run a command in its three forms. `good`: it has to succeed."""
         for more in forms:
             words = [str(argument) for argument in arguments]
             at = words.index("--") if "--" in words else len(words)
@@ -125,14 +125,14 @@ class World:
             self.run("daemon", action, forms=forms)
 
     def files(self, folder: Path) -> None:
-        """The content of all files, but of the settings themselves."""
+        """Return the content of all files except the settings."""
         for path in folder.rglob("*"):
             if path.is_file() and path.name != "scarctl.toml":
                 with contextlib.suppress(FileNotFoundError):
                     self.shown.append((str(path), path.read_bytes().decode("latin-1")))
 
     def stored(self) -> None:
-        """Every object in the bucket."""
+        """Return every object in the bucket."""
         for name in self.bucket.names():
             self.shown.append((f"object {name}", self.bucket.get(name).decode("latin-1")))
 
@@ -188,7 +188,7 @@ def world() -> Iterator[World]:
 
 
 def commands(on: World, *, quick: bool) -> None:
-    """Every command: on a store that works, and on everything that does not."""
+    """Run every command on a working store, and on everything that does not work."""
     forms = FORMS[2:] if quick else FORMS
     on.all_commands(on.url, good=True, forms=forms)
     on.stored()
@@ -280,7 +280,7 @@ def commands(on: World, *, quick: bool) -> None:
 
 
 def session(on: World, *, daemon: bool, quick: bool) -> None:
-    """A session whose store fails, and then works again; and some that cannot begin."""
+    """Run a session whose store fails and then works again, and sessions that cannot begin."""
     where = "daemon" if daemon else "thread"
     state = {"users": np.zeros((50, 4)), "items": np.ones((20, 4))}
     url = f"{on.url}-{where}"
@@ -302,7 +302,7 @@ def session(on: World, *, daemon: bool, quick: bool) -> None:
                     state, **grouped(storage_options=on.options(**more), **given)
                 ),
             )  # type: ignore[misc]
-        # Tracebacks quote this file: what is secret stands in no line of a call.
+        # Tracebacks quote this file, so no line of a call contains a secret.
         no_dict, query = ["planted"], f"{url}?sig=planted-query"
         _told(on, where, lambda: scarctl.attach(state, **grouped(storage_options=no_dict, **given)))
         _told(on, where, lambda: scarctl.attach(state, **grouped(**{**given, "store": query})))
@@ -352,7 +352,7 @@ def session(on: World, *, daemon: bool, quick: bool) -> None:
 
 
 def _told(on: World, where: str, attempt: Any) -> None:
-    """Whatever it raises, with its whole traceback."""
+    """Note the exception with its whole traceback."""
     try:
         attempt()
     except ScarError:

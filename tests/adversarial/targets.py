@@ -1,4 +1,4 @@
-"""What takes untrusted input: for each a function that makes one hostile case from a seed, and reads it."""
+"""Attack everything that takes untrusted input: each target makes one hostile case from a seed, and reads it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Target = Callable[[random.Random], None]
 
 
 class Targets(StoreTargets):
-    """All of them, with what they need in a folder of their own."""
+    """All targets, with what they need in their own folder."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -47,7 +47,7 @@ class Targets(StoreTargets):
         self._daemon()
 
     def all(self) -> dict[str, tuple[int, Target]]:
-        """By name: share of the cases, and the target."""
+        """Return by name the share of the cases, and the target."""
         return {
             "safetensors header": (240, self.header),
             "record": (120, self.record),
@@ -112,7 +112,7 @@ class Targets(StoreTargets):
             self._open_state(bytes_of(rng, self.legacy), "state.pt")
         elif what == 1:
             self._open_state(bytes_of(rng, self.pt), "state.pt")
-        else:  # members with right checksums
+        else:  # members with valid checksums
             out = io.BytesIO()
             with zipfile.ZipFile(io.BytesIO(self.pt)) as old, zipfile.ZipFile(out, "w") as new:
                 for info in old.infolist():
@@ -178,7 +178,7 @@ class Targets(StoreTargets):
                 return
 
     def request(self, rng: random.Random) -> None:
-        """A message that is one: every answer is an error of scarctl's own."""
+        """Check a well-formed message: every answer is an error of scarctl's own."""
         message = mangle(rng, rng.choice(self.messages), rng.randrange(1, 3))
         if has_raw(message):
             try:
@@ -242,7 +242,7 @@ class Targets(StoreTargets):
             number = rng.choice((0, 1, -1, 1 << 31, 1 << 62, -(1 << 63), (1 << 63) - 1, rng.getrandbits(63)))
             value = struct.pack("<d", rng.choice((1e308, -1e308, float("nan"), float("inf"), -1.0)))
             data[at : at + 8] = struct.pack("<q", number) if rng.randrange(2) else value
-        else:  # a layout that lies, and a header that fits it
+        else:  # a false layout, and a matching header
             raw = text(mangle(rng, LAYOUT.to_json()))[:3500]
             layout = Layout.from_json(parse_json(raw, "file"))
             geometry = Geometry(layout, raw)

@@ -1,4 +1,4 @@
-"""Hostile files of a store: see `tests.adversarial.targets`."""
+"""Make hostile files of a store: see `tests.adversarial.targets`."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ Target = Callable[[random.Random], None]
 
 
 class Defect(Exception):
-    """Something answered as it must not."""
+    """A reader has answered as it must not."""
 
 
 def signed(obj: dict[str, Any]) -> bytes:
-    """A JSON file of a store with a right checksum, whatever is in it, where there can be one."""
+    """Return a JSON file of a store with a valid checksum, if the content allows one."""
     if has_raw(obj):
         return text({**obj, "checksum": "0" * 64})
     try:
@@ -68,7 +68,7 @@ def canonical_or(obj: object) -> bytes:
 
 
 class _Buffers:
-    """A file that is not written: only what is put where."""
+    """A file that is not written, but notes where bytes would be put."""
 
     def __init__(self, specs: dict[str, TensorSpec]) -> None:
         self.tensors = {name: np.zeros(spec.nbytes, np.uint8) for name, spec in specs.items()}
@@ -85,7 +85,7 @@ class _Buffers:
 
 
 class StoreTargets:
-    """What reads a store."""
+    """Targets that read a store."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -197,7 +197,7 @@ class StoreTargets:
             raise Defect("what was read is not written back")
 
     def layout_places(self, rng: random.Random) -> None:
-        """Boxes of whole tensors that lie about where they are."""
+        """Read boxes of whole tensors with false places."""
         objs = [obj["layout"] for obj in self.places.values()]
         chosen = [rng.choice(objs) for _ in range(rng.randrange(1, 4))]
         layouts = [Layout.from_json(mangle(rng, obj, rng.randrange(0, 3))) for obj in chosen]
@@ -221,7 +221,7 @@ class StoreTargets:
                 continue
 
     def rank_store(self, rng: random.Random) -> None:
-        """A store of ranks whose topologies, layouts or logs lie, opened as commands do."""
+        """Open a store of ranks with false topologies, layouts or logs, as commands do."""
         changed: dict[str, bytes] = {}
         what = rng.randrange(4)
         if what == 0:
@@ -250,7 +250,7 @@ class StoreTargets:
                 continue
 
     def _lying_places(self, rng: random.Random) -> dict[str, bytes]:
-        """Another layout of the newest record of a shard, with the right digest."""
+        """Replace the layout of a shard's newest record, with a valid digest."""
         shard = rng.randrange(4, 7)
         name = max(name for name in self.rank_logs if name.startswith(f"shards/{shard}/"))
         record = dict(self.rank_logs[name])
@@ -308,7 +308,7 @@ class StoreTargets:
         raise Defect("a lock that is held was taken")
 
     def store(self, rng: random.Random) -> None:
-        """Consistent lies: everything that is read has a right checksum, and is opened as commands do."""
+        """Open, as commands do, a store whose files are false but consistent, with valid checksums."""
         changed: dict[str, bytes] = {}
         what = rng.randrange(4)
         shard = rng.randrange(2)

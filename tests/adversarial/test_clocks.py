@@ -1,4 +1,4 @@
-"""The short form: clocks a day off, listings that lag behind."""
+"""Run the short form: clocks that are a day wrong, listings that lag behind."""
 
 from __future__ import annotations
 

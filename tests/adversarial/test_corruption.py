@@ -1,4 +1,4 @@
-"""A short form of the attack by damage."""
+"""Run the short form of the attack by damage."""
 
 from __future__ import annotations
 

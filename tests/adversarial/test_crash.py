@@ -1,23 +1,19 @@
-"""The short form: some of the calls, some of the requests, some kills. `tests/store/test_crash*.py` have every call of
-single operations."""
+"""Run the short form: some calls, requests and kills. `tests/store/test_crash*.py` cover all calls of single
+operations. Both kinds of stores have their turn: with a log per shard, and with one log and encoded copies.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from scarctl.store import writer
 from tests.adversarial.crash import attack
 
-
-@pytest.fixture(autouse=True)
-def soon_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Indexes come after a few commits, so that losses hit them, too."""
-    monkeypatch.setattr(writer, "INDEX_LEAST", 1)
+pytestmark = pytest.mark.usefixtures("soon_indexed")
 
 
 @pytest.mark.parametrize(
     ("what", "cases", "first", "every"),
-    [("calls", 12, 3, 130), ("requests", 12, 1, 39), ("kills", 6, 0, 1), ("prunes", 1, 0, 1)],
+    [("calls", 12, 3, 220), ("requests", 12, 1, 65), ("kills", 6, 0, 1), ("prunes", 1, 0, 1)],
 )
 def test_killed(what: str, cases: int, first: int, every: int) -> None:
     counts = attack(what, seed=1, first=first, cases=cases, every=every)

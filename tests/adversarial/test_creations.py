@@ -1,4 +1,4 @@
-"""The short form of `python -m tests.adversarial.creations`."""
+"""Run the short form of `python -m tests.adversarial.creations`."""
 
 from __future__ import annotations
 

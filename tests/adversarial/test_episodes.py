@@ -1,4 +1,4 @@
-"""Random episodes of replicas: a few hold, and defects that were put in show."""
+"""Test random episodes of replicas: a few hold, and defects put in on purpose are found."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def without_fences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def early_handovers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The follower sends its hand-overs and its mark, and then the rows."""
+    """Make the follower send its hand-overs and its mark before the rows."""
     original = episodes.Follower.round
     late = (Kind.BATCH, Kind.FIELDS)
 

@@ -1,4 +1,4 @@
-"""A few of the cases of `tests.adversarial.faults`."""
+"""Run a few of the cases of `tests.adversarial.faults`."""
 
 from __future__ import annotations
 

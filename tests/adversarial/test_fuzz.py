@@ -1,4 +1,4 @@
-"""A short form of the fuzzing."""
+"""Run the short form of the fuzzing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_only_scarctls_own_errors_come_out() -> None:
-    # A process of its own: its memory is limited.
+    # In another process, because its memory is limited.
     command = [sys.executable, "-m", "tests.adversarial.fuzz", "--json", "--jobs", "1", "--cases", "1500"]
     done = subprocess.run(
         [*command, "--seed", "1"],

@@ -1,11 +1,10 @@
-"""The short form of the runs that move between hosts, and a process that is stopped meanwhile."""
+"""Run the short form of the runs that move between hosts, and test a process that is stopped meanwhile."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 import scarctl
 from tests.adversarial import host_lives, hosts
 from tests.adversarial.host_lives import Plan, Violation
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def test_at_random() -> None:
 
 
 def test_who_was_stopped_while_the_run_was_rolled_back_elsewhere_is_fenced(tmp_path: Path) -> None:
-    """Its daemon is dead, and nobody has saved anything: there is the roll-back alone."""
+    """Its daemon is dead and nothing was saved, so there is only the roll-back."""
     here, elsewhere = tmp_path / "a", tmp_path / "b"
     here.mkdir(mode=0o700)
     elsewhere.mkdir(mode=0o700)
@@ -92,9 +92,7 @@ def _stop_and_go_on(store: Path, arenas: Path, pipe: int) -> None:
     assert session._engine is not None
     assert session._engine.saver.drain(20)
     os.kill(os.getpid(), signal.SIGSTOP)
-    deadline = time.monotonic() + 30
-    while session._engine.saver.failure is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: session._engine.saver.failure)
     for _ in range(3):
         step()
     failure = session._engine.saver.failure

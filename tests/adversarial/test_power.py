@@ -1,4 +1,4 @@
-"""The short form: some power losses, the fsyncs that matter most left out, and those losses that once did harm."""
+"""Run the short form: some power losses, without the most important fsyncs, and the losses that once did harm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scarctl.store import Store, delete_snapshot, snapshots, verify, writer
+from scarctl.store import Store, delete_snapshot, snapshots, verify
 from scarctl.store.snapshot import snapshot_names
 from tests.adversarial.disk import Disk, Loss, Recorder
 from tests.adversarial.power import History, Run, fail
@@ -29,10 +29,7 @@ NEEDED = (
 )
 
 
-@pytest.fixture(autouse=True)
-def soon_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Indexes come after a few commits, so that losses hit them, too."""
-    monkeypatch.setattr(writer, "INDEX_LEAST", 1)
+pytestmark = pytest.mark.usefixtures("soon_indexed")
 
 
 @pytest.fixture
@@ -47,7 +44,7 @@ def test_power_losses(run: Run) -> None:
 
 
 def test_a_commit_needs_each_of_its_fsyncs(run: Run) -> None:
-    """What proves that the test above could fail."""
+    """This proves that the test above could fail."""
     history = run.history(0)
     for site in NEEDED:
         assert site in history.sites
@@ -64,7 +61,7 @@ def _is_caught(run: Run, history: History, rng: np.random.Generator, site: str) 
 
 
 class Chosen(Loss):
-    """Everything that is not safe is there, or nothing; `lost` says which names have none of it."""
+    """All changes that are not safe survive, or none; `lost` names those of which nothing survives."""
 
     def __init__(self, lost: Callable[[str], bool]) -> None:
         super().__init__(np.random.default_rng(0), 1.0)
@@ -76,7 +73,7 @@ class Chosen(Loss):
 
 
 class Scene:
-    """A store with a sealed state of two shards, and what is done to it recorded from here on."""
+    """A store with a sealed state of two shards; later changes are recorded."""
 
     def __init__(self, folder: Path) -> None:
         self.url = str(folder / "there" / "run")
@@ -87,7 +84,7 @@ class Scene:
         self.recorder = Recorder(folder / "there")
 
     def tell(self, message: Message) -> None:
-        """Nobody listens."""
+        """Ignore the message."""
 
     def power_fails(self, lost: Callable[[str], bool]) -> Store:
         disk = Disk()
@@ -104,14 +101,14 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 def test_a_deleted_snapshot_stays_deleted(scene: Scene) -> None:
-    """It would keep what is collected since, and a damaged snapshot stops all collection."""
+    """The snapshot would keep what was collected since, and a damaged snapshot stops all collection."""
     with scene.recorder:
         delete_snapshot(scene.player.writer.store, "a")
     assert snapshot_names(scene.power_fails(lambda name: True)) == []
 
 
 def test_what_a_deleted_snapshot_kept_goes_after_its_name(scene: Scene) -> None:
-    """Also when whoever deleted the name has died before that was durable."""
+    """This also holds if the process that deleted the name has died before the deletion was durable."""
     with scene.recorder:
         scene.player.writer.store.blobs.delete("snapshots/a.json")
         scene.player.play([("commit", 0), ("seal", 1.0), ("collect",)])
@@ -145,7 +142,7 @@ def test_a_snapshot_is_not_durable_before_its_records(scene: Scene) -> None:
 def test_an_index_that_may_not_be_durable_is_no_boundarys(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The commit does not need the index and is content without; collecting relies on it."""
+    """The commit does not need the index and succeeds without it; collection relies on it."""
     store, failed = scene.player.writer.store, []
 
     def once(path: str) -> None:
@@ -165,9 +162,9 @@ def test_an_index_that_may_not_be_durable_is_no_boundarys(
     assert after.state(0).seq == store.state(0).seq
 
 
-@pytest.mark.parametrize("fsync", [1, 2, 5])  # each leaves something that is not safe
+@pytest.mark.parametrize("fsync", [1, 2, 5])  # each leaves changes that are not safe
 def test_a_store_whose_maker_died_is_safe_when_the_next_has_opened_it(tmp_path: Path, fsync: int) -> None:
-    """Killed before an fsync; the next process builds on what is there, and the power fails at any moment of it."""
+    """A process is killed before an fsync; the next builds on its files, and the power fails at any moment."""
     base, after, told = tmp_path / "there", tmp_path / "after", list[tuple[int, Message]]()
     base.mkdir()
     recorder, first = Recorder(base), 0

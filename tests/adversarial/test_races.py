@@ -1,4 +1,4 @@
-"""The short form of the races, and two processes of the command line's, one of them stopped."""
+"""Run the short form of the races, and two commands in processes, one of which is stopped."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def create_exclusive(blobs, name, parts):
 LocalBlobs.create_exclusive = create_exclusive
 main()
 """
-"""A checkpoint that stops itself right before the record of its first commit: it has the lock and its epoch."""
+"""A checkpoint that stops itself right before the record of its first commit, when it has the lock and its epoch."""
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lost answers are asked for again at once."""
+    """Repeat requests with lost answers at once."""
     monkeypatch.setattr(remote_errors, "FIRST_PAUSE", 1e-4)
 
 
@@ -49,13 +49,13 @@ def test_races(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_process_that_ends_before_it_would_be_stopped(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is stopped then, and is no writer any more when the other one is through."""
+    """It is stopped then, and is no longer a writer when the other writer has finished."""
     assert races.main(["--first", "6401", "--cases", "6402"]) == 0
     assert "processes stopped" in capsys.readouterr().out
 
 
 def test_another_zombie_takes_the_number_of_the_ground(capsys: pytest.CaptureFixture[str]) -> None:
-    """Three writers, of which two are stopped: one of them creates what the other one looks for."""
+    """Of three writers two are stopped: one creates the record that the other looks for."""
     assert races.main(["--first", "5419", "--cases", "5420"]) == 0
     assert "0 violations" in capsys.readouterr().out
 
@@ -63,7 +63,7 @@ def test_another_zombie_takes_the_number_of_the_ground(capsys: pytest.CaptureFix
 def test_races_show_what_a_rule_is_good_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a look at the log's ground, zombies go on at numbers that were collected."""
+    """Without checking the log's ground, stopped writers continue at numbers that were collected."""
     monkeypatch.setattr(Publisher, "_is_newest", lambda publisher, record: True)
     assert races.main(["--first", "148", "--step", "96", "--cases", "341"]) == 1
     assert "Violated" in capsys.readouterr().err
@@ -85,7 +85,7 @@ def _run(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(400)  # five processes, each of which imports torch
 def test_a_stopped_checkpoint_that_another_one_overtakes(tmp_path: Path) -> None:
-    """With the lock the other one is kept out (exit code 11); without, the first one is fenced (15)."""
+    """With the lock the other process is kept out (exit code 11); without it, the first one is fenced (15)."""
     state, store = tmp_path / "state.safetensors", tmp_path / "run"
     save_file({"a": np.arange(64, dtype=np.float32)}, state)
     assert _run([*_checkpoint(state, store, 1), "--shards", "1"]).returncode == 0

@@ -1,4 +1,4 @@
-"""The short form of `same_step`: nothing is called exact that never was; every comparison of identities is needed."""
+"""Run the short form of `same_step`: no state is wrongly called exact, and every comparison of identities is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A short form of the search for secrets."""
+"""Run the short form of the search for secrets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_no_secret_shows() -> None:
-    # A process of its own: it changes the environment, and starts a server and a daemon.
+    # In another process, because it changes the environment, and starts a server and a daemon.
     command = [sys.executable, "-m", "tests.adversarial.secrets", "--cases", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=115, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

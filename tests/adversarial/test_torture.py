@@ -1,4 +1,4 @@
-"""A short torture. `make torture` is the long one."""
+"""Run a short torture. `make torture` runs the long one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDS, SECONDS = 8, 20
 
 
 def torture(folder: Path, first: int) -> dict[str, Any]:
-    """Play some rounds. A process of its own: it forks trainers, so nothing in it may have started threads before."""
+    """Play some rounds in another process: it forks trainers, so no thread may have been started in it."""
     command = [
         sys.executable,
         "-m",

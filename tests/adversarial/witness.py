@@ -1,7 +1,7 @@
-"""What must be true of a store, from what its writers told (`tests.adversarial.workload`) and nothing else.
+"""Derive from the messages of `tests.adversarial.workload` alone what must be true of a store.
 
-Of everything there is one state that was acknowledged last, and those that were begun since: after a crash it is one
-of these, never anything else.
+Everything has one state that was acknowledged last, and states that were begun since. After a crash the store has one
+of these.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Mark = tuple[int, int]
 
 
 class Violation(Exception):
-    """Something is not as it must be."""
+    """A condition does not hold."""
 
 
 class Options(Generic[T]):
@@ -36,7 +36,7 @@ class Options(Generic[T]):
 
     @property
     def sure(self) -> T | None:
-        """The state, when there is no doubt about it."""
+        """Return the state if it is certain."""
         return self.all[0] if len(self.all) == 1 else None
 
     def begin(self, state: T) -> None:
@@ -48,7 +48,7 @@ class Options(Generic[T]):
 
 @dataclass(frozen=True)
 class Copies:
-    """Per partition that was saved its version, its stamp and encoding; the stamp of the extras."""
+    """The version, stamp and encoding of every saved partition; the stamp of the extras."""
 
     version: Mapping[int, int] = field(default_factory=dict)
     stamp: Mapping[int, tuple[int, Encoding]] = field(default_factory=dict)
@@ -57,13 +57,13 @@ class Copies:
 
 @dataclass(frozen=True)
 class Contents:
-    """What one shard holds: its copies, and as of its seals, oldest first."""
+    """The contents of one shard: its copies, and those of its seals, oldest first."""
 
     copies: Copies = field(default_factory=Copies)
     seals: Mapping[Mark, Copies] = field(default_factory=dict)
 
     def committed(self, message: Message) -> Contents:
-        """After a commit."""
+        """Return the contents after a commit."""
         version = pack(message["epoch"], message["step"])
         ids, old = message["ids"], self.copies
         own = [pack(message["epoch"], step) for step in message["steps"]]
@@ -84,11 +84,11 @@ class Contents:
 
 
 Named = tuple[Copies, ...]
-"""What a snapshot keeps, by log."""
+"""The contents that a snapshot keeps, by log."""
 
 
 class Witness:
-    """Hears the messages of all lives of one store."""
+    """Takes the messages of all lives of one store."""
 
     def __init__(self, kind: Kind = KINDS[0]) -> None:
         self.kind = kind
@@ -99,7 +99,7 @@ class Witness:
         self.acknowledged = 0
 
     def take(self, message: Message) -> None:
-        """Raises Violation when a writer has found what cannot be."""
+        """Take a message. Raises Violation if a writer has found what cannot be."""
         if "begin" in message:
             getattr(self, f"_begin_{message['begin']}", lambda _: None)(message)
         elif "done" in message:
@@ -108,7 +108,7 @@ class Witness:
             self._failed_commit(message)
 
     def copy(self) -> Witness:
-        """States are never changed, only replaced."""
+        """Return a copy; states are never changed, only replaced."""
         other = copy.copy(self)
         other.exists = copy.deepcopy(self.exists)
         other.shards = [_copied(options) for options in self.shards]
@@ -119,7 +119,7 @@ class Witness:
         self.exists.begin(True)
 
     def _done_open(self, message: Message) -> None:
-        """What the new writer has found is certain from now on."""
+        """Note that what the new writer has found is now certain."""
         self.exists.done()
         for shard, versions in message["version"].items():
             version = dict(zip(self.kind.members[int(shard)].tolist(), versions, strict=True))
@@ -134,7 +134,7 @@ class Witness:
         options = self.shards[message["shard"]]
         options.begin(
             options.all[-1].committed(message)
-        )  # what is in doubt the writer settles first, and it is there
+        )  # the writer first settles records in doubt, and then they exist
 
     def _done_commit(self, message: Message) -> None:
         self.shards[message["shard"]].done()
@@ -184,7 +184,7 @@ def _copied(options: Options[T]) -> Options[T]:
 
 
 def check(url: str, witness: Witness, *, tidy: bool = False) -> None:
-    """Raises Violation unless the store is what the witness knows. `tidy`: there are no orphans either."""
+    """Raise Violation unless the store equals what the witness knows. `tidy`: and has no orphans."""
     try:
         store = Store.open(url)
     except NoStore:
@@ -227,7 +227,7 @@ def _check_sealed(store: Store, found: list[Contents]) -> None:
 
 
 def _read(store: Store, shard: int, at: int | None, options: list[Copies], what: str) -> Copies:
-    """Which of the options a state is, every byte read."""
+    """Return which of the options a state is, with every byte read."""
     state = store.state(shard, at=at)
     saved = state.saved
     version = dict(zip(state.ids[saved].tolist(), state.version[saved].tolist(), strict=True))
@@ -248,9 +248,7 @@ def _read(store: Store, shard: int, at: int | None, options: list[Copies], what:
 
 
 def check_goes_on(url: str, witness: Witness, *, tidy: bool = True) -> None:
-    """The next writer works, whatever was left behind. `tidy`: and finishes what was begun, so that no garbage stays
-    for ever.
-    """
+    """Check that the next writer works, whatever was left. `tidy`: and that it leaves no garbage."""
     player = Player(url, witness.take, stamp=witness.stamp, kind=witness.kind)
     try:
         player.play([("open",), ("commit", 0)])

@@ -1,7 +1,7 @@
-"""What is done to a store while it is attacked, step by step; told before it begins and after it is acknowledged.
+"""Apply actions to a store while it is attacked, with a message before each action and after its acknowledgement.
 
-A message is a dict for JSON, so that a process can tell it to another one. What a partition holds follows from its
-number and the *stamp* of the commit that saved it, so whoever hears the messages knows every byte.
+A message is a dict for JSON, so that a process can send it to another. A partition's bytes follow from its number and
+the *stamp* of the commit that saved it, so every reader of the messages knows all bytes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ KINDS = (Kind(), Kind(True, "int8"), Kind(True), Kind(False, "bfloat16"))
 
 @lru_cache(maxsize=20_000)
 def content(partition: int, stamp: int, encoding: Encoding = "exact") -> bytes:
-    """The bytes that come back of a partition as the commit of that stamp saved it."""
+    """Return the restored bytes of a partition as the commit of that stamp saved it."""
     g, start, stop = place(LAYOUT, partition)
     group = LAYOUT.groups[g]
     lengths = [(stop - start) * spec.row_bytes for spec in group.tensors]
@@ -87,7 +87,7 @@ def content(partition: int, stamp: int, encoding: Encoding = "exact") -> bytes:
 
 @dataclass(frozen=True)
 class Begun:
-    """A commit that was told of."""
+    """A commit that was announced."""
 
     shard: int
     ids: NDArray[np.int64]
@@ -98,7 +98,7 @@ class Begun:
 
 
 class Player:
-    """One life of a process that writes to the store. What is random in it follows from `seed`."""
+    """One life of a process that writes to the store. Its random choices follow from `seed`."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Player:
         self.kind = kind
         self.step = 0
         self.sealing = False
-        """A record that seals the last shard is under way."""
+        """A record that seals the last shard is being written."""
         self._tensors = [
             [np.zeros((s.rows, s.row_bytes), np.uint8) for s in g.tensors] for g in LAYOUT.groups
         ]
@@ -144,7 +144,7 @@ class Player:
                     return
 
     def open(self) -> None:
-        """Makes the store where there is none, and begins an epoch."""
+        """Open the store, creating it if needed, and begin an epoch."""
         self.tell({"begin": "create"})
         store = self.kind.create(self.url)
         self.tell({"begin": "open"})
@@ -155,7 +155,7 @@ class Player:
         self.step = max(0, *(state.step for state in states.values())) + 1
 
     def close(self) -> None:
-        """Also after the process was killed: the lock goes, as the kernel sees to it."""
+        """Close everything, also after a kill: then the kernel would release the lock."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
@@ -166,7 +166,7 @@ class Player:
         self.step += not sealed
 
     def together(self, share: float = 0.4, *, sealed: bool = False) -> None:
-        """All logs of one step at once, as a hand-over is committed."""
+        """Commit all logs of one step at once, as for a hand-over."""
         logs = range(len(self.kind.members))
         begun = [self._begin(log, share, sealed=sealed, extras=sealed or not log) for log in logs]
         self.sealing = sealed
@@ -175,23 +175,23 @@ class Player:
         self.step += 1
 
     def sealed(self, share: float = 0.4) -> None:
-        """As `seal`, all logs at once."""
+        """Do the same as `seal`, for all logs at once."""
         self.together(share, sealed=True)
 
     def _begin(self, shard: int, share: float, *, sealed: bool, extras: bool) -> Begun:
         members = self.kind.members[shard]
         ids = np.sort(self.rng.permutation(members)[: int(len(members) * share)])
         state = self.writer.states[shard]
-        if sealed:  # what was never saved exactly has to be in it
+        if sealed:  # it must contain partitions that were never saved exactly
             ids = np.union1d(ids, state.ids[~state.saved | state.encoded])
         elif not len(ids):
             ids = members[:1]
         self.stamp += 1
         self._fill(ids.tolist())
         steps = np.full(len(ids), self.step)
-        if not sealed and self.rng.random() < 0.3:  # some copies had to wait, as they do when a store is slow
+        if not sealed and self.rng.random() < 0.3:  # some copies had to wait, as with a slow store
             saved = state.version[state.find(ids)]
-            # After the saved step: two contents of one version would look alike.
+            # After the saved step, because two contents of one version would look alike.
             least = np.where(
                 epoch_of(saved) == self.writer.epoch, np.minimum(step_of(saved) + 1, self.step), 0
             )
@@ -239,7 +239,7 @@ class Player:
             raise raised[0]
 
     def seal(self, share: float = 0.4) -> None:
-        """All logs of one step."""
+        """Seal all logs at one step."""
         last = len(self.kind.members) - 1
         for log in range(last + 1):
             self.sealing = log == last
@@ -248,7 +248,7 @@ class Player:
         self.step += 1
 
     def snapshot(self, name: str) -> None:
-        """Names the newest complete sealed set, when there is one and the name is free."""
+        """Name the newest complete sealed set, if there is one and the name is free."""
         name_newest(self.writer.store, name, self.tell)
 
     def drop(self, name: str) -> None:
@@ -263,7 +263,7 @@ class Player:
         self._collector.collect()
 
     def back(self) -> None:
-        """Rolls back to the newest complete sealed set, if there is one."""
+        """Roll back to the newest complete sealed set, if there is one."""
         newest = sealed_sets(self.writer.states.values())
         if newest:
             self.tell({"begin": "back", "to": [newest[0].epoch, newest[0].step]})
@@ -272,7 +272,7 @@ class Player:
             self.step = newest[0].step + 1
 
     def prune(self, *names: str) -> None:
-        """As the command does it: without a writer of our own, and deleting these snapshots if they are there."""
+        """Prune as the command does: without a writer of its own, deleting these snapshots if they exist."""
         self.close()
         store = Store.open(self.url)
         names = tuple(name for name in names if name in snapshot_names(store))
@@ -296,14 +296,14 @@ class Player:
 
 
 def name_newest(store: Store, name: str, tell: Tell) -> None:
-    """Makes a snapshot of the newest complete sealed set, as any process may."""
+    """Make a snapshot of the newest complete sealed set, as any process may."""
     newest = sealed_sets(store.state(shard) for shard in store.shards())
     if newest and name not in snapshot_names(store):
         tell({"begin": "snapshot", "name": name, "of": [newest[0].epoch, newest[0].step]})
         try:
             create_snapshot(store, name, newest[0])
         except Unavailable as error:
-            if error.kind != "snapshot-late":  # then it has gone again by itself
+            if error.kind != "snapshot-late":  # then it was removed again automatically
                 raise
             tell({"begin": "drop", "name": name})
             tell({"done": "drop", "name": name})
@@ -312,7 +312,7 @@ def name_newest(store: Store, name: str, tell: Tell) -> None:
 
 
 def drop(store: Store, name: str, tell: Tell) -> None:
-    """Deletes a snapshot if it is there."""
+    """Delete a snapshot if it exists."""
     if name in snapshot_names(store):
         tell({"begin": "drop", "name": name})
         delete_snapshot(store, name)
@@ -336,16 +336,16 @@ SCRIPT: tuple[tuple[Act, ...], ...] = (
         ("collect",),
         ("commit", 1),
     ),
-    # By hand: a prune between two epochs; the process before it has not closed the store.
+    # Prune by hand between two epochs; the previous process has not closed the store.
     (("prune", "b"), ("open",), ("commit", 0), ("seal", 0.0), ("commit", 0), ("commit", 1)),
-    # Back, and on from there.
+    # Roll back, and continue from there.
     (("open",), ("commit", 0), ("back",), ("sealed", 0.2), ("snapshot", "a"), ("collect",), ("close",)),
 )
-"""Lives of processes: each opens the store anew. Everything that a store can do is in it."""
+"""Lives of processes: each opens the store again. Together they do everything that a store supports."""
 
 
 def draw(rng: np.random.Generator, length: int) -> list[Act]:
-    """A random life."""
+    """Draw a random life."""
     acts: list[Act] = [("open",)]
     kinds = (
         *("commit", "seal", "snapshot", "drop", "turn", "collect", "back", "prune", "reopen"),

@@ -1,4 +1,4 @@
-"""Arenas to test with."""
+"""Make arenas for tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reopen(place: Path) -> Arena | None:
 
 
 def left_behind(place: Path) -> Path:
-    """The file of an arena with content, whose process is gone."""
+    """Create the file of an arena with content, whose process has ended."""
     arena = create(place)
     arena.begin(ALL)
     fill(arena, ALL, 9)

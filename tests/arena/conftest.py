@@ -1,4 +1,4 @@
-"""A place for an arena, and the daemon's fixtures: a rig, a daemon in a thread, and a connection to it."""
+"""Provide a place for an arena, and the daemon's fixtures: a rig, a daemon in a thread, and a connection to it."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ __all__ = ["connection", "daemon", "rig"]
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """The folder of an arena."""
+    """Return the folder of an arena."""
     return tmp_path / "scarctl-0" / STORE_ID

@@ -1,4 +1,4 @@
-"""The arena: copies, generations, owners and space; what a killed process spoiled is known."""
+"""Test the arena: copies, generations, owners and space; torn copies of a killed process are recognised."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_one_owner_at_a_time(place: Path) -> None:
     with pytest.raises(Contention):
         reopen(place)
     assert view.shape
-    arena.remove()  # closed: it is another's by now
+    arena.remove()  # closed: another process owns it by now
     assert (place / "arena").exists()
     again.remove()
     assert not place.exists()
@@ -177,7 +177,7 @@ def test_a_forked_child_does_not_keep_the_arena(place: Path) -> None:
 
 
 def test_the_folder_may_vanish_before_it_is_locked(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last owner removes it between our opening and our locking it: the lock would be of nothing."""
+    """Its last owner removes the folder between opening and locking it: the lock would protect nothing."""
     flock, calls = fcntl.flock, []
 
     def locked(fd: int, how: int) -> None:

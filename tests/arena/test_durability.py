@@ -1,4 +1,4 @@
-"""What counts as durable in an arena: the store's copies, which a seal lifts to its step, and what waits for it."""
+"""Test which copies in an arena count as durable: a seal lifts those of the store to its step, others are pending."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_copies_wait_until_they_are_acknowledged(tmp_path: Path) -> None:
 
 
 def test_a_seal_makes_older_copies_as_young_as_its_step(tmp_path: Path) -> None:
-    """All live values were equal to their copies then. A later copy keeps its own step."""
+    """All live values were equal to their copies at the seal. A later copy keeps its own step."""
     arena = create(tmp_path / "run")
     for ids, step in ((ALL, 2), (ALL[1:], 5)):
         arena.begin(ids)

@@ -1,4 +1,4 @@
-"""The counters in an arena's header: each is a word of its own, and the order of writing survives a kill."""
+"""Test the counters in an arena's header: each is one word, and the order of writing survives a kill."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def words() -> np.ndarray:
 
 
 def named(words: np.ndarray) -> dict[str, int]:
-    """The fields that are not 0, by the name that the header gives them."""
+    """Return the fields that are not 0, by their names in the header."""
     return {name: int(value) for name, value in zip(FIELDS, words, strict=True) if value}
 
 

@@ -1,4 +1,4 @@
-"""An arena of the former format, without errors of encoded copies: read, converted, never mapped beyond its end."""
+"""Test an arena of the former format, without errors of encoded copies: read, converted, mapped up to its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.daemon.rig import STORE_ID
 
 
 def former(place: Path) -> tuple[Path, bytes]:
-    """An arena of a dead run in the former format, and the bytes of its tensors."""
+    """Return an arena of a dead run in the former format, and the bytes of its tensors."""
     file = left_behind(place)
     arena = reopen(place)
     assert arena is not None

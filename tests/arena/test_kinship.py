@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 import uuid
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from scarctl.store import Store, open_writer, sealed_sets
 from scarctl.store.prune import Retention, plan_prune, prune
 from tests.daemon.rig import fill, small_layout
 from tests.daemon.trainer import Trainer
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.leaves_arena
 LAYOUT = small_layout()
@@ -33,7 +33,7 @@ EVERYTHING = np.arange(LAYOUT.partitions)
 
 
 class Host:
-    """A session's saving side that a thread serves."""
+    """The saving side of a session, with a thread that saves."""
 
     def __init__(self, folder: Path, base: Path, shards: int = 2) -> None:
         self.store = Store.create(str(folder), shards=shards)
@@ -64,12 +64,12 @@ class Host:
 
     @property
     def step(self) -> int:
-        """Of what is in memory; -1: nothing is."""
+        """Return the step of the copies in memory, -1 without copies."""
         (step,) = set(step_of(self.arena.newest()).tolist())
         return int(step)
 
     def die(self) -> Path:
-        """Leave everything as it is; returns the arena's folder."""
+        """Leave everything as it is; return the arena's folder."""
         self.arena.take_over(0x7FFFFFF0)
         self.saver.close(Current.INTERRUPT)
         self.arena.close()
@@ -78,7 +78,7 @@ class Host:
 
 
 def died_at(folder: Path, base: Path, *, pending: int = 0) -> Path:
-    """A run that has sealed step 1; with step `pending` in memory alone."""
+    """Run until step 1 is sealed, with step `pending` only in memory. Return the arena's folder."""
     host = Host(folder, base)
     host.save(1)
     if pending:
@@ -102,7 +102,7 @@ def test_memory_that_nobody_has_contradicted_is_used(arena_dir: Path, tmp_path: 
 
 
 def test_a_prune_contradicts_nothing(arena_dir: Path, tmp_path: Path) -> None:
-    """Not even where the record that the arena noted is collected."""
+    """This also holds if the record that the arena noted is collected."""
     host = Host(tmp_path / "run", arena_dir)
     for step in range(1, 5):
         host.save(step)
@@ -185,7 +185,7 @@ def test_a_process_killed_between_a_commit_and_noting_it_keeps_its_memory(
     host = Host(tmp_path / "run", arena_dir)
     host.save(1)
     before = host.arena.lines
-    # As if the process died in between, for both shards at once.
+    # As if the process died between the two, for both shards at once.
     host.arena.note = lambda shard, line: None  # type: ignore[method-assign]
     host.save(2, sealed=False)
     folder = host.die()
@@ -259,7 +259,7 @@ def test_an_arena_of_an_earlier_version_at_this_very_place_is_not_believed(
 
 
 def test_whoever_is_not_of_the_line_fences_nobody(arena_dir: Path, tmp_path: Path) -> None:
-    """A saver that opens an old arena must not begin an epoch: somebody else saves."""
+    """A saver that opens an old arena must not begin an epoch, because another process saves."""
     folder = died_at(tmp_path / "run", arena_dir, pending=3)
     save_elsewhere(tmp_path / "run", tmp_path / "b", 2)
     store = Store.open(tmp_path / "run")
@@ -288,13 +288,11 @@ def test_a_daemon_of_an_earlier_version_can_be_asked_and_stopped(
         earlier.setattr(client, "request", _speaking(protocol.EARLIER + 1))
         assert client.question(folder, "status", patience=5)["runs"] == []  # type: ignore[index]
         client.question(folder, "stop", patience=5)
-        deadline = time.monotonic() + 10
-        while client.question(folder, "status", patience=5) is not None:
-            assert time.monotonic() < deadline
+        wait_until(lambda: client.question(folder, "status", patience=5) is None)
 
 
 def _speaking(version: int) -> object:
-    """`client.request` of a later version."""
+    """Stand in for `client.request` of a later version."""
     request = client.request
 
     def later(connection: object, op: str, **fields: object) -> object:

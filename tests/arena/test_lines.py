@@ -1,4 +1,4 @@
-"""Test the lines that an arena notes of its store's logs, and their use."""
+"""Test the lines of its store's logs that an arena notes, and their use."""
 
 from __future__ import annotations
 

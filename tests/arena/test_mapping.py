@@ -1,4 +1,4 @@
-"""The file of an arena: private, never through a link, shared between its maps, and filled without changing a byte."""
+"""Test the file of an arena: private, never behind a link, shared between its maps, and filled without a change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file of movements: after a kill, damaged, torn, without room; it goes with its arena."""
+"""Test the file of movements after a kill, damaged, torn, or without space; it is removed with its arena."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_run_that_was_killed_goes_on_further_along_the_way(
     told = resumed.report.extrapolation
     assert told is not None
     there, left = 1.0 + resumed.step, run.x.copy()
-    # Half was saved at that step, half one checkpoint before, after 16 iterations.
+    # Half was saved at that step, half one checkpoint earlier, after 16 iterations.
     late = left[:, 0] != there
     assert (told.partitions, told.unknown) == (late.sum(), 0)
     assert late.sum() in (ROWS // 2 - 1, ROWS // 2)
@@ -109,7 +109,7 @@ def test_a_copy_that_was_torn_has_no_movement_that_passes_for_its_own(tmp_path: 
     engine.arena.spoil(np.flatnonzero(engine.shard_of == 0))
     report = run.session.recover([0])
     assert report.tiers == {"store": report.restored_partitions}
-    # The same copy, from the store: its movement is known all the same.
+    # The same copy comes from the store: its movement is still known.
     assert report.extrapolation is not None
     assert report.extrapolation.partitions == lost.sum()
     run.train(7 * INTERVAL)

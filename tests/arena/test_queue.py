@@ -1,4 +1,4 @@
-"""The queue of hand-overs: it outlives its processes, and what is found in it is whole."""
+"""Test the queue of hand-overs: it outlives its processes, and only complete hand-overs are found in it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_order_and_numbers_outlive_the_process(tmp_path: Path) -> None:
     third = put(again)
     assert again.numbers() == [second, third]
     assert first < second < third
-    again.remove(first)  # twice is once
+    again.remove(first)  # queueing twice counts once
 
 
 def test_files_are_private_whatever_the_umask(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_files_are_private_whatever_the_umask(tmp_path: Path) -> None:
 
 
 def test_every_damaged_byte_is_noticed(tmp_path: Path) -> None:
-    """A flipped bit in `sealed` or `version` would be as bad as one in the ids."""
+    """A flipped bit in `sealed` or `version` does as much harm as one in the ids."""
     queue = HandOverQueue(tmp_path)
     number = put(queue, extras={"x": np.arange(3)})
     (file,) = tmp_path.iterdir()
@@ -247,6 +247,6 @@ def test_a_writer_that_is_killed_leaves_whole_hand_overs(tmp_path: Path) -> None
         assert len(found) == len(queue.numbers()) >= 4
         assert [h.number for h in found] == list(range(1, len(found) + 1))
         assert all(h.extras == {"step": h.number} and h.ids.size == h.number for h in found)
-        put(queue)  # what the killed one had begun is not in the way
+        put(queue)  # the killed process's unfinished file is not in the way
         queue.clear()
         assert list(folder.iterdir()) == []

@@ -1,4 +1,4 @@
-"""A replica may be older than the store, by records of its own epoch; of no other history is it believed."""
+"""Test that a replica may be older than the store only by records of its own epoch, and belongs to no other history."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hosts(tmp_path: Path) -> None:
 
 
 def send(host: Host, base: Path, *, owner: Owner | None = OWNER) -> Path:
-    """What a peer has of a host's memory at this moment."""
+    """Send a host's memory to a peer, as it is at this moment."""
     place = arena_folder(str(base), host.store.run_id)
     place.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
     shutil.copytree(host.folder, place)
@@ -46,7 +46,7 @@ def send(host: Host, base: Path, *, owner: Owner | None = OWNER) -> Path:
 
 
 def lose(host: Host) -> None:
-    """Its memory is gone."""
+    """Remove the host's memory."""
     shutil.rmtree(host.die())
 
 
@@ -76,7 +76,7 @@ def test_the_store_has_gone_on(tmp_path: Path) -> None:
         assert seen.head_step == 3
     again = Host(tmp_path / "store", tmp_path / "west")
     assert again.arena.folder == place
-    # Copies that are newer in the store count as none here; the others are the newest that there are.
+    # Copies that are newer in the store do not count; the others are the newest that exist.
     intact = again.arena.intact()
     assert intact[HALF].all()
     assert (step_of(again.arena.version[HALF]) == 3).all()

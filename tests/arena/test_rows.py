@@ -1,4 +1,4 @@
-"""Rows of partitions in one buffer: what is read in one arena and written to another is the same state."""
+"""Test rows of partitions in one buffer: rows read from one arena and written to another are the same state."""
 
 from __future__ import annotations
 

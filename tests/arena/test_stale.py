@@ -22,14 +22,15 @@ from scarctl.daemon.server import Daemon
 from scarctl.errors import Contention
 from scarctl.state.version import pack
 from tests.daemon.rig import fill, small_layout
-from tests.daemon.trainer import stop, wait_until
+from tests.daemon.trainer import stop
+from tests.support.waiting import wait_until
 
 ID = "0123456789abcdef" * 2
 NO_PROCESS = 0x7FFFFFF0
 
 
 def left(base: Path, store_id: str = ID, *, pending: int = 0, queued: bool = False, age: float = 0.0) -> Path:
-    """The arena that a dead run left; returns its folder."""
+    """Create the arena of a dead run; return its folder."""
     layout = small_layout()
     folder = arena_folder(str(base), store_id)
     arena = Arena.create(folder, layout, run_id=store_id, epoch=1)
@@ -139,7 +140,7 @@ def test_nothing_there_or_not_ours(arena_dir: Path, caplog: pytest.LogCaptureFix
 
 
 def test_a_session_waits_while_its_arena_is_looked_at(arena_dir: Path) -> None:
-    """What holds the lock for a moment is no live process with that arena."""
+    """A process that holds the lock for a moment is not a live process of that arena."""
     folder = left(arena_dir)
     looking = lock_folder(folder)
     letting_go = threading.Timer(0.2, os.close, [looking])
@@ -207,10 +208,7 @@ def test_a_daemon_that_runs_on_tidies_up_now_and_then(
         client.ask(folder, "hold", seconds=60)
         for _ in range(2):
             old = left(arena_dir, age=2 * DAY)
-            deadline = time.monotonic() + 10
-            while old.exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert not old.exists()
+            wait_until(lambda gone=old: not gone.exists())  # type: ignore[misc]
     finally:
         daemon.terminate()
         serving.join()
@@ -240,9 +238,7 @@ def test_looking_does_not_keep_the_daemon_from_answering(
 def test_the_daemon_tidies_up_when_it_starts(arena_dir: Path) -> None:
     old, young = left(arena_dir, "a" * 32, age=2 * DAY), left(arena_dir, "b" * 32)
     subprocess.run([sys.executable, "-m", "scarctl.daemon", str(old.parent)], check=True)
-    deadline = time.monotonic() + 10
-    while old.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert (old.exists(), young.exists()) == (False, True)
+    wait_until(lambda: not old.exists())
+    assert young.exists()
     stop(old.parent)
     (young / "arena").unlink()

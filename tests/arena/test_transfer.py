@@ -1,4 +1,4 @@
-"""An arena moves to another host whole, or not at all."""
+"""Test that an arena moves to another host completely, or not at all."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def hosts(tmp_path: Path) -> tuple[str, str]:
 
 
 def leave(store: Store, host: str, step: int) -> np.ndarray[Any, Any]:
-    """An arena of a dead process that has handed over all of `step`; the bytes of its first tensor."""
+    """Create the arena of a dead process that has handed over all of `step`; return the bytes of its first tensor."""
     arena = Arena.create(arena_folder(host, store.run_id), LAYOUT, run_id=store.run_id, epoch=1)
     arena.begin(EVERYTHING)
     fill(arena, EVERYTHING, step)

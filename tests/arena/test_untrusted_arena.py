@@ -1,4 +1,4 @@
-"""Arenas that are damaged, foreign, or in a place where others may write: none of them is ever mapped."""
+"""Test that no arena is mapped that is damaged, foreign, or in a place where others may write."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_damaged_headers(place: Path, damage: Callable[[bytearray], None], messa
         reopen(place)
     assert str(file) in str(caught.value)
     with pytest.raises(Corruption):
-        reopen(place)  # and not Contention: the lock was let go
+        reopen(place)  # and not Contention: the lock was released
     assert file.read_bytes() == bytes(data)
 
 
@@ -138,7 +138,7 @@ def test_what_belongs_to_somebody_else(place: Path, which: str) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
 def test_somebody_else_was_here_first(arena_dir: Path) -> None:
-    """In a folder for all, another user takes the name that a victim's arena will have."""
+    """In a folder for all users, another user takes the name of a victim's future arena."""
     shared = arena_dir
     shared.chmod(0o1777)
     place = shared / f"scarctl-{os.getuid()}" / STORE_ID
@@ -151,7 +151,7 @@ def test_somebody_else_was_here_first(arena_dir: Path) -> None:
 def test_an_arena_from_before_the_machines_last_start(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a disk it survives, but pages were written back in any order: even generations prove nothing."""
+    """On a disk it survives a restart, but pages were written in any order: even generations prove nothing."""
     file = left_behind(place)
     (place / f"handover-{1:020d}.safetensors").touch()
     boot = tmp_path / "boot"

@@ -1,4 +1,4 @@
-"""Small groups that are compared together, against each one by itself."""
+"""Test small groups that are compared together, against a comparison of each alone."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_every_dtype() -> None:
         groups = [group_of(t) for t in live]
         changed, equal = together(groups, live, saved)
         np.testing.assert_allclose(changed, distances(groups[0], live[:1], saved[:1]), rtol=1e-6)
-        # Doubles of such small bytes are so small that their squares are none.
+        # Doubles of such small bytes are so small that their squares are 0.
         assert changed.any() or dtype in (torch.float64, torch.complex128)
         assert not equal.any()
 
@@ -105,14 +105,14 @@ def test_parameters_that_want_a_gradient() -> None:
 
 
 class Counted(TorchDispatchMode):
-    """Operations, as torch hands them to a device."""
+    """Counts operations, as torch sends them to a device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Views are no work for a device.
+        # Views cost a device no work.
         self.operations += not func.is_view
         return func(*args, **(kwargs or {}))
 

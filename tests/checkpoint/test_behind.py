@@ -1,4 +1,4 @@
-"""Test the warning about a store that is behind, with measurements and remedy; and lines at attach, resume, close."""
+"""Test the warning about a store that is behind, with its remedy, and the lines at attach, resume and close."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.log_per_shard import store_with_a_log_per_shard
 
 
 class Loop:
-    """A small model, trained as fast as it goes."""
+    """A small model, trained as fast as possible."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         torch.manual_seed(0)
@@ -59,7 +59,7 @@ def test_a_store_that_falls_behind_is_said_with_reason_and_remedy(
     real, slow = os.fsync, [0.1]
 
     def fsync(fd: int) -> None:
-        time.sleep(slow[0])  # a disk that takes its time to write, not more for more bytes
+        time.sleep(slow[0])  # a disk whose writes take the same time for any number of bytes
         real(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)

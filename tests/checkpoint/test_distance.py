@@ -1,4 +1,4 @@
-"""Distances against a plain float64 computation, and what happens to values that are not finite."""
+"""Test distances against a plain float64 computation, and values that are not finite."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def group_of(tensor: torch.Tensor, per_partition: int, slots: tuple[str, ...] = 
 
 
 def reference(live: torch.Tensor, saved: torch.Tensor, per_partition: int, norm: str) -> np.ndarray:
-    """The definition, one partition at a time."""
+    """Compute the definition, one partition at a time."""
     rows = live.shape[0] if live.dim() else 1
     result = []
     for start in range(0, rows, per_partition):
@@ -120,7 +120,7 @@ def test_values_that_are_not_finite() -> None:
 
 @pytest.mark.parametrize("chunk", [1 << 20, 40])
 def test_many_partitions_that_are_lost(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are looked at again together, in pieces; the last partition is short."""
+    """They are compared again together, in pieces; the last partition is short."""
     monkeypatch.setattr("scarctl.checkpoint.distance._CPU_CHUNK", chunk)
     saved = torch.randn(32, 4)
     live = saved + 1

@@ -1,4 +1,4 @@
-"""What a partial checkpoint stores in fewer bits, in which order partitions come, and what each costs."""
+"""Test which copies a partial checkpoint encodes, the order of partitions, and the cost of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS, WIDTH = 6, 16
 
 
 def copies(encoding: Encoding, norm: Norm = "l2", errors: list[float] | None = None) -> EncodedCopies:
-    """Six rows of float32, one partition each; errors: those of the store's copies, -1 for exact ones."""
+    """Return copies of six rows of float32, one partition each; errors: of the store's copies, -1 if exact."""
     layout = build_layout([("w", "parameter", (TensorSpec("", "F32", (ROWS, WIDTH)),))], rows={"w": 1})
     arena = Arena.anonymous(layout)
     arena.encoding_error[:] = -1.0 if errors is None else errors

@@ -1,4 +1,4 @@
-"""Copies of live tensors in the arena: whole, or marked as being in the middle of a copy."""
+"""Test copies of live tensors in the arena: complete, or marked as being copied."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS, SLOTS = 8, ("", "momentum")
 
 @pytest.fixture
 def state(arena_dir: Path) -> Iterator[LiveState]:
-    """Two groups of two partitions each, all values 1, with a copy of version 1."""
+    """Yield a state of two groups of two partitions each, all values 1, with a copy of version 1."""
     specs = tuple(TensorSpec(slot, "F32", (ROWS, 4)) for slot in SLOTS)
     layout = build_layout(
         [("busy", "parameter", specs), ("quiet", "parameter", specs)], rows={"*": ROWS // 2}
@@ -33,13 +33,13 @@ def state(arena_dir: Path) -> Iterator[LiveState]:
 
 
 def copies(state: LiveState, group: int) -> set[float]:
-    """The values in the arena's copy of a group."""
+    """Return the values in the arena's copy of a group."""
     rows = [state.arena.rows(group, t).view(np.float32) for t in range(len(SLOTS))]
     return {float(value) for slot in rows for value in slot.flat}
 
 
 def write_while_copied(state: LiveState, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """Training adds one to every value of the first group, in the middle of each of the next copies of it."""
+    """Make training add one to every value of the first group, in the middle of each of its next copies."""
     copy_rows, busy, left = module.copy_rows, state.tensors[0], [times]
 
     def copying(target: torch.Tensor, source: torch.Tensor, *rows: np.ndarray) -> None:
@@ -76,7 +76,7 @@ def test_what_was_written_to_once_is_copied_again(state: LiveState, monkeypatch:
 @pytest.mark.parametrize("norm", ["l2", "rms", "relative"])
 @pytest.mark.parametrize("shape", [(67, 4), (70, 1 << 13)])
 def test_distances_of_some_are_those_of_all(shape: tuple[int, int], norm: str, arena_dir: Path) -> None:
-    """Few partitions and many, gathered or where they are, with a short last one, NaN, and equal infinities."""
+    """Few partitions and many, gathered or in place, with a short last one, NaN, and equal infinities."""
     layout = build_layout([("table", "parameter", (TensorSpec("", "F32", shape),))], rows={"*": 4})
     arena = Arena.create(arena_dir / "run" / "x", layout, run_id="0" * 32, epoch=1)
     live = torch.randn(shape, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Large tensors are loaded in pieces, as torch would have copied them."""
+"""Test that large tensors are loaded in pieces, with the result of a copy by torch."""
 
 from __future__ import annotations
 

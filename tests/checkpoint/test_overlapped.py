@@ -1,4 +1,4 @@
-"""Distances that are found in pieces, between checkpoints."""
+"""Test distances that are found in pieces, between checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ALL = [0, 1, 2]
 
 
 def _state() -> tuple[Layout, LiveState, Sweep]:
-    """A state that has moved since it was looked at."""
+    """Return a state that has moved since the last comparison."""
     specs = {name: (TensorSpec("", "F32", (rows, 8)),) for name, rows in SIZES.items()}
     layout = build_layout([(name, "parameter", spec) for name, spec in specs.items()], rows={"*": 1})
     generator = torch.Generator().manual_seed(0)
@@ -102,7 +102,7 @@ def test_a_turn_has_every_partition_once_in_order(groups: list[int]) -> None:
 
 
 def test_many_small_groups_are_a_piece_only_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint that waits gets its turn soon, and a look does no more than its share."""
+    """A waiting checkpoint gets its turn soon, and a comparison does only its share."""
     monkeypatch.setattr(overlapped, "_PIECE", 64 << 10)
     specs = [(f"b{i}", "parameter", (TensorSpec("", "F32", (8,)),)) for i in range(100)]
     found = Sweep(build_layout(specs), "l2")
@@ -177,11 +177,11 @@ class Job:
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        self.model(torch.rand(8, 16)).sum().backward()  # moves every row by as much, for ever
+        self.model(torch.rand(8, 16)).sum().backward()  # moves every row by the same amount, forever
         self.optimizer.step()
 
     def hold_up_a_look(self) -> None:
-        """One is under way, and goes on when `go` is set."""
+        """Wait until a comparison is in progress; it continues when `go` is set."""
         for _ in range(4):
             self.step()
         self.session.checkpoint()
@@ -192,7 +192,7 @@ class Job:
         assert self.entered.wait(60)
 
     def settle(self) -> None:
-        """Until the worker has nothing to do."""
+        """Wait until the worker is idle."""
         self.session._saving.worker.submit(lambda: None).wait()
 
 
@@ -223,7 +223,7 @@ def test_partial_checkpoints_find_what_has_moved(job: Job) -> None:
     for _ in range(40):
         job.step()
         job.session._finish()
-        drained([job.session])  # what waits for the store is not chosen again
+        drained([job.session])  # partitions that wait for the store are not chosen again
         job.settle()
     engine = job.session._engine
     assert engine is not None
@@ -251,7 +251,7 @@ def test_the_first_checkpoints_after_a_sealed_one_save_something(job: Job) -> No
 def test_what_no_look_has_reached_since_it_was_saved_is_compared_at_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop that saves by hand, with an interval that never ends, has hardly any looks."""
+    """A loop that saves by hand, with an infinite interval, is hardly ever compared."""
     monkeypatch.setattr(tracker, "SMALL", 0)
     monkeypatch.setattr(overlapped, "_PIECE", 1)
     model = nn.Linear(16, 64, bias=False)

@@ -1,4 +1,4 @@
-"""What is asked of CUDA when the arena is pinned, and when; on a GPU, that it is."""
+"""Test which calls to CUDA pin the arena, and when; on a GPU, that it is pinned."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ALREADY_REGISTERED = 712
 
 
 class Runtime:
-    """The two calls, with CUDA's rules: what is registered once may neither overlap nor be taken back twice."""
+    """The two calls with CUDA's rules: registered memory must not overlap, and is unregistered only once."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}

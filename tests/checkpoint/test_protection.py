@@ -1,4 +1,4 @@
-"""Which copies stay as they are: what the store reads now and a seal that waits, until the store has stopped."""
+"""Test which copies stay unchanged: those that the store reads and a waiting seal, until the store has stopped."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Desk:
         return np.flatnonzero(self.protection.covers(self.arena.pending())).tolist()
 
     def pass_by(self, seconds: float, every: float = 0.1) -> list[list[int]]:
-        """Look every so many seconds; what was protected at each look."""
+        """Check at regular times; return the protected partitions of each check."""
         found = []
         for _ in range(round(seconds / every)):
             self.now += every
@@ -111,7 +111,7 @@ def test_a_store_that_has_stopped_protects_nothing_and_its_patience_grows(desk: 
     assert 18 <= found.index([]) <= 21
     desk.arena.read_on()
     assert 35 <= desk.pass_by(6.0).index([]) <= 41
-    # What is read without a stop makes it shorter again.
+    # Reading without a pause shortens it again.
     desk.arena.read_on()
     desk.pass_by(1.0)
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Raw states are private, are saved as ever, and draws are counted from them."""
+"""Test that raw states of generators are private and saved unchanged, and that draws are counted from them."""
 
 from __future__ import annotations
 

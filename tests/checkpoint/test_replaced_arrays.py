@@ -1,4 +1,4 @@
-"""A loop over numpy arrays that puts new arrays into its dict: distances are those of the new ones."""
+"""Test a loop over numpy arrays that puts new arrays into its dict: distances are those of the new arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scarctl.config import grouped
 from scarctl.state.version import step_of
 
 ROWS, ROW = 64, SMALL // 32
-"""Twice as many bytes as those from which distances are found between checkpoints."""
+"""Twice as many bytes as needed for distances to be found between checkpoints."""
 
 
 def test_what_moves_between_two_checkpoints_is_chosen(tmp_path: Path) -> None:
@@ -35,7 +35,7 @@ def test_what_moves_between_two_checkpoints_is_chosen(tmp_path: Path) -> None:
     for _ in range(7):
         step(40)
     for _ in range(5):
-        step(3, 11)  # the next look compares them, and no other does before the checkpoint
+        step(3, 11)  # the next look compares them, and there is no other before the checkpoint
     engine = session._engine
     assert engine is not None
     assert engine.tracker.overlaps, "what is tested"

@@ -1,4 +1,4 @@
-"""Estimates of squared distances from some of the values."""
+"""Test estimates of squared distances from a sample of the values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of a state on a GPU, where what training does is only queued."""
+"""Test copies of a state on a GPU, where training's changes are only queued."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scarctl.checkpoint.streams import Streams
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 _LATE = 200_000_000
-"""Clock cycles that the GPU is kept busy for, so that what is queued next comes late: a tenth of a second."""
+"""Clock cycles for which the GPU is kept busy, so that queued work runs late: a tenth of a second."""
 
 
 def test_on_the_host_there_is_nothing_to_wait_for() -> None:

@@ -1,4 +1,4 @@
-"""Marks of partitions with a gradient: none is missed, whichever way rows are named, and distances stay until then."""
+"""Test marks of partitions with a gradient: all are marked, however rows are named, and distances stay until then."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Table:
 def test_touched_is_exact_where_only_rows_with_gradients_move(
     sparse: bool, per_partition: int, steps: list[Any]
 ) -> None:
-    """Steps, saves of some partitions, and looks in any order; rows are named once or several times in a step."""
+    """Steps, saves of some partitions, and comparisons in any order; rows are named once or several times in a step."""
     table = Table("touched", sparse=sparse, rows=per_partition, optimizer=torch.optim.SGD)
     for step in steps:
         if step is None:
@@ -155,7 +155,7 @@ def test_a_spoiled_copy_is_looked_at_again(kind: str) -> None:
 
 
 def wide(kind: str, norm: str = "l2", values: int = 4096, rows: int = 64) -> tuple[Tracker, LiveState]:
-    """A matrix whose rows have moved more the later they come."""
+    """Return a matrix in which later rows have moved further."""
     torch.manual_seed(0)
     model = torch.nn.Linear(values, rows, bias=False)
     adapter = TorchAdapter.build(model, [])
@@ -197,7 +197,7 @@ def test_narrow_rows_are_never_sampled() -> None:
 def test_what_is_chosen_is_checked_exactly_and_watched_until_it_is_good() -> None:
     tracker, live = wide("sampled")
     unseen = 0
-    while True:  # a value that this turn does not look at
+    while True:  # a value that is not sampled in this turn
         with torch.no_grad():
             before = live.tensors[0][0][63, unseen].item()
             live.tensors[0][0][63, unseen] = torch.nan
@@ -232,7 +232,7 @@ def test_what_was_written_while_a_table_was_frozen_is_known_when_it_is_trained_a
 
 
 def test_a_frozen_group_that_somebody_writes_to_at_every_step_is_sampled_like_others() -> None:
-    """A teacher that follows its student by an average."""
+    """A teacher follows its student as an average."""
     table = Table("sampled", rows=4000)
     table.live = table.live.with_tensors({}, frozenset({0}))
     compared: list[int] = []

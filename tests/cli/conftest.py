@@ -1,4 +1,4 @@
-"""Running commands in this process, and states to run them on."""
+"""Run commands in this process, and make states to run them on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ERROR_KEYS = {"schema_version", "command", "error"}
 
 @pytest.fixture
 def folder(arena_dir: Path) -> Iterator[Path]:
-    """The host's folder, where a test's daemon is. Ends that daemon, which would end by itself only after a while."""
+    """Yield the host's folder with a test's daemon. End that daemon, which would otherwise end only after a while."""
     folder = host_folder(str(arena_dir))
     yield folder
     with suppress(ScarError):
@@ -42,14 +42,14 @@ def folder(arena_dir: Path) -> Iterator[Path]:
 
 @cache
 def definitions() -> dict[str, Any]:
-    """The schemas of all documents. Making them takes a third of a second."""
+    """Return the schemas of all documents, once: making them takes a third of a second."""
     found: dict[str, Any] = schemas()["$defs"]
     return found
 
 
 @cache
 def validator(name: str) -> Draft202012Validator:
-    """Of one command's documents, or of "error"."""
+    """Return the validator of one command's documents, or of "error"."""
     return Draft202012Validator({"$ref": f"#/$defs/{name}", "$defs": definitions()})
 
 
@@ -61,7 +61,7 @@ class Done:
 
     @property
     def document(self) -> dict[str, Any]:
-        """The one JSON document on stdout, which has the command's schema."""
+        """Return the one JSON document on stdout, after checking it against the command's schema."""
         document: dict[str, Any] = json.loads(self.stdout)
         validator(document["command"] if document.keys() - ERROR_KEYS else "error").validate(document)
         return document
@@ -81,7 +81,7 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Run `scarctl` with these arguments in an own folder; checks the exit code, 0 unless `code` says otherwise."""
+    """Return a function that runs `scarctl` with arguments, and checks that the exit code is `code`, by default 0."""
     monkeypatch.chdir(tmp_path)
 
     def invoke(*arguments: object, code: int = 0) -> Done:
@@ -93,7 +93,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def examples(run: Run, name: str) -> list[list[str]]:
-    """The examples of a command's help, split into words."""
+    """Return the examples of a command's help, split into words."""
     lines = run(*name.split(), "--help").stdout.partition("Examples:\n")[2].splitlines()
     return [shlex.split(line)[1:] for line in lines if line.strip().startswith("scarctl ")]
 
@@ -114,12 +114,12 @@ class Model:
         return self.path
 
     def train(self, *names: str, by: float = 1.0) -> Path:
-        """Change the named tensors, all when none is named."""
+        """Change the named tensors, or all."""
         return self.save(**{name: self.tensors[name] + by for name in names or self.tensors})
 
 
 def fresh(path: Path) -> Model:
-    """The same values every time, in a file."""
+    """Return a model with the same values every time, in a file."""
     generator = torch.Generator().manual_seed(0)
     tensors = {f"layers.{i}.w": torch.randn(16, 8, generator=generator) for i in range(8)}
     tensors["emb"] = torch.randn(40, 8, generator=generator)
@@ -136,7 +136,7 @@ def model(tmp_path: Path) -> Model:
 
 @pytest.fixture(scope="session")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with the model at step 0, made once: syncing to disk takes most of the time."""
+    """Return a store with the model at step 0, made once: syncing to disk takes most of the time."""
     folder = tmp_path_factory.mktemp("template")
     arguments = [
         "checkpoint",
@@ -154,14 +154,14 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(run: Run, model: Model, template: Path, tmp_path: Path) -> Model:
-    """The model with a store "ckpt" of four shards, partitions of 256 bytes, saved at step 0."""
+    """Return the model with a store "ckpt" of four shards, partitions of 256 bytes, saved at step 0."""
     shutil.copytree(template, tmp_path / "ckpt")
     return model
 
 
 @pytest.fixture
 def others_folder() -> Iterator[Path]:
-    """A folder that everybody may read, and only this process's user may write to."""
+    """Yield a folder that every user may read, and only this process's user may write to."""
     folder = Path(tempfile.mkdtemp(prefix="scarctl-others-"))
     folder.chmod(0o755)
     yield folder
@@ -170,7 +170,7 @@ def others_folder() -> Iterator[Path]:
 
 @contextmanager
 def unprivileged() -> Iterator[None]:
-    """Root may write anywhere: be nobody for a while. Other users: write-protect what is in the working folder."""
+    """For root, who may write anywhere, become nobody. For other users, write-protect the working folder's content."""
     if os.geteuid() == 0:
         os.seteuid(65534)
         try:
@@ -189,7 +189,7 @@ def unprivileged() -> Iterator[None]:
 
 
 def assert_sound(store: str | Path = "ckpt") -> Store:
-    """The store is readable and whole."""
+    """Check that the store is readable and complete."""
     opened = Store.open(store)
     assert verify(opened, read_data=True).problems == []
     return opened
@@ -197,7 +197,7 @@ def assert_sound(store: str | Path = "ckpt") -> Store:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> RankStore:
-    """Four ranks, sealed at step 3 and 5; three of them have saved parts at step 7."""
+    """Return a store of four ranks, sealed at steps 3 and 5; three of them have saved parts at step 7."""
     made = RankStore(tmp_path / "ckpt", 4)
     made.save(3)
     made.save(5)

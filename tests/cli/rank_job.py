@@ -1,6 +1,4 @@
-"""One rank of a job that trains until a file appears, for commands that look at a running job. For torchrun, or
-`tests.distributed.launch`.
-"""
+"""Run one rank of a job that trains until a file appears, for commands that inspect a running job."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from tests.distributed.jobs import build, step
 
 
 def until(rank: int, world: int, kind: str, folder: str, seconds: float) -> int:
-    """Train until there is `folder/stop`, at most so many seconds; returns the last step."""
+    """Train until `folder/stop` exists, at most for so many seconds; return the last step."""
     model, optimizer = build(kind)
     Path(folder, "arena").mkdir(exist_ok=True)
     session = scarctl.attach(

@@ -1,4 +1,4 @@
-"""`scarctl run` as a process, in a folder, with its output in files."""
+"""Run `scarctl run` as a process, in a folder, with its output in files."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.daemon.trainer import wait_until
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
 
 class Running:
-    """`scarctl run`, in the folder `place`, without a terminal; its output goes to files there."""
+    """`scarctl run` in the folder `place`, without a terminal; its output goes to files there."""
 
     def __init__(self, place: Path, *arguments: object, **options: Any) -> None:
         self._out, self._err = place / "out", place / "err"
@@ -24,7 +24,7 @@ class Running:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "scarctl", "run", *map(str, arguments)],
                 cwd=place,
-                # With threads of numpy's, which could take a signal that is not theirs.
+                # With numpy's threads, which could take a signal that is not meant for them.
                 env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"},
                 **{"stdout": out, "stderr": err, **settings},
             )
@@ -38,17 +38,17 @@ class Running:
         return self._err.read_text()
 
     def says(self, text: str, count: int = 1) -> None:
-        """Wait until its output has so many of `text`."""
+        """Wait until its output has so many occurrences of `text`."""
         wait_until(lambda: self.stdout.count(text) >= count or self.process.poll() is not None)
         assert self.stdout.count(text) >= count, (self.stdout, self.stderr)
 
     def handles_signals(self) -> None:
-        """Wait until it does. The others come first, so SIGUSR2 tells."""
+        """Wait until it handles signals. SIGUSR2 is set up last, so it shows that the others are."""
         path, bit = Path(f"/proc/{self.process.pid}/status"), 1 << (signal.SIGUSR2 - 1)
         wait_until(lambda: int(path.read_text().split("SigCgt:\t")[1].split()[0], 16) & bit)
 
     def ends(self, code: int, seconds: float = 30.0) -> Running:
-        """Wait until it ends, with this exit code."""
+        """Wait until it ends with this exit code."""
         assert self.process.wait(seconds) == code, (self.stdout[-500:], self.stderr)
         assert "Traceback" not in self.stderr
         return self

@@ -1,4 +1,4 @@
-"""When something was saved, by the clock, and ages that are lower bounds."""
+"""Test when copies were saved, in clock time, and ages that are lower bounds."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_opening_a_store_is_no_save(run: Run, saved: Model) -> None:
     assert before is not None
     layout = store.current_layout()
     assert layout is not None
-    while now() <= before:  # records say when to the second
+    while now() <= before:  # records have times to the second
         time.sleep(0.02)
     open_writer(store, layout=layout).close()
     assert all(store.log(shard).record(store.state(shard).seq).kind == "epoch" for shard in store.shards())

@@ -1,4 +1,4 @@
-"""Outputs that cannot be written, through a real process: a full disk, and a reader such as `head` that has gone."""
+"""Test in a real process outputs that cannot be written: a full disk, and a reader such as `head` that has ended."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.support import forkserver
 
 PROGRAM = "from scarctl.cli.main import main; main()"
 SMALL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000));"
-"""No file may have more bytes. Python ignores the signal: writing fails."""
+"""Limit the size of files. Python ignores the signal: writing fails."""
 SHOWN = {
     name: words
     for name, words in PRINTED.items()
     if name not in ("simulate", "doctor", "snapshot create", "snapshot delete", "evacuate", "daemon")
 }
-"""Commands of which a process takes no more than a moment."""
+"""Commands whose process takes only a moment."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, template: Path) -> Path:
 
 
 def said(words: list[str], stdout: int, folder: Path) -> tuple[int, str]:
-    """Exit code, and what goes to stderr, of a command that writes to this file."""
+    """Return exit code and stderr of a command that writes to this file."""
     with open(folder / "err", "wb") as err:
         program = forkserver.Program(
             ["-c", PROGRAM, *words], stdout=stdout, stderr=err, cwd=folder, imports=IMPORTS
@@ -85,7 +85,7 @@ def test_a_reader_that_has_gone(folder: Path) -> None:
     ],
 )
 def test_a_full_disk_behind_a_file(run: Run, saved: Model, tmp_path: Path, words: str) -> None:
-    """No half a file is left under the name that was asked for, and no temporary one."""
+    """Neither a partial file under the requested name nor a temporary file is left."""
     before = sorted(os.listdir(tmp_path))
     done = forkserver.run(["-c", SMALL + PROGRAM, *words.split()], timeout=60, cwd=tmp_path, imports=IMPORTS)
     assert done.returncode == 17, done.stderr

@@ -1,4 +1,4 @@
-"""`scarctl checkpoint`: what it saves, what it refuses, and that the store stays whole."""
+"""Test `scarctl checkpoint`: what it saves, what it refuses, and that the store stays intact."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class TestNotFinite:
 
 class TestBadInput:
     def refused(self, run: Run, *arguments: object, code: int = 2, path: Path | str | None = None) -> Done:
-        """Refused with an error that says what to do, and the store is as it was."""
+        """Check that it is refused with an error that says what to do, and that the store is unchanged."""
         steps = saved_steps()
         step = () if "--step" in arguments else ("--step", 20)
         done = run(
@@ -303,7 +303,7 @@ class TestBadInput:
 
 @contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
-    """Writes beyond `size` bytes of any file fail, as on a disk that is full."""
+    """Make writes beyond `size` bytes of any file fail, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -357,7 +357,7 @@ def test_the_memory_of_a_stopped_run_is_compared_with(run: Run, saved: Model, ar
     arena.end(everything, int(version[0]))
     arena.acknowledge(everything, int(version[0]))
     assert len(set(version.tolist())) == 1
-    # Differs from the store: shows that it is memory that is compared with.
+    # It differs from the store, which shows that memory is compared.
     arena.rows(0, 0)[0] ^= 1
     arena.close()
     done = checkpoint(run, saved.path, 2).document

@@ -1,4 +1,4 @@
-"""`scarctl inspect FILE` and `scarctl verify FILE`: checkpoints that are no stores."""
+"""Test `scarctl inspect FILE` and `scarctl verify FILE` on checkpoints that are not stores."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MAKERS: dict[str, Callable[[Path], object]] = {
 
 
 def reasons(run: Run, path: str | Path, *options: str) -> list[str]:
-    """Reasons of all problems, of which there are some."""
+    """Return the reasons of all problems, of which there is at least one."""
     found = run("verify", path, "--json", *options, code=13).document
     assert not found["intact"]
     text = run("verify", path, *options, code=13).stdout
@@ -129,7 +129,7 @@ def test_an_index_that_does_not_fit_its_files(run: Run) -> None:
     index = save_index(tensors(), Path("x"))
     obj = json.loads(index.read_text())
     files = sorted(set(obj["weight_map"].values()))
-    obj["weight_map"]["a"] = files[1]  # it is in the first
+    obj["weight_map"]["a"] = files[1]  # the difference is in the first
     obj["weight_map"]["missing"] = files[2]
     del obj["weight_map"]["b"]
     index.write_text(json.dumps(obj))

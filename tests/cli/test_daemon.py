@@ -1,4 +1,4 @@
-"""`scarctl daemon`, `scarctl live`, and snapshots of a running session."""
+"""Test `scarctl daemon`, `scarctl live`, and snapshots of a running session."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from scarctl.ops import live
 from scarctl.store import Store
 from scarctl.store.snapshot import SealedSet, Snapshot
 from tests.cli.conftest import Run
-from tests.daemon.trainer import Trainer, assert_sound, status, wait_until
+from tests.daemon.trainer import Trainer, assert_sound, status
+from tests.support.waiting import wait_until
 
 
 def test_start_status_stop(run: Run, folder: Path) -> None:
@@ -112,7 +113,7 @@ def test_a_daemon_that_does_not_answer(run: Run, folder: Path, monkeypatch: pyte
 
 
 def test_a_daemon_that_nobody_can_reach(run: Run, arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has been silent for so long that the system takes no more questions for it."""
+    """The daemon has been silent for so long that the system accepts no more connections for it."""
     folder = host_folder(str(arena_dir))
     folder.mkdir(mode=0o700)
     monkeypatch.setattr("scarctl.cli.daemon._PATIENCE", 0.3)
@@ -141,7 +142,7 @@ def test_reap_removes_what_the_store_has_and_nothing_else(
         trainer.saver.abandon()
         trainer.arena.take_over(0x7FFFFFF0)
         trainer.arena.close()
-    # The daemon dies with them; the session that lives starts another, which knows nothing of the dead runs.
+    # The daemon dies with them; the live session starts another one, which does not know the dead runs.
     for entry in folder.glob("daemon.log"):
         pid = int(entry.read_text().split("daemon ")[1].split()[0])
     assert pid is not None

@@ -1,4 +1,4 @@
-"""`scarctl daemon start --metrics FILE --metrics-listen PORT`, with a real daemon and a real run."""
+"""Test `scarctl daemon start --metrics FILE --metrics-listen PORT` with a real daemon and a real run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 from tests.cli.conftest import Run
 from tests.daemon.test_metrics import open_samples, samples
-from tests.daemon.trainer import Trainer, status, wait_until
+from tests.daemon.trainer import Trainer, status
+from tests.support.waiting import wait_until
 
 
 def test_figures_of_a_run_in_a_file_and_over_http(

@@ -1,4 +1,4 @@
-"""`scarctl diff`: stores and files of every kind, exit codes, hostile names, many tensors."""
+"""Test `scarctl diff`: stores and files of every kind, exit codes, hostile names, many tensors."""
 
 from __future__ import annotations
 

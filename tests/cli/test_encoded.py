@@ -1,4 +1,4 @@
-"""Commands on a store with encoded copies: none calls a result exact that is not, and a whole state is exact."""
+"""Test commands on a store with encoded copies: no result is wrongly called exact, and a whole state is exact."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def encoded_in(folder: Path) -> int:
 
 @pytest.fixture
 def lossy(tmp_path: Path, arena_dir: Path) -> Path:
-    """A store whose copies are all of step 20, and those of parameters in int8; a sealed state of step 9 before it."""
+    """Return a store with copies of step 20, those of parameters in int8, and an earlier sealed state of step 9."""
     run = Loop(
         tmp_path / "s", arena_dir=arena_dir, daemon=False, encoding="int8", fraction=1.0, partition_bytes=256
     )
@@ -112,7 +112,7 @@ def test_a_state_file_is_sealed_exactly(run: Run, saved: Model, tmp_path: Path, 
 
 
 def test_a_session_that_ended_with_encoded_copies_of_one_step_was_not_exact(lossy: Path) -> None:
-    """What `scarctl checkpoint --live` reports when the session ends meanwhile, without a seal."""
+    """Check the report of `scarctl live checkpoint` if the session ends meanwhile, without a seal."""
     made = live._closed(Store.open(lossy), NEVER, 1)
     assert made is not None
     assert set(made.durable.tolist()) == {made.version}

@@ -1,4 +1,4 @@
-"""`scarctl evacuate`: a daemon, sessions that train or do not answer, and the exit codes."""
+"""Test `scarctl evacuate`: a daemon, sessions that train or do not answer, and the exit codes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_all_sessions_of_a_host(tmp_path: Path) -> None:
 @pytest.mark.leaves_arena
 @pytest.mark.usefixtures("daemon_folder")
 def test_a_session_that_does_not_answer(tmp_path: Path) -> None:
-    """What its memory has is saved; what it has not is said."""
+    """Its copies in memory are saved, and what is missing there is reported."""
     store = tmp_path / "store"
     with Forked(lambda tell: trains(store, tell, 8)) as child:
         child.expect("ready")
@@ -94,7 +94,7 @@ def test_the_memory_of_a_process_that_was_killed(tmp_path: Path) -> None:
 
 
 def test_extras_that_are_lost_are_said() -> None:
-    """The command, and the log of a session that leaves."""
+    """The command's output matches the log of an evacuated session."""
     found = Evacuated(7, 10, 100, 100, 1, 0, 0, 0.0, False, extras_lost=True)
     host = Host((Store("/s", (Process("/s", 2, 12, found),)),))
     assert not host.safe

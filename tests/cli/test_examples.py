@@ -1,4 +1,4 @@
-"""Examples in the help of commands that need a running session, or other files. test_help.py runs the rest."""
+"""Test help examples that need a running session or other files. test_help.py runs the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cli.test_daemon import Training
 
 
 def test_examples_on_a_running_session(run: Run, folder: Path) -> None:
-    """Those of ranks and members run in test_rank_jobs.py and test_members.py."""
+    """Examples of ranks and members are run in test_rank_jobs.py and test_members.py."""
     training = Training(**{"layers.3.w": np.zeros((16, 8), np.float32)})
     try:
         (by_name, by_rank, by_member) = examples(run, "live recover")
@@ -32,7 +32,7 @@ def test_examples_on_a_running_session(run: Run, folder: Path) -> None:
 
 
 def test_examples_of_the_daemon(run: Run, folder: Path) -> None:
-    """A free port in place of the one that is shown, which another program may have."""
+    """A free port replaces the shown one, which another program may have."""
     start, publish, status, end = examples(run, "daemon")
     run(*start)
     assert run(*status).document["running"]

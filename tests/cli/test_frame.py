@@ -1,4 +1,4 @@
-"""What all commands share: help, options from everywhere, errors as text and as JSON, exit codes of a real process."""
+"""Test what all commands share: help, options from all sources, errors as text and JSON, exit codes of a process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SCARCTL = [sys.executable, "-m", "scarctl"]
 
 
 def commands() -> dict[str, click.Command]:
-    """All commands that do something, by the words that call them: "verify", "live checkpoint"."""
+    """Return all commands that do something, by the words that call them: "verify", "live checkpoint"."""
     context, found = click.Context(cli), {}
     for name in COMMANDS:
         command = cli.get_command(context, name)
@@ -47,7 +47,7 @@ def commands() -> dict[str, click.Command]:
 
 
 def options(command: click.Command) -> dict[str, click.Option]:
-    """By their names on the command line, with underscores."""
+    """Return options by their names on the command line, with underscores."""
     found = [option for option in command.params if isinstance(option, click.Option)]
     return {max(o.opts, key=len).removeprefix("--").replace("-", "_"): o for o in found}
 
@@ -77,7 +77,7 @@ SETTINGS = [
     "read_data", "read_data_subset", "restart", "restarts", "rounds", "shards", "state_bytes", "step",
     "step_time", "store", "timeout", "to", "watch",
 ]  # fmt: skip
-"""Options that may come from the environment. One that is not listed here says what to do."""
+"""Options that may come from the environment. An option not listed here orders an action."""
 
 
 def test_no_environment_variable_is_a_verb() -> None:
@@ -86,7 +86,7 @@ def test_no_environment_variable_is_a_verb() -> None:
             if words == "simulate":
                 own = name not in ("json", "debug")
                 assert option.envvar == f"SCARCTL_{'SIMULATE_' if own else ''}{name.upper()}"
-            elif name == "timeout":  # another wait in each command
+            elif name == "timeout":  # its meaning differs between commands
                 assert option.envvar == f"SCARCTL_{words.split()[0].upper()}_TIMEOUT", words
             elif name in SETTINGS:
                 assert option.envvar == f"SCARCTL_{name.upper()}", (words, name)
@@ -118,14 +118,7 @@ def test_what_the_environment_says_for_verbs_is_not_read(monkeypatch: pytest.Mon
 def test_options_that_are_settings_are_described_by_their_classes() -> None:
     texts = {name: describe(name) for name in KNOWN_NAMES}
     assert all(text.endswith(".") for text in texts.values())
-    for name in (
-        "fraction",
-        "shards",
-        "partition_bytes",
-        "assume_single_writer",
-        "arena_dir",
-        "store",
-    ):
+    for name in ("fraction", "shards", "partition_bytes", "assume_single_writer", "arena_dir", "store"):
         assert options(commands()["checkpoint"])[name].help == brief(name)
         assert brief(name).partition(". ")[0] == texts[name].partition(". ")[0]
     with pytest.raises(KeyError):
@@ -351,7 +344,7 @@ def test_sizes_for_people() -> None:
 
 
 class TestProcess:
-    """Through a real process."""
+    """Tests through a real process."""
 
     def test_exit_codes_and_streams(self, saved, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
         for arguments, code in (

@@ -1,4 +1,4 @@
-"""Options that would have no effect are refused, but only where the command line has them."""
+"""Test that options without effect are refused, but only if the command line has them."""
 
 from __future__ import annotations
 

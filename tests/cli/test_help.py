@@ -1,4 +1,4 @@
-"""Help that fits a screen, examples that run, names that were mistyped, completion, and terminals without Unicode."""
+"""Test help that fits a screen, its examples, mistyped names, completion, and terminals without Unicode."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL = [*(name for name in COMMANDS if name not in GROUPS), *(f"{a} {b}" for a in
 
 @pytest.mark.parametrize("name", ["", *ALL, *GROUPS, "help", "version"])
 def test_help_fits_a_screen(run: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """24 lines of 80 columns, also in a wider terminal, name every option; `scarctl help` describes all of them."""
+    """The 24 lines of 80 columns, also on a wider terminal, name every option; `scarctl help` describes all of them."""
     monkeypatch.setenv("COLUMNS", "80")
     text = run(*name.split(), "--help").stdout
     lines = text.splitlines()
@@ -62,7 +62,7 @@ RUN = {
 }
 """Examples that run one after the other in one folder. The others need a bucket, or more files."""
 IN_TEST_EXAMPLES = ("live checkpoint", "live recover", "daemon", "diff", "evacuate")
-"""Those of tests/cli/test_examples.py, which need a running session or other files."""
+"""Examples of tests/cli/test_examples.py, which need a running session or other files."""
 
 
 def test_examples_run(run: Run, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_a_shell_completes_stores(saved: Model, tmp_path: Path) -> None:
 def test_terminals_without_unicode(
     run: Run, model: Model, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """Names that the terminal cannot show are escaped, and nothing else is more than ASCII."""
+    """Names that the terminal cannot show are escaped, and everything else is ASCII."""
     model.save(**{"größe→": model.tensors["emb"] + 1})
     run("checkpoint", model.path, "--store", "ckpt→", "--step", 0, "--shards", 2)
     for arguments in (
@@ -151,7 +151,7 @@ def test_terminals_without_unicode(
 
 
 def test_the_manual_page_says_what_the_commands_say(run: Run) -> None:
-    """Mend it with `make man`."""
+    """`make man` updates it."""
     page = run("help", "--man").stdout
     assert page == (Path(__file__).parents[2] / "docs" / "scarctl.1").read_text()
     assert page.count(".SS scarctl ") == len(ALL) + 2

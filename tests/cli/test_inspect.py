@@ -1,4 +1,4 @@
-"""`scarctl inspect`: the document and the listing."""
+"""Test `scarctl inspect`: the document and the listing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `scarctl inspect` shows on a terminal."""
+"""Test the output of `scarctl inspect` on a terminal."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_terminal_shows_a_line_for_every_rank(tmp_path: Path) -> None:
 
 
 def test_a_map_for_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Levels differ in their shape there, too."""
+    """Without colours levels still differ in their shape."""
     staleness = np.array([-1, 0, 1, 2, 3, 4], dtype=np.int64)
     for encoding in ("ascii", "latin-1"):
         monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))

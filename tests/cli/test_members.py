@@ -1,4 +1,4 @@
-"""Commands on a store that members share: they see one state, and touch one member."""
+"""Test commands on a store that members share: they show one state, and change one member."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def save(store: Path, number: int, steps: int, *, close: bool = True) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """Member k is sealed after 4 + k steps."""
+    """Return a store in which member k is sealed after 4 + k steps."""
     for number in range(WORLD):
         save(tmp_path / "ckpt", number, 4 + number)
     return tmp_path / "ckpt"

@@ -1,4 +1,4 @@
-"""What commands say of copies of memory on other hosts."""
+"""Test what commands show about copies of memory on other hosts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ pytestmark = pytest.mark.leaves_arena
 
 @pytest.fixture
 def replica(tmp_path: Path) -> RankStore:
-    """Two ranks, sealed at step 3. This host keeps a copy of the memory of rank 1, of step 9, for a host "east"."""
+    """Return a store of two ranks, sealed at step 3. This host has a copy of rank 1's memory of step 9, for host
+    "east".
+    """
     made = RankStore(tmp_path / "ckpt", 2)
     made.save(3)
     arena = made.arena(tmp_path, 1, 9)
@@ -74,7 +76,7 @@ def test_recover_says_that_copies_are_from_a_peer(run: Run, replica: RankStore, 
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[int]:
-    """The port at which a daemon keeps replicas."""
+    """Yield the port at which a daemon keeps replicas."""
     (tmp_path / "west").mkdir(mode=0o700)
     host = Host(tmp_path / "west")
     yield host.admit("11" * 16, secrets.token_bytes(32), "ab" * 16, "127.0.0.1", 0)
@@ -110,7 +112,7 @@ def authority(tmp_path: Path) -> Authority:
 
 @pytest.fixture
 def tls_daemon(tmp_path: Path, authority: Authority, request: pytest.FixtureRequest) -> Iterator[int]:
-    """The port at which a daemon keeps replicas of hosts that show a certificate; parameter: its newest version."""
+    """Yield the port at which a daemon keeps replicas, given a certificate; parameter: the newest version of TLS."""
     (tmp_path / "north").mkdir(mode=0o700)
     host = Host(tmp_path / "north")
     tls = Tls(authority.host("north"))

@@ -1,4 +1,4 @@
-"""`scarctl plan`: what it reads, what it says, and that it says when SCAR does not pay."""
+"""Test `scarctl plan`: what it reads, what it prints, and that it says when SCAR does not pay."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SMALL = ("--state-bytes", "1MB", "--step-time", "100ms", "--bandwidth", "1e9", "
 
 
 def zeros(layout: Layout) -> Source:
-    """A state of zeros, as a writer reads it."""
+    """Return a state of zeros, as a writer reads it."""
     return lambda g, t, start, stop: bytes(layout.groups[g].tensors[t].row_bytes * (stop - start))
 
 
@@ -80,7 +80,7 @@ def test_it_says_when_it_pays_and_when_not(run: Run) -> None:
 
 
 def test_it_says_when_it_makes_little_difference(run: Run) -> None:
-    """Seconds lost in an hour by a model of 1 MB: whatever is chosen, the choice is not worth a word."""
+    """A model of 1 MB loses seconds per hour: the plan says that the choice makes little difference."""
     said = run("plan", *SMALL, "--shards", 8).stdout
     assert "It makes little difference here" in said
     assert "pays" not in said
@@ -91,7 +91,7 @@ def test_it_says_when_it_makes_little_difference(run: Run) -> None:
 
 
 def test_a_unit_that_was_forgotten(run: Run) -> None:
-    """--mtbf 6 are six seconds."""
+    """`--mtbf 6` means six seconds."""
     given = ("--state-bytes", "1.3MB", "--step-time", "0.1", "--bandwidth", "1GB", "--mtbf", "6")
     said = run("plan", *given).stdout
     assert "No way ever finishes" in said
@@ -154,7 +154,7 @@ class TestFromAStore:
         assert layout is not None
         with open_writer(store, layout=layout) as writer:
             for minute, step in enumerate((10, 20, 30)):
-                # Written in a moment, as if a minute had passed in between.
+                # The records were written within a moment; make them look a minute apart.
                 created = f"2030-01-01T00:{minute:02}:00+00:00"
                 monkeypatch.setattr("scarctl.store.writer.Record", functools.partial(Record, created=created))
                 writer.commit(0, writer.states[0].ids[:2], zeros(layout), step=step)

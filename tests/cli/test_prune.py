@@ -1,4 +1,4 @@
-"""`scarctl prune`, `scarctl snapshot`, snapshots in `recover` and `inspect`, and `scarctl export`."""
+"""Test `scarctl prune`, `scarctl snapshot`, snapshots in `recover` and `inspect`, and `scarctl export`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.cli.conftest import Model, Run, fresh
 
 @pytest.fixture
 def grown(run: Run, tmp_path: Path) -> Model:
-    """A store with two snapshots, another sealed state, and partial checkpoints after it."""
+    """Return a store with two snapshots, another sealed state, and later partial checkpoints."""
     model = fresh(tmp_path / "state.safetensors")
     for step, name in ((0, None), (10, "first"), (20, "second"), (30, None)):
         words = ["snapshot", "create", name] if name else ["checkpoint", "--policy", "full"]
@@ -36,7 +36,7 @@ def whole(run: Run, tmp_path: Path, *options: str) -> dict[str, torch.Tensor]:
 
 
 def expected(step: int, tmp_path: Path) -> dict[str, torch.Tensor]:
-    """The model after `step // 10` rounds of training."""
+    """Return the model after `step // 10` rounds of training."""
     model = fresh(tmp_path / "other.safetensors")
     for _ in range(step // 10):
         model.train()
@@ -115,7 +115,7 @@ def test_prune_shows_asks_and_deletes(run: Run, grown: Model, tmp_path: Path) ->
 
 def test_prune_keeps_sealed_states_by_number_and_by_steps(run: Run, tmp_path: Path) -> None:
     model = fresh(tmp_path / "state.safetensors")
-    # Collecting is not due in so small a store, so that all are there.
+    # So small a store is not collected yet, so all of them exist.
     for step in range(0, 60, 10):
         run("checkpoint", model.path, "--store", "ckpt", "--step", step, "--policy", "full")
         model.train()

@@ -1,8 +1,7 @@
-"""Commands on stores that real jobs of two ranks have written, or are writing."""
+"""Test commands on stores that real jobs of two ranks have written, or are writing."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from scarctl.store import Store
 from tests.cli.conftest import Run, examples
 from tests.support.ranks import read
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.slow
@@ -57,9 +57,7 @@ def test_a_running_job_is_asked(run: Run, tmp_path: Path) -> None:
     )
     job.start()
     try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "started").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_until((tmp_path / "started").exists)
         place = ("--store", "store", "--arena-dir", tmp_path / "arena")
         status = run("daemon", "status", "--arena-dir", tmp_path / "arena", "--json").document
         assert sorted((line["rank"], line["shard"]) for line in status["runs"]) == [(0, 0), (1, 1)]

@@ -1,4 +1,4 @@
-"""Commands on a store that several ranks have written, each to its own shard."""
+"""Test commands on a store that several ranks have written, each to its own shard."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_inspect_has_a_line_for_every_rank(run: Run, ranks: RankStore, tmp_path:
         sum(line["bytes"] for line in lines) == done["total_bytes"] == sum(of.nbytes for of in ranks.layouts)
     )
     assert done["step"] == 9
-    # Rows are those of whole tensors.
+    # Rows are counted in whole tensors.
     assert "table[24:29]" in [line["name"] for line in done["partitions"] if line["shard"] == 2]
     text = run("inspect", "--store", "ckpt", "--arena-dir", tmp_path).stdout
     assert "4 ranks, since epoch 1" in text

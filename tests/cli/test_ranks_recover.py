@@ -1,4 +1,4 @@
-"""Recovering what ranks have lost: into files, whole or in pieces, into their arenas, and back to a sealed state."""
+"""Test recovering what ranks have lost: into files, whole or in pieces, into arenas, and back to a sealed state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.ranks import RankStore, read, same, tensors
 def with_rank(
     state: dict[str, torch.Tensor], source: dict[str, torch.Tensor], rank: int
 ) -> dict[str, torch.Tensor]:
-    """The state with what one of four ranks owns taken from another."""
+    """Return the state with the part that one of four ranks owns taken from another state."""
     made = {name: tensor.clone() for name, tensor in state.items()}
     for name in made:
         if name.startswith("table"):
@@ -75,7 +75,7 @@ def test_pieces_of_whole_tensors(run: Run, ranks: RankStore, tmp_path: Path) -> 
     wanted = {f"table{s}[24:36]": saved[f"table{s}"][24:36] for s in ("", "/exp_avg", "/exp_avg_sq")}
     wanted |= {f"wide{s}[0:6,6:9]": saved[f"wide{s}"][:, 6:9].contiguous() for s in ("", "/exp_avg")}
     assert same(found, {**wanted, "norm@2": saved["norm@2"]})
-    # What is adjacent goes together, whoever has it.
+    # Adjacent rows are shown together, whichever rank has them.
     run("recover", "--store", "ckpt", "--lost", "table[20:30]", "--lost", "wide", "--output", "two.pt")
     found = read(tmp_path / "two.pt")
     assert sorted(found) == [
@@ -143,7 +143,7 @@ def test_a_rollback_of_all_ranks(run: Run, ranks: RankStore, tmp_path: Path) -> 
     ).document
     assert (done["exact"], done["step"], done["tiers"]) == (True, 5, {"store": 30})
     assert same(read(tmp_path / "state.safetensors"), tensors(5, 4))
-    # The store has gone back too, every rank of it.
+    # The store was rolled back too, in every rank.
     assert run("export", "--store", "ckpt", "out", "--json").document["exact"]
     back = RankStore(tmp_path / "ckpt", 4)
     back.save(6)
@@ -192,7 +192,7 @@ def test_into_the_arenas_of_the_stopped_ranks(run: Run, ranks: RankStore, tmp_pa
     ranks.arena(tmp_path, 2, 9).close()
     done = run(*arguments, "--lost", "rank:2").document
     assert (done["output"], done["step"], done["exact"]) == (None, 5, False)
-    # Into a file it comes from memory again.
+    # Restored into a file, they come from memory again.
     save_file(tensors(11, 4), tmp_path / "state.safetensors")
     done = run(*arguments, "--lost", "rank:1,2", "--into", "state.safetensors").document
     assert done["tiers"] == {"memory": 14}

@@ -1,4 +1,4 @@
-"""`scarctl recover`: into a state file, a new file, a stopped run's arena, and what it refuses."""
+"""Test `scarctl recover` into a state file, a new file, or a stopped run's arena, and what it refuses."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def layout() -> Layout:
 
 
 def lost_partitions(*shards: int) -> int:
-    """How many partitions are in these shards."""
+    """Return the number of partitions in these shards."""
     store = Store.open("ckpt")
     return int(np.isin(store.shard_of(layout()), shards).sum())
 
 
 def lost_rows(*shards: int) -> dict[str, np.ndarray]:
-    """Rows of every tensor that live in these shards: bool."""
+    """Return a bool mask of every tensor's rows that belong to these shards."""
     of = layout()
     masks = {group.name: np.zeros(group.rows, dtype=bool) for group in of.groups}
     ids = np.flatnonzero(np.isin(of.shards(4, 0), shards))
@@ -76,7 +76,7 @@ def lost_rows(*shards: int) -> dict[str, np.ndarray]:
 
 
 def put(tensor: torch.Tensor, mask: np.ndarray, value: torch.Tensor | float) -> torch.Tensor:
-    """A copy of `tensor` with the rows of `mask` taken from `value`."""
+    """Return a copy of `tensor` with the rows of `mask` taken from `value`."""
     result = tensor.clone().reshape(len(mask), -1)
     rows = torch.from_numpy(mask)
     result[rows] = value if isinstance(value, float) else value.reshape(len(mask), -1)[rows]
@@ -88,7 +88,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
 
 
 def damage(shard: int, newest: bool = True) -> None:
-    """Flip a bit in the newest (or every) segment that has copies of a shard, in one of these copies."""
+    """Flip a bit in one of a shard's copies, in the newest segment that has some, or in every one."""
     of, found = layout(), []
     for path in sorted(Path("ckpt/shards/0/seg").iterdir(), key=lambda p: p.stat().st_mtime_ns):
         data = bytearray(path.read_bytes())
@@ -258,7 +258,7 @@ class TestToAFile:
 class TestRollback:
     @pytest.fixture
     def mixed(self, run: Run, saved: Model) -> Iterator[dict[str, torch.Tensor]]:
-        """Sealed at step 5, partly saved at 6. Gives the values of step 5."""
+        """Yield the values of step 5, in a store sealed at step 5 and partly saved at step 6."""
         saved.train()
         run("checkpoint", saved.path, "--store", "ckpt", "--step", 5, "--policy", "full")
         sealed = dict(saved.tensors)
@@ -348,7 +348,7 @@ def test_a_dry_run_prints_the_plan_and_changes_nothing(run: Run, saved: Model, t
 class TestArena:
     @pytest.fixture
     def arena(self, saved: Model, run: Run, arena_dir: Path) -> Iterator[Arena]:
-        """What a stopped run left: all of step 3, one partition torn."""
+        """Yield the arena of a stopped run: all of step 3, one partition torn."""
         store = Store.open("ckpt")
         of = layout()
         arena = Arena.create(arena_folder(str(arena_dir), store.run_id), of, run_id=store.run_id, epoch=1)

@@ -1,4 +1,4 @@
-"""Every command on an S3 store, through real HTTP; what is secret never shows."""
+"""Test every command on an S3 store, through real HTTP; secrets never appear."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def url(s3_place: Place, tmp_path: Path) -> str:
-    """An S3 store's address; scarctl.toml in the working folder says how to reach it."""
+    """Return an S3 store's address; scarctl.toml in the working folder has its options."""
     lines = [f'{name} = "{value}"' for name, value in s3_place.options.items()]
     (tmp_path / "scarctl.toml").write_text("\n".join(["[storage_options]", *lines, ""]))
     return s3_place.url
@@ -30,7 +30,7 @@ def url(s3_place: Place, tmp_path: Path) -> str:
 
 @pytest.fixture
 def quick_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is not the figures that matter."""
+    """Shorten `scarctl doctor` where its figures do not matter."""
     monkeypatch.setitem(diagnose.__kwdefaults__, "large_bytes", 1 << 20)
     monkeypatch.setitem(race.__kwdefaults__, "racers", 4)
     monkeypatch.setattr(doctor, "SMALL_COUNT", 3)
@@ -143,7 +143,7 @@ def test_nothing_secret_shows(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Secrets in the address, its query, the options and the environment: in no output, log, record or traceback."""
+    """Secrets in address, query, options and environment appear in no output, log, record or traceback."""
     planted = ["planted-user", "planted-password", "planted-token", "planted-query", "planted-environment"]
     monkeypatch.setenv("AWS_SESSION_TOKEN", "planted-environment")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "planted-environment")
@@ -166,7 +166,7 @@ def test_nothing_secret_shows(
             seen(*command, "--store", secret_url)
         seen("recover", "--store", secret_url, "--lost", "all", "--output", "out.safetensors")
         toml.write_text(f"{options}scarctl_timeout = 1\n")
-        # The proxy's messages repeat what it was sent, as those of some servers do.
+        # The proxy's messages repeat the requests, as those of some servers do.
         for status, code, exit_code in [
             (403, "planted-query", 12),
             (500, "planted-query", 17),
@@ -176,7 +176,7 @@ def test_nothing_secret_shows(
             seen("inspect", "--store", secret_url, code=exit_code)
         wire.rule = lambda request: Fault()
         seen("inspect", "--store", secret_url, code=17)
-    seen("inspect", "--store", secret_url, code=17)  # nobody listens any more
+    seen("inspect", "--store", secret_url, code=17)  # no process listens any longer
     for url in (
         f"{secret_url}?sig=planted-query",
         f"{secret_url}#planted-query",

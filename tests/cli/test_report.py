@@ -1,4 +1,4 @@
-"""`scarctl report`: the page loads nothing, hides nothing, and survives hostile names; a real browser shows it."""
+"""Test `scarctl report`: the page loads nothing, hides nothing, and survives hostile names; a real browser shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`scarctl run`, as a process, with commands that are processes."""
+"""Test `scarctl run` as a process, with commands that are processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from scarctl.state.version import step_of
 from scarctl.store import Store
 from tests.cli.conftest import Run
 from tests.cli.running import Running
-from tests.daemon.trainer import Trainer, assert_sound, idle, status, wait_until
+from tests.daemon.trainer import Trainer, assert_sound, idle, status
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 # -- the command -------------------------------------------------------------------------------------------------
@@ -55,7 +56,7 @@ def test_failures_of_its_own(folder: Path, tmp_path: Path) -> None:
     "arguments", [[], ["--"], ["--restarts", "-1", "true"], ["--timeout", "x", "true"], ["--x"]]
 )
 def test_wrong_calls(run: Run, arguments: list[str]) -> None:
-    """Here 2 is an exit code of the command's."""
+    """The exit code 2 is the command's own."""
     done = run("run", *arguments, code=125)
     assert done.stdout == ""
     assert "run" in done.stderr
@@ -76,7 +77,7 @@ def test_what_the_command_gets(folder: Path, tmp_path: Path, arena_dir: Path) ->
     assert (environment["SCARCTL_PEERS"], environment["SCARCTL_OVERHEAD"]) == ("2", "0.02")
     (arena_dir / "below").mkdir()
     environment = told("--store", "ckpt", "--arena-dir", os.path.relpath(arena_dir, tmp_path))
-    # Absolute: the command may go to another folder first.
+    # Absolute, because the command may change its folder first.
     assert environment["SCARCTL_STORE"] == str(tmp_path / "ckpt")
     assert environment["SCARCTL_ARENA_DIR"] == str(arena_dir)
 
@@ -118,7 +119,7 @@ def test_restarts(folder: Path, tmp_path: Path) -> None:
 
 
 class Training(Running):
-    """`scarctl run` with a training process without torch, that has taken some steps."""
+    """`scarctl run` with a training process without torch that has taken some steps."""
 
     def __init__(self, place: Path, base: Path, *options: object, steps: int = 100_000) -> None:
         command = [sys.executable, "-m", "tests.daemon.trainer", "store", base, steps]
@@ -135,7 +136,7 @@ class Training(Running):
         return [json.loads(line) for line in self.stdout.split("\n")[:-1]]
 
     def disk(self, full: bool) -> None:
-        """The daemon cannot write a byte any more; or it can again."""
+        """Make the daemon unable to write a byte, or able again."""
         _, hard = resource.prlimit(self.daemon, resource.RLIMIT_FSIZE)
         resource.prlimit(self.daemon, resource.RLIMIT_FSIZE, (0 if full else hard, hard))
         if full:
@@ -143,13 +144,13 @@ class Training(Running):
             wait_until(lambda: status(self.folder)["runs"][0]["errors"])  # type: ignore[index]
 
     def kill(self) -> dict[str, Any]:
-        """SIGKILL for the training process; returns what it told last."""
+        """Send SIGKILL to the training process; return its last message."""
         os.kill(self.trainer, signal.SIGKILL)
         wait_until(lambda: not Path(f"/proc/{self.trainer}").exists())
         return self.told()[-1]
 
     def stored(self) -> list[int]:
-        """The step of every partition, which is what its values say, in a store that is sound."""
+        """Return the step of every partition, as its values show, in an intact store."""
         assert_sound(self.store)
         store = Store.open(str(self.store))
         steps = {}
@@ -216,14 +217,14 @@ class TestDead:
         assert training.stored()
 
     def test_another_daemon_goes_on(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-        """`scarctl run` knows the store, and so it needs no session."""
+        """`scarctl run` knows the store, so it needs no session."""
         training = Training(tmp_path, arena_dir, "--store", "store")
         training.disk(full=True)
         os.kill(training.trainer, signal.SIGSTOP)
         os.kill(training.daemon, signal.SIGKILL)
         told = training.kill()
         lines = training.ends(137).stderr.splitlines()
-        # The training itself says so while the disk is full, if it is not stopped before.
+        # The training itself reports this while the disk is full, unless it was stopped before.
         assert all(line.startswith("saving fails, and is retried") for line in lines)
         assert at_least(training.stored(), told["handed"])
         wait_until(lambda: idle(folder))
@@ -253,7 +254,7 @@ def test_others_are_not_waited_for(folder: Path, arena_dir: Path, tmp_path: Path
 
 
 def test_nothing_stays(arena_dir: Path, tmp_path: Path) -> None:
-    """A command that attaches nothing, under a daemon that was to wait for it: no process, no file."""
+    """A command that attaches nothing, with a daemon that would wait for it, leaves no process and no file."""
     Running(tmp_path, "true").ends(0)
     folder = host_folder(str(arena_dir))
     wait_until(lambda: status(folder) is None, seconds=3.0)
@@ -283,7 +284,7 @@ def test_training_that_is_killed_goes_on(folder: Path, run: Run, tmp_path: Path)
     (shown,) = client.ask(folder, "status")["runs"]
     os.kill(shown["pid"], signal.SIGKILL)
     done = running.ends(0, seconds=60.0)
-    # The training may say that its store is behind.
+    # The training may report that its store is behind.
     own = [line for line in done.stderr.splitlines() if line.startswith("scarctl: ")]
     assert own == [f"scarctl: {sys.executable} ended with exit code 137: restart 1 of 2"]
     told = [json.loads(line) for line in done.stdout.splitlines()]

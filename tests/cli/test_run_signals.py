@@ -1,4 +1,4 @@
-"""The signals that `scarctl run` forwards to its command."""
+"""Test the signals that `scarctl run` forwards to its command."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import pytest
 from scarctl.cli.run import _Forwarding
 from scarctl.daemon.__main__ import LOCK
 from tests.cli.running import Running
-from tests.daemon.trainer import stop, wait_until
+from tests.daemon.trainer import stop
+from tests.support.waiting import wait_until
 
 HEARS = """
 import signal, sys
@@ -30,13 +31,13 @@ while (number := signal.sigwait(wanted)) != signal.SIGTERM:
 print("SIGTERM", flush=True)
 sys.exit(9)
 """
-"""A command that tells which signals come, until it is SIGTERM."""
+"""A command that prints the signals that it gets, up to SIGTERM."""
 HEARING = [sys.executable, "-S", "-c", HEARS]
 
 
 @pytest.fixture(autouse=True)
 def heeded() -> Iterator[None]:
-    """What is started here heeds these signals, also where this process was told to ignore them (`nohup`)."""
+    """Make started processes handle these signals, even if this process was told to ignore them (`nohup`)."""
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGHUP)}
     yield
     for number, handler in before.items():
@@ -57,7 +58,7 @@ def test_signals_are_forwarded(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread's mask cannot be seen")
 def test_no_other_thread_can_take_a_signal(folder: Path, tmp_path: Path) -> None:
-    """One that does so leaves it to the main thread, which waits for the command and would not wake."""
+    """A thread that takes a signal leaves it to the main thread, which waits for the command and would not wake."""
     running = Running(tmp_path, "--", *HEARING)
     running.says("ready")
     wanted = sum(
@@ -65,7 +66,7 @@ def test_no_other_thread_can_take_a_signal(folder: Path, tmp_path: Path) -> None
     )
 
     def open_threads() -> int:
-        """How many threads take one of them. The one that waits for them counts while it waits."""
+        """Return how many threads can take one of the signals. The thread that waits for them counts while it waits."""
         states = [state.read_text() for state in Path(f"/proc/{running.process.pid}/task").glob("*/status")]
         masks = [int(state.split("SigBlk:\t")[1].split()[0], 16) for state in states]
         return sum(mask & wanted != wanted for mask in masks)
@@ -76,7 +77,7 @@ def test_no_other_thread_can_take_a_signal(folder: Path, tmp_path: Path) -> None
 
 
 def test_a_signal_before_the_command_has_started(folder: Path, tmp_path: Path) -> None:
-    """Somebody has the daemon's lock, and so the daemon takes long to start."""
+    """Another process has the daemon's lock, so the daemon takes long to start."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         stop(folder)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -92,20 +93,16 @@ def test_a_signal_before_the_command_has_started(folder: Path, tmp_path: Path) -
 
 
 def on_terminal(place: Path, terminal: int) -> Running:
-    """`scarctl run` and its command in the foreground of a terminal, once the command is ready."""
+    """Start `scarctl run` and its command in the foreground of a terminal, and wait until the command is ready."""
     running = Running(
-        place,
-        "--",
-        *HEARING,
-        stdin=terminal,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        place, "--", *HEARING, stdin=terminal, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     )
     running.says("ready")
     return running
 
 
 def test_an_interrupt_by_the_terminal_comes_once(folder: Path, tmp_path: Path) -> None:
-    """The terminal sends it to the command as well: both are in its foreground."""
+    """The terminal sends the signal to the command as well: both are in its foreground."""
     ours, theirs = pty.openpty()
     try:
         running = on_terminal(tmp_path, theirs)

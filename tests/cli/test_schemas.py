@@ -1,4 +1,4 @@
-"""The published schemas are those of the types, and strict. `Done.document` checks all documents that tests look at."""
+"""Test that the published schemas match the types, and are strict. `Done.document` checks all tests' documents."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ PRINTED = {
     "verify": "--store ckpt",
     "version": "",
 }
-"""Commands that print a document of their first kind. Those of a live session have theirs checked with one."""
+"""Commands that print a document of their first kind. Documents of live sessions are checked where there is one."""
 OPTIONAL = ("error", "predictions")
-"""`daemon status` has an error if no daemon runs; `simulate` has predictions if they are asked for."""
+"""`daemon status` has an error if no daemon runs; `simulate` has predictions if they are requested."""
 CODES = {"daemon": 17, "diff": 4}
 
 
@@ -48,7 +48,7 @@ def test_every_command_has_a_schema() -> None:
 
 
 def test_the_published_schemas_are_those_of_the_types(run: Run) -> None:
-    """Mend them with `make schemas`."""
+    """`make schemas` updates them."""
     text = run("help", "--schemas").stdout
     assert text == (Path(__file__).parents[2] / "docs" / "schemas.json").read_text(encoding="utf-8")
     Draft202012Validator.check_schema(json.loads(text))
@@ -56,7 +56,7 @@ def test_the_published_schemas_are_those_of_the_types(run: Run) -> None:
 
 
 def objects(value: Any) -> Iterator[dict[str, Any]]:
-    """A document, and all objects in it."""
+    """Yield a document, and all objects in it."""
     if isinstance(value, dict):
         yield value
     for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():

@@ -1,4 +1,4 @@
-"""`scarctl simulate` through its processes: results, resumption after a kill, and what it refuses."""
+"""Test `scarctl simulate` through its processes: results, continuing after a kill, and what it refuses."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from scarctl.simulate import workers
 from scarctl.simulate.study import Study
 from tests.cli.conftest import Done, Run
 from tests.support.forkserver import Program
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -42,13 +43,13 @@ CELL = {
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials run in processes of their own, which import the workloads of these tests."""
+    """Make the workloads of these tests importable in the processes of trials."""
     path = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), path])))
 
 
 class Forked(Program):
-    """A process of a study with what `subprocess.Popen` has: it need not import torch, which takes seconds."""
+    """A process of a study with the interface of `subprocess.Popen`, which need not import torch for seconds."""
 
     def __init__(self, study: Study) -> None:
         given, stdin = os.pipe()
@@ -71,7 +72,7 @@ class Forked(Program):
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials run in forks. `test_a_killed_study_goes_on_where_it_was` starts real ones."""
+    """Run trials in forks. `test_a_killed_study_goes_on_where_it_was` starts real processes."""
     monkeypatch.setattr(workers.Workers, "_start", lambda self: Forked(self._study))
 
 
@@ -111,7 +112,7 @@ def test_a_table_for_people(run: Run) -> None:
 
 
 def test_a_killed_study_goes_on_where_it_was(run: Run, tmp_path: Path) -> None:
-    """kill -9 in the middle: nothing of it goes on alone, and the second call does the rest only."""
+    """After kill -9 no process continues alone, and the second call does only the rest."""
     results_file = ("--results", "results.jsonl")
     command = ["simulate", f"{WORKLOADS}:Slow", *map(str, QUICK[:-1]), "12", "--json"]
 
@@ -134,7 +135,7 @@ def test_a_killed_study_goes_on_where_it_was(run: Run, tmp_path: Path) -> None:
     process.wait()
     kept = {json.loads(line)["trial"] for line in results.read_text().splitlines()[1:] if line.endswith("}")}
     assert 3 <= len(kept) < 12
-    while time.monotonic() < deadline:  # its processes end with it
+    while time.monotonic() < deadline:  # its child processes end with it
         before = marks()
         time.sleep(0.4)
         if marks() == before:
@@ -240,10 +241,7 @@ def test_an_interrupted_study_leaves_no_process(tmp_path: Path) -> None:
     process = subprocess.Popen(
         command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "marks").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until((tmp_path / "marks").exists)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGINT

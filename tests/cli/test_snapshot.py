@@ -1,4 +1,4 @@
-"""`scarctl snapshot`: names in the list, snapshots of a state file, and deleting several at once."""
+"""Test `scarctl snapshot`: names in the list, snapshots of a state file, and deleting several at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`scarctl status`: stores that are well, at risk, or losing, what a loss costs, and the exit codes."""
+"""Test `scarctl status`: stores that are well, at risk, or losing, what a loss costs, and the exit codes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.ranks import RankStore
 
 @pytest.fixture
 def trainer(tmp_path: Path, arena_dir: Path):  # type: ignore[no-untyped-def]
-    """A training process's side of the daemon, in this process."""
+    """Yield a training process's side of the daemon, in this process."""
     trainer = Trainer(tmp_path / "run", arena_dir)
     yield trainer
     stop(host_folder(str(arena_dir)))
@@ -116,7 +116,7 @@ def test_a_live_run_and_what_each_loss_costs(
         "host": 0,
         "store": 0,
     }
-    # What waits in memory is lost with the host, not with the process.
+    # Pending copies in memory are lost with the host, not with the process.
     trainer.copy(trainer.everything, 5)
     process, host, left = health_of(survey(trainer.store, str(arena_dir)), []).losses.values()
     assert (process.steps, host.steps, left.steps) == (0, 4, 0)
@@ -141,7 +141,7 @@ def test_a_live_run_says_how_often_it_saves_and_what_that_costs(
 
 @pytest.mark.leaves_arena
 def test_a_process_that_has_died(run: Run, saved: Model, arena_dir: Path) -> None:
-    """No daemon runs, so what only memory has stays there."""
+    """No daemon runs, so copies that are only in memory stay there."""
     store = Store.open("ckpt")
     layout = store.current_layout()
     assert layout is not None
@@ -151,7 +151,7 @@ def test_a_process_that_has_died(run: Run, saved: Model, arena_dir: Path) -> Non
     arena.begin(newer)
     arena.end(newer, pack(1, 2))
     arena.reach(2)
-    arena.take_over(0x7FFFFFF0)  # a number that no process has
+    arena.take_over(0x7FFFFFF0)  # an id that no process has
     arena.close()
     done = run("status", "ckpt", code=3)
     assert done.stdout.startswith("LOSING: ckpt\n")
@@ -159,7 +159,7 @@ def test_a_process_that_has_died(run: Run, saved: Model, arena_dir: Path) -> Non
     assert "start it again with the command that started it, on this host" in done.stdout.replace(
         "\n    ", " "
     )
-    # A line to paste would have to name that command.
+    # A line to copy would have to name that command.
     assert "$" not in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
 
@@ -188,7 +188,7 @@ def test_what_the_daemon_cannot_save_is_the_worst(saved: Model) -> None:
 
 
 def test_what_the_daemon_saves_is_listed_by_rank(saved: Model) -> None:
-    """Those with errors come first, then those that are the farthest behind."""
+    """Runs with errors come first, then those that are the furthest behind."""
     runs: list[Any] = [
         {
             "store": "ckpt", "id": "x", "pid": 1, "phase": "attached", "open": True, "peers": [], "errors": int(k == 2),
@@ -253,7 +253,7 @@ def test_ranks_are_one_run(run: Run, tmp_path: Path, arena_dir: Path) -> None:
     assert well.startswith("well: ckpt\n")
     assert "nothing, unless the run continues on another host" in well
     alive, dead = (made.arena(arena_dir, rank, 9) for rank in (0, 2))
-    dead.take_over(0x7FFFFFF0)  # a number that no process has
+    dead.take_over(0x7FFFFFF0)  # an id that no process has
     done = run("status", "ckpt", code=3).stdout
     assert done.startswith("LOSING: ckpt\n")
     assert "1 of 2 ranks on this host alive" in done
@@ -301,7 +301,7 @@ def test_a_copy_on_another_host_that_is_not_kept(saved: Model, state: str) -> No
 def test_a_process_that_has_ended_with_everything_saved(
     run: Run, trainer: Trainer, tmp_path: Path, arena_dir: Path
 ) -> None:
-    """As after SIGTERM: the arena stays, and the store has all of it."""
+    """As after SIGTERM, the arena stays, and the store has all of it."""
     trainer.save(trainer.everything, 4)
     trainer.drained()
     trainer.die()

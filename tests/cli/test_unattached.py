@@ -1,4 +1,4 @@
-"""`scarctl run` of a command in which no session attaches."""
+"""Test `scarctl run` with a command in which no session attaches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.daemon.trainer import Trainer
 
 
 def test_a_command_that_attaches_nothing_is_warned_of(folder: Path, tmp_path: Path) -> None:
-    """One that fails has said why, so nothing is added."""
+    """A command that fails has printed why, so nothing is added."""
     done = Running(tmp_path, "true").ends(0)
     assert done.stderr.startswith("scarctl: warning: true has ended, and no session has attached")
     assert Running(tmp_path, "false").ends(1).stderr == ""

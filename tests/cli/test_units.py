@@ -1,4 +1,4 @@
-"""Sizes, shares and times are read in every usual spelling, wherever one is taken, and answered in the same unit."""
+"""Test that sizes, shares and times are accepted in every usual spelling, everywhere, and printed in the same unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which variable of the environment an option reads, and that none is read as something else."""
+"""Test which environment variable an option reads, and that none is read as another option."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scarctl.config.environment import OF_COMMANDS, PREFIX, unread
 
 
 def variables() -> dict[str, set[str]]:
-    """The commands that read each variable."""
+    """Return the commands that read each variable."""
     found: dict[str, set[str]] = {}
     context = click.Context(cli)
     for name in COMMANDS:

@@ -1,4 +1,4 @@
-"""`scarctl verify`: intact stores, and every kind of damage by file and partition."""
+"""Test `scarctl verify`: intact stores, and every kind of damage by file and partition."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_an_orphan_is_harmless(run: Run, saved: Model) -> None:
 
 
 def test_an_empty_store_is_not_intact(run: Run) -> None:
-    """Nothing is wrong with it, and nothing can be recovered from it."""
+    """Nothing is damaged, and nothing can be recovered."""
     Store.create("ckpt")
     done = run("verify", "--store", "ckpt", "--json", code=16).document
     assert (done["intact"], done["empty"], done["problems"]) == (False, True, [])

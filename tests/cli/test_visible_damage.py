@@ -16,14 +16,14 @@ from tests.support.log_per_shard import store_with_a_log_per_shard
 
 @pytest.fixture
 def saved_in_logs(run: Run, model: Model) -> Model:
-    """The model, saved at step 0 in a store whose four shards have a log each."""
+    """Return the model, saved at step 0 in a store whose four shards have a log each."""
     store_with_a_log_per_shard("ckpt", shards=4, partition_bytes=256).close()
     run("checkpoint", model.path, "--store", "ckpt", "--step", 0)
     return model
 
 
 def look(place: str = "ckpt") -> dict[int, int]:
-    """Members whose newest copy is lost, by shard."""
+    """Return by shard the number of members whose newest copy is lost."""
     store = Store.open(place)
     return {
         shard: int(found.lost.sum())
@@ -67,7 +67,7 @@ def test_a_segment_that_is_missing_or_cut_short(run: Run, saved_in_logs: Model) 
 def test_what_a_newer_record_supersedes_is_no_damage(
     run: Run, saved: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The states were read before a writer saved all again and collected what they need."""
+    """The states were read before a writer saved everything again and collected the files that they need."""
     store = Store.open("ckpt")
     old = store.states(store.shards())
     saved.train()

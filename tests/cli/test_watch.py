@@ -1,4 +1,4 @@
-"""`scarctl inspect --watch` follows a run as long as it is alive."""
+"""Test that `scarctl inspect --watch` follows a run as long as it is alive."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCARCTL = [sys.executable, "-m", "scarctl"]
 
 @pytest.fixture
 def arena(run: Run, saved: Model, arena_dir: Path) -> Iterator[Arena]:
-    """The arena of a run of this process, at step 40; two partitions copied at step 31 wait."""
+    """Yield the arena of a run of this process, at step 40; two partitions copied at step 31 are pending."""
     store = Store.open("ckpt")
     layout = store.current_layout()
     assert layout is not None
@@ -120,7 +120,7 @@ def test_the_beat_does_not_drift(arena: Arena, arena_dir: Path) -> None:
 
 
 def _dead() -> int:
-    """The number of a process that has ended."""
+    """Return the id of a process that has ended."""
     with subprocess.Popen(["true"]) as process:
         process.wait()
     return process.pid

@@ -245,12 +245,12 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "--store unheard-of://bucket/x": (2, "unheard-of"),
     },
 }
-"""By command: arguments, exit code, and a phrase of what goes to stderr."""
+"""By command: arguments, exit code, and a phrase of stderr."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, template: Path) -> Path:
-    """A folder with stores and files of all kinds. Wrong inputs change nothing in it."""
+    """Return a folder with stores and files of all kinds, which wrong inputs do not change."""
     folder = tmp_path_factory.mktemp("wrong")
     fresh(folder / "state.safetensors")
     shutil.copytree(template, folder / "ckpt")
@@ -268,7 +268,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, template: Path) -> Path:
 
 
 def content(folder: Path) -> dict[str, int]:
-    """Sizes of all files below a folder. A lock has the process id of its last owner."""
+    """Return the sizes of all files below a folder. A lock has the process id of its last owner."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "lock"]
     return {str(path.relative_to(folder)): path.stat().st_size for path in files}
 

@@ -1,4 +1,4 @@
-"""What settings may be: values and texts that are read, and those that are refused without repeating a secret."""
+"""Test which values and texts settings accept, and that refusals do not repeat a secret."""
 
 from __future__ import annotations
 

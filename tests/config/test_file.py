@@ -1,4 +1,4 @@
-"""The file `scarctl.toml`: read if it is this user's, and never waited for."""
+"""Test the file `scarctl.toml`: read if it belongs to this user, and never waited for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each option has one name: in Python, in its documentation, on the command line, in the environment, in the file."""
+"""Test that each option has one name: in Python, the documentation, the command line, the environment, the file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from scarctl.state.encodings import ENCODINGS
 
 GROUPS = (Partitioning, Selection, Settings)
 OF_ATTACH = {"store", "fraction", "interval"}
-"""Arguments of `attach` itself: tests/test_api.py."""
+"""Arguments of `attach` that are not options: tests/test_api.py."""
 
 VALUES: dict[str, tuple[Any, str]] = {
     "store": ("runs/a", "runs/a"),
@@ -57,9 +57,9 @@ VALUES: dict[str, tuple[Any, str]] = {
     "peer_tls": (("host.pem", "host.key", "ca.pem"), "host.pem,host.key, ca.pem"),
     "peer_secret_file": ("/etc/secret", "/etc/secret"),
 }
-"""A value of each option, and how the environment spells it."""
+"""A value of each option, and its spelling in the environment."""
 NO_TEXT: dict[str, Any] = {"rows": {"embed.*": 1}, "storage_options": {"key": "k"}}
-"""Options that have no form as text."""
+"""Options that cannot be written as text."""
 SIZES = {"fraction", "partition_bytes", "max_bandwidth", "peer_bandwidth"}
 """Options that the file may spell as the environment does: "1/4", "4KiB"."""
 LITERALS = {
@@ -74,7 +74,7 @@ def resolved(name: str, folder: Path, environ: dict[str, str] | None = None) -> 
     """Return an option's value from the environment, then from `scarctl.toml` in `folder`."""
     given = {} if name == "store" else {"store": "ckpt"}
     if name == "max_bandwidth":
-        given["interval"] = "auto"  # one needs the other
+        given["interval"] = "auto"  # each of them needs the other
     return getattr(SessionSettings.resolve(given, environ=environ or {}, folder=folder), name)
 
 
@@ -153,7 +153,7 @@ def test_what_has_no_form_as_text_is_in_the_file(name: str, tmp_path: Path) -> N
 
 
 def options() -> list[tuple[str, click.Option]]:
-    """Every option of every command, but for studies, which have settings of their own."""
+    """Return every option of every command, except those of studies, which have settings of their own."""
     found, context = [], click.Context(cli)
     for name in COMMANDS:
         command = cli.get_command(context, name)

@@ -1,4 +1,4 @@
-"""What the tests of saving share: a rig, taken apart and its store verified at the end, and a daemon to talk to."""
+"""Provide the tests of saving with a rig, whose store is verified at the end, and a daemon."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rig(tmp_path: Path, arena_dir: Path) -> Iterator[Rig]:
 
 @pytest.fixture
 def folder(arena_dir: Path) -> Iterator[Path]:
-    """Where the daemon is. It is stopped at the end, and what it left of its socket is removed."""
+    """Yield the folder of the daemon. Stop the daemon at the end, and remove its socket."""
     folder = host_folder(str(arena_dir))
     yield folder
     with contextlib.suppress(ScarError):
@@ -37,7 +37,7 @@ def folder(arena_dir: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def daemon(arena_dir: Path) -> Iterator[Daemon]:
-    """A daemon in a thread of this process: it finds itself alone, and `client.start` is never needed."""
+    """Yield a daemon in a thread of this process. Sessions find it, so `client.start` is never needed."""
     folder = host_folder(str(arena_dir))
     folder.mkdir(mode=0o700)
     made = Daemon(folder)

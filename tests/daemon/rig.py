@@ -1,4 +1,4 @@
-"""A small state whose every byte says at which step it was copied, with a real arena, queue and store."""
+"""Make a small state whose every byte shows at which step it was copied, with a real arena, queue and store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STORE_ID = "0123456789abcdef" * 2
 
 
 def small_layout(rows: int = 40) -> Layout:
-    """Rows of odd sizes, an optimizer slot of another dtype, an empty tensor and a scalar."""
+    """Return a layout with rows of odd sizes, an optimizer slot of another dtype, an empty tensor and a scalar."""
     return build_layout(
         [
             ("a", "parameter", (TensorSpec("", "F32", (rows, 3)), TensorSpec("m", "BF16", (rows, 3)))),
@@ -46,7 +46,7 @@ def fill(arena: Arena, ids: Ids, value: int) -> None:
 
 
 def values(arena: Arena, partition: int) -> set[int]:
-    """The byte values in a partition: one, unless it is torn."""
+    """Return the byte values in a partition: one, unless it is torn."""
     g = int(arena.layout.group_of([partition])[0])
     (start,), (stop,) = arena.layout.row_ranges([partition])
     found: set[int] = set()
@@ -56,7 +56,7 @@ def values(arena: Arena, partition: int) -> set[int]:
 
 
 class Rig:
-    """What a session's saving side has."""
+    """The saving side of a session."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Rig:
         return self.queue.put(version=self.version(step), ids=ids, whole=whole, extras=extras)
 
     def save(self, ids: Ids, step: int, *, sealed: bool = False, value: int | None = None) -> int:
-        """Copy and hand over, as a checkpoint does; returns the hand-over's number."""
+        """Copy and hand over, as a checkpoint does; return the hand-over's number."""
         self.copy(ids, step, value)
         return self.hand_over(ids, step, sealed=sealed)
 
@@ -111,7 +111,7 @@ class Rig:
         return written
 
     def stored(self) -> tuple[Ids, Ids]:
-        """Step and byte value of every partition in the store, read by a fresh reader; -1: not there."""
+        """Return step and byte value of every partition in the store, read by a new reader; -1: no copy."""
         store = Store.open(str(self.store.root))
         steps, content = np.full(self.layout.partitions, -1), np.full(self.layout.partitions, -1)
         for shard in store.shards():
@@ -130,30 +130,30 @@ class Rig:
         return steps, content
 
     def sealed(self) -> list[set[int]]:
-        """Sealed steps by shard."""
+        """Return the sealed steps by shard."""
         store = Store.open(str(self.store.root))
         return [{seal.step for seal in store.state(shard).sealed} for shard in store.shards()]
 
     def extras(self) -> Any:
-        """Newest extras in the store."""
+        """Return the newest extras in the store."""
         store = Store.open(str(self.store.root))
         found = [e for s in store.shards() if (e := store.read_extras(store.state(s))) is not None]
         return max(found, key=lambda e: e[0])[1] if found else None
 
     def records(self) -> int:
-        """Commits in all shards."""
+        """Return the number of commits in all shards."""
         return sum(r.kind == "commit" for s in self.store.shards() for r in self.store.records(s))
 
     def die(self) -> None:
-        """Let go of everything as a killed process does: the arena and its queue stay."""
+        """Release everything as a killed process does: the arena and its queue stay."""
         self.arena.close()
         self.writer.close()
         self.store.close()
 
     def close(self, *, killed: bool = False) -> None:
-        """A clean end. The store must be sound whatever happened, and hold no file that no record names.
+        """End cleanly. The store must be intact, and have no file that no record names.
 
-        killed: some process before was; it may have left such a file.
+        killed: a process was killed before, and may have left such a file.
         """
         self.queue.clear()
         self.arena.remove()

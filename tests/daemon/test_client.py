@@ -1,4 +1,4 @@
-"""The session's side, with a real daemon that dies, hangs, and comes back."""
+"""Test the session's side with a real daemon that dies, hangs, and returns."""
 
 from __future__ import annotations
 
@@ -16,19 +16,14 @@ from scarctl.daemon import client, protocol, saver
 from scarctl.daemon.saver import DaemonSaver
 from scarctl.errors import Contention, Fenced, ScarError, Unavailable
 from scarctl.store import Store
-from tests.daemon.trainer import Trainer, assert_sound, status, wait_until
+from tests.daemon.trainer import Trainer, assert_sound, kill, status
+from tests.support.waiting import wait_until
 
 
 def daemon_of(folder: Path) -> int:
     found = status(folder)
     assert found is not None
     return int(found["pid"])
-
-
-def kill(folder: Path, number: signal.Signals = signal.SIGKILL) -> int:
-    pid = daemon_of(folder)
-    os.kill(pid, number)
-    return pid
 
 
 def test_after_a_kill_another_daemon_goes_on(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
@@ -38,7 +33,7 @@ def test_after_a_kill_another_daemon_goes_on(folder: Path, arena_dir: Path, tmp_
     epoch = trainer.arena.epoch
     for step in range(2, 5):
         dead = kill(folder)
-        trainer.save(trainer.everything[step::3], step)  # nobody hears of it
+        trainer.save(trainer.everything[step::3], step)  # no session is told
         trainer.drained()
         assert daemon_of(folder) != dead
         assert trainer.arena.epoch > epoch
@@ -65,7 +60,7 @@ def test_a_pause_outlives_the_daemon(folder: Path, arena_dir: Path, tmp_path: Pa
     assert not trainer.saver.drain(1.2), "a new daemon looks at the queue, but must not write"
     assert set(trainer.stored()[0]) == {2}
     kill(folder)
-    trainer.saver.roll_back(seqs)  # insists until there is a daemon again
+    trainer.saver.roll_back(seqs)  # repeat until there is a daemon again
     assert set(trainer.stored()[0]) == {1}
     trainer.save(trainer.everything, 4)
     trainer.saver.resume()
@@ -75,7 +70,7 @@ def test_a_pause_outlives_the_daemon(folder: Path, arena_dir: Path, tmp_path: Pa
 
 
 def test_a_kill_right_after_the_claim(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-    """The arena that a dead process left is reconciled by the daemon that opens it first, whichever that is."""
+    """The arena of a dead process is reconciled by the first daemon that opens it, whichever that is."""
     trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save(trainer.everything, 1, sealed=True)
     trainer.drained()
@@ -187,7 +182,7 @@ def test_a_new_owner_of_the_store_is_not_fought(folder: Path, arena_dir: Path, t
 def test_a_store_that_another_process_saved_to_meanwhile_is_left_alone(
     folder: Path, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a daemon nobody holds the store: another host's session takes it, and ends, before this one is back."""
+    """Without a daemon the store is free: another host's session takes it and ends before this session is back."""
     trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save(trainer.everything, 1, sealed=True)
     trainer.drained()
@@ -218,7 +213,7 @@ def test_a_store_that_another_process_saved_to_meanwhile_is_left_alone(
 def test_stopping_the_daemon_does_not_end_the_wait_for_the_store(
     folder: Path, arena_dir: Path, tmp_path: Path
 ) -> None:
-    """It has let go of the run already while its connections still live: the session goes on with a new daemon."""
+    """The daemon has released the run while its connections are still open: the session continues with a new daemon."""
     trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save(trainer.everything, 1)
     trainer.drained()

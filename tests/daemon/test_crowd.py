@@ -1,4 +1,4 @@
-"""More sessions than a daemon can serve: those that find it full save from a thread, at once."""
+"""Test more sessions than a daemon can serve: those that find it full save from a thread, at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scarctl.store import Store
 
 @pytest.fixture
 def room_for_two(folder: Path) -> int:
-    """A daemon whose limit of open files is that of two sessions."""
+    """Return the limit of open files with which a daemon serves two sessions."""
     pid = client.hold(folder, 60)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (78, 78))
     return pid

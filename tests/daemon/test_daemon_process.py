@@ -1,4 +1,4 @@
-"""The daemon as a process: how it starts and ends, what it keeps of whoever started it, and who may come near it."""
+"""Test the daemon as a process: its start and end, what it inherits, and who may connect."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from scarctl.daemon.__main__ import LOCK, LOG
 from scarctl.errors import Unavailable
 from scarctl.state.version import step_of
 from scarctl.store import Store
-from tests.daemon.trainer import Trainer, assert_sound, idle, orphans, status, stop, wait_until, wide_layout
+from tests.daemon.trainer import Trainer, assert_sound, idle, orphans, status, stop, wide_layout
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 5.0
-"""More than anything here takes on a busy machine; the aim is one second."""
+"""Longer than any action here takes on a busy machine; the aim is one second."""
 
 
 @pytest.fixture
 def pid(folder: Path) -> int:
-    """A daemon that stays."""
+    """Yield the process id of a daemon that stays."""
     return begin(folder)
 
 
@@ -38,7 +39,7 @@ def begin(folder: Path) -> int:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process has ended; one that nobody waits for counts as ended."""
+    """Return whether the process has ended, even if its parent has not reaped it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -65,12 +66,12 @@ class Training:
         return [json.loads(line) for line in self.log.read_bytes().split(b"\n")[:-1]]
 
     def goes_on(self) -> None:
-        """Training and saving go on from here."""
+        """Check that training and saving continue."""
         last = self.told()[-1]
         wait_until(lambda: max(self.told()[-1]["durable"]) > last["step"])
 
     def kill(self) -> dict[str, Any]:
-        """SIGKILL; returns what it told last."""
+        """Send SIGKILL; return the last message."""
         self.process.kill()
         _, errors = self.process.communicate()
         assert self.process.returncode == -signal.SIGKILL, errors.decode()
@@ -78,7 +79,7 @@ class Training:
 
 
 def assert_stored(store: Path, told: list[int]) -> None:
-    """The store is sound and has every partition at least as new as told."""
+    """Check that the store is intact and every partition is at least as new as reported."""
     assert_sound(store)
     opened = Store.open(str(store))
     for shard in opened.shards():
@@ -131,7 +132,7 @@ class TestKilled:
         daemon = begin(folder)
         os.kill(daemon, signal.SIGSTOP)
         before = len(training.told())
-        wait_until(lambda: len(training.told()) > before + 20)  # training goes on
+        wait_until(lambda: len(training.told()) > before + 20)  # training continues
         os.kill(daemon, signal.SIGCONT)
         training.goes_on()
         os.kill(training.process.pid, signal.SIGSTOP)
@@ -206,7 +207,7 @@ class TestEnding:
         wait_until(lambda: gone(pid))
 
     def test_it_survives_the_session_that_started_it(self, folder: Path) -> None:
-        """A hang-up of the terminal reaches every process of the session; an interrupt its foreground."""
+        """A hang-up of the terminal reaches every process of the session; an interrupt reaches its foreground."""
         program = (
             "import sys, time\nfrom pathlib import Path\nfrom scarctl.daemon import client\n"
             "client.hold(Path(sys.argv[1]), 60)\nprint('ready', flush=True)\ntime.sleep(60)"
@@ -263,7 +264,7 @@ class TestStarting:
                 with contextlib.suppress(FileNotFoundError):
                     files[int(entry.name)] = os.readlink(entry)
             if str(folder) not in files.values() or time.monotonic() > deadline:
-                break  # now and then it looks through its own folder
+                break  # the daemon checks its own folder now and then
         assert {files.pop(stream) for stream in (0, 1, 2)} == {"/dev/null"}
         known = [target for target in files.values() if not target.startswith("socket:")]
         assert sorted(known) == [str(folder / LOCK), str(folder / LOG)]

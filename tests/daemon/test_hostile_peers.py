@@ -1,4 +1,4 @@
-"""Test that the daemon survives peers that send nonsense, come in crowds, are silent, or belong to another user."""
+"""Test that the daemon survives peers that send nonsense, are many or silent, or belong to another user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from scarctl.daemon import client, protocol
 from scarctl.daemon import server as server_module
 from scarctl.daemon.server import Daemon
 from scarctl.errors import AccessDenied, Unavailable
-from tests.daemon.trainer import Trainer, status, wait_until
+from tests.daemon.trainer import Trainer, status
+from tests.support.waiting import wait_until
 
 NO_PROCESS = 0x7FFFFFF0
 

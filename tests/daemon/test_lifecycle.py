@@ -1,4 +1,4 @@
-"""When the daemon lets runs go and when it ends, without processes or a clock."""
+"""Test when the daemon releases runs and when it ends, without processes or a clock."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ RUNS = st.sampled_from(["a", "b", "c"])
 
 
 class Model(RuleBasedStateMachine):
-    """Training processes that come, close, die and are replaced, and a daemon that has to let go of each once."""
+    """Training processes that start, close, die and are replaced, and a daemon that must release each exactly once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,9 +223,9 @@ class Model(RuleBasedStateMachine):
         self.releasing: set[str] = set()
         self.expected: set[str] = set()
         self.busy_until = 0.0
-        """The last moment at which there was a run, or until which somebody holds the daemon for one."""
+        """The last moment with a run, or until which a command reserves the daemon for one."""
         self.terminated: float | None = None
-        """When a SIGTERM came."""
+        """The time of a SIGTERM."""
         self.stopping = self.ended = False
 
     def send(self, event: Event) -> None:
@@ -302,7 +302,7 @@ class Model(RuleBasedStateMachine):
             self.send(Terminated(self.now))
 
     def end_if_terminated(self) -> None:
-        """A SIGTERM stops the daemon when no run is left, and after a time that depends on who still trains."""
+        """Check that a SIGTERM stops the daemon without runs, or after a time that depends on the trainers left."""
         if self.terminated is None or self.stopping or self.ended:
             return
         patience = LAST_WORDS if "attached" in self.runs.values() else LAST_SAVES

@@ -1,4 +1,4 @@
-"""The daemon's figures as text for Prometheus: read by its own parser, whatever a store is called."""
+"""Test the daemon's figures as text for Prometheus with Prometheus' own parser, for any store names."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def status(*runs: RunStatus) -> DaemonStatus:
 
 
 def samples(text: bytes) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """Labels and values by name, as Prometheus' own parser reads them."""
+    """Return labels and values by name, as Prometheus' own parser reads them."""
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(text.decode()):
         assert family.documentation
@@ -65,7 +65,7 @@ def samples(text: bytes) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 
 def open_samples(text: bytes) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """The same, as OpenMetrics' own parser reads it: strict about names, order and the end."""
+    """Return the same as OpenMetrics' own parser reads it, which is strict about names, order and the end."""
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in openmetrics_families(text.decode()):
         assert family.documentation
@@ -174,7 +174,7 @@ def test_an_address_is_on_the_loopback_interface_unless_it_says_otherwise() -> N
 
 
 def asked(request: bytes) -> bytes:
-    """The whole answer to a request."""
+    """Return the whole answer to a request."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(request)

@@ -1,4 +1,4 @@
-"""The daemon among other users: who may come near it, and who may read what it writes."""
+"""Test the daemon among other users: who may connect, and who may read its files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ only_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become an
 
 
 def as_nobody(action: Callable[[], None]) -> None:
-    """Do it in a forked child that is another user. Fails when that raises."""
+    """Run a function in a forked child as another user. Fails if it raises."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -57,7 +57,7 @@ def denied(action: Callable[[], Any]) -> None:
 class TestOtherUsers:
     @pytest.fixture(autouse=True)
     def everybodys_base(self, arena_dir: Path) -> None:
-        """As /dev/shm: everybody may put something there."""
+        """Return a folder like /dev/shm, to which every user may write."""
         arena_dir.chmod(0o1777)
 
     def test_can_neither_connect_nor_read_nor_write(

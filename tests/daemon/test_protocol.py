@@ -1,4 +1,4 @@
-"""Messages: what comes back, and what is turned away."""
+"""Test messages: which are received unchanged, and which are refused."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def exchange(data: bytes, *, end: bool = True) -> dict[str, Any]:
-    """What the other side makes of these bytes."""
+    """Return what the other side reads from these bytes."""
     a, b = socket.socketpair()
     with a, b:
         b.settimeout(5)

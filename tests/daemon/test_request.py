@@ -1,4 +1,4 @@
-"""Requests of commands to a running session: what they may say, and their way through the daemon."""
+"""Test requests of commands to a running session: what they may contain, and their way through the daemon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from scarctl.daemon import client
 from scarctl.daemon.request import MAX_LOST, MAX_SECONDS, Wish
 from scarctl.daemon.server import Daemon
 from scarctl.errors import UsageError
-from tests.daemon.trainer import Trainer, wait_until
+from tests.daemon.trainer import Trainer
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A daemon that replaces another one: it saves to the store, also where it cannot keep copies on other hosts."""
+"""Test a daemon that replaces another: it saves to the store, even if it cannot keep copies on other hosts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon.trainer import Trainer, status, wait_until
+from tests.daemon.trainer import Trainer, status
 from tests.support.certificates import Authority
+from tests.support.waiting import wait_until
 
 SECONDS = 30.0
 """Longest wait for a new daemon, on a busy machine."""

@@ -1,4 +1,4 @@
-"""The daemon in this process: every operation, in the right and in the wrong order, and peers that send garbage."""
+"""Test the daemon in this process: every operation, in right and wrong order, and peers that send garbage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from scarctl.state.layout import build_layout
 from scarctl.state.version import pack
 from scarctl.store import Store, open_writer
 from scarctl.store.store import Part
-from tests.daemon.trainer import Trainer, assert_sound, orphans, status, stop, wait_until
+from tests.daemon.trainer import Trainer, assert_sound, orphans, status, stop
+from tests.support.waiting import wait_until
 
 NO_PROCESS = 0x7FFFFFF0
 
@@ -33,7 +34,7 @@ def base(arena_dir: Path) -> Path:
 
 
 def refused(connection: socket.socket, op: str, error: type[ScarError] = UsageError, **fields: Any) -> str:
-    """The kind of the error that the daemon answers with."""
+    """Return the kind of the error in the daemon's answer."""
     with pytest.raises(error) as caught:
         client.request(connection, op, **fields)
     return caught.value.kind
@@ -187,7 +188,7 @@ class TestOperations:
         trainer = Trainer(tmp_path / "store", base)
         trainer.save(trainer.everything, 1)
         trainer.drained()
-        # Another host takes over, which the lock of this one does not see.
+        # Another host takes over, which this host's lock does not show.
         (tmp_path / "store" / ".lock").unlink(missing_ok=True)
         for path in (tmp_path / "store").iterdir():
             if path.is_file() and path.name != "scarctl.json":
@@ -286,15 +287,15 @@ class Gate(threading.Event):
     def __init__(self) -> None:
         super().__init__()
         self.reached = threading.Event()
-        """Somebody waits."""
+        """Whether a commit is waiting."""
 
 
 class TestSlowStores:
-    """What hangs in one store holds up nobody else."""
+    """A store that hangs holds up no other store."""
 
     @pytest.fixture
     def gate(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-        """Commits to stores named "slow" wait for this event."""
+        """Yield the event for which commits to stores named "slow" wait."""
         from scarctl.store.writer import StoreWriter
 
         gate, commit = Gate(), StoreWriter.commit
@@ -318,7 +319,7 @@ class TestSlowStores:
         assert gate.reached.wait(30)
         slow.die()
         with protocol.connect(daemon.folder, 10) as connection:
-            # Somebody takes the run over: it is let go, which takes as long as the write.
+            # Another process takes over the run: releasing it takes as long as the write.
             protocol.send(connection, {"v": protocol.VERSION, "op": "claim", "store": str(slow.store.root)})
             wait_until(lambda: slow.phases() == ["closing"])
             fast.save(fast.everything, 1)
@@ -331,12 +332,7 @@ class TestSlowStores:
         assert set(slow.stored()[0]) == {1}
 
     def test_too_slow_a_takeover_is_contention(
-        self,
-        daemon: Daemon,
-        base: Path,
-        tmp_path: Path,
-        gate: Gate,
-        monkeypatch: pytest.MonkeyPatch,
+        self, daemon: Daemon, base: Path, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(server_module, "_PATIENCE", 0.3)
         slow = Trainer(tmp_path / "slow", base)
@@ -406,7 +402,7 @@ class TestTheEnd:
 
 
 def test_an_epoch_that_changes_while_a_copy_is_made(daemon: Daemon, base: Path, tmp_path: Path) -> None:
-    """The hand-over says another version than its copies then, and they are saved nevertheless."""
+    """The hand-over then has another version than its copies, and they are saved nevertheless."""
     trainer = Trainer(tmp_path / "store", base)
     trainer.save(trainer.everything, 1)
     trainer.drained()

@@ -1,4 +1,4 @@
-"""Test training processes that die at awkward moments, and their successors: nothing is lost, no wait is long."""
+"""Test training processes that die at unfavourable moments, and their successors: nothing is lost, no wait is long."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from scarctl.daemon import runs as runs_module
 from scarctl.daemon.server import Daemon
 from scarctl.errors import Contention
 from scarctl.state.layout import Layout, TensorSpec, build_layout
-from tests.daemon.trainer import Trainer, assert_sound, orphans, status, wait_until, wide_layout
+from tests.daemon.trainer import Trainer, assert_sound, orphans, status, wide_layout
+from tests.support.waiting import wait_until
 
 QUICK = 2.0
-"""Seconds; a third of what the slow commits below would take."""
+"""Seconds; a third of the time of the slow commits below."""
 
 
 def many_tensors() -> Layout:
@@ -29,7 +30,7 @@ def many_tensors() -> Layout:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Until this event is set, every tensor takes a tenth of a second."""
+    """Make every tensor take a tenth of a second until this event is set."""
     fast, source = threading.Event(), Arena.source
 
     def reading(self: Arena, g: int, t: int, start: int, stop: int) -> memoryview:
@@ -42,7 +43,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 class TestALongWrite:
-    """A commit of minutes is put off for whoever needs the store now, and made up for later."""
+    """A commit of minutes is put off for a process that needs the store now, and repeated later."""
 
     def test_a_new_process_does_not_wait_for_it(
         self, daemon: Daemon, arena_dir: Path, tmp_path: Path, slow: threading.Event
@@ -101,7 +102,7 @@ class TestDeath:
     def test_what_was_put_but_not_announced_becomes_durable(
         self, daemon: Daemon, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The process was killed between the two; nor has the daemon had time to look by itself."""
+        """The process was killed between the two, and the daemon has not yet looked on its own."""
         monkeypatch.setattr(runs_module, "_LOOK_SECONDS", 3600.0)
         trainer = Trainer(tmp_path / "store", arena_dir)
         trainer.save(trainer.everything, 1)
@@ -137,7 +138,7 @@ class TestDeath:
 def test_the_next_session_of_a_living_process_does_not_wait_for_the_farewell_to_be_read(
     daemon: Daemon, arena_dir: Path, tmp_path: Path, slow: threading.Event
 ) -> None:
-    """The daemon is busy with a request of the session before, which has hung up meanwhile."""
+    """The daemon is busy with a request of the previous session, which has closed its connection meanwhile."""
     trainer = Trainer(tmp_path / "store", arena_dir, shards=1, layout=many_tensors())
     trainer.save(trainer.everything, 1, sealed=True)
     control = trainer.saver._control

@@ -1,4 +1,4 @@
-"""A session hears of a store that cannot be written, once, and of its return."""
+"""Test that a session reports once that a store cannot be written, and once that it can again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from scarctl.daemon.server import Daemon
 from scarctl.daemon.trouble import Trouble
 from scarctl.errors import AccessDenied, Unavailable
 from scarctl.persist.persister import Persister
-from tests.daemon.trainer import Trainer, status, wait_until
+from tests.daemon.trainer import Trainer, status
+from tests.support.waiting import wait_until
 
 
 def test_a_store_that_cannot_be_written_and_its_return_are_reported(
@@ -68,10 +69,7 @@ def test_a_pause_is_not_the_stores_return(
         trainer.saver.stop()
         paused.set()
         trainer.saver.resume()
-        for mark in (
-            "first",
-            "second",
-        ):  # what there was to report after the first has come before the second
+        for mark in ("first", "second"):  # reports after the first fault came before the second
             run.events.put({"warn": mark})
             wait_until(lambda mark=mark: mark in caplog.messages)  # type: ignore[misc]
         assert "the store can be written again" not in caplog.messages
@@ -90,7 +88,7 @@ def test_a_store_that_fails_now_and_then_is_reported_once_a_minute(monkeypatch: 
         # Each attempt names another file.
         found = [trouble.look(Unavailable(f"cannot write {n}: disk full")) for n in range(3)]
         assert [one is not None for one in found] == [warned, False, False]
-        assert (trouble.look(None) is not None) == warned  # the return of what was reported
+        assert (trouble.look(None) is not None) == warned  # the recovery of what was reported
     now += 1
     assert trouble.look(Unavailable("disk full")) is None
     now += 60

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 import uuid
@@ -30,10 +31,11 @@ from scarctl.store import Store, verify
 from scarctl.store.store import Part
 from scarctl.util.arrays import Ids
 from tests.daemon.rig import Rig, fill, small_layout
+from tests.support.waiting import wait_until
 
 
 def wide_layout(rows: int = 512) -> Layout:
-    """A state of 32 KiB per row."""
+    """Return the layout of a state with 32 KiB per row."""
     return build_layout([("wide", "parameter", (TensorSpec("", "F32", (rows, 8192)),))], rows={"*": 8})
 
 
@@ -58,7 +60,7 @@ class Trainer:
         self.requests: list[str] = []
         place = arena_folder(str(base), self.store.run_id)
         self.folder = place.parent
-        requests = self.requests  # nothing that holds on to this object, or its arena would stay
+        requests = self.requests  # no other object refers to this one, or its arena would stay
         self.saver = DaemonSaver(
             str(self.store.root),
             self.store.run_id,
@@ -101,7 +103,7 @@ class Trainer:
         assert self.saver.drain(seconds), self.saver.fault()
 
     def close(self, *, durable: bool = True) -> None:
-        """As a session: wait, let go, remove the arena. `durable`: everything has to be in the store by then."""
+        """Close as a session does: wait, release, remove the arena. `durable`: the store must have everything then."""
         done = self.saver.drain(20.0)
         self.saver.close()
         if done:
@@ -112,21 +114,21 @@ class Trainer:
         assert done or not durable, self.saver.fault()
 
     def die(self) -> None:
-        """Let go of everything as a killed process does: the daemon sees the connection end, the arena stays."""
+        """Release everything as a killed process does: the daemon sees the connection end, the arena stays."""
         self.saver.abandon()
-        self.arena.take_over(0x7FFFFFF0)  # a number that no process has
+        self.arena.take_over(0x7FFFFFF0)  # an id that no process has
         self.arena.close()
         self.store.close()
         wait_until(lambda: "attached" not in self.phases())
 
     def phases(self) -> list[str]:
-        """The phase that the daemon says this run is in; empty when it has none."""
+        """Return the phases of this run in the daemon; empty if the daemon has no such run."""
         runs = (status(self.folder) or {"runs": []})["runs"]
         return [run["phase"] for run in runs if run["id"] == self.store.run_id]
 
 
 def status(folder: Path) -> dict[str, Any] | None:
-    """What the daemon says, None when there is none."""
+    """Return the daemon's status, or None if no daemon runs."""
     try:
         return client.ask(folder, "status")
     except Unavailable:
@@ -134,21 +136,19 @@ def status(folder: Path) -> dict[str, Any] | None:
 
 
 def idle(folder: Path) -> bool:
-    """Whether no daemon has a run: what dead processes left is in their stores, or cannot be."""
+    """Return whether the daemon has no runs: the copies of dead processes are in their stores, or cannot be."""
     return not (status(folder) or {"runs": []})["runs"]
 
 
-def wait_until(condition: Any, seconds: float = 45.0) -> Any:
-    """The first value of `condition()` that is true; fails after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.01)
-    return value
+def kill(folder: Path, number: signal.Signals = signal.SIGKILL) -> int:
+    """Send a signal to the daemon, and return its process id."""
+    pid = int(client.ask(folder, "status")["pid"])
+    os.kill(pid, number)
+    return pid
 
 
 def stop(folder: Path) -> None:
-    """End the daemon and wait for it. Fine when there is none."""
+    """End the daemon, if there is one, and wait for its end."""
     try:
         pid = client.ask(folder, "stop")["pid"]
     except ScarError:
@@ -157,13 +157,13 @@ def stop(folder: Path) -> None:
 
 
 def assert_sound(root: Path) -> None:
-    """The store verifies."""
+    """Check that the store verifies."""
     store = Store.open(str(root))
     assert verify(store, read_data=True).problems == []
 
 
 def orphans(root: Path) -> int:
-    """Segments that no record names."""
+    """Return the number of segments that no record names."""
     return len(verify(Store.open(str(root)), read_data=False).orphans)
 
 

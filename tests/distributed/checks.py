@@ -1,4 +1,4 @@
-"""What has to hold of every setup, on every rank. Run by `launch`, several setups per start: that takes longest."""
+"""Check what has to hold of every setup, on every rank. Run by `launch`, several setups per slow start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Values = dict[str, dict[str, torch.Tensor]]
 
 
 def run(rank: int, world: int, names: list[str]) -> dict[str, str]:
-    """By setup: "" or what went wrong."""
+    """Return by setup "" or the failure."""
     found = {}
     for name in names:
         try:
@@ -40,7 +40,7 @@ def run(rank: int, world: int, names: list[str]) -> dict[str, str]:
 
 
 def places(rank: int, name: str) -> None:
-    """FSDP2 on top of tensor parallel, by rows and columns, of sizes that do not divide evenly."""
+    """Check FSDP2 on top of tensor parallel, by rows and columns, with sizes that do not divide evenly."""
     elements = torch.zeros(1)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for rows in ROWS:
@@ -59,7 +59,7 @@ def places(rank: int, name: str) -> None:
 
 
 def check(rank: int, name: str) -> None:
-    """Everything about one setup."""
+    """Check everything about one setup."""
     torch.manual_seed(0)
     job = SETUPS[name][1]()
     adapter = build(job)
@@ -140,7 +140,7 @@ def through_extras(value: object) -> Any:
 
 
 def gather(value: object) -> list[Any]:
-    """Every rank's `value`, which is JSON."""
+    """Return every rank's `value`, which is JSON."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([data.numel()]))
@@ -152,7 +152,7 @@ def gather(value: object) -> list[Any]:
 
 
 def rebuilt(adapter: OwnedAdapter) -> Values:
-    """All stored tensors, put together from what every rank owns of them. Every value comes from one rank."""
+    """Return all stored tensors, assembled from what every rank owns. Every value comes from one rank."""
     mine = []
     for group in adapter.groups():
         for slot, tensor in group.tensors.items():
@@ -182,7 +182,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same(values: Values, job: Job, adapter: TorchAdapter, division: Division, rank: int) -> bool:
-    """Whether the rebuilt tensors are those that the model and its optimizer have."""
+    """Return whether the assembled tensors are those of the model and its optimizer."""
     stored = {g.name: name for g, name in zip(adapter.groups(), division.names[rank], strict=True)}
     live = {
         name.replace("module.", ""): t
@@ -207,7 +207,7 @@ def same(values: Values, job: Job, adapter: TorchAdapter, division: Division, ra
 
 
 def forward_sees(job: Job, name: str) -> None:
-    """What FSDP gathers next has what was written: the outputs are those of a plain model with the full tensors."""
+    """Check that FSDP's next gather has the written values: outputs equal those of a plain model with full tensors."""
     if name in ("experts", "fsdp-offload"):
         return
     model = job.model.module if hasattr(job.model, "module") else job.model

@@ -1,4 +1,4 @@
-"""Jobs in which one rank cannot begin to save, when the others can."""
+"""Run jobs in which one rank cannot begin to save, while the others can."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.distributed.jobs import Bowl
 
 
 class Starved(PersisterThread):
-    """One that is to begin when there is no memory for another thread's stack."""
+    """A thread that cannot start, as without memory for another stack."""
 
     def __init__(self, *args: Any) -> None:
         size = threading.stack_size(1 << 46)
@@ -28,7 +28,7 @@ class Starved(PersisterThread):
 
 
 def starved(rank: int, world: int, folder: str) -> str:
-    """What each rank's first step, or what comes before it, raises: the last rank's saving thread cannot begin."""
+    """Return what each rank's first step, or a call before it, raises if the last rank's saving thread cannot start."""
     model = Bowl()
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)

@@ -1,4 +1,4 @@
-"""A rank that is a fork of torchrun's agent: runs a module, with the handlers of signals that a new process has.
+"""Run a module as a rank forked from torchrun's agent, with the signal handlers of a new process.
 
 Its arguments are those of `python -m`; `tests.distributed.launch` gives it to torchrun as --run-path.
 """

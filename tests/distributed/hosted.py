@@ -1,4 +1,4 @@
-"""A training job whose ranks are on hosts of their own, each with a daemon, and keep copies of each other's memory."""
+"""Run a job whose ranks are on hosts of their own, each with a daemon, and keep copies of each other's memory."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def train(
                 if options.get("verify"):
                     dist.barrier()  # the other host has sent all rows, too
                     verified = verify(f"{folder}/store", str(home))
-                dist.barrier()  # a host that dies keeps the copies of another one
+                dist.barrier()  # a dying host keeps the copies of another one
             if options.get("wait_at") == number:
                 said = wait_for_checkpoint(session)
-                dist.barrier()  # a host that dies keeps the copies of another one
+                dist.barrier()  # a dying host keeps the copies of another one
             if options.get("peers_stop_at") == number:
-                # An empty list of peers: the copies stay as they are now.
+                # With an empty list of peers the copies no longer change.
                 session._saver.follow("here", [], 1, None)
             if options.get("dies_at") == number and options["host_dies"] == rank:
                 lose_host(home)
@@ -111,7 +111,7 @@ def train(
 
 
 def status_of(arena_dir: str) -> dict[str, Any]:
-    """What a host's daemon says."""
+    """Return the status of a host's daemon."""
     found = ask_status(host_folder(arena_dir), patience=30.0)
     assert found is not None
     return dict(found)
@@ -135,7 +135,7 @@ def wait_for_peers(arena_dir: str, step: int) -> list[str]:
 
 
 def verify(store: str, arena_dir: str) -> list[Any]:
-    """Exit code and report of `scarctl verify --memory`: as it is, then with the bytes of the replica changed."""
+    """Return exit code and report of `scarctl verify --memory`: unchanged, then with the replica's bytes changed."""
     found: list[Any] = []
     for spoil in (False, True):
         if spoil:
@@ -144,7 +144,7 @@ def verify(store: str, arena_dir: str) -> list[Any]:
             )
             replica = Arena.share(Path(copy.folder), run_id=copy.id)
             assert replica is not None
-            replica.memory()[:] ^= 1  # at once, as a fault of memory may: no generation shows it
+            replica.memory()[:] ^= 1  # at once, as by a memory fault: no generation shows it
         done = CliRunner().invoke(
             cli, ["verify", "--store", store, "--memory", "--arena-dir", arena_dir, "--json"]
         )
@@ -154,7 +154,7 @@ def verify(store: str, arena_dir: str) -> list[Any]:
 
 
 def wait_for_checkpoint(session: scarctl.Session) -> list[str]:
-    """Save the whole state, and wait for the peers: kind and text of the error, if they are late."""
+    """Save the whole state, and wait for the peers. Return kind and text of the error if they are late."""
     try:
         session.checkpoint(full=True, wait="peers")
     except ScarError as error:
@@ -163,7 +163,7 @@ def wait_for_checkpoint(session: scarctl.Session) -> list[str]:
 
 
 def lose_host(home: Path) -> None:
-    """As if the host's power failed: its daemon, what it had in memory, and this rank."""
+    """Simulate a power failure of the host: its daemon, its memory, and this rank are lost."""
     os.kill(status_of(str(home))["pid"], signal.SIGKILL)
     shutil.rmtree(home)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""One rank of a job under torchrun: `tests.distributed.jobs.train`, its report appended to a file."""
+"""Run one rank of a job under torchrun: `tests.distributed.jobs.train`, with its report appended to a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.distributed.jobs import train
 
 
 def main(kind: str, folder: str, steps: str, text: str) -> None:
-    """`text`: a list of options as JSON, for the first start, the second one, and so on; the last for all others."""
+    """`text`: a list of options as JSON, for the first start, the second start, and so on; the last for all others."""
     dist.init_process_group("gloo")
     options = json.loads(text)
     start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -1,4 +1,4 @@
-"""Training jobs of several ranks that save with scarctl, for tests."""
+"""Run training jobs of several ranks that save with scarctl, for tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS = 512
 
 
 class Recommender(nn.Module):
-    """A table of which every batch touches some rows, and a small dense part. Batch norm has buffers."""
+    """A model with a table of which every batch touches some rows, and a small dense part. Batch norm has buffers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Recommender(nn.Module):
 
 
 class Single(nn.Module):
-    """One small parameter."""
+    """A model with one small parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,11 +60,11 @@ PLACES = {
     "spread": (Crew, "spread", 1),
     "begin": (Crew, "begin", 1),
 }
-"""Owner and name of what is called there, and which call of it is the last one."""
+"""Owner and name of the function called there, and which of its calls is the last."""
 
 
 class Experts(nn.Module):
-    """A part that all ranks keep equal by themselves, and one expert that only this rank has."""
+    """A model with a part that all ranks keep equal, and one expert that only this rank has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Experts(nn.Module):
 
 
 def build(kind: str, width: int = 37) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same values on all ranks, sharded or copied."""
+    """Return a model and optimizer with the same values on all ranks, sharded or copied."""
     torch.manual_seed(0)
     model: nn.Module = Recommender(width)
     if kind == "ddp":
@@ -97,7 +97,7 @@ def build(kind: str, width: int = 37) -> tuple[nn.Module, torch.optim.Optimizer]
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """One iteration; its batch depends on its number and the rank alone."""
+    """Do one iteration; its batch depends only on its number and the rank."""
     generator = torch.Generator().manual_seed(number * 100 + _rank())
     rows = torch.randint(ROWS, (16,), generator=generator)
     optimizer.zero_grad()
@@ -110,7 +110,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> Non
 
 
 def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Whole tensors of parameters and Adam's moments, under names without wrappers. A collective."""
+    """Return whole tensors of parameters and Adam's moments, under names without wrappers. A collective."""
     found = {}
     for name, parameter in model.named_parameters():
         plain = name.removeprefix("module.")
@@ -215,7 +215,7 @@ def train(
 
 
 class Bowl(nn.Module):
-    """Its loss is half of its square: gradient descent goes straight to 0."""
+    """A model whose loss is half of its square: gradient descent goes straight to 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ def descend(rank: int, world: int, folder: str, steps: int, options: dict[str, A
 
 
 def drift(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Every value grows by 1 in each iteration, and all are saved in every eighth. After 51 of them rank 1 is lost."""
+    """Every value grows by 1 per iteration, and all are saved in every eighth. After 51 iterations rank 1 is lost."""
     model = Bowl()
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -297,7 +297,7 @@ def drift(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 class Commas(nn.Module):
-    """Parameters of the same size, the name of one of which has a comma."""
+    """A model with parameters of the same size, one of which has a comma in its name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ class Commas(nn.Module):
 
 
 def lose(rank: int, world: int, folder: str, losses: list[str | list[str]]) -> list[Any]:
-    """Recover one loss after the other. Of each the number of restored partitions, or the error's message and hint."""
+    """Recover one loss after the other. Return for each the restored partitions, or the error's message and hint."""
     model = Commas()
     if world > 1:
         fully_shard(model)
@@ -333,7 +333,7 @@ def lose(rank: int, world: int, folder: str, losses: list[str | list[str]]) -> l
 
 
 def note_checkpoints(steps: list[int]) -> None:
-    """Add to `steps` each one after which a regular checkpoint is due."""
+    """Add to `steps` each step after which a regular checkpoint is due."""
     due = Cadence.due
 
     def noting(self: Cadence, now: float, step: int, waiting: Any, **measured: Any) -> bool:
@@ -346,7 +346,7 @@ def note_checkpoints(steps: list[int]) -> None:
 
 
 def slow_store(seconds: float) -> None:
-    """From now on every commit of this process takes so much longer."""
+    """Make every later commit of this process take so much longer."""
     commit = StoreWriter.commit
 
     def slow(self: StoreWriter, *arguments: Any, **named: Any) -> Any:
@@ -357,7 +357,7 @@ def slow_store(seconds: float) -> None:
 
 
 def die_in(place: str) -> None:
-    """From now on this process ends by SIGKILL when it comes to `place`, one of `PLACES`."""
+    """End this process by SIGKILL when it reaches `place`, one of `PLACES`."""
     owner, name, calls = PLACES[place]
     real, left = getattr(owner, name), [calls]
 
@@ -371,7 +371,7 @@ def die_in(place: str) -> None:
 
 
 def refused(rank: int, world: int, kind: str, folder: str, changes: dict[str, Any]) -> str:
-    """The error that `attach` or `resume` raises when rank 1 differs in `changes`."""
+    """Return the error that `attach` or `resume` raises if rank 1 differs in `changes`."""
     mine = changes if rank == 1 else {}
     collectives.PATIENCE = 3.0
     if mine.get("absent"):
@@ -390,7 +390,7 @@ def refused(rank: int, world: int, kind: str, folder: str, changes: dict[str, An
 
 
 def all_have(seen: bool) -> bool:
-    """Whether all ranks have seen something."""
+    """Return whether all ranks have seen something."""
     told = torch.tensor([int(seen)])
     dist.all_reduce(told, dist.ReduceOp.MIN)
     return bool(told)
@@ -406,6 +406,6 @@ def _rank() -> int:
 
 
 def load(path: Path) -> dict[str, torch.Tensor]:
-    """What `train` kept."""
+    """Return the tensors that `train` kept."""
     found: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
     return found

@@ -1,9 +1,9 @@
-"""Runs a function in several processes that are ranks of one gloo group.
+"""Run a function in several processes that are ranks of one gloo group.
 
     results = launch("tests.distributed.scenarios:ddp", 2)
 
-Every process imports the function, makes the group, calls `function(rank, world, *arguments)` and writes what it
-returns as JSON. Each of them ends by itself after `timeout` seconds, with the stacks of its threads on stderr.
+Every process imports the function, makes the group, calls `function(rank, world, *arguments)` and writes its result as
+JSON. Each process ends after `timeout` seconds, with the stacks of its threads on stderr.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ RANKS_ARE_FORKS = (
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on."""
+    """Return a port of the loopback interface on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """The variables that `torchrun` would set, and those that keep everything on the loopback interface."""
+    """Return the variables that `torchrun` would set, and those that keep everything on the loopback interface."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "adapters")]),
@@ -54,7 +54,7 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
 
 
 def launch(function: str, world: int, *arguments: Any, timeout: float = 60.0) -> list[Any]:
-    """What `function` ("module:name") returned on every rank. Fails with what the ranks wrote to stderr."""
+    """Return the results of `function` ("module:name") on every rank. Fails with the ranks' stderr."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="scarctl-ranks-") as folder:
         processes: list[Program] = []
@@ -99,8 +99,7 @@ def torchrun(
     timeout: float = 150.0,
     imports: tuple[str, ...] = TORCH,
 ) -> str:
-    """Run a program on `world` ranks under torchrun, which starts all of them again when one dies; what they wrote to
-    stderr.
+    """Run a program on `world` ranks under torchrun, which restarts all of them when one dies. Return their stderr.
 
     The ranks are forks of its agent.
     """
@@ -113,13 +112,13 @@ def torchrun(
 
 
 def of_agent() -> dict[str, str]:
-    """`environment`, without what torchrun sets itself."""
+    """Return `environment` without the variables that torchrun sets."""
     unset = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {name: value for name, value in environment(0, 1, 0).items() if name not in unset}
 
 
 def main(function: str, folder: str, timeout: str, arguments: str) -> None:
-    """One rank."""
+    """Run one rank."""
     faulthandler.dump_traceback_later(float(timeout), exit=True)
     from torch import distributed as dist
 

@@ -1,4 +1,4 @@
-"""A job at a steady pace, one rank per host, to which a test does something from outside while it trains."""
+"""Run a job at a steady pace, one rank per host, on which a test acts from outside while it trains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.distributed.jobs import build, step, values
 from tests.support.training import drained
 
 END = "end"
-"""A file in the job's folder, after whose appearance it ends."""
+"""A file in the job's folder that ends the job."""
 
 
 def train(rank: int, world: int, kind: str, folder: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def train(rank: int, world: int, kind: str, folder: str, options: dict[str, Any]
                 session.flush()
             if options.get("copied_at") == number:
                 wait_for_peers(str(home), session.head_step)
-                dist.barrier()  # a host that dies keeps the copies of another one
+                dist.barrier()  # a dying host keeps the copies of another one
             if "evacuate" in options and options["evacuate"][0] == number:
                 dist.barrier()
                 if options["evacuate"][1] == rank:
@@ -111,7 +111,7 @@ def train(rank: int, world: int, kind: str, folder: str, options: dict[str, Any]
 
 
 def evacuate(session: scarctl.Session, to: str | None) -> dict[str, Any]:
-    """Evacuate, and return the report. An unknown host is refused first."""
+    """Evacuate, and return the report. Before that, check that an unknown host is refused."""
     try:
         session.evacuate(1.0, to="nowhere")
     except UsageError as error:
@@ -150,6 +150,6 @@ def terminate(folder: Path, rank: int) -> None:
 
 
 def note(folder: Path, name: str, value: object) -> None:
-    """Write a file at once."""
+    """Write a file atomically."""
     (folder / f".{name}").write_text(json.dumps(value))
     os.replace(folder / f".{name}", folder / name)

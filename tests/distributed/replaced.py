@@ -1,4 +1,4 @@
-"""Jobs of several ranks that change state between two steps: weights through `.data`, or extras alone."""
+"""Run jobs of several ranks that change state between two steps: weights through `.data`, or only extras."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.training import drained
 
 
 class Job:
-    """A model, and what trains and saves it."""
+    """A model, and the objects that train and save it."""
 
     def __init__(self, kind: str, folder: str) -> None:
         self.model, self.optimizer = build(kind)
@@ -40,7 +40,7 @@ def put(model: nn.Module, factor: float) -> None:
 def flushed(rank: int, world: int, kind: str, folder: str, swapped: list[int], averaged: list[int]) -> None:
     """Take three steps, seal their state, and end.
 
-    swapped: ranks that put other weights in place before. averaged: ranks that change an extra after it, and seal the
+    swapped: ranks that replace the weights before. averaged: ranks that change an extra after the seal, and seal the
     state again.
     """
     job = Job(kind, folder)
@@ -58,7 +58,7 @@ def flushed(rank: int, world: int, kind: str, folder: str, swapped: list[int], a
 
 
 def resumed(rank: int, world: int, kind: str, folder: str) -> dict[str, Any]:
-    """Resume."""
+    """Resume, and return the result."""
     with Job(kind, folder).session as session:
         found = session.resume()
     return {"step": found.step, "exact": found.exact, "reasons": list(found.reasons)}

@@ -1,4 +1,4 @@
-"""One rank of a job under torchrun whose data a `DistributedSampler` orders: it dies once, and the job is resumed.
+"""Run one rank of a job under torchrun whose data a `DistributedSampler` orders: it dies once, and is resumed.
 
 python -m tests.distributed.sampled FOLDER epochs|by-hand DIES_AT RANKS
 """
@@ -26,7 +26,7 @@ EPOCHS, PER_EPOCH = 3, 4
 
 
 def main(folder: str, way: str, dies_at: str, dying: str) -> None:
-    """RANKS (01: both) end by SIGKILL after step DIES_AT of the first start."""
+    """Run a rank. RANKS (01: both) end by SIGKILL after step DIES_AT of the first start."""
     dist.init_process_group("gloo")
     rank, first = dist.get_rank(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     torch.manual_seed(0)

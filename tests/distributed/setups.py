@@ -1,4 +1,4 @@
-"""Small models, cut among ranks in every way that there is. Run by `launch`."""
+"""Make small models that are divided among ranks in every possible way. Run by `launch`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 
 class Net(nn.Module):
-    """11 and 3 rows do not divide evenly, and a bias of 3 leaves a fourth rank without any."""
+    """A model whose 11 and 3 rows do not divide evenly; a bias of 3 leaves a fourth rank without any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 class Even(nn.Module):
-    """For tensor parallel, whose modules want what divides evenly."""
+    """A model for tensor parallel, whose modules need sizes that divide evenly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,14 +114,14 @@ def fsdp_and_tensor_parallel() -> Job:
 
 
 def data_and_tensor_parallel() -> Job:
-    """Two tensor-parallel groups whose replicas nobody has declared: each keeps what it has."""
+    """Return two tensor-parallel groups whose replicas are not declared: each saves its own copy."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = parallelize_module(Even(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return Job(model, adam(model))
 
 
 class Experts(nn.Module):
-    """A shared trunk, an expert of a name of its own on every rank, and one whose name all ranks use."""
+    """A shared trunk, an expert with its own name on every rank, and an expert whose name all ranks use."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

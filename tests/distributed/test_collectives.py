@@ -1,4 +1,4 @@
-"""Values between ranks that are real processes, over gloo."""
+"""Test exchanges between ranks that are real processes, over gloo."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.distributed.launch import launch
 
 T = TypeVar("T")
 LENGTHS = (0, 1, 900, *range(960, 1040, 3), 5000, 200_000)
-"""Of texts: those in the middle have about as many bytes as one exchange carries."""
+"""Lengths of texts: those in the middle have about as many bytes as one exchange carries."""
 
 
 class Counting(Team):
@@ -28,7 +28,7 @@ class Counting(Team):
 
 
 def exchange(rank: int, world: int) -> dict[str, Any]:
-    """Exchange values of many lengths; return what went wrong, and how many exchanges some took."""
+    """Exchange values of many lengths; return the failures, and the number of exchanges."""
     team, wrong = Counting(), []
     for n in LENGTHS:
         for theirs in (n, 3):  # all of about one length, or one of them long

@@ -1,4 +1,4 @@
-"""`torchrun --nnodes 1:2`: an agent dies with its rank, the other goes on without it; a new one comes, and joins it."""
+"""Test `torchrun --nnodes 1:2`: an agent dies with its rank, the other continues without it, and a new agent joins."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.support.forkserver import Program
 
 
 class Agents:
-    """torchrun's agents, each with one rank, as if on hosts of their own. The first one is where they meet."""
+    """torchrun's agents, each with one rank, as if on different hosts. The first is their rendezvous."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._port, self._running = free_port(), list[Program]()
         self._starts = 0
-        """How often the job had begun when it was waited for last."""
+        """How often the job had begun at the last wait."""
 
     def start(self) -> Program:
         first = int(not self._running)
@@ -41,16 +41,16 @@ class Agents:
         return agent
 
     def kill(self, agent: Program) -> None:
-        """The agent and its rank, at once."""
+        """Kill the agent and its rank at once."""
         children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
         for pid in [agent.pid, *map(int, children)]:
             os.kill(pid, signal.SIGKILL)
         agent.wait()
 
     def started(self, world: int, seconds: float = 90.0) -> None:
-        """Wait until the job has begun again with so many ranks, and all of them have saved something since.
+        """Wait until the job has begun again with so many ranks, and all of them have saved since.
 
-        On a busy machine agents lose sight of each other, and it begins more often.
+        On a busy machine agents lose contact, and the job begins more often.
         """
         store, deadline = self.folder / "store", time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -65,7 +65,7 @@ class Agents:
         raise AssertionError("\n".join(log.read_text()[-3000:] for log in self.folder.glob("agent-*.log")))
 
     def end(self) -> None:
-        """Ask all that run to end, and wait."""
+        """Ask all to end, and wait for their end."""
         (self.folder / "enough").touch()
         for agent in self._running:
             if agent.returncode is None:

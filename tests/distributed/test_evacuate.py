@@ -1,6 +1,6 @@
-"""Test a host's shutdown: by a call, by Ray's notice, by SIGTERM. What was called safe is there without the host.
+"""Test a host's shutdown: by a call, by Ray's notice, by SIGTERM. Copies reported as safe exist without the host.
 
-In most of them the store takes nothing, so that the job resumes from another host's memory.
+In most tests the store accepts nothing, so that the job resumes from another host's memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GOES: dict[str, Any] = {"steps": 20, "store_stops_at": 7, "all_die_at": 13, "set
 
 
 def die(folder: Path, homes: list[str], **options: Any) -> Any:
-    """Have rank 0's host evacuated at step 13, and the hosts `lost` die; the report of the evacuation."""
+    """Have rank 0's host evacuated at step 13, and the hosts `lost` die; return the report of the evacuation."""
     job = {**GOES, "homes": homes, **options}
     with pytest.raises(AssertionError, match="ended with -9"):
         launch(TRAIN, len(homes), "fsdp", str(folder), job)
@@ -51,7 +51,7 @@ def test_to_the_host_that_keeps_the_copies(hosts: Path) -> None:
 
 
 def test_to_a_host_that_had_no_copy_when_the_one_that_has_goes_as_well(hosts: Path) -> None:
-    """East's copy is at West; East and West go. North, which is named, gets one."""
+    """East's copy is at West, and both shut down. North, which is named, gets a copy."""
     homes = ["east", "west", "north"]
     named = f"{socket.gethostname()}:north"
     said = die(hosts, homes, evacuate=[13, 0, named], lost=[0, 1])

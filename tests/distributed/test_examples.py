@@ -1,4 +1,4 @@
-"""The examples of several ranks run, and what they say of a killed one is so."""
+"""Test that the examples of several ranks run, and that their reports on a killed rank are true."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = {"fsdp_transformer": 32, "moe": 64}
 
 
 def lost_rank(example: str, *arguments: str) -> str:
-    """Runs it, checks what both examples say, and gives it back."""
+    """Run the example, check what both examples print, and return the output."""
     steps = STEPS[example]
     command = [sys.executable, str(SCRIPT), example, *arguments, "--kill", "--quick"]
     command += ["--ranks", "2", "--steps", str(steps)]
@@ -28,7 +28,7 @@ def lost_rank(example: str, *arguments: str) -> str:
     step = int(found[1])
     assert steps * 5 // 8 <= step < steps
     assert re.search(rf"^0 +[1-9]\d* +0 +[\d.]+  {step}$", output, re.MULTILINE), output
-    # The first checkpoint is of everything. It may be on its way to the store.
+    # The first checkpoint saves everything. It may still be on its way to the store.
     assert f"{step - 1:>2} steps  to the first:" in output or f"{step:>2} steps  to the start:" in output
     assert re.search(rf"^step {step + 1} +\d", output, re.MULTILINE)
     parts = [float(found) for found in re.findall(r"^ +([\d.]+) s  ", output, re.MULTILINE)]
@@ -38,7 +38,7 @@ def lost_rank(example: str, *arguments: str) -> str:
 
 def test_the_memory_of_a_killed_rank_is_there() -> None:
     output = lost_rank("moe")
-    # How new its copies are depends on how fast the daemon is: before the first is durable there is no second one.
+    # The age of its copies depends on the daemon's speed: until the first is durable there is no second one.
     found = re.search(
         r"^1 lost +(\d+) +(\d+) +[\d.]+  (\d+) to (\d+): up to (\d+) steps old$", output, re.MULTILINE
     )

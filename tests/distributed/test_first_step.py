@@ -1,4 +1,4 @@
-"""Where one rank cannot begin to save, none does."""
+"""Test that no rank begins if one cannot begin to save."""
 
 from __future__ import annotations
 

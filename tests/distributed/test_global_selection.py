@@ -46,11 +46,11 @@ class Rank:
 
 @dataclass
 class Ranks:
-    """What all ranks have, and what they remember from round to round."""
+    """The partitions of all ranks, and what the ranks remember from round to round."""
 
     ranks: list[Rank]
     budget: int
-    """Of all of them."""
+    """The budget of all ranks."""
     max_staleness: int | None = None
     seed: int = 0
     books: list[Books] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Ranks:
     threshold: Threshold | None = None
 
     def round(self, policy: str, step: int = 0, credit: int = 0) -> list[NDArray[np.int64]]:
-        """One round: what each rank picks."""
+        """Run one round; return what each rank picks."""
         self.books = self.books or [Books() for _ in self.ranks]
         self.spent = self.spent or [0] * len(self.ranks)
         offers = [self.offer(policy, r, step) for r in range(len(self.ranks))]
@@ -88,7 +88,7 @@ class Ranks:
         return Offer(policy, Candidates(**vars(self.ranks[r]), **more), shard=r)
 
     def at_once(self, policy: str, credit: int = 0, step: int = 0) -> Selection:
-        """What one session with all partitions would pick."""
+        """Return what one session with all partitions would pick."""
         whole = {
             name: np.concatenate([getattr(rank, name) for rank in self.ranks]) for name in vars(self.ranks[0])
         }
@@ -96,7 +96,7 @@ class Ranks:
         return select(policy, among, self.budget, credit=credit)
 
     def flat(self, picked: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-        """Picks of all ranks as ids of all partitions together."""
+        """Return picks of all ranks as ids of all partitions together."""
         starts = np.cumsum([0, *(rank.size for rank in self.ranks)])
         return np.concatenate([ids + start for ids, start in zip(picked, starts, strict=False)])
 
@@ -115,7 +115,7 @@ distances = st.sampled_from([0.0, 1.0, 2.0, 3.0, 1e-300, 5e-324, 1e300, np.nan, 
 
 
 ordered = st.sampled_from([0.0, 1.0, 2.0, 3.0, np.nan, np.inf]) | st.floats(1e-9, 10)
-"""Distances whose scores have histogram bins of their own: those outside 2**-112 to 2**112 share the outermost."""
+"""Distances whose scores have histogram bins of their own: those beyond 2**-112 and 2**112 share the last bins."""
 
 
 @st.composite
@@ -179,7 +179,8 @@ def test_it_stops_only_where_something_does_not_fit(ranks: Ranks, policy: str, c
 def test_priority_picks_what_one_session_would(ranks: Ranks, credit: int) -> None:
     picked = ranks.flat(ranks.round("priority", credit=credit))
     whole = ranks.at_once("priority", credit=credit)
-    # Where keys are equal one session goes by id and ranks by hash; so compare where the order says something.
+    # Equal keys are ordered by id in one session and by hash among ranks, so compare only where the order is
+    # defined.
     keys = np.zeros(sum(r.size for r in ranks.ranks), dtype=np.uint64)
     at = ranks.flat([ranks.offer("priority", r).ids for r in range(len(ranks.ranks))])
     keys[at] = keys_of(ranks, "priority")

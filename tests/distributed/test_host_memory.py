@@ -1,4 +1,4 @@
-"""Ranks come back on other hosts than before: each finds its memory where it was."""
+"""Test ranks that restart on other hosts: each finds its memory on its former host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.distributed.launch import launch
 TRAIN = "tests.distributed.jobs:train"
 HOMES, SWAPPED = ["east", "west"], ["west", "east"]
 CUT = {"store_stops_at": 7, "flush_at": 13, "die": "all", "die_at": 13, "homes": HOMES}
-"""The store has no state of after step 7, and both hosts flush step 13. Then both ranks are killed."""
+"""The store has no state after step 7, and both hosts flush step 13. Then both ranks are killed."""
 
 
 def cut_short(kind: str, folder: Path, **options: Any) -> None:
@@ -61,13 +61,13 @@ def test_ranks_that_stay_find_their_own_memory(tmp_path: Path) -> None:
 def test_all_ranks_come_back_on_one_host(tmp_path: Path) -> None:
     cut_short("fsdp", tmp_path)
     found = launch(TRAIN, 2, "fsdp", str(tmp_path), 14, {"homes": ["east", "east"]})
-    # Nobody is where the other rank's memory is.
+    # No rank is on the host of the other rank's memory.
     assert [report["ranks"]["lost"] for report in found] == [[1]] * 2
     assert {report["step"] for report in found} == {13}
 
 
 def test_memory_of_a_line_that_was_left_is_not_brought(tmp_path: Path) -> None:
-    """It is of a later step. The run has gone on from an earlier one since, and saved that."""
+    """The memory is of a later step. The run has since continued from an earlier step, and saved that."""
     cut_short("fsdp", tmp_path)
     shutil.copytree(tmp_path / "east", tmp_path / "kept", symlinks=True)
     third = ["north", "south"]

@@ -1,4 +1,4 @@
-"""A job that was divided in another way, and perhaps still runs: no longer than until others begin."""
+"""Test a job with another division that perhaps still runs: only until the new ranks begin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.ranks import RankStore
 
 
 def elsewhere() -> Any:
-    """Where no lock keeps a second writer out, as with a job on another host."""
+    """Run where no lock keeps a second writer out, as with a job on another host."""
     return f"memory://{uuid4().hex}"
 
 

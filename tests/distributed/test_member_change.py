@@ -25,7 +25,7 @@ ONE = scarctl.Partitioning(rows={"table": 1})
 
 
 def before(store: Path | str, count: int = 2, steps: int = 3, **options: Any) -> list[int]:
-    """Have `count` members train, member k for `steps` + k steps. Returns the step of every row."""
+    """Have `count` members train, member k for `steps` + k steps. Return the step of every row."""
     found = []
     for number in range(count):
         run_member(store, number, count, steps + number, **options)
@@ -35,7 +35,7 @@ def before(store: Path | str, count: int = 2, steps: int = 3, **options: Any) ->
 
 
 def after(store: Path | str, count: int, replaces: int | None, **options: Any) -> list[int]:
-    """Start `count` members that take over. Returns the step of every row."""
+    """Start `count` members that take over. Return the step of every row."""
     found: list[int] = []
     for number in range(count):
         resumed, steps = run_member(store, number, count, 0, replaces=replaces, **options)
@@ -65,12 +65,12 @@ def test_steps_and_extras_are_those_of_the_member_of_that_number(tmp_path: Path)
             train(session, state, number, 2, 3 + number)
         del seen
     steps = [run_member(tmp_path / "s", n, 4, 0, replaces=2)[0].step for n in range(4)]
-    # Members 2 and 3 are new. All of their rows were those of member 1.
+    # Members 2 and 3 are new. All of their rows belonged to member 1.
     assert steps == [3, 4, 4, 4]
 
 
 def adam(number: int, count: int, store: Path, replaces: int | None, steps: int) -> Any:
-    """Train an embedding that is divided, and a layer of the member's own. Returns the model and the optimizer."""
+    """Train an embedding that is divided, and a layer of the member's own. Return the model and the optimizer."""
     first, stop = rows_of(number, count)
     torch.manual_seed(number)
     model = torch.nn.ModuleDict({"table": torch.nn.Embedding(stop - first, 4), "top": torch.nn.Linear(4, 1)})
@@ -133,7 +133,7 @@ def test_a_member_that_waits_to_take_over_is_named_and_its_rows_stay(tmp_path: P
     assert "still hold: 1, 2" in note
     with pytest.raises(scarctl.NoIntactCopy, match="member 1 of 3 has not started yet"):
         export(ExportSettings(store=str(tmp_path / "s"), output=tmp_path / "out"))
-    # Nothing is retired before all have taken over.
+    # No shard is retired before all members have taken over.
     store = Store.open(tmp_path / "s")
     assert plan_prune(store, Retention()).retire == ()
     assert [run_member(tmp_path / "s", number, 3, 1)[1] for number in (2, 1)] == [rows[16:], rows[8:16]]
@@ -186,7 +186,7 @@ def test_a_member_that_still_runs_is_not_replaced(tmp_path: Path, monkeypatch: p
 def test_one_waits_while_another_saves_what_earlier_ones_left(
     lives: bool, tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one has the shard's lock for longer than a moment. Nobody's process runs, unless the arena's does."""
+    """The other process has the shard's lock for a while. No member's process runs, unless the arena's does."""
     monkeypatch.setattr("scarctl.distributed.leftover_arenas.PATIENCE", 0.1)
     before(tmp_path / "s", 2)
     view = Store.open(tmp_path / "s").of_shard(1)
@@ -231,12 +231,12 @@ def test_two_members_of_one_number(tmp_path: Path) -> None:
 
 
 def test_one_that_begins_while_its_shard_is_taken_over_is_fenced(tmp_path: Path) -> None:
-    """It has compared its number, and begins its epoch after the others have read its shard."""
+    """The member has compared its number, and begins its epoch after the others have read its shard."""
     rows = before(tmp_path / "s", 2)
     late = state_of(1, 2)
     options = {"daemon": False}
     with attached(tmp_path / "s", 1, 2, late, **options) as session:
-        session.store.unlock()  # as on a remote store, where nobody holds a lock
+        session.store.unlock()  # as on a remote store, which has no lock
         session._saver.close()
         in_other_processes(tmp_path / "s", tmp_path, **options)
         layout = session.store.current_layout()

@@ -1,4 +1,4 @@
-"""A new member is killed at every point of taking over: nothing that was saved is lost, and it starts again."""
+"""Test a new member killed at every point of taking over: no saved state is lost, and the member starts again."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_it_starts_again(kill: str, when: str, tmp_path: Path) -> None:
     for _ in range(2):
         killed(store, 1, 3, tmp_path, replaces=2, kill=kill, when=when)
         if when == "after" and kill.endswith(("create_topology", "Engine.start", "Saving.seal")):
-            break  # it does not come there again
+            break  # it does not reach that point again
     found = [run_member(store, number, 3, 2, replaces=2)[1] for number in (1, 2, 0)]
     assert found == [ROWS[8:16], ROWS[16:], ROWS[:8]]
     assert [run_member(store, number, 3, 0)[1] for number in range(3)] == [

@@ -1,4 +1,4 @@
-"""Members as processes: kills, freezes and starts at one moment, and what the others notice of it: nothing."""
+"""Test members as processes: kills, freezes and simultaneous starts do not affect the other members."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_member_that_is_killed_again_and_again_is_its_own_affair(
         for kill in range(kills):
             started = len(members.told(VICTIM))
             members.kill(VICTIM)
-            # Nobody waits for the dead one, however long it is away.
+            # No member waits for the dead one, however long it is away.
             members.until_steps(2, OTHERS)
             if kill % 5 == 4:  # its host is lost as well
                 store = Store.open(tmp_path / "s").of_shard(VICTIM)
@@ -70,7 +70,7 @@ def test_eight_first_starts_at_one_moment(attempts: int, tmp_path: Path) -> None
 
 
 def test_a_frozen_member_is_fenced_by_its_successor(s3_place: Place, tmp_path: Path) -> None:
-    """On another host: on its own the frozen one still has its memory."""
+    """Start on another host: on its own host the frozen member still has its memory."""
     hosts = [tmp_path / name for name in ("a", "b")]
     for host in hosts:
         host.mkdir()

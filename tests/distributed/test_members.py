@@ -22,7 +22,7 @@ from tests.support.training import Loop, differing, drained
 
 @contextmanager
 def members(store: Path, count: int, steps: int = 3, **options: Any) -> Iterator[list[Any]]:
-    """(session, state) of each member, member k after `steps` + k steps."""
+    """Yield (session, state) of each member, member k after `steps` + k steps."""
     with ExitStack() as stack:
         found = []
         for number in range(count):

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +28,19 @@ from tests.distributed.paced import END
 from tests.distributed.test_replicas import same
 from tests.support.networks import CONTROL, Networks, Unavailable, networks, outcome
 from tests.support.places import KEY, SECRET
+from tests.support.waiting import wait_until
 
 TRAIN = "tests.distributed.paced:train"
 HOMES, ELSEWHERE = ["east", "west", "north"], ["there", "west", "north"]
 INTERVAL = 5
 PATIENCE = 60.0
 LISTENS = "0A"
-"""State of a socket in /proc/net/tcp."""
+"""State of a listening socket in /proc/net/tcp."""
 
 
 @pytest.fixture
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any) -> Iterator[Networks]:
-    """As many hosts as the test's parameter. Skips where this user may not make any, and says why."""
+    """Yield as many hosts as the test's parameter. Skip if this user may not make any, with the reason."""
     monkeypatch.delenv("SCARCTL_DAEMON")
     with contextlib.ExitStack() as stack:
         try:
@@ -55,14 +56,6 @@ two_hosts = pytest.mark.parametrize("hosts", [2], indirect=True, ids=[""])
 three_hosts = pytest.mark.parametrize("hosts", [3], indirect=True, ids=[""])
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = PATIENCE) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.05)
-    return found
-
-
 def resume(hosts: Networks, folder: Path, kind: str, homes: list[str], **options: Any) -> list[Any]:
     """Start the job again on some hosts, and return what each rank resumed."""
     again = {"homes": homes, "steps": 16, **options}
@@ -72,7 +65,7 @@ def resume(hosts: Networks, folder: Path, kind: str, homes: list[str], **options
 
 
 def run_of(folder: Path, home: str) -> dict[str, Any]:
-    """What a host's daemon says of its own rank; empty before it is there."""
+    """Return the daemon's status of its own rank on a host; empty before there is one."""
     said = status(host_folder(str(folder / home)))
     return said["runs"][0] if said is not None and said["runs"] else {}
 
@@ -83,7 +76,7 @@ def step_at(folder: Path, rank: int) -> int:
 
 
 def replica_at(folder: Path, home: str) -> Arena:
-    """The replica that a host keeps."""
+    """Return the replica that a host keeps."""
     (place,) = [p for p in host_folder(str(folder / home)).iterdir() if p.is_dir() and read_owner(p)]
     found = Arena.share(place, run_id=place.name)
     assert found is not None
@@ -91,7 +84,7 @@ def replica_at(folder: Path, home: str) -> Arena:
 
 
 def listening(pid: int, port: int) -> set[str]:
-    """Addresses at which anything in a process's network listens at this port."""
+    """Return the addresses at which a process in this network listens at this port."""
     rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     ends = [row[1].split(":") for row in rows if row[3] == LISTENS]
     return {
@@ -103,7 +96,7 @@ def listening(pid: int, port: int) -> set[str]:
 
 @two_hosts
 def test_a_host_dies_with_its_ranks_daemon_and_memory(hosts: Networks, tmp_path: Path) -> None:
-    """Without a flush: its peer has what its memory had two intervals before, or newer. The store has none of it."""
+    """Without a flush, its peer has the memory of two intervals before, or newer. The store has none of it."""
     job = {"homes": HOMES, "pace": 0.25, "store_stops_at": 7, "all_die_at": 33, "lost": [0]}
     ended = outcome(hosts.start(TRAIN, tmp_path, "fsdp", str(tmp_path), job), tmp_path)
     assert [code for code, _ in ended] == [-9, -9], ended
@@ -120,7 +113,7 @@ def test_a_host_dies_with_its_ranks_daemon_and_memory(hosts: Networks, tmp_path:
     assert said is not None
     assert said[1] == f"{CONTROL}.2", "it listens at the address that reaches the master"
     daemon = status(host_folder(str(tmp_path / "west")))
-    if daemon is not None:  # it ends when it has saved all that it can
+    if daemon is not None:  # it ends when it has saved as much as it can
         assert listening(daemon["pid"], int(said[2])) <= {f"{CONTROL}.2"}
     found = resume(hosts, tmp_path, "fsdp", ELSEWHERE[:2])
     assert found[0]["step"] == found[1]["step"] > 33 - 1 - 2 * INTERVAL
@@ -129,14 +122,14 @@ def test_a_host_dies_with_its_ranks_daemon_and_memory(hosts: Networks, tmp_path:
 
 @two_hosts
 def test_one_of_two_that_have_the_same_state_dies(hosts: Networks, tmp_path: Path) -> None:
-    """The survivor brings the copy of the dead one to the newest step."""
+    """The survivor brings the copy of the dead rank up to the newest step."""
     job = {"homes": HOMES, "store_stops_at": 7, "copied_at": 11, "dies_at": 13, "lost": [0]}
     ended = outcome(hosts.start(TRAIN, tmp_path, "ddp", str(tmp_path), job), tmp_path)
     assert ended[0][0] == -9, ended
     assert ended[1][0] not in (0, -9), "it ends by the failed collective"
     found = resume(hosts, tmp_path, "ddp", ELSEWHERE[:2], keep=str(tmp_path / "again.pt"))
     assert [report["step"] for report in found] == [13, 13], found
-    for report in found:  # what nobody else has of a dead rank is said
+    for report in found:  # parts of a dead rank that no host has are reported
         assert ["random numbers" in reason for reason in report["reasons"]] == [True]
     (tmp_path / "calm").mkdir()
     resume(hosts, tmp_path / "calm", "ddp", HOMES[:2], keep=str(tmp_path / "calm.pt"), settings={"peers": 0})
@@ -204,7 +197,7 @@ def test_a_cable_is_cut_shaped_and_healed(hosts: Networks, tmp_path: Path, secon
 
 @pytest.fixture
 def bucket(hosts: Networks, tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """A store on a host of its own, the last one; options of `attach` for it."""
+    """Yield options of `attach` for a store on a host of its own, the last one."""
     last = len(hosts.names) - 1
     address = f"http://{hosts.address(last)}:9000"
     server = hosts.run(
@@ -224,7 +217,7 @@ def options_of(address: str) -> dict[str, Any]:
 def test_the_store_and_a_peer_are_away_at_once(
     hosts: Networks, bucket: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The run goes on, says both, and catches up when they are back."""
+    """The run continues, reports both, and catches up when they are back."""
     job = {"homes": HOMES, "pace": 0.1, **bucket}
     ranks = hosts.start(TRAIN, tmp_path, "fsdp", str(tmp_path), job, world=2)
     try:

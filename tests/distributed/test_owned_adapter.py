@@ -1,4 +1,4 @@
-"""Real processes, real wrappers: what the ranks own is the whole state, once, and it comes back."""
+"""Test with real processes and wrappers that the ranks' parts are the whole state, each value once, restored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETUPS = {
 
 @cache
 def results(world: int) -> list[dict[str, str]]:
-    """What every rank found. All setups of a size in one start: importing torch takes longer than they do."""
+    """Return every rank's findings. All setups of one size share a start, because importing torch takes longest."""
     found: list[dict[str, str]] = launch("tests.distributed.checks:run", world, SETUPS[world])
     return found
 

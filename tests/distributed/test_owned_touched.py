@@ -1,4 +1,4 @@
-"""Test the touched rows that a rank gets if it owns a part of a table."""
+"""Test the touched rows reported to a rank that owns a part of a table."""
 
 from __future__ import annotations
 

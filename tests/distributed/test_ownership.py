@@ -1,4 +1,4 @@
-"""The division of a state among ranks: every element has one owner, wherever the boxes lie."""
+"""Test the division of a state among ranks: every element has one owner, whatever the boxes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def box(name: str, whole: tuple[int, ...], offset: tuple[int, ...], shape: tuple
 
 
 def owners(holdings: Holdings, division: Division) -> dict[str, np.ndarray]:
-    """Owner of every element, by stored name. Fails when one has several."""
+    """Return the owner of every element, by stored name. Fails if an element has several."""
     found: dict[str, np.ndarray] = {}
     for rank, own in enumerate(division.owned):
         for owned in own:
@@ -47,13 +47,13 @@ def owners(holdings: Holdings, division: Division) -> dict[str, np.ndarray]:
 
 @st.composite
 def cuts(draw: st.DrawFn, size: int, parts: int) -> list[int]:
-    """Bounds of `parts` ranges of 0..size, some of them empty."""
+    """Return the bounds of `parts` ranges of 0..size, some of them empty."""
     return [0, *sorted(draw(st.integers(0, size)) for _ in range(parts - 1)), size]
 
 
 @st.composite
 def jobs(draw: st.DrawFn) -> Holdings:
-    """Ranks on a mesh of three dimensions (replicas, rows, columns), with tensors cut along any of them."""
+    """Draw ranks on a mesh of three dimensions (replicas, rows, columns), with tensors cut along any of them."""
     copies, by_row, by_column = (draw(st.integers(1, 3)) for _ in range(3))
     ranks = [(c, i, j) for c in range(copies) for i in range(by_row) for j in range(by_column)]
     holdings: Holdings = [[] for _ in ranks]
@@ -217,7 +217,7 @@ def test_small_tensors_and_buffers_are_not_divided() -> None:
         ([[parameter("w", 4), parameter("w@1", 4)], [parameter("w", 4, role="own")]], "stored as 'w@1'"),
         ([[box("w", (9,), (0,), (5,))], [box("w", (9,), (4,), (5,))]], "ranks 0, 1 hold .*'w' that overlap"),
         ([[box("w", (9,), (0,), (4,))], [box("w", (9,), (5,), (4,))]], "'w' has elements that no rank holds"),
-        # A pinwheel around a hole, whose boxes have the right volume only with another twice.
+        # A pinwheel around a hole, whose boxes fill the volume only if another one is counted twice.
         ([[box("w", (3, 3), (0, 0), (1, 2))], [box("w", (3, 3), (0, 2), (2, 1))], [box("w", (3, 3), (2, 1), (1, 2))],
           [box("w", (3, 3), (1, 0), (2, 1))]], "no rank holds"),
         ([[box("w", (2, 2), (0, 0), (2, 1))], [box("w", (2, 2), (0, 0), (1, 2))]], "overlap"),

@@ -1,4 +1,4 @@
-"""The secret of a job's hosts: it shows nowhere, a file of it has to be private, and all hosts have the same."""
+"""Test the secret of a job's hosts: it appears nowhere, a file of it must be private, and all hosts have the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def needles(hexadecimal: str) -> list[str]:
-    """Ways in which a secret may be written."""
+    """Return ways in which a secret may be written."""
     raw = bytes.fromhex(hexadecimal)
     return [
         hexadecimal,
@@ -61,7 +61,7 @@ def test_no_secret_shows(
     shown = [(where, text) for report in found for where, text in report["shown"]]
     shown += [(str(path), path.read_bytes().decode("latin-1")) for path in hosts.rglob("*") if path.is_file()]
     assert [where for where, text in shown if any(needle in text for needle in wanted)] == []
-    # It was looked for where it could have been.
+    # The test has searched all places where it could appear.
     places = {where.partition(" ")[0] for where, _ in shown}
     assert {"inspect", "doctor", "daemon", "cmdline", "environ", "an", "reprs", "a"} <= places
     assert sum("listens at" in text for where, text in shown if where.endswith("daemon.log")) == 2

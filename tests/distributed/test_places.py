@@ -1,4 +1,4 @@
-"""Where a rank's part lies, for every rank of many meshes: real DTensors on torch's process group for one process."""
+"""Test a rank's place for every rank of many meshes: real DTensors on torch's process group for one process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def assert_place(tensor: torch.Tensor, whole: torch.Tensor) -> int:
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (3, 4)])
 @pytest.mark.parametrize("rows", [1, 2, 5, 7, 13, 27])
 def test_a_strided_shard_cuts_what_others_have_cut(sizes: tuple[int, int], rows: int) -> None:
-    """As FSDP2 does on top of tensor parallel. Where rows do not divide evenly, torch's own helper is wrong."""
+    """The mesh is that of FSDP2 on tensor parallel. If rows do not divide evenly, torch's own helper is wrong."""
     whole, elements = numbered(rows, 2), 0
     for rank in range(sizes[0] * sizes[1]):
         with rank_of(rank, sizes[0] * sizes[1]):
@@ -105,7 +105,7 @@ def test_roles() -> None:
             super().__init__()
             self.trunk = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
             self.local = DistributedDataParallel(nn.BatchNorm1d(2))
-            self.local.broadcast_buffers = False  # the argument is deprecated, and its successor too new
+            self.local.broadcast_buffers = False  # the argument is deprecated, and its replacement is too new
             self.expert = nn.Linear(2, 2)
             self.half = DistributedDataParallel(nn.Linear(2, 2), process_group=dist.new_group([0, 2]))
 

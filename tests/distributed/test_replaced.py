@@ -1,4 +1,4 @@
-"""State that changes between two steps: no rank calls a mix of two states exact."""
+"""Test state that changes between two steps: no rank calls a mix of two states exact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_other_weights_in_place_of_the_trained_ones_are_said(
 
 @pytest.mark.parametrize(("averaged", "exact"), [([0, 1], True), ([1], False)])
 def test_extras_that_change_without_a_step(tmp_path: Path, averaged: list[int], exact: bool) -> None:
-    """If a rank has saved other extras since, its state is no more that of the others."""
+    """If a rank has saved other extras since, its state no longer belongs to that of the others."""
     launch(FLUSHED, 2, "fsdp", str(tmp_path), [], averaged)
     found = launch(RESUMED, 2, "fsdp", str(tmp_path))
     assert [(one["step"], one["exact"]) for one in found] == [(3, exact)] * 2

@@ -1,4 +1,4 @@
-"""A host dies with its daemon and its memory: the job goes on from the copies that another host keeps.
+"""Test a host that dies with its daemon and its memory: the job continues from copies on another host.
 
 Two folders of arenas are two hosts, each with a daemon; they talk over the loopback interface.
 """
@@ -21,12 +21,12 @@ from tests.distributed.launch import launch
 TRAIN = "tests.distributed.hosted:train"
 HOMES, ELSEWHERE = ["east", "west"], ["north", "west"]
 STOPPED = {"homes": HOMES, "store_stops_at": 7, "host_dies": 0}
-"""The store has nothing of after step 7."""
+"""The store has nothing after step 7."""
 
 
 @pytest.fixture
 def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of the hosts. Their daemons are stopped at the end."""
+    """Yield the folder of the hosts, and stop their daemons at the end."""
     monkeypatch.delenv("SCARCTL_DAEMON")
     yield tmp_path
     for home in ("east", "west", "north"):
@@ -35,7 +35,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """The end of a job that nothing happened to, by kind."""
+    """Return by kind the end of an undisturbed job."""
 
     def train(kind: str) -> Any:
         folder = tmp_path_factory.mktemp("calm")
@@ -65,7 +65,7 @@ def test_all_die_and_one_host_is_lost(hosts: Path, calm: Any, monkeypatch: pytes
 
 
 def test_a_checkpoint_that_waits_for_peers_survives_the_host(hosts: Path, calm: Any) -> None:
-    """Nothing else is waited for: the other host has all of it when the call returns."""
+    """The call waits for nothing else: the other host has everything when it returns."""
     job = {**STOPPED, "settings": {"peer_ack": "all"}, "wait_at": 13, "all_die_at": 13}
     with pytest.raises(AssertionError, match="ended with -9"):
         launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
@@ -88,7 +88,7 @@ def test_a_checkpoint_whose_peers_are_late_says_what_is_safe(hosts: Path) -> Non
 
 
 def test_copies_are_found_without_keeping_new_ones(hosts: Path) -> None:
-    """Everything comes back on the host that is left, and `peers` is not given any more."""
+    """Everything is restored on the remaining host, without `peers` in the settings."""
     job = {**STOPPED, "flush_at": 13, "copied_at": 13, "all_die_at": 13}
     with pytest.raises(AssertionError, match="ended with -9"):
         launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
@@ -107,7 +107,7 @@ def test_another_number_of_ranks_takes_over_what_copies_have(hosts: Path) -> Non
 
 
 def test_an_original_comes_before_its_copy(hosts: Path) -> None:
-    """Both hosts live, and the original is newer than the copy: another number of ranks takes over the original."""
+    """Both hosts are up, and the original is newer than the copy: another number of ranks takes over the original."""
     job = {**STOPPED, "copied_at": 9, "peers_stop_at": 9, "flush_at": 13, "all_die_at": 13, "host_dies": None}
     with pytest.raises(AssertionError, match="ended with -9"):
         launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
@@ -147,7 +147,7 @@ def test_a_daemon_that_dies_is_replaced_and_keeps_what_it_kept(hosts: Path) -> N
         launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
     found = launch(TRAIN, 2, "fsdp", str(hosts), 14, {"homes": ELSEWHERE})
     assert [(report["step"], report["exact"]) for report in found] == [(13, True)] * 2
-    # What the store has of that step already is taken from there.
+    # Copies of that step that the store already has are taken from there.
     assert found[0]["tiers"].get("peer", 0) + found[0]["tiers"].get("store", 0) == sum(
         found[0]["tiers"].values()
     )
@@ -164,7 +164,7 @@ def test_a_run_that_ends_well_leaves_no_copies(hosts: Path) -> None:
 
 
 def test_copies_are_compared_with_the_store(hosts: Path) -> None:
-    """Of the versions that the store has; a byte that differs is found, and nothing else is."""
+    """Copies of versions that the store has are compared: a differing byte is found, and nothing else."""
     found = launch(TRAIN, 2, "fsdp", str(hosts), 12, {"homes": HOMES, "copied_at": 12, "verify": True})
     for report in found:
         (code, before), (spoiled, after) = report["verified"]

@@ -1,4 +1,4 @@
-"""From which step ranks go on that have come back with states of different steps."""
+"""Test from which step ranks continue if they come back with states of different steps."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_without_survivors_all_go_on_from_the_newest_step_that_is_known() -> Non
 
 
 def test_a_rank_of_which_nothing_changes_does_not_set_the_others_back() -> None:
-    """It has saved extras once, with its first state, which is still what it has."""
+    """The rank has saved extras once, with its first state, which has not changed since."""
     found = agree_on_step([Standing(1, exact=True, survived=False), dead(1000), dead(1000)])
     assert (found.step, found.reference, found.lost, found.exact) == (1000, 1, (0,), False)
 

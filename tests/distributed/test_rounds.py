@@ -1,4 +1,4 @@
-"""Ranks are real processes here, and what they use is gloo on the loopback interface."""
+"""Test selection rounds between ranks that are real processes, over gloo on the loopback interface."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.support.process import Forked, Tell
 
 N, BYTES = 400, 1000
 BUDGET = N * BYTES // 8
-"""Of one rank."""
+"""The budget of one rank."""
 GENEROUS = 20.0
-"""Patience of ranks that are to wait for each other, however busy the machine is."""
+"""Patience of ranks that should wait for each other, however busy the machine is."""
 
 
 class Member:
@@ -53,7 +53,7 @@ class Member:
         self.selector.expect(step, BUDGET)
 
     def select(self, step: int, policy: str = "priority", *, hurried: bool = True, **more: Any) -> Selection:
-        """The worker's part. hurried: a training thread waits for it from the beginning."""
+        """Do the worker's part. hurried: a training thread waits for it from the beginning."""
         if hurried:
             self.selector.hurry()
         among = Candidates(
@@ -81,7 +81,7 @@ Body = Callable[[Member], Any]
 
 @contextlib.contextmanager
 def ranks(folder: Path, bodies: list[Body], **more: Any) -> Iterator[list[Forked]]:
-    """A process per body; `results` has what they returned."""
+    """Yield a process per body; `results` has their return values."""
 
     def run(rank: int) -> Callable[[Tell], None]:
         def program(tell: Tell) -> None:
@@ -92,7 +92,7 @@ def ranks(folder: Path, bodies: list[Body], **more: Any) -> Iterator[list[Forked
             member.tell = tell
             result = bodies[rank](member)
             (folder / f"{rank}.json").write_text(json.dumps(result))
-            # Until all have what they need, whatever it is: leaving is a failure to the others.
+            # Until all have what they need: leaving earlier counts as a failure to the others.
             member.selector.close()
             assert not [t for t in threading.enumerate() if t.name == "scarctl-exchange"]
 
@@ -103,7 +103,7 @@ def ranks(folder: Path, bodies: list[Body], **more: Any) -> Iterator[list[Forked
 
 
 def results(folder: Path, bodies: list[Body], *, dead: tuple[int, ...] = (), **more: Any) -> list[Any]:
-    """What the bodies return, None for those that are `dead`."""
+    """Return what the bodies return, None for those that are `dead`."""
     with ranks(folder, bodies, **more) as processes:
         codes = [process.wait(40) for process in processes]
     assert codes == [-signal.SIGKILL if rank in dead else 0 for rank in range(len(bodies))]
@@ -121,7 +121,7 @@ def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
 
 
 def at_once(world: int, step: int, budget: int) -> list[list[int]]:
-    """What the ranks should pick: the best of all of them."""
+    """Return what the ranks should pick: the best partitions of all ranks."""
     every = np.concatenate([values(rank, step) for rank in range(world)])
     best = np.sort(np.argsort(every)[::-1][: budget // BYTES])
     return [(best[best // N == rank] % N).tolist() for rank in range(world)]
@@ -145,7 +145,7 @@ def test_ranks_pick_together_what_one_would(tmp_path: Path) -> None:
 
 
 def test_a_slow_rank_holds_nobody_up(tmp_path: Path) -> None:
-    """It is ten times slower: the others wait for it once, and not again while a round is still open."""
+    """One rank is ten times slower: the others wait for it once, and not again while a round is still open."""
 
     def body(member: Member) -> Any:
         member.checkpoint(0)
@@ -200,7 +200,8 @@ def test_a_killed_rank_leaves_the_others_to_themselves(tmp_path: Path) -> None:
         sizes, picks, warnings = got[rank]
         assert len(warnings) == 1
         assert "without the other ranks" in warnings[0]
-        # From then on its own best, with its own budget; and its part of the credit at first.
+        # From then on it uses its own best partitions and its own budget, and at first its part of the
+        # credit.
         assert all(BUDGET * 0.97 <= size <= BUDGET * 1.03 for size in sizes[4:])
         own = np.argsort(values(rank, 7))[::-1][: len(picks[7])]
         assert sorted(own.tolist()) == picks[7]
@@ -210,7 +211,7 @@ def test_a_rank_that_skips_a_round_is_found_out_by_all(tmp_path: Path) -> None:
     def body(member: Member) -> Any:
         for step in range(5):
             if step == 2 and member.rank == 0:
-                member.select(step)  # as if somebody had asked for it: no round
+                member.select(step)  # as if a round had been requested: there is no round
             else:
                 member.checkpoint(step)
         until(lambda: member.exchange.failure)
@@ -227,7 +228,7 @@ def test_a_rank_whose_copy_failed_joins_with_nothing(tmp_path: Path) -> None:
         sizes = []
         for step in range(4):
             if member.rank == 1 and step in (1, 2):
-                member.expect(step)  # and then something went wrong
+                member.expect(step)  # and then a fault occurs
                 if step == 1:
                     member.selector.settle()
                 sizes.append(0)
@@ -242,7 +243,7 @@ def test_a_rank_whose_copy_failed_joins_with_nothing(tmp_path: Path) -> None:
 
 
 def test_closing_with_an_open_round_hangs_nobody(tmp_path: Path) -> None:
-    """One rank has stopped for good, one leaves in the middle of a round, and then so does the third."""
+    """One rank stops permanently, one leaves in the middle of a round, and then so does the third."""
 
     def stopped(member: Member) -> Any:
         member.checkpoint(0)
@@ -265,7 +266,7 @@ def test_closing_with_an_open_round_hangs_nobody(tmp_path: Path) -> None:
     for rank in (0, 2):
         late, seconds, logged = json.loads((tmp_path / f"{rank}.json").read_text())
         assert seconds < 5
-        # Who leaves is not told that it left; the other may have seen it go before its own patience ended.
+        # A rank that leaves is not told so; the other may have noticed before its own patience ended.
         assert late > 0 or len(logged) == 1
 
 

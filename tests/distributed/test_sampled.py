@@ -1,4 +1,4 @@
-"""A `DistributedSampler` with `set_epoch` in a job of several ranks: resumed exactly, or said."""
+"""Test a `DistributedSampler` with `set_epoch` among ranks: it resumes exactly, or the session reports it."""
 
 from __future__ import annotations
 

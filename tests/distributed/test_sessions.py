@@ -1,4 +1,4 @@
-"""Whole jobs of several ranks: they save together, and whatever happens to them they go on."""
+"""Test whole jobs of several ranks: they save together, and continue after every kind of failure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRAIN = "tests.distributed.jobs:train"
 
 
 def same(a: Path, b: Path) -> bool:
-    """Whether two files of `train` hold the same values, bit by bit."""
+    """Return whether two files of `train` hold the same values, bit by bit."""
     first, second = load(a), load(b)
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
@@ -31,7 +31,7 @@ def same(a: Path, b: Path) -> bool:
 def torchrun(
     kind: str, world: int, folder: Path, steps: int, options: list[dict[str, Any]], *, restarts: int = 1
 ) -> list[dict[str, Any]]:
-    """Run a job of `train` under torchrun, which starts it again when a rank dies; every rank's last report."""
+    """Run a job of `train` under torchrun, which restarts it when a rank dies; return every rank's last report."""
     arguments = (kind, str(folder), str(steps), json.dumps(options))
     run_under_torchrun("tests.distributed.job", *arguments, world=world, restarts=restarts)
     reports = [(folder / f"report-{rank}.jsonl").read_text().splitlines()[-1] for rank in range(world)]
@@ -40,7 +40,7 @@ def torchrun(
 
 @pytest.fixture
 def uninterrupted(tmp_path: Path) -> Any:
-    """What the end of a job of two ranks that nothing happens to is, by kind."""
+    """Return by kind the end of an undisturbed job of two ranks."""
 
     def run(kind: str, steps: int) -> Path:
         (tmp_path / "calm").mkdir()
@@ -72,7 +72,8 @@ def test_a_job_goes_on_exactly_and_so_do_others_that_divide_it_in_another_way(
 
 
 def test_losing_a_rank_loses_only_what_it_owned(tmp_path: Path) -> None:
-    # What waits for the store at 10 is not saved then, and what waits at 13 goes with its rank.
+    # Copies that wait for the store at 10 are not saved then, and those that wait at 13 are lost with their
+    # rank.
     first = {"drained_at": [4, 9, 10], "die": 1, "die_at": 13}
     found = torchrun("fsdp", 4, tmp_path, 20, [first, {"resumed": str(tmp_path / "resumed.pt")}])
     assert {report["step"] for report in found} == {13}
@@ -87,7 +88,7 @@ def test_losing_a_rank_loses_only_what_it_owned(tmp_path: Path) -> None:
 def test_what_others_hold_too_is_not_lost_with_its_owner(tmp_path: Path, uninterrupted: Any) -> None:
     options = [{"die": 1, "die_at": 13, "settings": {"daemon": None}}, {"keep": str(tmp_path / "end.pt")}]
     found = torchrun("ddp", 2, tmp_path, 17, options)
-    # Nobody knows the dead rank's random numbers of that step; this loop draws none.
+    # The dead rank's random numbers of that step are unknown; this loop draws none.
     assert [(report["step"], report["exact"]) for report in found] == [(13, False)] * 2
     assert found[0]["ranks"]["lost"] == []
     assert same(tmp_path / "end.pt", uninterrupted("ddp", 17))
@@ -190,7 +191,7 @@ def test_a_snapshot_is_of_all_ranks_and_can_be_gone_back_to(tmp_path: Path) -> N
 
 def test_a_rollback_goes_to_what_all_ranks_can_read(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    # A snapshot, because a collector that is quick drops what is older than the newest sealed state.
+    # A snapshot, because a quick collector deletes states older than the newest sealed one.
     launch(TRAIN, 2, "fsdp", folder, 8, {"snapshot_at": 8, "keep": f"{folder}/kept.pt"})
     launch(TRAIN, 2, "fsdp", folder, 14)
     log = Store.open(tmp_path / "store").log(1)
@@ -225,7 +226,7 @@ LOSSES: dict[str, tuple[Any, list[int]]] = {
     "a rank and a name": (["rank:0", "b"], [12, 4]),
     "all": ("all", [12, 12]),
 }
-"""What is lost, and how many partitions of each of two ranks that is."""
+"""What is lost, and the number of partitions of each of two ranks."""
 
 
 def test_what_is_lost_is_named_alike_among_ranks_and_alone(tmp_path: Path) -> None:
@@ -253,8 +254,8 @@ def test_what_is_lost_is_named_alike_among_ranks_and_alone(tmp_path: Path) -> No
 
 def test_all_ranks_predict_the_same_cost_of_a_loss(tmp_path: Path) -> None:
     descend, folder = "tests.distributed.jobs:descend", str(tmp_path)
-    # An odd number: with no checkpoint at the last step nothing is as new as the live values.
-    # The store has each checkpoint before the next: how old the copies are does not depend on how fast it is here.
+    # An odd number: without a checkpoint at the last step no copy is as new as the live values. The store has
+    # each checkpoint before the next, so the ages do not depend on the machine's speed.
     options = {"refused": 0.1, "drained": True, "recover": {"mode": "auto", "max_rework": 20}}
     found = launch(descend, 2, folder, 51, options)
     for one in found:
@@ -330,7 +331,7 @@ def test_a_running_job_does_what_it_is_asked_for_on_all_ranks_after_the_same_ste
     options = {"settings": {"daemon": True}, "until": str(tmp_path / "enough")}
     with ThreadPoolExecutor() as pool:
         job = pool.submit(launch, TRAIN, 2, "fsdp", str(tmp_path), 1 << 20, options, timeout=100)
-        # A session may be asked before it can do anything.
+        # A request may arrive before the session can do anything.
         while not job.done() and "ranks" not in ask("live", "checkpoint", "--full"):
             time.sleep(0.2)
         refused = ask("live", "recover", "--lost", "rank:1", "--max-rework", "0")

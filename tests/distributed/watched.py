@@ -1,4 +1,4 @@
-"""A training job with peers that keeps all that it shows: records of logs, errors, commands' outputs, arguments."""
+"""Run a job with peers that keeps all its output: log records, errors, output of commands, arguments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Kept(logging.Handler):
 def train(rank: int, world: int, folder: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Keep copies; then the other host's daemon stops, and a checkpoint that waits for it fails.
 
-    Returns the secrets of this start, and what was shown: pairs of where and what.
+    Return the secrets of this start, and all output as pairs of where and what.
     """
     kept = Kept()
     logging.getLogger().addHandler(kept)
@@ -88,7 +88,7 @@ def train(rank: int, world: int, folder: str, settings: dict[str, Any]) -> dict[
 
 
 def commands(home: Path, store: str) -> list[tuple[str, str]]:
-    """The output of commands on a host of a running job, and what others see of its processes."""
+    """Return the output of commands on a host of a running job, and what other users see of its processes."""
     found = []
     os.environ["SCARCTL_ARENA_DIR"] = str(home)
     log = Path(host_folder(str(home)), "daemon.log").read_text()
@@ -112,7 +112,7 @@ def commands(home: Path, store: str) -> list[tuple[str, str]]:
 
 
 def train_with_own_secret(rank: int, world: int, folder: str, path: str) -> None:
-    """Each rank has another secret."""
+    """Train with another secret on each rank."""
     own = Path(folder, f"secret-{rank}")
     own.touch(0o600)
     own.write_text(Path(path).read_text() + str(rank))

@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 from examples.parameter_server.roles import SESSION, Action, Push, Record, Role, Sent, Server, Swap
 
 FAULTS = 12
-"""In one run, one every second or so; then it heals."""
+"""Faults per run, about one per second; afterwards everything is healed."""
 CONTACT, PATIENCE = 0.4, 0.6
-"""Seconds from one contact with the control plane to the next, and until a worker repeats a push."""
+"""Seconds between two contacts with the control plane, and until a worker repeats a push."""
 
 
 @dataclass
 class Outcome:
-    """What one run has shown."""
+    """The results of one run."""
 
     faults: Counter[str] = field(default_factory=Counter)
     acknowledged: int = 0
@@ -35,17 +35,17 @@ class Outcome:
     twice: int = 0
     """Pushes that are in the log more than once."""
     split: int = 0
-    """Servers whose log at the end is another one than the primary's: writes of two primaries."""
+    """Servers whose log at the end differs from the primary's: writes of two primaries."""
     refused: int = 0
     """Messages of an older epoch that were refused."""
     two: int = 0
-    """Moments at which two servers would take pushes."""
+    """Moments at which two servers would accept pushes."""
     away: list[float] = field(default_factory=list)
     """Seconds from a fault of the primary to the next acknowledgement."""
 
     @property
     def bad(self) -> int:
-        """Violations."""
+        """Return the number of violations."""
         return self.lost + self.twice + self.split + self.two
 
 
@@ -85,7 +85,7 @@ class Simulation:
         heapq.heappush(self._events, (self.now + after, next(self._order), event))
 
     def run(self, until: float) -> None:
-        """Let events happen until this time."""
+        """Run events until this time."""
         while self._events and self._events[0][0] <= until:
             self.now, _, event = heapq.heappop(self._events)
             if isinstance(event, Sent):
@@ -130,7 +130,7 @@ class Simulation:
         if name in self.dead or name in self.frozen or name in self.cut:
             return
         self.sessions[name] = self.now
-        # A session ends some time after its server has stopped by itself, never before.
+        # A session ends some time after its server has stopped by its own decision, never before.
         alive = [other for other, seen in self.sessions.items() if self.now - seen < SESSION * 1.1]
         self._do(name, self.servers[name].reached(self.record, self.now, alive))
 
@@ -162,7 +162,7 @@ class Simulation:
     # -- faults -----------------------------------------------------------------------------------------------
 
     def fault(self, what: str | None = None, victim: str | None = None) -> str:
-        """Do something bad to a server, and return what: "none" if the last one with everything would be lost."""
+        """Inject a fault into a server, and return its kind: "none" if the last complete server would be lost."""
         what = what or self.chance.choice(["kill", "kill", "freeze", "cut", "heal"])
         head = self.record.chain[0] if self.record.chain else self.names[0]
         victim = victim or self.chance.choice([head, *self.names])
@@ -236,7 +236,7 @@ def one(seed: int, *, faults: int = FAULTS, acknowledge: str = "all", every: int
 
 
 def table(runs: int) -> list[tuple[str, int, int, int, int, int, int]]:
-    """Rows of: way, faults, pushes acknowledged, lost, applied twice, kept of two primaries, messages refused."""
+    """Return rows of: way, faults, pushes acknowledged, lost, applied twice, of two primaries, messages refused."""
     rows = []
     for way, acknowledge, every in (("all", "all", 1), ("next", "next", 1), ("primary, every 10", "now", 10)):
         outcomes = [one(seed, acknowledge=acknowledge, every=every) for seed in range(runs)]

@@ -1,4 +1,4 @@
-"""The models beyond the paper's train, fail and recover; what becomes of moments is what a study says."""
+"""Test that the models beyond the paper's train, fail and recover, and that moments are set as the study demands."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_failure_and_all_ways_back(name: str) -> None:
     )  # fmt: skip
     result = run_trial(study, getattr(workloads, name)(), 0)
     assert result["same"]
-    # To go back is exact: one iteration has come after the full checkpoint.
+    # A rollback is exact: one iteration was done after the full checkpoint.
     assert result["rework"][0] == 1
     assert all(result["perturbation"])
 
@@ -63,7 +63,7 @@ def test_moments_of_lost_rows(how: str, monkeypatch: pytest.MonkeyPatch) -> None
         "zeroed": torch.zeros_like(restored),
         "stale": moments[4][:5],
     }
-    # Every way goes on from the same failure, and the run comes back to it for the next one.
+    # All ways continue from the same failure, and the run returns to it for the next one.
     for _ in range(2):
         with torch.no_grad():
             weight.copy_(before[0])

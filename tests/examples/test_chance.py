@@ -1,4 +1,4 @@
-"""Test that weighing failures by p gives the same result as drawing them with p."""
+"""Test that weighting failures by p gives the same result as drawing them with p."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LAST = 60
 
 
 def results(after: list[int]) -> list[dict[str, Any]]:
-    """Failures whose rework grows with their iteration: a rollback's 4 times as fast as that of priority, and by 10."""
+    """Return failures whose rework grows with the iteration: a rollback's 4 times as fast as priority's, and by 10."""
     return [{"failed_after": k, "undisturbed": LAST + 1, "rework": [10 + 4 * k, 0, k]} for k in after]
 
 

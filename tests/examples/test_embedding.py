@@ -1,4 +1,4 @@
-"""The embedding example runs, and what it claims about its experiment is so."""
+"""Test that the embedding example runs, and that its claims about its experiment are true."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("usual_saver")
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_all_ways_see_the_same_losses(tmp_path: Path) -> None:
-    # A hundred times it waits until all is durable: in memory that takes no time.
+    # The test waits a hundred times until all is durable: in memory that takes no time.
     memory = Path("/dev/shm")
     command = [sys.executable, "-W", "error", "-m", "examples.embedding.compare"]
     done = subprocess.run(
@@ -37,7 +37,7 @@ def test_all_ways_see_the_same_losses(tmp_path: Path) -> None:
         re.MULTILINE,
     )
     assert seed is not None, done.stdout
-    # Going back is exact: it costs the iterations since the last checkpoint of everything, neither more nor less.
+    # A rollback is exact: it costs the iterations since the last full checkpoint, neither more nor fewer.
     after = int(seed[1])
     assert (int(seed[2]), int(seed[3])) == (after % 80, after % 40)
     rows = re.findall(r"^(\w+) +(\d+) +([\d.]+) MB +\S+ \(([\d.]+)x\)", done.stdout, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The recipes of docs/evacuation.md, each against a stand-in of its platform's signal."""
+"""Test the recipes of docs/evacuation.md, each against a stand-in of its platform's signal."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 
 from tests.cli.test_evacuate import trains
 from tests.support.process import Forked
+from tests.support.stored import stored_steps
 
 pytestmark = [pytest.mark.usefixtures("warm_torch"), pytest.mark.leaves_arena]
 ROOT = Path(__file__).parents[2]
@@ -24,7 +25,7 @@ EVACUATE = [sys.executable, "-m", "scarctl", "evacuate", "--deadline", "60s", "-
 
 
 class Metadata(http.server.BaseHTTPRequestHandler):
-    """The pages of three metadata services; a page that gives notice is there once it was asked for without."""
+    """The pages of three metadata services; a page that gives notice exists once it was requested before."""
 
     looks: list[str]
 
@@ -89,7 +90,7 @@ def test_a_clouds_notice(tmp_path: Path, metadata: str, cloud: str) -> None:
 
 @pytest.mark.usefixtures("daemon_folder")
 def test_slurms_signal_to_the_batch_script(tmp_path: Path) -> None:
-    """The trap of the recipe in a real shell, which gets a real USR1 and waits for its training."""
+    """The trap of the recipe runs in a real shell, which gets a real USR1 and waits for its training."""
     with Forked(lambda tell: trains(tmp_path / "store", tell)) as child:
         child.expect("ready")
         leave = " ".join(EVACUATE)
@@ -126,6 +127,4 @@ def test_kubernetes_sigterm_to_the_first_process_and_then_sigkill(tmp_path: Path
     first.send_signal(signal.SIGTERM)
     assert first.wait(100) == 128 + signal.SIGTERM
     first.stdout.close()
-    from tests.session.test_evacuate import stored_steps
-
     assert set(stored_steps(tmp_path / "store")) == {7}

@@ -1,4 +1,4 @@
-"""The parameter server of the examples: its roles under kills, freezes and cuts, and its experiment in small."""
+"""Test the examples' parameter server: its roles under kills, freezes and cuts, and its experiment, small."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHAIN = Record(3, ("a", "b", "c"), frozenset("abc"))
 
 
 def member(name: str, record: Record = CHAIN) -> Server:
-    """A server that has been in the chain for long."""
+    """Return a server that has been in the chain for a long time."""
     server = Server(name, _joined=True)
     server.reached(record, 0.0, record.chain)
     return server
@@ -130,7 +130,7 @@ def test_a_frozen_primary_is_replaced_and_its_writes_are_refused() -> None:
 
 @pytest.fixture
 def forks() -> Iterator[None]:
-    """The server that starts the servers ends with the test."""
+    """Let the server that starts the processes end with the test."""
     yield
     multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
@@ -139,11 +139,11 @@ def forks() -> Iterator[None]:
 @pytest.mark.leaves_arena
 @pytest.mark.usefixtures("forks")
 def test_six_ways_in_small(tmp_path: Path) -> None:
-    """Servers are processes that are killed with -9; the network is a straight line here."""
+    """Servers are processes that are killed with -9; the network is a straight line."""
     from examples.parameter_server.experiment import WAYS, Plan, Run
 
     class Line:
-        """Least squares of 4,096 values: the gradient points to 1."""
+        """Least squares of 4,096 values, whose gradient points to 1."""
 
         def vector(self) -> np.ndarray:
             return np.zeros(4096, np.float32)
@@ -196,7 +196,7 @@ class Nodes:
 
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
-    folder = Path(tempfile.mkdtemp(prefix="n-"))  # sockets' paths are short
+    folder = Path(tempfile.mkdtemp(prefix="n-"))  # paths of sockets must be short
     made = Nodes(folder)
     yield made
     made.worker.close()

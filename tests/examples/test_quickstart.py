@@ -1,4 +1,4 @@
-"""The quickstart runs, and what it claims about its experiment is so."""
+"""Test that the quickstart runs, and that its claims about its experiment are true."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FULL_EVERY = 32
 
 @pytest.fixture
 def data(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The example's module `data`, under a name of its own."""
+    """Return the example's module `data`, under another name."""
     spec = importlib.util.spec_from_file_location("quickstart_data", FOLDER / "data.py")
     assert spec is not None
     assert spec.loader is not None
@@ -61,7 +61,7 @@ def test_act_one_compares_the_same_failure(tmp_path: Path) -> None:
     seed, undisturbed, after, _, rollback = map(int, rows[0])
     assert seed == 0
     assert 0 < after < undisturbed
-    # Going back is exact: it costs the iterations since the last full checkpoint, neither more nor less.
+    # A rollback is exact: it costs the iterations since the last full checkpoint, neither more nor fewer.
     assert rollback == after % FULL_EVERY
     saved = [int(n) for n in re.findall(r"(\d+) kB saved per 32 iterations", output)]
     assert len(saved) == 2

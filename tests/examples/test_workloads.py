@@ -1,4 +1,4 @@
-"""The paper's models train on the real data, and its figures can be measured. Without the data: skipped."""
+"""Test that the paper's models train on the real data, and its figures can be measured. Without the data: skipped."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def test_a_failure_and_all_ways_back(name: str, folder: str, target: float | Non
     result = run_trial(of, workload, 0)
     assert result["same"]
     assert all(result["arrived"])
-    # To go back is exact: it costs what came after the checkpoint, the first iteration.
+    # A rollback is exact: it costs the iterations after the checkpoint, which is the first iteration.
     assert result["rework"][0] == result["failed_after"] - (8 if result["failed_after"] >= 8 else 1)
 
 
 @needs_numba
 def test_what_is_found_again_is_exact() -> None:
-    """All of L in every iteration: nothing is lost, though R was never saved."""
+    """All of L is saved in every iteration: nothing is lost, though R was never saved."""
     name = "examples.paper.als:build_only_l"
     workload = load(name, data("movielens-small"))
     of = Study(workload=name, iterations=5, lost=(Fraction(1),), fractions=(Fraction(1),), interval=1)
@@ -92,7 +92,7 @@ def test_the_norm_is_total_variation_times_length() -> None:
 
     live = torch.tensor([[0, 0, 1, 2], [3, 3, -1, -1]], dtype=torch.int16)
     saved = torch.tensor([[0, 1, 1, 1], [3, 3, -1, -1]], dtype=torch.int16)
-    # Of 4 tokens (2, 1, 1) of three topics became of (1, 3, 0): half of 1 + 2 + 1.
+    # The 4 tokens (2, 1, 1) of three topics became (1, 3, 0): half of 1 + 2 + 1.
     assert scaled_variation({"": live}, {"": saved}).tolist() == [2.0, 0.0]
 
 
@@ -107,7 +107,7 @@ def test_costs_on_the_quadratic_stay_below_the_bound() -> None:
 
 @pytest.mark.slow
 def test_studies_are_kept(tmp_path: Path) -> None:
-    """A second time nothing is run: the tables are those of the first."""
+    """A second call runs nothing: the tables are those of the first."""
     data("reuters-395")
     program = """
 import sys

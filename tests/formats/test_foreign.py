@@ -1,4 +1,4 @@
-"""Files that are no state files: each is named for what it is, with what to do."""
+"""Test files that are not state files: the error names the kind of each, and what to do."""
 
 from __future__ import annotations
 

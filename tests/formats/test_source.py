@@ -1,40 +1,30 @@
-"""Any checkpoint as named tensors: the same bytes whatever holds them, and what is refused."""
+"""Test any checkpoint as named tensors: the same bytes in every format, and what is refused."""
 
 from __future__ import annotations
 
 import json
 import os
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from scarctl.errors import Corruption, UsageError
 from scarctl.formats import source as module
 from scarctl.formats.source import Source, blocks, open_source
 from scarctl.state.layout import TensorSpec
-from scarctl.state.torch_dtypes import NAME_TO_TORCH
+from tests.formats.zoo import save_dcp, zoo
 
 
-def zoo() -> dict[str, torch.Tensor]:
-    """A tensor of every dtype, a scalar, empty ones, one stored in another order, a hostile name."""
-    generator = torch.Generator().manual_seed(1)
-    found = {}
-    for name, dtype in NAME_TO_TORCH.items():
-        raw = torch.randint(0, 2 if name == "BOOL" else 256, (6, 16), generator=generator, dtype=torch.uint8)
-        found[f"of.{name}"] = raw.view(dtype)
-    found["scalar"] = torch.tensor(-0.0)
-    found["empty"] = torch.zeros(0, 3)
-    found["\x1b]0;evil\x07\nname"] = torch.arange(5)
-    return found
+def named() -> dict[str, torch.Tensor]:
+    """Return a tensor of every kind, one of them with a hostile name."""
+    return zoo() | {"\x1b]0;evil\x07\nname": torch.arange(5)}
 
 
 def save_index(tensors: dict[str, torch.Tensor], folder: Path, shards: int = 3) -> Path:
-    """Write tensors as Hugging Face does. Returns the index."""
+    """Write tensors as Hugging Face does. Return the index."""
     folder.mkdir()
     files = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
     parts: list[dict[str, torch.Tensor]] = [{} for _ in files]
@@ -49,31 +39,24 @@ def save_index(tensors: dict[str, torch.Tensor], folder: Path, shards: int = 3) 
     return index
 
 
-def save_dcp(tensors: dict[str, torch.Tensor], folder: Path) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        dcp.save(dict(tensors), checkpoint_id=folder, no_dist=True)
-    return folder
-
-
 @pytest.fixture(params=["safetensors", "torch", "dcp", "index"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
     if request.param == "safetensors":
-        save_file(zoo(), tmp_path / "state")
+        save_file(named(), tmp_path / "state")
         return open_source(tmp_path / "state")
     if request.param == "torch":
-        torch.save(zoo(), tmp_path / "state")
+        torch.save(named(), tmp_path / "state")
         return open_source(tmp_path / "state")
     if request.param == "dcp":
-        return open_source(save_dcp(zoo(), tmp_path / "state"))
-    save_index(zoo(), tmp_path / "state")
+        return open_source(save_dcp(named(), tmp_path / "state"))
+    save_index(named(), tmp_path / "state")
     return open_source(tmp_path / "state")
 
 
 def test_all_bytes_of_every_format(opened: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_AHEAD", 200)
     monkeypatch.setattr(module, "_OPEN_SHARDS", 1)
-    tensors = zoo()
+    tensors = named()
     assert list(opened.specs) == sorted(tensors)
     for name, tensor in tensors.items():
         spec = opened.specs[name]

@@ -1,4 +1,4 @@
-"""State files: what is found in them, what is refused, and patching them in place."""
+"""Test state files: the tensors found in them, what is refused, and patching them in place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pickle
 import stat
 import tarfile
 import tracemalloc
-import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -26,33 +24,13 @@ from scarctl.formats.state_writer import new_state, patch_state
 from scarctl.state.layout import TensorSpec
 from scarctl.state.torch_dtypes import NAME_TO_TORCH
 from scarctl.state.values import as_numbers, squared_changes
+from tests.formats.zoo import save_dcp, zoo
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal dtype, shape and bytes."""
+    """Return whether dtype, shape and bytes are equal."""
     raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*raw)
-
-
-def zoo() -> dict[str, torch.Tensor]:
-    """A tensor of every dtype that files can hold, scalars, empty ones, NaN and negative zero."""
-    generator = torch.Generator().manual_seed(1)
-    tensors = {}
-    for name, dtype in NAME_TO_TORCH.items():
-        raw = torch.randint(0, 2 if name == "BOOL" else 256, (6, 16), generator=generator, dtype=torch.uint8)
-        tensors[f"of.{name}"] = raw.view(dtype)
-    tensors["scalar"] = torch.tensor(-0.0)
-    tensors["empty"] = torch.zeros(0, 3)
-    tensors["narrow"] = torch.zeros(4, 0)
-    tensors["odd"] = torch.arange(7, dtype=torch.uint8)
-    tensors["nan"] = torch.tensor([1.0, float("nan"), float("-inf")])
-    return tensors
-
-
-def save_dcp(state: dict[str, Any], folder: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
 
 
 @pytest.fixture(params=["state.safetensors", "state.pt", "state_dcp", "no_suffix"])

@@ -1,6 +1,6 @@
-"""Stores that earlier versions of scarctl have written. New versions read them for ever (docs/FORMAT.md, section 12).
+"""Stores that earlier versions of scarctl have written. New versions read them forever (docs/FORMAT.md, section 12).
 
-Each folder is a store as `python -m tests.golden.write FOLDER` made it, with the version of scarctl that its name says,
-but for the locks. They are never written anew: a later format gets folders of its own. Those in `sessions` were made by
+Each folder is a store as `python -m tests.golden.write FOLDER` made it, without the locks, with the version of scarctl
+in its name. They are never written again: a later format gets new folders. Those in `sessions` were made by
 `tests.golden.write_session`, before and after a process got one log for all of its shards.
 """

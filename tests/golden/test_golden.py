@@ -1,4 +1,4 @@
-"""Stores of earlier versions are read, verified, recovered, written to; what they do not prove is not called exact."""
+"""Test stores of earlier versions: read, verified, recovered, written to, and not called exact without proof."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ HERE = Path(__file__).parent
 STORES = sorted(path for path in (HERE / "0.1.0").glob("*/") if path.name != "encoded")
 OF_ONE = [path for path in STORES if path.name != "ranks"]
 PROVEN = {"one", "kept", "mixed"}
-"""One record holds all of a state there. Of several shards such a store says only that they are of one step."""
+"""Stores in which one record holds all of a state. With several shards they prove only that the step is the same."""
 
 
 @pytest.fixture
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    """A copy, that may be changed."""
+    """Return a copy of the store that may be changed."""
     return Store.open(shutil.copytree(request.param, tmp_path / request.param.name))
 
 
 def content(store: Store, shard: int, at: int | None = None) -> dict[int, int]:
-    """The byte of every partition."""
+    """Return the byte of every partition."""
     state, found = store.state(shard, at=at), dict[int, int]()
     corrupt: list[tuple[np.ndarray, str]] = []
     for batch in store.read(state, state.ids, corrupt=corrupt):
@@ -110,7 +110,7 @@ def test_ranks_recover_it(store: Store) -> None:
 
 
 def test_what_a_part_has_saved_is_as_it_was(tmp_path: Path) -> None:
-    """The record of step 5 in a log that was not collected."""
+    """Check the record of step 5 in a log that was not collected."""
     for path in STORES:
         if path.name == "one":
             state = Store.open(path).state(0, at=2)

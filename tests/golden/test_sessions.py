@@ -1,4 +1,4 @@
-"""Stores of eight shards, with a log for each and with one for all: resumed, continued, recovered, rolled back."""
+"""Test stores of eight shards, with a log for each and with one for all: resumed, continued, recovered, rolled back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_STATE = {"table": np.full((32, 4), np.nan), "head": np.full((3, 2), np.nan)}
 
 @pytest.fixture(params=sorted(LOGS))
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A copy of a store, that may be changed."""
+    """Return a copy of a store that may be changed."""
     return Path(shutil.copytree(SESSIONS / request.param, tmp_path / request.param))
 
 
@@ -43,7 +43,7 @@ def assert_equal(state: State, other: State) -> None:
 
 
 def rows_of(store: Store, shard: int) -> dict[str, np.ndarray]:
-    """Mark the rows of a shard's partitions, by tensor."""
+    """Return a mask of the rows of a shard's partitions, by tensor."""
     layout = store.current_layout()
     assert layout is not None
     marks = {group.name: np.zeros(group.rows, bool) for group in layout.groups}

@@ -1,4 +1,4 @@
-"""Writes small stores of the format of now: `python -m tests.golden.write FOLDER`.
+"""Write small stores in the present format: `python -m tests.golden.write FOLDER`.
 
 `one` and `shards` are of one process, with one shard and with two; `ranks` of two ranks; `kept` has been collected, and
 has a snapshot; in `mixed` the part has copies of two steps. In each the newest state is of step 6, sealed; before,
@@ -31,7 +31,7 @@ WHOLE, PART, NEWEST = 3, 5, 6
 
 
 def layout() -> Layout:
-    """Six partitions: rows with a slot, and a scalar."""
+    """Return a layout of six partitions: rows with a slot, and a scalar."""
     return build_layout(
         [
             ("w", "parameter", (TensorSpec("", "F32", (10, 2)), TensorSpec("m", "BF16", (10, 2)))),
@@ -43,7 +43,7 @@ def layout() -> Layout:
 
 
 def byte_of(partition: int, step: int) -> int:
-    """What every byte of a copy is."""
+    """Return the value of every byte of a copy."""
     return (16 * step + partition) % 256
 
 
@@ -61,7 +61,7 @@ class Source:
 
 
 def _save(writers: list[StoreWriter], step: int, ids: Ids | None = None) -> None:
-    """One checkpoint: of the whole state, sealed, or of some partitions."""
+    """Save one checkpoint: of the whole state, sealed, or of some partitions."""
     extras: dict[str, int] | None = {"step": step}
     for writer in writers:
         for shard, state in writer.states.items():
@@ -70,7 +70,7 @@ def _save(writers: list[StoreWriter], step: int, ids: Ids | None = None) -> None
 
 
 class Steps:
-    """A state of which every partition is of its own step."""
+    """A state in which every partition is of its own step."""
 
     def __init__(self, steps: dict[int, int]) -> None:
         self._layout, self._steps = layout(), steps
@@ -123,13 +123,13 @@ def _ranks(folder: Path) -> None:
 
 
 def encoded_layout() -> Layout:
-    """Four partitions of float32 rows with a slot, wide enough for a scale."""
+    """Return a layout of four partitions of float32 rows with a slot, wide enough for a scale."""
     specs = (TensorSpec("", "F32", (8, 8)), TensorSpec("exp_avg_sq", "F32", (8, 8)))
     return build_layout([("w", "parameter", specs)], rows={"w": 2}, optimizer="Adam")
 
 
 def ramp(group: int, tensor: int, start: int, stop: int) -> memoryview:
-    """Rows of `encoded_layout`: thirds, that no encoding has; of both signs in the parameter."""
+    """Return rows of `encoded_layout`: thirds, which no encoding represents; of both signs in the parameter."""
     values = np.arange(8 * start, 8 * stop, dtype=np.float32) - np.float32(0 if tensor else 20)
     return memoryview((values / np.float32(3)).tobytes())
 

@@ -1,4 +1,4 @@
-"""Write a small store of the format of now with a session: `python -m tests.golden.write_session FOLDER ARENAS`.
+"""Write a small store in the present format with a session: `python -m tests.golden.write_session FOLDER ARENAS`.
 
 It has eight shards. The state is a table whose rows change from step to step, so that the steps of the saved copies
 show in their values. The store has a snapshot of step 3, and all of step 6, sealed.

@@ -1,4 +1,4 @@
-"""Programs with habits that no example teaches: what people change in a loop that works."""
+"""Provide programs with habits that no example teaches, but that people add to a working loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def shuffled(**options: Any) -> DataLoader[Any]:
 
 
 def compiled(run: Run, *, step: bool) -> None:
-    """The model compiled, or forward, backward and step together."""
+    """Compile the model, or forward, backward and step together."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     session = run.attach(model, optimizer)
@@ -44,7 +44,7 @@ def compiled(run: Run, *, step: bool) -> None:
 
 
 def no_sync(run: Run) -> None:
-    """DistributedDataParallel that accumulates in `no_sync`."""
+    """Accumulate in `no_sync` of DistributedDataParallel."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     plain = net()
     model = nn.parallel.DistributedDataParallel(plain)
@@ -66,7 +66,7 @@ def no_sync(run: Run) -> None:
 
 
 def closure(run: Run, *, kind: Any, **options: Any) -> None:
-    """The optimizer calls the loss."""
+    """Let the optimizer call the loss."""
     model = net()
     optimizer = kind(model.parameters(), **options)
     session = run.attach(model, optimizer)
@@ -85,7 +85,7 @@ def closure(run: Run, *, kind: Any, **options: Any) -> None:
 
 
 def swapped(run: Run) -> None:
-    """An average that is copied in for an evaluation, in the middle of every epoch, and out again."""
+    """Copy an average in for an evaluation in the middle of every epoch, and the weights back afterwards."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     average = copy.deepcopy(model)
@@ -109,7 +109,7 @@ def swapped(run: Run) -> None:
 
 
 def loaded(run: Run) -> None:
-    """Weights that are loaded in mid-run, as a lottery ticket is rewound."""
+    """Load weights in the middle of a run, as when a lottery ticket is rewound."""
     model = net()
     first = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -124,7 +124,7 @@ def loaded(run: Run) -> None:
 
 
 def scaled(run: Run) -> None:
-    """Weights that are written as each epoch begins, through `.data`, which torch does not count."""
+    """Write weights at the beginning of each epoch through `.data`, which torch does not count."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     session = run.attach(model, optimizer)
@@ -138,7 +138,7 @@ def scaled(run: Run) -> None:
 
 
 def reordered(run: Run) -> None:
-    """An order in an array in extras, shuffled in place as each epoch begins."""
+    """Shuffle an order, an array in extras, in place at the beginning of each epoch."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     state, rng, data = {"order": np.arange(4 * PER_EPOCH)}, np.random.default_rng(3), Digits()
@@ -153,7 +153,7 @@ def reordered(run: Run) -> None:
 
 
 def critics(run: Run, *, wrong: bool = False) -> None:
-    """WGAN: three steps of the critic for one of the generator. wrong: attached in the other order."""
+    """Train WGAN: three steps of the critic for one of the generator. wrong: attached in the other order."""
     torch.manual_seed(1)
     critic, generator = nn.Linear(8, 1), nn.Linear(4, 8)
     optimizers = [torch.optim.RMSprop(m.parameters(), lr=0.01) for m in (critic, generator)]
@@ -174,7 +174,7 @@ def critics(run: Run, *, wrong: bool = False) -> None:
 
 
 def patched(run: Run) -> None:
-    """`optimizer.step` replaced by a function that calls it."""
+    """Replace `optimizer.step` by a function that calls it."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     scheduler = CosineAnnealingLR(optimizer, 20)
@@ -195,7 +195,7 @@ def patched(run: Run) -> None:
 
 
 def swa(run: Run) -> None:
-    """Averages of the last epochs, with a schedule of their own, and batch norm at the end."""
+    """Average the weights of the last epochs with a schedule of their own, and measure batch norm at the end."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -215,7 +215,7 @@ def swa(run: Run) -> None:
 
 
 def rates(run: Run) -> None:
-    """A learning rate written into param_groups, by step."""
+    """Write a learning rate into param_groups at each step."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     session = run.attach(model, optimizer)
@@ -228,7 +228,7 @@ def rates(run: Run) -> None:
 
 
 def clipped(run: Run) -> None:
-    """Weights that are clipped through `.data` after the step."""
+    """Clip weights through `.data` after the step."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     session = run.attach(model, optimizer)
@@ -242,7 +242,7 @@ def clipped(run: Run) -> None:
 
 
 def early_schedule(run: Run) -> None:
-    """A schedule and a meter that are changed as an epoch begins."""
+    """Change a schedule and a meter at the beginning of an epoch."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scheduler = StepLR(optimizer, 1, 0.7)
@@ -263,7 +263,7 @@ def early_schedule(run: Run) -> None:
 
 
 def counted(run: Run, *, numbered: bool) -> None:
-    """The number of the batch decides what is done."""
+    """Decide by the number of the batch."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     session = run.attach(model, optimizer)
@@ -277,7 +277,7 @@ def counted(run: Run, *, numbered: bool) -> None:
 
 
 def alternating(run: Run) -> None:
-    """Two optimizers, of which only one steps per batch; the last one ends an iteration."""
+    """Use two optimizers, only one of which steps per batch; the last one ends an iteration."""
     model = net()
     optimizers = [
         torch.optim.Adam(model[0].parameters(), lr=0.01),

@@ -1,4 +1,4 @@
-"""Programs that depend on more than the model, the optimizer and the loader's order."""
+"""Provide programs that depend on more than the model, the optimizer and the loader's order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.loops.rig import EPOCHS, Digits, Run, net, train
 
 
 def frozen(run: Run, *, at: int, every: bool) -> None:
-    """A layer that is frozen from an epoch on. every: as each epoch begins, not once."""
+    """Freeze a layer from an epoch on. every: at the beginning of each epoch, not once."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     session = run.attach(model, optimizer)
@@ -32,7 +32,7 @@ def frozen(run: Run, *, at: int, every: bool) -> None:
 
 
 def dropped(run: Run) -> None:
-    """Dropout that is turned down once."""
+    """Turn dropout down once."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     session = run.attach(model, optimizer)
@@ -46,7 +46,7 @@ def dropped(run: Run) -> None:
 
 
 def other_size(run: Run, **options: Any) -> None:
-    """Resumed with another batch size, or other data."""
+    """Resume with another batch size, or other data."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     session = run.attach(model, optimizer)
@@ -62,7 +62,7 @@ def other_size(run: Run, **options: Any) -> None:
 
 
 class Own(Sampler[int]):
-    """An order from a generator of its own."""
+    """Draws an order from a generator of its own."""
 
     def __init__(self, size: int) -> None:
         self.size, self.rng = size, random.Random(3)
@@ -89,7 +89,7 @@ class Augmented(Digits):
 
 
 def own(run: Run, *, sampler: bool) -> None:
-    """A sampler or a dataset with a generator that the loader knows nothing of."""
+    """Use a sampler or a dataset with a generator that the loader does not know."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     session = run.attach(model, optimizer)
@@ -106,7 +106,7 @@ def own(run: Run, *, sampler: bool) -> None:
 
 
 class Lazy(Digits):
-    """Makes its generator with the first item; another one that has no state is the system's."""
+    """Makes its generator with the first item; another generator without a state is the system's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Lazy(Digits):
 
 
 def lazy(run: Run) -> None:
-    """A dataset that makes its generator when it is first read."""
+    """Use a dataset that makes its generator when it is first read."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     session = run.attach(model, optimizer)
@@ -133,7 +133,7 @@ def lazy(run: Run) -> None:
 
 
 def cleared(run: Run) -> None:
-    """An optimizer that begins each epoch anew."""
+    """Use an optimizer that begins each epoch with an empty state."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     session = run.attach(model, optimizer)
@@ -146,7 +146,7 @@ def cleared(run: Run) -> None:
 
 
 def carried(run: Run, *, scale: float) -> None:
-    """Gradients that are not set to zero, but scaled."""
+    """Scale gradients, and never set them to zero."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     session = run.attach(model, optimizer)
@@ -162,7 +162,7 @@ def carried(run: Run, *, scale: float) -> None:
 
 
 def target(run: Run, *, extras: bool = False) -> None:
-    """A target network, copied from the model now and then."""
+    """Copy a target network from the model now and then."""
     model = net()
     goal = copy.deepcopy(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -181,7 +181,7 @@ def target(run: Run, *, extras: bool = False) -> None:
 
 
 def added(run: Run) -> None:
-    """Parameters that the optimizer gets later, when a layer is no longer frozen."""
+    """Add parameters to the optimizer later, when a layer is no longer frozen."""
     model = net()
     for parameter in model[0].parameters():
         parameter.requires_grad_(False)

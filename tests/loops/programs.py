@@ -32,7 +32,7 @@ from tests.loops.samplers import distributed, repeated, stateful
 
 
 def mnist(run: Run, *, ours: bool = True, **options: Any) -> None:
-    """pytorch/examples mnist: dropout, a shuffled DataLoader, a schedule and an evaluation per epoch."""
+    """Train as pytorch/examples mnist: dropout, a shuffled DataLoader, a schedule and an evaluation per epoch."""
     model = net()
     optimizer = torch.optim.Adadelta(model.parameters())
     scheduler = StepLR(optimizer, 1, 0.7)
@@ -54,7 +54,7 @@ def mnist_generator(run: Run, *, ours: bool = True) -> None:
 
 
 def two_loaders(run: Run) -> None:
-    """Two loaders side by side, and a third after them, in every epoch."""
+    """Use two loaders side by side, and a third after them, in every epoch."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     loaders = [DataLoader(Digits(8, noise=True), batch_size=4, shuffle=True) for _ in range(3)]
@@ -71,7 +71,7 @@ def two_loaders(run: Run) -> None:
 
 
 def early_break(run: Run) -> None:
-    """Epochs of four batches of five."""
+    """End each epoch after four of five batches."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     loader = DataLoader(Digits(), batch_size=4, shuffle=True, drop_last=True)
@@ -87,7 +87,7 @@ def early_break(run: Run) -> None:
 
 
 def accumulate(run: Run) -> None:
-    """Two batches make a step; the last of an epoch goes on to the next one."""
+    """Take a step every two batches; the last batch of an epoch continues in the next."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     loader = DataLoader(Digits(28), batch_size=4, shuffle=True)
@@ -107,7 +107,7 @@ def accumulate(run: Run) -> None:
 
 
 def vae(run: Run, *, ours: bool = True) -> None:
-    """pytorch/examples vae: noise from torch.randn in the forward pass."""
+    """Train as pytorch/examples vae: noise from torch.randn in the forward pass."""
     torch.manual_seed(1)
 
     class Vae(nn.Module):
@@ -134,7 +134,7 @@ def vae(run: Run, *, ours: bool = True) -> None:
 
 
 def dcgan(run: Run, *, ours: bool = True) -> None:
-    """pytorch/examples dcgan: two optimizers and noise."""
+    """Train as pytorch/examples dcgan: two optimizers and noise."""
     torch.manual_seed(1)
     critic, generator = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), nn.Linear(4, 8)
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (critic, generator)]
@@ -154,7 +154,7 @@ def dcgan(run: Run, *, ours: bool = True) -> None:
 
 
 def one_cycle(run: Run) -> None:
-    """A schedule by batch."""
+    """Step a schedule per batch."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = OneCycleLR(optimizer, 0.5, total_steps=STEPS + 1)
@@ -172,7 +172,7 @@ def one_cycle(run: Run) -> None:
 
 
 def mingpt(run: Run, *, ours: bool = True) -> None:
-    """minGPT: an iterator over samples with replacement that does not end."""
+    """Train as minGPT: an endless iterator over samples with replacement."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     data = Digits()
@@ -192,7 +192,7 @@ def _get_batch() -> Any:
 
 
 def nanogpt(run: Run, *, ours: bool = False, prefetch: bool = True) -> None:
-    """nanoGPT: random batches, two of them to a step, a scaler, and the next batch fetched before the step."""
+    """Train as nanoGPT: random batches, two per step, a scaler, and the next batch fetched before the step."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("cpu")
@@ -222,7 +222,7 @@ def nanogpt(run: Run, *, ours: bool = False, prefetch: bool = True) -> None:
 
 
 def words(run: Run, *, ours: bool = True) -> None:
-    """pytorch/examples word_language_model: a text in pieces, and a hidden state that goes from one to the next."""
+    """Train as pytorch/examples word_language_model: a text in pieces, and a hidden state passed between them."""
     torch.manual_seed(1)
     text = torch.randint(0, 8, (PER_EPOCH * 3, 4), generator=torch.Generator().manual_seed(2))
 
@@ -256,7 +256,7 @@ def words(run: Run, *, ours: bool = True) -> None:
 
 
 def cleanrl(run: Run, *, saved: bool = False, ours: bool = False) -> None:
-    """CleanRL: an environment with a generator of its own, and forward passes between the steps."""
+    """Train as CleanRL: an environment with a generator of its own, and forward passes between the steps."""
     torch.manual_seed(1)
     np.random.seed(3)
 
@@ -299,7 +299,7 @@ def cleanrl(run: Run, *, saved: bool = False, ours: bool = False) -> None:
 
 
 def average(run: Run, *, late: bool = False, ours: bool = False) -> None:
-    """An average of the model that training depends on, updated after the step; batches are a function of the step."""
+    """Average a model on which training depends, after the step; batches are a function of the step."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -318,7 +318,7 @@ def average(run: Run, *, late: bool = False, ours: bool = False) -> None:
 
 
 def seeded(run: Run) -> None:
-    """Batches that are a function of the step, and a schedule by step."""
+    """Use batches that are a function of the step, and a schedule by step."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     scheduler = StepLR(optimizer, 2, 0.8)
@@ -331,7 +331,7 @@ def seeded(run: Run) -> None:
 
 
 def positioned(run: Run) -> None:
-    """The order of the data in the loop's own hands: its position and its generator are extras."""
+    """Keep the order of the data in the loop: its position and its generator are extras."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     rng, position = np.random.default_rng(8), {"order": np.arange(20), "at": 20}
@@ -349,7 +349,7 @@ def positioned(run: Run) -> None:
 
 
 def skipping(run: Run, *, counts: str) -> None:
-    """A gradient scaler skips the steps of some batches. counts: what says which batch comes next."""
+    """Let a gradient scaler skip the steps of some batches. counts: what determines the next batch."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -434,7 +434,7 @@ if find_spec("torchdata") is not None:
 
 
 def main() -> None:
-    """See the module."""
+    """Run a program; see the module."""
     name, store, stop, at = sys.argv[1:]
     torch.manual_seed(0)
     torch.set_num_threads(1)

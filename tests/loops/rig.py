@@ -1,4 +1,4 @@
-"""What the programs of the table of loops share: a run that is stopped, data, a model."""
+"""Provide what the programs of the table of loops share: a run that is stopped, data, a model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = EPOCHS * PER_EPOCH
 
 
 class Run:
-    """What a program is given."""
+    """The arguments of a program."""
 
     def __init__(self, store: str, stop: str, at: int) -> None:
         self._store, self._stop, self._at = store, stop, at
@@ -44,13 +44,13 @@ class Run:
 
     def _stepped(self) -> None:
         if self._stop == "SIGKILL":
-            # So that every step is sealed: a copy that waits for the store would be overtaken.
+            # So that every step is sealed: a newer copy would replace one that waits for the store.
             drain(self.session)
         if self._stop.startswith("SIG") and self.session.head_step == self._at:
             os.kill(os.getpid(), getattr(signal, self._stop))
 
     def iterated(self) -> None:
-        """The end of an iteration."""
+        """Note the end of an iteration."""
         if self._stop == "close" and self.session.head_step == self._at:
             self.session.close()
             self._end()
@@ -78,7 +78,7 @@ class Run:
 
 
 class Digits(Dataset[Any]):
-    """Random features. noise: drawn anew each time, as an augmentation is."""
+    """Random features. noise: drawn again each time, as by an augmentation."""
 
     def __init__(self, size: int = 4 * PER_EPOCH, *, noise: bool = False) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -123,6 +123,6 @@ def evaluate(model: nn.Module) -> None:
 
 
 def by_step(step: int) -> Any:
-    """A batch that is a function of the step."""
+    """Return a batch that is a function of the step."""
     generator = torch.Generator().manual_seed(step)
     return torch.rand(4, 8, generator=generator), torch.randint(0, 2, (4,), generator=generator)

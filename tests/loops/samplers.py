@@ -1,4 +1,4 @@
-"""Programs whose loader, sampler or loop counts the epochs itself."""
+"""Provide programs whose loader, sampler or loop counts the epochs itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.loops.rig import EPOCHS, PER_EPOCH, Digits, Run, net, train
 
 
 def distributed(run: Run, *, ours: bool = True, epochs: bool = True) -> None:
-    """A `DistributedSampler`, which draws its order from its own seed and the number of the epoch."""
+    """Use a `DistributedSampler`, which draws its order from its own seed and the number of the epoch."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     data = Digits(8 * PER_EPOCH, noise=True)
@@ -29,7 +29,7 @@ def distributed(run: Run, *, ours: bool = True, epochs: bool = True) -> None:
 
 
 def repeated(run: Run, *, schedule: bool) -> None:
-    """`session.batches` once per epoch, but the epochs are counted by hand."""
+    """Call `session.batches` once per epoch, but count the epochs by hand."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     scheduler = StepLR(optimizer, 1, 0.7)
@@ -45,7 +45,7 @@ def repeated(run: Run, *, schedule: bool) -> None:
 
 
 def stateful(run: Run, *, ours: bool = True, workers: int = 0) -> None:
-    """torchdata's loader, which has a state of its own. By hand, that is in extras."""
+    """Use torchdata's loader, which has its own state. By hand, that state is in extras."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     model = net()
@@ -54,7 +54,8 @@ def stateful(run: Run, *, ours: bool = True, workers: int = 0) -> None:
     at = {"epoch": 0}
     session = run.attach(model, optimizer, extras={} if ours else {"loader": loader, "at": at})
     run.resume()
-    # Saved with the last batch of an epoch, the loader has nothing left of that epoch: a count by steps would be wrong.
+    # If saved with the last batch of an epoch, the loader has nothing left of that epoch: a count by steps
+    # would be wrong.
     for epoch in session.epochs(EPOCHS) if ours else range(at["epoch"], EPOCHS):
         at["epoch"] = epoch
         for batch in session.batches(loader) if ours else loader:

@@ -1,4 +1,4 @@
-"""Every program of `tests.loops.programs`, stopped in each way and started again: exact and the same, or reported.
+"""Run every program of `tests.loops.programs`, stopped in each way and restarted: exact and the same, or reported.
 
 python -m tests.loops.table [PROGRAM ...] runs these programs, or all of them; --list shows their names.
 """
@@ -22,7 +22,7 @@ from tests.support import forkserver
 
 STOPS = ("close", "SIGTERM", "SIGKILL")
 AT = (5, 7)
-"""After the last step of an epoch, and in the middle of one."""
+"""Steps at which programs stop: one in the middle of an epoch, and the last of an epoch."""
 REPORTED = {
     "mnist, persistent workers",
     "mnist, stream that draws",
@@ -57,13 +57,13 @@ REPORTED = {
     "scaled gradients",
     "target",
 }
-"""Programs that do not resume exactly, but where they were stopped between two epochs, and are told so."""
+"""Programs that resume exactly only if they were stopped between two epochs, and get a report otherwise."""
 DOUBTED = {("seeded by step", "close"), ("stateful loader by hand, extras", "close")}
-"""Nothing came after what was saved that would show how the loop continues."""
+"""Cases in which nothing after the saved state would show how the loop continues."""
 
 
 def program(folder: Path, name: str, store: str, stop: str = "none", at: int = 0, **env: str) -> Any:
-    """Run it; its document, or None if it was stopped."""
+    """Run a program; return its document, or None if it was stopped."""
     folder.mkdir(exist_ok=True)
     arena = {"SCARCTL_ARENA_DIR": str(folder), "SCARCTL_DAEMON": "0", "OMP_NUM_THREADS": "1"}
     done = forkserver.run(
@@ -84,7 +84,7 @@ _threads = iter(range(100))
 
 
 def _own() -> tuple[str, ...]:
-    """Each thread has a server of its own: one that waits takes in the answers to others."""
+    """Return a prefix that gives each thread its own server: a waiting server takes in the answers to others."""
     if not hasattr(_thread, "number"):
         _thread.number = next(_threads)
     return ("json",) * _thread.number
@@ -118,7 +118,7 @@ def rows(folder: Path, name: str, stops: tuple[str, ...], at: int) -> Iterator[R
 
 
 def wrong(row: Row) -> bool:
-    """What must never be: exact and different; or not exact, and nobody expects that."""
+    """Return whether a result is exact and different, or unexpectedly not exact."""
     expected = row.name in REPORTED or (row.name, row.stop) in DOUBTED
     return not row.same if row.exact else not expected
 
@@ -134,7 +134,7 @@ def show(found: list[Row]) -> str:
 
 
 def table(folder: Path, cases: Iterable[tuple[str, tuple[str, ...], int]], threads: int = 1) -> list[Row]:
-    """Rows of programs, stopped in these ways after this step."""
+    """Return the rows of programs, stopped in these ways after this step."""
 
     def one(item: tuple[int, tuple[str, tuple[str, ...], int]]) -> list[Row]:
         number, case = item
@@ -145,7 +145,7 @@ def table(folder: Path, cases: Iterable[tuple[str, tuple[str, ...], int]], threa
 
 
 def main() -> None:
-    """All of it, or the programs that are named."""
+    """Run everything, or the named programs."""
     parser = argparse.ArgumentParser(prog="python -m tests.loops.table", description=__doc__)
     parser.add_argument("--list", action="store_true", help="print the names of all programs")
     parser.add_argument("program", nargs="*", help="names of programs; default: all")

@@ -1,4 +1,4 @@
-"""A loop that closes its session within an iteration, after the forward pass: the step's end is what was saved."""
+"""Test a loop that closes its session after a forward pass: the end of the last step is saved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS, STOP = 9, 4
 
 
 def drawn(session: scarctl.Session) -> Iterator[Any]:
-    """Batches from torch's generator, as nanoGPT's."""
+    """Yield batches from torch's generator, as nanoGPT does."""
     while session.head_step < STEPS:
         yield torch.rand(4, 8), torch.randint(0, 2, (4,))
 
@@ -31,7 +31,7 @@ def numbered(session: scarctl.Session) -> Iterator[Any]:
 
 
 def streamed(session: scarctl.Session) -> Iterator[Any]:
-    """The same as `drawn`, in the way that is recommended."""
+    """Yield the same batches in the recommended way."""
     yield from session.batches(drawn(session))
 
 
@@ -46,7 +46,7 @@ def measured_anew(model: nn.Sequential) -> None:
 def run(
     store: Path, batches: Any, *, last: int = -1, action: str = "close", dropout: float = 0.5, **given: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Train up to the end; or until the forward pass after step `last`, and then only do `action`."""
+    """Train until the end; or until the forward pass after step `last`, and then only do `action`."""
     torch.manual_seed(1)
     model = nn.Sequential(
         nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(dropout), nn.ReLU(), nn.Linear(16, 2)
@@ -92,7 +92,7 @@ def test_a_snapshot_within_an_iteration_too(tmp_path: Path) -> None:
 
 
 def test_without_the_step_s_end_it_is_not_called_exact(tmp_path: Path) -> None:
-    """No random numbers are drawn, so that only the buffers are another step's."""
+    """No random numbers are drawn, so that only the buffers are of another step."""
     _, whole = run(tmp_path / "whole", numbered, dropout=0.0)
     run(tmp_path / "store", numbered, last=STOP, dropout=0.0, flush_on_signal=False)
     resumed, ended = run(tmp_path / "store", numbered, dropout=0.0, flush_on_signal=False)

@@ -1,4 +1,4 @@
-"""The table of loops; see `tests.loops.table`."""
+"""Test the table of loops; see `tests.loops.table`."""
 
 from __future__ import annotations
 

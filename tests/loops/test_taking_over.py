@@ -1,4 +1,4 @@
-"""A cell of a notebook that was interrupted and is run again."""
+"""Test a notebook's cell that was interrupted and is run again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.training import Loop
 
 
 def interrupted(store: Path, steps: int, **options: Any) -> BaseException:
-    """A cell that Ctrl-C ends: its traceback holds the loop, the model, and so the session."""
+    """Run a cell that Ctrl-C ends: its traceback holds the loop, the model, and so the session."""
 
     def cell() -> None:
         loop = Loop(store, **options)

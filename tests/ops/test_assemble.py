@@ -1,4 +1,4 @@
-"""Which tensors a file has of the partitions of shares."""
+"""Test which tensors a file has of the partitions of shares."""
 
 from __future__ import annotations
 

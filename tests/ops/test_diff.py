@@ -1,4 +1,4 @@
-"""Comparing checkpoints: what differs, by how much, and in which order."""
+"""Test comparing checkpoints: what differs, by how much, and in which order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An evacuation whose processes die, or are released by the daemon, between its questions."""
+"""Test an evacuation whose processes die, or are released by the daemon, between its questions."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ from tests.daemon.rig import fill, small_layout
 from tests.support import stepper
 from tests.support.process import Forked, Tell
 
-pytestmark = [
-    pytest.mark.leaves_arena,
-    pytest.mark.usefixtures("warm_torch", "daemon_folder"),
-]
+pytestmark = [pytest.mark.leaves_arena, pytest.mark.usefixtures("warm_torch", "daemon_folder")]
 
 
 RUN = f"{'ab' * 16}.{'cd' * 8}"
@@ -37,7 +34,7 @@ VERSION = pack(1, 1)
 
 
 def in_memory(folder: Path, name: str, *, pid: int, pending: bool = True) -> Path:
-    """The arena of a process that saved to a store, with copies that the store has or has not."""
+    """Create the arena of a process that saved to a store, with copies that the store has or lacks."""
     folder.mkdir(mode=0o700, exist_ok=True)
     arena = Arena.create(folder / name, LAYOUT, run_id=name, epoch=1)
     everything = np.arange(LAYOUT.partitions)
@@ -101,7 +98,7 @@ def after(name: str, then: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 def test_a_process_dies_before_it_is_asked_to_flush(
     child: Forked, daemon_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first look finds it alive. Its memory is as safe as that of a process that died before."""
+    """The first check finds the process alive. Its memory is as safe as that of a process that died before."""
 
     def dies() -> None:
         kill(child)
@@ -115,7 +112,7 @@ def test_a_process_dies_before_it_is_asked_to_flush(
 def test_a_run_is_released_before_it_is_evacuated(
     child: Forked, daemon_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The daemon has saved all of it meanwhile, and does not know it any more."""
+    """The daemon has saved everything meanwhile, and no longer knows the run."""
 
     def dies() -> None:
         kill(child)
@@ -146,7 +143,7 @@ def test_a_process_that_lives_is_waited_for(
 def test_a_daemon_that_is_late_is_asked_again(
     child: Forked, daemon_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is stopped until an answer was waited for in vain, as on a host without time for it."""
+    """The daemon is stopped until the command gave up waiting, as on an overloaded host."""
     late: list[ScarError] = []
     ask = client.ask
 
@@ -184,7 +181,7 @@ def test_copies_of_a_run_that_was_released_are_not_safe(daemon_folder: Path, liv
 
 
 def test_a_released_rank_of_the_store_that_is_asked_for_is_not_safe(daemon_folder: Path) -> None:
-    """Its saving had failed for good, and only the other ranks' runs are left."""
+    """Its saving had failed permanently, and only the other ranks' runs remain."""
     base = str(daemon_folder.parent)
     folder = in_memory(daemon_folder, f"{RUN}-1", pid=0)
     assert evacuate.evacuate_host(1.0, arena_dir=base, run_id=RUN).in_memory == (str(folder),)
@@ -194,7 +191,7 @@ def test_a_released_rank_of_the_store_that_is_asked_for_is_not_safe(daemon_folde
 
 
 def test_a_hand_over_that_waits_alone_is_not_safe(daemon_folder: Path) -> None:
-    """The store has the copies, and neither the seal nor what else a resume needs."""
+    """The store has the copies, but neither the seal nor the other things that a resume needs."""
     folder = in_memory(daemon_folder, RUN, pid=0, pending=False)
     base = str(daemon_folder.parent)
     assert evacuate.evacuate_host(1.0, arena_dir=base).safe
@@ -204,7 +201,7 @@ def test_a_hand_over_that_waits_alone_is_not_safe(daemon_folder: Path) -> None:
 
 
 def test_copies_that_are_elsewhere_or_of_no_use_are_no_alarm(daemon_folder: Path) -> None:
-    """A replica's owner has them, and no session uses what was set aside."""
+    """A replica's owner has the copies, and no session uses an arena that was set aside."""
     replica = in_memory(daemon_folder, RUN, pid=0)
     write_owner(replica, Owner("east", "11" * 16, 1))
     in_memory(daemon_folder, f"{RUN}-2", pid=0).rename(daemon_folder / f"{RUN}-2{ASIDE}")

@@ -1,4 +1,4 @@
-"""Numbers of a survey: lines of shards and partitions, ages, ranks."""
+"""Test the numbers of a survey: lines of shards and partitions, ages, ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_line_is_what_counting_gives(known: bool) -> None:
         rows={"*": 2},
     )
     count = layout.partitions
-    # A damaged store may name any shard: nothing is as long as the highest number.
+    # A damaged store may name any shard: no array is as long as the highest number.
     shard_of = rng.choice(np.array([0, 3, 70_000, 2**31 - 1], np.int32), count)
     saved = rng.integers(-1, step, count)
     distance = np.where(known, rng.integers(0, 5, count) / 4, np.nan)
@@ -106,13 +106,13 @@ def test_a_process_alone_counts_as_the_only_rank(tmp_path: Path) -> None:
     [line] = rank["ranks"]
     assert (line["rank"], line["staleness"], line["durable_step"]) == (0, 2, 5)
     assert rank.keys() - alone.keys() == {"topology", "ranks", "other_shards"}
-    changing = {"store", "saved_seconds_ago"}  # a file less; seconds later
+    changing = {"store", "saved_seconds_ago"}  # one file less; some seconds later
     assert all(alone[name] == rank[name] for name in alone.keys() - changing)
     assert alone["shards"] == [{name: line[name] for name in alone["shards"][0]}]
 
 
 def arena_of(store: Store, base: Path, layout: Layout) -> Arena:
-    """The arena of a run of this process, at step 40."""
+    """Return the arena of a run of this process, at step 40."""
     arena = Arena.create(arena_folder(str(base), store.run_id), layout, run_id=store.run_id, epoch=1)
     arena.begin_lines(store.lines())
     arena.reach(40)

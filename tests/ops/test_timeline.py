@@ -1,4 +1,4 @@
-"""The replay of a store's logs: what it had after each record, as reading the store at that record says."""
+"""Test the replay of a store's logs: its state after each record equals reading the store at that record."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scarctl.store import Store
 
 
 def trained(folder: Path, *, steps: int, shards: int = 1, seal: bool = True, mode: str = "partial") -> Store:
-    """A store of a run over a table of which each step changes a few rows."""
+    """Return a store of a run over a table of which each step changes a few rows."""
     state: dict[str, NDArray[np.float64]] = {"table": np.zeros((64, 8)), "head": np.zeros((4, 8))}
     session = scarctl.attach(
         state,

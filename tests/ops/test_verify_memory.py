@@ -20,7 +20,7 @@ FEW = np.arange(3)
 
 @pytest.fixture
 def rig(tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
-    """A run whose every partition is in memory and, in the same version, in the store."""
+    """Yield a run whose every partition is in memory and, in the same version, in the store."""
     made = Rig(tmp_path / "store", arena_dir)
     monkeypatch.setattr(module, "arena_folder", lambda base, run: made.arena.folder)
     made.persist(made.save(made.everything, 1))
@@ -34,7 +34,7 @@ def check(rig: Rig) -> MemoryCheck:
 
 
 def meanwhile(monkeypatch: pytest.MonkeyPatch, what: str, change: Callable[[], Any]) -> None:
-    """Make `change` once, at the moment when the check first calls `what`."""
+    """Make `change` once, when the check first calls `what`."""
     real, left = getattr(module, what), [change]
 
     def changing(*arguments: Any) -> Any:
@@ -74,7 +74,7 @@ def test_the_same_version_copied_again_is_no_damage(rig: Rig, monkeypatch: pytes
 def test_a_record_that_comes_while_older_ones_are_read_is_no_damage(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same version, with other values: what was read has the checksums of the earlier record."""
+    """The version is the same, with other values: the read copies have the checksums of the earlier record."""
     number = rig.save(FEW, 1, value=2)
     real = Store.states
 

@@ -1,4 +1,4 @@
-"""`scarctl export --weights`: what a model's own `load_state_dict(strict=True)` and `from_pretrained` take."""
+"""Test `scarctl export --weights` with a model's own `load_state_dict(strict=True)` and `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from scarctl.state.layout import TensorSpec
 
 
 class Tied(nn.Module):
-    """A tied head, a module under two names, a tied buffer, one that is not persistent, BatchNorm's step count."""
+    """A tied head, a module under two names, a tied buffer, a buffer that is not persistent, BatchNorm's step count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def written(store: Path, output: Path, **options: object) -> Exported:
 
 
 def loads(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """The state has the names and values of the model's own, and a new model takes it."""
+    """Check that the state has the names and values of the model's own, and that a new model loads it."""
     assert sorted(state) == sorted(expected)
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
     fresh = Tied()
@@ -162,7 +162,7 @@ def test_what_cannot_be_written_is_said(store: Path, tmp_path: Path) -> None:
 def test_a_store_that_does_not_say_which_tensors_are_the_models(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As older versions saved it."""
+    """The state is as older versions saved it."""
     to_tree = Extras.to_tree
 
     def older(self: Extras) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Counts what becomes of every configuration.
+"""Count the outcomes of all configurations.
 
 python -m tests.optimizers [--third-party] [--killed] [--device cuda] [PATTERN]
 """

@@ -1,4 +1,4 @@
-"""A run that is really killed: its process ends by SIGKILL in the middle of an iteration, and another resumes it.
+"""Kill a run by SIGKILL in the middle of an iteration, and resume it in another process.
 
     python -m tests.optimizers.killed NAME STORE [--third-party]
 
@@ -21,11 +21,11 @@ from tests.support.training import drain
 _THEIRS = "--third-party"
 _SAMPLE = ("AdamW-0-default", "LBFGS-0-default", "SparseAdam-0-default")
 _LAST = 100.0
-"""Seconds."""
+"""Seconds after which a run counts as hanging."""
 
 
 def cases(*, third_party: bool) -> Iterator[Case]:
-    """All configurations of the one sweep or of the other."""
+    """Yield all configurations of one of the two sweeps."""
     if third_party:
         from tests.optimizers import third_party as others
 
@@ -34,12 +34,12 @@ def cases(*, third_party: bool) -> Iterator[Case]:
 
 
 def sample() -> list[Case]:
-    """The first configurations of some of torch's optimizers: slots, a state without slots, sparse gradients."""
+    """Yield the first configurations of some of torch's optimizers: slots, a state without slots, sparse gradients."""
     return [case for case in torchs.cases() if case.name in _SAMPLE]
 
 
 def outcome(case: Case, folder: Path, *, third_party: bool = False) -> tuple[str, str]:
-    """What becomes of it, and why. Only of configurations that `sweep.outcome` finds exact."""
+    """Return the outcome and its reason, for configurations that `sweep.outcome` finds exact."""
     store = folder / "store"
     arguments = ["-m", "tests.optimizers.killed", case.name, str(store), *([_THEIRS] if third_party else [])]
     environ = {**os.environ, "SCARCTL_ARENA_DIR": str(folder), "OMP_NUM_THREADS": "1"}

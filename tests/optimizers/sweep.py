@@ -1,7 +1,7 @@
-"""One training with any optimizer: what becomes of a run that is stopped, resumed and gone on with.
+"""Train with any optimizer, and find the outcome of a run that is stopped, resumed and continued.
 
-The run that was never stopped and the one that was are compared bit for bit, weights and loss. What scarctl said before
-that is the outcome: nothing (then both have to be the same), a caveat, or a refusal.
+It is compared bit for bit, weights and loss, with a run that was never stopped. The outcome is what scarctl reported
+before: nothing (then both have to be equal), a caveat, or a refusal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scarctl.errors import ScarError
 
 STEPS, STOP = 12, 7
 EXACT, SAID, REFUSED, FAILED, SILENT, BROKEN = "exact", "said", "refused", "failed", "silent", "broken"
-"""FAILED: errors are logged and counted, nothing is saved from there on. BROKEN: it does not run without scarctl."""
+"""FAILED: errors are logged and counted, and nothing is saved afterwards. BROKEN: it does not run without scarctl."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Case:
     closure: bool = False
     sparse: bool = False
     matrices: bool = False
-    """Only parameters of two dimensions, as some optimizers want it."""
+    """Only parameters of two dimensions, as some optimizers require."""
     create_graph: bool = False
     twice: bool = False
-    """Its step wants gradients, and computes more of them."""
+    """Its step needs gradients, and computes more of them."""
     wide: int = 1
-    """What makes matrices larger."""
+    """Factor by which matrices are enlarged."""
     value: bool = False
     """Its closure returns the loss, after the backward pass."""
     fused: bool = False
@@ -51,7 +51,7 @@ class Case:
 
 
 class Net(nn.Module):
-    """Parameters of one to four dimensions; a buffer that changes; or an embedding with sparse gradients alone."""
+    """A model with parameters of one to four dimensions and a changing buffer, or one with sparse gradients."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Net(nn.Module):
 
 
 class Run:
-    """One process's objects."""
+    """The objects of one process."""
 
     def __init__(self, case: Case, store: Path | None, **options: Any) -> None:
         torch.manual_seed(1)
@@ -85,7 +85,7 @@ class Run:
         random.seed(3)
         self.case = case
         self.die: Callable[[], None] = lambda: None
-        """Called when an iteration has its gradients, within its step if that takes a closure."""
+        """Called when an iteration has its gradients, within its step if the step takes a closure."""
         self.model = Net(case)
         self.optimizer = case.make(self.model)
         self.session = (
@@ -138,7 +138,7 @@ class Run:
 
 
 def outcome(case: Case, folder: Path) -> tuple[str, str]:
-    """What becomes of it, and why."""
+    """Return the outcome and its reason."""
     try:
         whole = Run(case, None)
         whole.train(0, STEPS)
@@ -182,7 +182,7 @@ def outcome(case: Case, folder: Path) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """One thread, no logs."""
+    """Use one thread, and no logs."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     logging.getLogger("scarctl").setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""Optimizers of other packages, as they are made by default: `make optimizers`."""
+"""Make optimizers of other packages with their defaults: `make optimizers`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.optimizers.sweep import Case
 
 
 def cases() -> Iterator[Case]:
-    """All that pytorch_optimizer has, wrappers around Adam, and those of smaller packages."""
+    """Yield all optimizers of pytorch_optimizer, wrappers around Adam, and optimizers of smaller packages."""
     yield from _pytorch_optimizer()
     for package, names in {
         "schedulefree": ["AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree", "AdamWScheduleFreeClosure",
@@ -32,7 +32,7 @@ def cases() -> Iterator[Case]:
             kind = getattr(module, name)
             made = functools.partial(_default, kind)
             yield Case(f"{package}-{name}", made, closure=name.endswith("Closure"))
-            if "8bit" in name or "4bit" in name or "Fp8" in name:  # small ones are kept as they are
+            if "8bit" in name or "4bit" in name or "Fp8" in name:  # it keeps small ones uncompressed
                 yield Case(f"{package}-{name}-wide", made, matrices=True, wide=12)
     kind = importlib.import_module("galore_torch").GaLoreAdamW
     yield Case("galore_torch-GaLoreAdamW-rank", functools.partial(_galore, kind), matrices=True)
@@ -96,7 +96,7 @@ def _pytorch_optimizer() -> Iterator[Case]:
 
 
 def _default(kind: Any, model: nn.Module, use_muon: bool | None = None, *, ranks: bool = False) -> Any:
-    """Make an optimizer by default. ranks: it needs a group of processes, of this one alone."""
+    """Make an optimizer with its defaults. ranks: it needs a process group, of this process alone."""
     if ranks and not torch.distributed.is_initialized():
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -104,7 +104,7 @@ def _default(kind: Any, model: nn.Module, use_muon: bool | None = None, *, ranks
     given: dict[str, Any] = {}
     if "num_data" in names:
         given |= {"num_data": 20, "foreach": False}
-    if kind.__name__ == "SGD8bit":  # which knows no other
+    if kind.__name__ == "SGD8bit":  # which supports only that
         given["momentum"] = 0.9
     if names.get("lr") is not None and names["lr"].default is inspect.Parameter.empty:
         given["lr"] = 0.01

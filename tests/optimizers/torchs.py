@@ -1,4 +1,4 @@
-"""Every configuration of torch's own optimizers that torch tests itself."""
+"""Provide every configuration of torch's own optimizers that torch tests itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.optimizers.sweep import Case
 
 
 def cases(device: str = "cpu") -> Iterator[Case]:
-    """One for each of `optim_db`'s inputs and each implementation, for parameters on this device."""
+    """Yield a case for each of `optim_db`'s inputs and each implementation, for parameters on this device."""
     from torch.testing._internal.common_optimizers import optim_db
 
     for info in optim_db:
@@ -26,7 +26,7 @@ def cases(device: str = "cpu") -> Iterator[Case]:
                     continue
                 if options.get("foreach") and options.get("differentiable"):
                     continue
-                # A differentiable step wants parameters that are not leaves.
+                # A differentiable step needs parameters that are not leaves.
                 if options.get("differentiable"):
                     continue
                 if options.get("capturable") and device == "cpu":

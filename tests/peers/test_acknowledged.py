@@ -1,4 +1,4 @@
-"""Waiting for peers: what an acknowledgement says, by one host or by all, and when it does not come."""
+"""Test waiting for peers: the meaning of an acknowledgement by one host or by all, and a missing one."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from scarctl.peers.replica import Replica
 from scarctl.peers.sender import Candidate, Sender
 from scarctl.session.peers import check_wait
 from scarctl.store import Store
-from tests.peers.test_host import EVERYTHING, LAYOUT, RUN, SECRET, START, STORE, save, source, wait_until
+from tests.peers.test_host import EVERYTHING, LAYOUT, RUN, SECRET, START, STORE, save, source
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.leaves_arena
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """A run on another host, with an arena of one checkpoint."""
+    """Yield a run on another host, with an arena of one checkpoint."""
     (tmp_path / "east").mkdir(mode=0o700)
     arena = Arena.create(tmp_path / "east" / RUN, LAYOUT, run_id=RUN, epoch=1)
     arena.close()
@@ -51,7 +52,7 @@ class Hosts:
             self.candidates.append(Candidate(f"host{n}", "127.0.0.1", port))
 
     def step(self, n: int) -> int:
-        """The step that a host would give back."""
+        """Return the step that a host would give back."""
         found = Arena.share(self.hosts[n]._folder / RUN, run_id=RUN)
         return -1 if found is None else found.head_step
 
@@ -69,7 +70,7 @@ def hosts(tmp_path: Path, run: Run) -> Iterator[Hosts]:
 
 
 def test_what_is_acknowledged_is_on_the_other_hosts(run: Run, hosts: Hosts) -> None:
-    """At the moment of the answer, and for every step: nothing else is waited for."""
+    """The call waits for this moment's step, whichever it is, and for nothing else."""
     assert run.saver.arena is not None
     for step in range(2, 12):
         save(run.saver.arena, step)
@@ -120,7 +121,7 @@ def test_a_peer_that_never_will_is_not_waited_for(run: Run, hosts: Hosts) -> Non
 def test_a_hand_over_that_is_too_large_is_not_acknowledged(
     run: Run, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The peers have the copies, and not what a resume needs besides, until the store has that."""
+    """The peers have the copies, but the other things that a resume needs only once the store has them."""
     arena = run.saver.arena
     assert arena is not None
     assert run.await_peers(2, 30.0)[0] == 2
@@ -167,7 +168,7 @@ def test_without_links_the_answer_comes_at_once(run: Run) -> None:
 
 
 def test_who_asks_during_a_round_gets_the_next_one(run: Run) -> None:
-    """The round under way may have read the arena before."""
+    """The current round may have read the arena before."""
     assert run.saver.arena is not None
     sender = Sender(source(), [], run.saver.arena)
     first = sender.ask()

@@ -1,4 +1,4 @@
-"""Test that a host that shuts down first sends its memory to another one: real arenas, ends of a link, and stores."""
+"""Test that a host that shuts down first sends its memory to another host: real arenas, ends of a link, and stores."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,13 @@ from scarctl.persist.thread import PersisterThread
 from scarctl.state.version import step_of
 from tests.persist.test_evacuation import RISING, ROW, ROWS, Slow
 from tests.support.relay import Relay
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.leaves_arena
 RUN = "ab" * 16 + "-0"
 START, SECRET = "11" * 16, secrets.token_bytes(SECRET_BYTES)
 SOME = 10
-"""Partitions that pass before a link is cut."""
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.005)
+"""Number of partitions that pass before a link is cut."""
 
 
 @pytest.fixture
@@ -56,7 +50,7 @@ def relay() -> Iterator[Relay]:
 
 @pytest.fixture
 def sender(slow: Slow, relay: Relay, tmp_path: Path) -> Iterator[Sender]:
-    """Sends the rig's arena to West over the relay; West has the newest step of it."""
+    """Yield a sender of the rig's arena to West over the relay; West has its newest step."""
     (tmp_path / "west").mkdir(mode=0o700)
     west = Host(tmp_path / "west")
     relay.target = west.admit(START, SECRET, "ab" * 16, "127.0.0.1", 0)
@@ -73,16 +67,16 @@ def sender(slow: Slow, relay: Relay, tmp_path: Path) -> Iterator[Sender]:
 
 
 def at_west(tmp_path: Path) -> Any:
-    """The step of every copy at West, -1 for one that is not whole."""
+    """Return the step of every copy at West, -1 for a copy that is not complete."""
     found = Arena.share(tmp_path / "west" / RUN, run_id=RUN)
     assert found is not None
     return np.where(found.intact(), step_of(found.version), -1)
 
 
 def cut_midway(slow: Slow, relay: Relay, sender: Sender) -> PeerCopies:
-    """Copies of a host that got some of the newest step, the most changed first, before the link was cut."""
+    """Return a host's copies of a part of the newest step, the most changed first, from before the link was cut."""
     copies = PeerCopies(slow.arena, [sender])
-    relay.refuse()  # nothing is sent in another order meanwhile
+    relay.refuse()  # the order of sending does not change meanwhile
     wait_until(lambda: sender.state is State.LOST)
     slow.flush(7, RISING)
     relay.allow(SOME * ROW)
@@ -128,7 +122,7 @@ def test_a_link_that_is_cut_leaves_the_most_changed_at_the_peer_and_only_that_co
 
 
 def test_other_bytes_of_the_same_version_do_not_count(slow: Slow, relay: Relay, sender: Sender) -> None:
-    """Weights were loaded without a step: the peer has copies of this version, and they are the old ones."""
+    """Weights were loaded without a step: the peer has copies of this version, but the old ones."""
     copies = PeerCopies(slow.arena, [sender])
     relay.refuse()
     wait_until(lambda: sender.state is State.LOST)
@@ -204,7 +198,7 @@ def test_what_another_host_has_is_safe_while_the_store_hangs(
 
 
 def test_a_store_that_fails_leaves_the_time_to_the_peers(slow: Slow, relay: Relay, sender: Sender) -> None:
-    """Saving ends at once, and the peer goes on for as long as the deadline allows."""
+    """Saving ends at once, and the peer continues for as long as the deadline allows."""
     relay.allow(0)
     slow.flush(7, RISING)
     copies = PeerCopies(slow.arena, [sender])
@@ -220,7 +214,7 @@ def test_a_store_that_fails_leaves_the_time_to_the_peers(slow: Slow, relay: Rela
 
 
 def test_a_host_that_never_answered_has_nothing(slow: Slow) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # it accepts, and is silent
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # it accepts the connection, and stays silent
         port = listener.getsockname()[1]
         sender = Sender(
             Source(RUN, "", "east", START, SECRET, None), [Candidate("west", "127.0.0.1", port)], slow.arena
@@ -237,7 +231,7 @@ def test_a_host_that_never_answered_has_nothing(slow: Slow) -> None:
 
 
 def test_a_host_that_has_died_since_has_nothing(slow: Slow, relay: Relay, sender: Sender) -> None:
-    """It had all, and its end of the link is gone."""
+    """The peer had everything, and its end of the link is gone."""
     slow.flush(7, RISING)
     copies = PeerCopies(slow.arena, [sender])
     copies.hurry()

@@ -1,4 +1,4 @@
-"""What daemons send each other: everything comes back as it was, and hostile bytes end in Corruption."""
+"""Test what daemons send each other: frames are decoded unchanged, and hostile bytes end in Corruption."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def joined(parts: list[Any]) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """As a channel does: the prefix, the head, the body, then what the kind says."""
+    """Decode as a channel does: the prefix, the head, the body, then the content of the kind."""
     prefix = decode_prefix(data[: PREFIX.size])
     text, body = data[PREFIX.size :][: prefix.head], data[PREFIX.size + prefix.head :]
     if len(body) != prefix.body:
@@ -103,7 +103,7 @@ def test_a_cut_or_flipped_frame_is_refused(frame: bytes, data: st.DataObject) ->
     flipped = bytearray(frame)
     flipped[at] ^= 1 << bit
     if at == 0:
-        return  # the kind is not part of what the checksum covers: the next test has any kind
+        return  # the checksum does not cover the kind: the next test has any kind
     with pytest.raises(Corruption):
         decode(bytes(flipped))
 
@@ -127,7 +127,7 @@ def test_random_bytes_raise_nothing_but_corruption(data: bytes) -> None:
     st.binary(max_size=400),
 )
 def test_any_head_and_body_is_decoded_or_refused(kind: Kind, head: dict[str, Any], body: bytes) -> None:
-    """The checksum is right: whoever sent this is authenticated, and wrong."""
+    """The checksum is right: the sender is authenticated, and wrong."""
     try:
         found = decode(joined(encode(kind, head, body)))
     except Corruption:

@@ -1,4 +1,4 @@
-"""Both sides prove that they have the secret of the same start, and no proof works twice."""
+"""Test that both sides prove that they have the secret of the same start, and no proof works twice."""
 
 from __future__ import annotations
 

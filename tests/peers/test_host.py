@@ -1,11 +1,10 @@
-"""Two daemons' ends of a link over the loopback interface: what is let in, what is not, and what a lost link costs."""
+"""Test two daemons' ends of a link over the loopback interface: admission, refusals, and the cost of a lost link."""
 
 from __future__ import annotations
 
 import secrets
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from scarctl.peers.link import State
 from scarctl.peers.sender import Candidate, Sender, Source
 from scarctl.state.version import pack
 from tests.daemon.rig import fill, small_layout
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.leaves_arena
 STORE = "ab" * 16 + "." + "cd" * 8
@@ -33,13 +33,6 @@ RUN = f"{STORE}-3"
 START, SECRET = "11" * 16, secrets.token_bytes(SECRET_BYTES)
 LAYOUT = small_layout()
 EVERYTHING = np.arange(LAYOUT.partitions)
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -53,7 +46,7 @@ def west(tmp_path: Path) -> Iterator[Host]:
 
 @pytest.fixture
 def arena(tmp_path: Path) -> Arena:
-    """Of a run on another host."""
+    """Return the arena of a run on another host."""
     (tmp_path / "east").mkdir(mode=0o700)
     made = Arena.create(tmp_path / "east" / RUN, LAYOUT, run_id=RUN, epoch=1)
     made.close()  # the lock
@@ -197,7 +190,7 @@ def _no_room(*_: object) -> Any:
 
 @pytest.fixture(autouse=True)
 def dialled() -> Iterator[None]:
-    """Close what a test has opened by `dial`."""
+    """Close the channels that a test has opened by `dial`."""
     yield
     while _dialled:
         _dialled.pop().close()
@@ -212,7 +205,7 @@ def dial(port: int) -> Channel:
 
 
 def meet(port: int, hello: Hello | None = None, secret: bytes = SECRET) -> Channel:
-    """As an honest sender greets, up to its proof."""
+    """Greet as an honest sender does, up to its proof."""
     greeting = hello or Hello.new(START, RUN, 1)
     channel = dial(port)
     channel.send(encode(Kind.HELLO, greeting.to_json()))
@@ -228,7 +221,7 @@ def begin(channel: Channel, frame: Any) -> None:
 
 
 def ends(connection: socket.socket) -> bool:
-    """The other side closes it, whatever it still sends."""
+    """Return whether the other side closes the channel, whatever it still sends."""
     connection.settimeout(30.0)
     try:
         while connection.recv(1 << 16):
@@ -333,7 +326,7 @@ def test_an_address_of_another_host_is_refused(west: Host) -> None:
 
 
 def test_a_rate_is_kept_by_the_system(west: Host, arena: Arena, senders: list[Sender]) -> None:
-    """The kernel paces: what it was asked for is what it says."""
+    """The kernel paces the connection, and reports the requested rate."""
     port = west.admit(START, SECRET, STORE, "127.0.0.1", 0)
     sender, _ = follow(senders, arena, port, rate=1_000_000.0)
     wait_until(lambda: "up to date" in sender.describe())

@@ -1,4 +1,4 @@
-"""A hostile peer before and after its proof, with and without TLS: it ends its own connection, and nothing else.
+"""Test a hostile peer before and after its proof, with and without TLS: it ends its own connection, and nothing else.
 
 Cases are drawn from a seed. A long form: SCARCTL_HOSTILE_CASES=2000 python -m pytest tests/peers/test_hostile.py
 """
@@ -27,8 +27,9 @@ from scarctl.peers.handshake import Hello, answer
 from scarctl.peers.host import Host
 from scarctl.peers.sender import Sender
 from scarctl.peers.tls import Tls
-from tests.peers.test_host import RUN, SECRET, START, STORE, arena, follow, replica, senders, wait_until, west
+from tests.peers.test_host import RUN, SECRET, START, STORE, arena, follow, replica, senders, west
 from tests.support.certificates import Authority
+from tests.support.waiting import wait_until
 
 __all__ = ["arena", "senders", "west"]
 pytestmark = pytest.mark.leaves_arena
@@ -41,7 +42,7 @@ def joined(frame: Any) -> bytes:
 
 
 class Peer:
-    """One that knows how far it gets, and sends what it should not from there on."""
+    """A peer that knows how far it gets, and sends invalid data from there on."""
 
     def __init__(self, port: int, tls: Tls | None, closing: contextlib.ExitStack) -> None:
         self.connection = closing.enter_context(socket.create_connection(("127.0.0.1", port), 30.0))
@@ -68,7 +69,7 @@ class Peer:
         self.channel.expect(Kind.ACK)
 
     def ends(self) -> None:
-        """Wait for the other side to end it, whatever it still sends."""
+        """Wait until the other side ends the connection, whatever it still sends."""
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self.connection, socket.SHUT_WR)
         self.connection.settimeout(30.0)
@@ -78,7 +79,7 @@ class Peer:
 
 
 def honest(arena: Arena) -> list[bytes]:
-    """The frames of an honest round."""
+    """Return the frames of an honest round."""
     return [joined(frame) for frame in Follower(arena).round()]
 
 
@@ -92,7 +93,7 @@ def value(chance: random.Random) -> Any:
 
 
 def mutated(frame: bytes, chance: random.Random) -> bytes:
-    """A frame with something else in it, and often a checksum that is right for it."""
+    """Return a frame with a changed part, and often a valid checksum."""
     kind, size, body_size, _ = PREFIX.unpack(frame[: PREFIX.size])
     head = json.loads(frame[PREFIX.size :][:size])
     body = bytearray(frame[PREFIX.size + size :])
@@ -109,10 +110,10 @@ def mutated(frame: bytes, chance: random.Random) -> bytes:
         body += chance.randbytes(chance.randrange(1, 200))
     elif what == 4:
         kind = chance.choice(list(Kind))
-    elif what == 5:  # sizes that are not so
+    elif what == 5:  # false sizes
         claims = chance.choice([(size, MAX_BODY + 1), (size, 2**63), (0xFFFFFFFF, 0), (size, body_size + 10)])
         return PREFIX.pack(kind, claims[0], claims[1], 0) + frame[PREFIX.size :]
-    else:  # bytes anywhere
+    else:  # random bytes anywhere
         data = bytearray(frame)
         data[chance.randrange(min(len(data), 200))] ^= 1 << chance.randrange(8)
         return bytes(data)
@@ -177,7 +178,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture
 def staged(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
-    """Whether the peer was trusted, and the bytes, each time that room for a body was made."""
+    """Record whether the peer was trusted, and the bytes, each time that space for a body was allocated."""
     found: list[tuple[bool, int]] = []
     original = Channel._staged
 
@@ -210,7 +211,7 @@ def test_a_hostile_peer_harms_nothing(
         with contextlib.ExitStack() as closing:
             peer = Peer(port, tls, closing)
             with contextlib.suppress(Gone, ScarError, OSError):
-                # It may end before all is sent.
+                # It may end before everything is sent.
                 peer.connection.sendall(stage(peer, arena, chance))
             peer.ends()
         assert "unexpectedly" not in caplog.text, (number, caplog.text)
@@ -221,7 +222,7 @@ def test_a_hostile_peer_harms_nothing(
     assert max(size for _, size in staged) <= MAX_BODY
     assert {path.name.partition(".successor")[0] for path in (tmp_path / "west").iterdir()} <= {RUN}
     assert {path.name for path in tmp_path.iterdir()} == {"west", "east"}
-    # The next one that is honest brings the replica to what it should be, or a later epoch is in its way for good.
+    # The next honest peer repairs the replica, unless a later epoch is permanently in its way.
     sender, _ = follow(senders, arena, port, tls=None if tls is None else Tls(authority.host("east")))
     wait_until(lambda: "up to date" in sender.describe() or sender.link.ended)
     if not sender.link.ended:
@@ -229,7 +230,7 @@ def test_a_hostile_peer_harms_nothing(
 
 
 def test_room_is_made_for_no_more_than_a_batch(west: Host, arena: Arena) -> None:
-    """A peer that is let in claims a larger body than its layout can have: refused before it sends a byte of it."""
+    """An admitted peer claims a larger body than its layout can have, and is refused before it sends a byte of it."""
     port = west.admit(START, SECRET, STORE, "127.0.0.1", 0)
     with contextlib.ExitStack() as closing:
         peer = Peer(port, None, closing)
@@ -241,7 +242,7 @@ def test_room_is_made_for_no_more_than_a_batch(west: Host, arena: Arena) -> None
 
 
 def test_who_sends_byte_by_byte_is_not_waited_for(west: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of a stranger is that of all its bytes together."""
+    """The time limit of a stranger is for all its bytes together."""
     monkeypatch.setattr(channels, "STRANGER_SECONDS", 0.5)
     port = west.admit(START, SECRET, STORE, "127.0.0.1", 0)
     with socket.create_connection(("127.0.0.1", port)) as connection:

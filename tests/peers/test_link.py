@@ -1,4 +1,4 @@
-"""The states of a link: every event in every state, and the ways that matter."""
+"""Test the states of a link: every event in every state, and the important sequences."""
 
 from __future__ import annotations
 
@@ -142,6 +142,6 @@ def test_any_events_in_any_order(events: list[Event], candidates: int) -> None:
         assert not (ended and connect)
         assert link.at < max(1, candidates)
         if link.state in (State.FOLLOWING, State.BEHIND):
-            assert link.complete  # nobody relies on a replica that was never whole
+            assert link.complete  # no run relies on a replica that was never complete
         if ended:
-            assert link.ended  # for good
+            assert link.ended  # permanently

@@ -1,4 +1,4 @@
-"""Where copies go: in all worlds up to 16 hosts, with any domains, everybody gets and keeps as many as all others."""
+"""Test placement: with up to 16 hosts in any domains, every host gets and keeps as many copies as the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_everybody_gets_and_keeps_as_many(hosts: int, copies: int) -> None:
     found = place([""] * hosts, copies)
     wanted = max(0, min(copies, hosts - 1))
     for host, candidates in enumerate(found):
-        # All other hosts are there to fall back on, none twice, never the host itself.
+        # All other hosts are fallbacks, each once, and never the host itself.
         assert sorted(candidates) == ([other for other in range(hosts) if other != host] if wanted else [])
     kept = Counter(peer for candidates in found for peer in candidates[:wanted])
     assert all(kept[host] == wanted for host in range(hosts))
@@ -38,7 +38,7 @@ def test_groups_keep_each_other(hosts: int, copies: int) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("hosts", range(2, 17))
 def test_racks_of_equal_size_never_hold_their_own(hosts: int, size: int) -> None:
-    """One copy; racks have at most half of the hosts."""
+    """With one copy, no rack has more than half of the hosts."""
     domains = [f"rack{host // size}" for host in range(hosts)]
     if max(Counter(domains).values()) * 2 > hosts:
         return
@@ -57,7 +57,7 @@ def test_any_domains(domains: list[str], copies: int) -> None:
 
 
 def test_two_of_sixteen_hosts_die() -> None:
-    """The share of pairs after which every host's memory is still somewhere: groups 93.3 %, one ring 86.7 %."""
+    """The share of pairs of lost hosts after which every memory still exists: groups 93.3 %, one ring 86.7 %."""
     found = chosen([""] * 16, 1)
     pairs = list(combinations(range(16), 2))
     good = sum(all(not {host, *found[host]} <= {a, b} for host in (a, b)) for a, b in pairs)

@@ -1,4 +1,4 @@
-"""A replica is a state of its owner's arena at any moment: after any frame, any cut, any death."""
+"""Test that a replica is a state of its owner's arena at any moment: after any frame, cut or death."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NOT_EMPTY = np.flatnonzero(LAYOUT.partition_bytes)
 
 
 class Run:
-    """An owner's arena, what its peer keeps of it, and what every copy has to be."""
+    """An owner's arena, its peer's replica, and the expected bytes of every copy."""
 
     def __init__(self, folder: Path, start: str = "11" * 16, epoch: int = 1) -> None:
         self.start, self.host = start, folder / "west"
@@ -49,15 +49,15 @@ class Run:
         place.parent.chmod(0o700)
         self.host.mkdir(mode=0o700, exist_ok=True)
         self.arena = Arena.create(place, LAYOUT, run_id=RUN, epoch=epoch)
-        self.arena.close()  # the lock, which no other process wants
+        self.arena.close()  # the lock, which no other process takes
         self.queue = HandOverQueue(place)
         self.step = 0
         self.wholes: dict[str, bytes] = {}
-        """Bytes of the states that were named."""
+        """Bytes of the named whole states."""
         self.connect()
 
     def copy(self, ids: Any, *, finish: bool = True) -> None:
-        """One step, at whose end these copies are made. Their bytes say which step it was."""
+        """Take one step, and make these copies at its end. Their bytes show the step."""
         self.step += 1
         self.arena.begin(ids)
         fill(self.arena, ids, self.step)
@@ -81,7 +81,7 @@ class Run:
         self.follower.has(self.replica.have())
 
     def send(self, most: int = 1 << 30, meanwhile: Callable[[], object] | None = None) -> bool:
-        """A round, or its first frames. Returns whether it ended with a mark. meanwhile: after the first frame."""
+        """Send a round, or its first frames. Return whether it ended with a mark. meanwhile: after the first frame."""
         kind = None
         for n, frame in enumerate(self.follower.round()):
             if n >= most:
@@ -92,19 +92,19 @@ class Run:
         return kind is Kind.MARK
 
     def seal(self) -> None:
-        """A commit of the whole state that is durable at once."""
+        """Commit the whole state, durable at once."""
         self.copy(EVERYTHING)
         self.hand_over(EVERYTHING, whole=True)
         self.arena.seal(pack(1, self.step))
 
     def name_again(self) -> None:
-        """The state gets another name: it was saved again, without a change of most of it."""
+        """Give the state another name: it was saved again, mostly without a change."""
         ids = EVERYTHING[:2] if self.arena.intact().all() else EVERYTHING
         self.copy(ids)
         self.hand_over(ids, whole=True)
 
     def check(self) -> None:
-        """What recovery would find is true."""
+        """Check that recovery would find a true state."""
         place = self.host / RUN
         if not (place / FILE).exists():
             return
@@ -128,7 +128,7 @@ class Run:
 
 
 def equal(run: Run) -> bool:
-    """The replica has what the owner has."""
+    """Return whether the replica equals the owner's arena."""
     place = run.host / RUN
     found = Arena.share(place, run_id=RUN)
     assert found is not None
@@ -201,7 +201,7 @@ def test_any_actions_cut_anywhere(
             assert equal(run)
         else:
             run.send(about)
-            run.connect()  # frames that were not delivered are a connection that was lost
+            run.connect()  # undelivered frames mean a lost connection
         run.check()
     assert run.send()
     assert equal(run)
@@ -317,7 +317,7 @@ def test_a_replica_that_a_command_reads_is_continued_afterwards(tmp_path: Path) 
 
 
 def test_a_sender_whose_place_was_taken_sends_no_more(tmp_path: Path) -> None:
-    """The next start's replica is where its arena was: hand-overs there are not of its copies."""
+    """The replica of the next start is in the place of its arena: hand-overs there do not belong to its copies."""
     run = Run(tmp_path)
     run.copy(EVERYTHING)
     assert run.send()
@@ -393,7 +393,7 @@ def test_a_layout_that_is_none_is_refused(
 
 
 def half_of_the_rows(arena: Arena, ids: Any, data: Any, **_: Any) -> None:
-    """Copies the first tensor only, and dies."""
+    """Copy only the first tensor, and die."""
     rows = arena.rows(0, 0)
     rows[: len(rows) // 2] = data[0]
     os.kill(os.getpid(), signal.SIGKILL)
@@ -403,7 +403,7 @@ DEATHS = ["rows", "replace", "rename 1", "rename 2", "reach", "seal", "name_whol
 
 
 def arm(death: str, patch: pytest.MonkeyPatch) -> None:
-    """Have this process kill itself right before a call, the second one of those that end in 2."""
+    """Make this process kill itself right before a call, or before its second call for names that end in 2."""
     name, _, count = death.partition(" ")
     if name == "rows":
         return patch.setattr(replicas, "write_rows", half_of_the_rows)
@@ -454,7 +454,7 @@ def test_a_host_that_is_killed_while_it_writes(
 
 
 def check_what_is_left(run: Run, complete: bool) -> None:
-    """What recovery finds after a death is true."""
+    """Check that recovery finds a true state after a death."""
     place = run.host / RUN
     if not (place / FILE).exists():
         assert not complete

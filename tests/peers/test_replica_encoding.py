@@ -1,4 +1,4 @@
-"""A replica keeps exact copies, whatever the store of its owner has encoded."""
+"""Test that a replica keeps exact copies, whatever its owner's store has encoded."""
 
 from __future__ import annotations
 

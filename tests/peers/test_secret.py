@@ -1,4 +1,4 @@
-"""The file with the secret: who may read it, what is in it, and what is derived from it."""
+"""Test the file with the secret: its permissions, its content, and the keys derived from it."""
 
 from __future__ import annotations
 

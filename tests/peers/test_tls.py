@@ -1,4 +1,4 @@
-"""Links with mutual TLS: both ends verify, and each certificate that must not be accepted is refused in words."""
+"""Test links with mutual TLS: both ends verify, and each invalid certificate is refused with its reason."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_both_ends_use_at_least_tls_1_2(west: Host, authority: Authority) -> Non
 
 
 def refused(senders: list[Sender], arena: Arena, port: int, **other: Any) -> str:
-    """What a sender says of a host that it does not get through to."""
+    """Return the message of a sender about a host that it cannot reach."""
     _, warned = follow(senders, arena, port, **other)
     wait_until(lambda: warned)
     return warned[0]
@@ -122,7 +122,7 @@ def test_a_certificate_that_expires_while_the_job_runs_is_refused(
     for seconds in (2, 10, 60):
         made = time.monotonic()
         files = authority.host("brief", days=seconds / 86400)
-        with contextlib.suppress(UsageError):  # it has expired already: this machine is busy
+        with contextlib.suppress(UsageError):  # it has already expired, because this machine is busy
             tls = Tls(files)
             break
     time.sleep(max(0.0, made + seconds + 1.0 - time.monotonic()))
@@ -138,7 +138,7 @@ def test_an_authority_of_others_is_refused_by_both_ends(
     said = refused(senders, arena, port, tls=Tls(other.host("stranger")))
     assert "certificate is not accepted" in said
     assert "same authority" in said
-    # One that would accept anybody: the host does not accept it.
+    # One that would accept any host: the host does not accept it.
     certificate, key, _ = other.host("intruder")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -169,7 +169,7 @@ def test_a_host_without_tls_and_one_with_it_do_not_talk(
 
 
 def test_a_start_with_tls_is_not_reached_without(west: Host, authority: Authority) -> None:
-    """Another job of the same user opens a port without TLS: it is no way in."""
+    """Another job of the same user opens a port without TLS, but cannot take part."""
     listen(west, authority)
     plain = west.admit("22" * 16, SECRET, "ee" * 16, "127.0.0.1", 0)
     with socket.create_connection(("127.0.0.1", plain)) as connection:
@@ -181,7 +181,7 @@ def test_a_start_with_tls_is_not_reached_without(west: Host, authority: Authorit
 
 
 def test_a_host_of_the_authority_cannot_stand_in_between(west: Host, authority: Authority) -> None:
-    """It passes the proofs on, and both ends see another certificate than they have proved."""
+    """It relays the proofs, and both ends see another certificate than they have proved."""
     port = listen(west, authority)
     middle, east = Tls(authority.host("middle")), Tls(authority.host("east"))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -199,7 +199,7 @@ def test_a_host_of_the_authority_cannot_stand_in_between(west: Host, authority: 
 
 
 def pass_on(listener: socket.socket, middle: Tls, port: int) -> None:
-    """Pass a greeting and its answer on between two ends."""
+    """Relay a greeting and its answer between two ends."""
     connection, _ = listener.accept()
     plain = socket.create_connection(("127.0.0.1", port))
     with (
@@ -225,7 +225,7 @@ def pass_on(listener: socket.socket, middle: Tls, port: int) -> None:
 def test_bytes_of_strangers_end_their_connection_only(
     west: Host, arena: Arena, senders: list[Sender], authority: Authority, data: bytes, inside: bool
 ) -> None:
-    """Before the handshake, and inside of TLS before the proof."""
+    """This happens before the handshake, and inside TLS before the proof."""
     port = listen(west, authority)
     with contextlib.ExitStack() as closing:
         connection = closing.enter_context(socket.create_connection(("127.0.0.1", port)))
@@ -255,7 +255,7 @@ def test_who_does_not_finish_the_handshake_is_not_waited_for(
 
 
 def test_what_is_buffered_inside_of_tls_counts_as_readable(authority: Authority) -> None:
-    """A refusal that arrived together with an answer is not seen by the system any more."""
+    """A refusal that arrived together with an answer is no longer seen by the system."""
     near, far = socket.socketpair()
     made: list[Any] = []
     thread = threading.Thread(
@@ -301,7 +301,7 @@ def test_files_that_do_not_fit_are_named(
 
 @contextlib.contextmanager
 def wiretap(port: int, seen: bytearray) -> Iterator[int]:
-    """A port that passes everything on to another one, and keeps what passes."""
+    """Yield a port that relays everything to another port, and records it."""
     ended: list[threading.Thread] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

@@ -1,4 +1,4 @@
-"""The daemon's fixtures: a rig, a daemon in a thread, and a connection to it."""
+"""Provide the daemon's fixtures: a rig, a daemon in a thread, and a connection to it."""
 
 from tests.daemon.conftest import connection, daemon, rig
 

@@ -1,4 +1,4 @@
-"""An evacuation of a real arena into a real store: what goes first, what a cut leaves, what the report says."""
+"""Test an evacuation of a real arena into a real store: the order, the result of a cut, and the report."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.support.throttled import ThrottledBlobs
 
 ROWS = 64
 ROW = 64 << 10
-"""Bytes of a partition, large against what a commit needs besides."""
+"""Bytes of a partition, large compared with the fixed bytes of a commit."""
 
 
 class Clock:
-    """Time that passes only when the store is written to."""
+    """A clock that advances only when the store is written to."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -44,7 +44,7 @@ class Clock:
 
 
 class Slow(Rig):
-    """A rig whose store writes 64 partitions in 32 s, on a clock of its own; half a second more for every file."""
+    """A rig whose store writes 64 partitions in 32 s, on its own clock, plus half a second for every file."""
 
     def __init__(self, folder: Path, base: Path, *, shards: int = 2) -> None:
         layout = build_layout([("w", "parameter", (TensorSpec("", "U8", (ROWS, ROW)),))], rows={"w": 1})
@@ -57,7 +57,7 @@ class Slow(Rig):
         self.writer._publisher._blobs = self.throttled  # type: ignore[assignment]
 
     def flush(self, step: int, unsaved: Any, *, sealed: bool = True, extras: Any = "step") -> None:
-        """As a session does before an evacuation."""
+        """Flush as a session does before an evacuation."""
         self.copy(self.everything, step)
         self.arena.reach(step)
         whole = f"{step:032x}" if sealed else ""
@@ -154,7 +154,7 @@ def test_usual_saving_finishes_what_was_left(slow: Slow) -> None:
 
 
 def test_a_cut_at_any_write_leaves_all_earlier_commits(slow: Slow) -> None:
-    """As SIGKILL: the store is looked at as it is between any two writes."""
+    """As after SIGKILL, the store is checked in its state between any two writes."""
     slow.flush(7, RISING)
     seen: list[int] = []
     passing = slow.throttled.pass_through
@@ -172,7 +172,7 @@ def test_a_cut_at_any_write_leaves_all_earlier_commits(slow: Slow) -> None:
 
 
 def test_older_copies_go_first_because_steps_never_decrease(slow: Slow) -> None:
-    """A process that was killed: nobody flushed, and its copies are of several steps."""
+    """The process was killed without a flush, and its copies are of several steps."""
     slow.save(np.arange(0, 8), 3)
     slow.save(np.arange(8, 16), 5)
     evacuation = slow.evacuation(60.0)
@@ -214,7 +214,7 @@ def test_extras_too_large_for_a_commit_do_not_keep_partitions_from_it(slow: Slow
     assert slow.clock() <= 10.0
     assert (slow.stored()[0] == 7).sum() >= 6
     assert slow.extras()["step"] == 1
-    for _ in range(20):  # in each of them there is time for copies, never for the extras
+    for _ in range(20):  # each leaves time for copies, never for the extras
         evacuation = slow.evacuation(6.0)
         evacuation.run()
         if not evacuation.report().lost_partitions:
@@ -430,16 +430,20 @@ def test_time_is_kept_for_the_report() -> None:
     assert before(100.0, 60.0) == 99.0
 
 
-@pytest.mark.parametrize("waiting", [False, True])
-def test_what_the_store_has_in_fewer_bits_is_saved_exactly(tmp_path: Path, waiting: bool) -> None:
-    """Also copies that are older than the newest commit, and of a process that is dead: nobody hands over a seal."""
+@pytest.mark.parametrize(("waiting", "large"), [(False, 0), (True, 0), (True, 1 << 20)])
+def test_what_the_store_has_in_fewer_bits_is_saved_exactly(tmp_path: Path, waiting: bool, large: int) -> None:
+    """Also copies that are older than the newest commit, and of a process that is dead: nobody hands over a seal.
+
+    large: bytes of the newest extras, which may fit no commit of copies.
+    """
     layout = build_layout([("w", "parameter", (TensorSpec("", "F32", (64, 16)),))], rows={"w": 1})
     rig = Rig(tmp_path / "store", tmp_path, shards=2, layout=layout)
     for step, every in ((1, 1), (2, 2), (3, 4)):
         ids = rig.everything[::every]
         rig.copy(ids, step, step + 64)
         encoding: Encoding = "exact" if step == 3 else "int8"
-        rig.queue.put(version=rig.version(step), ids=ids, extras={"step": step}, encoding=encoding)
+        extras = {"step": step, "large": np.zeros(large * (step == 3), dtype=np.uint8)}
+        rig.queue.put(version=rig.version(step), ids=ids, extras=extras, encoding=encoding)
         if step < 3 or not waiting:
             rig.persist(step)
     lossy = int((rig.arena.encoding_error >= 0).sum())
@@ -450,6 +454,7 @@ def test_what_the_store_has_in_fewer_bits_is_saved_exactly(tmp_path: Path, waiti
     leaving.run()
     report = leaving.report()
     assert (report.lost_partitions, report.safe, report.error) == (0, True, None)
+    assert rig.extras()["step"] == 3
     states = rig.store.states(rig.store.shards())
     assert not any(state.encoded.any() for state in states.values())
     for state in states.values():

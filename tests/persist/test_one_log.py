@@ -1,4 +1,4 @@
-"""A hand-over of a process with many shards is one commit, like that of a process with one."""
+"""Test that a hand-over of a process with many shards is one commit, as with one shard."""
 
 from __future__ import annotations
 

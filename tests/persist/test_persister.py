@@ -1,4 +1,4 @@
-"""Hand-overs into a real store: what is acknowledged is there, what is not waits, what is sealed is exact."""
+"""Test hand-overs into a real store: acknowledged copies are there, others are pending, sealed states are exact."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def test_what_was_copied_again_is_left_to_its_own_hand_over(rig: Rig) -> None:
 
 
 def test_a_seal_that_was_overtaken_is_no_seal(rig: Rig) -> None:
-    """Notes a failure: a full checkpoint, a slow store, and the next full checkpoint before the first is written.
+    """Describe a failure: a full checkpoint, a slow store, and the next full checkpoint before the first is written.
 
-    The first one's copies are gone by then. A sealed record of it would label older bytes as that step, and a
+    The copies of the first are gone by then. A sealed record of it would label older bytes as that step, and a
     rollback would restore them.
     """
     rig.persist(rig.save(rig.everything, 1, sealed=True))
@@ -80,7 +80,7 @@ def test_a_partly_overtaken_seal_saves_the_rest(rig: Rig) -> None:
     sealed = rig.save(rig.everything, 2, sealed=True)
     later = rig.save(SOME[:1], 3)
     rig.persist(sealed)
-    assert rig.sealed() == [{1}] * 3  # a part of a whole state is no use as one
+    assert rig.sealed() == [{1}] * 3  # a part of a whole state is useless as a whole state
     rig.persist(later)
     steps, content = rig.stored()
     assert steps[SOME[0]] == content[SOME[0]] == 3
@@ -99,11 +99,11 @@ def test_a_seal_fails_where_an_earlier_attempt_was_spoiled(rig: Rig, monkeypatch
 def test_copies_that_are_overwritten_while_they_are_checked_are_in_no_older_seal(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer's next flush comes when the persister has seen that all is of the older step, and writes not yet."""
+    """The trainer flushes when the persister has found everything to be of the older step, before it writes."""
     rig.persist(rig.save(rig.everything, 1, sealed=True))
     number = rig.save(rig.everything, 2, sealed=True)
     is_of, later = rig.persister._is_of, list[int]()
-    alone = threading.Lock()  # shards are checked at once, and the flush comes once
+    alone = threading.Lock()  # shards are checked at once, and the flush comes only once
 
     def checked(*arguments: Any) -> bool:
         answer = is_of(*arguments)
@@ -122,7 +122,7 @@ def test_copies_that_are_overwritten_while_they_are_checked_are_in_no_older_seal
 
 
 def overwrite_while_written(rig: Rig, monkeypatch: pytest.MonkeyPatch, ids: Any, steps: list[int]) -> None:
-    """The trainer copies `ids` again, at these steps, each time their shard's segment is written."""
+    """Make the trainer copy `ids` again, at these steps, each time their shard's segment is written."""
     shard, commit = int(rig.shard_of[ids[0]]), rig.writer.commit
 
     def committing(at: int, *args: Any, **kwargs: Any) -> Any:
@@ -164,9 +164,10 @@ def test_a_copy_under_way_is_not_written(rig: Rig) -> None:
 
 
 def test_values_that_changed_without_a_step_are_saved_again(rig: Rig) -> None:
-    """Notes a failure: weights swapped after the loop (an average), then the session's closing checkpoint.
+    """Describe a failure: weights are swapped after the loop (an average) before the session's closing checkpoint.
 
-    It has the step of the last one, so its copies have a version that the store has already, with other bytes.
+    This checkpoint has the step of the last one. So its copies have a version that the store already has, with other
+    bytes.
     """
     rig.persist(rig.save(rig.everything, 5, sealed=True))
     rig.copy(SOME, 5, value=77)
@@ -189,7 +190,7 @@ def test_a_copy_of_the_same_step_that_is_made_during_the_acknowledgement_stays_p
 def test_copies_that_were_never_handed_over_are_adopted(rig: Rig) -> None:
     rig.copy(SOME[:2], 3)
     rig.copy(SOME[2:4], 4)
-    rig.arena.begin(SOME[4:])  # torn: no copy
+    rig.arena.begin(SOME[4:])  # torn: not a copy
     named = rig.save(np.array([1]), 2)
     assert adopt_orphans(rig.arena, rig.queue) == 4
     assert adopt_orphans(rig.arena, rig.queue) == 0  # they have hand-overs now
@@ -203,7 +204,7 @@ def test_copies_that_were_never_handed_over_are_adopted(rig: Rig) -> None:
 
 
 def test_copies_without_a_hand_over_go_before_newer_ones(rig: Rig) -> None:
-    """Notes a failure: the hand-over of step 5 could not be written, that of 7 could. Steps may not go back."""
+    """Describe a failure: the hand-over of step 5 could not be written, that of 7 could. Steps must not decrease."""
     rig.copy(SOME[:2], 5)
     later = rig.save(SOME[3:], 7)
     adopt_orphans(rig.arena, rig.queue)
@@ -214,7 +215,7 @@ def test_copies_without_a_hand_over_go_before_newer_ones(rig: Rig) -> None:
 
 
 def test_copies_that_waited_are_saved_in_one_commit_per_shard_whatever_their_steps(rig: Rig) -> None:
-    """A commit per step and shard is what a store with many shards cannot keep up with."""
+    """A commit per step and shard is more than a store with many shards can keep up with."""
     rig.persist(rig.save(rig.everything, 1, sealed=True))
     before = rig.records()
     for step in range(2, 9):
@@ -250,7 +251,7 @@ def test_a_copy_that_is_renewed_while_older_ones_are_written_stays_pending(
 
 
 def test_a_seal_without_changes_outlives_its_process(tmp_path: Path, arena_dir: Path) -> None:
-    """It names no partition, but it has extras: of the step that the next process goes on from."""
+    """It names no partition, but has the extras of the step from which the next process continues."""
     rig = Rig(tmp_path / "store", arena_dir)
     rig.persist(rig.save(rig.everything, 1, sealed=True))
     rig.hand_over(SOME[:0], 5, sealed=True)
@@ -267,7 +268,7 @@ def test_a_seal_without_changes_outlives_its_process(tmp_path: Path, arena_dir: 
 
 
 def test_a_seal_that_another_daemon_finishes_is_one_state(tmp_path: Path, arena_dir: Path) -> None:
-    """Its records are of two epochs then: the name says that they belong together."""
+    """Its records are then of two epochs, and the name shows that they belong together."""
     rig = Rig(tmp_path / "store", arena_dir)
     rig.persist(rig.save(rig.everything, 1, sealed=True))
     whole = rig.queue.read(rig.save(rig.everything, 5, sealed=True)).whole
@@ -287,8 +288,9 @@ def test_a_seal_that_another_daemon_finishes_is_one_state(tmp_path: Path, arena_
 def test_a_seal_that_was_committed_and_not_noted_is_the_state_in_memory(
     tmp_path: Path, arena_dir: Path, shards: list[int]
 ) -> None:
-    """Killed between the commit and its note in the arena: the copies that had not changed are as good as the others,
-    though the store has them of a newer version."""
+    """Killed between the commit and its note: unchanged copies are valid, though the store has a newer version of
+    them.
+    """
     rig = Rig(tmp_path / "store", arena_dir)
     rig.persist(rig.save(rig.everything, 1, sealed=True))
     changed = SOME[rig.shard_of[SOME] == 0]
@@ -322,7 +324,7 @@ def test_a_failure_at_any_call_loses_nothing(
     rig = Rig(tmp_path / "store", arena_dir)
     rig.persist(rig.save(rig.everything, 1, sealed=True))
     handover = rig.queue.read(rig.save(rig.everything, 2, sealed=sealed))
-    # At the second shard's record or segment: its index may fail unseen.
+    # At the second shard's record or segment: a failure of its index may go unnoticed.
     rig.blobs.fail_at(
         operation, "shards/1/log" if operation == "create_exclusive" else "shards/1/seg", number
     )
@@ -338,7 +340,7 @@ def test_a_failure_at_any_call_loses_nothing(
     assert set(rig.stored()[1]) == {2}
     assert rig.extras() == {"step": 2}
     assert [2 in steps for steps in rig.sealed()] == [sealed] * 3
-    assert rig.records() == 6  # what was durable before the failure was not written again
+    assert rig.records() == 6  # copies that were durable before the failure were not written again
     rig.close()
 
 
@@ -350,10 +352,10 @@ def test_a_hand_over_of_another_layout_is_refused(rig: Rig) -> None:
 @settings(max_examples=15)
 @given(data=st.data())
 def test_any_order_of_copies_hand_overs_and_failures(tmp_path_factory: Any, data: st.DataObject) -> None:
-    """Against a model: the store never has what was not copied, and in the end has each partition's newest copy."""
+    """A model shows that the store never has uncopied bytes, and in the end has each partition's newest copy."""
     folder = tmp_path_factory.mktemp("order")
     rig = Rig(folder / "store", folder)
-    # One shard after the other: which of its operations fails would depend on how threads take turns.
+    # One shard at a time: otherwise the failing operation would depend on how threads take turns.
     rig.blobs.write_each = lambda work, items, size: map(work, items)  # type: ignore[method-assign]
     n = rig.layout.partitions
     newest, at_step = np.full(n, -1), dict[int, Any]()
@@ -366,7 +368,7 @@ def test_any_order_of_copies_hand_overs_and_failures(tmp_path_factory: Any, data
         newest[ids] = step
         at_step[step] = newest.copy()
         rig.copy(ids, step)
-        if sealed:  # all that waits has to come along
+        if sealed:  # all pending copies are saved too
             rig.hand_over(np.union1d(ids, np.flatnonzero(rig.arena.pending())), step, sealed=True)
         else:
             rig.hand_over(ids, step)

@@ -1,4 +1,4 @@
-"""The state machine, without files, threads or a clock."""
+"""Test the state machine, without files, threads or a clock."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_stopping_lets_what_is_being_written_finish() -> None:
 
 
 class Model(RuleBasedStateMachine):
-    """A queue that grows, a store that fails now and then, and the machine between them."""
+    """A growing queue, a store that fails now and then, and the machine between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Model(RuleBasedStateMachine):
         self.halted = self.stopping = self.stopped = False
 
     def send(self, event: Event) -> None:
-        self.wake = None  # the newest answer says when to come back
+        self.wake = None  # the newest answer determines when to wake
         for instruction in self.machine.handle(event):
             assert not self.stopped, "an instruction after the end"
             match instruction:

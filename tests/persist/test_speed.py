@@ -1,4 +1,4 @@
-"""How fast saving is: bytes against the fixed part of commits, from hand-overs of several sizes."""
+"""Test the measured speed of saving: bytes and the fixed part of commits, from hand-overs of several sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The persister's thread against a store that fails, and processes that die: nothing is lost, order is kept."""
+"""Test the persister's thread with a store that fails and processes that die: nothing is lost, order is kept."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from scarctl.persist.persister import adopt_orphans
 from scarctl.persist.thread import PersisterThread
 from scarctl.store import open_writer
 from tests.daemon.rig import Rig
+from tests.support.waiting import wait_until
 
 SOME = np.array([0, 3, 4, 11, 18])
 
@@ -51,11 +52,8 @@ def test_what_is_handed_over_becomes_durable(rig: Rig, thread: PersisterThread) 
 def test_what_waits_already_is_taken_without_a_word(rig: Rig) -> None:
     rig.save(rig.everything, 1, sealed=True)
     thread = PersisterThread(rig.persister, rig.queue)
-    deadline = time.monotonic() + 10
-    while rig.queue.numbers() and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_until(lambda: not rig.queue.numbers())
     thread.close()
-    assert rig.queue.numbers() == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
@@ -68,7 +66,7 @@ def test_a_store_that_fails_for_a_while(rig: Rig, thread: PersisterThread, numbe
         assert step > 1 or thread.drain(20)
     assert thread.drain(20)
     assert rig.blobs.raised == 5
-    assert thread.stats.errors >= 2  # of one hand-over several shards may fail at once
+    assert thread.stats.errors >= 2  # several shards of one hand-over may fail at once
     assert thread.failure is thread.last_error is None
     assert set(rig.stored()[1][SOME]) == {4}
     seen = [r.step for s in range(3) for r in rig.store.records(s) if r.kind == "commit"]
@@ -91,7 +89,7 @@ def test_a_store_that_stays_down_keeps_the_queue_and_says_why(rig: Rig, thread: 
     assert "No space left" in str(thread.fault())
     assert thread.failure is None
     rig.blobs.mend()
-    assert thread.drain(20)  # at once: who waits does not sit out the pause
+    assert thread.drain(20)  # at once: a waiting thread does not sit out the pause
     assert _steps(rig) != [[], [], []]
     assert set(rig.stored()[0][SOME]) == {1}
 
@@ -104,7 +102,7 @@ def test_a_refusal_is_not_for_ever(rig: Rig, thread: PersisterThread) -> None:
     assert time.monotonic() - started < 10  # waiting longer would not help
     assert isinstance(thread.fault(), AccessDenied)
     assert rig.queue.numbers() == numbers
-    rig.blobs.mend()  # mounted anew
+    rig.blobs.mend()  # mounted again
     assert thread.drain(10)
     assert thread.last_error is None
     assert rig.stored()[0][[0, 1]].tolist() == [1, 2]
@@ -134,7 +132,7 @@ def test_a_hand_over_that_cannot_be_read_is_set_aside(rig: Rig, thread: Persiste
     assert thread.drain(10)
     assert isinstance(thread.last_error, Corruption) or thread.stats.errors
     assert [p.suffix for p in rig.arena.folder.iterdir() if p.name.startswith("handover")] == [".bad"]
-    # What it named went before the next one: nothing is lost.
+    # The files that it named were deleted before the next one: nothing is lost.
     assert rig.stored()[1][SOME].tolist() == [1, 1, 2, 2, 2]
     assert not rig.arena.pending().any()
 
@@ -202,7 +200,7 @@ def test_closing_finishes_what_is_being_written_and_leaves_the_rest(
     threading.Timer(0.05, go.set).start()
     thread.close()
     assert rig.queue.numbers() == [second]
-    assert not thread.drain(30)  # it has ended: that is said at once
+    assert not thread.drain(30)  # it has ended, which is reported at once
     thread.close()
     rig.queue.clear()
 
@@ -261,7 +259,7 @@ def test_a_run_that_is_killed_is_finished_by_the_next(tmp_path: Path, arena_dir:
             child.send_signal(signal.SIGKILL)
         rig = Rig(folder, base)
         acknowledged, steps = rig.arena.durable & ((1 << 40) - 1), rig.stored()[0]
-        assert (steps >= np.where(rig.arena.durable >= 0, acknowledged, -1)).all()  # none that is not there
+        assert (steps >= np.where(rig.arena.durable >= 0, acknowledged, -1)).all()  # none that does not exist
         adopt_orphans(rig.arena, rig.queue)
         intact = rig.arena.intact()
         thread = PersisterThread(rig.persister, rig.queue)

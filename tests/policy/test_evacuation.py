@@ -1,4 +1,4 @@
-"""The plan of an evacuation: what goes first, and commits small enough that the last one ends before the deadline."""
+"""Test the plan of an evacuation: its order, and commits small enough that the last one ends before the deadline."""
 
 from __future__ import annotations
 

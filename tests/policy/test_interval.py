@@ -1,6 +1,4 @@
-"""The cadence keeps up with stores of any speed, within a budget, with checkpoints of a size that fits, and does not
-flap.
-"""
+"""Test that the interval suits stores of any speed, within a budget, with suitable sizes, without oscillation."""
 
 from __future__ import annotations
 
@@ -21,9 +19,9 @@ MB = 1_000_000
 
 
 class Simulation:
-    """A training loop and a store that takes hand-overs one after the other, at a speed that may change.
+    """A training loop and a store that takes one hand-over at a time, at a speed that may change.
 
-    cost: seconds that a hand-over takes beside its bytes.
+    cost: seconds of a hand-over in addition to those of its bytes.
     """
 
     def __init__(
@@ -63,18 +61,18 @@ class Simulation:
         return self
 
     def forget(self) -> None:
-        """Keep nothing of what was so far."""
+        """Discard all measurements so far."""
         for told in (self.checkpoints, self.sizes, self.intervals, self.shares):
             told.clear()
 
     @property
     def changes(self) -> int:
-        """How often the share has changed."""
+        """Return how often the share has changed."""
         return sum(a != b for a, b in zip(self.shares, self.shares[1:], strict=False))
 
     @property
     def pace(self) -> float:
-        """Bytes per second that were handed over, between the first checkpoint and the last."""
+        """Return bytes per second handed over between the first checkpoint and the last."""
         return sum(self.sizes[1:]) / ((self.checkpoints[-1] - self.checkpoints[0]) * self.step_seconds)
 
     def _save(self, seconds: float) -> None:
@@ -95,9 +93,7 @@ def test_a_number_means_every_so_many_iterations() -> None:
 
 
 @given(
-    step_seconds=st.floats(0.01, 10),
-    steps_to_save=st.floats(0.01, 400),
-    nbytes=st.integers(10**4, 10**12),
+    step_seconds=st.floats(0.01, 10), steps_to_save=st.floats(0.01, 400), nbytes=st.integers(10**4, 10**12)
 )
 @settings(max_examples=30)
 def test_saving_keeps_up_with_any_store(step_seconds: float, steps_to_save: float, nbytes: int) -> None:
@@ -109,7 +105,7 @@ def test_saving_keeps_up_with_any_store(step_seconds: float, steps_to_save: floa
     assert run.changes <= 3
     run.forget()
     run.run(200 + int(5 * wanted))
-    # Nothing piles up, what the store can take is used, and checkpoints are as large as the interval allows.
+    # No queue builds up, the store's capacity is used, and checkpoints are as large as the interval allows.
     assert len(run.left) <= 2
     assert run.pace <= 0.85 * bandwidth or steps_to_save < 5  # ends are seen to half an iteration
     assert len(set(run.shares)) == 1
@@ -144,7 +140,7 @@ def test_the_byte_budget_counts_though_the_store_is_faster() -> None:
 
 @pytest.mark.parametrize(("steps", "share"), [(5, 1.0), (30, 1.0), (41, 0.5), (100, 0.25), (1000, 1 / 8)])
 def test_a_budget_makes_checkpoints_smaller(steps: int, share: float) -> None:
-    """It allows a whole one every `steps` iterations."""
+    """The budget allows a whole checkpoint every `steps` iterations."""
     cadence = Cadence(None, checkpoint_bytes=100 * MB, max_bandwidth=100 * MB / steps)
     run = Simulation(cadence, step_seconds=1.0, bandwidth=1000 * MB, nbytes=100 * MB).run(2000)
     assert cadence.share == share
@@ -188,7 +184,7 @@ def test_a_store_that_hangs_does_not_change_the_size() -> None:
 @pytest.mark.parametrize("steps", [20, 41, 60, 100, 200])
 @pytest.mark.parametrize("spread", [0.2, 0.5])
 def test_noise_does_not_make_the_size_flap(steps: int, spread: float) -> None:
-    """Also where a whole checkpoint is just too much: between 1 and 2 changes per 100 checkpoints at the most."""
+    """This holds also where a whole checkpoint is slightly too large: at most 1 to 2 changes per 100 checkpoints."""
     rng = random.Random(steps)
     cadence = Cadence(None, checkpoint_bytes=100 * MB)
     bandwidth = 100 * MB / steps
@@ -208,7 +204,7 @@ def test_checkpoints_that_cost_time_whatever_their_size_stay_large() -> None:
     assert run.shares.count(1.0) > 0.9 * len(run.shares)
     assert 1 / 4 not in run.shares
     assert len(run.left) <= 1
-    # Now they do not any more, but bytes are slow: it finds out.
+    # Now hand-overs have no fixed cost, but bytes are slow: the interval adapts.
     run.cost, run.bandwidth = 0.0, 2 * MB
     run.run(20_000)
     assert cadence.share == 1 / 2
@@ -283,7 +279,7 @@ def test_one_long_pause_is_no_long_step() -> None:
     cadence = Cadence(None, checkpoint_bytes=MB)
     run = Simulation(cadence, step_seconds=0.1, bandwidth=1 * MB, nbytes=MB).run(300)
     before = cadence.interval
-    run.now += 600  # an evaluation, and meanwhile the store goes on
+    run.now += 600  # an evaluation, during which the store continues
     run.left.clear()
     run.run(30)
     assert cadence.interval >= before / 3
@@ -338,7 +334,7 @@ def test_bad_settings_are_refused(bad: dict[str, object]) -> None:
 
 
 class Clock:
-    """A busy machine's own says little."""
+    """A clock set by hand: on a busy machine the real one shows little."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -360,7 +356,7 @@ def test_a_session_finds_its_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     train(20)
     engine = loop.session._engine
     assert engine is not None
-    # Everything is durable before the next step here, so every iteration may save.
+    # Everything is durable before the next step, so every iteration may save.
     assert engine.cadence.bandwidth is not None
     assert engine.cadence.interval == 1
     before = loop.session.stats.checkpoints
@@ -390,7 +386,7 @@ def test_a_session_makes_smaller_checkpoints(tmp_path: Path, monkeypatch: pytest
     )
     for share in (1.0, 0.5, 1 / 8):
         engine.cadence.share = share
-        loop.train(4, settle=True)  # what smaller ones left over is used up
+        loop.train(4, settle=True)  # credit left by smaller ones is used up
         sizes.clear()
         loop.train(8, settle=True)
         assert len(sizes) == 8

@@ -1,4 +1,4 @@
-"""A budget of training time is kept, and used, whatever checkpoints cost; only a bound on the interval exceeds it."""
+"""Test that a budget of training time is kept and used, whatever checkpoints cost, within bounds of the interval."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Draw = Callable[[random.Random], float]
 
 
 class Training:
-    """A simulated training: iterations vary, and what a checkpoint costs is known here, and only here.
+    """A simulated training, in which iterations vary and the cost of checkpoints is known.
 
-    stall, slow: seconds of a checkpoint in waiting, and by which `span` iterations alongside it take longer.
+    stall, slow: seconds that a checkpoint waits, and by which `span` iterations alongside it take longer.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Training:
 
     @property
     def share(self) -> float:
-        """The true overhead, without hooks."""
+        """Return the true overhead, without hooks."""
         return self.cost / self.trained
 
 
@@ -93,7 +93,8 @@ def test_the_budget_is_kept_and_used_for_any_costs(
     span: int,
     seed: int,
 ) -> None:
-    # A checkpoint costs so much that the budget allows one in 20 to 500 iterations, and no bound is reached.
+    # A checkpoint is so expensive that the budget allows one in 20 to 500 iterations, and no bound is
+    # reached.
     unit = 20 * budget * seconds
     scale = min(1.0, 0.2 * LONGEST_SECONDS / (seconds * 20 * (stalls + slows)))
     run = Training(
@@ -107,7 +108,7 @@ def test_the_budget_is_kept_and_used_for_any_costs(
     run.jitter = jitter * min(1.0, budget * 10)
     run.run(3000).forget().run(12_000)
     assert run.checkpoints > 5
-    # Half a checkpoint more or less than its share, and an estimate that is made of noisy iterations.
+    # Half a checkpoint more or less than its share, and an estimate from noisy iterations.
     one = run.cost / run.checkpoints / run.trained
     assert run.share <= 1.15 * budget + 2 * one
     if run.overhead.interval > span + 8:
@@ -188,7 +189,7 @@ def test_one_noisy_measurement_leaves_no_young_run_without_a_copy() -> None:
     run = Training(Overhead(0.01), seconds=0.02, stall=constant(0.0005), slow=constant(0.5), span=1, seed=0)
     for step in range(1, 2000):
         if run.checkpoints == 3:
-            run.slow = constant(0.0)  # iterations alongside the first ones were disturbed, not by them
+            run.slow = constant(0.0)  # iterations alongside the first ones were disturbed, but not by them
         run.run(1)
         assert run._since <= max(40, step / 2 + 2)
     assert run.overhead.interval < 10
@@ -208,7 +209,7 @@ def test_a_very_expensive_checkpoint_is_made_at_last_and_the_budget_is_exceeded(
     assert run.overhead.bounded
     assert run.overhead.interval == pytest.approx(LONGEST_SECONDS, abs=2)
     run.stall = constant(0.5)
-    run.run(20_000)  # what was exceeded is not paid back for ever
+    run.run(20_000)  # the excess is not paid back forever
     assert not run.overhead.bounded
     assert run.overhead.interval == pytest.approx(50, abs=5)
 
@@ -240,7 +241,7 @@ def test_without_quiet_iterations_an_interval_grows_until_there_are_some() -> No
 
 
 class Store:
-    """A training with a clock, a store that never waits, and copies that take training `cost` seconds."""
+    """A training with a clock, a store that never waits, and copies that cost training `cost` seconds."""
 
     def __init__(self, cadence: Cadence, cost: float) -> None:
         self.cadence, self.cost, self.now, self.step = cadence, cost, 0.0, 0

@@ -55,7 +55,7 @@ def simple(distance_sq: Any, nbytes: Any = 1, **more: Any) -> Case:
     return replace(case, **{k: np.array(v) if isinstance(v, list) else v for k, v in more.items()})
 
 
-# Few different values, so that equal keys and edges in the middle of them occur; extremes, so that digits differ.
+# Few different values, so that equal keys and boundaries within them occur; extremes, so that digits differ.
 distances = st.sampled_from([0.0, 1.0, 2.0, 3.0, 1e-300, 5e-324, 1e300, np.nan, np.inf]) | st.floats(0, 10)
 
 
@@ -152,7 +152,7 @@ def test_unknown_policy() -> None:
 
 
 def reference(case: Case, order: list[int]) -> list[int]:
-    """The longest prefix of `order` within the budget, those due first, the stalest first."""
+    """Return the longest prefix of `order` within the budget, due partitions first, the stalest of them first."""
     if case.max_staleness is not None:
         due = [i for i in sorted(order) if case.staleness[i] >= case.max_staleness]
         due.sort(key=lambda i: -case.staleness[i])
@@ -217,7 +217,7 @@ def test_round_takes_ids_from_the_cursor(case: Case) -> None:
 
 @given(cases(least=1))
 def test_priority_dominates_every_other_choice_of_its_size(case: Case) -> None:
-    """No other choice with at most as many bytes holds more distance: the greedy prefix fills its own knapsack."""
+    """No other choice with at most as many bytes has a larger distance: the greedy prefix fills its own knapsack."""
     case = replace(case, max_staleness=None)
     got = case.select("priority")
     value = np.where(np.isin(np.arange(case.nbytes.size), case.candidates), case.distance_sq, 0.0)
@@ -257,7 +257,7 @@ def test_priority_with_more_partitions_than_one_piece() -> None:
 
 
 def run(case: Case, policy: str, calls: int) -> list[Selection]:
-    """Calls in which nothing else happens but that staleness grows, with every partition changing all the time."""
+    """Return the selections of calls in which only staleness grows, with every partition changing all the time."""
     history = []
     for step in range(calls):
         got = case.select(policy, step=step)
@@ -288,14 +288,14 @@ def test_bytes_per_call_are_the_budget_in_the_long_run(case: Case, policy: str) 
         assert spent <= (last - first) * case.budget + before
         assert before <= case.cap
     total = int(case.nbytes.sum())
-    if total >= 3 * case.cap:  # there is always something that does not fit, so nothing of the credit is lost
+    if total >= 3 * case.cap:  # some partition never fits, so no credit is lost
         assert sum(got.nbytes for got in history) + history[-1].credit == calls * case.budget
 
 
 @given(busy)
 def test_round_visits_every_partition_once_a_round(case: Case) -> None:
     largest = int(case.nbytes.max())
-    # One round is all bytes; a budget may be left unused while the credit grows to the largest.
+    # A round covers all bytes; a budget may be unused while the credit grows to the largest partition.
     calls = 2 + -(-(int(case.nbytes.sum()) + largest) // case.budget)
     visits = np.concatenate([got.ids for got in run(case, "round", calls)])
     counts = np.bincount(visits, minlength=case.nbytes.size)
@@ -325,7 +325,7 @@ def test_idle_credit_is_capped() -> None:
 
 @given(busy, budgeted, st.integers(1, 10))
 def test_max_staleness_is_kept_as_far_as_the_budget_allows(case: Case, policy: str, limit: int) -> None:
-    # One partition changes hardly at all: without the limit, priority may never come to it.
+    # One partition hardly changes: without the limit, priority might never reach it.
     case = replace(case, distance_sq=np.append(case.distance_sq, 1e-9), nbytes=np.append(case.nbytes, 1))
     n = case.nbytes.size
     case = replace(case, staleness=np.zeros(n, np.int64), eligible=np.ones(n, bool), max_staleness=limit)
@@ -334,7 +334,7 @@ def test_max_staleness_is_kept_as_far_as_the_budget_allows(case: Case, policy: s
     for got in run(case, policy, 80):
         age += 1
         age[got.ids] = 0
-        # Once due, a partition waits for those that are staler, each at most once, and for the credit.
+        # A due partition waits for those that are staler, each at most once, and for the credit.
         assert age.max() <= limit + 2 * calls_per_round
 
 

@@ -1,4 +1,4 @@
-"""What was named as lost: one syntax for one process and for ranks."""
+"""Test the names of lost parts: one syntax for one process and for ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Alone:
 
 
 class Ranks:
-    """Three ranks, which save to the shards 4, 5 and 6. "left" is of rank 0 alone, "wide" is divided."""
+    """Three ranks, which save to the shards 4, 5 and 6. "left" belongs to rank 0 alone, "wide" is divided."""
 
     world, shards = 3, (4, 5, 6)
 

@@ -1,4 +1,4 @@
-"""The planner and the executor, on real stores and arenas, against what was really saved."""
+"""Test the planner and the executor on real stores and arenas, against the copies that were really saved."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def layout() -> Layout:
 
 
 class Job:
-    """A store with a writer, and an arena that stands for the live state."""
+    """A store with a writer, and an arena that stands in for the live state."""
 
     def __init__(self, folder: Path) -> None:
         self.layout = layout()
@@ -86,12 +86,12 @@ class Job:
 
 
 def name_of(step: int) -> str:
-    """What the whole state of a step is called."""
+    """Return the name of the whole state of a step."""
     return f"{step + 1:032x}"
 
 
 def values(arena: Arena, i: int) -> bytes:
-    """All bytes of one partition."""
+    """Return all bytes of one partition."""
     g = int(arena.layout.group_of([i])[0])
     (start,), (stop,) = arena.layout.row_ranges([i])
     return b"".join(
@@ -127,7 +127,7 @@ def run(job: Job, plan: Plan, arena: Arena | None = None) -> tuple[Report, Colle
 
 
 def flip(path: Path) -> None:
-    """Damage the data of a segment, and nothing else."""
+    """Damage only the data of a segment."""
     data = bytearray(path.read_bytes())
     at = 8 + int.from_bytes(data[:8], "little")
     data[at] ^= 1
@@ -329,7 +329,7 @@ class TestRollback:
         memory.begin(job.all[:0])
         assert set(self.rollback(job, arena=memory).tier.tolist()) == {
             STORE
-        }  # the same version says too little
+        }  # the same version is not sufficient
         memory.name_whole(name_of(0))
         assert set(self.rollback(job, arena=memory).tier.tolist()) == {MEMORY}
         memory.begin(job.all[3:4])

@@ -1,4 +1,4 @@
-"""A table divided by rows, with a slot of its shape and one of a number per row, is divided in another way."""
+"""Test another division of a table by rows, with a slot of its shape and a slot of one number per row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WHOLE = {
 
 
 def part(start: int, stop: int) -> Layout:
-    """The layout of a rank with these rows."""
+    """Return the layout of a rank with these rows."""
     shapes = {slot: (stop - start, *array.shape[1:]) for slot, array in WHOLE.items()}
     specs = tuple(TensorSpec(slot, "F32", shape) for slot, shape in shapes.items())
     place = Place((ROWS, COLUMNS), (start, 0)) if stop - start < ROWS else None
@@ -35,7 +35,7 @@ def part(start: int, stop: int) -> Layout:
 
 @pytest.fixture
 def parts(tmp_path: Path) -> Parts:
-    """What two ranks have saved: rows 0 to 24, and the others."""
+    """Return what two ranks have saved: rows 0 to 24, and the others."""
     store = Store.create(tmp_path / "s")
     create_topology(store, Topology(1, (0, 1), "ab" * 32))
     for shard, (start, stop) in enumerate(((0, 25), (25, ROWS))):
@@ -66,7 +66,7 @@ def test_every_row_comes_back_with_its_number(parts: Parts, bounds: Sequence[int
 
 @pytest.mark.parametrize("bounds", [(0, ROWS), (0, 13, 30, ROWS)])
 def test_encoded_rows_are_decoded_and_of_no_whole_state(parts: Parts, bounds: Sequence[int]) -> None:
-    """The second rank has saved its rows again, in bfloat16: what comes back is rounded, and no whole state."""
+    """The second rank has saved its rows again, in bfloat16: restored values are rounded, and not a whole state."""
     assert parts.whole == "ab" * 16
     store, layout = parts.store, part(25, ROWS)
 

@@ -1,4 +1,4 @@
-"""Copies that are read from the store into the memory of an arena, and verified there."""
+"""Test copies that are read from the store into the memory of an arena, and verified there."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class Saved:
         return plan_partial(EVERYTHING, LAYOUT, SHARD_OF, {0: self.store.state(0)}, arena)
 
     def segments(self) -> list[Path]:
-        """Those with data, oldest first."""
+        """Return the segments with data, oldest first."""
         found = [f for f in (self.store.root / "shards/0/seg").iterdir() if f.stat().st_size > LAYOUT.nbytes]
         return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
 
 def bytes_of(arena: Arena) -> list[bytes]:
-    """The bytes of every partition."""
+    """Return the bytes of every partition."""
     found = []
     for i in EVERYTHING.tolist():
         g = int(LAYOUT.group_of([i])[0])
@@ -83,7 +83,7 @@ def damage(path: Path, partition: int) -> None:
 
 
 class Watched(ArenaSink):
-    """Counts the partitions whose data were in the arena before they were put there."""
+    """Counts the partitions whose data were in the arena before `put`."""
 
     def __init__(self, arena: Arena) -> None:
         super().__init__(arena)
@@ -182,7 +182,7 @@ def test_nobody_reads_into_the_arena_after_a_failure(tmp_path: Path) -> None:
 
 
 def new_arena(tmp_path: Path) -> Arena:
-    """A new arena that is about to be filled, on the host's shared memory as far as there is one."""
+    """Return a new arena that is about to be filled, on the host's shared memory if possible."""
     return Arena.create(tmp_path / "arena", LAYOUT, run_id=RUN, epoch=1, populate=False)
 
 

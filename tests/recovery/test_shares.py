@@ -1,4 +1,4 @@
-"""A state in shares: one of each rank, or one of the only process."""
+"""Test a state in shares: one share per rank, or the share of the only process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def damage_log(store: Store, shard: int, place: int) -> None:
-    """Cut off the record at this place of a shard's log, and remove the indexes that would do without it."""
+    """Truncate the record at this place of a shard's log, and remove the indexes that would make it unnecessary."""
     for index in (store.root / "shards" / str(shard) / "index").iterdir():
         index.unlink()
     path = sorted((store.root / "shards" / str(shard) / "log").iterdir())[place]

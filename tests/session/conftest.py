@@ -1,4 +1,4 @@
-"""A run that nothing interrupts, to compare with."""
+"""Provide an uninterrupted run for comparisons."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.training import Loop
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Sums come out the same in every process; a forked child could not use its parent's threads anyway."""
+    """Use one thread, so that sums are equal in every process: a forked child has no other anyway."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -22,7 +22,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def expected(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """The state after all steps of a run that nothing interrupts."""
+    """Return the state after all steps of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     loop = Loop(folder / "store", arena_dir=folder, daemon=False)
     loop.train(STEPS + MORE)

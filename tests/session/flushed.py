@@ -1,4 +1,4 @@
-"""A run that is flushed in the middle of an iteration, and the proof that it continues exactly."""
+"""Flush a run in the middle of an iteration, and check that it continues exactly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS, MORE = 7, 5
 
 
 def half_an_iteration(loop: Loop) -> torch.Tensor:
-    """The next batch and its forward pass: random numbers, data position and buffers are no longer the step's."""
+    """Do the next batch and its forward pass: random numbers, data position and buffers are no longer the step's."""
     ids = torch.randint(0, 64, (16,))
     loop.position["batches"] += 1
     loss = loop.model(ids).square().mean()
@@ -32,7 +32,7 @@ def trained(store: Path, **options: Any) -> Loop:
 def assert_goes_on_exactly(
     store: Path, expected: dict[str, torch.Tensor], tier: str | None = "memory"
 ) -> None:
-    """Another process resumes at the newest step, and ends where the uninterrupted run ended."""
+    """Check that another process resumes at the newest step, and ends where the uninterrupted run ended."""
     loop = Loop(store, seed=99)
     resumed = loop.session.resume()
     assert (resumed.step, resumed.exact) == (STEPS, True)

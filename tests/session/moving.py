@@ -1,4 +1,4 @@
-"""Runs whose values move as a test wants."""
+"""Provide runs whose values move as a test determines."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.support.training import drained
 
 ROWS, INTERVAL = 32, 8
 ROUNDING = 2.0**-8
-"""Of a movement, in bfloat16."""
+"""Rounding of a movement in bfloat16."""
 
 
 class Moving:
-    """Values that move as a test wants, all saved in every eighth iteration unless it says otherwise."""
+    """Values that move as a test determines, all saved in every eighth iteration by default."""
 
     def __init__(
         self, store: Path, law: Callable[[NDArray[Any], int], object], dtype: Any = np.float64, **options: Any
@@ -53,7 +53,7 @@ class Moving:
             drained([self.session])
 
     def lost(self, *shards: int) -> NDArray[np.bool_]:
-        """Which rows are in these shards."""
+        """Return a mask of the rows in these shards."""
         engine = self.session._started()
         group = next(g for g, group in enumerate(engine.layout.groups) if group.name == "x")
         mine = slice(int(engine.layout.base[group]), int(engine.layout.base[group + 1]))
@@ -69,12 +69,12 @@ def shrink(x: NDArray[Any], step: int) -> None:
 
 
 def swing(x: NDArray[Any], step: int) -> None:
-    """There and back between two checkpoints."""
+    """Move there and back between two checkpoints."""
     x += 1.0 if step // INTERVAL % 2 else -1.0
 
 
 def killed(store: Path, until: int) -> None:
-    """A run that ends by kill -9 some iterations after its last checkpoint, half of which is saved then."""
+    """Run until kill -9 some iterations after the last checkpoint, of which half is saved then."""
 
     def body(tell: Callable[[str], None]) -> None:
         run = Moving(store, drift, fraction=0.5, policy="round", flush_on_signal=False)

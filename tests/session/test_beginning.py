@@ -28,7 +28,7 @@ def attached(store: Path, **given: Any) -> tuple[nn.Sequential, Any, scarctl.Ses
 
 
 def stopped(store: Path, loader: Any, *, after: int, **given: Any) -> None:
-    """A run that is closed after this many steps of its first epoch; 0: at its end."""
+    """Run until closed after this many steps of the first epoch; 0: at its end."""
     model, optimizer, session = attached(store, **given)
     session.resume()
     for _ in session.epochs(1):
@@ -41,7 +41,7 @@ def stopped(store: Path, loader: Any, *, after: int, **given: Any) -> None:
 
 
 class Meter:
-    """Fails to tell its state while `away`."""
+    """Fails to return its state while `away`."""
 
     away = False
 

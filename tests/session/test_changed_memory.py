@@ -1,4 +1,4 @@
-"""Bytes that change in memory after they were written: never restored where the store has the same copy."""
+"""Test bytes that change in memory after they were written: never restored if the store has the same copy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EMBEDDING, MOMENT = ("embed.weight", ""), ("out.weight", "exp_avg")
 
 @pytest.fixture
 def store(tmp_path: Path, warm_torch: None) -> Path:
-    """The store of a run that was killed after a seal. Its memory has all that the store has."""
+    """Return the store of a run that was killed after a seal. Its memory has everything that the store has."""
 
     def body(tell: Tell) -> None:
         loop = Loop(tmp_path / "store", interval=2)
@@ -48,7 +48,7 @@ def opened(store: Path, arena_dir: Path) -> Arena:
 
 
 def flip(store: Path, arena_dir: Path, *tensors: tuple[str, str]) -> None:
-    """Change one bit of each of these tensors in memory, as a faulty module would."""
+    """Change one bit of each of these tensors in memory, as a faulty memory module would."""
     arena = opened(store, arena_dir)
     for name, slot in tensors:
         g = next(g for g, group in enumerate(arena.layout.groups) if group.name == name)
@@ -83,7 +83,7 @@ def test_the_stores_copy_is_taken_instead(
     loop.train(MORE)
     assert differing(loop.state(), expected) == []
     loop.session.close()
-    # Later checkpoints carry it, and their resume is exact all the same.
+    # Later checkpoints keep it, and their resume is still exact.
     assert fault in [caveat.message for caveat in survey(Store.open(str(store)), None).caveats]
     after = Loop(store)
     assert after.session.resume().exact
@@ -92,7 +92,7 @@ def test_the_stores_copy_is_taken_instead(
 
 @pytest.mark.leaves_arena
 def test_an_older_copy_is_taken_if_the_stores_is_damaged_too(store: Path, arena_dir: Path) -> None:
-    """The copy in memory is as wrong as the store's: neither of them is taken."""
+    """The copy in memory is as wrong as the store's: neither of them is used."""
     flip(store, arena_dir, EMBEDDING)
     whole = opened(store, arena_dir)
     row = np.array(whole.rows(0, 0)[1])
@@ -132,7 +132,7 @@ def test_a_replica_is_named_as_one(store: Path, arena_dir: Path, caplog: pytest.
 
 
 def test_a_file_gets_the_stores_copy(store: Path, arena_dir: Path, tmp_path: Path) -> None:
-    """`scarctl recover` reads the memory of a stopped run, and leaves it as it is."""
+    """`scarctl recover` reads the memory of a stopped run, and leaves it unchanged."""
     arena = opened(store, arena_dir)
     right = arena.rows(0, 0).tobytes()
     arena.close()
@@ -153,7 +153,7 @@ def test_a_file_gets_the_stores_copy(store: Path, arena_dir: Path, tmp_path: Pat
 def test_a_copy_that_the_store_does_not_have_yet_is_believed(
     store: Path, arena_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The limit: nothing says what its bytes were."""
+    """This is the limit: nothing shows what its bytes were."""
     arena = opened(store, arena_dir)
     arena.durable[:] = -1
     arena.rows(0, 0)[0, 1] ^= 4

@@ -1,4 +1,4 @@
-"""Hyperparameters that a loop sets anew in each iteration are no reason to doubt a resume; those set once are."""
+"""Test that hyperparameters set in each iteration do not make a resume doubtful, but those set once do."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def freeze(module: nn.Module, frozen: bool) -> None:
 
 
 class Gan:
-    """A generator and a discriminator. late: D is frozen after the first forward, as CycleGAN does it."""
+    """A generator and a discriminator. late: D is frozen after the first forward, as in CycleGAN."""
 
     def __init__(self, *, late: bool, d_first: bool) -> None:
         self.late, self.d_first = late, d_first
@@ -104,7 +104,7 @@ def run(store: Path, made: Any, until: int, *, followed: bool) -> tuple[str, ...
 def test_what_is_frozen_for_a_part_of_each_iteration_is_no_doubt(
     tmp_path: Path, followed: bool, late: bool, d_first: bool
 ) -> None:
-    for until in (6, 7, 12):  # the second run ends before it can find what it sets and sets back
+    for until in (6, 7, 12):  # the second run ends before it can find the values that it sets and restores
         assert not run(tmp_path / "s", Gan(late=late, d_first=d_first), until, followed=followed)
 
 

@@ -1,4 +1,4 @@
-"""The training process really dies, by SIGKILL, at any time: what is left is whole, what was acknowledged is there."""
+"""Test a training process killed by SIGKILL at any time: the rest is intact, acknowledged copies are there."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +25,24 @@ from scarctl.store import Store, verify
 from tests.daemon.trainer import stop
 from tests.support import stepper
 from tests.support.forkserver import Program
+from tests.support.stored import stored_steps
 
 pytestmark = pytest.mark.usefixtures("both_savers")
 
 
-def train_and_kill(store: Path, seconds: float, log: Path) -> tuple[int, np.ndarray]:
-    """Run the stepper, kill it `seconds` after its first step; returns the last step and acknowledgements it told."""
+def train_and_kill(
+    store: Path,
+    seconds: float,
+    log: Path,
+    ready: Callable[[list[dict[str, Any]]], bool] = lambda lines: len(lines) > 1,
+) -> tuple[int, np.ndarray]:
+    """Run the stepper, and kill it `seconds` after it is `ready`. Return its last step, and the acknowledged steps."""
     with log.open("wb") as output, log.with_suffix(".err").open("wb") as errors:
         command = ["-m", "tests.support.stepper", str(store), "1000000"]
         process = Program(command, stdout=output, stderr=errors)
     try:
-        deadline = time.monotonic() + 60
-        while len(told(log)) < 2 and process.poll() is None and time.monotonic() < deadline:
+        deadline = time.monotonic() + 120
+        while not ready(told(log)) and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(seconds)
     finally:
@@ -47,7 +54,7 @@ def train_and_kill(store: Path, seconds: float, log: Path) -> tuple[int, np.ndar
 
 
 def kill_daemon(base: Path) -> None:
-    """SIGKILL for the host's daemon, if there is one."""
+    """Send SIGKILL to the host's daemon, if there is one."""
     folder = arena_folder(str(base), "x").parent
     try:
         pid = ask(folder, "status")["pid"]
@@ -61,22 +68,12 @@ def told(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_bytes().split(b"\n")[:-1]]
 
 
-def stored_steps(folder: Path) -> np.ndarray:
-    store = Store.open(str(folder))
-    states = [store.state(shard) for shard in store.shards()]
-    steps = np.zeros(sum(len(s.ids) for s in states), dtype=np.int64)
-    for state in states:
-        steps[state.ids] = step_of(state.version)
-    store.close()
-    return steps
-
-
 @pytest.mark.leaves_arena
 @pytest.mark.parametrize("host_is_lost", [False, True], ids=["memory-left", "store-only"])
 def test_kill_and_run_again(tmp_path: Path, arena_dir: Path, host_is_lost: bool) -> None:
     folder, rng = tmp_path / "store", random.Random(7)
     aged: set[int] = set()
-    """Steps that copies got which were ahead of the step that a run continued from: `Engine.age_after`."""
+    """Steps given by `Engine.age_after` to copies that were ahead of the step from which a run continued."""
     for _ in range(3):
         step, durable = train_and_kill(folder, rng.uniform(0.0, 0.6), tmp_path / "log")
         aged.add(max(0, told(tmp_path / "log")[0]["step"] - 1))
@@ -96,14 +93,14 @@ def test_kill_and_run_again(tmp_path: Path, arena_dir: Path, host_is_lost: bool)
         if resumed.report is not None:
             assert set(resumed.report.tiers) <= ({"store"} if host_is_lost else {"memory", "store"})
             assert stepper.torn_rows(model, optimizer) == []
-            # Every row is of the step that the report says it is of, or was aged when an earlier run continued.
+            # Every row is of the step in the report, or was relabelled when an earlier run continued.
             steps = torch.cat([p[:, 0] for p in model.parameters()]).detach().numpy()
             said = step_of(resumed.report.plan.version)
             assert (said <= steps).all()
             assert set(said[said != steps].tolist()) <= aged
         aged.add(max(0, resumed.step - 1))
         session.close(seal=False)
-        # Let go as a dying process does: what the next one finds is what this one found.
+        # Release it as a dying process does: the next one finds what this one found.
 
 
 def test_resume_takes_from_memory_what_the_store_never_got(tmp_path: Path, arena_dir: Path) -> None:
@@ -151,7 +148,7 @@ def test_death_before_the_first_whole_checkpoint(tmp_path: Path, arena_dir: Path
             session._saver.notify = lambda: None  # type: ignore[method-assign]
             optimizer.step()
             session._finish()
-            kill_daemon(arena_dir)  # it would make durable at once what this process leaves
+            kill_daemon(arena_dir)  # it would at once make durable what this process leaves
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -202,7 +199,7 @@ def test_copies_newer_than_their_extras_count_as_of_the_extras_step(tmp_path: Pa
 
 
 def test_memory_that_the_run_has_overtaken_elsewhere_is_not_believed(tmp_path: Path) -> None:
-    """A host dies with copies that never reached the store, the run goes on at another host, then comes back."""
+    """A host dies with copies that never reached the store, the run continues elsewhere, then the host returns."""
     here, elsewhere = str(tmp_path / "here"), str(tmp_path / "elsewhere")
     Path(here).mkdir()
     Path(elsewhere).mkdir()

@@ -1,12 +1,10 @@
-"""Sessions that save copies in fewer bits: more of them, none called exact, and exact again once it matters."""
+"""Test sessions that save copies in fewer bits: more of them, never called exact, and exact again when required."""
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import shutil
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -26,10 +24,9 @@ from scarctl.state.encodings import ENCODINGS, ERROR_BOUND, Encoding
 from scarctl.state.version import step_of
 from scarctl.store import Store, StoreWriter, verify
 from scarctl.store.record import Record
-from tests.session.test_crash import kill_daemon
+from tests.session.test_crash import kill_daemon, train_and_kill
 from tests.store.helpers import read_all
 from tests.support import stepper
-from tests.support.forkserver import Program
 from tests.support.training import Loop, differing
 
 LOSSY: list[Encoding] = ["bfloat16", "int8"]
@@ -46,7 +43,7 @@ def encoded_in(store: Path) -> int:
 
 @pytest.fixture
 def apart(tmp_path: Path) -> Path:
-    """A folder for memory that a resume does not find."""
+    """Return a folder for memory that a resume does not find."""
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     return folder
@@ -281,11 +278,11 @@ def test_an_unknown_encoding_is_refused(tmp_path: Path, arena_dir: Path) -> None
 def test_killed_at_any_moment_every_copy_is_within_its_bound(
     tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every value is the number of its step: so the error of each row that comes back is known."""
+    """Every value is the number of its step, so the error of each restored row is known."""
     monkeypatch.setenv("SCARCTL_ENCODING", "bfloat16")
     folder, rng, encoded = tmp_path / "store", random.Random(11), 0
     for _ in range(2):
-        train_and_kill(folder, rng.uniform(0.0, 0.3), tmp_path / "log")
+        train_and_kill(folder, rng.uniform(0.0, 0.3), tmp_path / "log", several)
         kill_daemon(arena_dir)
         store = Store.open(str(folder))
         assert verify(store, read_data=True).problems == []
@@ -309,7 +306,7 @@ def test_killed_at_any_moment_every_copy_is_within_its_bound(
 
 
 def attached(model: torch.nn.Module, optimizer: stepper.Stepper, store: Path) -> scarctl.Session:
-    """A session, once the killed daemon's lock is gone."""
+    """Attach a session once the killed daemon's lock is gone."""
     deadline = time.monotonic() + 60
     while True:
         try:
@@ -319,27 +316,9 @@ def attached(model: torch.nn.Module, optimizer: stepper.Stepper, store: Path) ->
             time.sleep(0.05)
 
 
-def train_and_kill(store: Path, seconds: float, log: Path) -> None:
-    """Run the stepper, and kill it `seconds` after the store has copies of several of its steps."""
-    with log.open("wb") as output, log.with_suffix(".err").open("wb") as errors:
-        process = Program(
-            ["-m", "tests.support.stepper", str(store), "1000000"], stdout=output, stderr=errors
-        )
-    try:
-        deadline = time.monotonic() + 120
-        while not several(log) and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(seconds)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == -signal.SIGKILL, log.with_suffix(".err").read_text()
-
-
-def several(log: Path) -> bool:
-    """Whether all copies are durable, of two steps at least, after the step at which the process began."""
-    lines = log.read_bytes().split(b"\n")[:-1]
-    durable = json.loads(lines[-1])["durable"] if lines else []
+def several(lines: list[dict[str, Any]]) -> bool:
+    """Return whether all copies are durable, of two steps at least, after the step at which the process began."""
+    durable = lines[-1]["durable"] if lines else []
     return bool(durable) and min(durable) >= 0 and max(durable) > min(durable)
 
 

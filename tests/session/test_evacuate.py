@@ -1,4 +1,4 @@
-"""A session leaves its host: by a call, by SIGTERM with a grace period, with SIGKILL in the middle of it."""
+"""Test a session that leaves its host: by a call, by SIGTERM with a grace period, with SIGKILL in the middle of it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch
 import scarctl
 from scarctl.errors import UsageError
 from scarctl.state.version import step_of
-from scarctl.store import Store, verify
 from tests.support import stepper
 from tests.support.process import Forked, Tell
+from tests.support.stored import stored_steps
 from tests.support.throttled import ThrottledBlobs
 from tests.support.training import Loop, differing
 
@@ -27,7 +27,7 @@ STEPS = 9
 
 
 def throttle(session: scarctl.Session, bytes_per_second: float, **options: Any) -> ThrottledBlobs:
-    """Make the store of a session without a daemon slow from now on."""
+    """Slow down the store of a session without a daemon."""
     saver: Any = session._saver
     made = ThrottledBlobs(saver.store.blobs, bytes_per_second, **options)
     saver.store.blobs = saver._writer._blobs = saver._writer._publisher._blobs = made
@@ -35,24 +35,10 @@ def throttle(session: scarctl.Session, bytes_per_second: float, **options: Any) 
 
 
 def leave_host(arena_dir: Path) -> None:
-    """The host's memory goes with it."""
+    """Remove the host's memory."""
     for folder in arena_dir.glob("scarctl-*/*"):
         if folder.is_dir():
             shutil.rmtree(folder)
-
-
-def stored_steps(store: Path) -> np.ndarray[Any, Any]:
-    """The step of every partition in the store."""
-    opened = Store.open(str(store))
-    assert verify(opened, read_data=True).problems == []
-    layout = opened.current_layout()
-    assert layout is not None
-    steps = np.full(layout.partitions, -1)
-    for shard in opened.shards():
-        state = opened.state(shard)
-        steps[state.ids] = step_of(state.version)
-    opened.close()
-    return steps
 
 
 def test_all_that_fits_is_exact_on_another_host(tmp_path: Path, arena_dir: Path, both_savers: str) -> None:
@@ -120,7 +106,7 @@ def test_a_deadline_that_is_over_still_flushes_and_reports(tmp_path: Path) -> No
 
 
 def test_what_waits_is_saved_by_change_whatever_its_step(tmp_path: Path) -> None:
-    """Copies of several steps wait; after the flush they are of one, so that their order is free."""
+    """Copies of several steps wait; after the flush they are of one step, so that their order is free."""
     loop = Loop(tmp_path / "store", interval=1, tracker="exact")
     loop.train(1)
     loop.session.checkpoint(full=True, wait=True)
@@ -176,7 +162,7 @@ def test_a_store_that_hangs_does_not_hold_the_process(tmp_path: Path) -> None:
 
 
 def _training(store: Path, tell: Tell, *, grace: str, bytes_per_second: float) -> None:
-    """Train some steps, make the store slow, and wait for signals."""
+    """Train some steps, slow the store down, and wait for signals."""
     model, optimizer = stepper.build()
     session = stepper.attach(model, optimizer, str(store), grace=grace, daemon=False)
     optimizer.step()
@@ -204,7 +190,7 @@ def _training(store: Path, tell: Tell, *, grace: str, bytes_per_second: float) -
 @pytest.mark.leaves_arena
 def test_sigterm_with_grace_brings_to_the_store_what_the_time_allows(tmp_path: Path, arena_dir: Path) -> None:
     store = tmp_path / "store"
-    # 2.6 MB are to be saved at 0.8 MB/s.
+    # 2.6 MB have to be saved at 0.8 MB/s.
     with Forked(lambda tell: _training(store, tell, grace="2s", bytes_per_second=8e5)) as child:
         child.expect("ready")
         began = time.monotonic()
@@ -245,7 +231,7 @@ def test_sigterm_with_enough_grace_is_exact_on_another_host(tmp_path: Path, aren
 def test_sigkill_within_the_grace_period_leaves_what_was_committed(
     tmp_path: Path, arena_dir: Path, commits: int
 ) -> None:
-    """The platform gives less than it said."""
+    """The platform gives less time than announced."""
     store = tmp_path / "store"
     with Forked(lambda tell: _training(store, tell, grace="100s", bytes_per_second=2e6)) as child:
         child.expect("ready")
@@ -273,7 +259,7 @@ def test_a_second_sigterm_does_not_wait(tmp_path: Path) -> None:
         child.expect("ready")
         child.signal(signal.SIGTERM)
         child.expect("writing")
-        time.sleep(0.3)  # not one that a launcher forwards besides: see TOGETHER
+        time.sleep(0.3)  # not one that a launcher also forwards: see TOGETHER
         child.signal(signal.SIGTERM)
         assert child.wait(60) == -signal.SIGTERM
     assert stored_steps(store).min() >= 1
@@ -281,7 +267,7 @@ def test_a_second_sigterm_does_not_wait(tmp_path: Path) -> None:
 
 @pytest.mark.leaves_arena
 def test_ctrl_c_does_not_wait_for_the_store(tmp_path: Path) -> None:
-    """Grace is for the machine's end."""
+    """The grace period is for the end of the machine."""
 
     def body(tell: Tell) -> None:
         try:

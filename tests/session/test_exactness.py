@@ -1,4 +1,4 @@
-"""What a resumed state says about itself stays true, however often a run is killed and resumed."""
+"""Test that a resumed state's own description stays true, however often a run is killed and resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.process import Forked, Tell
 
 @pytest.mark.usefixtures("both_savers")
 def test_copies_newer_than_their_extras_never_pass_for_exact(tmp_path: Path) -> None:
-    """They were copied, but their process died before it could say of which step random numbers and schedule are."""
+    """Copies were made, but their process died before it could note the step of random numbers and schedules."""
     store = str(tmp_path / "store")
 
     def dies_before_it_hands_over(tell: Tell) -> None:

@@ -1,4 +1,4 @@
-"""Extrapolating recovery in real sessions: what it gains, when it keeps out, and all that it leaves alone."""
+"""Test extrapolating recovery in real sessions: its gain, when it does nothing, and what it leaves unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_what_goes_straight_comes_back_nearly_where_it_was(tmp_path: Path) -> No
     before, lost, factor = run.x.copy(), run.lost(0, 1), run.factor
     assert 0.8 < factor < 1
     report = run.session.recover([0, 1])
-    # Saved 5 iterations ago, at 1 per iteration: a whole number, which a movement keeps exactly.
+    # Saved 5 iterations ago, at 1 per iteration: a whole number, which a movement represents exactly.
     np.testing.assert_allclose(run.x[lost], before[lost] - 5 * (1 - factor), rtol=1e-12)
     assert run.x[~lost].tobytes() == before[~lost].tobytes()
     told = report.extrapolation
@@ -53,7 +53,7 @@ def test_what_converges_comes_back_nearer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("tracker", ["exact", "overlapped"])
 def test_rows_that_stand_still_stay_where_they_are(tmp_path: Path, tracker: str, fraction: float) -> None:
-    """Rows of an embedding that no batch has touched since their copy: the copy is exact."""
+    """If no batch has touched rows of an embedding since their copy, the copy is exact."""
     still, last = slice(0, ROWS // 2), 5 * INTERVAL
 
     def some(x: NDArray[Any], step: int) -> None:
@@ -119,7 +119,7 @@ def test_what_is_frozen_meanwhile_comes_back_as_it_is(tmp_path: Path) -> None:
 
 
 def test_slots_counts_and_survivors_are_left_alone(tmp_path: Path) -> None:
-    """Two runs alike, one of them extrapolates: only parameters of what was lost differ."""
+    """Of two equal runs one extrapolates: only parameters of lost partitions differ."""
     plain = Loop(tmp_path / "plain", shards=3, interval=5, fraction=1.0)
     loop = Loop(tmp_path / "store", shards=3, interval=5, fraction=1.0, extrapolate=True)
     for one in (plain, loop):
@@ -149,7 +149,7 @@ def test_slots_counts_and_survivors_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_what_came_back_is_saved_as_it_is(tmp_path: Path) -> None:
-    """It is no copy of what is saved: the next flush takes it, and a restart has the same values."""
+    """An extrapolated value is not a saved copy: the next flush saves it, and a restart has the same values."""
     loop = Loop(tmp_path / "store", shards=3, interval=5, fraction=1.0, extrapolate=True, tracker="touched")
     loop.train(33, settle=True)
     report = loop.session.recover([0])
@@ -162,7 +162,7 @@ def test_what_came_back_is_saved_as_it_is(tmp_path: Path) -> None:
         np.flatnonzero(live.distances()[engine.shard_of == 0] > 0),
         np.flatnonzero(engine.arena.distance[engine.shard_of == 0] > 0),
     )
-    # Rows without a gradient are looked at all the same.
+    # Rows without a gradient are still compared.
     distance = engine.tracker.distances(live, 34)
     np.testing.assert_allclose(distance[moved], engine.arena.distance[moved])
     left = loop.state()
@@ -242,7 +242,7 @@ def test_it_is_a_setting_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def trained(
     store: Path, **options: Any
 ) -> tuple[torch.nn.ModuleDict, Callable[[int], None], scarctl.Session]:
-    """Two layers that go straight on as long as they are trained."""
+    """Return two layers that move straight on as long as they are trained."""
     model = torch.nn.ModuleDict({"base": torch.nn.Linear(4, 8), "head": torch.nn.Linear(4, 8)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     settings: dict[str, Any] = {
@@ -266,7 +266,7 @@ def trained(
 
 
 def test_what_is_frozen_comes_back_as_it_was_saved(tmp_path: Path) -> None:
-    """It would stay where it was put for good."""
+    """The value would stay where it was put permanently."""
     model, train, session = trained(tmp_path / "store")
     train(6 * INTERVAL)
     model["base"].requires_grad_(False)

@@ -1,4 +1,4 @@
-"""An object that does not tell its state for a moment costs a checkpoint, and never training."""
+"""Test that an object that cannot return its state for a moment costs a checkpoint, and never training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scarctl.config import grouped
 
 
 class Counter:
-    """Fails to tell its state while `away`."""
+    """Fails to return its state while `away`."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -31,7 +31,7 @@ class Counter:
 
 
 class Meter(Counter, torch.optim.lr_scheduler.LRScheduler):
-    """As a schedule, which is read at other moments than extras."""
+    """A meter that is read when schedules are, not when extras are."""
 
     def step(self, epoch: int | None = None) -> None:
         self.count += 1

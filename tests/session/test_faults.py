@@ -1,4 +1,4 @@
-"""What goes wrong while a session saves: nothing that was copied is forgotten, and whoever should know hears of it."""
+"""Test faults while a session saves: no copy is forgotten, and the fault is reported where it matters."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ from scarctl.arena.view import peek
 from scarctl.checkpoint.copied import Copied, Extent
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.live_state import LiveState
-from scarctl.daemon import client, saver
+from scarctl.daemon import saver
 from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.session import opening
 from scarctl.store.backends.remote_errors import Patience
-from tests.daemon.trainer import status, wait_until
+from tests.daemon.trainer import kill, status
 from tests.support.elsewhere import elsewhere
 from tests.support.process import Forked, Tell
 from tests.support.training import Loop, differing, drained
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("warm_torch")
 
 
 @contextmanager
 def full_queue() -> Iterator[None]:
-    """No hand-over can be put, for want of room."""
+    """Make hand-overs fail for lack of space."""
     link = os.link
 
     def full(source: Any, target: Any) -> None:
@@ -53,7 +54,7 @@ def full_queue() -> Iterator[None]:
 
 
 def settled(loop: Loop) -> None:
-    """All that was handed over so far is durable."""
+    """Wait until everything handed over so far is durable."""
     loop.session._finish()
     drained([loop.session])
 
@@ -93,7 +94,7 @@ def test_who_waits_for_a_checkpoint_hears_that_it_failed(tmp_path: Path, both_sa
         with pytest.raises(Unavailable, match="No space left"):
             loop.session.checkpoint(full=True, wait=True)
         assert elsewhere(tmp_path / "store")[0].step == 2
-        loop.session.checkpoint(full=True)  # who does not wait is not held up
+        loop.session.checkpoint(full=True)  # a call that does not wait is not delayed
     loop.session.checkpoint(full=True, wait=True)
     resumed, state = elsewhere(tmp_path / "store")
     assert (resumed.step, resumed.exact) == (3, True)
@@ -230,7 +231,7 @@ def test_closed_by_another_thread_what_is_sealed_is_of_one_step(
     ended, copy = threading.Event(), Engine.copy
 
     def slow(self: Engine, *arguments: Any, **options: Any) -> Copied:
-        time.sleep(0.1)  # training would take some fifty steps meanwhile
+        time.sleep(0.1)  # meanwhile training would take some fifty steps
         return copy(self, *arguments, **options)
 
     thread = threading.Thread(target=train)
@@ -252,12 +253,6 @@ def test_closed_by_another_thread_what_is_sealed_is_of_one_step(
 
 
 # -- the daemon --------------------------------------------------------------------------------------------------
-
-
-def kill(folder: Path, number: signal.Signals = signal.SIGKILL) -> int:
-    pid = int(client.ask(folder, "status")["pid"])
-    os.kill(pid, number)
-    return pid
 
 
 def train_for_long(loop: Loop) -> None:
@@ -282,7 +277,7 @@ def test_a_daemon_that_cannot_be_started_again_is_told_and_counted(
         kill(daemon_folder)
         loop.train(1)
         deadline = time.monotonic() + 10
-        # The first to be told may be that it is gone.
+        # The first to learn of it may be this call.
         while "could not be started" not in loop.session.stats.last_error:
             assert time.monotonic() < deadline, loop.session.stats.last_error
             loop.train(1)

@@ -1,4 +1,4 @@
-"""The first forward after resuming is looked at, and what else is in the process is left alone."""
+"""Test that the first forward after a resume is inspected, without touching other objects in the process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scarctl.config import grouped
 
 
 class Lazy:
-    """Anybody's object that does something when it is asked for its class, as torch's deprecated names do."""
+    """An object that acts when it is asked for its class, as torch's deprecated names do."""
 
     asked = False
 

@@ -1,4 +1,4 @@
-"""What is flushed when a signal asks for it, in real processes with real signals."""
+"""Test the state that is flushed on a signal, in real processes with real signals."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tests.session.flushed import STEPS, assert_goes_on_exactly, half_an_iterati
 from tests.support import stepper
 from tests.support.process import Forked, Tell
 from tests.support.training import Loop
+from tests.support.waiting import wait_until
 
 # -- a signal ends the process -----------------------------------------------------------------------------------
 
@@ -41,7 +42,7 @@ def sleeps() -> None:
 
 
 def is_stuck() -> None:
-    """A call that does not return, whatever signals come."""
+    """A call that does not return, whatever signals arrive."""
     libc = ctypes.CDLL(None)
     mutex = ctypes.create_string_buffer(256)
     libc.pthread_mutex_lock(mutex)
@@ -86,7 +87,7 @@ def test_sigterm_in_a_collective_that_the_other_rank_never_joins(
 
 
 def test_the_flush_needs_no_store(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
-    """The store takes nothing any more: the next process has it from memory all the same, and still exactly."""
+    """The store accepts nothing: the next process still resumes exactly, from memory."""
 
     def body(tell: Tell) -> None:
         loop = Loop(tmp_path / "store")
@@ -118,10 +119,7 @@ def test_what_was_flushed_becomes_durable_without_its_process(
         child.expect("ready")
         child.signal(signal.SIGTERM)
         assert child.wait() == -signal.SIGTERM
-    deadline = time.monotonic() + 20
-    while newest_sealed(tmp_path / "store") < STEPS:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: newest_sealed(tmp_path / "store") >= STEPS)
     assert_goes_on_exactly(tmp_path / "store", expected)
 
 
@@ -188,7 +186,7 @@ def test_sigterm_in_the_middle_of_a_step(
 
 
 def test_signals_at_any_moment_of_a_loop(tmp_path: Path, both_savers: str) -> None:
-    """Steps as fast as they go, and every time another moment."""
+    """Steps are as fast as possible, and the signal comes at another moment each time."""
     step = 0
     for round_ in range(5):
 
@@ -218,7 +216,7 @@ def test_signals_at_any_moment_of_a_loop(tmp_path: Path, both_savers: str) -> No
 
 
 def test_a_loop_that_says_itself_when_a_step_is_over(tmp_path: Path) -> None:
-    """Between two calls of step() its arrays may be half changed: the flush waits for the next call."""
+    """Between two calls of step() arrays may be half changed: the flush waits for the next call."""
 
     def body(tell: Tell) -> None:
         state = {"w": torch.zeros(64, 8).numpy()}
@@ -309,7 +307,7 @@ def test_a_handler_of_the_users_own_runs_after_the_flush(tmp_path: Path, both_sa
         while not stop:
             time.sleep(0.01)
         tell(f"handled after {loop.session._saving.flushed}")
-        loop.train(2)  # it goes on for as long as it likes
+        loop.train(2)  # it continues for as long as it likes
         loop.session.close()
         assert signal.getsignal(signal.SIGTERM).__name__ == "<lambda>"  # type: ignore[union-attr]
 

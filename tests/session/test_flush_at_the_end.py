@@ -1,4 +1,4 @@
-"""What is flushed when an exception, a call or the end of the program asks for it."""
+"""Test the state that is flushed on an exception, a call, or the end of the program."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ def test_an_exception_in_the_loop(
     loop = trained(tmp_path / "store")
     with pytest.raises(RuntimeError, match="broken batch"), loop.session:
         raise RuntimeError("broken batch")
-    # The daemon has the rest of the work, and the arena stays; alone, the session has waited for the store.
+    # The daemon has the remaining work, and the arena stays; without a daemon the session has waited for the
+    # store.
     assert_goes_on_exactly(tmp_path / "store", expected, "memory" if both_savers == "daemon" else "store")
 
 
 def test_a_handler_of_somebody_else_raises_in_the_middle_of_closing(
     tmp_path: Path, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Lightning's does, which tells other ranks of a SIGTERM: they may be dead."""
+    """The handler is like Lightning's, which notifies other ranks of a SIGTERM: they may be dead."""
     loop = trained(tmp_path / "store")
     engine = loop.session._started()
     hand_over, calls = engine.hand_over, []
@@ -57,7 +58,7 @@ def test_a_handler_of_somebody_else_raises_in_the_middle_of_closing(
 def test_it_raises_while_closing_waits_for_the_copy(
     tmp_path: Path, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has been copied by then is a part of what is sealed."""
+    """Partitions copied by then are part of the sealed state."""
     loop = trained(tmp_path / "store")
     save, calls, main = LiveState.save, [], threading.get_ident()
 

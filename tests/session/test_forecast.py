@@ -1,4 +1,4 @@
-"""Predicted rework of a real run: in its session, after its end, and by the command line."""
+"""Test the predicted rework of a real run: in its session, after its end, and on the command line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RATE = 0.95
 
 
 class Descent:
-    """Goes straight to 0 by a factor of 0.95 per iteration, from a distance of 8."""
+    """A run that moves straight to 0 by a factor of 0.95 per iteration, from a distance of 8."""
 
     def __init__(self, store: Path, **options: Any) -> None:
         self.state = {"x": np.ones((64, 1))}
@@ -56,7 +56,7 @@ def invoke(*arguments: object, code: int = 0) -> dict[str, Any]:
 
 
 def saved(store: Path) -> History:
-    """What the newest extras have."""
+    """Return the history in the newest extras."""
     opened = Store.open(store)
     found = [opened.read_extras(opened.state(shard)) for shard in opened.shards()]
     newest = max((one for one in found if one is not None), key=lambda one: one[0])
@@ -150,7 +150,7 @@ def test_a_store_that_is_away_keeps_nobody_from_recovering(tmp_path: Path) -> No
 def test_auto_goes_back_where_that_is_nearer(tmp_path: Path) -> None:
     job = Descent(tmp_path / "store", max_staleness=1000)
     job.train(40)
-    # All copies are as old as this one; what is damaged beyond it costs more than a step.
+    # All copies are as old as this one; the cost of additional damage is more than a step.
     job.session.checkpoint(full=True, wait=True)
     job.train(1)
     job.state["x"][:32] += 5.0
@@ -209,7 +209,7 @@ def test_the_command_goes_back_where_that_is_nearer(tmp_path: Path, arena_dir: P
     store, output = tmp_path / "store", tmp_path / "whole.safetensors"
     done = forkserver.run(["-c", SEALED, str(store)], timeout=60)
     assert done.returncode == -signal.SIGKILL
-    # As its last look would have found a run that was thrown off its way right before.
+    # The last look has found a run that was disturbed right before.
     run = Store.open(store).run_id
     arena = Arena.open_existing(arena_folder(str(arena_dir), run), run_id=run)
     assert arena is not None
@@ -226,7 +226,7 @@ def test_the_command_goes_back_where_that_is_nearer(tmp_path: Path, arena_dir: P
     assert found["rework"] == {"iterations": 3.0, "low": 3.0, "high": 3.0, "basis": "steps", "reason": None}
     assert "rollback 3" in found["reason"]
     assert np.allclose(load_file(output)["x"], RATE**40)
-    # In place the store goes back as well, and what the stopped run had of later is forgotten.
+    # In place the store rolls back as well, and the stopped run's later copies are forgotten.
     into = invoke("recover", "--store", store, "--lost", "all", "--mode", "auto", "--into", output)
     assert into["mode"] == "rollback"
     job = Descent(store)
@@ -237,7 +237,7 @@ def test_the_command_goes_back_where_that_is_nearer(tmp_path: Path, arena_dir: P
 
 @pytest.fixture
 def killed(tmp_path: Path) -> Path:
-    """A store, and the arena, of a run that was killed after 45 iterations."""
+    """Return the store of a run that was killed after 45 iterations; its arena is left."""
     done = forkserver.run(["-c", KILLED, str(tmp_path / "store"), "45"], timeout=60)
     assert done.returncode == -signal.SIGKILL
     return tmp_path / "store"
@@ -266,7 +266,8 @@ def test_commands_tell_what_a_killed_run_would_cost(killed: Path, tmp_path: Path
     text = CliRunner().invoke(cli, [*map(str, call), "--max-rework", "10", "--mode", "auto"]).output
     assert "predicted rework: " in text
     assert "mode partial: predicted" in text
-    # The copies in memory count as lost when they are what is restored: those of the store are older, or as old.
+    # Copies in memory count as lost when they are the ones to be restored: those of the store are older, or
+    # as old.
     into = invoke("recover", "--store", killed, "--lost", "0", "--dry-run")
     assert into["rework"]["iterations"] >= plan["rework"]["iterations"] * 0.999
 

@@ -1,4 +1,4 @@
-"""Copies in memory stay as young while the store is stopped as with one that keeps up, and the store loses nothing."""
+"""Test that copies in memory stay as recent with a stopped store as with a fast one, and the store loses nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TURN = 12
 
 
 class Table:
-    """A table of 64 rows, all of which a step changes, the first ones by far the most."""
+    """A table of 64 rows, all of which change in a step, the first ones by far the most."""
 
     def __init__(self, store: Path, **options: Any) -> None:
         torch.manual_seed(0)
@@ -47,13 +47,13 @@ class Table:
         time.sleep(0.01)
 
     def oldest_copy(self) -> int:
-        """How many iterations the oldest copy in memory is behind."""
+        """Return how many iterations the oldest copy in memory is behind."""
         arena = self.session._started().arena
         return self.session.head_step - int(step_of(arena.newest()).min())
 
 
 class Reader:
-    """Takes the place of how the persister reads the arena: it may hang, or be slow."""
+    """Replaces the persister's reading of the arena: it may hang, or be slow."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.goes_on = threading.Event()
@@ -75,7 +75,7 @@ class Reader:
 def test_a_run_killed_long_after_the_store_had_stopped_comes_back_young(
     tmp_path: Path, daemon_folder: Path
 ) -> None:
-    """The daemon is stopped, then the training process killed, then the daemon."""
+    """The daemon is stopped, then the training process is killed, then the daemon."""
     log = tmp_path / "log"
     with log.open("wb") as output:
         job = Program(["-m", "tests.support.stepper", str(tmp_path / "store"), "1000000"], stdout=output)
@@ -116,7 +116,7 @@ def test_a_run_killed_long_after_the_store_had_stopped_comes_back_young(
     resumed = session.resume()
     assert resumed.step > head - 6
     assert resumed.report is not None
-    # What the kill has torn in the middle of a copy comes from the store.
+    # Copies that the kill has torn come from the store.
     ages = resumed.step - step_of(resumed.report.plan.version[resumed.report.plan.tier == 1])
     assert ages.size >= 40
     assert ages.max() <= 2 * TURN
@@ -157,8 +157,7 @@ def test_a_store_that_hangs_in_the_middle_of_a_copy_keeps_nothing_old_in_memory(
 
 
 def test_a_slow_store_gets_everything_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes several intervals for a hand-over. What changes most is picked again and again, and comes to the store
-    nonetheless; what changes least, too."""
+    """A hand-over takes several intervals. Partitions that are picked repeatedly, and others, still reach the store."""
     reader = Reader(monkeypatch)
     table = Table(tmp_path / "store", fraction=0.25)
     table.step()
@@ -177,7 +176,7 @@ def test_a_slow_store_gets_everything_in_turn(tmp_path: Path, monkeypatch: pytes
 def test_a_seal_that_memory_has_overtaken_is_saved_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The very first one, too: the store hangs, memory moves on, and then the store gets a state to roll back to."""
+    """Also for the first seal: the store hangs, memory moves on, and then the store gets a state to roll back to."""
     reader = Reader(monkeypatch)
     reader.goes_on.clear()
     table = Table(tmp_path / "store", fraction=0.25)

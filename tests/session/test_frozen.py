@@ -1,4 +1,4 @@
-"""Frozen parameters are not compared again and again, and saved all the same when somebody writes to them."""
+"""Test that frozen parameters are not compared repeatedly, but saved if they are written to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = 256
 
 
 class Job:
-    """Beside a frozen table of ROWS partitions a layer is trained; counts which of the table are compared."""
+    """Trains a layer next to a frozen table of ROWS partitions; counts which of the table are compared."""
 
     def __init__(self, store: Path, **options: Any) -> None:
         torch.manual_seed(0)
@@ -46,7 +46,7 @@ class Job:
         self.model["head"](self.model["base"](torch.randn(4, 8))).square().sum().backward()
         self.optimizer.step()
         self.session._finish()
-        if settle:  # what waits for the store is not chosen again
+        if settle:  # partitions that wait for the store are not chosen again
             drained([self.session])
 
     def compared_in_a_step(self) -> int:
@@ -55,7 +55,7 @@ class Job:
         return self.compared
 
     def saved(self) -> torch.Tensor:
-        """What partial checkpoints have of the table by now: lost, and recovered."""
+        """Return the table as partial checkpoints have it: lost, and recovered."""
         live = self.base.clone()
         self.base.copy_(torch.full_like(live, torch.nan))
         self.session.recover("base.weight")
@@ -82,7 +82,7 @@ def in_place(base: torch.Tensor) -> None:
 
 
 def averaged(base: torch.Tensor) -> None:
-    """As an exponential moving average is kept: torch does not count this."""
+    """Update it as an exponential moving average, which torch does not count."""
     base.data.mul_(0.9)
 
 
@@ -155,7 +155,7 @@ def test_every_tracker(tmp_path: Path, tracker: str) -> None:
 
 
 class Adam:
-    """A layer that gets no gradient for three steps, because it is frozen or not used, and the opposite after that."""
+    """A layer gets no gradient for three steps, because it is frozen or unused, and the opposite afterwards."""
 
     def __init__(self, store: Path, *, frozen: bool) -> None:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The gate between an optimizer's steps and a flush, with threads and no training."""
+"""Test the gate between an optimizer's steps and a flush, with threads and without training."""
 
 from __future__ import annotations
 

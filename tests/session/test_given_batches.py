@@ -1,4 +1,4 @@
-"""The batch that a loop was given last is compared after a resume, whatever is in it, and costs the loop little."""
+"""Test that the last given batch is compared after a resume, whatever its content, at little cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step in which nothing is due makes few calls, reads no generator officially, and keeps what a flush needs."""
+"""Test that a step without a checkpoint makes few calls, reads no generator, and keeps what a flush needs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ import scarctl
 from scarctl.util import generators
 
 MOST = 190
-"""Calls of functions, Python's and others, that a session may add to a step: 177 in a quiet one, 518 at
-first."""
+"""Most calls of functions, Python's and others, that a session may add to a step: 177 in a quiet one, 518 at first."""
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -55,7 +54,7 @@ def test_a_step_in_which_nothing_is_due_makes_few_calls(tmp_path: Path) -> None:
     with scarctl.attach(*saved, store=tmp_path / "s", interval=1000) as session:
         for _ in range(8):
             train(*saved)
-        # In one of these steps the store may become done with the first checkpoint, which is noticed there.
+        # In one of these steps the store may finish the first checkpoint, which is noticed there.
         assert min(calls(lambda: train(*saved)) for _ in range(3)) <= alone + MOST
         assert session.stats.checkpoints == 1
 
@@ -77,7 +76,7 @@ def test_random_numbers_of_each_step_are_kept_without_asking_for_them(
         np.random.rand()
         torch.rand(1)
     assert not asked
-    assert session.flush()  # of the step's end, and not of now
+    assert session.flush()  # of the step's end, not of this moment
     session.close(seal=False)
     again = build()
     with scarctl.attach(*again, store=tmp_path / "s", interval=1000) as session:

@@ -1,4 +1,4 @@
-"""Whoever evaluates, in `torch.inference_mode`, may save and recover as well, and what comes later is as usual."""
+"""Test that sessions save and recover within `torch.inference_mode`, and work as usual afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("both_savers")
 
 
 class Late(nn.Module):
-    """Buffers, and a layer that no gradient has reached yet."""
+    """A model with buffers, and a layer that no gradient has reached yet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def test_a_call_in_inference_mode(tmp_path: Path, call: Callable[[scarctl.Sessio
     loop.train(3)
     loop.session.checkpoint(full=True, wait=True)
     bias = loop.model.body[0].bias
-    bias.data = bias.data.clone()  # as if an average were tried out: everything is asked for anew
+    bias.data = bias.data.clone()  # as if an average were tried: all values are requested again
     with torch.inference_mode():
         call(loop.session)
         assert torch.is_inference_mode_enabled()
@@ -85,7 +85,7 @@ def test_a_call_in_inference_mode(tmp_path: Path, call: Callable[[scarctl.Sessio
     again.session.close()
     values, slots = loop.state()
     assert differing(values, again.state()[0]) == []
-    # Those of the layer that was never stepped are zeros now.
+    # Those of the layer that never stepped are zeros by now.
     torch.testing.assert_close({k: again.state()[1][k] for k in slots}, slots, rtol=0, atol=0)
 
 

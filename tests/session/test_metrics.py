@@ -1,4 +1,4 @@
-"""`Session.metrics`: figures read where they are counted, and the table that documents them."""
+"""Test `Session.metrics`: figures are read where they are counted, and match the table that documents them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_pending_copies_are_counted_while_the_store_waits(tmp_path: Path) -> Non
 
 
 def test_every_documented_figure_occurs_and_no_other(tmp_path: Path) -> None:
-    """A convex problem, so that its convergence is estimated; and the daemon's or the thread's speed is known."""
+    """The problem is convex, so that its convergence is estimated, and the speed of the daemon or thread is known."""
     torch.manual_seed(0)
     model = nn.Linear(16, 4)
     inputs, wanted = torch.randn(64, 16), torch.randn(64, 4)

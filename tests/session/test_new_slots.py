@@ -1,4 +1,4 @@
-"""A resume reads copies from the store straight into the slots that it makes, and leaves none behind if it fails."""
+"""Test that a resume reads copies from the store directly into new slots, and leaves no slots behind if it fails."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Run:
 
 
 def saved(store: Path, steps: int = 3) -> State:
-    """The state of a run that has ended."""
+    """Return the state of a run that has ended."""
     run = Run(store, seed=1)
     for _ in range(steps):
         run.step()
@@ -109,7 +109,7 @@ def test_a_failed_resume_leaves_no_slot_and_no_value(tmp_path: Path) -> None:
     saved(tmp_path / "store")
     for path in (tmp_path / "store").glob("shards/*/seg/*"):
         data = bytearray(path.read_bytes())
-        # The largest tensors come first: the last bytes before the tail are of the smallest.
+        # The largest tensors come first: the last bytes before the tail belong to the smallest.
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
     run = Run(tmp_path / "store", seed=2, host="second")

@@ -1,4 +1,4 @@
-"""Finding `enumerate` around the batches."""
+"""Test finding `enumerate` around the batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scarctl.session.numbering import is_enumerated
 
 
 class Bar:
-    """A progress bar, as tqdm: an object whose iterator is a generator."""
+    """A progress bar like tqdm: an object whose iterator is a generator."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner

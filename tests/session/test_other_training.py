@@ -31,11 +31,7 @@ class Loop:
         self.model: Any = nn.Sequential(*layers) if depth else nn.Linear(4, 4)
         self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters())
         self.session = scarctl.attach(
-            self.model,
-            self.optimizer,
-            store=store,
-            interval=1,
-            **grouped(daemon=False, **options),
+            self.model, self.optimizer, store=store, interval=1, **grouped(daemon=False, **options)
         )
         self.session.resume()
 
@@ -127,7 +123,7 @@ def test_updates_by_hand_are_said(tmp_path: Path, before: int, steps: int) -> No
         loop.backward()
         _by_hand(loop)
     if steps == 3:
-        loop.session.close()  # looks once more
+        loop.session.close()  # the session compares once more
     assert loop.kinds() == ["no-step"]
     loop.session.close()
 
@@ -167,7 +163,7 @@ def test_an_optimizer_within_the_backward_pass_is_said(tmp_path: Path) -> None:
 
 
 class Around(torch.optim.Optimizer):
-    """As SAM is: two steps of its own, and an optimizer inside."""
+    """An optimizer like SAM: two steps of its own, and an inner optimizer."""
 
     def __init__(self, parameters: object) -> None:
         super().__init__(parameters, {})  # type: ignore[arg-type]
@@ -235,13 +231,13 @@ def test_an_optimizer_of_other_parameters_is_no_other_optimizer(tmp_path: Path) 
             other(torch.rand(2, 2)).sum().backward()
             critic.step()
         loop.train(1)
-        drained([loop.session])  # a busy machine's store would be said to be behind
-    assert loop.kinds() == ["outside-module"]  # what it trains is not saved
+        drained([loop.session])  # on a busy machine the store would be reported as behind
+    assert loop.kinds() == ["outside-module"]  # the parameters that it trains are not saved
     loop.session.close()
 
 
 def test_nothing_is_left_of_it(tmp_path: Path) -> None:
-    # Sessions that other tests abandon, as a killed process does, have left theirs.
+    # Sessions that other tests abandon, as a killed process does, have left their handlers.
     before = set(_global_optimizer_pre_hooks), set(_global_optimizer_post_hooks)
     loop = Loop(tmp_path / "s")
     assert set(_global_optimizer_post_hooks) > before[1]

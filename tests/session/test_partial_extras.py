@@ -1,4 +1,4 @@
-"""Partial recovery of optimizer state that has not the shape of its parameter, and what a recovery leaves behind."""
+"""Test partial recovery of optimizer state of another shape than its parameter, and what a recovery leaves behind."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Matrices(torch.optim.Optimizer):
 
 
 class Training:
-    """A small model, some steps of it."""
+    """A small model, and some steps of it."""
 
     def __init__(self, make: Make) -> None:
         torch.manual_seed(1)
@@ -125,7 +125,7 @@ def test_a_lost_parameter_comes_back_with_all_its_optimizer_has(name: str, tmp_p
 
 @pytest.mark.parametrize("name", sorted(MAKES))
 def test_a_lost_value_that_is_finite_is_replaced_too(name: str, tmp_path: Path) -> None:
-    """Memory that comes back with other numbers in it: nothing shows that they are wrong."""
+    """Memory is restored with other numbers in it, and nothing shows that they are wrong."""
     training, wrong = Training(MAKES[name]), 12345.0
     with training.session(tmp_path) as session:
         training.step(3)
@@ -155,7 +155,7 @@ def test_of_a_parameter_that_is_lost_in_part_only_lost_rows_of_row_statistics_ch
         assert report.restored_partitions == 1
         assert torch.equal(state["rows"][:2], saved[:2])
         assert torch.equal(state["rows"][2:], rows[2:])
-        # They belong to all rows, and were not lost: with older ones in part they would fit nothing.
+        # They belong to all rows, and were not lost: partly older ones would fit nothing.
         assert all(torch.equal(a, b) for a, b in zip(state["GG"], matrices, strict=True))
         with torch.no_grad():
             state["GG"][0][1] = torch.nan
@@ -183,7 +183,7 @@ def test_extras_that_are_not_finite_themselves_are_passed_over(tmp_path: Path) -
 
 
 def test_what_an_adapter_cannot_put_back_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter of others, which knows nothing of it: it works as before, and the report says what is left."""
+    """An adapter that does not support it works as before, and the report says what is left."""
     monkeypatch.delattr(TorchAdapter, "restore_lost")
     training = Training(MAKES["NAdam"])
     with training.session(tmp_path) as session:

@@ -1,4 +1,4 @@
-"""What a session refuses, and that nothing is changed then."""
+"""Test what a session refuses, and that a refusal changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training against an S3 store, through the daemon and without it."""
+"""Test training with an S3 store, through the daemon and without it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_run_goes_on_where_it_ended(s3_place: Place, both_savers: str) -> None
 def test_the_daemon_gets_what_opens_the_store_and_keeps_it_in_memory(
     s3_place: Place, both_savers: str, arena_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """From the environment of the session, not from its own: not on a command line, in a log or on a disk."""
+    """The daemon gets them from the session's environment, not from its own: not by a command line, a log or a disk."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_place.options["endpoint_url"])
@@ -74,7 +74,7 @@ def test_the_daemon_gets_what_opens_the_store_and_keeps_it_in_memory(
 
 
 def test_closing_waits_no_longer_than_it_may(s3_place: Place, wire: Proxy) -> None:
-    """However much longer one request could take; what was not durable is there for the next session."""
+    """Closing takes at most one request longer; copies that were not durable are there for the next session."""
     options = {**s3_place.options, "endpoint_url": wire.url, "scarctl_timeout": 60}
     state = model()
     session = train(state, s3_place, 4, shards=4, storage_options=options, daemon=False, timeout=0.5)

@@ -1,4 +1,4 @@
-"""Weights that a loop puts in place of the trained ones between two steps: saved as they are, never as the step's."""
+"""Test weights that a loop replaces between two steps: saved unchanged, but never as the step's."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 Way = Literal["counted", "uncounted", "swapped"]
-"""A write in place that torch counts, one through `.data`, or other memory."""
+"""A write in place that torch counts, a write through `.data`, or other memory."""
 
 
 def put(model: torch.nn.Module, values: list[torch.Tensor], way: Way) -> list[torch.Tensor]:
-    """Put values in place of the parameters, and return those that were there."""
+    """Replace the parameters' values, and return the former ones."""
     before = [p.detach().clone() for p in model.parameters()]
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), values, strict=True):
@@ -86,7 +86,7 @@ def test_a_flush_in_an_evaluation_of_other_weights_is_not_exact(
 def test_a_copy_made_while_other_values_are_in_place_is_repeated(
     tmp_path: Path, arena_dir: Path, caplog: pytest.LogCaptureFixture, kept: bool
 ) -> None:
-    """Weights that are clipped through `.data` after each step, as in WGAN, or swapped out during an evaluation."""
+    """Weights are clipped through `.data` after each step, as in WGAN, or swapped out during an evaluation."""
     model, optimizer = build()
     session = scarctl.attach(
         model,
@@ -100,7 +100,7 @@ def test_a_copy_made_while_other_values_are_in_place_is_repeated(
     distances: list[float] = []
 
     def look(*_: Any) -> None:
-        """Right before a step, after scarctl."""
+        """Check right before a step, after scarctl."""
         engine = session._opening.engine
         if engine is not None:
             live = session._saving._binding.live(engine.arena)
@@ -132,7 +132,7 @@ def test_a_copy_made_while_other_values_are_in_place_is_repeated(
 
 
 def averaged(store: Path) -> Callable[[Tell], None]:
-    """A run that gets SIGTERM in an evaluation of the average, which takes longer than a flush waits."""
+    """Return a run that gets SIGTERM in an evaluation of the average, which takes longer than a flush waits."""
 
     def train(tell: Tell) -> None:
         model, optimizer = build()

@@ -1,4 +1,4 @@
-"""What a session is asked for from outside is done, whenever it is asked."""
+"""Test that requests from outside are carried out, whenever they arrive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("both_savers")
 def test_a_wish_that_comes_while_another_is_looked_at_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread takes wishes in. It may do so just when the session asks whether anything can be copied."""
+    """Another thread makes a request, perhaps just when the session asks whether anything can be copied."""
     loop = Loop(tmp_path / "store", interval=1000)
     loop.train(1)
     loop.session._finish()

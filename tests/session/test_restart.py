@@ -1,4 +1,4 @@
-"""A session goes on after deaths, its own and the daemon's: from the right step, with the values of that step."""
+"""Test a session that continues after its own death and the daemon's: from the right step, with that step's values."""
 
 from __future__ import annotations
 
@@ -13,28 +13,24 @@ from typing import Any
 import pytest
 import torch
 
-from scarctl.daemon import client
 from scarctl.errors import Corruption, NoIntactCopy, ScarError, Unavailable, UsageError
-from tests.daemon.trainer import idle, wait_until
+from tests.daemon.trainer import idle, kill
 from tests.support.elsewhere import elsewhere
 from tests.support.process import Forked, Tell
 from tests.support.training import Loop, differing, drained
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("warm_torch")
 
 
-def kill_daemon(folder: Path) -> None:
-    os.kill(int(client.ask(folder, "status")["pid"]), signal.SIGKILL)
-
-
 def dies(loop: Loop, tmp_path: Path) -> None:
-    """Leave the values behind for the test, then end as by kill -9."""
+    """Write the values for the test, then end as by kill -9."""
     torch.save(loop.state(), tmp_path / "state.pt")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def left_by(child: Forked, tmp_path: Path) -> dict[str, torch.Tensor]:
-    """The values that the process had when it died."""
+    """Return the values that the process had when it died."""
     assert child.wait() == -signal.SIGKILL
     state: dict[str, torch.Tensor] = torch.load(tmp_path / "state.pt")
     return state
@@ -49,7 +45,7 @@ def epoch_of(loop: Loop) -> int:
 
 
 def test_a_daemon_that_is_replaced_between_copy_and_hand_over(tmp_path: Path, daemon_folder: Path) -> None:
-    """The hand-over brings the extras of its step: without them the run would go on from an older one."""
+    """The hand-over has the extras of its step: without them the run would continue from an older step."""
 
     def body(tell: Tell) -> None:
         loop = Loop(tmp_path / "store", interval=10, fraction=1.0)
@@ -57,7 +53,7 @@ def test_a_daemon_that_is_replaced_between_copy_and_hand_over(tmp_path: Path, da
         loop.session.checkpoint(full=True, wait=True)
         loop.train(2)  # a copy is under way
         epoch = epoch_of(loop)
-        kill_daemon(daemon_folder)
+        kill(daemon_folder)
         wait_until(lambda: epoch_of(loop) > epoch)
         torch.save(loop.state(), tmp_path / "copied.pt")
         loop.train(1)
@@ -76,7 +72,7 @@ def test_a_daemon_that_is_replaced_between_copy_and_hand_over(tmp_path: Path, da
 
 
 def test_memory_stays_good_when_the_daemon_was_replaced(tmp_path: Path, daemon_folder: Path) -> None:
-    """What the arena has is not older than what became of it in the store, under another daemon."""
+    """The arena's state is not older than the store's, which another daemon has saved from it."""
 
     def body(tell: Tell) -> None:
         loop = Loop(tmp_path / "store", interval=1000)
@@ -84,7 +80,7 @@ def test_memory_stays_good_when_the_daemon_was_replaced(tmp_path: Path, daemon_f
         loop.session.checkpoint(full=True, wait=True)
         loop.train(5)
         epoch = epoch_of(loop)
-        kill_daemon(daemon_folder)
+        kill(daemon_folder)
         assert loop.session.flush()
         wait_until(lambda: epoch_of(loop) > epoch)
         drained([loop.session])
@@ -107,7 +103,7 @@ def test_memory_stays_good_when_the_daemon_was_replaced(tmp_path: Path, daemon_f
 def test_what_has_no_extras_is_not_saved_before_it_is_clear_where_to_go_on(
     tmp_path: Path, daemon_folder: Path
 ) -> None:
-    """Copies of step 5 with nothing that belongs to them: the run goes on from 3, and its next steps are 4 and 5."""
+    """Copies of step 5 have no extras: the run continues from 3, and its next steps are 4 and 5."""
 
     def fails() -> dict[str, Any]:
         raise RuntimeError("once")
@@ -120,7 +116,7 @@ def test_what_has_no_extras_is_not_saved_before_it_is_clear_where_to_go_on(
         loop.train(2)
         loop.scheduler.state_dict = fails  # type: ignore[method-assign]
         loop.session._finish()
-        kill_daemon(daemon_folder)
+        kill(daemon_folder)
         dies(loop, tmp_path)
 
     with Forked(body) as child:
@@ -139,7 +135,7 @@ def test_what_has_no_extras_is_not_saved_before_it_is_clear_where_to_go_on(
 
 @contextmanager
 def at_hand_over(number: int, happens: Any) -> Iterator[None]:
-    """`happens()` instead of the hand-over that would be put as this one, from 1."""
+    """Call `happens()` instead of the hand-over with this number, counted from 1."""
     link, left = os.link, [number]
 
     def linking(source: Any, target: Any) -> None:
@@ -165,12 +161,12 @@ def killed() -> None:
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("happens", [no_room, killed])
 def test_a_new_start_that_fails_half_way_loses_nothing(tmp_path: Path, number: int, happens: Any) -> None:
-    """Several hand-overs wait, the last one a flush; the next process takes them over, and does not get to the end."""
+    """Hand-overs wait, the last one a flush; the next process takes them over, and dies before it has saved all."""
 
     def body(tell: Tell) -> None:
         loop = Loop(tmp_path / "store", interval=1)
         loop.train(3, settle=True)
-        loop.session._saver.stop()  # the store cannot be reached any more
+        loop.session._saver.stop()  # the store can no longer be reached
         loop.train(3)
         assert loop.session.flush()
         dies(loop, tmp_path)
@@ -203,7 +199,7 @@ def test_a_new_start_that_fails_half_way_loses_nothing(tmp_path: Path, number: i
 
 
 def saved(tmp_path: Path) -> dict[str, torch.Tensor]:
-    """A store with a sealed state of step 3."""
+    """Return the values in a store with a sealed state of step 3."""
     loop = Loop(tmp_path / "store")
     loop.train(3)
     loop.session.close()

@@ -1,4 +1,4 @@
-"""Going back in a running process: to what, and what is forgotten."""
+"""Test a rollback in a running process: its target, and the steps that it discards."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def test_rollback_goes_back_to_the_newest_sealed_state_with_its_extras(tmp_path:
     assert loop.position == {"batches": 10}
     loop.train(2, settle=True)
     loop.session.close()
-    # What was saved before going back is never seen again.
+    # States saved before the rollback, and later than its target, are never seen again.
     again = Loop(tmp_path / "store", interval=5, policy="full")
     assert again.session.resume().step == 12
     again.session.close()
 
 
 def test_rollback_waits_for_a_sealed_state_that_is_on_its_way(tmp_path: Path, both_savers: str) -> None:
-    """The first one of all, too: nothing in the store is complete while it is written."""
+    """This includes the first seal: while it is written, the store has nothing complete."""
     loop = Loop(tmp_path / "store", interval=100)
     loop.train(3)
-    # As a store that takes its time.
+    # Like a slow store.
     loop.session._started().saver.stop()
     loop.session.checkpoint(full=True)
     sealed = loop.state()

@@ -1,4 +1,4 @@
-"""Two states of one step: saved, replaced without a step, and saved again. Their mix is never called exact.
+"""Test two states of one step: saved, replaced without a step, and saved again. Their mix is never called exact.
 
 A second save that is cut by SIGKILL leaves some logs with the first state, and others with the second. In a store of an
 earlier version a process has several logs; so have ranks.
@@ -23,7 +23,6 @@ import torch
 from safetensors.numpy import save_file
 
 import scarctl
-from scarctl.config import grouped
 from scarctl.distributed.resume_step import Standing, agree_on_step
 from scarctl.formats.state_file import open_state
 from scarctl.ops.checkpoint import CheckpointSettings, checkpoint
@@ -32,6 +31,7 @@ from scarctl.recovery.shared_plan import plan_lost, plans_back
 from scarctl.recovery.shares import open_shares
 from scarctl.store import Record, Store, StoreWriter, complete_sets, verify
 from scarctl.store.backends.parallel import idle
+from tests.session.counting import Counting
 from tests.support.log_per_shard import store_with_a_log_per_shard
 from tests.support.process import Forked, Tell
 from tests.support.ranks import RankStore
@@ -40,28 +40,19 @@ from tests.support.training import drained
 ROWS, STEP = 16, 5
 
 
-class Numbers:
-    """A table whose rows are in two shards, with a log each. Every value says of which state it is."""
+class Numbers(Counting):
+    """A table whose rows are in two shards, with a log each. Every value shows its state."""
 
     def __init__(self, store: Path, **options: Any) -> None:
         store_with_a_log_per_shard(store, shards=2, rows={"x": 1}).close()
-        self.x = np.zeros((ROWS, 4))
-        settings: dict[str, Any] = {"interval": 1000, "fraction": 0.5, "rows": {"x": 1}, "shards": 2}
-        settings |= {"daemon": False, "flush_on_signal": False, **options}
-        self.session = scarctl.attach({"x": self.x}, store=store, **grouped(**settings))
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.x += 1
-            self.session.step()
-            self.session._finish()
+        super().__init__(store, ROWS, **{"fraction": 0.5, "shards": 2, **options})
 
     def states(self) -> set[float]:
         return set(self.x.ravel().tolist())
 
 
 def dies_between_shards() -> None:
-    """From now on the process is killed when the first of two shards has been sealed."""
+    """Kill the process when the first of two shards has been sealed."""
     original, alone = StoreWriter.commit, threading.Lock()
 
     def commit(writer: StoreWriter, *args: Any, **kwargs: Any) -> Record:
@@ -84,7 +75,7 @@ def killed(body: Callable[[Tell], object]) -> None:
 
 
 def arenas_are_gone(arena_dir: Path) -> None:
-    """As after a restart of the machine."""
+    """Remove the arenas, as a restart of the machine does."""
     for folder in arena_dir.glob("scarctl-*"):
         shutil.rmtree(folder)
 
@@ -98,7 +89,7 @@ def scarctl_json(*arguments: str) -> dict[str, Any]:
 
 
 def recovered(store: Path, output: Path, *options: str) -> dict[str, Any]:
-    """The report of `scarctl recover`, which has written a file."""
+    """Return the report of `scarctl recover`, which has written a file."""
     return scarctl_json("recover", "--store", str(store), "--lost", "all", "--output", str(output), *options)
 
 
@@ -148,7 +139,7 @@ def test_a_second_state_of_a_step_that_is_cut_between_two_shards(
 
 
 def test_memory_that_has_the_second_state_whole(tmp_path: Path, warm_torch: None) -> None:
-    """The arena outlives the process: nothing is lost, and what waited to be sealed is sealed."""
+    """The arena outlives the process: nothing is lost, and the waiting seal is saved."""
     store = tmp_path / "store"
     killed(lambda tell: full_then_replaced(store))
     run = Numbers(store)
@@ -167,7 +158,7 @@ def test_memory_that_has_the_second_state_whole(tmp_path: Path, warm_torch: None
 def test_a_part_of_another_state_of_the_step(
     tmp_path: Path, arena_dir: Path, warm_torch: None, memory: bool
 ) -> None:
-    """All copies have one version then, in memory and in the store."""
+    """All copies then have one version, in memory and in the store."""
     store = tmp_path / "store"
 
     def body(tell: Tell) -> None:
@@ -219,7 +210,7 @@ def test_a_snapshot_of_the_second_state_of_a_step(tmp_path: Path) -> None:
 
 
 def test_a_seal_that_waits_while_the_state_is_saved_again(tmp_path: Path) -> None:
-    """What waited first finds copies of its own version that are of the other state."""
+    """The first waiting hand-over finds copies of its own version that are of the other state."""
     run = Numbers(tmp_path / "store")
     run.train(STEP)
     run.session.checkpoint(full=True, wait=True)
@@ -240,7 +231,7 @@ def test_a_seal_that_waits_while_the_state_is_saved_again(tmp_path: Path) -> Non
 
 
 def save(store: Path, file: Path, value: float) -> None:
-    """`scarctl checkpoint` of a file in which all is `value`."""
+    """Run `scarctl checkpoint` with a file in which every value is `value`."""
     save_file({"x": np.full((ROWS, 4), value, np.float32)}, file)
     store_with_a_log_per_shard(store, shards=2, partition_bytes=16).close()
     settings = CheckpointSettings(store=str(store), step=80, policy="full", shards=2, partition_bytes=16)
@@ -269,7 +260,7 @@ def test_a_file_that_is_saved_twice_as_of_one_step(tmp_path: Path, warm_torch: N
 
 
 def test_ranks_that_have_saved_two_states_of_a_step(tmp_path: Path) -> None:
-    """The second whole commit has come to one rank only."""
+    """The second whole commit has reached only one rank."""
     ranks = RankStore(tmp_path / "s", 3)
     ranks.save(5)
     ranks.save(5, [1], whole="cd" * 16)

@@ -1,4 +1,4 @@
-"""A store that `scarctl checkpoint` has saved to has no extras of a session."""
+"""Test a store to which `scarctl checkpoint` has saved: it has no extras of a session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sealed state that waits for the store stays one, whatever training does meanwhile."""
+"""Test that a sealed state that waits for the store stays sealed, whatever training does meanwhile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Job:
 
 @pytest.mark.parametrize("daemon", [True, False])
 def test_partitions_that_a_seal_found_as_they_were_saved_wait_with_it(tmp_path: Path, daemon: bool) -> None:
-    """Rows of a table that had no gradient are not copied again by a seal. They change in the steps after it."""
+    """Rows of a table without a gradient are not copied again by a seal. They change in the steps after it."""
     job = Job(tmp_path / "store", interval=1, daemon=daemon)
     session, step = job.session, job.step
     step(range(8))

@@ -1,4 +1,4 @@
-"""A session beside a real training loop, against a real store."""
+"""Test a session with a real training loop and a real store."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_partial_recovery_restores_the_lost_rows_and_touches_no_other(tmp_path: 
     report = loop.session.recover(lost=[1, 3])
     assert report.lost_partitions == report.restored_partitions == lost.size
     assert report.mode == "partial"
-    assert "Layout" not in repr(report)  # one line, for whoever prints it
+    assert "Layout" not in repr(report)  # one line, for printing
     after = loop.state()
     assert all(torch.isfinite(t).all() for t in after.values())
     for group in engine.layout.groups:
@@ -245,7 +245,7 @@ def test_a_forked_child_is_inert(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "store", interval=1)
     loop.train(3)
     pid = os.fork()
-    if pid == 0:  # a data loader's worker that, oddly, trains: nothing of it may be saved
+    if pid == 0:  # a data loader's worker that, unusually, trains: nothing of it may be saved
         try:
             torch.set_num_threads(1)
             loop.optimizer.step()

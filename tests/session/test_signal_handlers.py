@@ -1,4 +1,4 @@
-"""What sessions do to the signal handling of a process, and that they put everything back."""
+"""Test what sessions change in the signal handling of a process, and that they restore everything."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.training import Loop
 
 
 def test_everything_is_put_back(tmp_path: Path) -> None:
-    """The wakeup file of an event loop goes on working meanwhile, and is there again in the end."""
+    """The wakeup file of an event loop works meanwhile, and is restored in the end."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     ours.settimeout(5.0)

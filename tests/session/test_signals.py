@@ -1,4 +1,4 @@
-"""What is done about a signal, as a pure state machine: no signal is sent here."""
+"""Test the reaction to a signal as a pure state machine, without sending signals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_main_thread_that_comes_back_late_runs_the_handler_once(late: bool) ->
     machine.came(TERM, 0.0)
     machine.saved(1.0)
     machine.sent(TERM)
-    # One run for the signal and its echo, or one for each.
+    # One run for the signal and its echo together, or one for each.
     if late:
         assert machine.came(TERM, 1.0) == []
         assert machine.ran(TERM, True, 5.0) == []

@@ -1,4 +1,4 @@
-"""A seal that waits for the store while one of its copies is lost: it must not pass for a state of one step."""
+"""Test a seal that loses one of its copies while it waits for the store: it must not count as a state of one step."""
 
 from __future__ import annotations
 
@@ -8,41 +8,24 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-import scarctl
-from scarctl.config import grouped
 from scarctl.errors import Unavailable
 from scarctl.store import Store, sealed_sets
+from tests.session.counting import Counting
 from tests.support.process import Forked
 from tests.support.training import drained
 
 
-class Counting:
-    """Every value is the number of iterations."""
-
-    def __init__(self, store: Path, **options: Any) -> None:
-        self.x = np.zeros((8, 4))
-        settings: dict[str, Any] = {"interval": 1000, "fraction": 1.0, "rows": {"x": 1}, "daemon": False}
-        settings |= {"flush_on_signal": False, **options}
-        self.session = scarctl.attach({"x": self.x}, store=store, **grouped(**settings))
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.x += 1
-            self.session.step()
-            self.session._finish()
-
-    def seal_that_waits(self) -> None:
-        """Sealed and durable after 10 iterations, sealed and waiting after 20."""
-        self.train(10)
-        self.session.checkpoint(full=True, wait=True)
-        self.train(10)
-        self.session._started().saver.stop()
-        self.session.checkpoint(full=True)
+def seal_that_waits(run: Counting) -> None:
+    """Make a state that is sealed and durable after 10 iterations, and sealed and waiting after 20."""
+    run.train(10)
+    run.session.checkpoint(full=True, wait=True)
+    run.train(10)
+    run.session._started().saver.stop()
+    run.session.checkpoint(full=True)
 
 
 def sealed_steps(store: Path) -> list[int]:
@@ -58,7 +41,7 @@ def test_a_run_that_was_killed_in_the_copy_of_the_next_seal(tmp_path: Path, warm
 
     def body(tell: Callable[[str], None]) -> None:
         run = Counting(store)
-        run.seal_that_waits()
+        seal_that_waits(run)
         run.train(5)
         arena = run.session._started().arena
         arena.begin(np.array([3]))
@@ -87,7 +70,7 @@ def test_a_repair_of_what_a_stopped_run_left_in_memory(
 
     def body(tell: Callable[[str], None]) -> None:
         run = Counting(store)
-        run.seal_that_waits()
+        seal_that_waits(run)
         tell("there")
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -111,11 +94,11 @@ def test_a_repair_of_what_a_stopped_run_left_in_memory(
 def test_a_rollback_that_failed_after_it_had_read_an_older_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: bool
 ) -> None:
-    """changed: the seal that waits has copies of its own; else all were copied, but not sealed, before."""
+    """changed: the waiting seal has copies of its own; otherwise all were copied before, but not sealed."""
     run = Counting(tmp_path / "store", fraction=0.5)
     session = run.session
     if changed:
-        run.seal_that_waits()
+        seal_that_waits(run)
     else:
         run.train(10)
         session.checkpoint(full=True, wait=True)

@@ -1,4 +1,4 @@
-"""Sessions that choose what to save by estimates."""
+"""Test sessions that choose by estimates what to save."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Recommender(torch.nn.Module):
 
 
 class Job:
-    """A loop with an optimizer of its own for the table."""
+    """A loop with a separate optimizer for the table."""
 
     def __init__(self, store: Path, seed: int = 0, **options: object) -> None:
         torch.manual_seed(seed)

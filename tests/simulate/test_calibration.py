@@ -1,4 +1,4 @@
-"""What counts as a prediction, and what does not."""
+"""Test which results count as predictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Extrapolating recovery: what it fits, when it keeps out, and what it does to a run."""
+"""Test extrapolating recovery: what it fits, when it does nothing, and its effect on a run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_run_that_goes_straight_is_perturbed_less() -> None:
 
 
 def test_the_factor_and_the_place_are_as_they_should_be() -> None:
-    """Values that grow by 1 in every iteration, saved in every fourth: all of the way is guessed."""
+    """Values that grow by 1 in every iteration, saved in every fourth, are extrapolated completely."""
 
     class Straight(Quadratic):
         iterations = 50
@@ -54,7 +54,7 @@ def test_the_factor_and_the_place_are_as_they_should_be() -> None:
 
 
 def test_other_ways_see_nothing_of_it() -> None:
-    """Optimizer slots, counters and rollbacks are the same with and without it."""
+    """Optimizer slots, counters and rollbacks are the same with and without extrapolation."""
     of = study(fractions=(HALF,), interval=4, modes=("rollback", "partial"))
     with_it = study(fractions=(HALF,), interval=4, modes=("rollback", "partial", "extrapolate"))
     for trial in range(3):
@@ -71,7 +71,7 @@ def test_a_failure_at_a_given_iteration() -> None:
 
 def test_state_that_follows_from_the_rest_is_made_again() -> None:
     class Doubled(Quadratic):
-        """Its metric is of a copy, which a recovery must renew."""
+        """Its metric is computed from a copy, which a recovery must renew."""
 
         def reset(self, seed: int) -> None:
             super().reset(seed)

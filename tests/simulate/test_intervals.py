@@ -1,4 +1,4 @@
-"""Intervals cover: what is called 95 % is checked by simulation, with few trials and with skewed costs."""
+"""Test that 95 % intervals cover, by simulation, with few trials and with skewed costs."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Costs = Callable[[np.random.Generator, int], Pair]
 
 
 def even(rng: np.random.Generator, n: int) -> Pair:
-    """A rollback costs the checkpoint's age, a partial recovery a part of it, give or take."""
+    """Draw costs: a rollback costs the checkpoint's age, a partial recovery a part of it, plus noise."""
     age = rng.integers(0, 16, n).astype(np.float64)
     return np.round(age * 0.4 + rng.normal(0, 1, n)), age
 
 
 def apart(rng: np.random.Generator, n: int) -> Pair:
-    """Costs that have nothing to do with the rollback's, some of them negative."""
+    """Draw costs that are independent of the rollback's, some of them negative."""
     return np.round(rng.normal(1, 3, n)), rng.integers(0, 16, n).astype(np.float64)
 
 
 def skewed(rng: np.random.Generator, n: int) -> Pair:
-    """Mostly one or two iterations, and sometimes ten more."""
+    """Draw mostly one or two iterations, and sometimes ten more."""
     cost = rng.geometric(0.4, n) - 1.0 + (rng.random(n) < 0.1) * rng.integers(0, 10, n)
     return cost, rng.integers(0, 16, n).astype(np.float64)
 
@@ -59,7 +59,7 @@ def test_they_cover(costs: Costs, trials: int, least: float) -> None:
         above, below = costs(rng, trials)
         found = mean_of(above), ratio_of(above, below)
         for k, (one, truth) in enumerate(zip(found, (mean, ratio), strict=True)):
-            # Without an interval nothing is claimed.
+            # Without an interval there is no claim.
             covered[k] += one.low is None or one.high is None or one.low <= truth <= one.high
     assert (covered / RUNS >= least).all(), covered / RUNS
 

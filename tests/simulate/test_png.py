@@ -1,4 +1,4 @@
-"""Pictures as PNG, where resvg is installed, and what is said where it is not."""
+"""Test pictures as PNG with resvg, and the message without it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def drawn() -> bytes:
 def test_a_picture_of_its_size(drawn: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     assert drawn.startswith(b"\x89PNG\r\n\x1a\n")
     assert struct.unpack(">2I", drawn[16:24]) == (2 * 360, 2 * (260 + 46))
-    # Without a font the words would be missing, silently.
+    # Without a font the words would silently be missing.
     monkeypatch.setattr(png, "_FAMILIES", ("No Such Font",))
     with pytest.raises(UsageError, match="fonts") as caught:
         png.check()

@@ -1,4 +1,4 @@
-"""The file of results: what is in it stays, and what does not belong there is refused."""
+"""Test the file of results: its content stays, and trials of other studies are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compared, and what is refused before anything runs."""
+"""Test what a study compares, and what it refuses before anything runs."""
 
 from __future__ import annotations
 

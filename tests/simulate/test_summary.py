@@ -1,4 +1,4 @@
-"""Means, intervals and the picture, on made-up results."""
+"""Test means, intervals and the picture with made-up results."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_order_of_results_does_not_matter() -> None:
 
 
 def test_intervals_cover_the_truth() -> None:
-    """Of the mean and of the reduction, whose sides are correlated."""
+    """Return the intervals of the mean and of the reduction, whose two means are correlated."""
     rng, covered = np.random.default_rng(1), np.zeros(2)
     for _ in range(120):
         common = rng.exponential(10, (60, 1))
@@ -61,7 +61,7 @@ def test_intervals_cover_the_truth() -> None:
             assert mean.low is not None
             assert mean.high is not None
             covered[k] += mean.low <= truth <= mean.high
-    assert (covered >= 105).all(), covered  # of 120, where 114 are promised
+    assert (covered >= 105).all(), covered  # of 120, where 114 are expected
 
 
 def test_policies_are_compared_with_taking_turns_in_the_same_failures() -> None:

@@ -1,4 +1,4 @@
-"""Trials on small workloads: what is restored, what it costs, and that chance comes from the seed alone."""
+"""Test trials of small workloads: what is restored, its cost, and that all randomness comes from the seed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TestCosts:
         assert reduction.low > 0.4
 
     def test_half_of_the_state_perturbs_by_half_the_square(self) -> None:
-        """Theorem 4.2, from the same checkpoint."""
+        """Theorem 4.2 holds, from the same checkpoint."""
         of = study(fractions=(Fraction(1),))
         norms = np.array([run_trial(of, Quadratic(), trial)["perturbation"] for trial in range(80)])
         rollback, partial = np.sum(norms**2, axis=0)
@@ -66,7 +66,7 @@ class TestCosts:
 
 
 def test_everything_comes_back_from_a_full_checkpoint() -> None:
-    """Moments, counts, running statistics and random numbers: else the repeated iterations were not the same ones."""
+    """Moments, counts, running statistics and random numbers are restored, or the repeated iterations would differ."""
     of = study(interval=4, fractions=(Fraction(1), HALF), policies=("priority",))
     for trial in range(4):
         result = run_trial(of, Dropout(), trial)
@@ -77,7 +77,7 @@ def test_everything_comes_back_from_a_full_checkpoint() -> None:
 
 
 class _Watched(Quadratic):
-    """Remembers the state after every iteration of each run, and what each iteration began with."""
+    """Records the state after every iteration of each run, and the state with which each iteration began."""
 
     def reset(self, seed: int) -> None:
         super().reset(seed)

@@ -1,4 +1,4 @@
-"""Finding a workload, and saying what is wrong with what was found."""
+"""Test finding a workload, and the messages about invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workloads for tests, each with something that a simulation has to cope with."""
+"""Provide workloads for tests, each with a difficulty for a simulation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def quadratic() -> Quadratic:
 
 
 class Dropout:
-    """A torch model with Adam, dropout, a schedule and noise of its own: a rollback must bring all of it back."""
+    """A torch model with Adam, dropout, a schedule and noise of its own: a rollback must restore all of it."""
 
     iterations = 24
     partition_bytes = 64
@@ -56,7 +56,7 @@ class Dropout:
 
 
 class Overshoot:
-    """Two partitions, of which one first makes it worse: to lose that one is a gain."""
+    """Two partitions, one of which first makes the metric worse: losing that one is a gain."""
 
     iterations = 60
 
@@ -76,7 +76,7 @@ class Overshoot:
 
 
 class Unseeded(Quadratic):
-    """The seed does not decide everything."""
+    """The seed does not determine everything."""
 
     def reset(self, seed: int) -> None:
         super().reset(time.time_ns() % 2**32)

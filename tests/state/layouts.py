@@ -1,15 +1,10 @@
-"""Layouts to test with: a model, and any that hypothesis draws."""
+"""Provide layouts for tests: that of a model, and any that hypothesis draws."""
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from scarctl.state.layout import (
-    DTYPES,
-    Group,
-    Layout,
-    TensorSpec,
-)
+from scarctl.state.layout import DTYPES, Group, Layout, TensorSpec
 
 SLOTS = ("", "exp_avg", "exp_avg_sq")
 
@@ -19,7 +14,7 @@ def group(name: str, *shape: int, rows: int = 1, slots: tuple[str, ...] = SLOTS,
 
 
 def model() -> Layout:
-    """An embedding, a layer of two, a scalar, an empty tensor and a buffer."""
+    """Return the layout of an embedding, a module of two layers, a scalar, an empty tensor and a buffer."""
     return Layout(
         [
             group("emb.weight", 10, 4, rows=3),

@@ -1,4 +1,4 @@
-"""What a run may not rely on reaches the log, the next session and `scarctl inspect`."""
+"""Test that caveats reach the log, the next session and `scarctl inspect`."""
 
 from __future__ import annotations
 

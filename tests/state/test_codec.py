@@ -20,7 +20,7 @@ from scarctl.state.layout import DTYPES
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in every type and bit, also of NaN and of negative zero, and in the order of dicts."""
+    """Return whether two values are equal in type and bits, NaN, negative zero and the order of dicts included."""
     if type(a) is not type(b):
         return False
     if isinstance(a, (list, tuple)):
@@ -43,7 +43,7 @@ def same(a: Any, b: Any) -> bool:
 def through(obj: object) -> object:
     text, tensors = encode(obj)
     assert text.isascii()
-    # What a store does with them: text in a header, bytes in a file.
+    # A store's treatment of them: text in a header, bytes in a file.
     stored = {name: RawTensor(t.dtype, t.shape, memoryview(bytes(t.data))) for name, t in tensors.items()}
     return decode(json.loads(json.dumps(text)), stored)
 

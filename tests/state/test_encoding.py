@@ -1,4 +1,4 @@
-"""The codec of copies: bounds that hold for every value, and what it leaves exact."""
+"""Test the codec of copies: bounds that hold for every value, and what it leaves exact."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ rows_of_f32 = arrays(np.float32, st.tuples(st.integers(1, 5), st.just(WIDTH)), e
 
 
 def group(rows: int, dtype: str = "F32", slot: str | None = None, width: int = WIDTH) -> Group:
-    """A parameter, and perhaps a slot, of the same shape."""
+    """Return a group of a parameter, and perhaps a slot of the same shape."""
     tensors = [TensorSpec("", dtype, (rows, width))]
     tensors += [TensorSpec(slot, dtype, (rows, width))] if slot else []
     return Group("w", "parameter", 1, tuple(tensors))
 
 
 def through(of: Group, encoding: Encoding, data: list[Bytes]) -> list[Bytes]:
-    """The bytes of all tensors, encoded and decoded again."""
+    """Return the bytes of all tensors, encoded and decoded again."""
     stored = [encode(data[part.of], of.tensors[part.of], part) for part in parts(of, encoding)]
     layout = stored_as(build_layout([(of.name, of.kind, of.tensors)]), encoding)
     sizes = [spec.nbytes for spec in layout.groups[0].tensors]
@@ -38,7 +38,7 @@ def through(of: Group, encoding: Encoding, data: list[Bytes]) -> list[Bytes]:
 
 
 def floats(values: np.ndarray, encoding: Encoding, slot: str | None = None) -> np.ndarray:
-    """Float32 rows, encoded and decoded again, as a parameter or as a slot."""
+    """Return float32 rows, encoded and decoded again, as a parameter or as a slot."""
     of = group(len(values), slot=slot)
     data = values.reshape(-1).view(np.uint8)
     return through(of, encoding, [data] * len(of.tensors))[-1].view(np.float32).reshape(values.shape)

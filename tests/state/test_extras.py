@@ -1,4 +1,4 @@
-"""Extras of a checkpoint: what a session stored comes back, and what nobody can have stored is refused."""
+"""Test extras of a checkpoint: stored values are returned, and values that no session can have stored are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of whole commits: ranks in lockstep agree, and no two moments of one step have one name."""
+"""Test names of whole commits: ranks in lockstep agree, and different moments of one step have different names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The journal of a run: what was added comes back, bounded; what nobody can have added is skipped."""
+"""Test the journal of a run: its entries are restored, bounded; entries that no run can have written are skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts: partitions, shards, names and patterns, and how a state is cut."""
+"""Test layouts: partitions, shards, names and patterns, and how a state is cut."""
 
 from __future__ import annotations
 
@@ -14,14 +14,7 @@ from hypothesis.extra.numpy import arrays
 from safetensors import SafetensorError, deserialize
 
 from scarctl.errors import UsageError
-from scarctl.state.layout import (
-    DTYPES,
-    Group,
-    Layout,
-    TensorSpec,
-    build_layout,
-    members_by_shard,
-)
+from scarctl.state.layout import DTYPES, Group, Layout, TensorSpec, build_layout, members_by_shard
 from tests.state.layouts import group, groups, layouts, model, rows
 
 # --- partitions -----------------------------------------------------------------------------------------------
@@ -137,7 +130,7 @@ def test_shards_depend_on_ids_only() -> None:
 
 
 def test_shards_never_change() -> None:
-    # Stores keep the seed and not the assignment: these values must stay what they are.
+    # Stores keep the seed but not the assignment: these values must never change.
     assert rows(16).shards(4, 0).tolist() == [3, 1, 0, 3, 0, 1, 0, 3, 0, 3, 1, 2, 2, 2, 2, 1]
     assert rows(16).shards(4, 1).tolist() == [3, 1, 1, 3, 0, 2, 1, 0, 1, 3, 2, 2, 3, 0, 0, 2]
     assert rows(5).shards(8, 7).tolist() == [1, 0, 4, 3, 2]
@@ -269,11 +262,7 @@ def test_equal_cuts_are_equal_layouts() -> None:
         ([parameter("a", 2), parameter("a", 3)], {}, "two tensors are named 'a'"),
         ([parameter("a", 2, slots=("", "m")), parameter("a/m", 3)], {}, "two tensors are named 'a/m'"),
         ([("a", "parameter", (TensorSpec("", "F32", (2,)), TensorSpec("m", "F32", (3,))))], {}, "has 3 rows"),
-        (
-            [("a", "parameter", (TensorSpec("m", "F32", (2,)),))],
-            {},
-            "values do not come before its slots",
-        ),
+        ([("a", "parameter", (TensorSpec("m", "F32", (2,)),))], {}, "values do not come before its slots"),
         ([("a", "parameter", ())], {}, "values do not come before its slots"),
         ([("a", "weight", (TensorSpec("", "F32", (2,)),))], {}, "neither parameter nor buffer"),
         ([("a", "parameter", (TensorSpec("", "F4", (2,)),))], {}, "unknown dtype 'F4'"),

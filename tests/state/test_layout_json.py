@@ -1,4 +1,4 @@
-"""Layouts as JSON: what is read back, digests, differences, and hostile documents."""
+"""Test layouts as JSON: reading back, digests, differences, and hostile documents."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scarctl.errors import Corruption
-from scarctl.state.layout import (
-    MAX_PARTITIONS,
-    Group,
-    Layout,
-    TensorSpec,
-)
+from scarctl.state.layout import MAX_PARTITIONS, Group, Layout, TensorSpec
 from tests.state.layouts import group, layouts, model, rows
 
 

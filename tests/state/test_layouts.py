@@ -1,4 +1,4 @@
-"""Several layouts numbered as one."""
+"""Test several layouts numbered as one."""
 
 from __future__ import annotations
 

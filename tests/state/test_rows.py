@@ -1,4 +1,4 @@
-"""Indices of partitions' rows: exactly these rows, and a slice wherever they are adjacent."""
+"""Test indices of partitions' rows: exactly these rows, and a slice if they are adjacent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stored bytes as numbers: every dtype as torch reads it, and distances that no overflow or NaN makes wrong."""
+"""Test stored bytes as numbers: every dtype as torch reads it, and distances despite overflow or NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small store to write to."""
+"""Provide a small store to write to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small model's state for store tests: layout, random bytes, and reading everything back."""
+"""Provide a small model's state for store tests: layout, random bytes, and reading everything back."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from scarctl.util.arrays import Ids
 
 
 def small_layout() -> Layout:
-    """Rows of 1 and more per partition, shorter last pieces, a scalar, an empty tensor, pieces over and under
-    4 KiB.
-    """
+    """Return a layout of all kinds: rows per partition, short pieces, a scalar, an empty tensor, about 4 KiB."""
     return build_layout(
         [
             ("emb", "parameter", (TensorSpec("", "F32", (37, 3)), TensorSpec("exp_avg", "F64", (37, 3)))),
@@ -37,7 +35,7 @@ def small_layout() -> Layout:
 
 
 class Data:
-    """Bytes of a whole state: `data[g][t]` is uint8[rows, row_bytes]. It is a segment's source."""
+    """Bytes of a whole state: `data[g][t]` is uint8[rows, row_bytes]. It serves as a segment's source."""
 
     def __init__(self, layout: Layout, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -51,7 +49,7 @@ class Data:
         return memoryview(self.tensors[group][tensor][start:stop])
 
     def change(self, ids: Iterable[int], seed: int) -> None:
-        """New random bytes for some partitions."""
+        """Draw new random bytes for some partitions."""
         rng = np.random.default_rng(seed)
         for i in ids:
             g, start, stop = place(self.layout, i)
@@ -80,9 +78,7 @@ def place(layout: Layout, i: int) -> tuple[int, int, int]:
 def read_all(
     store: Store, state: ShardState, ids: Ids | None = None
 ) -> tuple[dict[int, bytes], dict[int, str]]:
-    """Bytes by partition of the saved members (or of `ids`), and reasons by partition for what could not be
-    read.
-    """
+    """Return bytes by partition of the saved members (or of `ids`), and reasons by partition for unreadable ones."""
     bad: list[tuple[Ids, str]] = []
     found: dict[int, bytes] = {}
     assert state.layout is not None
@@ -97,7 +93,7 @@ def read_all(
 
 
 def summary(state: ShardState) -> dict[str, object]:
-    """What two equal states have in common: segments by name, not by number."""
+    """Return what equal states have in common: segments by name, not by number."""
     names = [s.name for s in state.segments]
     return {
         "seq": state.seq,
@@ -118,7 +114,7 @@ def summary(state: ShardState) -> dict[str, object]:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """All files of a store but the lock and temporaries."""
+    """Return all files of a store except the lock and temporary files."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -127,7 +123,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def memory_folder() -> Path:
-    """A new folder in memory where there is one: a killed process is the same there, and fsync costs nothing."""
+    """Return a new folder, in memory if possible: a killed process leaves the same there, and fsync costs nothing."""
     return Path(
         tempfile.mkdtemp(prefix="scarctl-test-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
     )

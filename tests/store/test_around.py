@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scarctl.errors import Corruption
+from scarctl.errors import Corruption, NoIntactCopy
 from scarctl.recovery.plan import plan_rollback
 from scarctl.state.layout import Layout
 from scarctl.state.version import step_of
-from scarctl.store import Store, open_writer, sealed_sets, verify
+from scarctl.store import Store, create_snapshot, open_writer, read_snapshot, sealed_sets, verify
 from scarctl.store import format as store_format
 from scarctl.store.around import layout_around, state_around
 from scarctl.store.format import record_path
@@ -145,3 +145,19 @@ def test_a_newer_seal_that_damage_hides(saved: Store, layout: Layout, data: Data
     assert (plan.step, plan.exact, plan.degraded) == (1, True, True)
     damage(saved, record.seq)
     assert len(lost_seals([state_around(saved, 0)])) == 1
+
+
+def test_a_snapshot_whose_own_record_is_damaged_is_not_another_state(saved: Store, layout: Layout) -> None:
+    """The older copies that are read around it are all of one step, too."""
+    (seal,) = sealed_sets([saved.state(0)])
+    snapshot = create_snapshot(saved, "kept", seal)
+    with open_writer(saved, layout=layout) as writer:
+        writer.commit(0, np.arange(layout.partitions), Data(layout, 1), step=4, sealed=True)
+        create_snapshot(saved, "later", sealed_sets(writer.states.values())[0])
+    without_indexes(saved)
+    later = read_snapshot(saved, "later")
+    for seq in range(2, 1 + later.seqs[0]):
+        damage(saved, seq)
+    assert plan_rollback(saved, layout, saved.log_of(layout), snapshot=snapshot).step == 1
+    with pytest.raises(NoIntactCopy, match="'later' is damaged"):
+        plan_rollback(saved, layout, saved.log_of(layout), snapshot=later)

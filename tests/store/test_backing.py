@@ -1,4 +1,4 @@
-"""A store's settings alone never decide that a state is cut into very many partitions."""
+"""Test that a store's settings alone never make a state be cut into very many partitions."""
 
 from __future__ import annotations
 

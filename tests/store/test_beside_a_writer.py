@@ -1,4 +1,4 @@
-"""Readers take no lock: what they list while a run goes on adding to it must not look like damage."""
+"""Test readers, which take no lock: their listings, while a run adds files, must not look like damage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Files = list[tuple[str, int]]
 def listing(
     monkeypatch: pytest.MonkeyPatch, folder: str, change: Callable[[Files], Files], *, number: int = 1
 ) -> None:
-    """Of the listings of `folder` from here on the first, or another one, is changed on its way."""
+    """Change the first listing of `folder` from here on, or another one."""
     original, done = LocalBlobs.files, []
 
     def files(blobs: LocalBlobs, of: str) -> Files:
@@ -54,7 +54,7 @@ def commit(writer: StoreWriter, data: Data, steps: int) -> None:
 def test_a_listing_that_lacks_a_record_and_has_the_next(
     monkeypatch: pytest.MonkeyPatch, store: Store, writer: StoreWriter, data: Data
 ) -> None:
-    """A directory's entries are not read at one moment: of two that appear meanwhile the later one may be seen."""
+    """A directory's entries are not read at one moment: of two new entries the later one may be seen alone."""
     commit(writer, data, 5)
 
     def lacking(files: Files) -> Files:
@@ -62,7 +62,7 @@ def test_a_listing_that_lacks_a_record_and_has_the_next(
 
     listing(monkeypatch, "shards/0/log", lacking)
     assert [record.seq for record in store.records(0)] == list(range(6))
-    listing(monkeypatch, "shards/0/log", lacking, number=2)  # the first one is for the progress shown
+    listing(monkeypatch, "shards/0/log", lacking, number=2)  # the first listing is for the progress display
     assert verify(store, read_data=True).problems == []
 
 
@@ -91,7 +91,7 @@ def test_a_record_that_is_really_missing_is_damage(store: Store, writer: StoreWr
 def test_what_is_collected_while_all_is_checked(
     monkeypatch: pytest.MonkeyPatch, store: Store, writer: StoreWriter, data: Data, first: int
 ) -> None:
-    """Of the log only the old sealed record stays below the boundary: it must not pass for the newest one."""
+    """Of the log only the old sealed record is left below the boundary: it must not pass for the newest record."""
     everything = np.arange(data.layout.partitions)
     writer.commit(0, everything, data, step=1, sealed=True)
     commit(writer, data, 6)
@@ -114,7 +114,7 @@ def test_what_is_collected_while_all_is_checked(
 def test_pruning_beside_a_writer_spares_what_the_boundary_names(
     store: Store, layout: Layout, data: Data
 ) -> None:
-    """Copies that have newer ones since the boundary: a roll-back to a record in between still goes to them."""
+    """Copies have newer versions since the boundary, but a roll-back to a record between still needs them."""
     shard_of = layout.shards(1, 0)
     with open_writer(store, layout=layout, shard_of=shard_of) as writer:
         ids = writer.states[0].ids
@@ -134,7 +134,7 @@ def test_pruning_beside_a_writer_spares_what_the_boundary_names(
 
 
 def test_a_reader_that_began_before_a_roll_back(store: Store, writer: StoreWriter, data: Data) -> None:
-    """What it was about to read is collected: it gets what the roll-back went to."""
+    """The files that it was about to read are collected: it gets the state after the roll-back."""
     everything = np.arange(data.layout.partitions)
     sealed = writer.commit(0, everything, data, step=1, sealed=True)
     before = data.all(everything.tolist())
@@ -151,7 +151,7 @@ def test_a_reader_that_began_before_a_roll_back(store: Store, writer: StoreWrite
 def test_a_snapshot_that_is_deleted_while_its_segment_is_checked(
     monkeypatch: pytest.MonkeyPatch, store: Store, writer: StoreWriter, data: Data, look: int
 ) -> None:
-    """The segment is given up before its head is read, its tail, or its data."""
+    """The segment is deleted before its head, its tail or its data are read."""
     ids = np.arange(data.layout.partitions)
     sealed = writer.commit(0, ids, data, step=1, sealed=True)
     create_snapshot(store, "kept", sealed_sets([writer.states[0]])[0])

@@ -1,4 +1,4 @@
-"""Checksums against a plain reading of docs/FORMAT.md, one piece and one word at a time."""
+"""Test checksums against a plain reading of docs/FORMAT.md, one piece and one word at a time."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 from scarctl.state.layout import TensorSpec, build_layout
 from scarctl.store.checksum import hash_pieces, hash_rows, tensor_constant
 from scarctl.store.segment import partition_checksums
+from tests.support.splitmix import mix
 
 M = (1 << 64) - 1
-
-
-def mix(z: int) -> int:
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & M
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & M
-    return z ^ z >> 31
 
 
 def splitmix64(x: int) -> int:

@@ -1,6 +1,4 @@
-"""A process killed at every system call of the commit path, and system calls that fail: old state or new,
-never neither.
-"""
+"""Test a kill at every system call of a commit, and failing calls: the old state or the new one remains."""
 
 from __future__ import annotations
 
@@ -18,16 +16,11 @@ import pytest
 from scarctl.errors import MissingGuarantee, ScarError, Unavailable
 from scarctl.state.layout import Layout
 from scarctl.store import Store, StoreWriter, open_writer, verify
-from scarctl.store import writer as writer_module
 from tests.store.helpers import Data, read_all, summary
 from tests.support.failpoint import CALLS, Fault, in_child, kill_myself
 from tests.support.log_per_shard import store_with_a_log_per_shard
 
-
-@pytest.fixture(autouse=True)
-def soon_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Indexes come after a few commits, so that failures hit them, too."""
-    monkeypatch.setattr(writer_module, "INDEX_LEAST", 1)
+pytestmark = pytest.mark.usefixtures("soon_indexed")
 
 
 def _prepared(folder: Path, layout: Layout) -> tuple[Store, Data]:
@@ -42,7 +35,7 @@ def _prepared(folder: Path, layout: Layout) -> tuple[Store, Data]:
 
 
 def _contents(store: Store) -> tuple[dict[int, bytes], list[int], list[int], object]:
-    """What a reader sees of shard 0: copies, versions without epochs, seals."""
+    """Return what a reader sees of shard 0: copies, versions without epochs, seals."""
     state = store.state(0)
     found, bad = read_all(store, state)
     assert bad == {}
@@ -57,7 +50,7 @@ def _contents(store: Store) -> tuple[dict[int, bytes], list[int], list[int], obj
 
 
 def _work(store: Store, layout: Layout, data: Data) -> None:
-    """One whole life of a writer: opening, a commit, a seal, closing."""
+    """Run one whole life of a writer: opening, a commit, a seal, closing."""
     shard_of = layout.shards(2, 0)
     ids = np.flatnonzero(shard_of == 0)
     with open_writer(store, layout=layout, shard_of=shard_of) as writer:
@@ -95,7 +88,7 @@ def test_killed_at_every_call_of_a_writers_life(memory_path: Path, layout: Layou
         contents = _contents(Store.open(run))
         assert contents in allowed, f"call {k}"
         seen.add(allowed.index(contents))
-        # The next writer works, whatever was left behind.
+        # The next writer works, whatever files are left.
         if k % 7 == 0 or not os.WIFSIGNALED(status):
             _work(store, layout, changed)
             found, versions, seals, extras = _contents(store)
@@ -184,7 +177,7 @@ def test_every_failing_call_of_a_commit_leaves_the_last_state(
             assert after == (new if in_doubt else expected)
             if not in_doubt:
                 assert verify(store, read_data=False).orphans == []
-            # The next commit works, and what was in doubt is settled.
+            # The next commit works, and settles what was in doubt.
             writer.commit(0, part, data, step=k)
             expected = new
             assert summary(store.state(0)) == summary(writer.states[0])
@@ -231,7 +224,7 @@ def test_a_full_disk(full_disk: Path, layout: Layout, data: Data) -> None:
         state = Store.open(store.url).state(0)
         assert state.step == step - 1 > 2
         assert read_all(store, state) == (data.all(every.tolist()), {})
-        # With space again the same writer goes on.
+        # With space available the same writer continues.
         oldest = min(store.root.glob("shards/0/index/*"))
         ballast = sorted(store.root.glob("shards/0/seg/*"), key=lambda p: p.stat().st_mtime_ns)[1:4]
         oldest.unlink()
@@ -320,7 +313,7 @@ def test_an_index_that_cannot_be_written_does_not_fail_the_commit(
 def test_a_folder_that_goes_is_not_made_again(
     store: Store, writer: StoreWriter, data: Data, gone: str
 ) -> None:
-    """A record in a new folder would lack those before it. When the folder is back, so is everything."""
+    """A record in a new folder would lack the earlier records. When the folder is back, so is everything."""
     everything = writer.states[0].ids
     writer.commit(0, everything, data, step=0)
     away = store.root.parent / "away"

@@ -1,4 +1,4 @@
-"""A process killed at every call of compaction, collection and snapshots: nothing that is kept is lost."""
+"""Test a kill at every call of compaction, collection and snapshots: no kept state is lost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _state(store: Store, shard: int, at: int | None = None) -> Contents:
 
 
 def _prepared(folder: Path, layout: Layout) -> Store:
-    """Sealed sets "old" (named) and a newer one, and commits after it that leave dead copies in every segment."""
+    """Return a store with a sealed set "old" (named), a newer one, and commits that leave dead copies everywhere."""
     store = store_with_a_log_per_shard(folder / "run", shards=2)
     data = Data(layout)
     shard_of = layout.shards(2, 0)
@@ -58,7 +58,7 @@ def _prepared(folder: Path, layout: Layout) -> Store:
 
 
 def _tidy(store: Store, layout: Layout) -> None:
-    """One life of a writer that compacts and collects; an old snapshot goes, a new one comes."""
+    """Run one life of a writer that compacts and collects, with an old snapshot deleted and a new one made."""
     shard_of = layout.shards(2, 0)
     with open_writer(store, layout=layout, shard_of=shard_of) as writer:
         collector = Collector(writer, ratio=1.2, floor=0, turn_bytes=8000)
@@ -104,7 +104,7 @@ def test_killed_at_calls_of_compaction_collection_and_snapshots(
             if "old" in names:
                 assert _state(reopened, shard, old.seqs[shard]) == named[shard], f"call {k}"
         if k % 10 < every or not os.WIFSIGNALED(status):
-            # The next writer finishes what was begun: no garbage stays for ever.
+            # The next writer finishes the collection: no garbage stays forever.
             with open_writer(reopened, layout=layout, shard_of=layout.shards(2, 0)) as writer:
                 Collector(writer, ratio=1.2, floor=0).collect()
             report = verify(reopened, read_data=True)

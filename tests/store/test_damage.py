@@ -1,6 +1,4 @@
-"""Flipped bits, missing and truncated files: found, named down to the partition, and worked around where
-possible.
-"""
+"""Test flipped bits, missing and truncated files: found, named down to the partition, and worked around if possible."""
 
 from __future__ import annotations
 
@@ -83,12 +81,12 @@ def test_damaged_data_are_named_and_the_others_read(tiny: tuple[Store, Layout, D
         report = verify(store, read_data=True)
         assert [(p.file, p.partition) for p in report.problems] == [(str(path), layout.name(i))]
         assert report.damaged_partitions == 1
-        assert verify(store, read_data=False).intact  # only what it says it reads
+        assert verify(store, read_data=False).intact  # only the part that it claims to read
         _flip(path, byte)
 
 
 def test_random_damage_is_never_returned(tiny: tuple[Store, Layout, Data]) -> None:
-    """Whatever is flipped, an opened store raises Corruption, or leaves the damaged partitions out."""
+    """Whatever bit is flipped, an opened store raises Corruption, or leaves the damaged partitions out."""
     store, layout, data = tiny
     good = data.all(range(layout.partitions))
     rng = np.random.default_rng(0)
@@ -154,7 +152,7 @@ def test_the_copy_of_the_settings_comes_with_the_next_opening(tiny: tuple[Store,
 
 
 def test_a_missing_segment_puts_partitions_in_doubt(tiny: tuple[Store, Layout, Data]) -> None:
-    """Without the index nobody knows what it held: older copies are shown, marked, and no seal is believed."""
+    """Without the index it is unknown what it held: older copies are shown, marked, and no seal counts."""
     store, layout, data = tiny
     old = data.all(range(layout.partitions))
     with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
@@ -247,7 +245,7 @@ def test_a_record_of_another_chain_is_found(tiny: tuple[Store, Layout, Data]) ->
     ],
 )  # fmt: skip
 def test_hostile_records_are_refused(tiny: tuple[Store, Layout, Data], change: dict[str, object]) -> None:
-    """Well-formed, with a right checksum, and lying."""
+    """The file is well-formed, with a valid checksum, and false."""
     store, _, _ = tiny
     path = store.root / record_path(0, 2)
     obj = store.log(0).record(2).to_json()
@@ -285,7 +283,7 @@ def test_ids_so_far_apart_that_their_difference_wraps_are_refused(tiny: tuple[St
 def test_a_snapshot_of_a_record_that_is_gone_is_a_problem_not_the_end(
     tiny: tuple[Store, Layout, Data],
 ) -> None:
-    """It may have been collected while its snapshot was made, by a process that died then."""
+    """It may have been collected while its snapshot was made, by a process that then died."""
     store, layout, data = tiny
     create_snapshot(store, "first", SealedSet(1, 1, {0: store.state(0).sealed[0][0]}))
     (snapshot,) = snapshots(store)
@@ -329,7 +327,7 @@ def test_unknown_fields_are_kept_and_ignored(tiny: tuple[Store, Layout, Data]) -
 
 
 def test_a_snapshot_of_which_record_and_index_are_gone(store: Store, writer: StoreWriter, data: Data) -> None:
-    """Reported, both of them; not raised."""
+    """Both are reported, and not raised."""
     ids = writer.states[0].ids
     writer.commit(0, ids, data, step=1, sealed=True)
     create_snapshot(store, "kept", sealed_sets([writer.states[0]])[0])
@@ -344,7 +342,7 @@ def test_a_snapshot_of_which_record_and_index_are_gone(store: Store, writer: Sto
 
 
 def test_the_first_list_of_members_is_soon_not_the_only_one(memory_path: Path) -> None:
-    """A run that is killed early and loses its first, small segment has all else."""
+    """A run that is killed early and loses its first, small segment keeps everything else."""
     layout = build_layout([("w", "parameter", (TensorSpec("", "F32", (64, 3)),))], rows={"w": 4})
     store, data = Store.create(memory_path / "run"), Data(layout)
     writer = open_writer(store, layout=layout, shard_of=layout.shards(1, 0))

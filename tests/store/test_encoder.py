@@ -1,4 +1,4 @@
-"""Encoded commits: what a reader gets, what seals, what is moved, and what a hostile record cannot claim."""
+"""Test encoded commits: reading, seals, compaction, and which claims of a hostile record are refused."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Weights:
         return memoryview(self.tensors[group][tensor][start:stop])
 
     def decoded(self, i: int, encoding: Encoding) -> bytes:
-        """The bytes that partition `i` comes back with."""
+        """Return the bytes to which partition `i` is decoded."""
         g, start, stop = place(self.layout, i)
         group = self.layout.groups[g]
         rows = [array[start:stop].reshape(-1) for array in self.tensors[g]]
@@ -107,7 +107,7 @@ def checked(store: Store) -> Report:
 
 
 def forge(store: Store, seq: int, **changes: object) -> None:
-    """Write a record again with other fields, correctly signed."""
+    """Write a record again with other fields and a valid checksum."""
     record = store.log(0).record(seq)
     obj = record.to_json()
     for name, value in changes.items():
@@ -289,7 +289,7 @@ def test_data_of_another_encoding_than_the_records_are_not_decoded(
     again = Store.open(store.root)
     found, bad = read_all(again, again.state(0))
     exact = [i for i in ids.tolist() if data.layout.groups[place(data.layout, i)[0]].kind == "buffer"]
-    for i, copy in found.items():  # only what both encodings store alike
+    for i, copy in found.items():  # only tensors that both encodings store alike
         assert copy == data.decoded(i, "exact")
     assert set(exact) <= found.keys()
     assert len(bad) > 50
@@ -309,7 +309,7 @@ def test_a_seal_over_encoded_copies_is_refused(store: Store, data: Weights) -> N
 
 
 def test_a_move_that_encodes_the_copies_of_a_whole_state_ends_it(store: Store, data: Weights) -> None:
-    """Only a forged log has such a record: what it moves is no longer called the whole state."""
+    """Only a forged log has such a record: the copies that it moves are no longer called the whole state."""
     ids = np.arange(data.layout.partitions)
     with open_writer(store, layout=data.layout, shard_of=data.layout.shards(1, 0)) as writer:
         writer.commit(0, ids, data, step=1, sealed=True, whole="ab" * 16)
@@ -336,7 +336,7 @@ def test_an_index_that_calls_encoded_copies_a_whole_state_is_ignored(store: Stor
 
 
 def test_scales_of_the_wrong_length_are_damage(store: Store, data: Weights) -> None:
-    """A segment whose header gives a scale fewer rows than the codes have."""
+    """The segment's header gives a scale fewer rows than the codes have."""
     ids = np.arange(data.layout.partitions)
     with open_writer(store, layout=data.layout, shard_of=data.layout.shards(1, 0)) as writer:
         record, _ = commit(writer, data, ids, "int8", 1)

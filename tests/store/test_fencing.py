@@ -1,4 +1,4 @@
-"""Writers that were stopped for long: what a newer writer has collected must not let them commit again."""
+"""Test writers that were stopped for long: records that a newer writer has collected must not let them commit again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from scarctl.store.lock import NoLock
 from tests.store.helpers import Data, read_all
 
 NEW = 7
-"""A shard of several commits."""
+"""Number of commits of a shard."""
 
 
 @pytest.fixture(params=["local, its lock lost", "memory"])
@@ -45,7 +45,7 @@ def open_at(url: str, layout: Layout) -> StoreWriter:
 
 
 def go_on(writer: StoreWriter, data: Data, steps: int = NEW) -> None:
-    """Commits of a few partitions, then everything is collected that can be."""
+    """Commit a few partitions several times, then collect as much as possible."""
     first = writer.states[0].step + 1
     for step in range(first, first + steps):
         data.change(range(5), step)
@@ -60,7 +60,7 @@ def check(url: str, expected: dict[int, bytes]) -> None:
 
 
 class Hooked:
-    """Blobs that do something before, or instead of, creating one file."""
+    """Blobs that do something before, or in place of, creating one file."""
 
     def __init__(self, inner: Any, name: str, action: Any, *, after: bool = False) -> None:
         self.inner, self.name, self.action, self.after = inner, name, action, after
@@ -85,7 +85,7 @@ def test_a_zombie_finds_its_next_number_free(url: str, layout: Layout) -> None:
     go_on(newer, data)
     expected = data.all(ids.tolist())
     assert zombie.states[0].seq + 1 not in newer.store.log(0).numbers()
-    # What it saved itself is garbage to it, and some of it is what the newer writer goes on from.
+    # Its own copies are garbage to it, and the newer writer continues from some of them.
     with pytest.raises(Fenced, match="a newer writer has taken over"):
         zombie.commit(0, ids[5:], Data(layout, 1), step=50)
     for attempt in (lambda: Collector(zombie, floor=0).collect(), lambda: zombie.roll_back({0: 1})):
@@ -94,12 +94,12 @@ def test_a_zombie_finds_its_next_number_free(url: str, layout: Layout) -> None:
     check(url, expected)
     go_on(newer, data)
     check(url, data.all(ids.tolist()))
-    assert verify(newer.store, read_data=True).orphans == []  # also what the zombie left is gone
+    assert verify(newer.store, read_data=True).orphans == []  # the stopped writer's files are gone too
 
 
 @pytest.mark.parametrize("old", [0, 1])
 def test_an_opening_that_is_stopped_before_its_first_record(url: str, layout: Layout, old: int) -> None:
-    """It read a log that is collected by now: so it starts over. `old`: 0 for a log that was empty."""
+    """It read a log that has been collected since, so it starts over. `old`: 0 for a log that was empty."""
     data, ids = Data(layout), np.arange(layout.partitions)
     if old:
         open_at(url, layout).commit(0, ids, data, step=0)
@@ -121,7 +121,7 @@ def test_an_opening_that_is_stopped_before_its_first_record(url: str, layout: La
 
 
 def test_another_zombie_takes_the_number_of_the_ground(url: str, layout: Layout) -> None:
-    """So the ground that a zombie looks for is there again, but it is not the one."""
+    """A record with the number of the ground that a stopped writer looks for exists again, but is another record."""
     data, ids = Data(layout), np.arange(layout.partitions)
     zombie = open_at(url, layout)
     zombie.commit(0, ids, data, step=1)
@@ -146,7 +146,7 @@ def test_another_zombie_takes_the_number_of_the_ground(url: str, layout: Layout)
 
 @pytest.mark.parametrize("collects", [False, True])
 def test_a_late_request_brings_the_ground_back(url: str, layout: Layout, collects: bool) -> None:
-    """`collects`: the ground is the zombie's own boundary, otherwise the log's first record."""
+    """`collects`: the ground is the stopped writer's own boundary, otherwise the log's first record."""
     data, ids = Data(layout), np.arange(layout.partitions)
     zombie = open_at(url, layout)
     zombie.commit(0, ids, data, step=1)
@@ -217,7 +217,7 @@ def test_the_other_record_is_collected_before_it_is_read(url: str, layout: Layou
 
 
 def test_no_way_back_to_what_was_given_up(url: str, layout: Layout) -> None:
-    """Its files may be there for some time: whoever gave it up may be stopped, and go on deleting."""
+    """Its files may exist for some time: their deleter may be stopped, and continue deleting."""
     data, ids = Data(layout), np.arange(layout.partitions)
     first = open_at(url, layout)
     sealed = [first.commit(0, ids, data, step=step, sealed=True).seq for step in (1, 2)]
@@ -235,7 +235,7 @@ def test_no_way_back_to_what_was_given_up(url: str, layout: Layout) -> None:
 
 
 class Overtaken:
-    """Blobs beside a writer that goes on, and collects, after one listing of the log or before one operation."""
+    """Blobs of a reader next to a writer that continues and collects, after one listing or before one operation."""
 
     def __init__(self, inner: Any, action: Any, operation: str, name: str) -> None:
         self.inner, self.action, self.operation, self.name = inner, action, operation, name

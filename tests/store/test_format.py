@@ -1,4 +1,4 @@
-"""JSON, names and safetensors headers: canonical out, nothing but canonical in."""
+"""Test JSON, names and safetensors headers: only canonical forms are written and read."""
 
 from __future__ import annotations
 

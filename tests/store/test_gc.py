@@ -1,4 +1,4 @@
-"""Compaction, collection and snapshots beside commits: what is kept stays as it was, what is not goes."""
+"""Test compaction, collection and snapshots between commits: kept states are unchanged, the rest is deleted."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Copies = dict[int, tuple[int, bytes]]
 
 @dataclass
 class Model:
-    """What the store should hold: per partition version and bytes; sealed sets; snapshots."""
+    """The expected store: per partition version and bytes; sealed sets; snapshots."""
 
     copies: list[Copies] = field(default_factory=lambda: [{} for _ in range(SHARDS)])
     sealed: dict[tuple[int, int], tuple[SealedSet, list[Copies]]] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class SpaceMachine(RuleBasedStateMachine):
 
     @rule()
     def seal(self) -> None:
-        """Of all shards, at one step that no other set has."""
+        """Seal all shards at one step that no other set has."""
         self.seed += 1
         self.step += 1
         seqs = {}
@@ -141,15 +141,16 @@ class SpaceMachine(RuleBasedStateMachine):
             with pytest.raises(UsageError, match="no snapshot"):
                 delete_snapshot(self.store, name)
 
-    # Whether there is a snapshot may depend on the sizes of files with times in them: nothing is drawn from the model.
+    # Whether there is a snapshot may depend on the sizes of files with times in them: so draw nothing from
+    # the model.
     @rule(pick=st.integers(0, 11))
     def roll_back(self, pick: int) -> None:
-        """To the newest sealed set, or to a snapshot, also one of an abandoned future."""
+        """Roll back to the newest sealed set or to a snapshot, also one of abandoned steps."""
         kept = [self.model.sealed[self._newest().epoch, self._newest().step], *self.model.named.values()]
         sealed, copies = kept[pick % len(kept)]
         self.writer.roll_back(sealed.seqs)
         self.model.copies = [dict(of) for of in copies]
-        # What was sealed after it is not a sealed set of this history any more.
+        # A set sealed after it no longer belongs to this history.
         self.model.sealed = {
             key: found
             for key, found in self.model.sealed.items()
@@ -208,7 +209,7 @@ TestSpace = pytest.mark.slow(SpaceMachine.TestCase)
 
 @pytest.fixture
 def grown(store: Store, layout: Layout, data: Data) -> Store:
-    """One shard: sealed at steps 0 and 1, then partial commits that leave dead copies everywhere."""
+    """Return a store of one shard: sealed at steps 0 and 1, then partial commits that leave dead copies everywhere."""
     with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
         for step in (0, 1):
             data.change(range(layout.partitions), step)
@@ -249,8 +250,8 @@ def test_a_reader_of_the_past_takes_no_newer_copy(grown: Store, layout: Layout, 
         collector.collect()
     found, bad = read_all(grown, past)
     assert set(found) | set(bad) == set(range(layout.partitions))
-    assert bad  # gone for ever, and not replaced by what is newer
-    # The newest state goes on with newer copies where the old ones are gone, and says so.
+    assert bad  # permanently gone, and not replaced by newer copies
+    # Where old copies are gone, the newest state has newer ones, and says so.
     found, bad = read_all(grown, now)
     new = data.all(range(layout.partitions))
     assert bad == {}
@@ -337,7 +338,7 @@ def test_files_that_are_no_snapshots_are_refused(grown: Store, layout: Layout) -
         path.write_bytes(bad)
         with pytest.raises(Corruption):
             read_snapshot(grown, "ok")
-        # Nobody knows what it keeps: nothing is collected.
+        # It is unknown what it keeps, so nothing is collected.
         collector = _collector(grown, layout)
         with pytest.raises(Corruption):
             collector.collect()

@@ -1,4 +1,4 @@
-"""What a log says, as one number: it changes with what the log says, and with nothing else."""
+"""Test the line of a log, one number that changes with the log's state, and with nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARD_OF = LAYOUT.shards(2, 0)
 
 
 class Notes:
-    """A companion that remembers what it was told."""
+    """A companion that remembers the calls to it."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

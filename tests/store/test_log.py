@@ -1,4 +1,4 @@
-"""Commits, epochs, roll-backs and indexes: what the log says is what the writer did."""
+"""Test commits, epochs, roll-backs and indexes: the log's state is what the writer did."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from scarctl.errors import Corruption, LayoutMismatch, UsageError
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import epoch_of, pack, step_of
-from scarctl.store import Store, StoreWriter, open_writer, verify
+from scarctl.store import Store, open_writer, verify
 from scarctl.store.format import dump_json, index_path, record_path, segment_name, segment_path
 from scarctl.store.index import INDEX_LEAST, dump_index
 from scarctl.store.record import Record
 from scarctl.store.segment_writer import write_segment
 from scarctl.store.shard_state import Seal
+from scarctl.store.writer import StoreWriter
 from tests.store.helpers import Data, memory_folder, read_all, small_layout, summary
 from tests.support.log_per_shard import store_with_a_log_per_shard
 
@@ -32,7 +33,7 @@ MEMBERS = [np.flatnonzero(s == SHARD_OF) for s in range(SHARDS)]
 
 @dataclass
 class Model:
-    """What one shard should hold."""
+    """The expected content of one shard."""
 
     copies: dict[int, tuple[int, bytes]] = field(default_factory=dict)
     extras: tuple[int, object] | None = None
@@ -80,7 +81,7 @@ class LogMachine(RuleBasedStateMachine):
         self.data.change(ids.tolist(), self.seed)
         record = self.writer.commit(shard, ids, self.data, step=self.step, sealed=sealed, extras=extras)
         state = self.writer.states[shard]
-        # Else an index should have been written.
+        # Otherwise an index should have been written.
         assert 2 * state.unindexed < len(state.ids) or state.unindexed_records < INDEX_LEAST
         version = pack(self.writer.epoch, self.step)
         model.copies.update({i: (version, self.data.partition(i)) for i in ids.tolist()})
@@ -373,7 +374,7 @@ def test_members_may_change_when_the_store_is_opened(store: Store, layout: Layou
         live = {s: summary(writer.states[s]) for s in (0, 1)}
     assert {s: summary(store.state(s)) for s in (0, 1)} == live
     assert read_all(store, store.state(0)) == (data.all(range(10)), {})
-    # A shard that nobody owns any more keeps its members, and gets the new epoch.
+    # A shard without an owner keeps its members, and gets the new epoch.
     with open_writer(store, layout=layout, shard_of=np.zeros(layout.partitions, np.int32)) as writer:
         assert writer.states[1].epoch == 3
         assert len(writer.states[1].ids) == layout.partitions - 10
@@ -394,7 +395,7 @@ def test_usage_counts_files_and_live_bytes(
 def test_a_compacting_record_moves_copies_without_making_them_newer(
     store: Store, writer: StoreWriter, layout: Layout, data: Data
 ) -> None:
-    """Records of kind "compact" are written by later versions; this one reads them."""
+    """Records of kind "compact" are written by later versions; this version reads them."""
     for step in range(3):
         writer.commit(0, np.arange(step, step + 4), data, step=step)
     before = writer.states[0]
@@ -418,7 +419,7 @@ def test_a_compacting_record_moves_copies_without_making_them_newer(
 def test_a_log_whose_beginning_was_collected_opens_from_its_boundary(
     store: Store, writer: StoreWriter, layout: Layout, data: Data
 ) -> None:
-    """Garbage collection comes with later versions; this one reads what they leave."""
+    """Garbage collection comes with later versions; this version reads the stores that they leave."""
     writer.commit(0, np.arange(layout.partitions), data, step=0, sealed=True)
     state = writer.states[0]
     tip = dataclasses.replace(store.log(0).record(1), boundary=1)

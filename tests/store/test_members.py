@@ -1,4 +1,4 @@
-"""Stores that members share: the topology is made once, whoever comes first, and nobody else may write."""
+"""Test stores that members share: the first member makes the topology once, and no other process may write."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_members_for_which_no_shard_is_left_are_refused(tmp_path: Path) -> None:
 
 
 def test_topologies_of_ranks_are_written_as_before(tmp_path: Path) -> None:
-    """So that older versions read them."""
+    """This lets older versions read them."""
     assert b"independent" not in Topology(1, (0, 1), "ab" * 32).data
     store = Store.create(tmp_path / "s")
     create_topology(store, topology_of_members(2))

@@ -1,4 +1,4 @@
-"""The store's file says whether a process has one log for all of its shards, and older versions do not guess."""
+"""Test that the store's file says whether a process has one log for all shards, so older versions do not guess."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from scarctl.store import format as store_format
 from scarctl.store.format import FORMAT, MIXED_FORMAT, ONE_LOG_FORMAT, SETTINGS, dump_json
 from tests.store.helpers import Data
 from tests.support.log_per_shard import store_with_a_log_per_shard
+from tests.support.splitmix import mix
 
 
 def settings_of(store: Store) -> dict[str, Any]:
@@ -49,13 +50,7 @@ def test_an_older_version_refuses_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"format": FORMAT},
-        {"format": MIXED_FORMAT},
-        {"one_log": False},
-        {"one_log": None},
-        {"one_log": 1},
-    ],
+    [{"format": FORMAT}, {"format": MIXED_FORMAT}, {"one_log": False}, {"one_log": None}, {"one_log": 1}],
 )
 def test_a_file_that_contradicts_itself_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     store = Store.create(tmp_path / "s", shards=8)
@@ -82,15 +77,9 @@ def test_logs_and_shards_of_a_layout(tmp_path: Path, layout: Layout, data: Data,
     assert set(rank.shard_of(layout)) == set(rank.log_of(layout)) == {7}
 
 
-def mix(z: int) -> int:
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-    return z ^ z >> 31
-
-
 @pytest.mark.parametrize(("shards", "seed"), [(1, 0), (3, 0), (8, 7), (1000, 2**40)])
 def test_shards_are_as_the_format_says(layout: Layout, shards: int, seed: int) -> None:
-    """docs/FORMAT.md, section 1."""
+    """docs/FORMAT.md, section 1, defines this."""
     n = layout.partitions
     c = min(shards, n)
     order = sorted(range(n), key=lambda i: mix((mix(seed) + (i + 1) * 0x9E3779B97F4A7C15) % 2**64))

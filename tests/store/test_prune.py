@@ -1,4 +1,4 @@
-"""Pruning a store by hand, where no lock tells whether somebody writes to it."""
+"""Test pruning a store by hand, where no lock shows whether a writer is running."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 30
 
 @pytest.fixture
 def url(layout: Layout, data: Data) -> str:
-    """A remote store with a history that nobody has collected."""
+    """Return the address of a remote store with a history that was never collected."""
     url = f"memory:///{uuid.uuid4().hex}/run"
     store = Store.create(url, shards=1)
     with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:

@@ -1,10 +1,10 @@
-"""How much is read to bring back a part of a store, and that what mostly waits is done at once."""
+"""Test how much is read to restore a part of a store, and that operations that mostly wait run concurrently."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from scarctl.store import ranges as ranges_module
 from scarctl.store.backends.base import BlobReader
 from scarctl.store.backends.parallel import AHEAD_BYTES, AT_ONCE, Helpers
 from tests.store.helpers import Data, read_all
+from tests.support.faulty import WatchedReader
 from tests.support.places import Place
 from tests.support.proxy import Proxy
 
@@ -27,7 +28,7 @@ ROWS = 4096
 
 @dataclass
 class Counted:
-    """Passes everything on, and remembers which bytes of which files were read."""
+    """Passes all operations on, and notes which bytes of which files were read."""
 
     inner: Blobs
     read_bytes: dict[str, int] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class Counted:
     @contextmanager
     def reader(self, name: str) -> Iterator[BlobReader]:
         with self.inner.reader(name) as file:
-            yield _Counted(self, name, file)
+            yield WatchedReader(file, lambda nbytes, ranges: self.add(name, nbytes, ranges))
 
     def add(self, name: str, nbytes: int, ranges: int = 1) -> None:
         self.read_bytes[name] = self.read_bytes.get(name, 0) + nbytes
@@ -52,29 +53,6 @@ class Counted:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
-
-
-@dataclass
-class _Counted:
-    owner: Counted
-    name: str
-    file: BlobReader
-
-    @property
-    def size(self) -> int:
-        return self.file.size
-
-    def read(self, start: int, stop: int) -> bytes:
-        self.owner.add(self.name, stop - start)
-        return self.file.read(start, stop)
-
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        self.owner.add(self.name, buffer.nbytes)
-        self.file.read_into(start, buffer)
-
-    def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        self.owner.add(self.name, sum(buffer.nbytes for _, buffer in ranges), len(ranges))
-        self.file.read_ranges(ranges)
 
 
 @pytest.fixture(params=["local", "memory", pytest.param("s3", marks=pytest.mark.slow)])
@@ -90,7 +68,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Any) -> Place:
 
 @pytest.fixture
 def saved(place: Place) -> tuple[Layout, Data]:
-    """A store with a row per partition, and with larger partitions; some of it saved a second time."""
+    """Return a store with a row per partition, and with larger partitions, some of which were saved twice."""
     layout = build_layout(
         [
             ("rows", "parameter", (TensorSpec("", "F32", (ROWS, 64)), TensorSpec("m", "F32", (ROWS, 64)))),
@@ -142,7 +120,7 @@ def test_no_more_is_read_than_is_lost(
     heads = sum(ref.head for state in states.values() for ref in state.segments)
     read = counted.of("log") + counted.of("index") + counted.of("seg") - log
     assert read <= 1.1 * layout.partition_bytes[ids].sum() + heads
-    # What says where they are is read once: records, and the newest index or the lists of partitions.
+    # Their places are read once: records, and the newest index or the lists of partitions.
     assert log <= sum(size for s in shards for _, size in store.blobs.files(f"shards/{s}/log")) + sum(
         size for s in shards for _, size in store.blobs.files(f"shards/{s}/index")
     ) + sum(ref.nbytes - ref.tail for state in states.values() for ref in state.segments)
@@ -167,7 +145,7 @@ def test_very_many_scattered_rows_are_not_as_many_ranges(place: Place, saved: tu
 
 @pytest.mark.slow
 def test_shards_and_segments_are_read_at_once(s3_place: Place, wire: Proxy) -> None:
-    """Where every answer takes long, opening and reading take a few times as long and not a few hundred times."""
+    """If every answer takes long, opening and reading take a few times as long and not a few hundred times."""
     layout = build_layout(
         [(f"w{n}", "parameter", (TensorSpec("", "F32", (64, 16)),)) for n in range(6)], rows={"w*": 1}
     )

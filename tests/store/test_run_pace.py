@@ -1,4 +1,4 @@
-"""What a log tells of its run's pace."""
+"""Test what a log shows of its run's pace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segments: what plain safetensors sees in them, and that what goes in comes out, for every dtype and shape."""
+"""Test segments: a plain safetensors library reads them, and data are returned unchanged, for every dtype and shape."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_a_source_of_the_wrong_length_is_refused(store: Store, writer: StoreWrit
     for source in (short, strided):
         with pytest.raises(UsageError, match="emb"):
             writer.commit(0, np.array([0, 1]), source, step=0)
-    assert len(list(store.root.glob("shards/0/seg/*"))) == 1  # the members; nothing left of the attempts
+    assert len(list(store.root.glob("shards/0/seg/*"))) == 1  # the members; no files of the attempts are left
     writer.commit(0, np.array([0, 1]), data, step=0)
 
 

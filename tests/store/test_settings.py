@@ -1,4 +1,4 @@
-"""A store's settings: within their limits, and what a file holds is checked like what a user gives."""
+"""Test a store's settings: within their limits, and checked alike from a file and from a user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Creating, opening, locking and fencing a store."""
+"""Test creating, opening, locking and fencing a store."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_missing_and_foreign_folders(tmp_path: Path) -> None:
                 call(path)
             assert info.value.kind == "foreign-store"
     assert os.listdir(tmp_path / "foreign") == ["thesis.tex"]
-    # A creation that was killed leaves a temporary: not foreign.
+    # A killed creation leaves a temporary file, which is not foreign.
     (tmp_path / "empty" / ".tmp-0123").write_text("{")
     Store.create(tmp_path / "empty")
 
@@ -133,7 +133,7 @@ def test_a_store_may_be_locked_before_there_is_a_layout(store: Store, layout: La
 def test_a_forked_child_neither_writes_nor_keeps_the_lock(
     store: Store, layout: Layout, data: Data, parent_dies: bool
 ) -> None:
-    """The grandchild lives on when the writer, its parent, is gone."""
+    """The grandchild survives the writer, its parent."""
     ready, go = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -293,7 +293,7 @@ def test_what_is_not_a_regular_file_is_refused(
         assert str(path) in bad[0]
         assert [p.file for p in verify(store, read_data=True).problems] == [str(path)]
     else:
-        # A folder where a record was is no record: the one before it is the newest.
+        # A folder in place of a record is not a record: the previous one is the newest.
         with pytest.raises(Corruption, match=r"lock|scarctl\.json|log|layout"):
             use()
 

@@ -1,4 +1,4 @@
-"""Parts of a store's data: all parts together are everything, once; samples are of their size and always new."""
+"""Test parts of a store's data: all parts together are everything, once; samples have their size and always differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Topologies: files, which shards make a state, what one process may not do, and retiring shards of earlier ranks."""
+"""Test topologies: files, which shards make a state, what one process may not do, and retiring old shards."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_a_retirement_that_was_killed_goes_on(tmp_path: Path) -> None:
     three = RankStore(tmp_path / "s", 3)
     three.save(5)
     three.close()
-    # One of them has lost its members: the old state is not whole any more, and nobody takes it for that.
+    # One of them has lost its members: the old state is no longer whole, and no reader takes it for one.
     view, layout = four.view(1), four.layouts[1]
     open_writer(view, layout=layout, shard_of=np.full(layout.partitions, -1, np.int32)).close()
     assert find_parts(four.store, but=three.topology.shards) is None
@@ -230,7 +230,7 @@ def test_beside_a_live_job_shards_of_earlier_ranks_are_retired_too(tmp_path: Pat
     plan = plan_prune(four.store, Retention())
     assert plan.writer is not None
     prune(four.store, plan)
-    # Whose lock somebody holds stays as it is.
+    # A shard whose lock is held stays unchanged.
     assert [len(four.store.state(shard).ids) > 0 for shard in range(4)] == [True, True, True, False]
     three.save(6)
     three.close()

@@ -1,4 +1,4 @@
-"""Which whole state a shard's copies are of: in its log, in its index, after compaction and a roll-back."""
+"""Test to which whole state a shard's copies belong: in its log, in its index, after compaction and a roll-back."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from cryptography.x509.oid import NameOID
 
 
 class Authority:
-    """One that signs hosts."""
+    """An authority that signs hosts."""
 
     def __init__(self, folder: Path, name: str = "authority") -> None:
         self.folder = folder
@@ -28,7 +28,7 @@ class Authority:
         self.file.write_bytes(made.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
 
     def host(self, name: str, *, days: float = 365) -> tuple[str, str, str]:
-        """Certificate, key and authority of a host. days: until it expires; negative: ago."""
+        """Return certificate, key and authority of a host. days: until it expires; negative: ago."""
         key = ec.generate_private_key(ec.SECP256R1())
         made = _builder(_name(name), self._name, key, days=days)
         made = made.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -40,9 +40,7 @@ class Authority:
         )
         secret.write_bytes(
             key.private_bytes(
-                serialization.Encoding.PEM,
-                serialization.PrivateFormat.PKCS8,
-                serialization.NoEncryption(),
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
             )
         )
         secret.chmod(0o600)

@@ -1,9 +1,9 @@
-"""Members that divide one table among them, each a process of its own that can be killed at a named point.
+"""Run members that divide one table among them, each a process of its own that can be killed at a named point.
 
     python -m tests.support.divided STORE NUMBER COUNT STEPS OPTIONS
 
-Every step adds the row's number plus one to a row, so that a row says after how many steps it was saved. `OPTIONS` are
-those of `attach`, and `replaces`, `after`, `kill` (a name such as "scarctl.distributed.heir.fence") and `when`.
+Every step adds the row's number plus one to a row, so that a row shows after how many steps it was saved. `OPTIONS`
+are those of `attach`, and `replaces`, `after`, `kill` (a name such as "scarctl.distributed.heir.fence") and `when`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def train(
 def run_member(
     store: Path | str, number: int, count: int, steps: int, **options: Any
 ) -> tuple[scarctl.session.recover.Resumed, list[int]]:
-    """Start one member, train it and end it. Returns what it resumed, and the steps that its rows then had."""
+    """Start one member, train it and end it. Return what it resumed, and the steps that its rows then had."""
     state = state_of(number, count)
     mode = options.pop("mode", "partial")
     with attached(store, number, count, state, **options) as session:
@@ -75,7 +75,7 @@ def run_member(
 
 
 def steps_of(state: dict[str, np.ndarray], number: int, count: int) -> list[int]:
-    """The steps that each row is of. Fails for a row that is torn."""
+    """Return the step of each row. Fails for a torn row."""
     first, stop = rows_of(number, count)
     steps = state["table"] / np.arange(first + 1, stop + 1)[:, None]
     assert (steps == steps[:, :1]).all(), steps

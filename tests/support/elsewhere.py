@@ -1,4 +1,4 @@
-"""What is durable: what a process on another host gets, from a copy of the store and no memory."""
+"""Find what is durable: what a process on another host gets, from a copy of the store and without memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.training import Loop
 
 
 def elsewhere(store: Path, mode: str = "partial") -> tuple[Resumed, dict[str, torch.Tensor]]:
-    """What such a process resumes, and the values that it has then. The store may be in use."""
+    """Return what such a process resumes, and its values. The store may be in use."""
     place = store.with_name("elsewhere")
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(store, place / "store")

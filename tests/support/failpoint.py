@@ -1,4 +1,4 @@
-"""Calls that are counted, and something done at one of them: a process killed there, a call that fails."""
+"""Count calls, and act at one of them: kill a process there, or let the call fail."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 CALLS = ("write", "fsync", "link", "unlink", "replace", "mkdir")
-"""The system calls of the commit path. What is there before one of them is what the call before it has left."""
+"""The system calls of the commit path. The state before one of them is the result of the call before it."""
 
 
 class Fault:
-    """Counts calls of `owner` and does something before the k-th, or right after it."""
+    """Counts calls of `owner` and does something right before or after the k-th."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class Fault:
 
 
 class Killed(BaseException):
-    """What stands for a kill where there is no process to be killed. Nothing may catch it."""
+    """Stands in for a kill where there is no process to be killed. No code may catch it."""
 
 
 class Mortal(Fault):
-    """A process that dies in this one: from the k-th call on, every call raises Killed and does nothing."""
+    """Simulates a process's death within this one: from the k-th call on, every call raises Killed and does nothing."""
 
     def __init__(self, k: int, names: tuple[str, ...], *, owner: Any = os, after: bool = False) -> None:
         super().__init__(k, self._die, names, owner=owner, after=after)
@@ -88,8 +88,8 @@ class Mortal(Fault):
 
 
 def in_child(work: Callable[[], None]) -> int:
-    """Runs `work` in a forked child; its wait status."""
-    gc.freeze()  # the child shares our memory: its collector need not touch it
+    """Run `work` in a forked child; return its wait status."""
+    gc.freeze()  # the child shares this process's memory, so its collector should not touch it
     pid = os.fork()
     if pid == 0:
         status = 1

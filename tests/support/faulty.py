@@ -1,4 +1,4 @@
-"""A blob layer over a real one that fails at chosen calls, as a full or failing disk does."""
+"""Wrap a real blob layer so that chosen calls fail, as on a full or failing disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +17,9 @@ from scarctl.store.backends.base import BlobReader, BlobWriter, Buffer
 from scarctl.store.backends.local_files import os_error
 
 OPERATIONS = ("writer", "write", "commit", "create_exclusive")
-"""What a commit does, in this order; `write` several times."""
+"""The operations of a commit, in this order; `write` several times."""
 OTHERS = (
-    "created",  # done, and then it is not known whether it is durable
+    "created",  # it is done, but whether it is durable is unknown
     "settle",
     "delete",
     "read",
@@ -29,12 +29,12 @@ OTHERS = (
     "folders",
     "prepare",
 )
-"""What else opening, reading and collecting do."""
+"""The other operations of opening, reading and collecting."""
 
 
 @dataclass
 class FaultyBlobs:
-    """Passes everything on to `inner`. `fail` chooses the calls that raise instead; nothing of those is done."""
+    """Passes all operations on to `inner`. `fail` chooses the calls that raise without doing anything."""
 
     inner: Blobs
     calls: Counter[str] = field(default_factory=Counter)
@@ -47,22 +47,22 @@ class FaultyBlobs:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fail(self, operation: str, number: int = errno.EIO, *, at: Sequence[int] = (1,)) -> None:
-        """The next, the one after that, ... (`at`, from 1) call of `operation` fails with errno `number`."""
+        """Let the next, the one after that, ... (`at`, from 1) call of `operation` fail with errno `number`."""
         assert operation in (*OPERATIONS, *OTHERS)
         self._plan.update({(operation, self.calls[operation] + k): number for k in at})
 
     def fail_at(self, operation: str, name: str, number: int = errno.EIO) -> None:
-        """The next call of `operation` for a file with `name` in its own fails with errno `number`."""
+        """Let the next call of `operation` for a file with `name` in its own fail with errno `number`."""
         assert operation in (*OPERATIONS, *OTHERS)
         self._named[operation] = name, number
 
     def break_down(self, operation: str, number: int) -> None:
-        """From now on every call of `operation` fails, until `mend`."""
+        """Let every call of `operation` fail until `mend`."""
         assert operation in (*OPERATIONS, *OTHERS)
         self._always[operation] = number
 
     def decay(self, rng: random.Random, rate: float, numbers: Sequence[int]) -> None:
-        """From now on every call of any operation may fail, until `mend`."""
+        """Let every call of any operation fail at random until `mend`."""
         self._chance = rng, rate, tuple(numbers)
 
     def mend(self) -> None:
@@ -81,7 +81,7 @@ class FaultyBlobs:
             raise os_error(OSError(number, os.strerror(number)), self.inner.where(name), operation)
 
     def _due(self, operation: str) -> int | None:
-        """The errno that this call fails with, if it does."""
+        """Return the errno with which this call fails, or None."""
         with self._lock:
             self.calls[operation] += 1
             number = self._plan.pop((operation, self.calls[operation]), self._always.get(operation))
@@ -120,7 +120,7 @@ class FaultyBlobs:
     def reader(self, name: str) -> Iterator[BlobReader]:
         self._call("reader", name)
         with self.inner.reader(name) as file:
-            yield _FaultyReader(self, name, file)
+            yield WatchedReader(file, lambda nbytes, ranges: self._call("read_ranges", name))
 
     def files(self, folder: str) -> list[tuple[str, int]]:
         self._call("files", folder)
@@ -138,26 +138,22 @@ class FaultyBlobs:
         return getattr(self.inner, name)
 
 
-@dataclass
-class _FaultyReader:
-    blobs: FaultyBlobs
-    name: str
-    file: BlobReader
+class WatchedReader:
+    """Passes reads on, each after a call `before(bytes, ranges)`."""
 
-    @property
-    def size(self) -> int:
-        return self.file.size
+    def __init__(self, file: BlobReader, before: Callable[[int, int], None]) -> None:
+        self.file, self.before, self.size = file, before, file.size
 
     def read(self, start: int, stop: int) -> bytes:
-        self.blobs._call("read_ranges", self.name)
+        self.before(stop - start, 1)
         return self.file.read(start, stop)
 
     def read_into(self, start: int, buffer: memoryview) -> None:
-        self.blobs._call("read_ranges", self.name)
+        self.before(buffer.nbytes, 1)
         self.file.read_into(start, buffer)
 
     def read_ranges(self, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        self.blobs._call("read_ranges", self.name)
+        self.before(sum(buffer.nbytes for _, buffer in ranges), len(ranges))
         self.file.read_ranges(ranges)
 
 

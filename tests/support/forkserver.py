@@ -1,10 +1,10 @@
-"""Python programs as processes of their own, forked from one that has imported what takes them longest.
+"""Run Python programs as processes forked from one that has imported the slowest modules.
 
     done = run(["-m", "tests.distributed.job", "fsdp"], env=..., timeout=60)
 
-A program has its own arguments, environment, folder and standard streams, and can be killed like any other. What it
-shares with others is a past: the server has imported some modules, in a new interpreter, and has never had a thread.
-Programs for which that would make a difference (what they import, options of the interpreter) belong to `subprocess`.
+A program has its own arguments, environment, folder and standard streams, and can be killed like any other. All
+programs share a past: the server has imported some modules, in a new interpreter, and has never had a thread. If that
+makes a difference (imports, options of the interpreter), use `subprocess`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TORCH = (
     "tests.distributed.jobs",
     "tests.distributed.checks",
 )
-"""What training loops import, some of it at their first step."""
+"""Modules that training loops import, some of them at their first step."""
 
 
 class Program:
@@ -58,7 +58,7 @@ class Program:
     ) -> None:
         """`stdin`, `stdout`, `stderr`: open files. None is no input, and this process's own output.
 
-        `imports`: modules that are there already.
+        `imports`: modules that are already imported.
         """
         self.args = arguments
         self.returncode: int | None = None
@@ -78,13 +78,13 @@ class Program:
             self.pid = self._server.start(task, files)
 
     def poll(self) -> int | None:
-        """Its exit code, or minus the signal that ended it; None while it runs."""
+        """Return its exit code, or minus the signal that ended it; None while it runs."""
         if self.returncode is None:
             self.returncode = self._server.ended(self.pid)
         return self.returncode
 
     def wait(self, timeout: float = 60.0) -> int:
-        """Raises subprocess.TimeoutExpired; then it still runs."""
+        """Wait for its end. Raises subprocess.TimeoutExpired; then it still runs."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if not self._server.listen(deadline - time.monotonic()):
@@ -93,7 +93,7 @@ class Program:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            # Until it is asked for, its number may have become another process's: no later than it is told of.
+            # The id is kept until the end was reported: until then no other process can get it.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
@@ -107,7 +107,7 @@ class Program:
 def run(
     arguments: Sequence[str], *, timeout: float, check: bool = False, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, and take in what it writes. Raises as `subprocess.run`; nothing of it is left then."""
+    """Run a program to its end, and capture its output. Raises as `subprocess.run`; nothing of it is left then."""
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
 
         def written(file: IO[bytes]) -> str:
@@ -130,7 +130,7 @@ def run(
 
 
 def servers() -> list[int]:
-    """Their process ids. They live as long as this process."""
+    """Return their process ids. They live as long as this process."""
     return [server.process.pid for server in _servers]
 
 
@@ -185,12 +185,12 @@ class _Server:
         return self._ended.pop(pid, None)
 
     def listen(self, seconds: float) -> bool:
-        """Take in what it has to tell, waiting so long for it. False when there was nothing."""
+        """Read its messages, waiting so long for them. Return False if there were none."""
         if not select.select([self._socket], [], [], max(0.0, seconds))[0]:
             return False
         with self._listening:
             if not select.select([self._socket], [], [], 0.0)[0]:
-                return True  # another thread has taken it in
+                return True  # another thread has read it
             data = self._socket.recv(1 << 16)
             assert data, "the server of forks has died"
             *lines, self._rest = (self._rest + data).split(b"\n")
@@ -212,7 +212,7 @@ def _server(imports: tuple[str, ...]) -> _Server:
 
 
 def _serve(control: socket.socket) -> dict[str, Any]:
-    """Fork, until the other side is gone. In a fork this returns what it shall be."""
+    """Fork until the other side ends. In a fork, return the request to become."""
     wake, waker = socket.socketpair()
     for end in (wake, waker):
         end.setblocking(False)

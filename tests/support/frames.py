@@ -1,4 +1,4 @@
-"""Frames of a link as a replica gets them, without a network."""
+"""Provide frames of a link as a replica gets them, without a network."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from scarctl.peers.replica import Replica
 
 
 def parse(data: bytes) -> tuple[Kind, dict[str, Any], Any]:
-    """Kind, head and body of a frame that has arrived. Raises Corruption."""
+    """Return kind, head and body of a frame that has arrived. Raises Corruption."""
     prefix = decode_prefix(data[: PREFIX.size])
     body = np.frombuffer(data, np.uint8)[PREFIX.size + prefix.head :]
     return prefix.kind, decode_head(prefix, data[PREFIX.size :][: prefix.head], body), body
 
 
 def deliver(replica: Replica, frame: list[Any]) -> Kind:
-    """As a host does with what a channel brings."""
+    """Process a channel's frame as a host does."""
     kind, head, body = parse(b"".join(memoryview(part).tobytes() for part in frame))
     if kind is Kind.MARK:
         replica.mark(decode_mark(head, body))

@@ -1,4 +1,4 @@
-"""A real FTP server on the loopback interface: a place whose file system looks first, then writes.
+"""Run a real FTP server on the loopback interface: a place whose file system checks first, then writes.
 
 python -m tests.support.ftp FOLDER: serves in a process of its own, which can be stopped, until its input ends.
 """
@@ -18,7 +18,7 @@ USER, PASSWORD = "planted", "planted-ftp-password"
 
 @contextmanager
 def ftp_server(root: Path, port: int = 0) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Serve the folder `root`; gives the address of its top, with user and password, and the server's process."""
+    """Serve the folder `root`; yield the address of its top, with user and password, and the server's process."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.ftp", str(root), str(port)],
         stdin=subprocess.PIPE,
@@ -36,7 +36,7 @@ def ftp_server(root: Path, port: int = 0) -> Iterator[tuple[str, subprocess.Pope
 
 def main(root: str, port: int) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the event loop that newer Pythons left to a package
+        warnings.simplefilter("ignore")  # from the event loop that newer Pythons moved to a package
         from pyftpdlib.authorizers import DummyAuthorizer
         from pyftpdlib.handlers import FTPHandler
         from pyftpdlib.servers import FTPServer

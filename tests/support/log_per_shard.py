@@ -1,4 +1,4 @@
-"""Stores as earlier versions created them: each shard of a process has a log of its own."""
+"""Create stores as earlier versions did: each shard of a process has a log of its own."""
 
 from __future__ import annotations
 

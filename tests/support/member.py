@@ -1,4 +1,4 @@
-"""A member of a store as a program of its own: it trains until it is killed, or until the file `stop` is there.
+"""Run a member of a store as a program: it trains until it is killed, or until the file `stop` exists.
 
     python -m tests.support.member STORE FOLDER NUMBER COUNT OPTIONS
 
@@ -29,7 +29,7 @@ from tests.support.forkserver import Program
 
 ROWS = 16
 PATIENCE = 90.0
-"""Seconds until a condition that does not come fails the test."""
+"""Seconds until a missing condition fails the test."""
 
 
 def state_of(number: int) -> dict[str, np.ndarray]:
@@ -126,11 +126,11 @@ class Members:
             time.sleep(0.01)
 
     def _last(self) -> list[int]:
-        """The two members that have taken the fewest steps."""
+        """Return the two members that have taken the fewest steps."""
         return sorted(self.programs, key=lambda number: self.steps()[number])[:2]
 
     def _seen(self, numbers: Sequence[int]) -> str:
-        """What these have told, and where those of them that run are: for the message of a test that fails."""
+        """Return the messages of these members, and the stacks of running ones: for the message of a failing test."""
         for number in numbers:
             self.programs[number].send_signal(signal.SIGUSR1)
         time.sleep(1)
@@ -145,7 +145,7 @@ class Members:
         return [int(step) for step in self._steps]
 
     def until_steps(self, more: int, numbers: Sequence[int]) -> None:
-        """Wait until each has taken `more` steps from now on."""
+        """Wait until each has taken `more` further steps."""
         before = self.steps()
         self.until(
             lambda: all(self.steps()[n] >= before[n] + more for n in numbers),
@@ -173,13 +173,13 @@ class Members:
 
 
 def epochs(store: Store) -> dict[int, int]:
-    """The epoch of each shard's newest record."""
+    """Return the epoch of each shard's newest record."""
     found = {shard: store.log(shard).newest() for shard in store.shards()}
     return {shard: record.epoch for shard, record in found.items() if record is not None}
 
 
 def owners(store: Store, shard: int) -> Iterator[int]:
-    """The epochs of a shard's records, oldest first."""
+    """Yield the epochs of a shard's records, oldest first."""
     for record in store.records(shard):
         yield record.epoch
 

@@ -1,4 +1,4 @@
-"""Hosts as network namespaces: each has a cable for its daemon and the store, and one for the ranks' collectives."""
+"""Make hosts as network namespaces: each has a cable for its daemon and the store, and one for collectives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Networks:
     """Hosts with networks of their own, by number, all on one switch."""
 
     def __init__(self, count: int) -> None:
-        """Make them. Raises Unavailable."""
+        """Make the hosts. Raises Unavailable."""
         self.names = [f"scarctl-{os.getpid()}-{n}" for n in range(count)]
         self._hub = f"scarctl-{os.getpid()}-hub"
         try:
@@ -69,18 +69,18 @@ class Networks:
 
     @staticmethod
     def address(n: int) -> str:
-        """The address of a host's daemon."""
+        """Return the address of a host's daemon."""
         return f"{CONTROL}.{n + 1}"
 
     def cut(self, n: int) -> None:
-        """Pull a host's cable out. Collectives have another one."""
+        """Disconnect a host. Collectives have another cable."""
         ip("-n", self._hub, "link", "set", f"portc{n}", "down")
 
     def heal(self, n: int) -> None:
         ip("-n", self._hub, "link", "set", f"portc{n}", "up")
 
     def shape(self, n: int, rate: str) -> None:
-        """Let what a host sends take its time. rate: as for `tc`, such as "2mbit"."""
+        """Slow down what a host sends. rate: as for `tc`, such as "2mbit"."""
         tbf = ("root", "tbf", "rate", rate, "burst", "16kb", "latency", "200ms")
         subprocess.run(
             ["tc", "-n", self.names[n], "qdisc", "replace", "dev", "cablec", *tbf],
@@ -115,7 +115,7 @@ class Networks:
 
 
 def outcome(ranks: Sequence[Program], folder: Path) -> list[tuple[int, Any]]:
-    """The exit code of each rank, and what it returned, or the end of what it wrote to stderr."""
+    """Return each rank's exit code, and its result, or the end of its stderr."""
     found = []
     for rank, process in enumerate(ranks):
         code, path = process.wait(timeout=110), folder / f"{rank}.json"
@@ -126,7 +126,7 @@ def outcome(ranks: Sequence[Program], folder: Path) -> list[tuple[int, Any]]:
 
 @contextmanager
 def networks(count: int) -> Iterator[Networks]:
-    """Some hosts, which are gone afterwards. Raises Unavailable."""
+    """Yield some hosts, and remove them afterwards. Raises Unavailable."""
     made = Networks(count)
     try:
         yield made

@@ -1,4 +1,4 @@
-"""Places for stores that a test can look into by a route of its own, past the code under test."""
+"""Provide places for stores that a test can read without the code under test."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Raw(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a store may be made, and the raw access to it."""
+    """A place where a store may be made, and the raw access to it."""
 
     url: str
     raw: Raw
     options: Mapping[str, Any] = field(default_factory=dict)
     lasting: bool = True
-    """Another process sees it."""
+    """Whether another process sees it."""
 
 
 class Folder:
@@ -103,19 +103,19 @@ class Bucket:
         self.client.delete_object(Bucket=self.bucket, Key=f"{self.folder}/{name}")
 
     def uploads(self) -> list[str]:
-        """Keys of uploads that were begun and neither completed nor aborted."""
+        """Return the keys of uploads that were begun and neither completed nor aborted."""
         answer = self.client.list_multipart_uploads(Bucket=self.bucket)
         return [upload["Key"] for upload in answer.get("Uploads", ())]
 
 
 def one_request_at_a_time(app: WSGIApplication) -> WSGIApplication:
-    """`app`, which serves requests one after the other, each once what its client sends is there."""
+    """Return `app` so that it serves requests one after the other, each once its body has arrived."""
     serving = threading.Lock()
 
     def serve(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         length = environ.get("CONTENT_LENGTH")
         if length or environ.get("wsgi.input_terminated"):  # the latter: sent in chunks
-            # A client that stalls or goes away halfway keeps nobody waiting; the application sees how much came.
+            # A client that stalls or leaves halfway delays no other; the application sees how much arrived.
             environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(int(length) if length else -1))
         with serving:
             return app(environ, start_response)
@@ -128,10 +128,10 @@ KEY, SECRET = "AKIAPLANTEDKEY000001", "planted/secret+of/the/tests"
 
 @contextmanager
 def s3_server(host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
-    """An S3 server at an address of this host, on a free port unless one is given; gives its URL.
+    """Run an S3 server at an address of this host, on a free port unless one is given; yield its URL.
 
-    Moto's, without what it puts in front of all its services: that takes longer for each request than the request.
-    Moto looks whether there is an object and puts one in two steps. S3 does it in one, and so does this.
+    It is moto's, without the layer that moto puts in front of all its services, which is slower than a request. Moto
+    checks for an object and puts one in two steps. S3 does it in one step, and so does this server.
     """
     from moto.moto_server.werkzeug_app import MotoRequestHandler, create_backend_app
     from werkzeug.serving import make_server

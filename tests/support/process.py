@@ -1,4 +1,4 @@
-"""A forked process with a training loop in it, for tests that send real signals."""
+"""Run a training loop in a forked process, for tests that send real signals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Tell = Callable[[str], None]
 
 
 class Forked:
-    """`body(tell)` in a child of its own; what it tells are lines. It exits with 0, or 1 after an exception."""
+    """Runs `body(tell)` in a child; its messages are lines. It exits with 0, or 1 after an exception."""
 
     def __init__(self, body: Callable[[Tell], object]) -> None:
         self._told, told = os.pipe()
@@ -41,7 +41,7 @@ class Forked:
         os.kill(self.pid, signum)
 
     def expect(self, line: str, timeout: float = 30.0) -> None:
-        """Wait until the child has told `line`."""
+        """Wait for this line from the child."""
         deadline = time.monotonic() + timeout
         while line not in self._lines:
             ready, _, _ = select.select([self._told], [], [], max(0.0, deadline - time.monotonic()))
@@ -52,7 +52,7 @@ class Forked:
         self._lines.remove(line)
 
     def wait(self, timeout: float = 30.0) -> int:
-        """Its exit code, or minus the signal that ended it."""
+        """Return its exit code, or minus the signal that ended it."""
         deadline = time.monotonic() + timeout
         while self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)

@@ -1,4 +1,4 @@
-"""An HTTP proxy on the loopback interface that does to requests what a network and a busy server do."""
+"""Run an HTTP proxy on the loopback interface that treats requests as a network or a busy server does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 class Request:
     method: str
     path: str
-    """Without the query."""
+    """The path without the query."""
     query: str
     headers: Mapping[str, str]
     size: int
@@ -26,17 +26,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens instead of passing a request on.
+    """A fault in place of passing a request on.
 
-    answer: status and error code that the client gets, None: the connection is closed without any. done: the server
-    carries the request out all the same. after: seconds that it takes first.
+    answer: status and error code for the client, None: the connection is closed without an answer. done: the server
+    carries out the request anyway. after: seconds before that.
     """
 
     answer: tuple[int, str] | None = None
     done: bool = False
     after: float = 0.0
     cut: bool = False
-    """Instead of all that: the true answer, and the connection closed after half of its body."""
+    """In place of all that: the true answer, with the connection closed after half of its body."""
 
 
 Rule = Callable[[Request], Fault | None]
@@ -46,7 +46,7 @@ _HOPS = {"connection", "keep-alive", "transfer-encoding", "content-length", "exp
 
 @dataclass
 class Proxy:
-    """Passes requests on to `target`, but for those to which `rule` gives a fault."""
+    """Passes requests on to `target`, except those to which `rule` gives a fault."""
 
     target: str
     rule: Rule = lambda request: None
@@ -56,19 +56,19 @@ class Proxy:
     url: str = ""
 
     def reset(self) -> None:
-        """No faults from now on, and nothing seen."""
+        """Remove all faults, and forget all requests."""
         self.rule = lambda request: None
         self.drop_headers = ()
         self.seen.clear()
 
     def times(self, method: str, ending: str = "") -> int:
-        """Requests of a method whose path ends like that."""
+        """Return the number of requests of a method whose path ends with this text."""
         return sum(request.method == method and request.path.endswith(ending) for request in self.seen)
 
 
 @contextmanager
 def proxy(target: str) -> Iterator[Proxy]:
-    """A running proxy in front of the server at `target`."""
+    """Yield a running proxy in front of the server at `target`."""
     proxied = Proxy(target)
 
     class Handler(_Handler):

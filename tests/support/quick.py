@@ -12,7 +12,7 @@ import pytest
 
 
 class _NoTorch:
-    """Finds torch before Python does."""
+    """Intercepts the import of torch."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:

@@ -1,4 +1,4 @@
-"""Stores that several ranks have written, made without any training: quickly, with values that a test knows."""
+"""Make stores that several ranks have written, without any training: quickly, with values that a test knows."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from scarctl.store import (
 )
 
 TABLE = (48, 8)
-"""Divided by rows, with two slots."""
+"""Shape divided by rows, with two slots."""
 WIDE = (6, 12)
-"""Divided by columns, with a slot."""
+"""Shape divided by columns, with a slot."""
 SMALL = (5, 3)
-"""All of it is rank 0's."""
+"""Shape owned completely by rank 0."""
 
 
 def values(step: int, world: int) -> dict[str, np.ndarray]:
-    """The whole state after `step`, as float32 arrays under the names that a file has."""
+    """Return the whole state after `step`, as float32 arrays under the names that a file has."""
     rng = np.random.default_rng(step)
     shapes: dict[str, tuple[int, ...]] = {"small": SMALL, "scalar": ()}
     shapes |= {f"table{slot}": TABLE for slot in ("", "/exp_avg", "/exp_avg_sq")}
@@ -44,7 +44,7 @@ def values(step: int, world: int) -> dict[str, np.ndarray]:
 
 
 def layout_of(rank: int, world: int) -> Layout:
-    """What one of `world` ranks owns."""
+    """Return the layout of what one of `world` ranks owns."""
 
     def specs(shape: tuple[int, ...], *slots: str) -> tuple[TensorSpec, ...]:
         return tuple(TensorSpec(slot, "F32", shape) for slot in ("", *slots))
@@ -75,7 +75,7 @@ class RankStore:
         first = 1 + max([*used, *(newest.shards if newest else ())], default=-1)
         shards = tuple(range(first, first + world))
         if newest is not None and newest.world == world:
-            shards = newest.shards  # a job that has come back
+            shards = newest.shards  # a job that has restarted
         records = [self.store.log(shard).newest() for shard in used]
         known = [*topology_epochs(self.store), *(record.epoch for record in records if record)]
         self.topology = Topology(1 + max(known, default=0), shards, f"{world:064x}")
@@ -87,11 +87,11 @@ class RankStore:
             self.writers.append(open_writer(view, layout=layout))
 
     def view(self, rank: int) -> Store:
-        """The store as a rank sees it."""
+        """Return the store as a rank sees it."""
         return self.store.of_shard(self.topology.shards[rank], self.topology.epoch)
 
     def source(self, rank: int, step: int) -> Any:
-        """What a rank gives to its writer."""
+        """Return the source that a rank gives to its writer."""
         whole, layout = values(step, self.world), self.layouts[rank]
 
         def read(group: int, tensor: int, start: int, stop: int) -> memoryview:
@@ -110,7 +110,7 @@ class RankStore:
     ) -> None:
         """Save what ranks own, or of every rank only each `every`-th partition, as of `step`.
 
-        whole: what the ranks call the state, if it is not the usual one.
+        whole: the ranks' name of the state, if it is not the usual one.
         """
         for rank in range(self.world) if ranks is None else ranks:
             ids = np.arange(0, self.layouts[rank].partitions, every)
@@ -127,17 +127,17 @@ class RankStore:
             )
 
     def whole(self, step: int) -> str:
-        """What all ranks call their state of a step."""
+        """Return the name that all ranks give to their state of a step."""
         return f"{self.topology.epoch:016x}{step:016x}"
 
     def close(self) -> RankStore:
-        """All ranks end."""
+        """End all ranks."""
         for writer in self.writers:
             writer.close()
         return self
 
     def arena(self, base: Path, rank: int, step: int, *, head: int | None = None) -> Arena:
-        """What a rank leaves in memory: its part as of `step`. To be closed."""
+        """Return a rank's arena with its part as of `step`. The caller closes it."""
         view, layout = self.view(rank), self.layouts[rank]
         epoch = self.topology.epoch
         arena = Arena.create(arena_folder(str(base), view.run_id), layout, run_id=view.run_id, epoch=epoch)
@@ -156,7 +156,7 @@ class RankStore:
 
 
 def rows_of(whole: dict[str, np.ndarray], layout: Layout, g: int, t: int) -> np.ndarray:
-    """A rank's box of a whole tensor: uint8 of shape (rows, bytes per row)."""
+    """Return a rank's box of a whole tensor: uint8 of shape (rows, bytes per row)."""
     group = layout.groups[g]
     spec, found = group.tensors[t], whole[group.key(t)]
     if group.place is not None:
@@ -166,7 +166,7 @@ def rows_of(whole: dict[str, np.ndarray], layout: Layout, g: int, t: int) -> np.
 
 
 def tensors(step: int, world: int) -> dict[str, torch.Tensor]:
-    """`values` as torch has them."""
+    """Return `values` as torch has them."""
     return {name: torch.from_numpy(np.array(value)) for name, value in values(step, world).items()}
 
 

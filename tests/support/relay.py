@@ -1,4 +1,4 @@
-"""A TCP relay on the loopback interface: a cable that carries as many bytes as a test allows."""
+"""Run a TCP relay on the loopback interface, which passes as many bytes as a test allows."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import time
 
 
 class Relay:
-    """Passes connections on to `target`, a port. What clients send waits while `allow`ed bytes are used up."""
+    """Passes connections on to `target`, a port. Data of clients wait while the `allow`ed bytes are used up."""
 
     def __init__(self) -> None:
         self.target = 0
         self.stuck = False
-        """Bytes wait that may not pass."""
+        """Whether bytes wait that may not pass."""
         self._left = 1 << 40
         self._refusing = self._closed = False
         self._lock = threading.Lock()
@@ -30,12 +30,12 @@ class Relay:
         self.close()
 
     def allow(self, nbytes: int) -> None:
-        """So many bytes more reach the target, whatever was allowed before."""
+        """Let so many more bytes reach the target, whatever was allowed before."""
         with self._lock:
             self._left = nbytes
 
     def refuse(self) -> None:
-        """End all connections, and each new one at once."""
+        """End all connections, and each new connection at once."""
         self._refusing = True
         self._end_all()
 
@@ -44,7 +44,7 @@ class Relay:
         self._refusing = False
 
     def close(self) -> None:
-        """End all."""
+        """End everything."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""An S3 server at an address of its own host: `python -m tests.support.s3_host http://10.0.0.3:9000`."""
+"""Run an S3 server at an address of its own host: `python -m tests.support.s3_host http://10.0.0.3:9000`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training loop whose every value is the number of its step, so that a copy of mixed steps shows. Run as a program:
+"""Run a training loop whose every value is the number of its step, so that a copy of mixed steps shows.
 
     python -m tests.support.stepper STORE STEPS
 
@@ -38,13 +38,13 @@ class Stepper(torch.optim.Optimizer):
 
 
 def build() -> tuple[nn.ParameterList, Stepper]:
-    """Two wide parameters and one narrow, 64 partitions in all, all values 0."""
+    """Return two wide parameters and one narrow, 64 partitions in all, all values 0, and their optimizer."""
     model = nn.ParameterList([torch.zeros(24, 4096), torch.zeros(36, 2048), torch.zeros(4, 16)])
     return model, Stepper(model.parameters())
 
 
 def attach(model: nn.Module, optimizer: Stepper, store: str, **options: Any) -> scarctl.Session:
-    """A session with a fast cadence and one partition per row."""
+    """Attach a session with a short interval and one partition per row."""
     settings: dict[str, Any] = {
         "fraction": 0.25,
         "interval": 3,
@@ -56,7 +56,7 @@ def attach(model: nn.Module, optimizer: Stepper, store: str, **options: Any) -> 
 
 
 def torn_rows(model: nn.Module, optimizer: Stepper) -> list[str]:
-    """Rows that hold values of more than one step, in the parameter or between it and its slot."""
+    """Return the rows that hold values of more than one step, in the parameter or between it and its slot."""
     return [
         f"{name}[{row}]"
         for name, parameter in model.named_parameters()
@@ -67,7 +67,7 @@ def torn_rows(model: nn.Module, optimizer: Stepper) -> list[str]:
 
 
 def tell(step: int, durable: list[int]) -> None:
-    """One whole line, at once: the process may be killed right after."""
+    """Write one whole line at once: the process may be killed right after."""
     os.write(1, json.dumps({"step": step, "durable": durable}).encode() + b"\n")
 
 
@@ -78,7 +78,7 @@ def main() -> None:
     start = session.resume().step
     if start:
         assert torn_rows(model, optimizer) == []
-        # Go on from whole numbers: from here on every value is its step again.
+        # Continue from whole numbers: from here on every value is its step again.
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(start)

@@ -1,4 +1,4 @@
-"""A blob layer over a real one that takes as long for every byte and every file as a slow store does."""
+"""Wrap a real blob layer so that every byte and every file takes as long as on a slow store."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from scarctl.store.backends.base import BlobWriter, Buffer
 
 
 class ThrottledBlobs:
-    """Passes everything on to `inner`; what is written waits for its turn on one line of `bytes_per_second`.
+    """Passes all operations on to `inner`; written data wait for their turn on one line of `bytes_per_second`.
 
-    seconds: of every file more. sleep: how it waits. With `stuck` set nothing is written until it is cleared.
+    seconds: additional time of every file. sleep: how to wait. With `stuck` set nothing is written until it is
+    cleared.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Small real training loops for tests."""
+"""Provide small real training loops for tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scarctl.config import grouped
 
 
 class Net(nn.Module):
-    """Embedding, batch norm, dropout: sparse changes, buffers, and random numbers in one model."""
+    """A model with an embedding, batch norm and dropout: sparse changes, buffers, and random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Loop:
                 drained([self.session])
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Private copies of parameters, buffers and moments, by full name."""
+        """Return private copies of parameters, buffers and moments, by full name."""
         return {
             f"{group.name}/{slot}" if slot else group.name: tensor.detach().clone()
             for group in self.session.adapter.groups()
@@ -70,7 +70,7 @@ class Loop:
 
 
 def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    """Names of tensors that are not bit for bit the same."""
+    """Return the names of tensors that are not bit for bit the same."""
     assert a.keys() == b.keys()
     return [name for name in a if a[name].numpy().tobytes() != b[name].numpy().tobytes()]
 

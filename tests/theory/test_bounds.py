@@ -1,4 +1,4 @@
-"""The bounds: monotone in the perturbation, zero at zero, reached by the worst sequence, never passed by another."""
+"""Test the bounds: monotone in the perturbation, zero at zero, reached by the worst sequence, never exceeded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ sequences = st.dictionaries(st.integers(0, 60), sizes, max_size=6)
 
 
 def iterations(c: float, x0: float, perturbations: dict[int, float], epsilon: float) -> int:
-    """Iterations that x -> c x needs from x0 when every perturbation pushes straight away from its optimum, 0."""
+    """Return the iterations that x -> c x needs from x0 if every perturbation pushes straight away from 0."""
     last = max(perturbations, default=-1)
     x, k = x0, 0
     while k <= last or x >= epsilon:
@@ -64,7 +64,7 @@ class TestReworkBound:
     def test_it_is_tight_on_the_adversarial_sequence(
         self, c: float, x0: float, perturbations: dict[int, float]
     ) -> None:
-        # Far enough that ε is not reached before the last perturbation, as the theorem supposes.
+        # Far enough that ε is not reached before the last perturbation, as the theorem assumes.
         epsilon = x0 * c**40
         cost = iterations(c, x0, perturbations, epsilon) - iterations(c, x0, {}, epsilon)
         bound = rework_bound(c, x0, perturbations)
@@ -148,7 +148,7 @@ class TestEndless:
 
     @given(st.floats(0.3, 0.95), st.floats(0.05, 0.9))
     def test_tight_on_the_adversarial_sequence(self, c: float, level: float) -> None:
-        """`level`: of ε, what is irreducible."""
+        """`level`: in units of ε, the irreducible error."""
         x0, epsilon = 100.0, 1.0
         size = level * epsilon * (1 - c) / c
         x, k = x0, 0
@@ -189,7 +189,7 @@ class TestSgd:
         assert abs(cost - rework_bound(c, 3.0, {step: size})) < 1 + 1e-6
 
     def test_real_sgd_stays_within(self) -> None:
-        """A quadratic with noisy gradients, rate 1/(k+2) in the recursion: it needs no more than the bound says."""
+        """A quadratic with noisy gradients, rate 1/(k+2) in the recursion, needs no more than the bound."""
         rng, runs = np.random.default_rng(0), 400
         kick, at, epsilon = 1.5, 30, 0.15
 
@@ -200,7 +200,7 @@ class TestSgd:
                     return k
                 if perturbed and k == at:
                     x = x + kick
-                rate = 1 / (k + 2)  # (1 - rate/2)² <= 1 - rate + rate²/4: the recursion with room to spare
+                rate = 1 / (k + 2)  # (1 - rate/2)² <= 1 - rate + rate²/4: more than the recursion needs
                 x = (1 - rate) * x + rate * rng.normal(0, 1, runs)
             raise AssertionError("does not converge")
 
@@ -213,7 +213,7 @@ class TestSgd:
 
 @given(st.integers(1, 40), st.integers(0, 2**32 - 1))
 def test_a_random_part_perturbs_by_its_share(parts: int, seed: int) -> None:
-    """Theorem 4.2, over every loss of `lost` of the coordinates: each is in as many of them as any other."""
+    """Theorem 4.2 over every loss of `lost` of the coordinates: each is in as many of them as any other."""
     rng = np.random.default_rng(seed)
     delta, lost = rng.normal(size=parts), int(rng.integers(1, parts + 1))
     turns = [np.roll(delta, shift)[:lost] for shift in range(parts)]

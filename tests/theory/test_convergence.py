@@ -1,4 +1,4 @@
-"""Estimates of c and ‖x(0) - x*‖: right on what is known, honest on what shows nothing."""
+"""Test estimates of c and ‖x(0) - x*‖: right on known runs, no estimate where the data show nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_intervals_cover_the_truth(correlated: bool) -> None:
         covered["increments"] += increments.c_interval[0] <= c <= increments.c_interval[1]
         assert increments.x0_interval is not None
         covered["distance"] += increments.x0_interval[0] <= x0 <= increments.x0_interval[1]
-    assert min(covered.values()) >= 180, covered  # of 200, where 190 are promised
+    assert min(covered.values()) >= 180, covered  # of 200, where 190 are expected
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_noise_makes_the_interval_wider_until_it_tells_nothing() -> None:
 
 
 def test_gradient_descent_on_a_quadratic() -> None:
-    """The run's own history gives the rate of the slowest direction, which is the c of (3) in the end."""
+    """The run's own history gives the rate of the slowest direction, which is in the end the c of (3)."""
     curvature = np.array([1.0, 0.9, 0.8, 0.75])
     x0 = np.array([3.0, -2.0, 1.0, 4.0])
     rate = 0.1

@@ -1,4 +1,4 @@
-"""Fitting how parameters go on: what it learns, from which values, and when it keeps out."""
+"""Test fitting how parameters continue: what it learns, from which values, and when it does nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TestFits:
         assert fits.factor == 0
 
     def test_chance_is_not_used(self) -> None:
-        """Guesses that help now and then, by about as much as they harm otherwise."""
+        """The guesses help now and then, by about as much as they harm otherwise."""
         fits = Fits(1)
         learn(fits, 1.0, 1.0, 1.0)
         learn(fits, 1.0, 1.0, 1.0)
@@ -111,7 +111,7 @@ def layout(*shapes: tuple[int, ...], rows: int = 1, dtype: str = "F32") -> Layou
 
 
 class Run:
-    """Parameters that a test moves, and a trend that looks at each checkpoint at which some are saved."""
+    """Parameters that a test moves, and a trend that reads each checkpoint."""
 
     def __init__(self, of: Layout) -> None:
         self.trend = Trend(of)
@@ -161,7 +161,7 @@ class TestTrend:
         run.tensors[0][0] += 0.5
         run.checkpoint(25, [0, 1])
         count, _, dy, dd, _ = run.trend.fits.to_array()[:, 0]
-        # Half a gap later, half of the way: the guess is right.
+        # Half a gap later the parameter has moved half of the way: the guess is right.
         assert (count, dy, dd) == (1, 1, 1)
         run.tensors[0][0] += 0.5
         run.trend.look(run.tensors, 30)

@@ -1,4 +1,4 @@
-"""What a run's history keeps, and what a session samples of its parameters."""
+"""Test what a run's history keeps, and what a session samples of its parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scarctl.theory.history import MOST, History
 
 
 def walked(c: float, steps: int, gap: int = 1, x0: float = 1.0) -> History:
-    """Of a run that goes straight at the rate c."""
+    """Return the history of a run that moves straight at the rate c."""
     history, at = History(), 0
     while at + gap <= steps:
         gap = max(gap, history.least_gap)

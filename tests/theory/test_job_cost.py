@@ -1,4 +1,4 @@
-"""The cost model: against a Monte Carlo of the same job, event by event, and against what is known of its limits."""
+"""Test the cost model against a Monte Carlo of the same job, event by event, and against its known limits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FAILURES = 8_000
 
 
 class Clock:
-    """Wall time, and when the next failure comes."""
+    """Wall time, and the time of the next failure."""
 
     def __init__(self, mtbf: float, seed: int) -> None:
         self.random, self.mtbf = np.random.default_rng(seed), mtbf
@@ -62,7 +62,7 @@ class Clock:
         self.next = self.random.exponential(mtbf)
 
     def work(self, seconds: float) -> float:
-        """Go on for so long, or until a failure; returns how long it was."""
+        """Advance by so long, or to a failure; return the elapsed time."""
         done = min(seconds, self.next - self.now)
         self.now += done
         return done
@@ -77,7 +77,7 @@ class Clock:
 
 
 def rolled_back(job: Job, interval: float, stall: float, latency: float, restart: float, seed: int) -> Cost:
-    """A run that goes back to its newest durable checkpoint, played out."""
+    """Simulate a run that goes back to its newest durable checkpoint."""
     clock, restarting, saved = Clock(job.mtbf_seconds, seed), 0.0, 0.0
     while clock.failures < FAILURES:
         # From here: train `interval`, stall, and so on; checkpoint k is durable `latency` after its stall.
@@ -97,7 +97,7 @@ def rolled_back(job: Job, interval: float, stall: float, latency: float, restart
 
 
 def with_scar(job: Job, fraction: float, interval: float, seed: int) -> Cost:
-    """A run that is never taken back: every copy's age is looked up when a shard is lost."""
+    """Simulate a run that never rolls back: every copy's age is looked up when a shard is lost."""
     clock = Clock(job.mtbf_seconds, seed)
     parts = round(1 / fraction)
     stall = (1 + fraction) * job.state_bytes / job.shards / job.memory_bandwidth
@@ -220,7 +220,7 @@ class TestLimits:
         assert mean_rework(replace(job, gain=0.2), 1.0, 60.0) == mean_rework(job, 1.0, 60.0)
 
     def test_an_age_of_all_costs_the_age(self) -> None:
-        """One shard, everything saved at once: a partial recovery is a full one."""
+        """With one shard and everything saved at once, a partial recovery is a full one."""
         job = replace(JOBS["alone"], bandwidth=1e15)
         assert mean_rework(job, 1.0, 100.0) == pytest.approx(100.0 / 2 / job.step_seconds)
 

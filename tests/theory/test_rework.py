@@ -1,4 +1,4 @@
-"""Predicted rework: what it is on runs whose truth is known, and the way back that is taken for it."""
+"""Test predicted rework on runs whose truth is known, and the mode that is chosen by it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scarctl.theory.rework import Outlook, Rework, choose, grouped, mean_age, re
 
 
 def straight(c: float, steps: int, noise: float = 0.0, seed: int = 0) -> Outlook:
-    """Of a run that began at a distance of 1."""
+    """Return the outlook of a run that began at a distance of 1."""
     rng, history = np.random.default_rng(seed), History()
     for k in range(steps):
         history.add(k, 1, (c**k - c ** (k + 1)) * (1 + noise * rng.normal()))
@@ -30,7 +30,7 @@ UNTOLD = Outlook(9, NoEstimate("5 points"))
 
 @pytest.mark.parametrize("share", [1 / 8, 1 / 2, 1.0])
 def test_of_a_run_that_goes_straight_it_is_the_truth(share: float) -> None:
-    """Every eighth coordinate, or half of them, goes back to where it was 10 iterations ago."""
+    """Every eighth coordinate, or half of them, returns to its value of 10 iterations ago."""
     c, steps, age, size = 0.95, 60, 10, 64
     x = np.full(size, 1 / math.sqrt(size))
     lost = np.arange(size) < share * size
@@ -47,7 +47,7 @@ def test_of_a_run_that_goes_straight_it_is_the_truth(share: float) -> None:
         assert found.low <= truth * 1.001
         assert truth * 0.999 <= found.high
     assert by_age.iterations == pytest.approx(age, rel=1e-3) if share == 1 else by_age.iterations < age
-    # What was measured a while ago has grown since.
+    # The measured perturbation has grown since.
     before = np.linalg.norm((then - x * c ** (steps - 4))[lost])
     later = outlook.of_perturbation(float(before), share, since=4)
     assert later.iterations == pytest.approx(truth, rel=1e-3)
@@ -147,7 +147,7 @@ def test_auto_says_why_where_it_cannot_tell() -> None:
 
 
 def moving(speeds: list[float]) -> Outlook:
-    """Of a run that moves by these distances, one iteration each, and of which no rate is known."""
+    """Return the outlook of a run that moves by these distances, one iteration each, without a known rate."""
     history = History((k, 1, speed) for k, speed in enumerate(speeds))
     return Outlook(len(speeds), NoEstimate("5 points"), history.speed())
 
@@ -164,7 +164,7 @@ def test_staleness_is_the_delay_of_who_sees_the_copies(delay: int, noise: float)
 
 @pytest.mark.parametrize("share", [1 / 8, 1 / 2, 1.0])
 def test_without_a_rate_the_staleness_is_the_rework(share: float) -> None:
-    """A part of a run at constant speed goes back by 10 iterations: it costs that part of 10."""
+    """A part of a run at constant speed goes back by 10 iterations, which costs that part of 10."""
     outlook = moving([2.0] * 9)
     found = outlook.of_perturbation(10 * 2.0 * math.sqrt(share), share, age=10.0)
     assert found.basis == "staleness"
@@ -187,7 +187,7 @@ def test_a_run_that_has_not_been_seen_to_move_has_no_estimate(outlook: Outlook) 
 
 
 def test_auto_does_not_go_back_for_a_staleness() -> None:
-    """Which is a bound, and often far from what it costs."""
+    """The staleness is a bound, and often far from the cost."""
     assert choose("auto", Rework(9.0, 0.0, 20.0, "staleness", "5 points"), 3).mode == "partial"
     assert choose("auto", Rework(9.0, 0.0, 20.0, "staleness", "5 points"), 3, 5.0).mode == "rollback"
 

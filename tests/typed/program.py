@@ -30,7 +30,7 @@ def train(model: nn.Module, optimizer: optim.Optimizer) -> scarctl.Report:
 
 
 def wrong(model: nn.Module, session: scarctl.Session) -> None:
-    """Each line has one mistake that a type checker has to find: an `ignore` that is not needed is an error too."""
+    """Each line has one mistake that a type checker has to find: an unneeded `ignore` is an error too."""
     scarctl.Selection(policy="best")  # type: ignore[arg-type]
     scarctl.Selection(norm="l3")  # type: ignore[arg-type]
     scarctl.Selection(tracker="guessed")  # type: ignore[arg-type]

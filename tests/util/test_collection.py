@@ -1,4 +1,4 @@
-"""Collection is paused inside, and as before afterwards, also after an error and if a caller had paused it."""
+"""Test that collection is paused inside, and restored afterwards, also after an error or if a caller had paused it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results and their JSON documents have the same fields."""
+"""Test that results and their JSON documents have the same fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept of the global generators is what they say themselves, at every moment."""
+"""Test that the kept states of the global generators equal those that the generators report, at every moment."""
 
 from __future__ import annotations
 

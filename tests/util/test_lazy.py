@@ -1,4 +1,4 @@
-"""Attributes that are computed once, of frozen dataclasses as well."""
+"""Test attributes that are computed once, also of frozen dataclasses."""
 
 from __future__ import annotations
 

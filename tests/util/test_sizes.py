@@ -1,4 +1,4 @@
-"""What is counted before it is parsed: exactly as much as the parser would find, and honest files are let through."""
+"""Test counting before parsing: exactly as much as the parser would find, and genuine files are accepted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ trees = st.recursive(
 
 
 def counts(tree: object) -> tuple[int, int]:
-    """Containers, and commas outside of texts."""
+    """Return the numbers of containers and of commas outside of texts."""
     if isinstance(tree, str):
         return 0, 0
     items = list(tree.values()) if isinstance(tree, dict) else list(tree)  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""splitmix64 against the values that its authors' program prints, and against integers without a width."""
+"""Test splitmix64 against the values that its authors' program prints, and against integers without a width."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scarctl.util.splitmix import MASK, mix64, mixed, splitmix64
+from tests.support.splitmix import mix
 
 PRINTED = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 """The first values from state 0."""
-
-
-def reference(z: int) -> int:
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
-    z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
-    return z ^ z >> 31
 
 
 def test_the_values_are_those_of_its_authors() -> None:
@@ -26,12 +21,12 @@ def test_the_values_are_those_of_its_authors() -> None:
 def test_any_state_and_index(state: int, index: list[int]) -> None:
     ids = np.array(index)
     found = splitmix64(ids, state)
-    assert found.tolist() == [reference(i * 0x9E3779B97F4A7C15 + state & MASK) for i in index]
+    assert found.tolist() == [mix(i * 0x9E3779B97F4A7C15 + state & MASK) for i in index]
     assert ids.tolist() == index, "it is not changed"
-    assert mixed(state) == reference(state & MASK)
+    assert mixed(state) == mix(state & MASK)
 
 
 def test_it_mixes_in_place() -> None:
     z = np.array([5], np.uint64)
     assert mix64(z) is z
-    assert z.tolist() == [reference(5)]
+    assert z.tolist() == [mix(5)]

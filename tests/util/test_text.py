@@ -1,4 +1,4 @@
-"""Control characters in paths and foreign texts reach neither a terminal nor a log."""
+"""Test that control characters in paths and foreign texts reach neither a terminal nor a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings files that others may write, and what is said on the command line only, through the real command."""
+"""Test settings files that others may write, and options of the command line alone, through the real command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ only_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give file
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder of this user's with a scarctl.toml that names a store."""
+    """Return a folder of this user's with a scarctl.toml that names a store."""
     work = tmp_path / "work"
     work.mkdir(mode=0o755)
     Store.create(str(tmp_path / "planted")).close()

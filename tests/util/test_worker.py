@@ -1,4 +1,4 @@
-"""Calls for many items in several threads."""
+"""Test calls for many items in several threads."""
 
 from __future__ import annotations
 

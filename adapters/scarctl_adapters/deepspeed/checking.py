@@ -50,10 +50,13 @@ def _hint(engine: Any) -> str:
 def _refused(engine: Any, zero: Any) -> Iterator[tuple[str, str]]:
     """Yield what cannot be saved, and what to do instead."""
     config = engine._config.zero_config
-    offloads = {"offload_optimizer": config.offload_optimizer, "offload_param": config.offload_param}
-    for name, offload in offloads.items():
-        if offload is not None and offload.device not in (None, "none"):
-            yield f"{name} to {getattr(offload.device, 'value', offload.device)}", f"leave {name} out"
+    for name, allowed in (("offload_optimizer", ("none", "cpu")), ("offload_param", ("none",))):
+        offload = getattr(config, name)
+        device = "none" if offload is None else str(getattr(offload.device, "value", offload.device))
+        if device not in allowed:
+            yield f"{name} to {device}", f"leave {name} out"
+    if config.offload_optimizer is not None and config.offload_optimizer.ratio != 1:
+        yield "offload_optimizer of a part (ratio), whose rest another optimizer has,", "leave ratio out"
     if engine.has_moe_layers:
         yield "experts in groups of ranks of their own (MoE)", "use FSDP2 with experts as plain modules"
     if config.zero_hpz_partition_size > 1 or config.zero_quantized_weights or config.zero_quantized_gradients:

@@ -326,9 +326,7 @@ def _check_strategy(strategy: Any) -> None:
     if refused is not None or not set(names) & set(_SUPPORTED):
         hint = _UNSUPPORTED.get(refused or "", f"use one of {', '.join(_SUPPORTED)}")
         raise UsageError(
-            f"{names[0]} keeps the state where scarctl cannot see it",
-            hint=hint,
-            kind="unsupported-strategy",
+            f"{names[0]} keeps the state where scarctl cannot see it", hint=hint, kind="unsupported-strategy"
         )
 
 

@@ -73,10 +73,7 @@ class Watch:
         self._alike = 0
         """Consecutive steps before which all compared parameters had equal counts."""
         self._seen: list[torch.Tensor] = []
-        self._compared = 0
-        self._handles: list[Any] = [
-            register_optimizer_step_post_hook(self._after),
-        ]
+        self._handles: list[Any] = [register_optimizer_step_post_hook(self._after)]
         self._counting: dict[int, Any] = {}
         """Handles of the hooks that count, by number of their parameters."""
         self._count(range(len(self._looked_at)))
@@ -99,7 +96,7 @@ class Watch:
         self._foreign = 0
         backwards = self._backwards
         if self._alike > _ALIKE and backwards[0] == backwards[-1] == self._usual:
-            backwards[0] = backwards[-1] = 0  # as `_forget_passes`: no other is counted
+            backwards[0] = backwards[-1] = 0  # as in `_forget_passes`: all other counts are 0
         elif self._looked_at:
             self._forget_passes()
         if self._seen:

@@ -63,9 +63,13 @@ def build(
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
     schedule: bool = True,
     groups: int = 2,
+    also: Mapping[str, Any] = {},
     **more: Any,
 ) -> Any:
-    """An engine on all ranks. groups: param_groups of the optimizer. more: settings of zero_optimization."""
+    """An engine on all ranks. groups: param_groups of the optimizer.
+
+    also: more of DeepSpeed's configuration. more: settings of zero_optimization.
+    """
     if not dist.is_initialized():  # a process alone, such as one of the suite's that are killed
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
@@ -84,6 +88,7 @@ def build(
             **more,
         },
         **PRECISIONS[precision],
+        **also,
     }
     if schedule:
         times = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.05, "warmup_num_steps": 6}

@@ -147,6 +147,21 @@ def test_state_of_another_shape_is_refused_at_the_first_step(tmp_path: Path) -> 
         models.one_step(engine, 0, 0)
 
 
+CLIENT = {"also": {"zero_force_ds_cpu_optimizer": False}}
+REFUSED: dict[str, dict[str, Any]] = {
+    "offload_param to cpu cannot be saved": {"stage": 3, "offload_param": {"device": "cpu"}, **CLIENT},
+    "is a BF16_Optimizer, not": {"stage": 1, "also": {"data_types": {"grad_accum_dtype": "fp32"}}},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_state_elsewhere_is_refused(message: str) -> None:
+    """At attach, and with what to do instead."""
+    with pytest.raises(UsageError, match=message) as refused:
+        find_adapter(models.build(**REFUSED[message]), [])
+    assert "leave" in str(refused.value.hint)
+
+
 def test_what_is_not_zero_is_refused() -> None:
     """With what stands in the way, and what to do."""
     engine = models.build(0, "fp32")

@@ -19,6 +19,14 @@ KINDS: list[dict[str, Any]] = [
     {"stage": 2, "accumulation": 2, "round_robin_gradients": True, "groups": 1},
     {"stage": 2, "parameter_alignment": True},
     {"stage": 3, "accumulation": 2, "sub_group_size": 20},
+    *(
+        {
+            "stage": stage,
+            "offload_optimizer": {"device": "cpu"},
+            "also": {"zero_force_ds_cpu_optimizer": False},
+        }
+        for stage in (2, 3)
+    ),
 ]
 
 

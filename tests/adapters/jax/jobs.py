@@ -1,4 +1,4 @@
-"""A training that gets SIGTERM in its fourth step. Run with the folder for its files."""
+"""Run a training that gets SIGTERM in its fourth step. Its argument is the folder for its files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.adapters.jax import models
 
 
 def main(folder: Path) -> None:
-    """Train; a checkpoint comes only after the first step."""
+    """Train, with the next checkpoint due only after the first step."""
     (folder / "arena").mkdir()
     options = grouped(daemon=False, interval=1000, arena_dir=str(folder / "arena"), rows={"*": 1})
     with attach(models.build(), store=folder / "store", **options) as session:
@@ -24,7 +24,7 @@ def main(folder: Path) -> None:
             state = models.step(state, models.batch(number), jnp.float32(1.0))
             if number == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
-                while True:  # this step takes longer than the process lives
+                while True:  # this step takes longer than the process lasts
                     signal.pause()
             state = session.step(state)
 

@@ -1,4 +1,4 @@
-"""Small trainings with flax and optax, for the tests of the JAX adapter."""
+"""Provide small trainings with flax and optax, for the tests of the JAX adapter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class State(TrainState):
 
 
 class Net(nn.Module):
-    """An embedding, batch norm and dropout, small enough for a few kB."""
+    """A model with an embedding, batch norm and dropout, of a few kB."""
 
     width: int = 3
     dtype: Any = jnp.float32
@@ -44,7 +44,7 @@ def _initial(width: int, dtype: Any) -> tuple[Any, Any]:
 
 @functools.cache
 def adam() -> optax.GradientTransformation:
-    """Return one optimizer: with another one JAX would compile the step again."""
+    """Return the shared optimizer: for another one JAX would compile the step again."""
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.exponential_decay(0.05, 2, 0.9)))
 
 
@@ -89,7 +89,7 @@ def batch(number: int) -> jax.Array:
 
 
 def arrays(tree: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the bytes of all leaves by path: keys as their data."""
+    """Return the bytes of all leaves by path; of keys the bytes of their data."""
     found = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -1,4 +1,4 @@
-"""A flax TrainState with optax passes what every adapter has to."""
+"""Run the adapters' suite with a flax TrainState and optax."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _FREEZING = optax.multi_transform(
 
 
 class TreeTraining(Training):
-    """Weights, Adam's moments, running statistics, a schedule, a random key; draws of Python and numpy."""
+    """A training with weights, Adam's moments, running statistics, a schedule, a random key, and draws of Python and
+    numpy.
+    """
 
     step = staticmethod(models.step)
     donated = False
@@ -75,7 +77,7 @@ class TreeTraining(Training):
 
     def extras(self) -> Mapping[str, Any]:
         whole = {name: array for name, array in self._arrays().items() if _is_whole(name)}
-        # A count begins as a number of Python, and is an array from the first step on.
+        # A count is at first a Python number, and an array from the first step on.
         return {"position": self.position, **{name: array.tolist() for name, array in whole.items()}}
 
 

@@ -1,4 +1,4 @@
-"""Trees go in and come out: what a loop over immutable arrays may rely on."""
+"""Test what a loop over immutable arrays may rely on: sessions take trees and return trees."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_names_are_paths_and_moments_are_slots_of_their_parameters(tmp_path: Pat
 
 
 def test_a_recovery_returns_a_tree_and_leaves_the_old_one_alone(tmp_path: Path) -> None:
-    """Lost rows are those of the checkpoint; leaves of which nothing was lost are the same objects."""
+    """Lost rows are those of the checkpoint; leaves without lost rows are the same objects as before."""
     with attach(models.build(), **options(tmp_path, interval=100)) as session:
         state = saved = session.step(train(session.resume(), 0))
         for number in (1, 2):
@@ -96,7 +96,7 @@ def test_a_recovery_returns_a_tree_and_leaves_the_old_one_alone(tmp_path: Path) 
 
 @pytest.mark.parametrize("donated", [False, True])
 def test_a_step_that_somebody_asked_to_recover_returns_another_tree(tmp_path: Path, *, donated: bool) -> None:
-    """As `scarctl live recover` does: the session restores within `step`."""
+    """The session restores within `step`, as for `scarctl live recover`."""
     from scarctl.daemon.request import Wish
 
     step = models.donating if donated else models.step
@@ -113,7 +113,7 @@ def test_a_step_that_somebody_asked_to_recover_returns_another_tree(tmp_path: Pa
 
 
 def test_donated_memory_is_used_again_and_every_copy_is_right(tmp_path: Path) -> None:
-    """With a checkpoint in every step: JAX takes the memory of every leaf, and the end is that without scarctl."""
+    """With a checkpoint in every step JAX takes all leaves' memory, and the result is that of a run without scarctl."""
     with attach(models.build(), donated=True, **options(tmp_path)) as session:
         state = session.resume()
         for number in range(5):
@@ -147,7 +147,7 @@ def test_donating_without_saying_so_is_safe_and_warned_of(
 
 
 def test_no_former_state_stays_in_memory(tmp_path: Path) -> None:
-    """Without donation, too, nothing keeps a tree that the loop has replaced."""
+    """Even without donation no reference keeps a tree that the loop has replaced."""
     with attach(models.build(), **options(tmp_path, interval=2)) as session:
         state = session.resume()
         for number in range(4):
@@ -187,7 +187,7 @@ def test_another_tree_is_refused_and_the_run_can_continue(tmp_path: Path) -> Non
     ],
 )
 def test_trees_that_cannot_be_saved(tmp_path: Path, state: Any, message: str | None) -> None:
-    if message is None:  # four bits: small ones are saved whole
+    if message is None:  # values of four bits are saved completely
         state["params"]["w"] = jnp.ones(5000, jnp.int4)
         message = "int4"
     with pytest.raises(UsageError, match=message):
@@ -206,7 +206,9 @@ def test_trackers_that_read_between_checkpoints_are_refused(tmp_path: Path) -> N
 
 
 def test_every_kind_of_leaf_comes_back_as_it_was(tmp_path: Path) -> None:
-    """Class, dtype, weak type and bits: typed and raw keys, numbers of Python, bfloat16, numpy, 0-dim."""
+    """Class, dtype, weak type and bits are kept: of random keys, Python's numbers, bfloat16, numpy arrays, 0-dim
+    arrays.
+    """
 
     def state(seed: int) -> Any:
         return {
@@ -245,7 +247,7 @@ def test_every_kind_of_leaf_comes_back_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_signal_in_a_step_loses_nothing(tmp_path: Path) -> None:
-    """SIGTERM while the next state is computed: the run continues exactly after the newest finished step."""
+    """If SIGTERM comes while the next state is computed, the run continues exactly after the newest finished step."""
     command = [sys.executable, "-m", "tests.adapters.jax.jobs", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == -signal.SIGTERM, done.stdout + done.stderr
@@ -261,7 +263,7 @@ def test_a_signal_in_a_step_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_an_nnx_model_with_its_optimizer(tmp_path: Path) -> None:
-    """Parameters are found below "model"; keys of dropout are saved whole; the run is that of an undisturbed one."""
+    """Parameters are found below "model", dropout keys are saved completely, and the run equals an undisturbed one."""
 
     class Net(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
@@ -305,7 +307,7 @@ def test_an_nnx_model_with_its_optimizer(tmp_path: Path) -> None:
 
 
 def test_arrays_of_several_devices_keep_their_sharding(tmp_path: Path) -> None:
-    """In a process of its own, whose CPU counts as four devices."""
+    """Run in another process, whose CPU counts as four devices."""
     program = """
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""To Orbax's checkpoints, and back."""
+"""Test the conversion to and from Orbax's checkpoints."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from scarctl_adapters.jax.orbax import to_orbax
 from tests.adapters.jax import models
 from tests.adapters.jax.test_loop import options, same, train
 
-# Of Orbax's and its libraries' own.
+# Warnings of Orbax and its libraries.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_store_becomes_a_checkpoint_of_orbax(tmp_path: Path, dtype: object) -> None:
-    """Every leaf, bit for bit: moments, running statistics, counts, the random key. The store stays as it is."""
+    """Every leaf is equal bit for bit: moments, running statistics, counts, the random key. The store is unchanged."""
     with attach(models.build(dtype=dtype), **options(tmp_path)) as session:
         state = session.resume()
         for number in range(3):
@@ -50,7 +50,7 @@ def test_another_tree_is_refused_and_leaves_no_output(tmp_path: Path) -> None:
 
 
 def test_a_run_continues_from_a_checkpoint_of_orbax(tmp_path: Path) -> None:
-    """And the store then has that run."""
+    """Afterwards the store has that run."""
     alone = models.build()
     for number in range(3):
         alone = train(alone, number)

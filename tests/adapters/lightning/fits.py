@@ -1,4 +1,4 @@
-"""Small real fits: every source of randomness, a schedule, accumulation, validation, and an end at any point."""
+"""Run small real fits with all sources of randomness, a schedule, accumulation, validation, and an end at any point."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scarctl.state.torch_dtypes import plain
 from scarctl_adapters.lightning import ScarCallback
 
 Point = tuple[str, int, int]
-"""Where something happens: "train", "batch_end", "validation" or "epoch_end"; epoch; batch."""
+"""Where an event happens: "train", "batch_end", "validation" or "epoch_end"; epoch; batch."""
 
 EXACT: dict[str, Any] = grouped(policy="full", fraction=1.0, interval=1, partition_bytes=256)
 QUIET: dict[str, Any] = {
@@ -32,7 +32,7 @@ QUIET: dict[str, Any] = {
 
 
 class Interrupted(Exception):
-    """What a test's fit ends with."""
+    """The exception that ends a test's fit."""
 
 
 def kill(_: Point) -> None:
@@ -46,7 +46,7 @@ def interrupt(_: Point) -> None:
 
 
 class Net(pl.LightningModule):
-    """Embedding, batch norm, dropout; its validation draws random numbers too."""
+    """A model with an embedding, batch norm and dropout, whose validation also draws random numbers."""
 
     def __init__(self, at: Point | None = None, then: Callable[[Point], None] = interrupt) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Net(pl.LightningModule):
         self.drop = nn.Dropout(0.25)
         self.out = nn.Linear(8, 4)
         self.seen: list[list[int]] = []
-        """Every batch that was trained on."""
+        """Every batch used for training."""
         self.validated: list[float] = []
         self._at, self._then = at, then
 
@@ -66,7 +66,7 @@ class Net(pl.LightningModule):
         return self(ids).float().square().mean()
 
     def reach(self, what: str, batch: int) -> None:
-        """Something may be going to happen here."""
+        """Call the test's event if it is due here."""
         point = (what, self.current_epoch, batch)
         if point == self._at and not self.trainer.sanity_checking:
             self._then(point)
@@ -96,7 +96,7 @@ class Net(pl.LightningModule):
 
 
 class PlateauNet(Net):
-    """A schedule that waits for the metric of a validation."""
+    """A fit with a schedule that waits for a validation metric."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
@@ -105,7 +105,7 @@ class PlateauNet(Net):
 
 
 class ManualNet(Net):
-    """Two optimizers, of which one steps in every third batch only; two schedules by hand."""
+    """A fit with two optimizers, one of which steps only in every third batch, and two schedules stepped by hand."""
 
     def __init__(self, at: Point | None = None, then: Callable[[Point], None] = interrupt) -> None:
         super().__init__(at, then)
@@ -131,12 +131,12 @@ class ManualNet(Net):
 
 
 def numbers(count: int = 22) -> TensorDataset:
-    """Distinct batches."""
+    """Data whose batches are all different."""
     return TensorDataset(torch.arange(count) * 7 % 64)
 
 
 def loader(**options: Any) -> DataLoader[Any]:
-    """Six shuffled batches, the last one shorter."""
+    """Return six shuffled batches, the last one shorter."""
     return DataLoader(numbers(), **{"batch_size": 4, "shuffle": True, **options})
 
 
@@ -153,7 +153,7 @@ def fit(
     seed: int = 1,
     **trainer: Any,
 ) -> tuple[Any, pl.Trainer]:
-    """What a user's script does: make all things, and train beside `store`, if there is one."""
+    """Do what a user's script does: make all objects and train, with a store if one is given."""
     pl.seed_everything(seed)
     net = kind(at, then)
     own = [ScarCallback(store=store, **{**EXACT, **grouped(**(callback or {}))})] if store else []
@@ -165,7 +165,7 @@ def fit(
 
 
 def outcome(net: Net, trainer: pl.Trainer) -> dict[str, Any]:
-    """All that a run leaves: bytes of the state by name, counters, learning rates, random numbers."""
+    """Return everything that a run leaves: bytes of the state by name, counters, learning rates, random numbers."""
     state = {name: tensor.numpy().tobytes() for name, tensor in net.state_dict().items()}
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     for optimizer in trainer.optimizers:
@@ -188,13 +188,13 @@ def outcome(net: Net, trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Names of what is not the same."""
+    """Return the names of differing parts."""
     assert a.keys() == b.keys()
     return [name for name in a if a[name] != b[name]]
 
 
 def points(epochs: int = 2, batches: int = 6, validations: int = 3) -> Iterator[Point]:
-    """Before and after every batch, in every validation, at every epoch's end."""
+    """Yield the points before and after every batch, in every validation and at every epoch's end."""
     for epoch in range(epochs):
         for batch in range(batches):
             yield "train", epoch, batch

@@ -1,4 +1,4 @@
-"""One rank of a fit; started by torchrun, or by itself, when Lightning starts the other one.
+"""Run one rank of a fit, started by torchrun or, if Lightning starts the other rank, directly.
 
     python -m tests.adapters.lightning.rank_job SETTINGS
 
@@ -27,7 +27,7 @@ from tests.adapters.lightning.fits import EXACT, QUIET, Net, Point, interrupt, k
 
 
 class RankNet(Net):
-    """Something may happen to rank 1 only, and not before rank 0 has come as far."""
+    """A net whose events affect only rank 1, once rank 0 has come as far."""
 
     def reach(self, what: str, batch: int) -> None:
         if (what, self.current_epoch, batch) == self._at and not self.trainer.sanity_checking:
@@ -40,7 +40,7 @@ class RankNet(Net):
 
 
 class ShardedNet(RankNet):
-    """Its parameters are divided among the ranks."""
+    """A model whose parameters are divided among the ranks."""
 
     def configure_model(self) -> None:
         mesh = self.device_mesh["data_parallel"]
@@ -49,7 +49,7 @@ class ShardedNet(RankNet):
 
 
 def digest(net: Net) -> str:
-    """Of all parameters, whole."""
+    """Return all parameters as whole tensors."""
     total = hashlib.sha256()
     for parameter in net.parameters():
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter

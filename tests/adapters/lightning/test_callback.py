@@ -1,4 +1,4 @@
-"""Test the callback with a trainer: what it refuses, does not touch, and leaves behind."""
+"""Test the callback with a trainer: what it refuses, what it leaves untouched, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_checkpoint_of_the_users_wins_over_the_store(
     assert "epoch=0.ckpt, at step 3: the first step replaces" in caplog.text
     assert trainer.callbacks[0].resumed is None
     assert all(torch.equal(tensor, expected[name]) for name, tensor in net.state_dict().items())
-    # And that is what the store has now.
+    # The store now has this state.
     again, trainer = fit(Net, tmp_path / "store")
     assert trainer.callbacks[0].resumed.exact
     assert trainer.global_step == 6
@@ -172,7 +172,7 @@ def test_the_session_is_there_while_training(tmp_path: Path) -> None:
 def test_signals_and_hooks_are_put_back(tmp_path: Path) -> None:
     threads = set(
         threading.enumerate()
-    )  # tests before this one may have left some that only the collector ends
+    )  # earlier tests may have left objects that only the collector removes
     before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
     _net, trainer = fit(Net, tmp_path / "store")
     assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
@@ -268,7 +268,7 @@ def test_strategies_that_scarctl_cannot_see_into_are_refused(tmp_path: Path) -> 
         (OwnStrategy, "DDPStrategy"),
     ):
         with pytest.raises(UsageError, match=f"{kind.__name__} keeps .*{hint}"):
-            _check_strategy(kind.__new__(kind))  # made properly they want a GPU, or a package
+            _check_strategy(kind.__new__(kind))  # properly made ones need a GPU, or a package
     _check_strategy(DDPStrategy.__new__(DDPStrategy))
 
 
@@ -313,7 +313,7 @@ def test_a_callback_with_a_state_that_cannot_be_saved_is_left_out(
 
 
 def test_the_other_lightning(tmp_path: Path) -> None:
-    """The same class is a callback of a trainer from the other distribution."""
+    """The same class works as a callback of a trainer from the other distribution."""
 
     class Other(pytorch_lightning.LightningModule):
         def __init__(self) -> None:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 
 class Module(pl.LightningModule):
-    """Every iteration draws from all three global generators."""
+    """Draw from all three global generators in every iteration."""
 
     def __init__(self, variant: str) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Module(pl.LightningModule):
 
 
 class Visitor(pl.Callback):
-    """Calls the suite between two iterations."""
+    """A callback that calls the suite between two iterations."""
 
     def __init__(self, saving: ScarCallback, visit: Visit) -> None:
         self._saving, self._visit = saving, visit
@@ -80,7 +80,7 @@ class Visitor(pl.Callback):
 
 
 class LightningTraining(Training):
-    """Four batches an epoch, in another order each time."""
+    """Return four batches per epoch, in another order each time."""
 
     def __init__(self, variant: str) -> None:
         random.seed(1)
@@ -91,13 +91,7 @@ class LightningTraining(Training):
         self.steps = {"step": 0}
 
     def run(
-        self,
-        store: Path,
-        until: int,
-        visit: Visit,
-        *,
-        resume: Mapping[str, Any],
-        options: Mapping[str, Any],
+        self, store: Path, until: int, visit: Visit, *, resume: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
         warnings.simplefilter("ignore")
         mode = {"mode": "resume"}

@@ -1,4 +1,4 @@
-"""What an earlier version has saved of a fit's data order is resumed from."""
+"""Test that a resume reads the data order of a fit that an earlier version has saved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 
 def random_then(self: DataOrder) -> Any:
-    """`DataOrder.random_now` as of the first stores."""
+    """`DataOrder.random_now` as in the first stores."""
     own = [generator.get_state() for generator in self._generators()]
     new = all(getattr(loader, "_iterator", None) is None for loader in self._loaders())
     return plain({"host": capture_host_rng(), "torch": torch.get_rng_state(), "own": own, "new": new})

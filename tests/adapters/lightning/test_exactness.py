@@ -1,4 +1,4 @@
-"""A fit that ends anywhere and is run again ends bit for bit like one that was never interrupted."""
+"""Test that a fit stopped at any point and run again ends bit for bit like one that was never interrupted."""
 
 from __future__ import annotations
 
@@ -29,11 +29,7 @@ SOME: list[Point] = [("train", 0, 5), ("validation", 0, 1), ("epoch_end", 0, 0),
 
 
 def check(
-    folder: Path,
-    kind: type[Net],
-    ends: Iterable[Point],
-    data: Callable[[], Any] = loader,
-    **options: Any,
+    folder: Path, kind: type[Net], ends: Iterable[Point], data: Callable[[], Any] = loader, **options: Any
 ) -> None:
     """Interrupt a fit at each of these points, run it again, and compare all that it leaves."""
     whole, trainer = fit(kind, None, train=data(), **options)
@@ -50,7 +46,7 @@ def check(
 
 
 def test_wherever_it_was_interrupted(tmp_path: Path) -> None:
-    """Accumulation over two batches, a validation after every third."""
+    """Fit with accumulation over two batches, and a validation after every third."""
     check(tmp_path, Net, points(), val_check_interval=0.5)
 
 
@@ -60,7 +56,7 @@ def test_other_schedules_and_optimizers(kind: type[Net], tmp_path: Path) -> None
 
 
 class Stream(IterableDataset[Any]):
-    """Nobody knows how long it is."""
+    """A dataset of unknown length."""
 
     def __iter__(self) -> Iterator[Any]:
         for number in torch.randperm(22):
@@ -68,7 +64,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Resumable:
-    """A loader with a state; it goes on, and reads nothing again."""
+    """A loader with a state, which continues and reads no batch again."""
 
     read = 0
 

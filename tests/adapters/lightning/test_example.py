@@ -17,10 +17,7 @@ pytestmark = pytest.mark.usefixtures("usual_saver")
 def test_the_example_is_killed_and_goes_on() -> None:
     script = ROOT / "examples" / "lightning_recommender" / "train.py"
     done = subprocess.run(
-        [sys.executable, str(script), "--kill", "--quick"],
-        capture_output=True,
-        text=True,
-        timeout=110,
+        [sys.executable, str(script), "--kill", "--quick"], capture_output=True, text=True, timeout=110
     )
     assert done.returncode == 0, done.stdout + done.stderr
     died = re.search(r"killed at step (\d+), in the middle", done.stdout)

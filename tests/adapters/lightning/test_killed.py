@@ -1,4 +1,4 @@
-"""Fits that are killed, told to end, or interrupted, as a whole process."""
+"""Test fits whose whole process is killed, asked to end, or interrupted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.process import Forked, Tell
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 SEALED = {"mode": "rollback"}
-"""Go on from the newest state that is whole: a kill may come in the middle of a copy."""
+"""Continue from the newest whole state, because a kill may come in the middle of a copy."""
 
 
 @pytest.mark.leaves_arena
@@ -39,7 +39,7 @@ def test_a_killed_fit_ends_like_one_that_was_not(point: Point, tmp_path: Path) -
 @pytest.mark.leaves_arena
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_what_lightning_does_with_a_signal_it_still_does(signum: int, tmp_path: Path) -> None:
-    """It ends the batch and raises; and the newest step is in the store."""
+    """The fit ends its batch and raises, and the newest step is in the store."""
     store = tmp_path / "store"
 
     def train(tell: Tell) -> None:
@@ -58,7 +58,7 @@ def test_what_lightning_does_with_a_signal_it_still_does(signum: int, tmp_path: 
     with Forked(train) as child:
         if signum == signal.SIGTERM:
             child.expect("SIGTERMException", 60)
-        # Interrupted, Lightning 2.2 returns from fit, and later ones exit.
+        # After an interrupt Lightning 2.2 returns from fit, and later versions exit.
         assert child.wait(60) in ([1] if signum == signal.SIGTERM else [0, 1])
     whole, trainer = fit(Net, None)
     expected = outcome(whole, trainer)
@@ -69,7 +69,7 @@ def test_what_lightning_does_with_a_signal_it_still_does(signum: int, tmp_path: 
 
 
 def test_a_killed_fit_is_perturbed_and_goes_on(tmp_path: Path) -> None:
-    """Partial checkpoints: the newest copies are of several steps, the counters of one."""
+    """With partial checkpoints the newest copies are of several steps, but the counters of one step."""
     part = {"policy": "priority", "fraction": 0.25, "interval": 2}
     store = tmp_path / "store"
     with Forked(lambda tell: fit(Net, store, ("train", 1, 3), kill, callback=part)) as child:

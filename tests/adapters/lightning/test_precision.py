@@ -1,4 +1,4 @@
-"""Fits that compute in fewer bits: with a gradient scaler, and with parameters that are bfloat16 themselves."""
+"""Test fits in lower precision: with a gradient scaler, and with bfloat16 parameters."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 
 def scaled() -> dict[str, Any]:
-    """float16 on the CPU, where Lightning's precision="16-mixed" falls back to bfloat16. The scale doubles often, and
-    some steps overflow and are skipped."""
+    """Use float16 on the CPU, where Lightning's precision="16-mixed" falls back to bfloat16. The scale doubles often,
+    and some steps overflow and are skipped.
+    """
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
     return {"plugins": [MixedPrecision("16-mixed", device="cpu", scaler=scaler)]}
 

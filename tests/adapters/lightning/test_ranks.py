@@ -1,4 +1,4 @@
-"""Fits of two processes, under torchrun and under Lightning's own launcher."""
+"""Test fits of two processes, under torchrun and under Lightning's own launcher."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ LIGHTNING = (
     "lightning.pytorch",
     "scarctl_adapters.lightning.callback",
 )
-"""What the ranks have imported when they start; but for the one that Lightning starts."""
+"""Modules that the ranks have imported when they start, except for the rank that Lightning starts."""
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """What came of each rank."""
+    """Return the results of each rank."""
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
 def run(folder: Path, **settings: Any) -> list[dict[str, Any]]:
-    """Two ranks of the job under torchrun; what came of each."""
+    """Run two ranks of the job under torchrun, and return the results of each."""
     folder.mkdir()
     settings["result"] = str(folder)
     # Shown when a test fails.
@@ -37,7 +37,7 @@ def run(folder: Path, **settings: Any) -> list[dict[str, Any]]:
 
 
 def run_alone(folder: Path, **settings: Any) -> list[dict[str, Any]]:
-    """The same, of which Lightning starts the second one."""
+    """Do the same, but Lightning starts the second rank."""
     folder.mkdir()
     command = ["-m", JOB, json.dumps({**settings, "result": str(folder)})]
     done = forkserver.run(command, env=of_agent(), timeout=110, imports=LIGHTNING)
@@ -58,11 +58,7 @@ def test_ddp_goes_on_exactly_after_an_exception(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_fsdp2_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
     ranks = run(
-        tmp_path / "job",
-        strategy="fsdp2",
-        store=str(tmp_path / "store"),
-        die=["train", 1, 1],
-        how="kill",
+        tmp_path / "job", strategy="fsdp2", store=str(tmp_path / "store"), die=["train", 1, 1], how="kill"
     )
     for rank in ranks:
         resumed = rank["resumed"]

@@ -1,4 +1,4 @@
-"""A cluster of one node with actors that are killed. Run in a network of its own; prints what it has found as JSON.
+"""Run a cluster of one node with actors that are killed. It needs its own network, and prints its findings as JSON.
 
 python -m tests.adapters.on_ray.actors FOLDER
 """

@@ -1,4 +1,4 @@
-"""A run of Ray Train on two nodes: a rank is killed, and a node is taken. Prints what it has found as JSON.
+"""Run Ray Train on two nodes, where a rank is killed and a node is taken away. It prints its findings as JSON.
 
     python -m tests.adapters.on_ray.trains FOLDER
 
@@ -29,7 +29,7 @@ STEPS, KILLED_AT = 60, 8
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train until a node was taken, or for STEPS steps."""
+    """Train until a node has been taken away, or for STEPS steps."""
     folder, rank = Path(config["folder"]), ray.train.get_context().get_world_rank()
     told = folder / f"told-{rank}.jsonl"
     torch.manual_seed(3)
@@ -96,14 +96,14 @@ def main(folder: str) -> None:
         watching.wait()
     lines = {rank: (Path(folder) / f"told-{rank}.jsonl").read_text().splitlines() for rank in (0, 1)}
     found = {rank: [json.loads(line) for line in told] for rank, told in lines.items()}
-    # In this order: a driver whose cluster goes first ends with an error.
+    # In this order: if the cluster ended first, the driver would end with an error.
     ray.shutdown()
     cluster.shutdown()
     sys.stdout.write("FOUND " + json.dumps(found) + "\n")
 
 
 def take(folder: str, address: str, node: str) -> None:
-    """Tell Ray, once FOLDER/take is there, that a node goes in 30 s, as a cloud's agent does."""
+    """Announce to Ray, once FOLDER/take exists, that a node shuts down in 30 s, as a cloud's agent does."""
     while not Path(folder, "take").exists():
         time.sleep(0.1)
     subprocess.run(

@@ -1,4 +1,4 @@
-"""The torch adapter: what becomes a group, what becomes extras, and that both together are the whole state."""
+"""Test which objects of a torch training become groups and which become extras, and that both are the whole state."""
 
 from __future__ import annotations
 
@@ -174,15 +174,12 @@ def test_resuming_with_other_extras_is_refused() -> None:
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_step_begins_when_its_closure_has_returned(named: bool) -> None:
-    """Forward and backward in a closure are no part of it; an optimizer of somebody else's may step before."""
+    """Forward and backward passes in a closure are not part of the step; a foreign optimizer may step before it."""
 
     class Own(torch.optim.SGD):
         pass
 
-    for kind, expected in (
-        (torch.optim.SGD, ["closure", "before"]),
-        (Own, ["before", "closure"]),
-    ):
+    for kind, expected in ((torch.optim.SGD, ["closure", "before"]), (Own, ["before", "closure"])):
         model, calls = nn.Linear(2, 2), []  # type: ignore[var-annotated]
         optimizer = kind(model.parameters(), lr=0.1)
         adapter = TorchAdapter.build(model, [optimizer])

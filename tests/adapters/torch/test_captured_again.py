@@ -1,4 +1,4 @@
-"""What a capture remembers of the optimizer's state is forgotten as soon as that has other content."""
+"""Test that a remembered capture of the optimizer's state is dropped as soon as the state changes."""
 
 from __future__ import annotations
 

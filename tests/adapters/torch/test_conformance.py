@@ -1,4 +1,4 @@
-"""A PyTorch loop with all that belongs to one: scheduler, data position, batch norm, dropout, foreign generators."""
+"""Run the adapters' suite with a full PyTorch loop: scheduler, data position, batch norm, dropout, other generators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scarctl.testing import AdapterConformance, Training, Visit
 
 
 class Net(nn.Module):
-    """Embedding, batch norm, dropout, a linear layer, and what a variant adds."""
+    """A model with an embedding, batch norm, dropout, a linear layer, and the additions of a variant."""
 
     def __init__(self, variant: str) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 class TorchTraining(Training):
-    """Adam, a scheduler, and a data position; every batch is drawn from all three global generators."""
+    """A loop with Adam, a scheduler and a data position; every batch draws from all three global generators."""
 
     def __init__(self, variant: str) -> None:
         random.seed(1)
@@ -69,13 +69,7 @@ class TorchTraining(Training):
         self.position = {"batch": 0}
 
     def run(
-        self,
-        store: Path,
-        until: int,
-        visit: Visit,
-        *,
-        resume: Mapping[str, Any],
-        options: Mapping[str, Any],
+        self, store: Path, until: int, visit: Visit, *, resume: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
         with scarctl.attach(
             self.model,

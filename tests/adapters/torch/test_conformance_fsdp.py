@@ -1,4 +1,4 @@
-"""FSDP2's state in one process: every parameter and every slot is a DTensor, of which it has all."""
+"""Run the adapters' suite with FSDP2 in one process: every parameter and slot is a DTensor, completely local."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether tensors were replaced, and that what was replaced is saved."""
+"""Test whether replaced tensors are noticed, and that their values are saved."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Training:
         self.optimizer.step()
 
     def same(self) -> bool:
-        """As when that was asked last."""
+        """Return whether the state is the same as at the last call."""
         before, self.before = self.before, tensors_now(self.model, [self.optimizer])
         assert self.before is not None
         return before is not None and before.hold()
@@ -93,7 +93,7 @@ def _replace_a_slot(t: Training) -> None:
 
 
 def _empty_a_storage(t: Training) -> None:
-    """Its memory may be given to the next one."""
+    """The memory of the old tensor may be given to the next one."""
     weight = t.model[0].weight
     weight.untyped_storage().resize_(0)
     weight.data = torch.zeros(8, 4)
@@ -134,13 +134,13 @@ def _replace_a_hidden_buffer(t: Training) -> None:
 
 
 def _count_steps_anew(t: Training) -> None:
-    """Step counts are no slots: some optimizers make a new tensor at every step."""
+    """Step counts are not slots: some optimizers make a new tensor for them in every step."""
     state = t.optimizer.state[t.model[0].weight]
     state["step"] = state["step"].clone()
 
 
 def _load_the_same_names(t: Training) -> None:
-    """A key of a state is another object then, and equal."""
+    """The key of a state is then another object that compares equal."""
     state = t.optimizer.state[t.model[0].weight]
     state["".join(["exp_", "avg"])] = state.pop("exp_avg")
     state["exp_avg_sq"] = state.pop("exp_avg_sq")
@@ -198,7 +198,7 @@ def test_the_first_step_is_seen() -> None:
 
 
 def test_what_the_model_was_made_of_is_let_go_before_the_first_step(tmp_path: Path) -> None:
-    """It is often moved to a GPU, or made smaller, after attaching."""
+    """A model is often moved to a GPU, or made smaller, after attaching."""
     values = np.zeros((64, 64), np.float32)
     gone = weakref.ref(values)
     model = nn.Module()
@@ -213,7 +213,7 @@ def test_what_the_model_was_made_of_is_let_go_before_the_first_step(tmp_path: Pa
 
 
 class _TellsItself(nn.Module):
-    """A tensor that is no parameter of its own is one of what it tells."""
+    """A module that reports a parameter which is not one of its attributes."""
 
     def __init__(self) -> None:
         super().__init__()

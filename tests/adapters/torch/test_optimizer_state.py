@@ -20,7 +20,7 @@ from scarctl.session.session import Session
 
 
 class Base(torch.optim.Optimizer):
-    """Steps against the gradient; what it keeps besides is up to `keep`."""
+    """An optimizer that steps against the gradient; `keep` determines its additional state."""
 
     def __init__(self, parameters: Any, **settings: Any) -> None:
         super().__init__(parameters, {"lr": 0.1, **settings})
@@ -47,7 +47,7 @@ class Helper:
 
 
 class Counts(Base):
-    """Nothing of this is in its `state_dict`."""
+    """An optimizer whose additional state is not in its `state_dict`."""
 
     def begin(self) -> None:
         self.count, self.helper, self.recent = 0, Helper(), deque([0.0], maxlen=3)
@@ -63,7 +63,7 @@ class Counts(Base):
 
 
 class ByAddress(Base):
-    """Keys of its state are text and addresses."""
+    """An optimizer whose state has texts and addresses as keys."""
 
     def keep(self) -> float:
         self.state["k"] = self.state.get("k", torch.zeros(())) + 1  # type: ignore[index, call-overload]
@@ -74,7 +74,7 @@ class ByAddress(Base):
 
 
 class Nested(Base):
-    """What it keeps of a parameter refers to others, and lies column by column."""
+    """An optimizer whose state of one parameter refers to others, and is stored column by column."""
 
     def keep(self) -> float:
         first, second = self.param_groups[0]["params"]
@@ -88,7 +88,7 @@ class Nested(Base):
 
 
 class MadeAtOnce(Base):
-    """Some state is there from the beginning, and more comes at the first step."""
+    """An optimizer that has some state from the start, and gets more in the first step."""
 
     def begin(self) -> None:
         for parameter in self.param_groups[0]["params"]:

@@ -1,4 +1,4 @@
-"""Test optimizers that step later than others: the layout has their slots from the first checkpoint on."""
+"""Test that optimizers which step late have their slots in the layout from the first checkpoint on."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_parameter_without_dimensions() -> None:
 
 
 class Ahead(torch.optim.Optimizer):
-    """Lookahead: steps another optimizer, and keeps slow weights from its sixth step on."""
+    """Lookahead, which steps another optimizer, and keeps slow weights from its sixth step on."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer.param_groups, {})
@@ -110,7 +110,7 @@ class Ahead(torch.optim.Optimizer):
 
 
 class Delegates(torch.optim.Optimizer):
-    """As Accelerate's: state and groups are those of another optimizer."""
+    """A wrapper like Accelerate's, whose state and groups are those of another optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -126,7 +126,7 @@ class Delegates(torch.optim.Optimizer):
 
 
 class OwnList(torch.optim.Optimizer):
-    """Goes through a list of its own."""
+    """An optimizer that iterates over its own list of parameters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.all = [p for group in optimizer.param_groups for p in group["params"]]
@@ -139,7 +139,7 @@ class OwnList(torch.optim.Optimizer):
 
 
 class OwnBuffer(torch.optim.Optimizer):
-    """Keeps a tensor in its group of parameters, which all of them add to."""
+    """An optimizer with a tensor in its parameter group that all parameters add to."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer.param_groups, {})
@@ -200,7 +200,7 @@ def test_hooks_of_all_optimizers_are_not_called() -> None:
 
 
 class Adversarial:
-    """A generator that is trained every third iteration and a discriminator that is trained in all of them."""
+    """A generator trained every third iteration, and a discriminator trained in all of them."""
 
     def __init__(self, store: Path, critic: Callable[..., torch.optim.Optimizer]) -> None:
         torch.manual_seed(0)
@@ -217,7 +217,7 @@ class Adversarial:
         )
 
     def train(self, first: int, last: int) -> None:
-        """Iterations `first` to `last`."""
+        """Run iterations `first` to `last`."""
         for iteration in range(first, last + 1):
             self.make.zero_grad()
             self.tell.zero_grad()

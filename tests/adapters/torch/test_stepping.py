@@ -1,4 +1,4 @@
-"""Steps of an optimizer within its own step, and steps that raise: hooks count the outermost ones."""
+"""Test nested steps of an optimizer, and steps that raise: hooks count only the outermost step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scarctl_adapters.torch.stepping import around
 
 
 class Inner(torch.optim.SGD):
-    """A class whose subclass calls its step: torch wraps both."""
+    """A class whose subclass calls its `step`, so that torch wraps both."""
 
     fails = False
 

@@ -1,4 +1,4 @@
-"""Jobs of several ranks that train tables which TorchRec has sharded. Run by `tests.distributed.launch`."""
+"""Run jobs of several ranks that train tables sharded by TorchRec. Started by `tests.distributed.launch`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.adapters.torchrec import models
 
 HALF, LAST = 4, 8
 Kinds = str | tuple[str, str] | list[str]
-"""How tables are sharded, and what trains them: "table" or ("table", "rowwise")."""
+"""How tables are sharded, and which optimizer trains them: "table" or ("table", "rowwise")."""
 
 
 class Warnings(logging.Handler):
-    """Keeps the warnings of a session."""
+    """A handler that keeps the warnings of a session."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -47,7 +47,7 @@ def train(
     resume: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Attach, resume, train until step `until`, and close. Return digests at the beginning and end, and what was said.
+    """Attach, resume, train until step `until`, and close. Return digests at the beginning and end, and the warnings.
 
     at: called with the session after these steps.
     """
@@ -86,9 +86,9 @@ def train(
 
 
 def one_step(model: Any, optimizer: Any, step: int, rank: int) -> None:
-    """One iteration, as in TorchRec's examples. Learning rates fall; dropout draws.
+    """Do one iteration, as in TorchRec's examples. Learning rates fall; dropout draws.
 
-    Nothing changes after the step: a state that is saved right after it is that of a rank which has gone further.
+    Nothing changes after the step: a state saved right after it equals that of a rank which has continued.
     """
     optimizer.zero_grad()
     model(models.batch(step * 10 + rank)).square().mean().backward()
@@ -98,7 +98,7 @@ def one_step(model: Any, optimizer: Any, step: int, rank: int) -> None:
 
 
 def digests(model: Any, optimizer: Any) -> dict[str, str]:
-    """Digests of all tensors by name, of whole tables where ranks have parts. A collective."""
+    """Return digests of all tensors by name; of tensors in parts, digests of the whole tensor. A collective."""
     mine: dict[str, Any] = {}
     for name, value in models.local_parts(model, optimizer):
         sharded = hasattr(value, "local_shards")
@@ -132,7 +132,7 @@ def digests(model: Any, optimizer: Any) -> dict[str, str]:
 
 
 def undisturbed(rank: int, world: int, folder: str, kinds: list[Kinds]) -> list[Any]:
-    """For each: a run, and the same run, closed halfway and resumed."""
+    """Return for each plan a run, and the same run closed halfway and resumed."""
     found = []
     for number, kind in enumerate(kinds):
         here = Path(folder, str(number))
@@ -143,14 +143,14 @@ def undisturbed(rank: int, world: int, folder: str, kinds: list[Kinds]) -> list[
 
 
 def only_fused(rank: int, world: int, folder: str) -> list[Any]:
-    """The same where no torch optimizer steps."""
+    """Do the same without any torch optimizer that steps."""
     whole = train(Path(folder, "whole"), LAST, "table", dense=False)
     train(Path(folder, "halves"), HALF, "table", dense=False)
     return [whole, train(Path(folder, "halves"), LAST, "table", dense=False)]
 
 
 def resharded(rank: int, world: int, folder: str, pairs: list[tuple[Kinds, Kinds]]) -> list[Any]:
-    """For each pair: a run that ends under the first plan, and goes on under the second; or the error's class."""
+    """Return for each pair of plans a run that changes from the first to the second, or the class of the error."""
     found = []
     for number, (before, after) in enumerate(pairs):
         here = Path(folder, str(number))
@@ -163,12 +163,12 @@ def resharded(rank: int, world: int, folder: str, pairs: list[tuple[Kinds, Kinds
 
 
 def one_run(rank: int, world: int, folder: str, until: int, kinds: Kinds) -> Any:
-    """One run, new or resumed."""
+    """Run once, new or resumed."""
     return train(Path(folder), until, kinds)
 
 
 def touched(rank: int, world: int, kinds: list[Kinds]) -> list[list[Any]]:
-    """For each: name, rows touched and rows changed by a step, of this rank's parts of tables."""
+    """Return for each table its name, the rows touched and the rows changed by a step, of this rank's parts."""
     return [row for kind in kinds for row in _touched(kind, rank)]
 
 
@@ -213,7 +213,7 @@ def stopped_in_backward(rank: int, world: int, folder: str) -> None:
 
 
 def recovered(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Save everything after step 3; after step 6 rank 1's rows are lost, and come back. Return both states."""
+    """Save everything after step 3. After step 6 lose rank 1's rows, and recover them. Return both states."""
     kept: dict[int, dict[str, Any]] = {}
     model, optimizer = models.build("row", "rowwise")
     arena = Path(folder, "arena")
@@ -248,9 +248,9 @@ def _rows(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def main(folder: str, kind: str, saved: str, killed: str) -> None:
-    """One rank of a job under torchrun. Rank 1 kills itself after step `killed` of its first life.
+    """Run one rank of a job under torchrun. Rank 1 kills itself after step `killed` of its first life.
 
-    saved: step after which everything is saved, sealed.
+    saved: the step after which everything is saved and sealed.
     """
     import json
 

@@ -1,4 +1,4 @@
-"""Small recommenders, sharded by TorchRec, and the values that they and their optimizers have."""
+"""Provide small recommenders sharded by TorchRec, and the values of their tables and optimizers."""
 
 from __future__ import annotations
 
@@ -26,16 +26,12 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 ROWS = (40, 30, 25)
-FUSED = {
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-    "rowwise": torchrec.optim.RowWiseAdagrad,
-}
-"""What FBGEMM trains on a CPU."""
+FUSED = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rowwise": torchrec.optim.RowWiseAdagrad}
+"""Optimizers with which FBGEMM trains on a CPU."""
 
 
 class Recommender(nn.Module):
-    """Three tables, one of which has two features, and a small dense part. width: 3 for tables of 8 columns."""
+    """A model with three tables, one with two features, and a small dense part. width: 3 for tables of 8 columns."""
 
     def __init__(self, width: int, *, dense: bool = True) -> None:
         super().__init__()
@@ -58,7 +54,7 @@ class Recommender(nn.Module):
 
 
 def plan_of(model: Recommender, kind: str) -> ShardingPlan:
-    """A plan for this world: "table", "row", "column", "copies", or "mixed", one table of each."""
+    """Return a plan for this world: "table", "row", "column", "copies", or "mixed" with one table of each."""
     world = dist.get_world_size()
     last = world - 1
     by_table = [table_wise(rank=0), table_wise(rank=last), table_wise(rank=0)]
@@ -86,7 +82,7 @@ def plan_of(model: Recommender, kind: str) -> ShardingPlan:
 def build(
     kind: str, fused: str = "adagrad", *, width: int = 3, dense: bool = True
 ) -> tuple[DistributedModelParallel, Any]:
-    """A model with the same values under every plan, and the optimizer as TorchRec's examples make it."""
+    """Return a model with the same values under every plan, and the optimizer as TorchRec's examples make it."""
     torch.manual_seed(0)
     plain = Recommender(width, dense=dense)
     initial = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
@@ -114,7 +110,7 @@ def build(
 
 
 def batch(seed: int, size: int = 4) -> KeyedJaggedTensor:
-    """Bags of ids for the four features; it depends on the seed alone."""
+    """Return bags of ids for the four features, which depend on the seed alone."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 4, (4 * size,), generator=generator)
     limits = torch.tensor([ROWS[0], ROWS[1], ROWS[2], ROWS[2]]).repeat_interleave(size)
@@ -124,7 +120,7 @@ def batch(seed: int, size: int = 4) -> KeyedJaggedTensor:
 
 
 def local_parts(model: DistributedModelParallel, optimizer: Any) -> list[tuple[str, Any]]:
-    """Names and tensors of a model and its optimizer, past the adapter: as TorchRec's state dicts have them."""
+    """Return names and tensors of a model and its optimizer from TorchRec's state dicts, without the adapter."""
     named: list[tuple[str, Any]] = [*model.state_dict().items()]
     for parameter, state in optimizer.state_dict()["state"].items():
         named += [(f"{parameter}/{key.split('.')[-1]}", value) for key, value in state.items()]
@@ -132,7 +128,7 @@ def local_parts(model: DistributedModelParallel, optimizer: Any) -> list[tuple[s
 
 
 def local_values(model: DistributedModelParallel, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Every tensor of this rank but step counts: parts of tables with their offsets in the name."""
+    """Return every tensor of this rank except step counts; parts of tables have their offsets in the name."""
     found: dict[str, torch.Tensor] = {}
     for name, value in local_parts(model, optimizer):
         if hasattr(value, "local_shards"):

@@ -1,4 +1,4 @@
-"""What the adapter knows of sharded tables, in one process: rows that a step touches, and what it refuses."""
+"""Test in one process what the adapter knows of sharded tables: rows that a step touches, and what it refuses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def group() -> Iterator[None]:
 
 @pytest.mark.parametrize("fused", ["sgd", "adagrad", "rowwise"])
 def test_a_step_touches_the_rows_that_it_changes(fused: str) -> None:
-    """Exactly those, also of a table with two features, and of two backward passes."""
+    """Exactly the touched rows are reported, also for a table with two features, and after two backward passes."""
     model, optimizer = models.build("table", fused)
     adapter = find_adapter(model, [optimizer])
     begun: list[dict[str, torch.Tensor]] = []
@@ -55,7 +55,7 @@ def test_a_step_touches_the_rows_that_it_changes(fused: str) -> None:
             model(models.batch(10 * step + number)).square().sum().backward()
         optimizer.step()
         if not step:
-            continue  # nobody had asked yet
+            continue  # rows were not requested before
         for name, table in tables.items():
             changed = (table != before[name]).any(1)
             touched = torch.zeros_like(changed)
@@ -70,7 +70,7 @@ def test_a_step_touches_the_rows_that_it_changes(fused: str) -> None:
 
 
 def test_the_tracker_of_touched_rows_saves_what_comparing_saves(tmp_path: Path) -> None:
-    """In every checkpoint, with interval 1: the store ends with the same bytes."""
+    """With interval 1 every checkpoint saves them, and the store ends with the same bytes."""
     found = []
     for tracker in ("exact", "touched"):
         model, optimizer = models.build("table", "rowwise")
@@ -95,7 +95,7 @@ def test_the_tracker_of_touched_rows_saves_what_comparing_saves(tmp_path: Path) 
 
 
 def test_sequences_are_tables_too(tmp_path: Path) -> None:
-    """An EmbeddingCollection: unpooled lookups, without a dense part; a backward pass is an iteration."""
+    """With an EmbeddingCollection (unpooled lookups, without a dense part) a backward pass is an iteration."""
 
     def build() -> DistributedModelParallel:
         torch.manual_seed(0)
@@ -140,7 +140,7 @@ def test_sequences_are_tables_too(tmp_path: Path) -> None:
 
 
 def test_a_sharded_module_alone_is_refused() -> None:
-    """Without `DistributedModelParallel` around it the torch adapter would save no state of fused optimizers."""
+    """Without `DistributedModelParallel` the torch adapter would not save the state of fused optimizers."""
     model, _ = models.build("table")
 
     class Around(torch.nn.Module):
@@ -161,7 +161,7 @@ def test_an_optimizer_with_a_state_of_its_own_is_refused() -> None:
 
 
 def test_two_parts_of_a_table_on_one_rank_are_refused() -> None:
-    """Two tensors of one name cannot be told apart."""
+    """Two tensors of the same name cannot be distinguished."""
     torch.manual_seed(0)
     plain = models.Recommender(3)
     apply_optimizer_in_backward(torch.optim.Adagrad, plain.tables.parameters(), {"lr": 0.1})

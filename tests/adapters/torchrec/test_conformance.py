@@ -1,4 +1,4 @@
-"""The published suite, around tables that FBGEMM trains in the backward pass, in one process."""
+"""Run the published suite in one process, with tables that FBGEMM trains in the backward pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def group_is_ended() -> Iterator[None]:
 
 
 class TorchRecTraining(Training):
-    """Forward, backward, and a step of all optimizers as TorchRec combines them."""
+    """Do a forward pass, a backward pass, and a step of all optimizers as TorchRec combines them."""
 
     fused = "adagrad"
     dense = True
@@ -87,7 +87,7 @@ class RowwiseTraining(TorchRecTraining):
 
 
 class FusedTraining(TorchRecTraining):
-    """Without any other optimizer: the backward pass ends an iteration."""
+    """Without any other optimizer the backward pass ends an iteration."""
 
     dense = False
 

@@ -1,4 +1,4 @@
-"""The example on MovieLens: a killed rank's tables go back, the other's stay."""
+"""Test the example on MovieLens: only the killed rank's tables are restored from older copies."""
 
 from __future__ import annotations
 

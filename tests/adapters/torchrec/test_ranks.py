@@ -1,4 +1,4 @@
-"""Two ranks train tables that TorchRec has sharded: stopped, killed, resumed, under the same plan and under another."""
+"""Test two ranks that train tables sharded by TorchRec: stopped, killed, resumed, under the same plan and another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLANS: list[Any] = [
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_resumed_run_is_the_undisturbed_one(tmp_path: Path) -> None:
-    """Under every plan, bit for bit: whole tables, states of fused and of dense optimizers, learning rates."""
+    """Under every plan, whole tables, states of fused and dense optimizers and learning rates are equal bit for bit."""
     for of_rank in launch(f"{JOBS}:undisturbed", 2, str(tmp_path), PLANS, timeout=300):
         for plan, (whole, resumed) in zip(PLANS, of_rank, strict=True):
             assert resumed["step"] == 4, plan
@@ -60,7 +60,7 @@ def test_another_plan_takes_over_the_same_values(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_tables_with_other_states_are_refused(tmp_path: Path) -> None:
-    """By name, and without a change: what the first run left is there afterwards."""
+    """Tensors are matched by name, and afterwards have the values that the first run left."""
     pairs = [
         ("table", ["table", "sgd"]),
         ("table", ["table", "rowwise"]),
@@ -76,7 +76,7 @@ def test_tables_with_other_states_are_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_process_takes_over_what_two_ranks_had(tmp_path: Path) -> None:
-    """And two ranks, what one had."""
+    """Two ranks also take over the state of one rank."""
     two = launch(f"{JOBS}:one_run", 2, str(tmp_path), 3, "mixed", timeout=100)[0]
     one = launch(f"{JOBS}:one_run", 1, str(tmp_path), 5, "table", timeout=100)[0]
     again = launch(f"{JOBS}:one_run", 2, str(tmp_path), 8, "row", timeout=100)[0]
@@ -89,7 +89,7 @@ def test_one_process_takes_over_what_two_ranks_had(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("plan", ["table", "row"])
 def test_a_rank_killed_after_a_whole_checkpoint_is_not_missed(tmp_path: Path, plan: str) -> None:
-    """SIGKILL; torchrun starts all again, and the run ends bit for bit like an undisturbed one."""
+    """After SIGKILL torchrun starts all ranks again, and the run ends bit for bit like an undisturbed one."""
     whole = launch(f"{JOBS}:one_run", 2, str(tmp_path / "whole"), 8, plan, timeout=100)
     killed = tmp_path / "killed"
     torchrun(JOBS, str(killed), plan, "5", "5", world=2)
@@ -103,7 +103,7 @@ def test_a_rank_killed_after_a_whole_checkpoint_is_not_missed(tmp_path: Path, pl
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_lookups_say_which_rows_of_a_part_change(tmp_path: Path) -> None:
-    """Row numbers are of this rank's part, whichever ranks have asked for them."""
+    """Row numbers refer to this rank's part, whichever ranks have requested the rows."""
     plans = ["table", "row", "column", "mixed", ["column", "rowwise"]]
     of_ranks = launch(f"{JOBS}:touched", 2, plans, timeout=150)
     assert sum(len(found) for found in of_ranks) == 3 + 6 + 6 + 5 + 6
@@ -116,7 +116,7 @@ def test_lookups_say_which_rows_of_a_part_change(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_sigterm_in_a_backward_pass_loses_nothing(tmp_path: Path) -> None:
-    """Tables and dense parameters are of one step, and the rest of the run is that of an undisturbed one."""
+    """Tables and dense parameters are of one step, and the rest of the run equals an undisturbed one."""
     whole = launch(f"{JOBS}:one_run", 1, str(tmp_path / "whole"), 8, "table", timeout=100)[0]
     with pytest.raises(AssertionError, match="rank 0 ended with -15"):
         launch(f"{JOBS}:stopped_in_backward", 1, str(tmp_path / "stopped"), timeout=100)
@@ -129,7 +129,7 @@ def test_sigterm_in_a_backward_pass_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_only_the_killed_ranks_tables_go_back(tmp_path: Path) -> None:
-    """Two steps after the whole checkpoint: rank 1's tables are older, rank 0's as they were."""
+    """Two steps after the whole checkpoint rank 1's tables are older, and rank 0's are unchanged."""
     whole = launch(f"{JOBS}:one_run", 2, str(tmp_path / "whole"), 6, "table", timeout=100)[0]
     torchrun(JOBS, str(tmp_path / "killed"), "table", "4", "6", world=2)
     report = json.loads((tmp_path / "killed" / "report-0.json").read_text())
@@ -144,7 +144,7 @@ def test_only_the_killed_ranks_tables_go_back(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_lost_tables_come_back_in_the_running_job(tmp_path: Path) -> None:
-    """With their numbers per row, as they were saved; the other rank's stay."""
+    """Slots with one number per row are restored as they were saved; those of the other rank stay."""
     first, second = launch(f"{JOBS}:recovered", 2, str(tmp_path), timeout=150)
     assert first["tables"] == second["tables"] == 6
     assert (first["as_saved"], first["as_before"]) == (False, True)

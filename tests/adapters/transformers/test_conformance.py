@@ -1,4 +1,4 @@
-"""A Trainer passes what every adapter has to."""
+"""Run the adapters' suite with a Trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.adapters.trainer_runs import Net, Rows
 
 
 class Drawing(Net):
-    """Draws from all global generators."""
+    """Data that draw from all global generators."""
 
     def __init__(self, variant: str) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Drawing(Net):
 
 
 class Visiting(TrainerCallback):  # type: ignore[misc]  # transformers has no types
-    """Visits, and ends the training in time."""
+    """A callback that calls the suite, and ends the training in time."""
 
     def __init__(self, callback: ScarCallback, visit: Visit, until: int) -> None:
         self.callback, self.visit, self.until = callback, visit, until
@@ -49,13 +49,13 @@ class Visiting(TrainerCallback):  # type: ignore[misc]  # transformers has no ty
 
 
 class TrainerTraining(Training):
-    """Its schedule does not depend on how long it trains."""
+    """A Trainer whose schedule does not depend on the length of the training."""
 
     def __init__(self, variant: str) -> None:
         torch.manual_seed(3)
         self.model = Drawing(variant)
         args = TrainingArguments(
-            output_dir=tempfile.gettempdir(),  # nothing is written there
+            output_dir=tempfile.gettempdir(),  # no files are written there
             max_steps=100,
             per_device_train_batch_size=4,
             gradient_accumulation_steps=3 if variant == "accumulation" else 1,

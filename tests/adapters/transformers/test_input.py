@@ -1,4 +1,4 @@
-"""What a ScarCallback refuses before anything is trained, and a store that fails while it is."""
+"""Test what a ScarCallback refuses before training, and a store that fails during training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from torch import nn
 import scarctl
 from scarctl.errors import Contention, Corruption, LayoutMismatch, UsageError
 from scarctl_adapters.transformers import ScarCallback
-from tests.adapters.trainer_runs import Net, Rows, differing, make_trainer, resumed, scar, state_of
+from tests.adapters.trainer_runs import Net, Rows, make_trainer, resumed, scar, state_of
+from tests.support.training import differing
 
 
 @pytest.mark.parametrize(

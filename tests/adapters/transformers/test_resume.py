@@ -19,7 +19,6 @@ from tests.adapters.launched import check_ranks, torchrun
 from tests.adapters.trainer_runs import (
     At,
     Texts,
-    differing,
     ended_at,
     gpt,
     log_of,
@@ -28,14 +27,15 @@ from tests.adapters.trainer_runs import (
     scar,
     state_of,
 )
+from tests.support.training import differing
 
-# peft uses what transformers will remove.
+# peft uses functions that transformers will remove.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    """The run without scarctl."""
+    """Return the run without scarctl."""
     trainer = make_trainer(tmp_path_factory.mktemp("whole"))
     trainer.train()
     trainer.kept = (state_of(trainer), log_of(trainer))
@@ -56,19 +56,19 @@ def test_beside_scarctl_a_run_is_what_it_is_without(tmp_path: Path, whole: Train
     assert callback.session is None
 
 
-# Within an epoch, its last step, the first of the next, after an evaluation, the last of all.
+# Within an epoch, at its last step, at the first of the next, after an evaluation, at the last of all.
 @pytest.mark.parametrize(
     ("step", "goes_on"), [(2, 1), (6, 5), pytest.param(7, 6, marks=pytest.mark.long), (18, 17)]
 )
 def test_kill_9_and_the_same_command_ends_as_if_nothing_had_been(
     tmp_path: Path, whole: Trainer, step: int, goes_on: int
 ) -> None:
-    # A copy that is in memory without its extras would be one step ahead: the sealed state before it counts.
+    # A copy in memory without its extras would be one step ahead: the previous sealed state counts.
     options = {"mode": "rollback"}
     ended_at(tmp_path, "on_step_end", step, signal.SIGKILL)
     trainer, callback = resumed(tmp_path, options=options)
     assert callback.resumed is not None
-    # A seal is skipped while the one before is on its way.
+    # A seal is skipped while the previous one is being saved.
     assert callback.resumed.step in (goes_on, goes_on - 1)
     assert callback.resumed.exact
     assert trainer.state.global_step == 18
@@ -258,7 +258,7 @@ def test_a_checkpoint_of_the_user_wins_and_the_store_gets_its_state(
         trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-8"))
     assert "checkpoint-8, not from step" in caplog.text
     assert trainer.state.global_step == 10
-    # Without it the store counts again: with what came of the checkpoint, nothing of the run before.
+    # Without it the store counts again: a part of the checkpoint, and nothing of the run before.
     again, callback = resumed(tmp_path, **arguments)
     assert callback.resumed is not None
     assert callback.resumed.exact
@@ -291,7 +291,7 @@ def test_lora_saves_the_frozen_base_once(tmp_path: Path) -> None:
     trained = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
     base = sum(p.nbytes for p in trainer.model.parameters() if not p.requires_grad)
     assert base > 4 * trained
-    # Parameter and two moments of what is trained, at most, in each of the eleven that follow.
+    # At most the trained parameters and their two moments, in each of the eleven checkpoints that follow.
     assert 0 < saved[2] - saved[1] <= 11 * 3 * trained
     again, callback = resumed(tmp_path, **arguments)
     assert callback.resumed is not None

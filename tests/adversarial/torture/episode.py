@@ -1,4 +1,4 @@
-"""What one episode does: a store, a run that is restarted in it, and the rounds in which something happens to it."""
+"""Define an episode: a store, a run that is restarted in it, and the rounds with their events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 ROUNDS_PER_EPISODE = 20
-"""With a new store every so often: checking one gets slower with everything that was ever saved in it."""
+"""Rounds per store: checking a store gets slower with everything that was ever saved in it."""
 
 KINDS = {
     "kill trainer": 4,
@@ -22,7 +22,7 @@ KINDS = {
     "kill daemon while the trainer is paused": 2,
     "reboot": 1,
 }
-"""What can happen in a round, and how often compared with the others."""
+"""Events of a round, and their relative frequency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class Episode:
     rows: int
     """Rows per partition."""
     pause: float
-    """Seconds of pretended work before a step, at most."""
+    """Longest seconds of simulated work before a step."""
     meddles: bool
     """Whether the loop writes to its parameters after a step, while they may be copied."""
 
     @classmethod
     def draw(cls, seed: int, number: int) -> Episode:
-        """The settings of episode `number` of a torture with this seed."""
+        """Draw the settings of episode `number` of a torture with this seed."""
         rng = random.Random(f"{seed} episode {number}")
         return cls(
             number=number,
@@ -61,20 +61,20 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What happens in one round, and when."""
+    """The event of one round, and its time."""
 
     number: int
     kind: str
     delay: float
-    """Seconds from the start of the round, and so often of the process, to the event."""
+    """Seconds from the start of the round, or of the process, to the event."""
     pause: float
-    """Seconds that something stays stopped."""
+    """Seconds for which a process stays stopped."""
     settle: bool
-    """Whether the daemon gets the time to finish what the dead trainer handed over."""
+    """Whether the daemon gets time to finish what the dead trainer handed over."""
 
     @classmethod
     def draw(cls, seed: int, number: int) -> Round:
-        """Round `number` of a torture with this seed."""
+        """Draw round `number` of a torture with this seed."""
         rng = random.Random(f"{seed} round {number}")
         (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
         # Many moments within the start of a process: attaching, resuming, the first checkpoint.

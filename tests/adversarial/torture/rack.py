@@ -1,4 +1,4 @@
-"""The rack: runs an episode's processes, does to them what its rounds say, and has the witness look."""
+"""Run an episode's processes, apply the events of its rounds, and let the witness check."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from tests.adversarial.torture.witness import (
 )
 
 PATIENCE = 30.0
-"""Seconds after which something that should happen counts as not happening."""
+"""Seconds after which an expected event counts as missing."""
 
 
 class Rack:
-    """One episode in one folder. Trainers are forked from this process, which has imported torch already."""
+    """One episode in one folder. Trainers are forked from this process, which has already imported torch."""
 
     def __init__(self, episode: Episode, folder: Path) -> None:
         self.episode = episode
@@ -53,7 +53,7 @@ class Rack:
     # -- processes ----------------------------------------------------------------------------------------------
 
     def ensure_trainer(self) -> None:
-        """Start a training process unless there is one."""
+        """Start a training process unless one is running."""
         if self.pid:
             return
         self.starts += 1
@@ -76,7 +76,7 @@ class Rack:
             os._exit(status)
 
     def daemons(self) -> list[int]:
-        """Processes that are, or are just becoming, this episode's daemon."""
+        """Return the processes that are, or are becoming, this episode's daemon."""
         wanted = [b"scarctl.daemon", os.fsencode(arena_folder(str(self.arenas), "x").parent)]
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
@@ -86,24 +86,24 @@ class Rack:
         return found
 
     def listen(self) -> None:
-        """Take in what the trainer has told."""
+        """Read the trainer's messages."""
         if self.log is not None:
             for message in self.log.read():
                 self.witness.take(message)
 
     def trainer_ended(self) -> bool:
-        """Whether the trainer is dead; then it is buried, and its last words are heard."""
+        """Return whether the trainer is dead; then reap it, and read its last messages."""
         if self.pid and os.waitpid(self.pid, os.WNOHANG)[0]:
             self.pid = 0
         self.listen()
         return not self.pid
 
     def wait_for(self, what: str, happens: Callable[[], bool]) -> None:
-        """Raise Failed when it does not happen for a long time."""
+        """Raise Failed if the condition does not become true for a long time."""
         end = time.monotonic() + PATIENCE
         while not happens():
             if time.monotonic() > end:
-                self.signal("trainer", signal.SIGUSR2)  # it writes where it is
+                self.signal("trainer", signal.SIGUSR2)  # its arena is in this folder
                 time.sleep(0.2)
                 raise Failed(f"waited {PATIENCE:.0f} s in vain: {what}")
             time.sleep(0.01)
@@ -119,7 +119,7 @@ class Rack:
 
     @contextmanager
     def paused(self, target: str) -> Iterator[None]:
-        """Inside, it is stopped."""
+        """Stop the process inside this context."""
         self.signal(target, signal.SIGSTOP)
         if target != "daemon" and self.pid:
             self.wait_for("the trainer to stand still", lambda: state_of(self.pid) in "TZ")
@@ -131,7 +131,7 @@ class Rack:
     # -- a round ------------------------------------------------------------------------------------------------
 
     def play(self, event: Round) -> None:
-        """One round. Raises Failed."""
+        """Play one round. Raises Failed."""
         self.ensure_trainer()
         time.sleep(event.delay)
         if self.trainer_ended():
@@ -139,7 +139,7 @@ class Rack:
             self.ensure_trainer()
         settles = event.settle and event.kind in ("kill trainer", "terminate trainer")
         if settles:
-            self.check_goes_on()  # the daemon is there and in charge
+            self.check_goes_on()  # the daemon runs and serves the trainer
         self.act(event)
         if event.kind.startswith(
             ("kill trainer", "kill both", "terminate trainer", "terminate both", "reboot")
@@ -152,7 +152,7 @@ class Rack:
         self.check_store()
 
     def act(self, event: Round) -> None:
-        """Do what the round is about."""
+        """Apply the event of the round."""
         match event.kind:
             case "kill trainer while the daemon is paused":
                 with self.paused("daemon"):
@@ -180,12 +180,12 @@ class Rack:
                     self.signal(target, {"kill": signal.SIGKILL, "terminate": signal.SIGTERM}[verb])
 
     def kill_daemons(self) -> list[int]:
-        """SIGKILL for what is there; returns what that was."""
+        """Send SIGKILL to the daemons, and return their ids."""
         self.signal("daemon", signal.SIGKILL)
         return self.daemons()
 
     def forget_memory(self) -> None:
-        """The machine has lost what was only in memory: the next process may resume from the store's newest step."""
+        """Remove the machine's memory: the next process may resume from the store's newest step."""
         store = open_store(self.store)
         steps = stored_steps(store, self.witness.handed.size) if store else np.full(1, -1)
         if store:
@@ -194,7 +194,7 @@ class Rack:
         self.witness.handed = np.minimum(self.witness.handed, steps)
 
     def check_gave_up(self) -> None:
-        """Raise Failed unless the trainer that has ended by itself could not go on without the daemon."""
+        """Raise Failed unless the trainer that has ended by its own decision could not continue without the daemon."""
         if len(self.witness.gave_up) <= self.excused:
             raise Failed("the trainer ended by itself")
         self.excused = len(self.witness.gave_up)
@@ -202,9 +202,10 @@ class Rack:
     # -- checks -------------------------------------------------------------------------------------------------
 
     def check_store(self) -> None:
-        """The store verifies, has nothing older than what was acknowledged, and every copy in it is whole.
+        """Check that the store verifies, has no copy older than an acknowledged one, and only complete copies.
 
-        The trainer stands still meanwhile, so that it cannot go back after it was heard; the daemon goes on.
+        The trainer is stopped meanwhile, so that it cannot roll back after its messages were read; the daemon
+        continues.
         """
         with self.paused("trainer"):
             self.trainer_ended()
@@ -230,7 +231,7 @@ class Rack:
             )
 
     def check_settles(self) -> None:
-        """Without its trainer, the daemon makes everything durable that was handed over."""
+        """Check that without its trainer the daemon makes every hand-over durable."""
         queue = arena_folder(str(self.arenas), "x").parent
         self.wait_for(
             "the daemon to empty the queue", lambda: not list(queue.glob("*/handover-*.safetensors"))
@@ -243,7 +244,7 @@ class Rack:
         steps = stored_steps(store, handed.size)
         arena = Arena.share(arena_folder(str(self.arenas), store.run_id), run_id=store.run_id)
         store.close()
-        # What is sealed is copied over copies that still wait: some may have been torn by the kill.
+        # A seal is copied over copies that still wait: the kill may have torn some.
         whole = arena.intact() if arena is not None else True
         behind = (steps < handed) & whole
         if behind.any():
@@ -251,14 +252,14 @@ class Rack:
             raise Failed(f"partition {i} was handed over at step {handed[i]}, the store has step {steps[i]}")
 
     def check_goes_on(self) -> None:
-        """The trainer trains, and what it does becomes durable again."""
+        """Check that the trainer trains, and its steps become durable again."""
         seen = int(self.witness.step)
 
         def further() -> bool:
             if self.trainer_ended():
                 self.check_gave_up()
                 self.ensure_trainer()
-            # A rollback may take it back: then the mark is there.
+            # A rollback may remove it: then the mark exists.
             return bool(self.witness.acknowledged.max() > min(seen, self.witness.step - 1))
 
         self.wait_for("progress after the event to become durable", further)
@@ -266,7 +267,7 @@ class Rack:
     # -- the end ------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Close the run in peace: then the store has all of the last step, and nothing is left in memory."""
+        """Close the run: then the store has everything of the last step, and memory has nothing."""
         (self.folder / trainer.STOP).touch()
         while self.witness.closed is None:
             self.ensure_trainer()
@@ -292,7 +293,7 @@ class Rack:
             raise Failed(f"left in memory: {left}")
 
     def end(self) -> None:
-        """Kill what is left."""
+        """Kill all remaining processes."""
         self.signal("both", signal.SIGKILL)
         with suppress(Failed):
             self.wait_for("the trainer to die", self.trainer_ended)
@@ -303,5 +304,5 @@ class Rack:
 
 
 def state_of(pid: int) -> str:
-    """State of a process as in /proc: T is stopped, Z is dead."""
+    """Return the state of a process as in /proc: T is stopped, Z is dead."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

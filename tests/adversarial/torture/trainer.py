@@ -36,15 +36,15 @@ from tests.adversarial.torture.episode import Episode
 from tests.support import stepper
 
 Aliases = set[tuple[int, int, int]]
-"""(partition, step, value): a copy of a later step that counts as of an earlier one, because its extras were lost."""
+"""(partition, step, value): a copy of a later step that counts as of an earlier step, because its extras were lost."""
 
 
 STOP = "stop"
-"""File beside the store: the process that finds it closes its session and ends."""
+"""A file next to the store: a process that finds it closes its session and ends."""
 
 
 class Clock:
-    """Counts steps the way a learning-rate schedule does: after the optimizer."""
+    """Counts steps as a learning-rate schedule does: after the optimizer."""
 
     def __init__(self) -> None:
         self.ticks = 0
@@ -80,7 +80,7 @@ class Trainer:
         )
 
     def tell(self, **fields: Any) -> None:
-        """One whole line, at once: the process may be killed right after."""
+        """Write one whole line at once: the process may be killed right after."""
         os.write(self.log, json.dumps(fields).encode() + b"\n")
 
     def train(self, seed: str) -> None:
@@ -137,14 +137,14 @@ class Trainer:
         return report.step
 
     def _meddle(self) -> None:
-        """Leave every value as it was, but not all the time."""
+        """Change values for a moment, and set them back."""
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(0.25)
                 parameter.sub_(0.25)
 
     def _values(self) -> list[int]:
-        """The value of every partition. Raises AssertionError when one holds several."""
+        """Return the value of every partition. Raises AssertionError if a partition holds several."""
         values = []
         for name, parameter in self.model.named_parameters():
             whole = [parameter.detach(), self.optimizer.state[parameter]["count"]]
@@ -157,14 +157,14 @@ class Trainer:
         return values
 
     def _fill(self, value: int) -> None:
-        """Go on from whole numbers: from here on every value is its step again."""
+        """Continue from whole numbers: from here on every value is its step again."""
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.fill_(value)
                 self.optimizer.state[parameter]["count"].fill_(value)
 
     def _tell_of_copies(self) -> None:
-        """Tell of hand-overs and of copies that get another step's label, without changing either."""
+        """Write messages about hand-overs and copies that get another step's label, without changing either."""
         hand_over, relabel = Engine.hand_over, Arena.relabel
 
         def telling_hand_over(engine: Engine, copied: Copied, extras: Any, whole: str) -> None:
@@ -185,9 +185,9 @@ class Trainer:
 
 
 def run(episode: Episode, store: Path, log: int, aliases: Aliases, seed: str) -> int:
-    """The whole life of the process; returns its exit status."""
+    """Run the whole life of the process; return its exit status."""
     torch.set_num_threads(1)
-    faulthandler.register(signal.SIGUSR2)  # where it hangs, if it does
+    faulthandler.register(signal.SIGUSR2)  # prints where it hangs, if it does
     try:
         Trainer(episode, store, log, aliases).train(seed)
     except Unavailable as error:

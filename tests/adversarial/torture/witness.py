@@ -1,4 +1,4 @@
-"""What must be true of a store after all that happened to its run, from what the processes told and nothing else."""
+"""Derive from the messages of the processes alone what must be true of a store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.adversarial.torture.trainer import Aliases
 
 
 class Failed(Exception):
-    """Something is not as it must be."""
+    """A condition does not hold."""
 
 
 class Log:
@@ -28,7 +28,7 @@ class Log:
         self._at = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Whole lines since the last call."""
+        """Return the whole lines since the last call."""
         with self.path.open("rb") as file:
             file.seek(self._at)
             data = file.read()
@@ -38,27 +38,27 @@ class Log:
 
 
 class Witness:
-    """Of one run over all its processes."""
+    """What is known of one run over all its processes."""
 
     def __init__(self, partitions: int) -> None:
         self.acknowledged = np.full(partitions, -1, dtype=np.int64)
-        """Per partition the step that the run knows to be durable."""
+        """By partition, the step that the run knows to be durable."""
         self.handed = np.full(partitions, -1, dtype=np.int64)
-        """Per partition the newest step that was handed over."""
+        """By partition, the newest step that was handed over."""
         self.aliases: Aliases = set()
         self.step = 0
         self.resumed = 0
-        """Of the newest process."""
+        """The step from which the newest process has resumed."""
         self.least = 0
-        """No process may resume from before this step."""
+        """The step before which no process may resume."""
         self.sealed = 0
         self.goes_back = False
-        """Whether a rollback is under way."""
+        """Whether a rollback is in progress."""
         self.gave_up: list[str] = []
         self.closed: dict[str, Any] | None = None
 
     def take(self, message: dict[str, Any]) -> None:
-        """One line of a process. Raises Failed when it tells of something that must not be."""
+        """Take one line of a process. Raises Failed if it reports what must not happen."""
         if "failed" in message:
             raise Failed(f"the trainer failed:\n{message['failed']}")
         if "gave_up" in message:
@@ -67,7 +67,7 @@ class Witness:
             self.step = message["step"]
             self.acknowledged = np.maximum(self.acknowledged, step_of(np.array(message["durable"])))
         elif "handed" in message:
-            if not self.goes_back:  # else it may be forgotten at once
+            if not self.goes_back:  # otherwise it may be forgotten at once
                 self.handed[message["ids"]] = message["handed"]
         elif "sealed" in message:
             self.sealed = self.least = message["sealed"]
@@ -96,9 +96,9 @@ class Witness:
             steps[ids] = np.minimum(steps[ids], step)
 
     def check_values(self, partition: int, step: int, pieces: list[NDArray[Any]], where: str) -> None:
-        """Raise Failed unless a copy that is labelled `step` is whole, and of that step.
+        """Raise Failed unless a copy labelled `step` is complete, and of that step.
 
-        A loop that meddles with its parameters has them and their slots a quarter apart for a moment.
+        If a loop meddles with its parameters, they and their slots differ by a quarter for a moment.
         """
         held = [np.unique(piece).tolist() for piece in pieces]
         if any(len(values) > 1 for values in held) or len({int(values[0]) for values in held}) > 1:
@@ -109,7 +109,7 @@ class Witness:
 
 
 def stored_steps(store: Store, partitions: int) -> NDArray[np.int64]:
-    """Per partition the step of its newest copy in the store, -1 when there is none."""
+    """Return by partition the step of its newest copy in the store, -1 if it has none."""
     steps = np.full(partitions, -1, dtype=np.int64)
     for shard in store.shards():
         state = store.state(shard)
@@ -118,14 +118,14 @@ def stored_steps(store: Store, partitions: int) -> NDArray[np.int64]:
 
 
 def check_verifies(store: Store) -> None:
-    """Raise Failed when `scarctl verify --read-data` would find something."""
+    """Raise Failed if `scarctl verify --read-data` would find damage."""
     report = verify(store, read_data=True)
     if report.problems:
         raise Failed(f"verify: {report.problems[:3]}")
 
 
 class Copies:
-    """Reads every segment that a record names once, with another library, and checks the values in it."""
+    """Reads every segment that a record names once, with another library, and checks its values."""
 
     def __init__(self, store: Path, rows: int) -> None:
         self._store = store
@@ -134,7 +134,7 @@ class Copies:
         self.count = 0
 
     def check(self, store: Store, witness: Witness) -> None:
-        """Raise Failed when a copy is torn, or not of the step that its record says."""
+        """Raise Failed if a copy is torn, or not of the step in its record."""
         layout = store.current_layout()
         if layout is None:
             return
@@ -157,7 +157,7 @@ class Copies:
 
 
 def open_store(folder: Path) -> Store | None:
-    """The store, None when the run was killed before it made one."""
+    """Return the store, or None if the run was killed before it made one."""
     try:
         return Store.open(str(folder))
     except NoStore:

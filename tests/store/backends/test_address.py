@@ -1,4 +1,4 @@
-"""Addresses of stores: what they name, what they show, and what another process needs to open them."""
+"""Test addresses of stores: what they name, what they show, and what another process needs to open them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store's folder that is away for a while, as when it is not mounted: nobody has taken over, and nothing is lost."""
+"""Test a store's folder that is away for a while, as if not mounted: the writer is not fenced, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.store.test_fencing import Hooked, open_at
 
 
 class Folder:
-    """What is mounted at `path`, or not."""
+    """A folder that is mounted at `path`, or not."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.away = path, path.with_name("away")
@@ -94,7 +94,7 @@ def test_between_commits(folder: Folder, layout: Layout, leave: Callable[[Folder
 
 
 def test_it_comes_back_while_its_record_is_looked_for(folder: Folder, layout: Layout) -> None:
-    """The segment of a record that is there is not deleted."""
+    """The segment of an existing record is not deleted."""
     data, ids = Data(layout), np.arange(layout.partitions)
     writer = open_at(str(folder.path), layout)
     writer.commit(0, ids, data, step=1)
@@ -122,7 +122,7 @@ def test_it_comes_back_while_its_record_is_looked_for(folder: Folder, layout: La
 def test_it_is_away_while_the_answer_to_a_repeated_request_is_looked_into(
     folder: Folder, layout: Layout
 ) -> None:
-    """A network file system sends a request again, and is told that the file exists: the segment is not deleted."""
+    """A network file system repeats a request and reports that the file exists: the segment is not deleted."""
     data, ids = Data(layout), np.arange(layout.partitions)
     writer = open_at(str(folder.path), layout)
     writer.commit(0, ids, data, step=1)
@@ -152,7 +152,7 @@ def test_it_is_away_while_the_answer_to_a_repeated_request_is_looked_into(
 def test_it_may_not_be_looked_into_while_its_record_is_looked_for(
     folder: Folder, layout: Layout, number: int
 ) -> None:
-    """What is not known has not failed."""
+    """An unknown result is not a failure."""
     data, ids = Data(layout), np.arange(layout.partitions)
     writer = open_at(str(folder.path), layout)
     writer.commit(0, ids, data, step=1)

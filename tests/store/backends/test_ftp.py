@@ -1,4 +1,4 @@
-"""A real FTP server: refused as a place for several writers, and never waited for without end."""
+"""Test a real FTP server: refused as a place for several writers, and never waited for without a limit."""
 
 from __future__ import annotations
 

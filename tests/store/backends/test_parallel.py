@@ -1,4 +1,4 @@
-"""Commits of one process: of several threads one computes at a time, and all wait for the disk together."""
+"""Test commits of one process in threads: one thread computes at a time, and all wait for the disk together."""
 
 from __future__ import annotations
 

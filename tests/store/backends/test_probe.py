@@ -1,4 +1,4 @@
-"""Places that cannot create exclusively are found out, whichever way they fail."""
+"""Test that places without exclusive creation are recognised, whichever way they fail."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.places import KEY, SECRET, s3_client, s3_server
 
 
 class LooksFirst(MemoryFileSystem):  # type: ignore[misc]
-    """Looks whether the file is there, and then writes: as many file systems do."""
+    """Checks whether the file exists, and then writes, as many file systems do."""
 
     protocol = "looksfirst"
 
@@ -39,7 +39,7 @@ class LooksFirst(MemoryFileSystem):  # type: ignore[misc]
 
 
 class Ignores(MemoryFileSystem):  # type: ignore[misc]
-    """Takes the wish for exclusive creation and does nothing with it."""
+    """Ignores the request for exclusive creation."""
 
     protocol = "ignores"
 
@@ -67,7 +67,7 @@ def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     import fsspec
 
     fsspec.register_implementation(request.param.protocol, request.param, clobber=True)
-    # Its threads do not take turns, and it counts as one that sends a condition: what is left is what is tried.
+    # Its threads do not take turns, and it counts as sending a condition: only the trial remains.
     monkeypatch.setattr(client, "_create_lock", NoLock())
     monkeypatch.setattr(Aside, "start", lambda aside, call: _at_once(call))
     known = exclusive.CONDITIONAL | {(__name__, request.param.__qualname__)}
@@ -136,7 +136,7 @@ def test_an_interrupted_race_leaves_no_racer_waiting(tmp_path: Path, monkeypatch
 
 @pytest.mark.slow
 def test_the_s3_server_of_the_tests_has_one_winner() -> None:
-    """However its threads take turns: what is tested with it must not fail by its own races."""
+    """The stand-in must not fail by its own races, however its threads take turns."""
     with s3_server() as endpoint:
         s3_client(endpoint).create_bucket(Bucket="winners")
         address = Address.parse(

@@ -1,4 +1,4 @@
-"""A busy, broken and lying S3 server: a proxy between s3fs and a real one does what networks and servers do."""
+"""Test a busy, broken and lying S3 server: a proxy in front of a real one does what networks and servers do."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tests.support.proxy import Fault, Proxy, Request
 pytestmark = pytest.mark.slow
 
 LOST = Fault(done=True)
-"""The server has done it, and the answer never arrives."""
+"""The server has carried out the request, and the answer never arrives."""
 RESET = Fault()
 TIMEOUT = 0.8
-"""Where the deadline is reached."""
+"""Seconds of the deadline in tests that reach it."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,13 +39,13 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def place(s3_place: Place, wire: Proxy) -> Place:
-    """The bucket behind the proxy."""
+    """Return the bucket behind the proxy."""
     return replace(s3_place, options={**s3_place.options, "endpoint_url": wire.url})
 
 
 @pytest.fixture
 def hurried(place: Place) -> Blobs:
-    """With a short deadline."""
+    """Return blobs with a short deadline."""
     return blobs_of(replace(place, options={**place.options, "scarctl_timeout": TIMEOUT}))
 
 
@@ -56,12 +56,12 @@ def blobs(place: Place) -> Blobs:
 
 def blobs_of(place: Place) -> Blobs:
     blobs = blobs_at(Address.parse(place.url, place.options))
-    blobs.has("a/x")  # making a client takes longer than some deadline here
+    blobs.has("a/x")  # making a client takes longer than some deadlines here
     return blobs
 
 
 def times(count: int, fault: Fault, method: str, ending: str = "") -> Callable[[Request], Fault | None]:
-    """The first `count` requests of that kind go wrong."""
+    """Make the first `count` requests of that kind fail."""
     left = [count]
 
     def rule(request: Request) -> Fault | None:
@@ -144,7 +144,7 @@ def test_an_operation_of_several_requests_has_one_deadline(hurried: Blobs, place
 
 
 def test_who_hurries_waits_for_nothing(blobs: Blobs, place: Place, wire: Proxy) -> None:
-    """What another thread is waiting for ends; afterwards there is time again."""
+    """A request that another thread waits for ends; later requests have time again."""
     place.raw.put("a/x", b"data")
     wire.rule = lambda request: Fault(after=20)
     failed: list[BaseException] = []
@@ -203,7 +203,7 @@ def test_only_a_real_404_is_absence(hurried: Blobs, place: Place, wire: Proxy) -
 
 
 def test_refused_before_and_after_a_doubt(blobs: Blobs, place: Place, wire: Proxy) -> None:
-    """A refusal proves that nothing was created only when nothing unclear came before it."""
+    """A refusal proves that nothing was created only if no unclear answer came before it."""
     denied = Fault((403, "AccessDenied"))
     wire.rule = lambda request: denied if request.method == "PUT" else None
     with pytest.raises(AccessDenied):
@@ -251,7 +251,7 @@ def test_an_upload_that_fails_leaves_nothing(hurried: Blobs, place: Place, wire:
 
 
 def test_memory_of_a_writer_is_bounded(blobs: Blobs, wire: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the server is, no more parts wait than are in flight."""
+    """However slow the server is, no more parts wait than are being sent."""
     under_way, most = [0], [0]
     original = s3._Upload._put_part
 
@@ -275,7 +275,7 @@ def test_memory_of_a_writer_is_bounded(blobs: Blobs, wire: Proxy, monkeypatch: p
 
 
 def test_a_commit_in_doubt_is_settled_by_the_next(place: Place, wire: Proxy) -> None:
-    """The record arrives late: the commit that follows finds it, and nothing is lost or torn."""
+    """The record arrives late: the next commit finds it, and nothing is lost or torn."""
     layout, data = small_layout(), Data(small_layout())
     options = {**place.options, "scarctl_timeout": TIMEOUT}
     store = Store.create(place.url, storage_options=options)
@@ -314,7 +314,7 @@ def test_a_late_answer_does_not_hide_that_another_has_taken_over(place: Place, w
 
 @pytest.mark.timeout(240)
 def test_every_call_may_fail(s3_place: Place, wire: Proxy) -> None:
-    """One answer in six is wrong or lost; what is acknowledged is there."""
+    """One answer in six is wrong or lost; every acknowledged commit is there."""
     random_ = random.Random(5)
     wire.rule = lambda request: random_.choice(PASSING) if random_.random() < 1 / 6 else None
     options = {**s3_place.options, "endpoint_url": wire.url, "scarctl_timeout": 20}

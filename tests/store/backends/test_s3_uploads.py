@@ -1,4 +1,4 @@
-"""Multipart uploads whose writers were killed: thrown away once nobody can commit them, and never before."""
+"""Test multipart uploads whose writers were killed: aborted once no writer can commit them, and never before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def begin(bucket: Bucket, key: str) -> str:
-    """What a writer leaves that was killed in the middle: parts without an end."""
+    """Leave an unfinished upload, as a writer does that was killed in the middle."""
     asked = {"Bucket": bucket.bucket, "Key": key}
     token: str = bucket.client.create_multipart_upload(**asked)["UploadId"]
     bucket.client.upload_part(**asked, UploadId=token, PartNumber=1, Body=b"x" * 1000)
@@ -97,7 +97,7 @@ def test_a_server_that_does_not_tell_stops_nothing(
 
 
 def test_memory_of_a_large_upload_is_bounded(s3_place: Place, wire: Proxy) -> None:
-    """A segment of 30 parts: beside the state no more than the parts in flight, the one being filled, and copies."""
+    """A segment of 30 parts takes, besides the state, only the parts being sent, the part being filled, and copies."""
     import tracemalloc
 
     from scarctl.store.backends.s3 import IN_FLIGHT, S3Blobs
@@ -107,7 +107,7 @@ def test_memory_of_a_large_upload_is_bounded(s3_place: Place, wire: Proxy) -> No
     sent = [0]
 
     async def swallow(method: str, **asked: object) -> dict[str, object]:
-        """As a server that keeps nothing: its memory is not measured."""
+        """Make the server keep nothing: its memory is not measured."""
         body = asked.get("Body", b"")
         assert isinstance(body, bytes)
         sent[0] += len(body)

@@ -1,4 +1,4 @@
-"""The conformance suite and `scarctl doctor` on a real S3 server: Ceph's object gateway, from Debian's packages.
+"""Run the conformance suite and `scarctl doctor` on a real S3 server: Ceph's object gateway, from Debian's packages.
 
     python -m tests.store.conformance.real_server [--folder DIR] [-- pytest's arguments]
 
@@ -30,11 +30,11 @@ PACKAGES = ("radosgw", "ceph-mon", "ceph-osd")
 SUITE = ("tests/store/conformance/test_s3.py",)
 START_SECONDS = 120.0
 ENDPOINT_VARIABLE = "TEST_S3_ENDPOINT"
-"""Tests take this server instead of one of their own: see `s3_endpoint` in tests/conftest.py."""
+"""Variable with the address of a server that tests use in place of theirs: `s3_endpoint` in tests/conftest.py."""
 
 
 def unpack(folder: Path) -> Path:
-    """The packages and what they need, unpacked; does nothing if they are there."""
+    """Unpack the packages and their dependencies, unless they are there."""
     root = folder / "root"
     if (root / "done").exists():
         return root
@@ -62,7 +62,7 @@ def unpack(folder: Path) -> Path:
 
 
 class Ceph:
-    """One monitor, one object store in memory, one gateway, as processes of this one."""
+    """One monitor, one object store in memory and one gateway, as child processes."""
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.root, self.folder = root, folder
@@ -111,12 +111,12 @@ rgw_enable_usage_log = false
         )
 
     def call(self, program: str, *arguments: object) -> None:
-        """Runs one of Ceph's programs to its end."""
+        """Run one of Ceph's programs to its end."""
         subprocess.run(self._command(program, arguments), check=True, env=self.env, stdout=subprocess.DEVNULL)
 
     @contextmanager
     def running(self, program: str, *arguments: object) -> Iterator[None]:
-        """One of Ceph's servers."""
+        """Run one of Ceph's servers."""
         log = (self.folder / f"{program}.out").open("wb")
         with (
             log,
@@ -137,7 +137,7 @@ rgw_enable_usage_log = false
 
     @contextmanager
     def started(self) -> Iterator[str]:
-        """The gateway's address."""
+        """Yield the gateway's address."""
         fsid = self.conf.read_text().split("fsid = ")[1].split()[0]
         addresses = self.conf.read_text().split("mon_host = ")[1].split()[0]
         monmap = self.folder / "monmap"
@@ -182,7 +182,7 @@ def _answering(url: str) -> str:
 
 
 def doctor(endpoint: str, folder: Path) -> int:
-    """`scarctl doctor` on a new bucket of the server."""
+    """Run `scarctl doctor` on a new bucket of the server."""
     s3_client(endpoint).create_bucket(Bucket="doctor")
     options = f'[storage_options]\nendpoint_url = "{endpoint}"\nkey = "{KEY}"\nsecret = "{SECRET}"\n'
     (folder / "scarctl.toml").write_text(options)

@@ -1,4 +1,4 @@
-"""What every place for a store must do. A backend's test module inherits both classes and gives `place`.
+"""Define what every place for a store must do. A backend's test module inherits both classes and gives `place`.
 
 Bytes are checked by a route that bypasses the code under test (`place.raw`).
 """
@@ -35,7 +35,7 @@ class BlobsConformance:
     """All operations of `Blobs`."""
 
     large = 100_000
-    """Bytes of a file that takes more than one request, where there are requests."""
+    """Bytes of a file that takes more than one request, on places with requests."""
 
     @pytest.fixture
     def blobs(self, place: Place) -> Blobs:
@@ -183,7 +183,7 @@ class BlobsConformance:
         with pytest.raises(FileExistsError):
             blobs.settle("a/x", b"more than mine")
         there = blobs.settle("a/none", b"mine")
-        assert blobs.has("a/none") == there  # either way it is certain from now on
+        assert blobs.has("a/none") == there  # in either case it is certain from now on
         assert not there or place.raw.get("a/none") == b"mine"
         assert not there or blobs.settle("a/none", b"mine")
 

@@ -1,4 +1,4 @@
-"""A store in a local folder."""
+"""Run the conformance suite in a local folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store in fsspec's file system in memory: a synchronous one."""
+"""Run the conformance suite in fsspec's file system in memory, which is synchronous."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store on S3, through s3fs and real HTTP, on a server that the tests start."""
+"""Run the conformance suite on S3, through s3fs and real HTTP, on a server that the tests start."""
 
 from __future__ import annotations
 
