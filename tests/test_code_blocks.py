@@ -45,12 +45,12 @@ FRAGMENTS = {
     "docs/loops.md": ("", "assert session.head_step == 30"),
     "docs/howto/experts.md": ('os.makedirs("shared")', ""),
     "docs/evacuation.md": ("", "assert session.settings.grace == 25; session.close()"),
+    "docs/howto/gpu.md": ("", ""),
     "docs/metrics.md": (RECORDERS, "assert len(seen) > 10; session.close()"),
 }
 """Blocks that need preparation: the code before them, and what holds afterwards. The first block of each document."""
 ELSEWHERE = {
     "docs/adapters.md": "tests/adapters/test_adapters_document.py, and the parts of a suite",
-    "docs/deepspeed.md": "tests/adapters/deepspeed, where DeepSpeed is installed",
     "docs/frameworks.md": "tests/adapters, which train with each framework",
     "docs/jax.md": "tests/adapters/jax, where JAX is installed",
     "docs/object-stores.md": "tests/store/conformance, against a server",

@@ -54,6 +54,7 @@ WITH_TORCH = {
     "scarctl.checkpoint.pinning",
     "scarctl.session.progress",
     "scarctl.checkpoint.randomness",
+    "scarctl.checkpoint.row_copies",
     "scarctl.distributed.coordinator",
     "scarctl.distributed.rounds",
     "scarctl.distributed.reshard",

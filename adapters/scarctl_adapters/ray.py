@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import scarctl
 from scarctl.errors import UsageError
-from scarctl.persist.evacuation import Evacuated
+from scarctl.persist.evacuated import Evacuated
 from scarctl.session.session import Session
 from scarctl_adapters import actor
 from scarctl_adapters.actor import Call

@@ -21,7 +21,7 @@ from torch.nn import functional
 from examples.embedding.model import Batches, SkipGram
 from examples.embedding.words import load
 from examples.fsdp_transformer.model import BYTES, Transformer
-from scarctl.checkpoint.distance import Norm
+from scarctl.checkpoint.distance import Norm, curvature
 
 WORDS = 5000
 LENGTH, WIDTH = 32, 32
@@ -241,14 +241,6 @@ class Sampled:
         self._look += 1
         first = self._look % min(self._every, live[""].shape[1])
         return (live[""][:, first :: self._every] - saved[""][:, first :: self._every]).norm(dim=1)
-
-
-def curvature(live: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return distances in which a value counts by the root of its mean squared gradient, as the loss feels it."""
-    squares = live.get("exp_avg_sq", live.get("sum"))  # of Adam, of Adagrad
-    weight = 1.0 if squares is None else squares.sqrt()
-    found: torch.Tensor = ((live[""] - saved[""]).square() * weight).sum(dim=1).sqrt()
-    return found
 
 
 def embedding_adagrad() -> Trained:

@@ -12,15 +12,12 @@ process maps it again. Each partition has these fields:
     encoding_error      float64, squared error of the parameter in the store's copy if that is encoded; -1 if exact
 
 The owner locks the folder, not the file: views of a map keep its file open, in forked children too, and a lock on the
-file would stay as long.
-
-One process writes copies, one thread acknowledges them. The generations rely on the order of stores, which x86-64
-keeps. On other processors the interpreter's locks between the two calls have the same effect.
+file would stay as long. One process writes copies, one thread acknowledges them. The generations rely on the order of
+stores, which x86-64 keeps. On other processors the interpreter's locks between the two calls have the same effect.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import mmap
@@ -35,11 +32,11 @@ from numpy.typing import NDArray
 from scarctl.arena.fields import Fields
 from scarctl.arena.folder import (
     LOCK_SECONDS,
-    arena_folder,
     check_both,
     clear_queue,
     folder_error,
     lock_folder,
+    remove_files,
     reserve,
 )
 from scarctl.arena.header import (
@@ -61,8 +58,6 @@ from scarctl.errors import UsageError
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER, epoch_of, pack, step_of
 from scarctl.util.arrays import Bytes, Ids, adjacent
-
-__all__ = ["Arena", "arena_folder"]
 
 log = logging.getLogger("scarctl")
 
@@ -100,8 +95,6 @@ class Arena(Fields):
         super().__init__(np.frombuffer(memory, np.int64, len(FIELDS), FIELDS_AT))
         if lock >= 0:
             _open_arenas.add(self)
-
-    # -- making and finding -------------------------------------------------------------------------------------
 
     @classmethod
     def create(
@@ -266,8 +259,6 @@ class Arena(Fields):
         at, end = HEADER, self._geometry.arrays_at
         return bytes(self._memory[at:end]).rstrip(b"\0")
 
-    # -- copies -------------------------------------------------------------------------------------------------
-
     def rows(self, g: int, t: int) -> NDArray[np.uint8]:
         """Return the rows of tensor `t` of group `g`: a writable view, uint8 of shape (rows, bytes per row)."""
         spec, at = self.layout.groups[g].tensors[t], self._geometry.tensor_at[g][t]
@@ -428,8 +419,6 @@ class Arena(Fields):
             np.logical_and(even, self.version[part] >= 0, out=whole[part])
         return whole
 
-    # -- the end ------------------------------------------------------------------------------------------------
-
     def close(self) -> None:
         """Release the lock. The file stays; views stay valid."""
         self.end_filling()
@@ -443,13 +432,9 @@ class Arena(Fields):
         Does nothing after `close`, and in a forked child: another process may own the arena by then.
         """
         if self._folder is not None and self._lock >= 0:
-            for name in (MOVEMENTS, FILE, LINES, OWNER):  # movements without an arena are ignored
-                (self._folder / name).unlink(missing_ok=True)
-            try:
-                os.rmdir(self._folder)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-                    raise folder_error(error, self._folder) from error
+            remove_files(
+                self._folder, (MOVEMENTS, FILE, LINES, OWNER)
+            )  # movements without an arena are ignored
         self.close()
 
 

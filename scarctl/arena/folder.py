@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 from scarctl.errors import AccessDenied, Contention, ScarError, Unavailable
@@ -200,6 +201,17 @@ def _free_bytes(folder: Path) -> int:
     """Return the bytes that this user can still write to the folder's file system."""
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize
+
+
+def remove_files(folder: Path, names: Iterable[str]) -> None:
+    """Delete these files, in this order, and the folder if it is empty then. Raises Unavailable, AccessDenied."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+    try:
+        os.rmdir(folder)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            raise folder_error(error, folder) from error
 
 
 def clear_queue(folder: Path) -> None:

@@ -27,6 +27,9 @@ NormFunction = Callable[[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
 (partitions, values per partition) in its own dtype; the result has shape (partitions,)."""
 
 Norm = str | NormFunction
+SQUARES = ("exp_avg_sq", "square_avg", "sum")
+"""Slots in which optimizers keep squared gradients."""
+_FLOOR = 1e-8
 _Block = tuple[int, int, torch.Tensor, torch.Tensor]
 
 # Values per chunk. On the CPU two float32 buffers of this size stay in the last-level cache, and the passes are few
@@ -35,6 +38,22 @@ _CPU_CHUNK = 1 << 20
 _DEVICE_CHUNK = 1 << 23
 _LARGE = 1 << 14
 """Values of a partition above which it is compared in place instead of being gathered with others."""
+
+
+def curvature(live: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return distances in which a squared change counts by the root of the optimizer's squared gradients.
+
+    A norm for `Selection(norm=curvature)`. It ranks changes by what the loss feels of them, as far as the optimizer
+    knows: `exp_avg_sq` of Adam, `square_avg` of RMSprop, `sum` of Adagrad, also with one value per row. Without such a
+    slot it is the l2 norm. See docs/when-not-to-use.md for what it gains.
+    """
+    kind = accumulator(live[""].dtype)
+    squared = (live[""].to(kind) - saved[""].to(kind)).abs().square()
+    if found := [live[slot] for slot in SQUARES if slot in live]:
+        # The floor keeps values without a gradient in the ranking: weight decay may move them.
+        weight = found[0].to(squared.dtype).sqrt().add_(_FLOOR)
+        squared *= weight.repeat_interleave(squared.shape[1] // weight.shape[1], dim=1)
+    return squared.sum(dim=1).sqrt()
 
 
 def distances(

@@ -221,13 +221,7 @@ class Engine:
             self.trend.look(live.tensors, step)
 
     def _save(
-        self,
-        live: LiveState,
-        ids: Ids,
-        distance: NDArray[np.float64],
-        version: int,
-        *,
-        sealed: bool = False,
+        self, live: LiveState, ids: Ids, distance: NDArray[np.float64], version: int, *, sealed: bool = False
     ) -> None:
         self.leaving.copying(ids, distance[ids])
         live.save(ids, version, self.movements)

@@ -23,7 +23,7 @@ from scarctl.ops.checkpoint import Checkpoint
 from scarctl.ops.export import Exported
 from scarctl.ops.surveyed import ShardLine
 from scarctl.peers.probe import PeerDiagnosis
-from scarctl.persist.evacuation import Evacuated
+from scarctl.persist.evacuated import Evacuated
 from scarctl.util.document import Document, document_fields
 
 DOCUMENTS: dict[str, tuple[type, ...]] = {

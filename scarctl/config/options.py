@@ -60,7 +60,7 @@ class Selection:
         first; "priority" the largest change per byte. "round" takes turns, "random" draws, "full" saves everything,
         every time. docs/when-not-to-use.md compares them. Default: "aged".
     norm: Distance between live values and their saved copy: "l2", "rms", "relative", or a function of (live, saved)
-        that returns one distance per partition (see `scarctl.checkpoint.distance`). Default: "l2".
+        that returns one distance per partition, such as `scarctl.checkpoint.distance.curvature`. Default: "l2".
     tracker: How distances are measured. "overlapped" compares all values, a part after every iteration, while training
         continues. "exact" compares them at the checkpoint; "overlapped" does so too with less than 16 MiB of
         parameters. "sampled" compares a few values, different ones each time, of every partition of 4,096 values or

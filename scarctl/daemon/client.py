@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 from scarctl.daemon import protocol
 from scarctl.daemon.status import DaemonStatus
 from scarctl.errors import Contention, ScarError, Unavailable, UsageError
-from scarctl.persist.evacuation import Evacuated
+from scarctl.persist.evacuated import Evacuated
 from scarctl.store.backends.address import PORTABLE
 
 T = TypeVar("T")

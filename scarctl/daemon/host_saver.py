@@ -10,7 +10,8 @@ from pathlib import Path
 from scarctl.arena.arena import Arena
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import Corruption, ScarError, Unavailable, UsageError
-from scarctl.persist.evacuation import Copies, Evacuated
+from scarctl.persist.evacuated import Evacuated
+from scarctl.persist.evacuation import Copies
 from scarctl.persist.persister import adopt_orphans
 from scarctl.persist.saver import LocalSaver
 from scarctl.persist.speed import Speed

@@ -24,7 +24,8 @@ from scarctl.daemon.status import RunStatus, ShardSteps
 from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.peers.evacuation import HEAD_START, PeerCopies
 from scarctl.peers.sender import Candidate, Sender, Source
-from scarctl.persist.evacuation import STORE_ONLY, Evacuated, not_evacuated, unknown_host
+from scarctl.persist.evacuated import Evacuated
+from scarctl.persist.evacuation import STORE_ONLY, not_evacuated, unknown_host
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import PersisterStats
 from scarctl.state.version import NEVER, step_of

@@ -19,7 +19,8 @@ from scarctl.daemon import protocol
 from scarctl.daemon.client import REPLY_SECONDS, ask, connect, evacuate, gone, insist, request
 from scarctl.daemon.request import Wish
 from scarctl.errors import Corruption, Fenced, ScarError, Unavailable, error_from
-from scarctl.persist.evacuation import Evacuated, not_evacuated
+from scarctl.persist.evacuated import Evacuated
+from scarctl.persist.evacuation import not_evacuated
 from scarctl.persist.saver import Acknowledged
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current

@@ -21,7 +21,8 @@ from scarctl.daemon import client
 from scarctl.daemon.request import Wish
 from scarctl.daemon.status import RunStatus
 from scarctl.errors import ScarError, UsageError
-from scarctl.persist.evacuation import Evacuated, before, rework_of_all
+from scarctl.persist.evacuated import Evacuated, rework_of_all
+from scarctl.persist.evacuation import before
 from scarctl.theory.rework import Rework
 
 _FLUSH_SHARE = 0.4

@@ -40,10 +40,7 @@ class Report:
         return {
             "made": self.made,
             "store": self.view.url,
-            "now": {
-                **self.view.to_json(0),
-                "stalest": self.view.stalest(MOST_PARTITIONS),
-            },
+            "now": {**self.view.to_json(0), "stalest": self.view.stalest(MOST_PARTITIONS)},
             "health": self.health.to_json(),
             "layers": json_of(self.layers),
             "more_layers": self.more_layers,

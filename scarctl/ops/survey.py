@@ -160,10 +160,7 @@ def _never(topology: Topology, numbers: Sequence[int]) -> str:
 
 
 def _share(
-    store: Store,
-    states: Mapping[int, ShardState],
-    arena_dir: str | None,
-    damage: Mapping[int, VisibleDamage],
+    store: Store, states: Mapping[int, ShardState], arena_dir: str | None, damage: Mapping[int, VisibleDamage]
 ) -> _Share:
     """Return one rank's share. store: the rank's view. damage: by shard."""
     arena = view_of(arena_dir, store)

@@ -363,12 +363,7 @@ class Survey:
                 "note": self.note,
             },
             "ranks": [
-                {
-                    "rank": rank.rank,
-                    **line.to_json(),
-                    "staleness": line.staleness,
-                    **asdict(rank),
-                }
+                {"rank": rank.rank, **line.to_json(), "staleness": line.staleness, **asdict(rank)}
                 for rank, line in self.shards_of_ranks
             ],
             "other_shards": json_of(self.others),

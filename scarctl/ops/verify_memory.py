@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.arena.arena import Arena, arena_folder
+from scarctl.arena.arena import Arena
+from scarctl.arena.folder import arena_folder
 from scarctl.arena.owner import read_owner
 from scarctl.recovery.memory import checksums, pieces
 from scarctl.store import ShardState, Store, topology_epochs

@@ -14,7 +14,8 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.kinship import require_kinship
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import ScarError, Unavailable
-from scarctl.persist.evacuation import STORE_ONLY, Copies, Evacuated, unknown_host
+from scarctl.persist.evacuated import Evacuated
+from scarctl.persist.evacuation import STORE_ONLY, Copies, unknown_host
 from scarctl.persist.persister import Persister, reconcile
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current, PersisterThread

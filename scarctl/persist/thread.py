@@ -15,7 +15,8 @@ from enum import Enum
 
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import AccessDenied, Corruption, ScarError, Unavailable
-from scarctl.persist.evacuation import Copies, Evacuated, Evacuation, before
+from scarctl.persist.evacuated import Evacuated
+from scarctl.persist.evacuation import Copies, Evacuation, before
 from scarctl.persist.persister import Interrupted, Persister
 from scarctl.persist.retry import (
     Event,

@@ -3,7 +3,7 @@
 A checkpoint costs the time that the training thread spends in hooks and waiting, which is measured exactly. It also
 slows down the iterations during which it is copied and saved. That is the difference between those iterations and quiet
 ones of the same time, in which nothing of a checkpoint runs. One iteration is noise, so means over many checkpoints
-decide. An account of the time spent corrects them: the next eight checkpoints pay back what one took too much.
+decide. An account of the time spent corrects them: if one checkpoint takes too much, the next eight pay it back.
 
 All times are seconds. Callers pass them in.
 """

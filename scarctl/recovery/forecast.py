@@ -23,16 +23,7 @@ from scarctl.state.version import NEVER, step_of
 from scarctl.store import ShardState, Store
 from scarctl.theory.convergence import NoEstimate
 from scarctl.theory.history import History
-from scarctl.theory.rework import (
-    Choice,
-    Cost,
-    Outlook,
-    Rework,
-    choose,
-    grouped,
-    mean_age,
-    rework_of_loss,
-)
+from scarctl.theory.rework import Choice, Cost, Outlook, Rework, choose, grouped, mean_age, rework_of_loss
 
 
 class Told(NamedTuple):

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from scarctl.daemon.request import Wish
 from scarctl.errors import ScarError
-from scarctl.persist.evacuation import Evacuated, before, not_evacuated
+from scarctl.persist.evacuated import Evacuated
+from scarctl.persist.evacuation import before, not_evacuated
 from scarctl.session import signals
 from scarctl.session.parts import Parts
 from scarctl.session.saving import FLUSH_SECONDS, Saving

@@ -44,12 +44,7 @@ class Opening:
     """Opens the engine of one session, and closes it."""
 
     def __init__(
-        self,
-        store: Store,
-        settings: SessionSettings,
-        saver: Saver,
-        together: Together,
-        caveats: Caveats,
+        self, store: Store, settings: SessionSettings, saver: Saver, together: Together, caveats: Caveats
     ) -> None:
         self.store = store
         self._settings = settings
@@ -69,8 +64,7 @@ class Opening:
         if self.opened is None:
             self._together.begin(self.store)
             self.opened = self._together.agree(
-                lambda: self._engine(layout, resuming),
-                undo=lambda engine: engine.leave(),
+                lambda: self._engine(layout, resuming), undo=lambda engine: engine.leave()
             )
             self._together.keep_copies(self._saver, self._settings, self._caveats)
         return self.opened

@@ -21,7 +21,7 @@ from scarctl.config import Hooks, SessionSettings
 from scarctl.config.checks import seconds_of
 from scarctl.daemon.request import Wish
 from scarctl.errors import UsageError
-from scarctl.persist.evacuation import Evacuated
+from scarctl.persist.evacuated import Evacuated
 from scarctl.recovery.execute import Report
 from scarctl.session import attached
 from scarctl.session.departure import Departure

@@ -27,14 +27,7 @@ from scarctl.store.format import (
 from scarctl.store.index import Index, parse_index, read_index
 from scarctl.store.log import ShardLog
 from scarctl.store.record import Record
-from scarctl.store.segment import (
-    COLUMNS,
-    SegmentRef,
-    Tail,
-    by_group,
-    partition_checksums,
-    positions,
-)
+from scarctl.store.segment import COLUMNS, SegmentRef, Tail, by_group, partition_checksums, positions
 from scarctl.store.segment_reader import SegmentReader, open_segment, read_tail
 from scarctl.store.shard_state import ShardState
 from scarctl.store.snapshot import read_snapshot, snapshot_names, snapshots
@@ -288,9 +281,7 @@ class _Check:
         present = set(numbers)
         # Gaps are found between existing numbers, because a hostile file name may claim any number.
         for low, high in zip(
-            [first - 1, *(n for n in numbers if n >= first)],
-            (n for n in numbers if n >= first),
-            strict=False,
+            [first - 1, *(n for n in numbers if n >= first)], (n for n in numbers if n >= first), strict=False
         ):
             if high > low + 1:
                 gap = f"{low + 1}" if high == low + 2 else f"{low + 1} to {high - 1}"
@@ -338,12 +329,7 @@ class _Check:
     # --- segments -------------------------------------------------------------------------------------------
 
     def _segment(
-        self,
-        log: ShardLog,
-        ref: SegmentRef,
-        digest: str,
-        kind: str | None,
-        named_by: Record | int,
+        self, log: ShardLog, ref: SegmentRef, digest: str, kind: str | None, named_by: Record | int
     ) -> None:
         """Check a segment that a record or (by its number) an index names.
 

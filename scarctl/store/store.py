@@ -168,8 +168,7 @@ class Store:
             refuse_foreign(address, blobs, "use the folder of a store")
             if not blobs.has(SETTINGS):  # another process may just have created it
                 raise NoStore(
-                    f"{address.root or address.shown}: there is no store here",
-                    hint=no_store(address),
+                    f"{address.root or address.shown}: there is no store here", hint=no_store(address)
                 )
         with damaged_settings(address, blobs):
             obj = load_json(blobs.read(SETTINGS, MAX_SETTINGS), what)

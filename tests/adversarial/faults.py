@@ -128,10 +128,7 @@ class Run:
 
     def __init__(self, case: Case, seed: int) -> None:
         self.rng = np.random.default_rng([seed, case.number])
-        self.state = {
-            "rows": np.zeros((ROWS, 8), np.int64),
-            "dense": np.zeros((24, 32), np.float32),
-        }
+        self.state = {"rows": np.zeros((ROWS, 8), np.int64), "dense": np.zeros((24, 32), np.float32)}
         self.history: list[dict[str, np.ndarray[Any, Any]]] = [{}]
         self.longest = 0.0
 
@@ -326,9 +323,7 @@ class Attack:
             interval=2,
             fraction=0.25,
             settings=scarctl.Settings(
-                daemon=case.daemon,
-                timeout=PATIENT if case.mended else DRAIN,
-                storage_options=options,
+                daemon=case.daemon, timeout=PATIENT if case.mended else DRAIN, storage_options=options
             ),
         )
         # The steps after the one from which it continues never happened.

@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from scarctl.arena.arena import Arena, arena_folder
+from scarctl.arena.arena import Arena
+from scarctl.arena.folder import arena_folder
 from scarctl.arena.header import FILE, Geometry
 from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.stale import survey as stale_arenas

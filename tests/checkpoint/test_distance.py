@@ -153,6 +153,34 @@ def test_user_norm_sees_the_slots_of_each_partition() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("slot", ["exp_avg_sq", "square_avg", "sum"])
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_curvature_weighs_changes_by_squared_gradients(slot: str, by_row: bool, dtype: torch.dtype) -> None:
+    name = TORCH_TO_NAME[dtype]
+    specs = (TensorSpec("", name, (5, 3)), TensorSpec(slot, "F32", (5,) if by_row else (5, 3)))
+    group = Group("w", "parameter", 2, specs)
+    rng = np.random.default_rng(0)
+    live = [
+        torch.from_numpy(rng.normal(size=(5, 3))).to(dtype),
+        torch.from_numpy(rng.random(specs[1].shape)).float(),
+    ]
+    live[1][0] = 0.0  # it never had a gradient
+    saved = [torch.zeros_like(live[0]), torch.zeros_like(live[1])]
+    weight = live[1].double().sqrt() + 1e-8
+    rows = (live[0].double().square() * (weight[:, None] if by_row else weight)).sum(dim=1)
+    wanted = [float(rows[first : first + 2].sum().sqrt()) for first in (0, 2, 4)]
+    assert distances(group, live, saved, distance.curvature) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_curvature_keeps_what_has_no_gradient_in_the_ranking_and_is_l2_without_slots() -> None:
+    live, saved = torch.tensor([[1.0], [0.0]]), torch.zeros(2, 1)
+    found = distance.curvature({"": live, "exp_avg_sq": saved}, {"": saved, "exp_avg_sq": saved})
+    assert found[0] > 0
+    assert found[1] == 0
+    assert distance.curvature({"": live}, {"": saved}).tolist() == [1.0, 0.0]
+
+
 def test_user_norm_of_the_wrong_shape_is_refused() -> None:
     live = torch.ones(4, 2)
     with pytest.raises(UsageError, match="one distance per partition"):

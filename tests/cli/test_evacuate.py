@@ -13,7 +13,7 @@ import pytest
 
 from scarctl.cli.evacuate import _lines
 from scarctl.ops.evacuate import Host, Process, Store
-from scarctl.persist.evacuation import Evacuated
+from scarctl.persist.evacuated import Evacuated
 from scarctl.session.departure import said
 from tests.cli.conftest import Done
 from tests.support import stepper

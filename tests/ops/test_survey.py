@@ -149,10 +149,7 @@ def test_a_run_that_is_alive_knows_its_step(tmp_path: Path, arena_dir: Path) -> 
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with scarctl.attach(
-        model,
-        optimizer,
-        store=tmp_path / "run",
-        settings=scarctl.Settings(daemon=False, arena_dir=arena_dir),
+        model, optimizer, store=tmp_path / "run", settings=scarctl.Settings(daemon=False, arena_dir=arena_dir)
     ) as session:
         session.resume()
         model(torch.ones(1, 4)).sum().backward()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -23,10 +22,9 @@ from scarctl.arena.owner import Owner, disown, read_owner
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import Contention, Corruption, Fenced, ScarError, Unavailable
 from scarctl.peers import follower as followers
-from scarctl.peers import replica as replicas
 from scarctl.peers.follower import Follower
 from scarctl.peers.frames import Kind
-from scarctl.peers.replica import SUCCESSOR, Replica, sweep
+from scarctl.peers.replica import SUCCESSOR, Replica
 from scarctl.state.layout import TensorSpec, build_layout
 from scarctl.state.version import pack, step_of
 from tests.daemon.rig import fill, small_layout, values
@@ -390,84 +388,3 @@ def test_a_layout_that_is_none_is_refused(
 ) -> None:
     with pytest.raises(ScarError):
         Replica.begin(Path("/nonexistent"), RUN, data, Owner("east", "11" * 16, 1), 1, "")
-
-
-def half_of_the_rows(arena: Arena, ids: Any, data: Any, **_: Any) -> None:
-    """Copy only the first tensor, and die."""
-    rows = arena.rows(0, 0)
-    rows[: len(rows) // 2] = data[0]
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-DEATHS = ["rows", "replace", "rename 1", "rename 2", "reach", "seal", "name_whole 2", "remove"]
-
-
-def arm(death: str, patch: pytest.MonkeyPatch) -> None:
-    """Make this process kill itself right before a call, or before its second call for names that end in 2."""
-    name, _, count = death.partition(" ")
-    if name == "rows":
-        return patch.setattr(replicas, "write_rows", half_of_the_rows)
-    owner = {"replace": os, "rename": os, "remove": HandOverQueue}.get(name, Arena)
-    real, left = getattr(owner, name), [int(count or 1)]
-
-    def call(*arguments: Any) -> Any:
-        left[0] -= 1
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments)
-
-    return patch.setattr(owner, name, call)
-
-
-@pytest.mark.parametrize("complete", [True, False])
-@pytest.mark.parametrize("death", DEATHS)
-def test_a_host_that_is_killed_while_it_writes(
-    tmp_path: Path, death: str, complete: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = Run(tmp_path)
-    run.copy(EVERYTHING)
-    run.hand_over(EVERYTHING, whole=True)
-    if complete:
-        run.send()
-        run.copy(EVERYTHING[::2])
-        run.hand_over(EVERYTHING[::2])
-        run.copy(EVERYTHING)
-        run.hand_over(EVERYTHING, whole=True)
-        run.arena.seal(pack(1, run.step))
-        run.queue.remove(1)
-    child = os.fork()
-    if not child:
-        try:
-            arm(death, monkeypatch)
-            run.send()
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    reached = os.WIFSIGNALED(status)
-    assert reached or death in ("rename 1", "rename 2", "remove", "seal"), "this death is of no use"
-    check_what_is_left(run, complete)
-    run.connect()
-    assert run.send()
-    assert equal(run)
-    sweep(run.host)
-    assert [path.name for path in run.host.iterdir()] == [RUN]
-
-
-def check_what_is_left(run: Run, complete: bool) -> None:
-    """Check that recovery finds a true state after a death."""
-    place = run.host / RUN
-    if not (place / FILE).exists():
-        assert not complete
-        return
-    found = Arena.share(place, run_id=RUN)
-    assert found is not None
-    intact = found.intact()
-    for i in NOT_EMPTY.tolist():
-        if intact[i]:
-            assert values(found, i) == {step_of(int(found.version[i])) % 251}
-    if found.whole:
-        assert intact.all()
-        assert found.memory().tobytes() == run.wholes[found.whole]
-    assert (found.version[intact] >= found.sealed).all()
-    for handover in HandOverQueue(place).pending():
-        assert (found.version[handover.ids] >= handover.version).all()

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from scarctl.arena.arena import Arena, arena_folder
+from scarctl.arena.arena import Arena
+from scarctl.arena.folder import arena_folder
 from scarctl.arena.owner import Owner, write_owner
 from scarctl.errors import NoIntactCopy
 from scarctl.ops.recover import RecoverSettings, recover

@@ -1,7 +1,8 @@
 """Call functions before ZeRO changes master weights, and after the engine's step has ended.
 
-ZeRO steps its inner optimizer once for each flat tensor, with the others out of sight. So that optimizer's hooks would
-see parts of a step. Methods of the engine and of ZeRO are replaced on these two objects, until the last removal.
+ZeRO steps its inner optimizer once for each flat tensor, and hides the other tensors meanwhile. So that optimizer's
+hooks would see parts of a step. Methods of the engine and of ZeRO are replaced on these two objects, until the last
+removal.
 """
 
 from __future__ import annotations

@@ -10,11 +10,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import (
-    logger,
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-)
+from deepspeed.utils import logger, safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import distributed as dist
 from torch import nn
 
