@@ -55,7 +55,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         scarctl.cli.documents scarctl.persist.space""",
     ("store", "by reading and writing a store: a file's bytes count, not the function that wrote them"): """
         scarctl.store.backends.base scarctl.store.commit scarctl.store.commit_check
-        scarctl.store.compact scarctl.store.foreign scarctl.store.ledger scarctl.store.read
+        scarctl.store.compact scarctl.store.ledger scarctl.store.read
         scarctl.store.segment_reader""",
     ("state", "data classes that layouts are made of"): "scarctl.state.group",
     ("test_api.py", "by calls that a user may get wrong"): """

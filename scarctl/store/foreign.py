@@ -64,6 +64,8 @@ def near(path: Path) -> str:
         for above in path.parents[:_ABOVE]:
             if (above / SETTINGS).is_file():
                 return f"; did you mean the store {above}?"
+        if path.is_file():
+            return ""
         folder = path if path.is_dir() else path.parent
         with os.scandir(folder) as entries:
             names = [

@@ -13,6 +13,7 @@ import pytest
 from scarctl.errors import AccessDenied, Contention, Corruption, Fenced, NoStore, SettingsConflict, UsageError
 from scarctl.state.layout import Layout
 from scarctl.store import Store, StoreWriter, open_writer, verify
+from scarctl.store.foreign import near
 from scarctl.store.lock import StoreLock
 from tests.store.helpers import Data, files, read_all, summary
 
@@ -295,3 +296,17 @@ def test_what_is_not_a_regular_file_is_refused(
         # A folder in place of a record is not a record: the previous one is the newest.
         with pytest.raises(Corruption, match=r"lock|scarctl\.json|log|layout"):
             use()
+
+
+def test_a_hint_names_the_stores_near_a_path_without_one(tmp_path: Path) -> None:
+    assert near(tmp_path / "ckpt") == near(tmp_path / "gone" / "ckpt") == ""
+    for name in ("ckpt", "other"):
+        Store.create(tmp_path / name)
+    assert near(tmp_path / "ckp") == f"; did you mean {tmp_path / 'ckpt'}?"
+    assert near(tmp_path / "ckpt" / "shards" / "0") == f"; did you mean the store {tmp_path / 'ckpt'}?"
+    assert near(tmp_path) == near(tmp_path / "runs") == f"; stores in {tmp_path}: ckpt, other"
+    for name in ("c", "d", "e"):
+        Store.create(tmp_path / name)
+    assert near(tmp_path) == f"; stores in {tmp_path}: c, ckpt, d and 2 more"
+    (tmp_path / "model.pt").touch()
+    assert near(tmp_path / "model.pt") == "", "a file that exists was meant"
