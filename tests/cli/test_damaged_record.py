@@ -56,9 +56,9 @@ def test_what_is_left_is_restored_and_not_called_exact(
 
 def test_it_is_said_everywhere(run: Run, damaged: tuple[Path, dict[str, torch.Tensor]]) -> None:
     newest, _ = damaged
-    view = run("inspect", "--store", "ckpt", "--json").document
+    view = run("inspect", "--store", "ckpt", "--json", code=3).document
     assert view["damage"] == [{"file": str(newest), "reason": view["damage"][0]["reason"]}]
-    assert f"damaged: {newest}" in run("inspect", "--store", "ckpt").stdout
+    assert f"damaged: {newest}" in run("inspect", "--store", "ckpt", code=3).stdout
     (finding,) = run("status", "ckpt", "--json", code=3).document["stores"][0]["findings"]
     assert (finding["severity"], finding["kind"]) == ("losing", "damaged")
     assert finding["message"].startswith("damaged: a part of the store's log")
@@ -98,7 +98,7 @@ def test_memory_that_cannot_be_told_from_anothers_is_not_used(run: Run, arena_di
     newest = max(Path("ckpt/shards/0/log").iterdir())
     intact = newest.read_bytes()
     newest.write_bytes(intact[:-1])
-    seen = run("inspect", "--store", "ckpt", "--arena-dir", arena_dir)
+    seen = run("inspect", "--store", "ckpt", "--arena-dir", arena_dir, code=3)
     assert "it is not known whether this host's memory belongs to the store" in seen.stderr
     done = run("export", "--store", "ckpt", "out.safetensors", code=3)
     assert newest.name in done.stderr

@@ -135,12 +135,11 @@ def test_what_the_run_on_this_host_knows(run: Run, saved: Model, arena_dir: Path
     assert "warning" in spoiled.stderr
 
 
-@pytest.mark.parametrize("spoiled", ["scarctl.json", "layout", "log"])
+@pytest.mark.parametrize("spoiled", ["scarctl.json", "layout"])
 def test_damage_is_an_error_that_names_the_file(run: Run, saved: Model, tmp_path: Path, spoiled: str) -> None:
     path = {
         "scarctl.json": tmp_path / "ckpt" / "scarctl.json",
         "layout": next((tmp_path / "ckpt" / "layout").glob("[0-9a-f]*")),
-        "log": sorted((tmp_path / "ckpt" / "shards" / "0" / "log").iterdir())[-1],
     }[spoiled]
     path.write_bytes(path.read_bytes().replace(b":", b";", 1))
     assert path.name in run("inspect", "--store", "ckpt", "--json", code=13).error["message"]
