@@ -16,7 +16,7 @@ from scarctl.state.version import step_of
 from scarctl.store import Store, create_snapshot, open_writer, read_snapshot, sealed_sets, verify
 from scarctl.store import format as store_format
 from scarctl.store.around import layout_around, state_around, states_around
-from scarctl.store.format import record_path
+from scarctl.store.format import index_path, record_path
 from scarctl.store.snapshot import lost_seals
 from tests.store.helpers import Data, read_all
 from tests.support.log_per_shard import store_with_a_log_per_shard
@@ -84,6 +84,24 @@ def test_a_missing_one(saved: Store, layout: Layout) -> None:
     (saved.root / record_path(0, 2)).unlink()
     assert steps(saved, layout) == [3 if i % 3 == 0 else 1 for i in range(layout.partitions)]
     assert state_around(saved, 0).damaged[0].reason.endswith("this record is missing (the log has 0 to 3)")
+
+
+def test_the_newest_is_missing_and_its_index_is_there(saved: Store, layout: Layout, data: Data) -> None:
+    with open_writer(saved, layout=layout) as writer:
+        seq = writer.commit(0, np.arange(layout.partitions), data, step=4, sealed=True).seq
+    assert saved.log(0).indexes() == [seq]
+    path = saved.root / record_path(0, seq)
+    path.unlink()
+    state = state_around(saved, 0)
+    assert [one.file for one in state.damaged] == [str(path)]
+    assert state.doubt.all()
+    shared = open_shares(saved)
+    (plan,) = plans_back(shared, [None], 0, None)
+    assert (plan.step, plan.degraded) == (1, True)
+    (
+        saved.root / index_path(0, seq)
+    ).unlink()  # as docs/troubleshooting.md says of a record that is moved away
+    assert not state_around(saved, 0).damaged
 
 
 def test_a_whole_state_after_it_is_exact(saved: Store, layout: Layout, data: Data) -> None:
