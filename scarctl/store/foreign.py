@@ -45,8 +45,8 @@ def check_copy(blobs: Blobs) -> None:
         ) from error
     raise corrupt(
         what,
-        f"it is intact, but differs from {SETTINGS}: if that file was copied here from another store, put this one back in "
-        "its place; otherwise delete this one",
+        f"it is intact, but differs from {SETTINGS}: if that file was copied here from another store, put this one "
+        "back in its place; otherwise delete this one",
     )
 
 

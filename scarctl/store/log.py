@@ -347,8 +347,8 @@ class ShardLog:
         The result has these ids only; version and segment are -1 without an older copy. It can be passed as `state`
         again. Damaged segments are skipped. Reads tails back to the oldest needed copy.
         """
-        own = state.layout, state.seq, state.epoch, state.step, state.tail_digest, state.records
-        found = ShardState(self.shard, *own, sealed=state.sealed)
+        head = state.layout, state.seq, state.epoch, state.step, state.tail_digest, state.records
+        found = ShardState(self.shard, *head, sealed=state.sealed)
         found.past = True  # an older copy must not be replaced by the copy that it stands in for
         if state.layout is None:
             return None
