@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scarctl.cli.output import Decorated, human_bytes, options_for, output_options, store_option, warn
+from scarctl.cli.output import Decorated, options_for, output_options, store_option, warn
 from scarctl.errors import UsageError
-from scarctl.util.text import aligned, printable
+from scarctl.util.text import aligned, human_bytes, printable
 
 if TYPE_CHECKING:
     from scarctl.ops.diff import Comparison, Difference

@@ -10,9 +10,9 @@ import click
 
 from scarctl.cli.given import refuse
 from scarctl.cli.groups import Command
-from scarctl.cli.output import EXIT_OK, emit, human_bytes, note, on_store, open_store, say, wants_json
+from scarctl.cli.output import EXIT_OK, emit, note, on_store, open_store, say, wants_json
 from scarctl.errors import UsageError
-from scarctl.util.text import counted
+from scarctl.util.text import counted, human_bytes
 
 if TYPE_CHECKING:
     from scarctl.store.prune import Pruned, PrunePlan, Retention

@@ -14,7 +14,6 @@ import click
 import pytest
 
 from scarctl.cli.main import COMMANDS, GROUPS, cli, default_map
-from scarctl.cli.output import human_bytes
 from scarctl.config import (
     KNOWN_NAMES,
     NORMS,
@@ -27,6 +26,7 @@ from scarctl.config import (
 )
 from scarctl.errors import UsageError
 from scarctl.policy import select
+from scarctl.util.text import human_bytes
 
 SCARCTL = [sys.executable, "-m", "scarctl"]
 
