@@ -216,7 +216,9 @@ class Loop:
             self._since += 1
             self._host.handed_out()
             # A loop that leaves here breaks, and the next epoch settles it; or it fails at an unknown place.
-            head = self._given = self._host.head_step
+            head = self._host.head_step
+            if not this.nested:
+                self._given = head
             try:
                 yield batch
             except GeneratorExit:
