@@ -35,7 +35,8 @@ def chosen(store: str | None, checkpoint: str | None) -> tuple[str | None, str |
     """
     if checkpoint is None:
         if store is None:
-            raise UsageError("Missing option '--store'.", hint="name a store, or give a checkpoint")
+            command = click.get_current_context().command_path
+            raise UsageError("name a store or a checkpoint", hint=f"such as `{command} ckpt`")
         return store, None
     source = click.get_current_context().get_parameter_source("store")
     if source is click.core.ParameterSource.COMMANDLINE:

@@ -136,7 +136,7 @@ def _lines(plan: PrunePlan, verb: str) -> list[str]:
     for word, sets in (("are kept", plan.keep_sealed), (gone, plan.drop_sealed)):
         if sets:
             steps = ", ".join(str(s.step) for s in sets[:20]) + (", ..." if len(sets) > 20 else "")
-            lines.append(f"sealed states that {word}: of steps {steps}")
+            lines.append(f"sealed states that {word}: {'step' if len(sets) == 1 else 'steps'} {steps}")
     if plan.retire:
         lines.append(f"shards of earlier ranks that {gone}: {', '.join(map(str, plan.retire))}")
     return lines
