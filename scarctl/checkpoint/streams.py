@@ -88,7 +88,7 @@ class Streams:
     def times(self) -> Marks:
         """Mark the present moment on the streams that train, with events that keep its time.
 
-        Returns {} in another thread, beside which training goes on, and in a capture, whose events have no time.
+        Returns {} in another thread, because training continues meanwhile, and in a capture, whose events have no time.
         """
         made: dict[torch.device, torch.cuda.Event] = {}
         if threading.get_ident() != self._thread or is_capturing():
