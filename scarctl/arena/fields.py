@@ -12,11 +12,11 @@ from scarctl.state.version import NEVER
 
 _EPOCH, _HEAD_STEP, _PID, _SEALED, _ERRORS, _BASE_EPOCH = range(6)
 _WHOLE = slice(6, 8)
-_READING, _TAKEN, _PROGRESS, _INTERVAL, _OVERHEAD = range(8, 13)
+_READING, _TAKEN, _PROGRESS, _INTERVAL, _OVERHEAD, _FAILED_SAVES = range(8, 14)
 
 
 class Fields:
-    """The counters, int64 of shape (13,) in a mapped file. Another process may read each at any time."""
+    """The counters, int64 of shape (14,) in a mapped file. Another process may read each at any time."""
 
     def __init__(self, words: NDArray[np.int64]) -> None:
         assert words.size == len(FIELDS)
@@ -64,12 +64,21 @@ class Fields:
 
     @property
     def errors(self) -> int:
-        """Failures of saving that the run has counted."""
+        """Failures in the training process that the run has counted."""
         return int(self._words[_ERRORS])
 
     def note_errors(self, count: int) -> None:
-        """Note the number of failures of saving that the run has counted."""
+        """Note the number of failures in the training process that the run has counted."""
         self._words[_ERRORS] = count
+
+    @property
+    def failed_saves(self) -> int:
+        """Failed attempts to write copies to the store, by whichever process saves them."""
+        return int(self._words[_FAILED_SAVES])
+
+    def count_failed_save(self) -> None:
+        """Count a failed attempt to write copies to the store."""
+        self._words[_FAILED_SAVES] += 1
 
     def note_pace(self, interval: int, overhead: float | None) -> None:
         """Note the iterations between two checkpoints, and the measured share of time that they take; None: unknown."""

@@ -33,7 +33,7 @@ _FIXED = struct.Struct("<8sIIQQQQQQ32s16s16s")
 FIELDS_AT = 256
 FIELDS = (
     *("epoch", "head_step", "pid", "sealed", "errors", "base_epoch", "whole", "whole_low"),
-    *("reading", "taken", "progress", "interval", "overhead"),
+    *("reading", "taken", "progress", "interval", "overhead", "failed_saves"),
 )
 _PLACE_AT = 512
 _PAGE = 4096

@@ -30,7 +30,9 @@ class ArenaView:
     head_step: int
     pid: int
     errors: int
-    """Failures of saving that the run has counted."""
+    """See `Fields.errors`."""
+    failed_saves: int
+    """See `Fields.failed_saves`."""
     interval: int | None
     """Iterations between two checkpoints; None if unknown."""
     overhead: float | None
@@ -106,6 +108,7 @@ def peek(base: str | None, run_id: str) -> ArenaView | None:
         named["head_step"],
         named["pid"],
         named["errors"],
+        named["failed_saves"],
         named["interval"] if named["interval"] > 0 else None,
         (named["overhead"] - 1) / 1e6 if named["overhead"] > 0 else None,
         named["sealed"],

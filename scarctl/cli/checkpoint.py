@@ -16,7 +16,6 @@ from scarctl.cli.output import (
     arena_option,
     common_options,
     emit,
-    human_bytes,
     note,
     options_for,
     shown_url,
@@ -24,7 +23,7 @@ from scarctl.cli.output import (
 )
 from scarctl.cli.units import WholeSize
 from scarctl.config import DEFAULT_FRACTION, DEFAULT_POLICY, POLICIES, Policy, brief, parse_fraction
-from scarctl.util.text import counted
+from scarctl.util.text import counted, human_bytes
 
 if TYPE_CHECKING:
     from scarctl.ops.checkpoint import Checkpoint, CheckpointSettings

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scarctl.cli.output import Decorated, human_bytes, options_for, output_options, store_option, warn
+from scarctl.cli.output import Decorated, options_for, output_options, store_option, warn
 from scarctl.errors import UsageError
-from scarctl.util.text import aligned, printable
+from scarctl.util.text import aligned, human_bytes, printable
 
 if TYPE_CHECKING:
     from scarctl.ops.diff import Comparison, Difference
@@ -35,7 +35,8 @@ def chosen(store: str | None, checkpoint: str | None) -> tuple[str | None, str |
     """
     if checkpoint is None:
         if store is None:
-            raise UsageError("Missing option '--store'.", hint="name a store, or give a checkpoint")
+            command = click.get_current_context().command_path
+            raise UsageError("name a store or a checkpoint", hint=f"such as `{command} ckpt`")
         return store, None
     source = click.get_current_context().get_parameter_source("store")
     if source is click.core.ParameterSource.COMMANDLINE:

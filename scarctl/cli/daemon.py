@@ -16,14 +16,13 @@ from scarctl.cli.output import (
     arena_option,
     emit,
     error_fields,
-    human_bytes,
     note,
     output_options,
     timeout_option,
     wants_json,
 )
 from scarctl.errors import ScarError, Unavailable, UsageError
-from scarctl.util.text import counted
+from scarctl.util.text import counted, human_bytes
 
 if TYPE_CHECKING:
     from scarctl.arena.stale import StaleArena

@@ -12,7 +12,6 @@ from scarctl.cli.output import (
     EXIT_NO_GUARANTEE,
     EXIT_OK,
     emit,
-    human_bytes,
     note,
     options_for,
     output_options,
@@ -20,6 +19,7 @@ from scarctl.cli.output import (
 )
 from scarctl.config.checks import check_peer_files, parse_paths
 from scarctl.errors import UsageError
+from scarctl.util.text import human_bytes
 
 if TYPE_CHECKING:
     from scarctl.peers.probe import PeerDiagnosis

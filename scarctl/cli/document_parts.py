@@ -62,6 +62,7 @@ class RankCopies(TypedDict):
     alive: bool | None
     pending_partitions: int | None
     errors: int | None
+    failed_saves: int | None
     replica_of: str | None
     """Host that the copy belongs to; None if the memory is this host's own."""
     copies: list[str]

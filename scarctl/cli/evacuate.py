@@ -12,12 +12,12 @@ from scarctl.cli.output import (
     EXIT_PARTLY,
     arena_option,
     emit,
-    human_bytes,
     note,
     open_store,
     output_options,
 )
 from scarctl.config import describe
+from scarctl.util.text import human_bytes
 
 if TYPE_CHECKING:
     from scarctl.ops.evacuate import Host, Store
@@ -53,7 +53,8 @@ def command(deadline: str, store: str | None, to: str | None, arena_dir: str | N
 
     The sessions on this host bring their newest step into memory. Then the daemon sends what exists only here to
     the hosts that keep copies, and to the stores, in commits that end before the deadline. Partitions that changed
-    most per byte come first. A commit counts whenever the host shuts down. Training continues without checkpoints.
+    most per byte come first. Each commit is safe once it is made, even if the host shuts down early. Training
+    continues without checkpoints.
 
     Exit code 0: all is safe. 3: partly safe; the command reports what would be lost, and the predicted rework.
     """

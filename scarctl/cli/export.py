@@ -14,14 +14,13 @@ from scarctl.cli.output import (
     EXIT_PARTLY,
     common_options,
     emit,
-    human_bytes,
     note,
     options_for,
     warn,
 )
 from scarctl.cli.progress import Progress
 from scarctl.cli.units import WholeSize
-from scarctl.util.text import counted
+from scarctl.util.text import counted, human_bytes
 
 EXAMPLES = """\b
 Examples:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.cli.output import human_bytes, stdout_takes
+from scarctl.cli.output import stdout_takes
 from scarctl.ops.surveyed import RankLine, RunOnHost, ShardLine, Survey
 from scarctl.state.encodings import ERROR_BOUND
 from scarctl.store.saved import describe
-from scarctl.util.text import aligned, counted
+from scarctl.util.text import aligned, counted, human_bytes
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -93,7 +93,7 @@ def line(view: Survey) -> str:
         f"{human_bytes(view.usage['bytes'])} on disk",
     ]
     if view.run is not None:
-        parts.append(counted(view.run.errors, "error"))
+        parts.append(_errors(view.run))
     return ", ".join(parts)
 
 
@@ -146,6 +146,10 @@ def summary(view: Survey) -> list[str]:
     return lines
 
 
+def _errors(run: RunOnHost) -> str:
+    return counted(run.errors + run.failed_saves, "error")
+
+
 def pace_of(run: RunOnHost) -> list[str]:
     """Return one line about a run's interval and overhead; no line if they are unknown."""
     if run.interval is None:
@@ -163,7 +167,7 @@ def _processes(view: Survey) -> list[str]:
             return []
         return [
             f"run on this host: process {run.pid} ({_alive(run.alive)}), step {run.head_step}, "
-            f"{counted(run.pending_partitions, 'partition')} not durable yet, {counted(run.errors, 'error')}",
+            f"{counted(run.pending_partitions, 'partition')} not durable yet, {_errors(run)}",
             *pace_of(run),
         ]
     noun = topology.noun
@@ -176,7 +180,7 @@ def _processes(view: Survey) -> list[str]:
         stopped = f"; stopped: {noun} {', '.join(dead)}" if dead and run.alive else ""
         lines.append(
             f"{noun}s on this host: {len(here) - len(dead)} of {len(here)} alive{stopped}, "
-            f"{counted(run.pending_partitions, 'partition')} not durable yet, {counted(run.errors, 'error')}"
+            f"{counted(run.pending_partitions, 'partition')} not durable yet, {_errors(run)}"
         )
         lines += pace_of(run)
     kept = [str(rank.rank) for rank in view.ranks if rank.replica_of is not None]

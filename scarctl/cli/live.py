@@ -12,7 +12,6 @@ from scarctl.cli.output import (
     EXIT_PARTLY,
     arena_option,
     emit,
-    human_bytes,
     note,
     on_store,
     open_store,
@@ -22,7 +21,7 @@ from scarctl.cli.output import (
     warn,
 )
 from scarctl.cli.recover import cost_lines
-from scarctl.util.text import counted
+from scarctl.util.text import counted, human_bytes
 
 if TYPE_CHECKING:
     from scarctl.ops.live import LiveCheckpoint, LiveRanks

@@ -258,16 +258,6 @@ def logging_to_stderr() -> Iterator[None]:
         logger.propagate = propagate
 
 
-def human_bytes(count: int) -> str:
-    """Return a readable size: 1536 -> "1.5 KiB"."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
-
-
 def in_iterations(amount: object) -> str:
     """Return an amount that is a number, or a number with an interval, in iterations: "1 iteration"."""
     return f"{amount} iteration{'' if str(amount) == '1' else 's'}"

@@ -61,7 +61,7 @@ _TITLES = {
     default=1.0,
     show_default=True,
     metavar="X",
-    help="Squared perturbation of priority at 1/8, relative to round.",
+    help="Squared perturbation of your policy at 1/8, relative to round.",
 )
 @click.option(
     "--convergence",
@@ -311,7 +311,7 @@ def _verdict(job: Job, advice: Advice) -> list[str]:
     ]
     if job.gain == 1:
         lines.append(
-            "Smaller fractions by priority may do even better, depending on the model: measure --gain."
+            "Smaller fractions may do even better if choosing what to save pays for your model: measure --gain."
         )
     return lines
 

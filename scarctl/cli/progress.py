@@ -7,7 +7,8 @@ import time
 
 import click
 
-from scarctl.cli.output import human_bytes, note
+from scarctl.cli.output import note
+from scarctl.util.text import human_bytes
 
 _TERMINAL_PAUSE = 0.5
 _PAUSE = 30.0

@@ -10,9 +10,9 @@ import click
 
 from scarctl.cli.given import refuse
 from scarctl.cli.groups import Command
-from scarctl.cli.output import EXIT_OK, emit, human_bytes, note, on_store, open_store, say, wants_json
+from scarctl.cli.output import EXIT_OK, emit, note, on_store, open_store, say, wants_json
 from scarctl.errors import UsageError
-from scarctl.util.text import counted
+from scarctl.util.text import counted, human_bytes
 
 if TYPE_CHECKING:
     from scarctl.store.prune import Pruned, PrunePlan, Retention
@@ -136,7 +136,7 @@ def _lines(plan: PrunePlan, verb: str) -> list[str]:
     for word, sets in (("are kept", plan.keep_sealed), (gone, plan.drop_sealed)):
         if sets:
             steps = ", ".join(str(s.step) for s in sets[:20]) + (", ..." if len(sets) > 20 else "")
-            lines.append(f"sealed states that {word}: of steps {steps}")
+            lines.append(f"sealed states that {word}: {'step' if len(sets) == 1 else 'steps'} {steps}")
     if plan.retire:
         lines.append(f"shards of earlier ranks that {gone}: {', '.join(map(str, plan.retire))}")
     return lines

@@ -13,7 +13,6 @@ from scarctl.cli.output import (
     EXIT_PARTLY,
     arena_option,
     emit,
-    human_bytes,
     in_iterations,
     note,
     on_store,
@@ -24,7 +23,7 @@ from scarctl.cli.output import (
 from scarctl.cli.progress import Progress
 from scarctl.store import Store
 from scarctl.store.saved import describe, last_saved
-from scarctl.util.text import counted
+from scarctl.util.text import counted, human_bytes
 
 if TYPE_CHECKING:
     from scarctl.ops.recover import Recovery

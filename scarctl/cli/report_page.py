@@ -9,7 +9,7 @@ from typing import Any
 
 from scarctl import __version__
 from scarctl.cli.inspect_view import Table, pace_of, summary, tables
-from scarctl.cli.output import SCHEMA_VERSION, human_bytes
+from scarctl.cli.output import SCHEMA_VERSION
 from scarctl.cli.report_charts import (
     LEVELS,
     MOST_ROWS,
@@ -26,7 +26,7 @@ from scarctl.ops.health import AT_RISK, LOSING, NOTE, Health
 from scarctl.ops.report import Report
 from scarctl.state.journal import Event
 from scarctl.store.saved import describe, parse
-from scarctl.util.text import counted
+from scarctl.util.text import counted, human_bytes
 
 _LEVELS = {LOSING: "bad", AT_RISK: "warn", NOTE: "info"}
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"

@@ -20,7 +20,6 @@ from scarctl.cli.output import (
     EXIT_RUN_FAILED,
     EXIT_SIGNAL,
     arena_option,
-    human_bytes,
     note,
     options_for,
     store_option,
@@ -29,7 +28,7 @@ from scarctl.cli.output import (
 )
 from scarctl.errors import NoStore, ScarError
 from scarctl.util.process import exists
-from scarctl.util.text import counted
+from scarctl.util.text import counted, human_bytes
 
 if TYPE_CHECKING:
     from scarctl.daemon.status import RunStatus

@@ -6,11 +6,11 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from scarctl.cli.inspect_view import pace_of
-from scarctl.cli.output import human_bytes, in_iterations
+from scarctl.cli.output import in_iterations
 from scarctl.ops.health import AT_RISK, LOSING, NOTE, Finding, Health, Loss
 from scarctl.ops.surveyed import ShardLine
 from scarctl.store.saved import describe
-from scarctl.util.text import aligned, counted
+from scarctl.util.text import aligned, counted, human_bytes
 
 _MARKS = {LOSING: "!!", AT_RISK: "! ", NOTE: "- "}
 _VERDICT = {LOSING: "LOSING", AT_RISK: "AT RISK", NOTE: "well"}

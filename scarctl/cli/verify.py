@@ -10,11 +10,11 @@ import click
 
 from scarctl.cli.checkpoints import chosen, memory_lines, store_or_checkpoint, verified_lines
 from scarctl.cli.groups import Command
-from scarctl.cli.output import EXIT_CORRUPT, EXIT_OK, arena_option, emit, human_bytes, note, open_store
+from scarctl.cli.output import EXIT_CORRUPT, EXIT_OK, arena_option, emit, note, open_store
 from scarctl.cli.progress import Progress
 from scarctl.errors import Corruption, NoIntactCopy, UsageError
 from scarctl.util.document import json_of
-from scarctl.util.text import counted
+from scarctl.util.text import counted, human_bytes
 
 if TYPE_CHECKING:
     from scarctl.store import Store

@@ -63,7 +63,7 @@ class CheckpointSettings:
     fraction: float = 1 / 8
     """Fraction of the state's bytes that this checkpoint may write, in (0, 1]."""
     policy: str = DEFAULT_POLICY
-    """Rule that selects partitions: priority, round, random or full."""
+    """Rule that selects partitions: see `scarctl.Selection`."""
     shards: int | None = None
     """Number of shards. Fixed by the first checkpoint (None: 1, or the store's)."""
     partition_bytes: int | None = None

@@ -228,6 +228,7 @@ def _run(arenas: Sequence[ArenaView]) -> RunOnHost | None:
         pending_partitions=sum(arena.pending for arena in arenas),
         lag_steps=max(lag_of(arena) for arena in arenas),
         errors=sum(arena.errors for arena in arenas),
+        failed_saves=sum(arena.failed_saves for arena in arenas),
         interval=max((one.interval for one in arenas if one.interval is not None), default=None),
         overhead=max((one.overhead for one in arenas if one.overhead is not None), default=None),
     )
@@ -255,7 +256,7 @@ def _rank(rank: int, shard: int, share: _Share, copies: tuple[str, ...]) -> Rank
     step, arena = share.states[shard].step, share.arena
     durable = step if step >= 0 else None
     if arena is None:
-        return RankLine(rank, shard, durable, None, None, None, None, None)
+        return RankLine(rank, shard, durable, None, None, None, None, None, None)
     return RankLine(
         rank,
         shard,
@@ -265,6 +266,7 @@ def _rank(rank: int, shard: int, share: _Share, copies: tuple[str, ...]) -> Rank
         arena.alive,
         arena.pending,
         arena.errors,
+        arena.failed_saves,
         share.replica_of,
         copies,
     )

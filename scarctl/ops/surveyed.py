@@ -44,7 +44,9 @@ class RunOnHost(Document):
     lag_steps: int
     """Iterations since the oldest pending copy was made."""
     errors: int
-    """Failed attempts to save."""
+    """Failures in the training processes."""
+    failed_saves: int
+    """Failed attempts to write to the store, which are retried."""
     interval: int | None = None
     """Iterations between two checkpoints; None if unknown."""
     overhead: float | None = None
@@ -103,6 +105,7 @@ class RankLine:
     alive: bool | None
     pending_partitions: int | None
     errors: int | None
+    failed_saves: int | None
     replica_of: str | None = None
     """Name of the host whose memory is copied here; None if the arena belongs to a process of this host."""
     copies: tuple[str, ...] = ()

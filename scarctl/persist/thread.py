@@ -352,6 +352,7 @@ class PersisterThread:
             log.warning("saving failed, %s: %s", "retrying" if _may_pass(error) else "giving up", error)
         self.last_error = error
         self.stats.errors += 1
+        self._persister.arena.count_failed_save()
         self._refusals += isinstance(error, AccessDenied)
 
 

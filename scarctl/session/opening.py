@@ -23,6 +23,7 @@ from scarctl.session.requests import Requests
 from scarctl.state.caveats import Caveats
 from scarctl.state.layout import Layout
 from scarctl.store import Store, check_cut
+from scarctl.util.text import counted, human_bytes
 
 log = logging.getLogger("scarctl")
 
@@ -163,12 +164,12 @@ class Opening:
             return False
         kept = durability(engine.arena)
         log.warning(
-            "closing %s waits up to %.0f s more for the store: %d partitions, %.3g MB, are not durable yet: %s. "
+            "closing %s waits up to %.0f s more for the store, which lacks %s (%s): %s. "
             "They are safe in this host's memory, in %s: if this process ends now, %s",
             self.store.url,
             left,
-            kept.pending_partitions,
-            kept.pending_bytes / 1e6,
+            counted(kept.pending_partitions, "partition"),
+            human_bytes(kept.pending_bytes),
             fault,
             engine.arena.folder,
             "the daemon, or the next session on this host, saves them"

@@ -22,6 +22,16 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
+def human_bytes(count: int) -> str:
+    """Return a readable size: 1536 -> "1.5 KiB"."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
 def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
     """Return rows of cells as lines with aligned columns. The last cell of a shorter row may exceed its column."""
     full = [row for row in rows if len(row) == len(rows[0])]

@@ -29,6 +29,7 @@ def test_every_field_has_its_word(words: np.ndarray) -> None:
     fields.take_over(99)
     fields.seal(11)
     fields.note_errors(2)
+    fields.count_failed_save()
     fields.read_begins(13)
     assert named(words) == {
         "epoch": 3,
@@ -37,12 +38,13 @@ def test_every_field_has_its_word(words: np.ndarray) -> None:
         "pid": 99,
         "sealed": 11,
         "errors": 2,
+        "failed_saves": 1,
         "reading": 13,
         "progress": 1,
     }
     read = (fields.epoch, fields.base_epoch, fields.head_step, fields.pid, fields.sealed, fields.errors)
     assert read == (3, 3, 7, 99, 11, 2)
-    assert (fields.reading, fields.taken, fields.progress) == (13, 0, 1)
+    assert (fields.reading, fields.taken, fields.progress, fields.failed_saves) == (13, 0, 1, 1)
     fields.take_over()
     assert fields.pid == os.getpid()
 

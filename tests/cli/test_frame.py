@@ -14,7 +14,6 @@ import click
 import pytest
 
 from scarctl.cli.main import COMMANDS, GROUPS, cli, default_map
-from scarctl.cli.output import human_bytes
 from scarctl.config import (
     KNOWN_NAMES,
     NORMS,
@@ -331,16 +330,6 @@ class TestWhereValuesComeFrom:
     def test_no_fractions_are_refused(self, text: str) -> None:
         with pytest.raises(UsageError):
             parse_fraction(text)
-
-
-def test_sizes_for_people() -> None:
-    assert [human_bytes(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40)] == [
-        "0 B",
-        "1023 B",
-        "1.5 KiB",
-        "5.0 MiB",
-        "3.0 TiB",
-    ]
 
 
 class TestProcess:

@@ -48,7 +48,19 @@ SHARD_KEYS = {
 }
 PARTITION_KEYS = {"name", "group", "start", "stop", "shard", "bytes", "saved_step", "staleness", "distance"}
 STORE_KEYS = {"bytes", "live_bytes", "segments", "records"}
-RUN_KEYS = {"pid", "alive", "head_step", "pending_partitions", "lag_steps", "errors", "interval", "overhead"}
+RUN_KEYS = {
+    *(
+        "pid",
+        "alive",
+        "head_step",
+        "pending_partitions",
+        "lag_steps",
+        "errors",
+        "failed_saves",
+        "interval",
+        "overhead",
+    )
+}
 
 
 def test_the_document(run: Run, saved: Model) -> None:
@@ -105,13 +117,14 @@ def test_what_the_run_on_this_host_knows(run: Run, saved: Model, arena_dir: Path
     arena.begin_lines(store.lines())
     arena.reach(40)
     arena.note_errors(2)
+    arena.count_failed_save()
     arena.distance[:] = 0.5
     arena.distance[3] = float("nan")
     # The run is alive: it has the lock.
     done = run("inspect", "--store", "ckpt", "--json").document
     assert set(done["run"]) == RUN_KEYS
     assert done["run"]["alive"]
-    assert (done["run"]["errors"], done["step"]) == (2, 40)
+    assert (done["run"]["errors"], done["run"]["failed_saves"], done["step"]) == (2, 1, 40)
     assert done["partitions"][0]["staleness"] == 40
     assert done["partitions"][0]["distance"] == 0.5
     assert done["partitions"][3]["distance"] is None
@@ -127,7 +140,7 @@ def test_what_the_run_on_this_host_knows(run: Run, saved: Model, arena_dir: Path
     text = run("inspect", "--store", "ckpt").stdout
     assert "most changed" in text
     assert "stalest parameters" in text
-    assert "2 errors" in text
+    assert "3 errors" in text
     arena.close()
     (arena.folder / "arena").write_bytes(b"garbage")
     spoiled = run("inspect", "--store", "ckpt", "--json")
@@ -135,12 +148,11 @@ def test_what_the_run_on_this_host_knows(run: Run, saved: Model, arena_dir: Path
     assert "warning" in spoiled.stderr
 
 
-@pytest.mark.parametrize("spoiled", ["scarctl.json", "layout", "log"])
+@pytest.mark.parametrize("spoiled", ["scarctl.json", "layout"])
 def test_damage_is_an_error_that_names_the_file(run: Run, saved: Model, tmp_path: Path, spoiled: str) -> None:
     path = {
         "scarctl.json": tmp_path / "ckpt" / "scarctl.json",
         "layout": next((tmp_path / "ckpt" / "layout").glob("[0-9a-f]*")),
-        "log": sorted((tmp_path / "ckpt" / "shards" / "0" / "log").iterdir())[-1],
     }[spoiled]
     path.write_bytes(path.read_bytes().replace(b":", b";", 1))
     assert path.name in run("inspect", "--store", "ckpt", "--json", code=13).error["message"]

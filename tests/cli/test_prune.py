@@ -96,7 +96,7 @@ def test_prune_shows_asks_and_deletes(run: Run, grown: Model, tmp_path: Path) ->
     assert sorted(p for p in Path("ckpt").rglob("*") if p.is_file()) == before
     shown = run("prune", "--store", "ckpt", "--keep", "sec*", "--dry-run").stdout
     assert "snapshot first, of step 10, would be deleted" in shown
-    assert "given up: of steps 10, 0\n" in shown
+    assert "given up: steps 10, 0\n" in shown
     done = run("prune", "--store", "ckpt", "--keep", "sec*", "--yes", "--json").document
     assert [s["name"] for s in done["deleted_snapshots"]] == ["first"]
     assert done["freed_bytes"] > 0
@@ -105,7 +105,7 @@ def test_prune_shows_asks_and_deletes(run: Run, grown: Model, tmp_path: Path) ->
     assert "snapshots: second (step 20)" in run("inspect", "--store", "ckpt").stdout
     shown = run("snapshot", "delete", "second", "--store", "ckpt", "--yes").stdout
     assert "snapshot second, of step 20, was deleted\n" in shown
-    assert "states that were given up: of steps 20\n" in shown
+    assert "states that were given up: step 20\n" in shown
     error = run("snapshot", "delete", "second", "--store", "ckpt", "--json", code=2).error
     assert error["kind"] == "no-snapshot"
     report = verify(Store.open("ckpt"), read_data=True)

@@ -29,6 +29,7 @@ PROGRAM = "import sys; sys.modules['torch'] = None; from scarctl.cli.main import
 NO_STORE = (10, "nowhere: there is no store here")
 A_FILE = (10, "this is a file, not a store's folder")
 MISSING = (2, "Missing option '--store'")
+NEITHER = (2, "name a store or a checkpoint")
 NO_ARGUMENT = (2, "Missing argument 'STORE'")
 
 TABLE: dict[str, dict[str, tuple[int, str]]] = {
@@ -115,7 +116,7 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         ),
     },
     "inspect": {
-        "": MISSING,
+        "": NEITHER,
         "--store nowhere": NO_STORE,
         "--store page.html": A_FILE,
         "--store ckpt --limit -3": (2, "'-3' is neither a number"),
@@ -231,7 +232,7 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "ckpt --every 3": (2, "--every requires --watch"),
     },
     "verify": {
-        "": MISSING,
+        "": NEITHER,
         "--store nowhere": NO_STORE,
         "--store page.html": A_FILE,
         "--store folder": (10, "folder"),

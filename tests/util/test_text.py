@@ -10,7 +10,7 @@ import pytest
 from scarctl.errors import Contention, ScarError
 from scarctl.store import Store
 from scarctl.store.lock import StoreLock
-from scarctl.util.text import aligned, printable, printable_lines
+from scarctl.util.text import aligned, human_bytes, printable, printable_lines
 
 HOSTILE = "a\x1b[2J\x9b31m\x07\r\n\u202eb\udc80"
 
@@ -19,6 +19,16 @@ def test_what_is_not_printable_is_escaped() -> None:
     assert printable("größe 尺寸 [0:1]") == "größe 尺寸 [0:1]"
     assert printable(HOSTILE) == r"a\x1b[2J\x9b31m\x07\r\n\u202eb\udc80"
     assert printable_lines("a\nb\x1b\n") == "a\nb\\x1b\n"
+
+
+def test_sizes_for_people() -> None:
+    assert [human_bytes(n) for n in (0, 1023, 1536, 5 << 20, 3 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "5.0 MiB",
+        "3.0 TiB",
+    ]
 
 
 def test_every_error_is_a_printable_line() -> None:
