@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from scarctl.cli.checkpoints import chosen, inspected, inspected_lines, store_or_checkpoint
 from scarctl.cli.given import refuse
 from scarctl.cli.groups import Command
-from scarctl.cli.output import EXIT_OK, Seconds, arena_option, emit, open_store, wants_json
+from scarctl.cli.output import EXIT_OK, EXIT_PARTLY, Seconds, arena_option, emit, note, open_store, wants_json
 from scarctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from scarctl.ops.surveyed import Survey
 
 EXAMPLES = """\b
 Examples:
@@ -106,9 +109,17 @@ def command(
         watch(lambda: survey(opened, arena_dir), every, on_screen=on_screen, limit=limit)
         return EXIT_OK
     view = survey(opened, arena_dir)
+    _show(view, limit, on_screen)
+    if view.damage:
+        note("exit code 3: files that the newest copies need are damaged; `scarctl verify` lists all damage")
+        return EXIT_PARTLY
+    return EXIT_OK
+
+
+def _show(view: Survey, limit: int | None, on_screen: bool) -> None:
     if wants_json():
         emit(view.to_json(limit))
-        return EXIT_OK
+        return
     from scarctl.cli.inspect_view import draw, plain
 
     if on_screen:
@@ -117,4 +128,3 @@ def command(
         draw(view, Console())
     else:
         emit({}, text=plain(view))
-    return EXIT_OK

@@ -13,6 +13,7 @@ from scarctl.daemon.saver import DaemonSaver
 from scarctl.persist.saver import LocalSaver, Saver
 from scarctl.store import Store
 from scarctl.store.backends.address import IN_THIS_PROCESS, portable_options
+from scarctl.util.text import counted
 
 log = logging.getLogger("scarctl")
 
@@ -49,5 +50,5 @@ def claim_saver(store: Store, settings: SessionSettings, on_request: Callable[[W
 def _attached(store: Store, settings: SessionSettings) -> str:
     return (
         f"attached to {store.url}: interval {settings.interval}, fraction {settings.fraction:.4g}, "
-        f"{store.settings.shards} shards"
+        f"{counted(store.settings.shards, 'shard')}"
     )

@@ -146,7 +146,7 @@ def export(settings: ExportSettings, *, progress: Callable[[int, int], None] | N
         oldest_step=int(steps.min(initial=MAX_STEP)),
         newest_step=int(steps.max(initial=0)),
         degraded=done.degraded,
-        problems=(*of_model.problems, *report.problems),
+        problems=(*of_model.problems, *state.hidden, *report.problems),
         format=settings.form,
         snapshot=settings.snapshot,
         weights=settings.weights,

@@ -253,7 +253,7 @@ class _Recovery:
         file = None if self.settings.into is None else open_state(self.settings.into)
         self._require_arenas()
         back = self.settings.mode == "rollback" and self.snapshot is None
-        problems = self.state.lost_seals if back else ()
+        problems = self.state.lost_seals if back else self.state.hidden
         for plan in self._plans():
             try:
                 return self._carry_out(plan, file, problems)

@@ -34,8 +34,9 @@ from scarctl.store import (
     snapshots,
     topology_epochs,
 )
-from scarctl.store.around import states_around
+from scarctl.store.around import state_around, states_around
 from scarctl.store.format import shard_folder
+from scarctl.store.shard_state import Damage
 from scarctl.store.topology import read_topology
 from scarctl.store.visible_damage import VisibleDamage, visible_damage
 from scarctl.theory.convergence import NoEstimate
@@ -71,9 +72,12 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
 
     Raises Corruption, AccessDenied, Unavailable.
     """
-    topology, states, note = _newest_states(store)
+    topology, states, note, hidden = _newest_states(store)
     check_backed(store, states.values())
     damage = visible_damage(store, states)
+    files = {one.file: one.why for one in hidden}
+    for found in damage.values():
+        files |= found.files
     if topology is None:
         shares = [_share(store, states, arena_dir, damage)]
     else:
@@ -109,7 +113,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         caveats=told.caveats,
         events=told.events,
         samples=told.samples,
-        damage=tuple(sorted((file, why) for one in damage.values() for file, why in one.files.items())),
+        damage=tuple(sorted(files.items())),
         damaged=np.concatenate([share.damaged for share in shares]),
         encoded=_encoded(states.values()),
         encoding_error=np.concatenate([_errors(share) for share in shares]) if arenas else None,
@@ -125,30 +129,33 @@ def _encoded(states: Iterable[ShardState]) -> dict[Encoding, int]:
     return {name: n for name, n in zip(ENCODINGS, found.tolist(), strict=True) if n and name != "exact"}
 
 
-def _newest_states(store: Store) -> tuple[Topology | None, dict[int, ShardState], str | None]:
+def _newest_states(
+    store: Store,
+) -> tuple[Topology | None, dict[int, ShardState], str | None, tuple[Damage, ...]]:
     """Return the ranks of the newest whole state, the states of its shards, and a note if a newer one is incomplete.
 
-    Without a topology, a single process saved the state. If ranks have no whole state yet, their incomplete one is
-    returned.
+    Last, damage that may hide a newer one. Without a topology, a single process saved the state. If ranks have no whole
+    state yet, their incomplete one is returned.
     """
     if not topology_epochs(store):
-        return None, states_around(store, store.shards()), None
+        return None, states_around(store, store.shards()), None, ()
     newest = newest_topology(store)
     if newest is not None and newest.independent:
         states = states_around(store, newest.shards)
         never = [number for number, shard in enumerate(newest.shards) if states[shard].layout is None]
-        return newest, states, _never(newest, never) if never else None
+        return newest, states, _never(newest, never) if never else None, ()
     # Imported here, because commands have to start fast, and most stores are of a single process.
     from scarctl.recovery.reshard import find_parts
     from scarctl.recovery.shares import fallback_note
 
-    parts = find_parts(store)
+    parts = find_parts(store, around=True)
     if parts is not None:
-        return parts.topology, dict(parts.states), fallback_note(parts) if parts.passed_over else None
+        note = fallback_note(parts) if parts.passed_over else None
+        return parts.topology, dict(parts.states), note, parts.hidden
     topology = newest_topology(store)
     assert topology is not None, "the store has topologies"
     note = f"{store.url}: the store has no whole state of all ranks yet"
-    return topology, store.states(topology.shards), note
+    return topology, states_around(store, topology.shards), note, ()
 
 
 def _never(topology: Topology, numbers: Sequence[int]) -> str:
@@ -284,7 +291,7 @@ def _others(store: Store, topology: Topology) -> list[OtherShard]:
             continue
         folders = [f"{shard_folder(shard)}/{name}" for name in ("seg", "log", "index")]
         nbytes = sum(size for folder in folders for _, size in store.blobs.files(folder))
-        state = store.state(shard)
+        state = state_around(store, shard)
         retired = state.layout is not None and state.layout.partitions > 0 and not len(state.ids)
         lines.append(OtherShard(shard, epochs.get(shard), nbytes, retired))
     return lines

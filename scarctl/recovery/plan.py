@@ -289,7 +289,8 @@ def _sealed_states(
         return [sealed for sealed in sets if set(logs) <= sealed.seqs.keys()], False
     if snapshot is None:
         states = store.states(logs, layout).values()
-        return sealed_sets(states), bool(lost_seals(states))
+        sets = sealed_sets(states)
+        return sets, bool(lost_seals(states, sets))
     return [sealed_in(snapshot, logs, layout if store.part is None else None)], False
 
 

@@ -20,7 +20,9 @@ from scarctl.state.layout import Layout
 from scarctl.state.rows import take_rows
 from scarctl.state.version import NEVER
 from scarctl.store import ShardState, Snapshot, Store, check_backed, sealed_sets
+from scarctl.store.around import states_around
 from scarctl.store.read import Batch
+from scarctl.store.shard_state import Damage
 from scarctl.store.topology import Topology, read_topology, sealed_by_all, topology_epochs
 from scarctl.util.arrays import Ids
 
@@ -40,6 +42,8 @@ class Parts:
     """Topology of these ranks; None if one process saved the whole state."""
     passed_over: tuple[int, ...] = ()
     """Epochs of newer topologies, of other shards, without a complete state."""
+    hidden: tuple[Damage, ...] = ()
+    """Damage in the logs of these topologies: one of them may have had a complete state."""
     named: Mapping[int, Layout] = field(default_factory=dict)
     """By shard, layouts with the names that groups have in the whole state, if the shard's own names differ."""
 
@@ -112,7 +116,12 @@ class Parts:
 
 
 def find_parts(
-    store: Store, *, but: Iterable[int] = (), sealed: bool = False, snapshot: Snapshot | None = None
+    store: Store,
+    *,
+    but: Iterable[int] = (),
+    sealed: bool = False,
+    snapshot: Snapshot | None = None,
+    around: bool = False,
 ) -> Parts | None:
     """Find the newest complete state of a store, of any set of ranks; None if the store has no complete state.
 
@@ -128,6 +137,7 @@ def find_parts(
         topology = topology_of(store, snapshot.seqs, epochs)
         return Parts(store, states, topology is not None, topology)
     passed_over: list[int] = []
+    hidden: list[Damage] = []
     for epoch in reversed(epochs):
         topology = read_topology(store, epoch)
         shards = topology.shards
@@ -135,14 +145,17 @@ def find_parts(
         if shards in seen or excluded & set(shards):
             continue
         seen.add(shards)
-        found = _whole(store, shards, epochs, sealed=sealed)
+        states = states_around(store, shards) if around else store.states(shards)
+        found = _whole(store, states, epochs, sealed=sealed)
         if found is not None:
-            return replace(found, topology=topology, passed_over=tuple(passed_over))
+            return replace(found, topology=topology, passed_over=tuple(passed_over), hidden=tuple(hidden))
         passed_over.append(epoch)
+        hidden += [damage for state in states.values() for damage in state.damaged]
     # A single process may have saved a state before the job had ranks.
     others = [shard for shard in store.shards() if shard not in ranked | excluded]
-    found = _whole(store, others, [], sealed=sealed) if others else None
-    return None if found is None else replace(found, passed_over=tuple(passed_over))
+    states = states_around(store, others) if around else store.states(others)
+    found = _whole(store, states, [], sealed=sealed) if others else None
+    return None if found is None else replace(found, passed_over=tuple(passed_over), hidden=tuple(hidden))
 
 
 def topology_of(store: Store, shards: Iterable[int], epochs: Iterable[int] | None = None) -> Topology | None:
@@ -199,8 +212,9 @@ def with_slots(parts: Parts, group: Group) -> tuple[TensorSpec, ...]:
 # -- finding -----------------------------------------------------------------------------------------------------
 
 
-def _whole(store: Store, shards: Iterable[int], epochs: list[int], *, sealed: bool) -> Parts | None:
-    states = store.states(shards)
+def _whole(
+    store: Store, states: Mapping[int, ShardState], epochs: list[int], *, sealed: bool
+) -> Parts | None:
     complete = all(state.layout is not None and (state.version != NEVER).all() for state in states.values())
     if not complete or not any(len(state.ids) for state in states.values()) or _retired(states, bool(epochs)):
         return None

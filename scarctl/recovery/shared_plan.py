@@ -158,7 +158,8 @@ def plan_lost(state: SharedState, ids: Sequence[Ids], arenas: Arenas, *, survivo
         else:
             plans.append(None)
     lost = sum(len(mine) for mine in ids)
-    return SharedPlan(state, tuple(plans), "partial", lost, False, None, False).settled(survivors)
+    hidden = bool(state.hidden)
+    return SharedPlan(state, tuple(plans), "partial", lost, False, None, hidden).settled(survivors)
 
 
 def plans_back(

@@ -78,6 +78,8 @@ class SharedState:
     """Topology of the ranks or members that saved the state; None for a single process."""
     absent: Mapping[int, ScarError] = field(default_factory=dict)
     """Members without a share, each with the error for its partitions: they saved nothing, or it cannot be read."""
+    hidden: tuple[str, ...] = ()
+    """Damage that may hide a newer whole state of other ranks: the reasons, for display."""
 
     @property
     def of_members(self) -> bool:
@@ -110,8 +112,8 @@ class SharedState:
 
     @property
     def lost_seals(self) -> tuple[str, ...]:
-        """The damage that hides newer sealed states than those of `sealed`."""
-        return lost_seals(self.states.values())
+        """The damage that may hide newer sealed states than those of `sealed`. Raises Corruption as `sealed` does."""
+        return self.hidden + lost_seals(self.states.values(), self.sealed())
 
     def everything(self) -> list[Ids]:
         """Return the ids of all partitions of every share. Raises NoIntactCopy, Corruption for an absent member."""
@@ -125,7 +127,7 @@ class SharedState:
             replace(_share(of.rank, of.store, of.layout, of.shard_of), shown=of.shown) for of in self.shares
         )
         states = {shard: state for share in shares for shard, state in share.states.items()}
-        others = self.store.states(shard for shard in self.states if shard not in states)
+        others = states_around(self.store, (shard for shard in self.states if shard not in states))
         return replace(self, shares=shares, states=others | states)
 
     def lost(self, lost: Lost) -> list[Ids]:
@@ -188,7 +190,7 @@ def open_shares(store: Store, snapshot: Snapshot | None = None) -> SharedState:
     if newest.independent:
         return _of_members(store, newest, snapshot)
     try:
-        parts = find_parts(store, snapshot=snapshot)
+        parts = find_parts(store, snapshot=snapshot, around=True)
     except Corruption as error:
         if snapshot is None:
             raise
@@ -201,7 +203,8 @@ def open_shares(store: Store, snapshot: Snapshot | None = None) -> SharedState:
         )
     if parts.passed_over:
         log.warning("%s", fallback_note(parts))
-    return SharedState(store, tuple(_shares(parts)), parts.states, parts.topology)
+    hidden = tuple(damage.reason for damage in parts.hidden)
+    return SharedState(store, tuple(_shares(parts)), parts.states, parts.topology, hidden=hidden)
 
 
 def named_snapshot(store: Store, name: str | None) -> Snapshot | None:
@@ -226,9 +229,10 @@ def fallback_note(parts: Parts) -> str:
         if parts.topology is None
         else f"the {parts.topology.world} ranks of epoch {parts.topology.epoch}"
     )
+    damage = f", or it is damaged ({parts.hidden[0].reason})" if parts.hidden else ""
     return (
-        f"{parts.store.url}: the {newest.world} ranks of epoch {newest.epoch} have not saved a whole state yet: "
-        f"this is the state of {older}"
+        f"{parts.store.url}: the {newest.world} ranks of epoch {newest.epoch} have not saved a whole state "
+        f"yet{damage}: this is the state of {older}"
     )
 
 

@@ -33,11 +33,21 @@ def keep_copy(blobs: Blobs) -> None:
 
 def check_copy(blobs: Blobs) -> None:
     """Raise Corruption if the store's copy of the settings is not a copy of them."""
-    if blobs.read(SETTINGS_COPY, MAX_SETTINGS) != blobs.read(SETTINGS, MAX_SETTINGS):
+    copy = blobs.read(SETTINGS_COPY, MAX_SETTINGS)
+    if copy == blobs.read(SETTINGS, MAX_SETTINGS):
+        return
+    what = blobs.where(SETTINGS_COPY)
+    try:
+        load_json(copy, what)
+    except Corruption as error:
         raise corrupt(
-            blobs.where(SETTINGS_COPY),
-            f"it is not a copy of {SETTINGS}: delete it, and the next start of the run writes it again",
-        )
+            what, "it is damaged: delete it, and the next start of the run writes it again"
+        ) from error
+    raise corrupt(
+        what,
+        f"it is intact, but differs from {SETTINGS}: if that file was copied here from another store, put this one "
+        "back in its place; otherwise delete this one",
+    )
 
 
 def _put_back(address: Address, blobs: Blobs) -> str:

@@ -71,11 +71,7 @@ class ShardLog:
 
     def newest_index(self) -> int:
         """Return the number of the newest index, -1 for none."""
-        # Names of equal length, so that their order is that of the numbers.
-        for name in sorted(self.blobs.names(f"{shard_folder(self.shard)}/index"), reverse=True):
-            if (seq := seq_of_index(name)) is not None:
-                return seq
-        return -1
+        return max(self.indexes(), default=-1)
 
     def record(self, seq: int) -> Record:
         """Return one record. Raises FileNotFoundError, or Corruption."""
@@ -206,8 +202,9 @@ class ShardLog:
             if at is not None:
                 raise self._missing(at)
             return ShardState(self.shard)
+        indexes = set(self.indexes())
         # Walking back finds numbers that are missing or were deleted by rules.
-        start, records = self._walk(numbers[-1], set(self.indexes()), around)
+        start, records = self._walk(numbers[-1], indexes, around)
         records.reverse()
         contents = self.blobs.each(self._content, [one for one in records if isinstance(one, Record)])
         for record in records:
@@ -216,6 +213,8 @@ class ShardLog:
                 continue
             layout, tail, damage = next(contents)
             start.apply(record, layout, tail, self.blobs.where(record_path(self.shard, record.seq)), damage)
+        if around and at is None and max(indexes, default=-1) > numbers[-1]:
+            start.lose(self._damage(max(indexes), self._missing(max(indexes))))
         start.records = len(numbers)
         start.past = at is not None
         return start
@@ -274,7 +273,10 @@ class ShardLog:
         except Corruption as error:
             if error.kind != Corruption.kind:
                 raise
-            return Damage(seq, self.blobs.where(record_path(self.shard, seq)), error.message, True, error)
+            return self._damage(seq, error)
+
+    def _damage(self, seq: int, error: Corruption) -> Damage:
+        return Damage(seq, self.blobs.where(record_path(self.shard, seq)), error.message, True, error)
 
     def _index(self, record: Record) -> Index | None:
         """Return the index after a record, None if it cannot be used: the log has the same content.
@@ -345,10 +347,8 @@ class ShardLog:
         The result has these ids only; version and segment are -1 without an older copy. It can be passed as `state`
         again. Damaged segments are skipped. Reads tails back to the oldest needed copy.
         """
-        found = ShardState(
-            self.shard, state.layout, state.seq, state.epoch, state.step, state.tail_digest, state.records
-        )
-        found.sealed = state.sealed
+        head = state.layout, state.seq, state.epoch, state.step, state.tail_digest, state.records
+        found = ShardState(self.shard, *head, sealed=state.sealed)
         found.past = True  # an older copy must not be replaced by the copy that it stands in for
         if state.layout is None:
             return None
@@ -358,9 +358,8 @@ class ShardLog:
         newer = {s.name: n for n, s in enumerate(state.segments)}
         wanted = current >= 0  # not found yet
         passed = np.zeros(len(found.ids), bool)  # the copy in `state` is newer than the record at hand
-        sealed_as = np.full(
-            len(found.ids), NEVER, np.int64
-        )  # the older copy's version after a seal between the two copies
+        # The older copy's version after a seal between the two copies.
+        sealed_as = np.full(len(wanted), NEVER, np.int64)
         for record in self._back(state.seq):
             if not wanted.any() or record.layout != state.layout.digest:
                 break

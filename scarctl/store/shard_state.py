@@ -34,6 +34,11 @@ class Damage:
     """The error of reading the record itself; None: only its segment is damaged."""
 
     @property
+    def why(self) -> str:
+        """The reason without the file's name."""
+        return self.reason.removeprefix(f"{self.file}: ")
+
+    @property
     def base(self) -> None:
         """Return None: see `Record.base`. A damaged record may have been a rollback."""
 

@@ -7,7 +7,7 @@ boundary first, then the list of snapshots. So one of the two sees the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -249,13 +249,14 @@ def sealed_sets(
     return sorted(found, key=lambda one: (one.epoch, one.step, one.seqs[first]), reverse=True)
 
 
-def lost_seals(states: Iterable[ShardState]) -> tuple[str, ...]:
-    """Return the damage that hides newer seals of these states than those known: the reasons, for display."""
+def lost_seals(states: Iterable[ShardState], known: Sequence[SealedSet]) -> tuple[str, ...]:
+    """Return the damage that may hide newer whole states than those known, newest first: the reasons, for display."""
+    seqs = known[0].seqs if known else {}
     return tuple(
         damage.reason
         for state in states
         for damage in state.damaged
-        if damage.sealed and damage.seq > max((seal.seq for seal in state.sealed), default=-1)
+        if damage.sealed and damage.seq > seqs.get(state.shard, -1)
     )
 
 

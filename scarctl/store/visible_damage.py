@@ -43,7 +43,7 @@ def visible_damage(store: Store, states: Mapping[int, ShardState]) -> dict[int, 
             for number, reason in missing.items()
         }
         if state.doubt.any():
-            files |= {damage.file: damage.reason for damage in state.damaged}
+            files |= {damage.file: damage.why for damage in state.damaged}
         if files:
             found[shard] = VisibleDamage(files, np.isin(state.segment, list(missing)) & state.saved)
     return found

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from scarctl.errors import Corruption
 from scarctl.store import Store
 from tests.cli.conftest import Model, Run
+from tests.support.ranks import RankStore
 from tests.support.training import Loop
 
 
@@ -56,9 +57,9 @@ def test_what_is_left_is_restored_and_not_called_exact(
 
 def test_it_is_said_everywhere(run: Run, damaged: tuple[Path, dict[str, torch.Tensor]]) -> None:
     newest, _ = damaged
-    view = run("inspect", "--store", "ckpt", "--json").document
+    view = run("inspect", "--store", "ckpt", "--json", code=3).document
     assert view["damage"] == [{"file": str(newest), "reason": view["damage"][0]["reason"]}]
-    assert f"damaged: {newest}" in run("inspect", "--store", "ckpt").stdout
+    assert run("inspect", "--store", "ckpt", code=3).stdout.count(str(newest)) == 1
     (finding,) = run("status", "ckpt", "--json", code=3).document["stores"][0]["findings"]
     assert (finding["severity"], finding["kind"]) == ("losing", "damaged")
     assert finding["message"].startswith("damaged: a part of the store's log")
@@ -98,7 +99,7 @@ def test_memory_that_cannot_be_told_from_anothers_is_not_used(run: Run, arena_di
     newest = max(Path("ckpt/shards/0/log").iterdir())
     intact = newest.read_bytes()
     newest.write_bytes(intact[:-1])
-    seen = run("inspect", "--store", "ckpt", "--arena-dir", arena_dir)
+    seen = run("inspect", "--store", "ckpt", "--arena-dir", arena_dir, code=3)
     assert "it is not known whether this host's memory belongs to the store" in seen.stderr
     done = run("export", "--store", "ckpt", "out.safetensors", code=3)
     assert newest.name in done.stderr
@@ -111,3 +112,49 @@ def test_memory_that_cannot_be_told_from_anothers_is_not_used(run: Run, arena_di
     again = Loop("ckpt", arena_dir=arena_dir, daemon=False, shards=4)
     assert again.session.resume().report is not None
     again.session.close(seal=False)
+
+
+def test_of_a_rank(run: Run, ranks: RankStore) -> None:
+    newest = max(Path("ckpt/shards/1/log").iterdir())
+    newest.write_bytes(newest.read_bytes()[:-1])
+    done = run("recover", "--store", "ckpt", "--lost", "all", "--output", "a.pt", "--json", code=3).document
+    assert (done["exact"], done["degraded"]) == (False, True)
+    assert [line["newest_step"] for line in done["shards"]] == [7, 5, 5, 7]
+    back = run(
+        "recover",
+        "--store",
+        "ckpt",
+        "--lost",
+        "1",
+        "--mode",
+        "rollback",
+        "--output",
+        "b.pt",
+        "--json",
+        code=3,
+    ).document
+    assert (back["step"], back["degraded"]) == (5, True)
+    assert run("export", "--store", "ckpt", "c.pt", "--json", code=3).document["degraded"]
+    assert run("inspect", "--store", "ckpt", "--json", code=3).document["damage"][0]["file"] == str(
+        newest.resolve()
+    )
+
+
+def test_older_ranks_are_not_called_the_newest_state(run: Run, ranks: RankStore) -> None:
+    """The first whole state of other ranks is damaged: whether it was whole is not known any more."""
+    made = RankStore(ranks.path, 2)
+    made.save(9)
+    made.close()
+    assert run("export", "--store", "ckpt", "0.pt", "--json").document["step"] == 9
+    newest = max(Path("ckpt/shards/5/log").iterdir())
+    newest.write_bytes(newest.read_bytes()[:-1])
+    done = run("export", "--store", "ckpt", "a.pt", "--json", code=3)
+    assert (done.document["exact"], done.document["degraded"]) == (False, True)
+    assert newest.name in done.stderr
+    words = ("recover", "--store", "ckpt", "--lost", "all", "--json")
+    for number, mode in enumerate(("partial", "rollback")):
+        found = run(*words, "--mode", mode, "--output", f"{number}.safetensors", code=3).document
+        assert found["degraded"]
+        assert any(newest.name in problem for problem in found["problems"])
+    view = run("inspect", "--store", "ckpt", "--json", code=3).document
+    assert [Path(one["file"]).name for one in view["damage"]] == [newest.name]

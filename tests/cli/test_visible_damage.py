@@ -54,13 +54,13 @@ def test_a_segment_that_is_missing_or_cut_short(run: Run, saved_in_logs: Model) 
     assert f"copies of {lost} partitions" in finding["message"]
     assert finding["command"] == "scarctl verify --store ckpt"
     assert fields["if_lost"]["process"]["partitions_without_copy"] == lost
-    damage = run("inspect", "--store", "ckpt", "--json").document["damage"]
+    damage = run("inspect", "--store", "ckpt", "--json", code=3).document["damage"]
     assert {one["reason"].split(" ")[-1] for one in damage if "/shards/1/" in one["file"]} == {"missing"}
     reasons = [one["reason"] for one in damage if "/shards/2/" in one["file"]]
     sizes = {path.stat().st_size for path in segments(2)}
     assert reasons
     assert set(reasons) <= {f"it has {size} bytes, its record says {size + 1}" for size in sizes}
-    assert run("inspect", "--store", "ckpt").stdout.count("damaged: ") == len(damage)
+    assert run("inspect", "--store", "ckpt", code=3).stdout.count("damaged: ") == len(damage)
     assert run("verify", "--store", "ckpt", code=13).stdout.count("seg/") >= len(damage)
 
 

@@ -9,14 +9,17 @@ import pytest
 
 from scarctl.errors import Corruption, NoIntactCopy
 from scarctl.recovery.plan import plan_rollback
+from scarctl.recovery.shared_plan import plans_back
+from scarctl.recovery.shares import open_shares
 from scarctl.state.layout import Layout
 from scarctl.state.version import step_of
 from scarctl.store import Store, create_snapshot, open_writer, read_snapshot, sealed_sets, verify
 from scarctl.store import format as store_format
-from scarctl.store.around import layout_around, state_around
-from scarctl.store.format import record_path
+from scarctl.store.around import layout_around, state_around, states_around
+from scarctl.store.format import index_path, record_path
 from scarctl.store.snapshot import lost_seals
 from tests.store.helpers import Data, read_all
+from tests.support.log_per_shard import store_with_a_log_per_shard
 
 SHARDS = 3
 
@@ -41,9 +44,7 @@ def without_indexes(store: Store) -> None:
 
 def damage(store: Store, seq: int) -> Path:
     path = store.root / record_path(0, seq)
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 4
-    path.write_bytes(raw)
+    path.write_bytes(path.read_bytes().replace(b'"created":"2', b'"created":"3', 1))
     return path
 
 
@@ -83,6 +84,24 @@ def test_a_missing_one(saved: Store, layout: Layout) -> None:
     (saved.root / record_path(0, 2)).unlink()
     assert steps(saved, layout) == [3 if i % 3 == 0 else 1 for i in range(layout.partitions)]
     assert state_around(saved, 0).damaged[0].reason.endswith("this record is missing (the log has 0 to 3)")
+
+
+def test_the_newest_is_missing_and_its_index_is_there(saved: Store, layout: Layout, data: Data) -> None:
+    with open_writer(saved, layout=layout) as writer:
+        seq = writer.commit(0, np.arange(layout.partitions), data, step=4, sealed=True).seq
+    assert saved.log(0).indexes() == [seq]
+    path = saved.root / record_path(0, seq)
+    path.unlink()
+    state = state_around(saved, 0)
+    assert [one.file for one in state.damaged] == [str(path)]
+    assert state.doubt.all()
+    shared = open_shares(saved)
+    (plan,) = plans_back(shared, [None], 0, None)
+    assert (plan.step, plan.degraded) == (1, True)
+    (
+        saved.root / index_path(0, seq)
+    ).unlink()  # as docs/troubleshooting.md says of a record that is moved away
+    assert not state_around(saved, 0).damaged
 
 
 def test_a_whole_state_after_it_is_exact(saved: Store, layout: Layout, data: Data) -> None:
@@ -144,7 +163,31 @@ def test_a_newer_seal_that_damage_hides(saved: Store, layout: Layout, data: Data
     plan = plan_rollback(saved, layout, shard_of)
     assert (plan.step, plan.exact, plan.degraded) == (1, True, True)
     damage(saved, record.seq)
-    assert len(lost_seals([state_around(saved, 0)])) == 1
+    state = state_around(saved, 0)
+    assert len(lost_seals([state], sealed_sets([state]))) == 1
+
+
+def test_a_newer_seal_of_two_logs_that_damage_in_one_of_them_hides(
+    tmp_path: Path, layout: Layout, data: Data
+) -> None:
+    """Log 0 has a still newer seal, which log 1 lacks."""
+    store = store_with_a_log_per_shard(tmp_path / "run", shards=2)
+    shard_of = layout.shards(2, 0)
+    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
+        for step, logs in ((1, (0, 1)), (2, (0, 1)), (3, (0,))):
+            for log in logs:
+                writer.commit(log, writer.members[log], data, step=step, sealed=True, whole=f"{step:032x}")
+    for index in store.root.glob("shards/*/index/*"):
+        index.unlink()
+    states = states_around(store, (0, 1))
+    assert [one.step for one in sealed_sets(states.values())] == [2, 1]
+    assert not open_shares(store).lost_seals
+    damage(store, 2)
+    shared = open_shares(store)
+    assert [one.step for one in shared.sealed()] == [1]
+    assert len(shared.lost_seals) == 1
+    (plan,) = plans_back(shared, [None], 0, None)
+    assert (plan.step, plan.exact, plan.degraded) == (1, True, True)
 
 
 def test_a_snapshot_whose_own_record_is_damaged_is_not_another_state(saved: Store, layout: Layout) -> None:

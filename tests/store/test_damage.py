@@ -151,6 +151,17 @@ def test_the_copy_of_the_settings_comes_with_the_next_opening(tiny: tuple[Store,
     assert copy.read_bytes() == settings
 
 
+def test_settings_of_another_store_do_not_condemn_the_copy(
+    tiny: tuple[Store, Layout, Data], tmp_path: Path
+) -> None:
+    store, _, _ = tiny
+    other = Store.create(tmp_path / "other", shards=5)
+    (store.root / "scarctl.json").write_bytes((other.root / "scarctl.json").read_bytes())
+    (problem,) = verify(store, read_data=False).problems
+    assert problem.file == str(store.root / "layout/settings.json")
+    assert "if that file was copied here from another store, put this one back" in problem.reason
+
+
 def test_a_missing_segment_puts_partitions_in_doubt(tiny: tuple[Store, Layout, Data]) -> None:
     """Without the index it is unknown what it held: older copies are shown, marked, and no seal counts."""
     store, layout, data = tiny

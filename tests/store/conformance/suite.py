@@ -22,6 +22,7 @@ from scarctl.store.backends.probe import create_twice, probe_name, race
 from scarctl.store.format import SETTINGS, record_path, segment_path
 from scarctl.store.lock import NoLock
 from tests.store.helpers import Data, read_all, small_layout
+from tests.support.log_per_shard import store_with_a_log_per_shard
 from tests.support.places import Place
 
 RNG = np.random.default_rng(7)
@@ -198,6 +199,9 @@ class StoreConformance:
     def create(self, place: Place, **settings: Any) -> Store:
         return Store.create(place.url, storage_options=place.options, **settings)
 
+    def create_two_logs(self, place: Place) -> Store:
+        return store_with_a_log_per_shard(place.url, storage_options=place.options, shards=2)
+
     def open(self, place: Place) -> Store:
         return Store.open(place.url, storage_options=place.options)
 
@@ -206,7 +210,7 @@ class StoreConformance:
 
     def test_what_is_committed_is_read_back(self, place: Place, layout: Layout) -> None:
         data = Data(layout)
-        with self.write(self.create(place, shards=2), layout, 2) as writer:
+        with self.write(self.create_two_logs(place), layout, 2) as writer:
             for shard in (0, 1):
                 writer.commit(shard, writer.states[shard].ids, data, step=1, sealed=True, extras={"n": shard})
             some = writer.states[0].ids[::3]
@@ -301,7 +305,7 @@ class StoreConformance:
     ) -> None:
         monkeypatch.setattr(Store, "take_lock", lambda self: NoLock())
         data = Data(layout)
-        self.create(place, shards=2)
+        self.create_two_logs(place)
         writers: list[StoreWriter] = []
         errors: list[BaseException] = []
         gate = threading.Barrier(3)
