@@ -58,8 +58,8 @@ class Stats:
     last_error: str = ""
     since: float = field(default_factory=time.perf_counter)
     """Start of the session (`time.perf_counter`)."""
-    _hidden: float = field(default=0.0, repr=False)
-    """Seconds of the hook that runs in which a GPU had work."""
+    _hidden: list[tuple[float, float]] = field(default_factory=list, repr=False)
+    """Start and length of each wait for a GPU since a hook last ended."""
 
     @property
     def overhead(self) -> float:
@@ -68,16 +68,19 @@ class Stats:
         lost = self.stall_seconds + max(0.0, self.slowed_seconds)
         return min(1.0, lost / seconds) if seconds > 0 else 0.0
 
-    def waited(self, seconds: float) -> None:
-        """Leave out seconds of the present hook: the GPU's own measurement takes their place."""
-        self._hidden += seconds
+    def waited(self, since: float) -> None:
+        """Leave the time since `since` out of the present hook, if one runs: the GPU's own measurement replaces it."""
+        self._hidden.append((since, time.perf_counter() - since))
 
     def stalled(self, since: float, *, first: bool = False, part: bool = False) -> None:
         """Count the time since `since` (`time.perf_counter`) as training time lost.
 
         part: count it for the newest checkpoint, too. first: that checkpoint began at `since`.
         """
-        seconds, self._hidden = time.perf_counter() - since - self._hidden, 0.0
+        seconds = time.perf_counter() - since
+        if self._hidden:  # a wait that began earlier was in no hook, but in `checkpoint` or `close`
+            seconds -= sum(length for began, length in self._hidden if began >= since)
+            self._hidden.clear()
         self.stall_seconds += seconds
         if part:
             self.last_stall_seconds = seconds + (0.0 if first else self.last_stall_seconds)
@@ -268,7 +271,7 @@ class Checkpoints:
         self._waits.begin()
         copied = job.wait()
         if self._waits.end():
-            self._stats.waited(time.perf_counter() - started)
+            self._stats.waited(started)
         return copied
 
     def _copy_again(self, under_way: _UnderWay, copied: Copied, engine: Engine) -> Copied:

@@ -55,7 +55,7 @@ class Moment:
     late: Any = None
     """All late extras, read at this moment."""
     begun: Marks | None = None
-    """Events that mark the beginning of the next forward pass on each GPU; None before it begins."""
+    """Events that mark the beginning of the next forward pass on each GPU; None before it begins with gradients."""
 
     def beside(self) -> contextlib.AbstractContextManager[None]:
         """Read on a GPU what does not change from the beginning of the next forward pass to the next step.

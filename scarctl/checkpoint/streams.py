@@ -69,12 +69,30 @@ class Streams:
         """Return marks for the GPUs among these devices, which become known; missing marks are made."""
         devices = {device for device in among if device.type == "cuda"}
         for device in devices - self._streams.keys():
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            # Of high priority: streams of one priority may share a hardware queue, in which a copy would wait for
+            # all that training has queued.
+            self._streams[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            if threading.get_ident() == self._thread:
+                self._trains[device] = torch.cuda.current_stream(device)
         return {device: marks.get(device) or _mark(device) for device in devices}
 
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """Queue what a thread does inside after training's work, on its streams. A new thread has the default ones."""
+        with contextlib.ExitStack() as stack:
+            if threading.get_ident() != self._thread:
+                for stream in self._trains.values():
+                    stack.enter_context(torch.cuda.stream(stream))
+            yield
+
     def times(self) -> Marks:
-        """Mark the present moment on the streams that train, with events that keep its time."""
-        made = {}
+        """Mark the present moment on the streams that train, with events that keep its time.
+
+        Returns {} in another thread, because training continues meanwhile, and in a capture, whose events have no time.
+        """
+        made: dict[torch.device, torch.cuda.Event] = {}
+        if threading.get_ident() != self._thread or is_capturing():
+            return made
         for device in self._streams:
             made[device] = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             made[device].record(self._trains.get(device) or torch.cuda.current_stream(device))

@@ -86,7 +86,7 @@ class Departure:
         flushed = False
         if grace is not None and self._opening.engine is not None and not self._inert():
             self._opening.engine.saver.brace(grace)
-        with self._gate.quiet(patience) as quiet:
+        with self._gate.quiet(patience) as quiet, self._saving.streams.joined():
             engine = self._opening.engine
             if self._inert() or engine is None:
                 return

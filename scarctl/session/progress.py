@@ -227,10 +227,12 @@ class Progress:
             except Exception as error:
                 self._fault(error)
 
-    def _forward_begins(self) -> None:
+    def _forward_begins(self, trains: bool) -> None:
         with self._gate.held():
             moment = self._newest
-            if moment is not None:
+            if (
+                moment is not None and trains
+            ):  # after a pass without gradients the loop may still write weights
                 moment.begun = moment.streams.mark()
             if moment is not None and not self.loop.used and self._hooked:
                 try:

@@ -172,8 +172,12 @@ class Saving:
         engine = self._opening.engine
         if engine is not None and self._checkpoints.under_way:
             with self._gate.held():
-                engine.selector.hurry()
-                self._checkpoints.end_copy(engine)
+                started = time.perf_counter()
+                try:
+                    engine.selector.hurry()
+                    self._checkpoints.end_copy(engine)
+                finally:
+                    self.stats.stalled(started, part=True)
 
     def seal(self, moment: Moment | None) -> bool:
         """Save the whole state of `moment`, both halves at once. Return whether it is sealed in this host's memory."""
@@ -227,7 +231,8 @@ class Saving:
 
     def flush(self) -> bool:
         """Seal the state of the newest step's end. Return whether that succeeded."""
-        return self._flush(self.moment or self.take())
+        with self.streams.joined():
+            return self._flush(self.moment or self.take())
 
     def _flush(self, moment: Moment | None) -> bool:
         """Seal the state of `moment`, which may be in the middle of an evaluation."""
@@ -306,7 +311,7 @@ class Saving:
     def last(self, ending: Ending, *, seal: bool) -> None:
         """Finish the current checkpoint at the session's end. With `seal`, save the whole state."""
         failed = ending is Ending.FAILED
-        with self._gate.quiet(_PATIENCE, between=not failed) as quiet:
+        with self._gate.quiet(_PATIENCE, between=not failed) as quiet, self.streams.joined():
             self.finish()
             head = self._progress.head_step
             # A step that raised may have changed only some parameters: the previous checkpoint is better.

@@ -209,8 +209,7 @@ class Session:
             return
         self._steps.between()
         self._after_step()
-        with self._gate.held():
-            self._finish()
+        self._steps.finish()
         self._gate.enter()
 
     def checkpoint(self, *, full: bool = False, wait: bool | Literal["peers"] = False) -> None:

@@ -64,6 +64,10 @@ class Steps:
         if self._opening.engine is None and self._progress.head_step == 0:
             self._opening.require_looked()
         self._progress.step_begins()
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for the current copy, if any, and queue it."""
         if not self._saving.unfinished:
             return
         with self._gate.held():

@@ -71,7 +71,7 @@ class Witness:
         self._left = 0
         self._looking = False
         """Whether the hook is installed."""
-        self._seen: Callable[[], None] = lambda: None
+        self._seen: Callable[[bool], None] = lambda trains: None
         self._expected: Mapping[str, Any] | None = None
         self._kept: tuple[int, Mapping[str, Any]] | None = None
         """The step from which the run resumed, and the digests saved with it."""
@@ -87,10 +87,11 @@ class Witness:
         """Return whether the next iteration's forward pass has begun after `step`, with gradients."""
         return self.seen(step) and self._gaps[-1].trains
 
-    def begin(self, step: int, seen: Callable[[], None], now: Raw | None = None) -> None:
-        """Start observing after `step`, ended or resumed from. seen: called when the next forward begins.
+    def begin(self, step: int, seen: Callable[[bool], None], now: Raw | None = None) -> None:
+        """Start observing after `step`, ended or resumed from.
 
-        now: the random numbers, if they were read already.
+        seen: called when the next forward begins, with whether it records gradients. now: the random numbers, if they
+        were read already.
         """
         if self._looking:
             self.stop()
@@ -135,7 +136,7 @@ class Witness:
                 gap.ended, gap.values = raw(), values
             self.stop()
             if not gap.inputs:
-                self._seen()
+                self._seen(True)
 
     def stop(self) -> None:
         """Stop observing."""
@@ -168,7 +169,7 @@ class Witness:
         if not self._left or (gap.inputs and gap.trains):
             self.stop()
         if not known and (gap.inputs or not self._left):
-            self._seen()
+            self._seen(gap.trains)
 
     def following(self, step: int) -> dict[str, Any] | None:
         """Return the digests that `differences` compares with, for `Extras.following`; None without a model."""

@@ -77,6 +77,34 @@ def test_what_is_copied_is_the_end_of_the_step(
 
 
 @gpu
+@pytest.mark.parametrize("kept", [True, False])
+def test_another_thread_reads_after_what_a_stream_of_its_own_has_queued(tmp_path: Path, kept: bool) -> None:
+    """Buffers, and the values that show whether weights were replaced: a signal's thread reads them, too."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        model = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256)).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        settings = scarctl.Settings(flush_on_signal=kept)
+        session = scarctl.attach(model, optimizer, store=tmp_path / "store", interval=1, settings=settings)
+        for late in (0, 0, 0, 20):
+            loss = model(torch.randn(64, 256, device="cuda")).square().mean()
+            for _ in range(late):
+                torch.cuda._sleep(_LATE)  # longer than a flush waits for the next forward
+            model(torch.randn(64, 256, device="cuda"))
+            loss.backward()
+            optimizer.step()
+        thread = threading.Thread(target=session.flush)
+        thread.start()
+        thread.join()
+        expected = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+        session.close(seal=False)
+    model = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with scarctl.attach(model, optimizer, store=tmp_path / "store") as later:
+        assert later.resume().exact
+        assert all(torch.equal(tensor.cpu(), expected[name]) for name, tensor in model.state_dict().items())
+
+
+@gpu
 def test_what_comes_after_the_step_is_not_waited_for(tmp_path: Path) -> None:
     model, optimizer = _build()
     with scarctl.attach(model, optimizer, store=tmp_path / "store", interval=1, fraction=1.0) as session:

@@ -40,3 +40,18 @@ def test_no_object_is_asked_for_its_class(tmp_path: Path) -> None:
                 optimizer.step()
     assert not Lazy.asked
     assert kept.tracked == []
+
+
+def test_only_a_forward_with_gradients_begins_the_next_iteration(tmp_path: Path) -> None:
+    """After it the loop writes no weights. After another, such as one that measures statistics, it still may."""
+    model = nn.Linear(64, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with scarctl.attach(model, optimizer, store=tmp_path / "store", **grouped(daemon=False)) as session:
+        for gradients in (True, False, True):
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+            with torch.set_grad_enabled(gradients):
+                model(torch.randn(8, 64))
+            moment = session._saving.moment
+            assert moment is not None
+            assert (moment.begun is not None) is gradients

@@ -36,7 +36,8 @@ def test_a_terminated_run_is_resumed_exactly(kind: str, tmp_path: Path, arena_di
     run(kind, tmp_path / "store", "--die-after", "11", "--signal", "SIGTERM", code=-signal.SIGTERM)
     resumed = run(kind, tmp_path / "store")
     assert resumed["exact"], resumed
-    assert resumed["step"] >= 8  # a gradient scaler skips some
+    skipped = 11 - resumed["step"]
+    assert skipped == 0 or (kind == "scaled" and skipped < 11)
     assert resumed["errors"] == whole["errors"] == 0
     assert resumed["digest"] == whole["digest"]
 
