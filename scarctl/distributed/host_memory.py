@@ -92,7 +92,7 @@ def place_of(settings: SessionSettings) -> str:
 
 def _inventory(store: Store, settings: SessionSettings, shards: Sequence[int]) -> dict[int, tuple[int, ...]]:
     """Return the age of each shard's arena in this host's memory, if it belongs to the store."""
-    found = {}
+    found: dict[int, tuple[int, ...]] = {}
     for shard in shards:
         try:
             view = view_of(settings.arena_dir, store.of_shard(shard))
