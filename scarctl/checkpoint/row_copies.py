@@ -72,8 +72,11 @@ def copy_runs(target: torch.Tensor, source: torch.Tensor, starts: Ids, stops: Id
 
 
 def equal(live: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> bool:
-    """Return whether tensors on a GPU have the values of others on the host. NaN never does. One transfer for all."""
-    kinds = {tensor.dtype for tensor in live}
+    """Return whether tensors on GPUs have the values of others on the host. NaN never does.
+
+    One transfer for all, if they are of one dtype and on one GPU.
+    """
+    kinds = {(tensor.dtype, tensor.device) for tensor in live}
     if len(kinds) > 1:
         return all(equal([a], [b]) for a, b in zip(live, saved, strict=True))
     there = torch.cat([tensor.detach().reshape(-1) for tensor in live]).cpu()
