@@ -35,4 +35,6 @@ def layout_around(store: Store) -> Layout | None:
     logs = [store.log(shard) for shard in store.shards()]
     found = store.blobs.each(lambda log: log.newest_readable() or log.newest(), logs)
     record = max((one for one in found if one is not None), key=lambda one: one.epoch, default=None)
+    if record is None:
+        states_around(store, store.shards())  # an empty log may have lost its records
     return None if record is None else store.layout(record.layout)

@@ -198,11 +198,15 @@ class ShardLog:
     def _state(self, numbers: list[int], at: int | None, around: bool) -> ShardState:
         if at is not None:
             numbers = [n for n in numbers if n <= at]
-        if not numbers or (at is not None and numbers[-1] != at):
-            if at is not None:
-                raise self._missing(at)
-            return ShardState(self.shard)
         indexes = set(self.indexes())
+        if at is not None and (not numbers or numbers[-1] != at):
+            raise self._missing(at)
+        if not numbers and indexes:
+            raise self._missing(
+                max(indexes)
+            )  # all records are gone, and a new log must not begin in their place
+        if not numbers:
+            return ShardState(self.shard)
         # Walking back finds numbers that are missing or were deleted by rules.
         start, records = self._walk(numbers[-1], indexes, around)
         records.reverse()
@@ -441,7 +445,6 @@ class ShardLog:
             raise corrupt(what, f"it does not follow record {record.seq - 1}: the chain of digests is broken")
 
     def _missing(self, seq: int) -> Corruption:
-        what = self.blobs.where(record_path(self.shard, seq))
         numbers = self.numbers()
         there = f"the log has {numbers[0]} to {numbers[-1]}" if numbers else "the log is empty"
-        return corrupt(what, f"this record is missing ({there})")
+        return corrupt(self.blobs.where(record_path(self.shard, seq)), f"this record is missing ({there})")

@@ -104,6 +104,22 @@ def test_the_newest_is_missing_and_its_index_is_there(saved: Store, layout: Layo
     assert not state_around(saved, 0).damaged
 
 
+def test_all_records_are_gone_and_an_index_is_there(saved: Store, layout: Layout, data: Data) -> None:
+    """The store is not empty: no new log begins, whose writer would collect the segments."""
+    with open_writer(saved, layout=layout) as writer:
+        writer.commit(0, np.arange(layout.partitions), data, step=4, sealed=True)
+    for record in (saved.root / "shards/0/log").iterdir():
+        record.unlink()
+    for read in (
+        open_shares,
+        lambda store: store.state(0),
+        lambda store: state_around(store, 0),
+        lambda store: open_writer(store, layout=layout),
+    ):
+        with pytest.raises(Corruption, match=r"this record is missing \(the log is empty\)"):
+            read(saved)
+
+
 def test_a_whole_state_after_it_is_exact(saved: Store, layout: Layout, data: Data) -> None:
     with open_writer(saved, layout=layout) as writer:
         writer.commit(0, np.arange(layout.partitions), data, step=4, sealed=True)
