@@ -67,7 +67,7 @@ OF_COMMANDS = frozenset(
         *("simulate_fail_after", "simulate_failure_rate", "simulate_fraction", "simulate_interval"),
         *("simulate_iterations", "simulate_jobs", "simulate_lost", "simulate_mode", "simulate_norm"),
         *("simulate_plot", "simulate_policy", "simulate_predictions", "simulate_results", "simulate_seed"),
-        *("simulate_target", "simulate_trials"),
+        *("simulate_smooth", "simulate_stratify", "simulate_target", "simulate_trials"),
     }
 )
 """Options of commands that are not settings of a session, as their variables spell them."""

@@ -22,7 +22,7 @@ from scarctl.config import SessionSettings
 from scarctl.daemon.claim import claim_saver
 from scarctl.distributed.collectives import Team
 from scarctl.errors import ScarError
-from scarctl.state.version import epoch_of
+from scarctl.state.version import epoch_of, step_of
 from scarctl.store import Store
 
 log = logging.getLogger("scarctl")
@@ -30,8 +30,8 @@ log = logging.getLogger("scarctl")
 _CHUNK = 8 << 20
 """Bytes that are sent at a time."""
 
-Inventory = Mapping[int, tuple[int, int]]
-"""Epoch and step of the newest state in memory, by shard."""
+Inventory = Mapping[int, tuple[int, ...]]
+"""By shard: epoch and step of the newest state in memory, and the sum of its copies' steps. The greatest is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,9 @@ def place_of(settings: SessionSettings) -> str:
     return f"{socket.gethostname()}:{boot_id().hex()}:{folder}"
 
 
-def _inventory(store: Store, settings: SessionSettings, shards: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Return the newest state of each shard in this host's memory, if it belongs to the store."""
-    found = {}
+def _inventory(store: Store, settings: SessionSettings, shards: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """Return the age of each shard's arena in this host's memory, if it belongs to the store."""
+    found: dict[int, tuple[int, ...]] = {}
     for shard in shards:
         try:
             view = view_of(settings.arena_dir, store.of_shard(shard))
@@ -100,7 +100,8 @@ def _inventory(store: Store, settings: SessionSettings, shards: Sequence[int]) -
             log.warning("%s: this host's memory of shard %d is not offered to other ranks", error, shard)
             continue
         if view is not None and not view.alive and (view.version >= 0).any():
-            found[shard] = int(epoch_of(view.version.max())), view.head_step
+            steps = int(step_of(view.version[view.version >= 0]).sum())
+            found[shard] = int(epoch_of(view.version.max())), view.head_step, steps
     return found
 
 

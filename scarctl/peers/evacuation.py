@@ -64,9 +64,16 @@ class PeerCopies:
             time.sleep(_POLL)
 
     def versions(self) -> Ids:
-        """Return the version of every copy that another host has unchanged: int64 (partitions,), -1 for none."""
+        """Return the version of every copy that would survive unchanged: int64 (partitions,), -1 for none.
+
+        A recovery takes the newest of these hosts' replicas, and no other. So unless a host has all of this memory, a
+        copy counts only if each of them has it.
+        """
+        alive = self._alive()
+        full = [sender for sender in alive if sender.has_acknowledged(self._rounds[sender])]
+        found = [sender.versions_as_here() for sender in full or alive]
         none: Ids = np.full(self._arena.layout.partitions, NEVER, np.int64)
-        newest: Ids = np.maximum.reduce([none, *(sender.versions_as_here() for sender in self._alive())])
+        newest: Ids = np.minimum.reduce(found) if found else none
         return newest
 
     def hosts(self) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ steps apart.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from enum import Enum
@@ -21,7 +22,7 @@ from scarctl.checkpoint.copied import Extent
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.step_end import Moment, Moments
 from scarctl.checkpoint.streams import Streams
-from scarctl.errors import ScarError, Unavailable, UsageError
+from scarctl.errors import LayoutMismatch, ScarError, Unavailable, UsageError
 from scarctl.session.beginning import Beginning
 from scarctl.session.parts import Parts
 from scarctl.state.extras import Extras, Notes
@@ -112,7 +113,9 @@ class Saving:
     def follow(self, engine: Engine) -> None:
         """Keep the current moment, and notice from now on that weights are replaced."""
         if self._automatic:
-            self._moments.weights.follow(self._binding.live(engine.arena))
+            # The layout has slots that an optimizer makes later, at the first step of their parameters.
+            with contextlib.suppress(LayoutMismatch):
+                self._moments.weights.follow(self._binding.live(engine.arena))
         self.take()
 
     def take_between(self) -> Moment | None:

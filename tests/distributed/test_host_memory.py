@@ -107,3 +107,8 @@ class TestPlan:
 
     def test_of_equal_ones_the_own_stays(self) -> None:
         assert plan_transfers(["a", "b"], [{1: (1, 1)}, {1: (1, 1)}], [0, 1]) == []
+
+    def test_of_two_replicas_of_one_step_the_one_with_newer_copies_is_brought(self) -> None:
+        assert plan_transfers(["a", "b", "c"], [{0: (1, 7, 50)}, {0: (1, 7, 60)}, {}], [1, 2, 0]) == [
+            Transfer(0, 1, 2)
+        ]

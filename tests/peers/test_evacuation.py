@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import threading
@@ -51,19 +52,25 @@ def relay() -> Iterator[Relay]:
 @pytest.fixture
 def sender(slow: Slow, relay: Relay, tmp_path: Path) -> Iterator[Sender]:
     """Yield a sender of the rig's arena to West over the relay; West has its newest step."""
-    (tmp_path / "west").mkdir(mode=0o700)
-    west = Host(tmp_path / "west")
-    relay.target = west.admit(START, SECRET, "ab" * 16, "127.0.0.1", 0)
+    with sending(slow, relay, tmp_path, "west") as made:
+        yield made
+
+
+@contextlib.contextmanager
+def sending(slow: Slow, relay: Relay, tmp_path: Path, name: str) -> Iterator[Sender]:
+    (tmp_path / name).mkdir(mode=0o700)
+    host = Host(tmp_path / name)
+    relay.target = host.admit(START, SECRET, "ab" * 16, "127.0.0.1", 0)
     source = Source(RUN, "", "east", START, SECRET, rate=None)
-    made = Sender(source, [Candidate("west", "127.0.0.1", relay.port)], slow.arena)
+    made = Sender(source, [Candidate(name, "127.0.0.1", relay.port)], slow.arena)
     made._follower._buffer = made._follower._buffer[: 2 * ROW]  # two partitions in a frame
     made.start()
     wait_until(lambda: made.current)
     yield made
     relay.close()
     made.close(done=False, patience=30.0)
-    west.close()
-    wait_until(lambda: not west.busy)
+    host.close()
+    wait_until(lambda: not host.busy)
 
 
 def at_west(tmp_path: Path) -> Any:
@@ -119,6 +126,33 @@ def test_a_link_that_is_cut_leaves_the_most_changed_at_the_peer_and_only_that_co
     assert not found.safe
     assert not found.peer_exact
     assert found.squared == pytest.approx(np.square(RISING[: ROWS - found.peer_partitions]).sum())
+
+
+def test_of_two_hosts_that_have_a_part_only_what_both_have_counts(
+    slow: Slow, relay: Relay, sender: Sender, tmp_path: Path
+) -> None:
+    """A recovery takes the replica of one of them. A host that has all of the memory is enough."""
+    with Relay() as other, sending(slow, other, tmp_path, "north") as second:
+        copies = PeerCopies(slow.arena, [sender, second])
+        for one in (relay, other):
+            one.refuse()
+        wait_until(lambda: sender.state is second.state is State.LOST)
+        slow.flush(7, RISING)
+        relay.allow(3 * SOME * ROW)
+        other.allow(SOME * ROW)
+        copies.hurry()
+        for one in (relay, other):
+            one.accept()
+        wait_until(lambda: relay.stuck and other.stuck and (step_of(second.versions_as_here()) == 7).any())
+        found = slow.evacuation(0.0, copies=copies).report()
+        fewer = int((step_of(second.versions_as_here()) == 7).sum())
+        assert 0 < fewer < int((step_of(sender.versions_as_here()) == 7).sum())
+        assert found.peer_partitions == fewer
+        assert set(found.peers) == {"west", "north"}
+        relay.allow(1 << 30)
+        copies.wait(1.0)
+        wait_until(lambda: copies.complete())
+        assert slow.evacuation(0.0, copies=copies).report().safe
 
 
 def test_other_bytes_of_the_same_version_do_not_count(slow: Slow, relay: Relay, sender: Sender) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch.distributed as dist
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before anything imports DeepSpeed
-os.environ.setdefault("LOCAL_RANK", "0")  # of a process without torchrun
+# Not for other frameworks' tests, which take a process with a rank for one of several.
+if find_spec("deepspeed") is not None:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before anything imports DeepSpeed
+    os.environ.setdefault("LOCAL_RANK", "0")  # of a process without torchrun
 
 
 @pytest.fixture(scope="package", autouse=True)
