@@ -123,7 +123,8 @@ def loss_cells(what: str, loss: Loss) -> tuple[str, ...]:
         return name, "everything is lost: no other copy is known here"
     if gone:
         return name, f"{gone} of {counted(total, 'partition')} lost: no other copy is known here"
-    assert loss.steps is not None
+    if loss.steps is None:
+        return name, "unknown: damage hides how far the run was"
     if not loss.steps:
         return name, _UNSEEN if loss.age_is_lower_bound else "nothing is lost"
     return (

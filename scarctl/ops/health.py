@@ -272,8 +272,12 @@ def _losses(view: Survey) -> dict[str, Loss]:
         # A live process has the values; a dead one's arena has its copies.
         left = np.full_like(saved, np.maximum(view.head, 0)) if alive and (kept >= 0).all() else kept
     return {
-        "process": _loss(view, near, view.distance if kept is not None else None),
-        "host": _loss(view, saved, _from_store(view) if kept is not None and not pending else None),
+        "process": _loss(
+            view, near, view.distance if kept is not None else None, hidden=view.hidden and kept is None
+        ),
+        "host": _loss(
+            view, saved, _from_store(view) if kept is not None and not pending else None, hidden=view.hidden
+        ),
         "store": _loss(view, left, None),
     }
 
@@ -283,8 +287,13 @@ def _from_store(view: Survey) -> NDArray[np.float64]:
     return view.distance if view.encoding_error is None else with_errors(view.distance, view.encoding_error)
 
 
-def _loss(view: Survey, steps: NDArray[np.int64], known: NDArray[np.float64] | None) -> Loss:
-    """Return the cost of continuing from copies of these steps. known: the distances from these copies, if known."""
+def _loss(
+    view: Survey, steps: NDArray[np.int64], known: NDArray[np.float64] | None, *, hidden: bool = False
+) -> Loss:
+    """Return the cost of continuing from copies of these steps.
+
+    known: the distances from these copies, if known. hidden: whether damage may hide newer copies: the cost is unknown.
+    """
     assert view.layout is not None
     gone = int((steps < 0).sum())
     ages = np.maximum(view.head - steps, 0)
@@ -292,6 +301,8 @@ def _loss(view: Survey, steps: NDArray[np.int64], known: NDArray[np.float64] | N
     distance = known if known is not None and np.isfinite(known).all() else None
     if gone:
         rework = Rework(None, reason=f"{counted(gone, 'partition')} without a copy")
+    elif hidden:
+        rework = Rework(None, reason="damage hides how far the run was")
     else:
         measured = distance[parameters] if distance is not None and view.comparable else None
         rework = rework_of(
@@ -302,11 +313,13 @@ def _loss(view: Survey, steps: NDArray[np.int64], known: NDArray[np.float64] | N
             since=0 if known is None else view.since,
         )
     return Loss(
-        None if gone else int(ages.max(initial=0)),
+        None if gone or hidden else int(ages.max(initial=0)),
         view.age.is_lower_bound,
         gone,
         len(steps),
-        float(np.sqrt(np.square(distance).sum())) if distance is not None and not gone else None,
+        float(np.sqrt(np.square(distance).sum()))
+        if distance is not None and not gone and not hidden
+        else None,
         rework,
     )
 

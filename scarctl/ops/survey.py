@@ -115,6 +115,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         samples=told.samples,
         damage=tuple(sorted(files.items())),
         damaged=np.concatenate([share.damaged for share in shares]),
+        hidden=bool(hidden) or any(state.doubt.any() for state in states.values()),
         encoded=_encoded(states.values()),
         encoding_error=np.concatenate([_errors(share) for share in shares]) if arenas else None,
         heads=np.repeat([_head(s) for s in shares], [s.layout.partitions for s in shares]) if apart else None,

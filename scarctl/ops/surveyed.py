@@ -172,6 +172,8 @@ class Survey:
     """Damaged files with newest copies, and the reason, as far as names and sizes show it."""
     damaged: NDArray[np.bool_] | None = None
     """Whether each partition's newest copy in the store is in a damaged file; None: no copy is."""
+    hidden: bool = False
+    """Whether damage may hide newer copies in the store than those known."""
     encoded: Mapping[Encoding, int] = field(default_factory=dict)
     """Number of newest copies in the store that are not exact, by their encoding."""
     encoding_error: NDArray[np.float64] | None = None

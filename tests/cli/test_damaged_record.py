@@ -60,7 +60,10 @@ def test_it_is_said_everywhere(run: Run, damaged: tuple[Path, dict[str, torch.Te
     view = run("inspect", "--store", "ckpt", "--json", code=3).document
     assert view["damage"] == [{"file": str(newest), "reason": view["damage"][0]["reason"]}]
     assert run("inspect", "--store", "ckpt", code=3).stdout.count(str(newest)) == 1
-    (finding,) = run("status", "ckpt", "--json", code=3).document["stores"][0]["findings"]
+    assert run("status", "ckpt", code=3).stdout.count("unknown: damage hides how far the run was") == 2
+    (health,) = run("status", "ckpt", "--json", code=3).document["stores"]
+    assert health["if_lost"]["process"]["steps"] is None
+    (finding,) = health["findings"]
     assert (finding["severity"], finding["kind"]) == ("losing", "damaged")
     assert finding["message"].startswith("damaged: a part of the store's log")
     assert newest.name in finding["message"]

@@ -20,6 +20,7 @@ from scarctl.store.backends.connect import blobs_at
 from scarctl.store.backends.s3 import PART
 from scarctl.store.format import record_path
 from tests.store.helpers import Data, read_all, small_layout
+from tests.support.log_per_shard import store_with_a_log_per_shard
 from tests.support.places import Place
 from tests.support.proxy import Fault, Proxy, Request
 
@@ -316,11 +317,11 @@ def test_a_late_answer_does_not_hide_that_another_has_taken_over(place: Place, w
 def test_every_call_may_fail(s3_place: Place, wire: Proxy) -> None:
     """One answer in six is wrong or lost; every acknowledged commit is there."""
     random_ = random.Random(5)
-    wire.rule = lambda request: random_.choice(PASSING) if random_.random() < 1 / 6 else None
     options = {**s3_place.options, "endpoint_url": wire.url, "scarctl_timeout": 20}
     layout, data = small_layout(), Data(small_layout())
     acknowledged: dict[int, bytes] = {}
-    store = Store.create(s3_place.url, shards=2, storage_options=options)
+    store = store_with_a_log_per_shard(s3_place.url, shards=2, storage_options=options)
+    wire.rule = lambda request: random_.choice(PASSING) if random_.random() < 1 / 6 else None
     with open_writer(store, layout=layout, shard_of=layout.shards(2, 0)) as writer:
         for step in range(4):
             for shard in (0, 1):

@@ -13,6 +13,7 @@ from scarctl.store.backends.s3 import PART
 from scarctl.store.format import segment_name, segment_path
 from scarctl.store.prune import Retention, plan_prune, prune
 from tests.store.helpers import Data, small_layout
+from tests.support.log_per_shard import store_with_a_log_per_shard
 from tests.support.places import Bucket, Place
 from tests.support.proxy import Fault, Proxy
 
@@ -41,7 +42,7 @@ def test_the_next_writer_aborts_those_of_earlier_epochs_and_no_others(
     s3_place: Place, bucket: Bucket
 ) -> None:
     layout, data = small_layout(), Data(small_layout())
-    store = Store.create(s3_place.url, storage_options=s3_place.options, shards=2)
+    store = store_with_a_log_per_shard(s3_place.url, storage_options=s3_place.options, shards=2)
     with open_writer(store, layout=layout, shard_of=layout.shards(2, 0)) as writer:
         writer.commit(0, writer.states[0].ids, data, step=1, sealed=True)
     dead = [begin(bucket, of(bucket, writer.epoch)), begin(bucket, of(bucket, writer.epoch, 1))]
