@@ -230,9 +230,8 @@ class Progress:
     def _forward_begins(self, trains: bool) -> None:
         with self._gate.held():
             moment = self._newest
-            if (
-                moment is not None and trains
-            ):  # after a pass without gradients the loop may still write weights
+            # After a pass without gradients the loop may still write weights.
+            if moment is not None and trains:
                 moment.begun = moment.streams.mark()
             if moment is not None and not self.loop.used and self._hooked:
                 try:
