@@ -13,6 +13,9 @@ turns; what an arm still has to write is waited for between arms, unmeasured.
                        is waited for before the next optimizer step: its mode with the least stall
   torch.save           of everything every 32 steps, as a loop without a library does
 
+Stalls are per checkpoint: for scarctl all hooks and waits (`session.stats.stall_seconds`, with waits for the GPU as far
+as it had nothing to do), for DCP its calls and the waits for its staging.
+
 Then copies alone (an eighth, from the GPU into pinned memory that is there: the limit of a stall that nothing hides),
 memory of the GPU that a session takes at most, and the whole state read back onto the GPU: by `resume` from this host's
 memory and from the store, `torch.load`, safetensors, and DCP's load.
@@ -120,10 +123,18 @@ class Ours(Arm):
             settings=scarctl.Settings(**settings),
             **options,
         )
+        self.stalls: list[float] = []
         self.session.resume()
         self.step()
         self.step()
         self.settle()
+
+    def run(self) -> float:
+        stats = self.session.stats
+        stall, made = stats.stall_seconds, stats.checkpoints
+        seconds = super().run()
+        self.stalls.append((stats.stall_seconds - stall) / max(1, stats.checkpoints - made))
+        return seconds
 
     def settle(self) -> None:
         end = time.perf_counter() + 60
@@ -199,9 +210,8 @@ def steps(folder: Path, given: Any, base: str) -> None:
         usual = statistics.median(seconds[PLAIN])
         stall = ""
         if isinstance(arm, Ours):
-            stall = (
-                f"{arm.session.stats.last_stall_seconds * 1e3:.1f} (interval {arm.session.stats.interval})"
-            )
+            stall = spread(arm.stalls[-given.rounds :], 1e-3, 1)
+            stall += f" (interval {arm.session.stats.interval})"
         elif isinstance(arm, Dcp):
             stall = spread(arm.stalls[-given.rounds :], 1e-3, 1)
         rows.append(
