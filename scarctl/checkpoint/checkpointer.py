@@ -58,8 +58,8 @@ class Stats:
     last_error: str = ""
     since: float = field(default_factory=time.perf_counter)
     """Start of the session (`time.perf_counter`)."""
-    _hidden: list[tuple[float, float]] = field(default_factory=list, repr=False)
-    """Start and length of each wait for a GPU since a hook last ended."""
+    _hidden: float = field(default=0.0, repr=False)
+    """Seconds of the hook that runs in which it waits for a GPU."""
 
     @property
     def overhead(self) -> float:
@@ -68,19 +68,16 @@ class Stats:
         lost = self.stall_seconds + max(0.0, self.slowed_seconds)
         return min(1.0, lost / seconds) if seconds > 0 else 0.0
 
-    def waited(self, since: float) -> None:
-        """Leave the time since `since` out of the present hook, if one runs: the GPU's own measurement replaces it."""
-        self._hidden.append((since, time.perf_counter() - since))
+    def waited(self, seconds: float) -> None:
+        """Leave these seconds out of the hook that runs: the GPU's own measurement replaces them."""
+        self._hidden += seconds
 
     def stalled(self, since: float, *, first: bool = False, part: bool = False) -> None:
         """Count the time since `since` (`time.perf_counter`) as training time lost.
 
         part: count it for the newest checkpoint, too. first: that checkpoint began at `since`.
         """
-        seconds = time.perf_counter() - since
-        if self._hidden:  # a wait that began earlier was in no hook, but in `checkpoint` or `close`
-            seconds -= sum(length for began, length in self._hidden if began >= since)
-            self._hidden.clear()
+        seconds, self._hidden = time.perf_counter() - since - self._hidden, 0.0
         self.stall_seconds += seconds
         if part:
             self.last_stall_seconds = seconds + (0.0 if first else self.last_stall_seconds)
@@ -230,7 +227,8 @@ class Checkpoints:
         if under_way is None or under_way.copied is not None:
             return
         try:
-            under_way.copied = self._copy_again(under_way, self._wait(under_way.job), engine)
+            waited = self._wait(under_way.job, hook=True)
+            under_way.copied = self._copy_again(under_way, waited, engine)
         except BaseException as error:
             self._under_way = None
             self._failed(under_way, engine, error)
@@ -243,13 +241,17 @@ class Checkpoints:
             raise error
         self._fault(error)
 
-    def finish(self, engine: Engine) -> Copied | None:
-        """Finish the current checkpoint: its second half. Return what was queued; None if nothing was."""
+    def finish(self, engine: Engine, *, hook: bool) -> Copied | None:
+        """Finish the current checkpoint: its second half. Return what was queued; None if nothing was.
+
+        hook: whether a hook waits for it. A call of the loop's own may wait as well, which does not count as a stall.
+        """
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return None
         try:
-            copied = under_way.copied or self._copy_again(under_way, self._wait(under_way.job), engine)
+            copied = under_way.copied
+            copied = copied or self._copy_again(under_way, self._wait(under_way.job, hook=hook), engine)
             self._count(copied, engine)
             if not copied.ids.size and not copied.sealed:
                 return None
@@ -265,13 +267,15 @@ class Checkpoints:
             return None
         return copied
 
-    def _wait(self, job: Job[Copied]) -> Copied:
+    def _wait(self, job: Job[Copied], *, hook: bool) -> Copied:
         """Wait for the copy. On a GPU that is time lost only while the GPU has nothing to do."""
+        if not hook:
+            return job.wait()
         started = time.perf_counter()
         self._waits.begin()
         copied = job.wait()
         if self._waits.end():
-            self._stats.waited(started)
+            self._stats.waited(time.perf_counter() - started)
         return copied
 
     def _copy_again(self, under_way: _UnderWay, copied: Copied, engine: Engine) -> Copied:

@@ -160,13 +160,16 @@ class Saving:
         except Exception as error:
             self.fault(error)
 
-    def finish(self) -> bool:
-        """Do the second half of the current checkpoint, if any. Return whether it has sealed the state."""
+    def finish(self, *, hook: bool = False) -> bool:
+        """Do the second half of the current checkpoint, if any. Return whether it has sealed the state.
+
+        hook: see `Checkpoints.finish`.
+        """
         engine = self._opening.engine
         if engine is None:
             return False
         engine.selector.hurry()
-        copied = self._checkpoints.finish(engine)
+        copied = self._checkpoints.finish(engine, hook=hook)
         engine.selector.settle()
         return copied is not None and copied.sealed
 

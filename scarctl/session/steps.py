@@ -73,7 +73,7 @@ class Steps:
         with self._gate.held():
             started, part = time.perf_counter(), self._saving.under_way
             try:
-                self._saving.finish()
+                self._saving.finish(hook=True)
             finally:
                 self._saving.stats.stalled(started, part=part)
 
