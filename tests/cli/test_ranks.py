@@ -26,6 +26,7 @@ RANK_KEYS = {
     "expected_perturbation",
     "rework",
     "staleness",
+    "failed_saves",
     "durable_step",
     "head_step",
     "pid",

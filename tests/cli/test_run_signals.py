@@ -83,7 +83,7 @@ def test_a_signal_before_the_command_has_started(folder: Path, tmp_path: Path) -
         folder.mkdir(mode=0o700, exist_ok=True)
         with (folder / LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            running = Running(tmp_path, "--", "sh", "-c", "touch ran; sleep 60")
+            running = Running(tmp_path, "--", "sh", "-c", "touch ran; exec sleep 60")
             running.handles_signals()
             running.process.send_signal(number)
             time.sleep(0.05)
