@@ -21,7 +21,7 @@ from scarctl.arena.movements import Movements
 from scarctl.checkpoint.batched import distances_of_groups
 from scarctl.checkpoint.distance import Norm, Scratch, changed, distances_of, finite
 from scarctl.checkpoint.loading import NewSlots, Piece, copy_all, pieces_of, views_of
-from scarctl.checkpoint.row_copies import copy_rows, equal, is_gpu, wait_for
+from scarctl.checkpoint.row_copies import RUN_BYTES, copy_rows, equal, is_gpu, wait_for
 from scarctl.checkpoint.sampled import sampled_squares
 from scarctl.state.layout import Layout
 from scarctl.state.rows import take_rows
@@ -34,8 +34,6 @@ _ATTEMPTS = 3
 _BATCH_BYTES = 1 << 20
 _GPU_BATCH_BYTES = 32 << 20
 """The same for a state on a GPU, which copies this in about the time in which the host copies the other."""
-_RUN_BYTES = 1 << 14
-"""Mean length of a run of adjacent rows below which one gather is faster than one copy per run."""
 _GATHER = 3
 """Gathering and comparing one partition takes about as long as comparing this many in place."""
 
@@ -231,7 +229,7 @@ class LiveState:
         pieces: list[slice | Ids] = [take_rows(starts, stops)]
         if (
             not isinstance(pieces[0], slice)
-            and int((stops - starts).sum()) * row_bytes >= len(ids) * _RUN_BYTES
+            and int((stops - starts).sum()) * row_bytes >= len(ids) * RUN_BYTES
         ):
             pieces = [slice(a, b) for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
         before = [_rows(saved, rows).clone() for rows in pieces]
