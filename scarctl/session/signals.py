@@ -32,6 +32,8 @@ log = logging.getLogger("scarctl")
 SIGNALS: tuple[int, ...] = (signal.SIGTERM, signal.SIGINT)
 TOGETHER = 0.2
 """Seconds within which the same signal counts once: launchers forward signals that the whole process group received."""
+REMINDER = 1.0
+"""Seconds after which a signal that was passed on, and whose handler has not run, is sent once more."""
 LONGEST = 120.0
 """Seconds after which a signal has its effect even if callbacks still run, unless they may take longer."""
 
@@ -67,7 +69,14 @@ class Let:
     at_once: bool = False
 
 
-Instruction = Save | Let
+@dataclass(frozen=True, slots=True)
+class Remind:
+    """Send these signals once more: the main thread may have begun to wait just when they came."""
+
+    signums: tuple[int, ...]
+
+
+Instruction = Save | Let | Remind
 
 
 @dataclass(slots=True)
@@ -90,6 +99,7 @@ class Machine:
     """Signals sent once more whose byte has not come yet."""
     patience: float = LONGEST
     """Seconds after which a signal has its effect even if callbacks still run."""
+    _reminded: bool = False
 
     def came(self, signum: int, now: float) -> list[Instruction]:
         """React to the byte of a delivery."""
@@ -112,13 +122,17 @@ class Machine:
         """React to the end of the callbacks, or to their timeout."""
         if self.phase is not Phase.SAVING:
             return []
-        self.phase, self.since = Phase.PASSING, now
+        self._pass_on(now)
         return [Let(tuple(self.waiting))]
 
     def tick(self, now: float) -> list[Instruction]:
         """React to the passing of time."""
-        late = self.phase is Phase.SAVING and now >= self.since + self.patience
-        return self.saved(now) if late else []
+        if self.phase is Phase.SAVING and now >= self.since + self.patience:
+            return self.saved(now)
+        if self.phase is Phase.PASSING and now >= self.since + REMINDER and not self._reminded:
+            self._reminded = True
+            return [Remind(tuple(self.waiting))]
+        return []
 
     def sent(self, signum: int) -> None:
         """Note that a signal is about to be sent once more."""
@@ -140,8 +154,11 @@ class Machine:
         if now < self.since + TOGETHER:
             # Another signal at the same time. If the first one has been handled, there is no flush to wait for.
             return [Let((signum,))] if self.phase is Phase.PASSING else []
-        self.phase, self.since = Phase.PASSING, now
+        self._pass_on(now)
         return [Let(tuple(self.waiting), at_once=True)]
+
+    def _pass_on(self, now: float) -> None:
+        self.phase, self.since, self._reminded = Phase.PASSING, now, False
 
 
 # -- the process's signals ---------------------------------------------------------------------------------------
@@ -271,9 +288,13 @@ class _Watch:
                 if self._is_ours(signum) and not callable(self._previous[signum]):
                     self._fatal.add(signum)
                 self._saving.submit(partial(self._save, signum, signum in self._fatal))
-            else:
+            elif isinstance(instruction, Let):
                 for signum in instruction.signums:
                     self._let(signum, instruction.at_once)
+            else:
+                # The interpreter looks for signals, then waits: one that comes in between interrupts nothing.
+                for signum in self._through.intersection(instruction.signums):
+                    self._send(signum)
 
     def _let(self, signum: int, at_once: bool) -> None:
         previous = self._previous[signum]
@@ -286,9 +307,12 @@ class _Watch:
             _die(signum)
         else:
             self._through.add(signum)
-            self._machine.sent(signum)
-            # To the main thread itself, so that a call that it waits in is interrupted.
-            signal.pthread_kill(_main_thread(), signum)
+            self._send(signum)
+
+    def _send(self, signum: int) -> None:
+        self._machine.sent(signum)
+        # To the main thread itself, so that a call that it waits in is interrupted.
+        signal.pthread_kill(_main_thread(), signum)
 
     def _forward(self, signum: int) -> None:
         """Pass a byte on to the previous reader of the wakeup file (an event loop)."""

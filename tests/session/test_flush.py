@@ -269,6 +269,26 @@ def test_sigint_is_a_keyboard_interrupt_after_a_flush(
     assert_goes_on_exactly(tmp_path / "store", expected, tier=None)
 
 
+def test_a_signal_that_interrupts_nothing_has_its_effect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter looks for signals, then sleeps: a signal between the two is seen when the sleep is over."""
+    real, sent = signal.pthread_kill, itertools.count()
+
+    def body(tell: Tell) -> None:
+        monkeypatch.setattr(signal, "pthread_kill", lambda *args: real(*args) if next(sent) else None)
+        loop = trained(tmp_path / "store")
+        with pytest.raises(KeyboardInterrupt), loop.session:  # noqa: PT012
+            tell("ready")
+            time.sleep(600)
+        assert next(sent) == 2
+
+    with Forked(body) as child:
+        child.expect("ready")
+        child.signal(signal.SIGINT)
+        assert child.wait() == 0
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_the_process_at_once(tmp_path: Path, signum: int) -> None:
     def body(tell: Tell) -> None:

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from scarctl.session.signals import Let, Machine, Phase, Save
+from scarctl.session.signals import Let, Machine, Phase, Remind, Save
 
 TERM, INT = signal.SIGTERM, signal.SIGINT
 
@@ -65,3 +65,21 @@ def test_callbacks_that_do_not_return_do_not_hold_up_a_signal_for_ever() -> None
     machine.came(TERM, 0.0)
     assert machine.tick(100.0) == []
     assert machine.tick(121.0) == [Let((TERM,))]
+
+
+def test_a_signal_whose_handler_does_not_run_is_sent_once_more() -> None:
+    machine = Machine()
+    machine.came(INT, 0.0)
+    machine.saved(5.0)
+    machine.sent(INT)
+    assert machine.came(INT, 5.0) == []
+    assert machine.tick(5.5) == []
+    assert machine.tick(6.0) == [Remind((INT,))]
+    machine.sent(INT)
+    assert machine.came(INT, 6.0) == [], "no second signal"
+    assert machine.tick(9.0) == [], "the main thread may be in a call that no signal may disturb"
+    assert machine.ran(INT, True, 9.0) == []
+    assert machine.phase is Phase.QUIET
+    assert machine.came(INT, 20.0) == [Save(INT)]
+    machine.saved(21.0)
+    assert machine.tick(22.0) == [Remind((INT,))]
