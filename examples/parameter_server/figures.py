@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from examples.paper.figures import Panel, Series, draw
 from examples.parameter_server.experiment import WAYS, Plan
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc3311", "#9467bd", "#000000")
-"""The paper's, and black for ours."""
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc3311", "#9467bd", "#000000")  # the paper's, and ours
 
 
 def interval(values: Sequence[float]) -> str:
     """The mean with the half width of its 95 % interval (Student's t); the mean alone of one value."""
-    mean, count = _mean(values), len(values)
+    mean, count = fmean(values), len(values)
     if count < 2:
         return f"{mean:.3f}"
-    deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
-    t = {2: 12.7, 3: 4.3, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}.get(count, 2.0)
-    return f"{mean:.3f} +- {t * deviation / math.sqrt(count):.3f}"
+    t = {2: 12.7, 3: 4.3, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}.get(count, 2.26)
+    return f"{mean:.3f} ± {t * stdev(values) / math.sqrt(count):.3f}"
 
 
 def figures(results: Sequence[dict[str, Any]], plan: Plan, folder: Path) -> None:
@@ -35,13 +31,12 @@ def figures(results: Sequence[dict[str, Any]], plan: Plan, folder: Path) -> None
         lines = []
         for way, colour in zip(WAYS, COLOURS, strict=True):
             chosen = [values(r) for r in results if r["way"] == way and r["killed"] == killed]
-            points = [((n + 1.0) * plan.look, _mean(at)) for n, at in enumerate(zip(*chosen, strict=True))]
+            points = [((n + 1.0) * plan.look, fmean(at)) for n, at in enumerate(zip(*chosen, strict=True))]
             lines.append(Series(way, points, line=True, colour=colour, dashed=way.startswith("sync")))
         return Panel(title, "ticks", up, lines)
 
-    once = panel("killed once", "accuracy", 1, lambda r: r["accuracy"])
-    twice = panel("killed twice", "accuracy", 2, lambda r: r["accuracy"])
-    (folder / "accuracy.svg").write_text(draw("Accuracy", [once, twice]), encoding="utf-8")
+    drawn = [panel(f"kills: {kills}", "accuracy", kills, lambda r: r["accuracy"]) for kills in (1, 2)]
+    (folder / "accuracy.svg").write_text(draw("Accuracy", drawn), encoding="utf-8")
     costs = [
         panel("gradients handled", "gradients", 2, lambda r: r["gradients"]),
         panel("workers that compute", "part", 2, lambda r: r["busy"]),
@@ -50,27 +45,34 @@ def figures(results: Sequence[dict[str, Any]], plan: Plan, folder: Path) -> None
     (folder / "costs.svg").write_text(draw("Costs, killed twice", costs), encoding="utf-8")
 
 
-def table(results: Sequence[dict[str, Any]], plan: Plan) -> str:
-    """Accuracy around the kills, gradients handled, and how busy workers were while the server was away first.
+HEADS = "| way | kills | before | after | end | gradients | workers busy | less no kill | ours less this |"
 
-    Before and end are means of four looks: a look differs from the next by several hundredths.
+
+def table(results: Sequence[dict[str, Any]], plan: Plan) -> str:
+    """Accuracy before and after the first kill and at the end, gradients, and how busy workers were without a server.
+
+    Before and end are means of four looks: a look differs from the next by several hundredths. The last two compare the
+    accuracy after the kill with that of the same run without one, and ours with it, paired by seed.
     """
-    heads = ("way", "kills", "before", "least after it", "mean after it", "end", "gradients", "workers busy")
-    lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     first = plan.kills[0] // plan.look
     gone = range(first, (plan.kills[0] + plan.away) // plan.look)
-    for killed in (0, 1, 2):
-        for way in WAYS:
-            chosen = [r for r in results if r["way"] == way and r["killed"] == killed]
-            if not chosen:
-                continue
+    after = {(r["way"], r["killed"], r["seed"]): fmean(r["accuracy"][first:]) for r in results}
+    lines = [HEADS, "|" + " --- |" * HEADS.count(" | ") + " --- |"]
+    for killed, way in itertools.product((0, 1, 2), WAYS):
+        chosen = [r for r in results if r["way"] == way and r["killed"] == killed]
+        if chosen:
+            seeds = [r["seed"] for r in chosen]
+            calm = "sync chain" if way.startswith("sync") else "async chain"
             cells = [
-                interval([_mean(r["accuracy"][max(0, first - 4) : first]) for r in chosen]),
-                interval([min(r["accuracy"][first:]) for r in chosen]),
-                interval([_mean(r["accuracy"][first:]) for r in chosen]),
-                interval([_mean(r["accuracy"][-4:]) for r in chosen]),
-                f"{_mean([r['gradients'][-1] for r in chosen]):.0f}",
-                f"{100 * _mean([r['busy'][n] for r in chosen for n in gone]):.0f} %",
+                interval([fmean(r["accuracy"][max(0, first - 4) : first]) for r in chosen]),
+                interval([after[way, killed, seed] for seed in seeds]),
+                interval([fmean(r["accuracy"][-4:]) for r in chosen]),
+                f"{fmean(r['gradients'][-1] for r in chosen):.0f}",
+                f"{100 * fmean(r['busy'][n] for r in chosen for n in gone):.0f} %",
+                interval([after[way, killed, seed] - after[calm, 0, seed] for seed in seeds]),
+                interval([after["ours", killed, seed] - after[way, killed, seed] for seed in seeds])
+                if killed
+                else "",
             ]
             lines.append(f"| {way} | {killed} | {' | '.join(cells)} |")
     return "\n".join(lines)
