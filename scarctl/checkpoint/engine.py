@@ -165,7 +165,8 @@ class Engine:
         self._save(live, ids, distance, version)
         exact = ids if weighed.exact is None else ids[weighed.exact[ids]]
         whole = exact.size == self.layout.partitions
-        return Copied(version, ids, whole, np.union1d(chosen.nonfinite, bad), exact)
+        missed = not chosen.ids.size and bool((weighed.distance_sq > 0).any())
+        return Copied(version, ids, whole, np.union1d(chosen.nonfinite, bad), exact, missed)
 
     @property
     def may_copy(self) -> bool:
