@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from scarctl.adapter import Adapter
+from scarctl.adapter import Adapter, StateGroup
 from scarctl.checkpoint.selector import Selector
 from scarctl.config import SessionSettings
 from scarctl.daemon.request import Wish
@@ -81,16 +81,18 @@ class Crew(Together):
     def __init__(
         self,
         adapter: Adapter,
+        groups: list[StateGroup],
         division: Division,
         team: Team,
         settings: SessionSettings,
         rank_extras: frozenset[str],
     ) -> None:
+        """Take the division of the adapter's present `groups`."""
         self._rank_extras = rank_extras
         self._settings = settings
         self.team = team
         self.division = division
-        self.adapter = OwnedAdapter(adapter, division, team.rank)
+        self.adapter = OwnedAdapter(adapter, division, team.rank, groups)
         """The part of the state that this rank owns."""
         self.shards: tuple[int, ...] = ()
         """Shard of every rank, once the store is open."""
@@ -115,9 +117,11 @@ class Crew(Together):
         rank_extras: names of extras that every rank saves itself.
         Raises UsageError on every rank if settings, versions or models differ between ranks.
         """
+        groups: list[StateGroup] = []
 
         def mine() -> tuple[dict[str, str], list[Any]]:
-            return _settings_of(settings), [held.to_json() for held in holdings_of(adapter.groups())]
+            groups.extend(adapter.groups())
+            return _settings_of(settings), [held.to_json() for held in holdings_of(groups)]
 
         everyone = team.collect(mine)
         # All ranks have the same values, so all get the same result, or the same error.
@@ -127,7 +131,7 @@ class Crew(Together):
                 f"shards={settings.shards}: with several ranks, each rank is one shard", hint="omit shards"
             )
         division = divide([[Holding.from_json(obj) for obj in held] for _, held in everyone])
-        return cls(adapter, division, team, settings, rank_extras)
+        return cls(adapter, groups, division, team, settings, rank_extras)
 
     # -- the store ----------------------------------------------------------------------------------------------
 

@@ -66,11 +66,10 @@ class OwnedAdapter:
     The tensors are views: writing into them changes the model.
     """
 
-    def __init__(self, adapter: Adapter, division: Division, rank: int) -> None:
-        """Prepare with a division computed from the adapter's current groups, which may gain slots later."""
+    def __init__(self, adapter: Adapter, division: Division, rank: int, groups: Sequence[StateGroup]) -> None:
+        """Prepare with a division computed from the adapter's current `groups`, which may gain slots later."""
         self._adapter = adapter
         self._owned = division.owned[rank]
-        groups = adapter.groups()
         self._stored = dict(zip((group.name for group in groups), division.names[rank], strict=True))
         self._original = [groups[owned.group].name for owned in self._owned]
         self._buffers = {

@@ -37,8 +37,8 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Return whether a tensor is a DTensor. Does not import the slow module, which is loaded if a DTensor exists."""
     if type(tensor) in _PLAIN:  # called thousands of times per checkpoint
         return False
-    kind = dtensor_class()
-    return kind is not None and isinstance(tensor, kind)
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
 
 
 def dtensor_class() -> type[DTensor] | None:

@@ -150,7 +150,7 @@ def test_what_is_replaced_while_parameters_are_gathered_is_seen() -> None:
 def _owned(adapter: TorchAdapter) -> OwnedAdapter:
     """Return rank 0's part of state that both ranks hold."""
     held = holdings_of(adapter.groups())
-    return OwnedAdapter(adapter, divide([held, held]), 0)
+    return OwnedAdapter(adapter, divide([held, held]), 0, adapter.groups())
 
 
 def test_owned_rows_are_cut_once() -> None:
