@@ -154,10 +154,8 @@ class TorchAdapter:
             # Before the first step the model may still move to a GPU.
             known = tensors_now(self._model, self._optimizers) if stepped else None
             groups = self._new_groups(predict=stepped)
-            # Parameters gathered by FSDP2 look the same from one forward to the next, while the sharded ones may have
-            # changed.
-            if self._is_gathered():
-                known = None
+            # Gathered parameters stay the same while the sharded ones, which they hide, may change.
+            known = None if self._is_gathered() else known
             # One assignment, after success: a signal handler may call this method meanwhile.
             self._known = (None, []) if known is None else (known, groups)
         return list(groups)
@@ -193,10 +191,8 @@ class TorchAdapter:
                 role, scope = "shared" if owned else "replica", zeros[id(parameter)]
             else:
                 role, scope = self._role_of(name, wrapped, parameter)
-            place, frozen = (
-                self._place_of(parameter, name),
-                not any(tied.requires_grad for tied, _ in holders),
-            )
+            place = self._place_of(parameter, name)
+            frozen = not any(tied.requires_grad for tied, _ in holders)
             groups.append(StateGroup(name, "parameter", tensors, place, role, scope, frozen))
         groups += self._buffer_groups()
         self._trained = trained
@@ -435,10 +431,8 @@ class TorchAdapter:
 
     def _is_gathered(self) -> bool:
         """Return whether FSDP2 has gathered any parameter."""
-        if not self._sharded:
-            return False
         named = ((self._wrapping.clean(name), p) for name, p in self._named_parameters())
-        return any(self._resident(name, parameter) is not parameter for name, parameter in named)
+        return bool(self._sharded) and any(self._resident(name, p) is not p for name, p in named)
 
     def _modules_with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
         for name, module in self._model.named_modules():
