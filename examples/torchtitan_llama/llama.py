@@ -40,9 +40,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLo
 from torchtitan.models import llama3
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
-from torchtitan.tools.logging import logger
 
-logger.setLevel(logging.ERROR)
 if not torch.cuda.is_available():
     dist_utils.set_pg_timeouts = lambda timeout, parallel_dims: None
 

@@ -47,8 +47,6 @@ log = logging.getLogger("scarctl")
 
 _GIVEN = frozenset(("model", "optimizer", "store", "schedulers", "scaler", "hooks", "member"))
 """Arguments of `scarctl.attach` that come from torchtitan."""
-_DIVISION = "data_division"
-"""Name of the extra with the number of ranks among which the data is divided."""
 
 
 class ScarCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torchtitan is not installed for mypy
@@ -90,7 +88,7 @@ class ScarCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torchti
                 raise UsageError(
                     "a run with load_only saves nothing", hint="use torchtitan's CheckpointManager for it"
                 )
-            names = (TRAIN_STATE, DATALOADER, _DIVISION)
+            names = (TRAIN_STATE, DATALOADER)
             check_options(self.options, given=_GIVEN, owner="torchtitan", names=names)
 
     def __init__(self, config: Config, *, base_folder: str = "", **components: Any) -> None:
@@ -103,21 +101,19 @@ class ScarCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torchti
         self._resume = config.mode, config.snapshot
         self._options = config.options
         self._store = config.store if is_remote(config.store) else os.path.join(base_folder, config.store)
-        self._ranks = getattr(components["dataloader"], "dp_world_size", 1)
-        self._division = {"ranks": self._ranks}
+        loader = components["dataloader"]
+        self._position = None if loader is None else DataPosition(loader)
 
     def __del__(self) -> None:
-        # Closing a session is collective and takes time. One that nobody has closed ends with its process.
+        # A close is collective and takes time. A session that was not closed ends with its process.
         self.session = None
         super().__del__()
 
     def _attach(self) -> scarctl.Session:
         (model,) = self.states[MODEL].model
-        loader = self.states[DATALOADER]
-        own: dict[str, Any] = {_DIVISION: self._division}
-        if loader is not None:
-            own[DATALOADER] = scarctl.Extra(DataPosition(loader), per_rank=True)
-        own |= {name: item for name, item in self.states.items() if name not in (*own, *_ATTACHED)}
+        own = {name: item for name, item in self.states.items() if name not in _ATTACHED}
+        if self._position is not None:
+            own[DATALOADER] = scarctl.Extra(self._position, per_rank=True)
         return scarctl.attach(
             model,
             [*self.states[OPTIMIZER], self.states[OPTIMIZER]],  # whose step contains theirs
@@ -139,14 +135,13 @@ class ScarCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torchti
                 f"checkpoint.load_step is {step}, but {self._store} has a run to continue",
                 hint="leave load_step out, or give checkpoint.store another folder",
             )
-        if self._division["ranks"] != self._ranks:
+        if self._position is not None and self._position.skipped is not None:
             log.warning(
-                "the data was divided among %s ranks, and now among %s: every rank reads its part from the "
+                "the data was divided among %d ranks, and now among %d: every rank reads its part from the "
                 "beginning, because torchtitan's loaders cannot divide positions",
-                self._division["ranks"],
-                self._ranks,
+                self._position.skipped,
+                self._position.ranks,
             )
-            self._division["ranks"] = self._ranks
         self._compare()
         return True
 
