@@ -194,9 +194,7 @@ def _open(state: StateFile, settings: CheckpointSettings, *, dry_run: bool) -> t
                 f"{store.where}: {name} is {'automatic' if own is None else own} in this store, not {given}",
                 hint="omit the option, or create another store in another folder",
             )
-    layout = build_layout(
-        state.groups(), partition_bytes=fixed.partition_bytes, rows=dict(fixed.rows), by_layer=fixed.by_layer
-    )
+    layout = fixed.layout(state.groups())
     current = store.current_layout()
     if current is not None and current != layout:
         raise store.mismatch(current, layout)

@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.ops.ages import Age
-from scarctl.recovery.forecast import parameters_of, rework_of
+from scarctl.recovery.forecast import rework_of
 from scarctl.recovery.plan import Perturbation
 from scarctl.state.caveats import Caveat
 from scarctl.state.encodings import Encoding
 from scarctl.state.journal import Event, Sample
-from scarctl.state.layouts import Layouts
+from scarctl.state.layouts import Layouts, parameters_of
 from scarctl.store import Snapshot, Topology
 from scarctl.theory.rework import Outlook, Rework
 from scarctl.util.arrays import Ids
