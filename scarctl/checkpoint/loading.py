@@ -86,8 +86,8 @@ class NewSlots:
         """Return of which partitions the slots in `rows` have the arena's copies: bool (partitions,)."""
         if self.written is None:
             return np.zeros(arena.layout.partitions, dtype=bool)
-        even: NDArray[np.bool_] = (self.written & np.uint64(1)) == 0
-        return even & (self.written == arena.generation)
+        there: NDArray[np.bool_] = ((self.written & np.uint64(1)) == 0) & (self.written == arena.generation)
+        return there
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
