@@ -119,6 +119,8 @@ class CellMeans(_Cell):
     """Trials that did not reach the target."""
     oldest: dict[str, float] | None
     """Mean age of every parameter's oldest copy that differs from its live values at the failure, in iterations."""
+    written: float | None
+    """Mean of the bytes that the checkpoints saved, relative to their budget."""
 
 
 class Study(TypedDict):

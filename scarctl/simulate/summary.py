@@ -38,6 +38,9 @@ class Line:
     oldest: dict[str, float] | None
     """Mean age of every parameter's oldest copy that differs from its live values at the failure, in iterations. None
     for a rollback, and for results that do not have it."""
+    written: float | None
+    """Mean over trials of the bytes that the way's checkpoints saved, relative to their budget. None if no trial has a
+    checkpoint after the first iteration, and for results that do not have it."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -49,6 +52,7 @@ class Line:
             "perturbation": self.perturbation,
             "given_up": self.given_up,
             "oldest": self.oldest,
+            "written": self.written,
         }
 
 
@@ -92,6 +96,7 @@ def summarise(study: Study, results: Sequence[dict[str, Any]]) -> Summary:
                 float(np.sqrt(np.mean(moved[:, k] ** 2))),
                 int((~arrived[:, k]).sum()),
                 _oldest([result["oldest"][k] if "oldest" in result else None for result in results]),
+                _written([result["written"][k] if "written" in result else None for result in results]),
             )
         )
     undisturbed = float(np.mean([result["undisturbed"] for result in results]))
@@ -103,6 +108,11 @@ def _oldest(trials: Sequence[dict[str, int] | None]) -> dict[str, float] | None:
     if len(found) < len(trials):
         return None
     return {name: float(np.mean([ages[name] for ages in found])) for name in found[0]}
+
+
+def _written(trials: Sequence[float | None]) -> float | None:
+    found = [share for share in trials if share is not None]
+    return float(np.mean(found)) if found else None
 
 
 def _less(ratio: float | None) -> float | None:

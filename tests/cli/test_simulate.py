@@ -29,6 +29,7 @@ QUICK = ("--interval", 8, "--fraction", "1,1/8", "--policy", "priority", "--tria
 CELL = {
     "versus_round",
     "oldest",
+    "written",
     "median",
     "mode",
     "policy",
