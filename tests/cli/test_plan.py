@@ -79,6 +79,12 @@ def test_it_says_when_it_pays_and_when_not(run: Run) -> None:
     assert run("plan", *SLOW, "--json").document["pays"] is False
 
 
+def test_its_table_fits_a_terminal(run: Run) -> None:
+    table = run("plan", *LARGE).stdout.split("\n\n")[1].splitlines()
+    assert len(table) == 6
+    assert max(map(len, table)) <= 80
+
+
 def test_it_says_when_it_makes_little_difference(run: Run) -> None:
     """A model of 1 MB loses seconds per hour: the plan says that the choice makes little difference."""
     said = run("plan", *SMALL, "--shards", 8).stdout
