@@ -71,8 +71,7 @@ class TorchAdapter:
     ) -> None:
         self._model = model
         self._optimizers = list(optimizers)
-        self._late = dict(late)
-        self._changing = changing(late)
+        self._late, self._changing = dict(late), changing(late)
         self._early = dict(early)
         self._wrapping = Wrapping(model, replicated)
         self._sharded: dict[str, Any] = {}
