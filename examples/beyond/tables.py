@@ -5,7 +5,7 @@ from __future__ import annotations
 from examples.beyond.studies import INTERVAL, PAIRS, SAMPLED, SLOTS
 from examples.paper.markdown import less, pick, table
 from examples.paper.studies import EIGHTH, ONE
-from scarctl.simulate.summary import Line, Summary
+from scarctl.simulate.summary import CellMeans, Summary
 
 Summaries = dict[str, dict[str, Summary]]
 POLICIES = ("random", "round", "priority")
@@ -68,5 +68,5 @@ def sampled(found: Summaries) -> str:
     return table(rows)
 
 
-def _cost(line: Line) -> str:
+def _cost(line: CellMeans) -> str:
     return f"{line.rework.mean:.1f}{'+' if line.given_up else ''}"

@@ -47,8 +47,6 @@ def zeros(layout: Layout) -> Source:
 
 def test_the_document_is_what_the_model_says(run: Run) -> None:
     document = run("plan", *LARGE, "--json").document
-    wanted = {"schema_version", "command", "copies", "job", "ways", "pays", "rival", "saves", "history"}
-    assert set(document) == wanted
     assert document["copies"] is None
     assert document["command"] == "plan"
     job = Job(state_bytes=100e9, step_seconds=1.0, bandwidth=1e9, mtbf_seconds=3 * HOUR, shards=16)
