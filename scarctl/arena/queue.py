@@ -16,7 +16,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,10 @@ class HandOverQueue:
     Usually one process puts hand-overs. After its death, its daemon and a rescuing rank may both do so.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, taken: Callable[[], int] = lambda: 0) -> None:
+        """Use the queue in `folder`. taken: returns the newest number that was read (`Arena.taken`), for `put`."""
         self._folder = folder
+        self._taken = taken
         self._lock = threading.Lock()
         self._next = 1
 
@@ -110,7 +112,8 @@ class HandOverQueue:
             try:
                 while True:
                     # The folder is listed every time, because other processes may have queued hand-overs, too.
-                    number = max(self._next, max(_numbers(self._folder), default=0) + 1)
+                    there = max(_numbers(self._folder), default=0)
+                    number = max(self._next, self._taken() + 1, there + 1)
                     if _publish(temporary, self._path(number)):
                         break
             except OSError as error:

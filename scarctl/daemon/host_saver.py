@@ -119,7 +119,8 @@ class HostSaver(LocalSaver):
                 # The training process may have died before it queued or announced its last copies.
                 self._looked = True
                 try:
-                    adopt_orphans(self.arena, HandOverQueue(self.arena.folder))
+                    taken = self.arena.taken
+                    adopt_orphans(self.arena, HandOverQueue(self.arena.folder, lambda: taken))
                 except ScarError as error:
                     log.error("%s: the newest copies stay in memory only: %s", self.store.url, error)
                 thread.notify()

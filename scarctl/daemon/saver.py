@@ -18,6 +18,7 @@ from scarctl.arena.queue import HandOverQueue
 from scarctl.daemon import protocol
 from scarctl.daemon.client import REPLY_SECONDS, ask, connect, evacuate, gone, insist, request
 from scarctl.daemon.request import Wish
+from scarctl.daemon.urgency import URGENT
 from scarctl.errors import Corruption, Fenced, ScarError, Unavailable, error_from
 from scarctl.persist.evacuated import Evacuated
 from scarctl.persist.evacuation import not_evacuated
@@ -25,6 +26,7 @@ from scarctl.persist.saver import Acknowledged
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current
 from scarctl.store import Part
+from scarctl.util.niceness import set_session
 
 log = logging.getLogger("scarctl")
 
@@ -280,6 +282,8 @@ class DaemonSaver:
         try:
             if self._control is None:
                 raise gone()
+            if op in URGENT:
+                set_session(0, protocol.check_peer(self._control))
             return request(self._control, op, patience=patience, **fields)
         except ScarError as error:
             if error.kind == "not-claimed" and op != "claim":

@@ -26,6 +26,7 @@ from scarctl.daemon.run import Run
 from scarctl.daemon.runs import Runs
 from scarctl.daemon.status import DaemonStatus, ReplicaStatus
 from scarctl.daemon.trouble import Trouble
+from scarctl.daemon.urgency import URGENT, Urgency
 from scarctl.errors import ScarError, UsageError, error_fields
 from scarctl.peers.host import Host
 from scarctl.peers.sender import Source
@@ -59,6 +60,7 @@ class Daemon:
         self._peers_lock = threading.Lock()
         self._listener = listen(folder)
         self._outlet = Outlet(self._status, os.environ)
+        self._urgency = Urgency(0)
 
     def terminate(self) -> None:
         """Release all runs, then end. The second call ends at once. For signal handlers: takes no lock.
@@ -69,8 +71,12 @@ class Daemon:
             os._exit(1)
         self._terminated = True
 
-    def serve(self) -> None:
-        """Accept connections until the daemon has no run left, or is asked to stop."""
+    def serve(self, *, alone: bool = False) -> None:
+        """Accept connections until the daemon has no run left, or is asked to stop.
+
+        alone: this process has a session of its own, and gives way to training: see `Urgency`.
+        """
+        self._urgency = Urgency(os.getpid() if alone else 0)
         self._listener.listen(
             BACKLOG
         )  # again, after the fork: peers see the id of the process that listened last
@@ -86,6 +92,7 @@ class Daemon:
                 self._warn("a connection was refused: %s", error)
                 self.runs.ended.wait(_TICK)
             self.runs.look_after(terminated=self._terminated)
+            self._urgency.rest()
             self._reap()
         self._outlet.end()
         self._say_farewell()
@@ -165,7 +172,8 @@ class Daemon:
             operation = _OPERATIONS.get(name) if isinstance(name, str) else None
             if operation is None:
                 raise UsageError(f"unknown operation {name!r:.40}")
-            reply = {"ok": True, **(operation(self, peer, message) or {})}
+            with self._urgency.answering() if name in URGENT else contextlib.nullcontext():
+                reply = {"ok": True, **(operation(self, peer, message) or {})}
         except ScarError as error:
             reply = protocol.failure(error)
         except Exception as error:

@@ -293,7 +293,7 @@ class _Run:
         for log, state in self.plan.states.items():
             found = differing(arena, near[log_of == log], state)
             self._settle(found, STORE, versions_of(state, found))
-            bad = np.union1d(bad, found)
+            bad = np.union1d(bad, found) if found.size else bad
         if bad.size:
             self.changed[places(self.plan.ids, bad)] = True
             self.memory_fault = fault(arena, bad)

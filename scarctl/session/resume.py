@@ -51,8 +51,14 @@ class Resumption:
         """Resume, and return the result. Raises as `Session.resume` does."""
         outcome = Outcome(Resumed(0, True, None))
         if not self._together.moved:
-            layout = self._together.agree(self._store.current_layout)
-            missing = [n for n, there in enumerate(self._together.gather(layout is not None)) if not there]
+            layout: Layout | None = None
+
+            def look() -> bool:
+                nonlocal layout
+                layout = self._store.current_layout()
+                return layout is not None
+
+            missing = [rank for rank, there in enumerate(self._together.collect(look)) if not there]
             if missing and layout is not None:
                 log.warning(
                     "%s has no commit of ranks %s, although others have saved: they died too early, or their logs "

@@ -74,6 +74,8 @@ class Steps:
             started, part = time.perf_counter(), self._saving.under_way
             try:
                 self._saving.finish(hook=True)
+                if self._saving.missed:
+                    self._requests.missed()
             finally:
                 self._saving.stats.stalled(started, part=part)
 
@@ -85,6 +87,7 @@ class Steps:
         progress, saving, engine = self._progress, self._saving, self._opening.engine
         saving.moment = None
         saving.streams.follow()
+        self._requests.receive()
         progress.head_step += 1  # before a flush can run
         progress.caveats.withdraw("resumed")
         self._gate.leave(progress.patience)

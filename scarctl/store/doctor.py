@@ -179,8 +179,9 @@ def _diagnose(
 
 @contextmanager
 def _folder(blobs: Blobs, address: Address, found: Diagnosis) -> Iterator[str]:
-    """Yield a folder for test files, and delete it afterwards, as well as the store's folder if it is new."""
-    new = address.root is not None and not address.root.exists()
+    """Yield a folder for test files, and delete it afterwards, as well as the store's folder and its parents if new."""
+    root = address.root
+    new = [] if root is None else [path for path in (root, *root.parents) if not path.exists()]
     folder = probe_name()
     try:
         blobs.begin()
@@ -201,8 +202,8 @@ def _folder(blobs: Blobs, address: Address, found: Diagnosis) -> Iterator[str]:
         if address.root is not None:
             with contextlib.suppress(OSError):
                 os.rmdir(address.root / folder)
-                if new:
-                    os.rmdir(address.root)
+                for path in new:
+                    os.rmdir(path)
         blobs.close()
 
 

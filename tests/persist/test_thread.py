@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 from scarctl.errors import AccessDenied, Corruption, Fenced, Unavailable
-from scarctl.persist import thread as thread_module
 from scarctl.persist.persister import adopt_orphans
 from scarctl.persist.thread import PersisterThread
 from scarctl.store import open_writer
+from scarctl.util.niceness import POLITE
 from tests.daemon.rig import Rig
 from tests.support.waiting import wait_until
 
@@ -219,8 +219,8 @@ def test_training_goes_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.hand_over(SOME, 1)
     assert thread.drain(10)
     thread.close()
-    assert seen == [thread_module._NICENESS]
-    assert os.getpriority(os.PRIO_PROCESS, 0) < thread_module._NICENESS
+    assert seen == [POLITE]
+    assert os.getpriority(os.PRIO_PROCESS, 0) < POLITE
 
 
 TRAINER = """

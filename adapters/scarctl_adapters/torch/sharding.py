@@ -41,6 +41,11 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
 
 
+def dtensor_class() -> type[DTensor] | None:
+    """Return the class DTensor; None as long as no DTensor can exist."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's part: the same storage and version counter, without autograd."""
     if is_dtensor(tensor):

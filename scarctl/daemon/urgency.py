@@ -1,0 +1,48 @@
+"""Answer at once while a training process waits for an answer, although the daemon is nice otherwise.
+
+On a busy host a nice process runs so seldom that a few milliseconds of work take seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from scarctl.util.niceness import POLITE, set_session
+
+URGENT = frozenset({"claim", "open", "pause", "resume", "roll_back", "watch"})
+"""Operations for which a session waits when it starts or recovers. Waiting for the store takes long, and stays nice."""
+
+
+class Urgency:
+    """The niceness of the daemon's session. A training process lowers it itself before it asks: see `DaemonSaver`."""
+
+    def __init__(self, pid: int) -> None:
+        """Take the daemon's process id; 0: it has no session of its own, and no niceness is changed."""
+        self._pid = pid
+        self._lock = threading.Lock()
+        self._answering = 0
+        self._niceness: int | None = None
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Run the block at a training process's priority."""
+        with self._lock:
+            self._answering += 1
+            self._set(0)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._answering -= 1
+
+    def rest(self) -> None:
+        """Be nice again, unless an answer is due. Call it now and then: the system may refuse a change at first."""
+        with self._lock:
+            if not self._answering:
+                self._set(POLITE)
+
+    def _set(self, niceness: int) -> None:
+        if self._niceness != niceness and set_session(niceness, self._pid):
+            self._niceness = niceness

@@ -1,0 +1,66 @@
+"""Test that the daemon is nice, except while a training process waits for an answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from scarctl.daemon import client
+from scarctl.daemon.saver import DaemonSaver
+from scarctl.daemon.urgency import Urgency
+from scarctl.store import Store
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/autogroup").exists(), reason="the processor is not shared among sessions here"
+)
+
+
+def niceness(pid: int) -> int:
+    """Return the niceness of a process's session."""
+    return int(Path(f"/proc/{pid}/autogroup").read_text().rpartition("nice ")[2])
+
+
+def test_it_hurries_from_the_question_to_the_answer(folder: Path, tmp_path: Path) -> None:
+    """A stopped daemon does not answer, like one that gets no processor time."""
+    daemon, mine = client.hold(folder, 60), niceness(os.getpid())
+    wait_until(lambda: niceness(daemon) == 10)
+    store = Store.create(tmp_path / "store")
+    saver = DaemonSaver(store.url, store.run_id, folder, lambda wish: None)
+    os.kill(daemon, signal.SIGSTOP)
+    try:
+        claim = threading.Thread(target=saver.claim)
+        claim.start()
+        wait_until(lambda: niceness(daemon) == 0)
+    finally:
+        os.kill(daemon, signal.SIGCONT)
+    claim.join()
+    wait_until(lambda: niceness(daemon) == 10)
+    assert niceness(os.getpid()) == mine
+    saver.close()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_answers_that_overlap(alone: bool) -> None:
+    """It is nice again once the last answer is given."""
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
+        urgency = Urgency(other.pid if alone else 0)
+        seen = []
+        with urgency.answering():
+            with urgency.answering():
+                urgency.rest()
+                seen.append(niceness(other.pid))
+            urgency.rest()
+            seen.append(niceness(other.pid))
+        if alone:
+            wait_until(lambda: urgency.rest() or niceness(other.pid) == 10)
+        else:
+            urgency.rest()
+            seen.append(niceness(other.pid))
+        other.kill()
+    assert set(seen) == {0}

@@ -1,0 +1,41 @@
+"""Test the priorities of a thread and of another process's session."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from scarctl.util.niceness import POLITE, be_polite, set_session
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a niceness of their own on Linux only")
+def test_one_thread_is_polite() -> None:
+    seen = []
+
+    def work() -> None:
+        be_polite()
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen[0] >= POLITE
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="sessions have no niceness here")
+def test_the_session_of_another_process() -> None:
+    mine = Path("/proc/self/autogroup").read_text()
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as other:
+        assert set_session(7, other.pid)
+        assert Path(f"/proc/{other.pid}/autogroup").read_text().endswith("nice 7\n")
+        other.kill()
+    assert set_session(7, other.pid), "a process that has ended needs no repetition"
+    assert set_session(7, 0), "an unknown one neither"
+    assert Path("/proc/self/autogroup").read_text() == mine
