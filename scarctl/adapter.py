@@ -169,7 +169,7 @@ class Derives(Protocol):
     def derive(self) -> None:
         """Compute them again. Called on all ranks after a partial recovery in a running process.
 
-        `restore` does it as well, so that it is not called after a resume or a rollback.
+        Not called after a resume or a rollback: `restore` computes them as well.
         """
 
 

@@ -7,12 +7,12 @@ from fractions import Fraction
 
 from examples.paper.studies import HALF, ONE
 from scarctl.simulate.intervals import Mean
-from scarctl.simulate.summary import Line, Summary
+from scarctl.simulate.summary import CellMeans, Summary
 
 
 def pick(
     summary: Summary, mode: str, fraction: Fraction, policy: str = "priority", lost: Fraction | None = HALF
-) -> Line:
+) -> CellMeans:
     """What one cell's trials show."""
     policy = "full" if fraction == ONE else policy
     wanted = (mode, policy, fraction, None if mode == "rollback" else lost)
@@ -23,7 +23,7 @@ def pick(
     )
 
 
-def less(line: Line) -> str:
+def less(line: CellMeans) -> str:
     """How much less it costs than a rollback."""
     return percent(line.reduction)
 
@@ -44,7 +44,7 @@ def iterations(mean: Mean) -> str:
     return f"{mean.mean:.1f} ({mean.low:.1f} to {mean.high:.1f})"
 
 
-def rework(line: Line) -> str:
+def rework(line: CellMeans) -> str:
     """What a failure costs; "+" if runs were given up."""
     return iterations(line.rework) + ("+" if line.given_up else "")
 

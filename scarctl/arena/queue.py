@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.arena.folder import clear_queue, folder_error
+from scarctl.arena.folder import clear_queue, folder_error, no_links, private
 from scarctl.errors import Corruption
 from scarctl.state import codec
 from scarctl.state.encodings import ENCODINGS, Encoding
@@ -159,7 +159,7 @@ class HandOverQueue:
         )
         temporary = self._folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
         try:
-            with open(temporary, "xb", opener=_private) as file:
+            with open(temporary, "xb", opener=private) as file:
                 file.writelines([encode_header(header), *parts])
         except BaseException as error:
             temporary.unlink(missing_ok=True)
@@ -183,7 +183,7 @@ class HandOverQueue:
         """Return the bytes of one hand-over's file; None if it is gone. Raises Unavailable, AccessDenied."""
         path = self._path(number)
         try:
-            with open(path, "rb", opener=_no_links) as file:
+            with open(path, "rb", opener=no_links) as file:
                 return file.read()
         except FileNotFoundError:
             return None
@@ -194,7 +194,7 @@ class HandOverQueue:
         """Return one hand-over. Raises FileNotFoundError; Corruption if it is not what `put` wrote."""
         path = self._path(number)
         try:
-            with open(path, "rb", opener=_no_links) as file:
+            with open(path, "rb", opener=no_links) as file:
                 size = os.fstat(file.fileno()).st_size
                 prefix = file.read(8)
                 prefix += file.read(header_length(prefix, size, path) - 8)
@@ -294,11 +294,3 @@ def _publish(temporary: Path, path: str) -> bool:
             raise
         os.rename(temporary, path)  # the file system has no hard links
     return True
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-
-
-def _no_links(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -16,7 +16,7 @@ from scarctl.checkpoint.trend import extrapolates
 from scarctl.errors import LayoutMismatch, ScarError, UsageError
 from scarctl.state.caveats import Caveats
 from scarctl.state.codec import encode
-from scarctl.state.layout import DTYPES, Group, Layout, TensorSpec, build_layout
+from scarctl.state.layout import DTYPES, Group, Layout, TensorSpec
 from scarctl.state.torch_dtypes import name_of, torch_of
 from scarctl.store import Store
 from scarctl.store.settings import Settings
@@ -164,13 +164,7 @@ def layout_of(adapter: Adapter, fixed: Settings) -> Layout:
 
 
 def _layout_of(groups: Sequence[StateGroup], optimizer: str, fixed: Settings) -> Layout:
-    return build_layout(
-        [(group.name, group.kind, _specs(group), group.place) for group in groups],
-        partition_bytes=fixed.partition_bytes,
-        rows=dict(fixed.rows),
-        by_layer=fixed.by_layer,
-        optimizer=optimizer,
-    )
+    return fixed.layout([(g.name, g.kind, _specs(g), g.place) for g in groups], optimizer)
 
 
 def tensors_of(adapter: Adapter, layout: Layout) -> list[list[torch.Tensor]]:

@@ -40,8 +40,8 @@ class Transfer:
 
     shard: int
     source: int
+    """Rank at the host that sends it."""
     target: int
-    """Ranks at the two hosts."""
 
 
 def plan_transfers(

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from scarctl.daemon.status import RunStatus
 from scarctl.errors import ScarError, UsageError
 from scarctl.ops.surveyed import ShardLine, Survey
-from scarctl.recovery.forecast import parameters_of, rework_of
+from scarctl.recovery.forecast import rework_of
 from scarctl.recovery.plan import with_errors
+from scarctl.state.layouts import parameters_of
 from scarctl.theory.rework import Rework
 from scarctl.util.document import Document, json_of
 from scarctl.util.text import counted

@@ -71,7 +71,7 @@ class Cadence:
         self.bandwidth: float | None = None
         """Bytes per second that the store accepts; None before the first measurement."""
         self.step_seconds: float | None = None
-        """Seconds per iteration; None before the first."""
+        """Seconds per iteration; None before the first iteration has ended."""
         self.overhead = Overhead(overhead, LONGEST_SHARED if shared else LONGEST_SECONDS)
         """The cost of checkpoints, also measured for a fixed interval."""
         self._fixed = interval is not None

@@ -37,7 +37,7 @@ _STALE = 256
 _PROBE, _MOST_PROBE = 8, 64
 """Iterations of such an interval; doubled if it did not suffice."""
 _SURE = 8
-"""Checkpoints after which their mean cost is known. Before, an interval is no longer than all iterations so far ..."""
+"""Checkpoints after which their mean cost is known. Until then no interval is longer than all iterations so far ..."""
 _YOUNG = 8
 """... unless that takes more than so many times the budget."""
 

@@ -38,7 +38,7 @@ class Changes:
         self._ends = 0
         """Ends of iterations so far; counting stops after the first few."""
         self.settled = False
-        """Whether these first iterations are over, in which alone hyperparameters are read."""
+        """Whether the first iterations are over: hyperparameters are read in no others."""
         self._ended: dict[str, Any] = {}
         """Hyperparameters at the newest end."""
         self._within: list[dict[str, Any]] = []

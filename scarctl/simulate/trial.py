@@ -32,12 +32,13 @@ from scarctl.checkpoint.step_end import captured
 from scarctl.checkpoint.trend import Trend
 from scarctl.errors import UsageError
 from scarctl.policy.select import Candidates, select, squared
-from scarctl.recovery.forecast import parameters_of, rework_of
+from scarctl.recovery.forecast import rework_of
 from scarctl.simulate.study import Cell, Study
 from scarctl.simulate.workload import Workload
 from scarctl.state import codec
 from scarctl.state.extras import Extras
 from scarctl.state.layout import Layout
+from scarctl.state.layouts import parameters_of
 from scarctl.state.torch_dtypes import to_raw, torched
 from scarctl.state.version import pack, step_of
 from scarctl.store import Settings

@@ -108,8 +108,7 @@ def test_an_empty_store_is_not_well(run: Run) -> None:
 def test_a_live_run_and_what_each_loss_costs(
     run: Run, trainer: Trainer, tmp_path: Path, arena_dir: Path
 ) -> None:
-    trainer.save(trainer.everything, 1)
-    trainer.drained()
+    trainer.save_durably(1)
     (store,) = run("status", "--json").document["stores"]
     assert store["store"] == str(tmp_path / "run")
     assert store["run"]["alive"]
@@ -130,8 +129,7 @@ def test_a_live_run_and_what_each_loss_costs(
 def test_a_live_run_says_how_often_it_saves_and_what_that_costs(
     run: Run, trainer: Trainer, tmp_path: Path
 ) -> None:
-    trainer.save(trainer.everything, 1)
-    trainer.drained()
+    trainer.save_durably(1)
     assert "a checkpoint every" not in run("status").stdout
     trainer.arena.note_pace(1200, 0.0042)
     said = "a checkpoint every 1,200 iterations; measured overhead: 0.42 % of training time"
@@ -329,8 +327,7 @@ def test_a_process_that_has_ended_with_everything_saved(
     run: Run, trainer: Trainer, tmp_path: Path, arena_dir: Path
 ) -> None:
     """As after SIGTERM, the arena stays, and the store has all of it."""
-    trainer.save(trainer.everything, 4)
-    trainer.drained()
+    trainer.save_durably(4)
     trainer.die()
     stop(host_folder(str(arena_dir)))
     (store,) = run("status", tmp_path / "run", "--json", code=3).document["stores"]
@@ -338,8 +335,7 @@ def test_a_process_that_has_ended_with_everything_saved(
         "no seal: the step may have begun to change"
     )
     again = Trainer(tmp_path / "run", arena_dir)
-    again.save(again.everything, 5, sealed=True)
-    again.drained()
+    again.save_durably(5, sealed=True)
     again.die()
     stop(host_folder(str(arena_dir)))
     (store,) = run("status", tmp_path / "run", "--json").document["stores"]

@@ -28,8 +28,7 @@ def daemon_of(folder: Path) -> int:
 
 def test_after_a_kill_another_daemon_goes_on(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
     trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save(trainer.everything, 1, sealed=True)
-    trainer.drained()
+    trainer.save_durably(1, sealed=True)
     epoch = trainer.arena.epoch
     for step in range(2, 5):
         dead = kill(folder)
@@ -47,11 +46,9 @@ def test_after_a_kill_another_daemon_goes_on(folder: Path, arena_dir: Path, tmp_
 
 def test_a_pause_outlives_the_daemon(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
     trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save(trainer.everything, 1, sealed=True)
-    trainer.drained()
+    trainer.save_durably(1, sealed=True)
     seqs = {shard: trainer.store.state(shard).seq for shard in trainer.store.shards()}
-    trainer.save(trainer.everything, 2)
-    trainer.drained()
+    trainer.save_durably(2)
     trainer.saver.stop()
     dead = kill(folder)
     trainer.save(trainer.everything, 3)
@@ -72,8 +69,7 @@ def test_a_pause_outlives_the_daemon(folder: Path, arena_dir: Path, tmp_path: Pa
 def test_a_kill_right_after_the_claim(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
     """The arena of a dead process is reconciled by the first daemon that opens it, whichever that is."""
     trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save(trainer.everything, 1, sealed=True)
-    trainer.drained()
+    trainer.save_durably(1, sealed=True)
     trainer.saver.stop()
     trainer.save(trainer.everything, 2)
     kill(folder)
@@ -102,8 +98,7 @@ def test_a_daemon_that_hangs_holds_up_nobody(
 ) -> None:
     monkeypatch.setattr(saver, "_MARGIN", 0.3)
     trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save(trainer.everything, 1)
-    trainer.drained()
+    trainer.save_durably(1)
     pid = kill(folder, signal.SIGSTOP)
     try:
         slowest = 0.0
@@ -119,8 +114,7 @@ def test_a_daemon_that_hangs_holds_up_nobody(
         assert time.monotonic() - started < 5
     finally:
         os.kill(pid, signal.SIGCONT)
-    trainer.save(trainer.everything, 1000)
-    trainer.drained()
+    trainer.save_durably(1000)
     assert daemon_of(folder) == pid
     assert set(trainer.stored()[0]) == {1000}
     trainer.close()
@@ -157,8 +151,7 @@ def test_a_forked_child_has_nothing_to_do_with_it(folder: Path, arena_dir: Path,
 
 def test_a_new_owner_of_the_store_is_not_fought(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
     trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save(trainer.everything, 1)
-    trainer.drained()
+    trainer.save_durably(1)
     fenced = Fenced("somebody else has taken over")
     asked = trainer.saver._ask
 
@@ -184,8 +177,7 @@ def test_a_store_that_another_process_saved_to_meanwhile_is_left_alone(
 ) -> None:
     """Without a daemon the store is free: another host's session takes it and ends before this session is back."""
     trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save(trainer.everything, 1, sealed=True)
-    trainer.drained()
+    trainer.save_durably(1, sealed=True)
     start = client.start
 
     def not_here(place: Path) -> None:
@@ -215,8 +207,7 @@ def test_stopping_the_daemon_does_not_end_the_wait_for_the_store(
 ) -> None:
     """The daemon has released the run while its connections are still open: the session continues with a new daemon."""
     trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save(trainer.everything, 1)
-    trainer.drained()
+    trainer.save_durably(1)
     (tmp_path / "store" / "shards").rename(tmp_path / "shards")
     trainer.save(trainer.everything, 2)
     durable: list[bool] = []
@@ -236,8 +227,7 @@ def test_closed_in_the_middle_of_a_new_start(
     folder: Path, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save(trainer.everything, 1)
-    trainer.drained()
+    trainer.save_durably(1)
     kill(folder)
     trainer.saver.close()
     assert trainer.saver._control is None
@@ -313,8 +303,7 @@ class TestWaitingForTheStore:
 
     def test_a_store_that_takes_nothing(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
         trainer = Trainer(tmp_path / "store", arena_dir)
-        trainer.save(trainer.everything, 1)
-        trainer.drained()
+        trainer.save_durably(1)
         (tmp_path / "store" / "shards").rename(tmp_path / "shards")
         trainer.save(trainer.everything, 2)
         wait_until(lambda: status(folder)["runs"][0]["errors"] > 0)  # type: ignore[index]

@@ -187,8 +187,7 @@ class TestEnding:
             raise Unavailable("the job ends: nobody starts anything any more")
 
         trainer = Trainer(tmp_path / "store", arena_dir)
-        trainer.save(trainer.everything, 1, sealed=True)
-        trainer.drained()
+        trainer.save_durably(1, sealed=True)
         monkeypatch.setattr(client, "start", no_start)
         daemon = status(folder)["pid"]  # type: ignore[index]
         os.kill(daemon, signal.SIGTERM)

@@ -60,6 +60,16 @@ def test_what_a_dead_process_has_copied_is_no_part_of_a_seal_of_the_same_number(
     assert set(np.delete(content, SOME)) == {1}
 
 
+def test_a_state_that_is_sealed_again_has_its_newer_extras_as_part_of_it(rig: Rig) -> None:
+    rig.persist(rig.save(rig.everything, 1, sealed=True))
+    whole, more = rig.arena.whole, {"step": 1, "batch": 7}
+    rig.persist(rig.queue.put(version=rig.version(1), ids=SOME[:0], whole=whole, extras=more))
+    assert rig.extras() == more
+    states = [rig.store.state(shard) for shard in rig.store.shards()]
+    newest = max((state for state in states if state.extras), key=lambda state: state.extras or (-1,))
+    assert newest.extras_whole == whole
+
+
 def test_a_seal_without_changes(rig: Rig) -> None:
     rig.persist(rig.save(rig.everything, 1, sealed=True))
     assert rig.persist(rig.hand_over(SOME[:0], 5, sealed=True)) == 0

@@ -391,7 +391,7 @@ class TorchAdapter:
         return ((name, wrapped, holders[0][0]) for name, wrapped, holders in self._holders())
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield name with wrappers and parameter; tied ones under each name."""
+        """Yield each parameter after its name with wrappers; a tied one under each of its names."""
         return self._model.named_parameters(remove_duplicate=False)
 
     def _place_of(self, tensor: torch.Tensor, name: str) -> Place | None:
