@@ -21,6 +21,7 @@ OPTIMIZERS := .venv-optimizers
 TORCHREC := .venv-torchrec
 DEEPSPEED := .venv-deepspeed
 JAX := .venv-jax
+TORCHTITAN := .venv-torchtitan
 RAY := .venv-ray
 DOCS := .venv-docs
 PYTHON_OF := .venv-python
@@ -49,7 +50,7 @@ help:
 	@echo "make oldest   the adapters' tests with the oldest versions of their frameworks, in $(OLDEST): some minutes, most of it set-up"
 	@echo "make pythons  the quick tests, and some with torch, under every Python that is found: minutes each, in $(PYTHON_OF)-*: PYTHONS=\"$(PYTHONS)\""
 	@echo "make optimizers  train with every optimizer of other packages, stop, resume: some minutes, in $(OPTIMIZERS)"
-	@echo "make frameworks  tests with frameworks that have an environment of their own: $(TORCHREC), $(DEEPSPEED), $(RAY), $(JAX): some minutes"
+	@echo "make frameworks  tests with frameworks that have an environment of their own: $(TORCHREC), $(DEEPSPEED), $(TORCHTITAN), $(RAY), $(JAX): some minutes"
 	@echo "make gpu      tests that need a GPU, with the scarctl and the torch of another Python: PYTHON=$(PYTHON)"
 	@echo "make man      the manual page, docs/scarctl.1, from what the commands say of their options"
 	@echo "make schemas  the JSON Schemas of the commands' documents, docs/schemas.json, from their types"
@@ -149,12 +150,14 @@ optimizers: $(OPTIMIZERS)/.optimizers
 	$(OPTIMIZERS)/bin/python -m tests.optimizers --third-party
 	$(OPTIMIZERS)/bin/python -m tests.optimizers --third-party --killed
 
-frameworks: $(TORCHREC)/.torchrec $(DEEPSPEED)/.deepspeed $(RAY)/.ray $(JAX)/.jax
+frameworks: $(TORCHREC)/.torchrec $(DEEPSPEED)/.deepspeed $(TORCHTITAN)/.torchtitan $(RAY)/.ray $(JAX)/.jax
 	@# TorchRec warns when it is imported and used.
 	$(TORCHREC)/bin/python -m pytest -n $(WORKERS) -W ignore::DeprecationWarning -W ignore::FutureWarning \
 	    tests/adapters/torchrec
 	@# Without an accelerator DeepSpeed looks for one, and warns at length.
 	DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python -m pytest -n $(WORKERS) -W default tests/adapters/deepspeed
+	@# torch warns of random numbers on CPUs, and of what torchdata calls.
+	$(TORCHTITAN)/bin/python -m pytest -n $(WORKERS) -W default tests/adapters/torchtitan
 	$(RAY)/bin/python -m pytest -rs -o faulthandler_timeout=900 tests/adapters/test_ray.py tests/adapters/test_actor.py
 	$(JAX)/bin/python -m pytest -n $(WORKERS) tests/adapters/jax
 
@@ -205,7 +208,7 @@ ceph: $(VENV)/.dev
 	$(BIN)/python -m tests.store.conformance.real_server
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(OPTIMIZERS) $(TORCHREC) $(DEEPSPEED) $(RAY) $(JAX) $(DOCS) $(PYTHON_OF)-* build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(OPTIMIZERS) $(TORCHREC) $(DEEPSPEED) $(TORCHTITAN) $(RAY) $(JAX) $(DOCS) $(PYTHON_OF)-* build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp per set of extras; the development set contains the one for the examples.
@@ -248,6 +251,16 @@ $(DEEPSPEED)/.deepspeed: $(SETUP) constraints-deepspeed.txt | $(BIN)/python
 	    pydantic pytest pytest-timeout pytest-xdist setuptools tqdm
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	    --no-build-isolation -r constraints-deepspeed.txt
+	@touch $@
+
+# The last four without what they ask for: see the file.
+$(TORCHTITAN)/.torchtitan: $(SETUP) constraints-torchtitan.txt | $(BIN)/python
+	$(BIN)/python -m venv $(TORCHTITAN)
+	$(TORCHTITAN)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-torchtitan.txt \
+	    -e . dill httpx huggingface_hub hypothesis multiprocess pandas pyarrow pytest pytest-timeout pytest-xdist requests \
+	    tensorboard tokenizers torchdata tyro
+	$(TORCHTITAN)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-torchtitan.txt --no-deps \
+	    datasets spmd_types torchtitan triton
 	@touch $@
 
 $(JAX)/.jax: $(SETUP) constraints-jax.txt | $(BIN)/python

@@ -404,7 +404,7 @@ class ArenaSink:
         self._arena = arena
         self._slots = {} if slots is None else slots
         self.written = np.ones(arena.layout.partitions, np.uint64)
-        """Generation of each partition after `put`. It is even; 1 before."""
+        """Generation of each partition after `put`, an even number; 1 before `put`."""
         self._free = ~arena.intact()
         """Partitions without an intact copy: overwriting them destroys nothing."""
 

@@ -20,7 +20,7 @@ from scarctl.stateful import check_names, check_stateful, restore_state, state_o
 from scarctl_adapters.torch.checking import check_trained
 from scarctl_adapters.torch.homes import Holder, homes_of
 from scarctl_adapters.torch.identity import Tensors, tensors_now
-from scarctl_adapters.torch.light import light_of, with_light
+from scarctl_adapters.torch.light import changing, light_of, with_light
 from scarctl_adapters.torch.lost import restore_lost
 from scarctl_adapters.torch.mixing import mix_late
 from scarctl_adapters.torch.names import model_names
@@ -71,7 +71,7 @@ class TorchAdapter:
     ) -> None:
         self._model = model
         self._optimizers = list(optimizers)
-        self._late = dict(late)
+        self._late, self._changing = dict(late), changing(late)
         self._early = dict(early)
         self._wrapping = Wrapping(model, replicated)
         self._sharded: dict[str, Any] = {}
@@ -269,7 +269,7 @@ class TorchAdapter:
         return self._late
 
     def capture_light(self) -> list[Any]:
-        return light_of(self._late, self._optimizers)
+        return light_of(self._changing, self._optimizers)
 
     def with_light(self, late: Any, light: Any) -> Any:
         return with_light(late, light)

@@ -115,7 +115,8 @@ class Tensors:
             list(chain.from_iterable(dicts)),
             [where for *where, _ in buffers],
             list(map(len, groups)),
-            [len(held) for _, held in states],
+            # Counts of steps, which a resume restores, change nothing: only whether there is a state at all.
+            [len(held) - (len(held) > 1 and "step" in held) for _, held in states],
             [key for key, _ in slots],
             list(map(id, objects)),
         ]
