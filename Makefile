@@ -5,7 +5,8 @@ PYTHON ?= python3
 WORKERS ?= 4
 ROUNDS ?= 500
 RUNS ?= 150
-TRIALS ?= 10
+# Empty: 30 for paper, 20 for beyond, 10 for servers.
+TRIALS ?=
 DATA ?= ../shared/data
 SEED ?= 0
 MINUTES ?= 30
@@ -37,11 +38,11 @@ help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
 	@echo "make demo-ranks  four ranks train, one is killed, all go on: FSDP2, and a mixture of experts"
 	@echo "make demo-rows   half of the rows of an embedding model are lost: what each way of saving them has cost: some minutes"
-	@echo "make paper    the paper's figures, into docs: long, goes on where it was stopped: DATA=$(DATA) TRIALS=$(TRIALS)"
+	@echo "make paper    the paper's figures, into docs: long, goes on where it was stopped: DATA=$(DATA) TRIALS=30"
 	@echo "make paper-quick  the same with a few iterations, into build: shows that it runs"
-	@echo "make beyond   models that the paper does not have, into docs: some minutes, goes on where it was stopped: TRIALS=$(TRIALS)"
+	@echo "make beyond   models that the paper does not have, into docs: half an hour, goes on where it was stopped: TRIALS=20"
 	@echo "make beyond-quick  the same with a few iterations, into build"
-	@echo "make servers  parameter servers that are killed, in six ways, into docs/servers: long, goes on where it was stopped: TRIALS=$(TRIALS)"
+	@echo "make servers  parameter servers that are killed, in six ways, into docs/servers: long, goes on where it was stopped: TRIALS=10"
 	@echo "make servers-quick  the same with a few iterations, into build"
 	@echo "make quick    tests of everything that needs neither torch nor another process: under a minute"
 	@echo "make test     lint, types, layers and unit, in this order"
@@ -80,19 +81,19 @@ paper paper-quick beyond beyond-quick: export OPENBLAS_NUM_THREADS = 1
 paper paper-quick beyond beyond-quick: export MKL_NUM_THREADS = 1
 
 paper: $(VENV)/.paper
-	$(BIN)/python -m examples.paper.paper --data $(DATA) --trials $(TRIALS)
+	$(BIN)/python -m examples.paper.paper --data $(DATA) $(TRIALS:%=--trials %)
 
 paper-quick: $(VENV)/.paper
 	$(BIN)/python -m examples.paper.paper --data $(DATA) --quick --out build/paper-quick
 
 beyond: $(VENV)/.examples
-	$(BIN)/python -m examples.beyond.beyond --trials $(TRIALS)
+	$(BIN)/python -m examples.beyond.beyond $(TRIALS:%=--trials %)
 
 beyond-quick: $(VENV)/.examples
 	$(BIN)/python -m examples.beyond.beyond --quick --out build/beyond-quick
 
 servers: $(VENV)/.examples
-	$(BIN)/python -m examples.parameter_server.experiment --data $(DATA) --seeds $(TRIALS)
+	$(BIN)/python -m examples.parameter_server.experiment --data $(DATA) $(TRIALS:%=--seeds %)
 	$(BIN)/python -m tests.examples.chaos --runs $(RUNS)
 
 servers-quick: $(VENV)/.examples
