@@ -174,13 +174,13 @@ class State:
 
     @classmethod
     def of(cls, training: Training, iteration: int) -> State:
-        """A copy of it."""
+        """Return a copy of the state of a training."""
         dense = [parameter.detach().clone() for parameter in training.parameters]
         return cls(iteration, *whole(training), dense, copy.deepcopy(training.dense.state_dict()))
 
     @torch.no_grad()
     def load(self, training: Training) -> None:
-        """Make the run what it was."""
+        """Restore the state into a training."""
         training.put(self.weights, self.sums)
         for parameter, value in zip(training.parameters, self.dense, strict=True):
             parameter.copy_(value)
@@ -189,7 +189,7 @@ class State:
 
 @dataclass(slots=True)
 class Failure:
-    """A moment, and what each way has of the lost rows then."""
+    """The loss of a rank, and each way's copies of its rows at that moment."""
 
     state: State
     lost: Ids
@@ -205,12 +205,12 @@ class Failure:
 
 
 def whole(training: Training) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies of the weights and sums of all rows."""
+    """Return copies of the weights and sums of all rows."""
     return torch.cat([w for w, _ in training.tables]), torch.cat([s for _, s in training.tables])
 
 
 def rows_of_rank(training: Training, rank: int) -> Ids:
-    """What a rank holds if every table is sharded by rows: a block of each."""
+    """Return the rows of a rank if every table is sharded by rows: a block of each."""
     found = []
     for first, size in zip(training.first, training.sizes, strict=False):
         block = -(-size // RANKS)
@@ -219,7 +219,7 @@ def rows_of_rank(training: Training, rank: int) -> Ids:
 
 
 def ways_of(training: Training, sizes: list[int], seed: int) -> dict[str, Way]:
-    """One of each, from the state as it is now. sizes: rows per partition."""
+    """Return one way of each kind, with copies of the current state. sizes: rows per partition."""
     room = training.rows // PARTS
     return {
         **{f"scarctl, partitions of {per}": Partitions(training, "aged", per) for per in sizes},
@@ -236,7 +236,7 @@ def ways_of(training: Training, sizes: list[int], seed: int) -> dict[str, Way]:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What one run lost."""
+    """Results of one run."""
 
     failures: list[Failure]
     written: dict[str, float]
@@ -270,7 +270,7 @@ def trial(number: int, args: Any) -> Trial:
         if iteration in moments:
             failures.append(_fail(training, ways, iteration, int(chance.integers(RANKS))))
     for failure in failures:
-        undisturbed = _go_on(training, failure.state, watched, args.after)
+        undisturbed = _continue(training, failure.state, watched, args.after)
         if any(loss != losses.get(k, loss) for k, loss in undisturbed.items()):
             raise SystemExit("the same run again was another one: what a loss costs cannot be measured")
         for name, copies in failure.copies.items():
@@ -278,7 +278,7 @@ def trial(number: int, args: Any) -> Trial:
             ids = torch.from_numpy(failure.lost)
             failure.squares[name] = float((changed.weights[ids] - copies[0]).square().sum())
             changed.weights[ids], changed.sums[ids] = copies
-            disturbed = _go_on(training, changed, watched, args.after)
+            disturbed = _continue(training, changed, watched, args.after)
             failure.excess[name] = float(np.mean([disturbed[k] - undisturbed[k] for k in undisturbed]))
         failure.copies.clear()
     half = [k for k in losses if k > ITERATIONS // 2]
@@ -294,8 +294,8 @@ def _fail(training: Training, ways: dict[str, Way], iteration: int, rank: int) -
     return Failure(State.of(training, iteration), lost, copies)
 
 
-def _go_on(training: Training, state: State, watched: Batch, after: int) -> dict[int, float]:
-    """Train on from a state. Returns the losses of SMOOTH iterations around the one `after` it, by iteration."""
+def _continue(training: Training, state: State, watched: Batch, after: int) -> dict[int, float]:
+    """Continue from a state. Return the losses of SMOOTH iterations around the one `after` it, by iteration."""
     state.load(training)
     losses = {}
     last = state.iteration + after + SMOOTH // 2

@@ -99,7 +99,7 @@ class Training:
         """Live weights of shape (rows, WIDTH) and Adagrad's sums of shape (rows,), by table."""
 
     def batch(self, number: int, bags: int | None = None) -> Batch:
-        """The batch of an iteration; its number decides what is in it."""
+        """Return the batch of an iteration, which its number determines."""
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
         draw = torch.Generator().manual_seed(self._seed * 1_000_003 + number)
@@ -123,7 +123,7 @@ class Training:
         return Batch(features, dense, labels.float(), rows.numpy())
 
     def step(self, batch: Batch) -> None:
-        """One iteration."""
+        """Train on a batch: one iteration."""
         self.optimizer.zero_grad()
         self._loss(batch).backward()
         self.optimizer.step()
@@ -142,7 +142,7 @@ class Training:
 
     @torch.no_grad()
     def loss(self, batch: Batch) -> float:
-        """The loss of a batch, without training on it."""
+        """Return the loss of a batch, without training on it."""
         return float(self._loss(batch))
 
     def _loss(self, batch: Batch) -> torch.Tensor:
@@ -150,7 +150,7 @@ class Training:
         return binary_cross_entropy_with_logits(logits, batch.labels)
 
     def take(self, rows: Ids) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the weights and sums of some rows, which ascend."""
+        """Return copies of the weights and sums of some rows, given in ascending order."""
         parts = np.split(rows, np.searchsorted(rows, self.first[1:-1]))
         chosen = [torch.from_numpy(part - first) for part, first in zip(parts, self.first, strict=False)]
         pairs = [(w[ids], s[ids]) for (w, s), ids in zip(self.tables, chosen, strict=True)]

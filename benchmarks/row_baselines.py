@@ -25,7 +25,7 @@ class Choice(Protocol):
         """Learn which rows an iteration has looked up, as often as it did."""
 
     def choose(self, room: int) -> Ids:
-        """The rows to save now, ascending. room: how many fit; Check-N-Run has no such limit."""
+        """Return the rows to save now, ascending. room: number of rows that fit; Check-N-Run has no such limit."""
 
 
 class MostUsed:
@@ -93,7 +93,7 @@ class SinceFull:
         return np.flatnonzero(self._is_used)
 
     def is_full_cheaper(self, rows: int) -> bool:
-        """Whether a full checkpoint, and increments like those so far after it, need fewer bytes than as many of now.
+        """Return whether a full checkpoint, and increments like those so far, need fewer bytes than as many of now.
 
         The paper's "intermittent" form of increments.
         """
@@ -110,7 +110,7 @@ class SinceFull:
 
 
 def in_8_bits(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of the shape (rows, columns) in uint8, and the least value and the step of each row, float32 (rows, 2).
+    """Return codes, uint8 (rows, columns), and the least value and the step of each row, float32 (rows, 2).
 
     Check-N-Run's asymmetric quantization without a search for better bounds.
     """
@@ -121,5 +121,5 @@ def in_8_bits(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def from_8_bits(codes: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """The weights that codes stand for, float32 of shape (rows, columns)."""
+    """Return the weights that codes stand for, float32 of shape (rows, columns)."""
     return codes.float() * bounds[:, 1:] + bounds[:, :1]

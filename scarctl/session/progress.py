@@ -77,13 +77,10 @@ class Progress:
         self._origin = origin
         self._fault = fault
         self._hooked = hooked
-        if self._known is not None:
-            mine = (*self._known.early_extras().values(), *self._known.late_extras().values())
-            framework = framework or any(getattr(item, "owns_loop", False) for item in mine)
-        self.framework = framework
+        self.framework = framework or any(getattr(item, "owns_loop", False) for item in self._objects())
         self.loop = Loop(self, rank)
         modules = self._known.modules if self._known is not None else None
-        self.witness = Witness(modules, rank, framework=framework)
+        self.witness = Witness(modules, rank, framework=self.framework)
         self._others = OtherLoaders()
         self._newest: Moment | None = None
         self._ended: Any = None
@@ -345,6 +342,15 @@ class Progress:
         self.loop.restore(None if extras is None else extras.loop, step)
         if exact:
             self.witness.expect(None if extras is None else extras.following, step)
+
+    def misfits(self) -> tuple[str, ...]:
+        """Return why extras do not continue from their restored states: the attributes `misfit` of adapters' extras."""
+        found = (getattr(item, "misfit", None) for item in self._objects())
+        return tuple(reason for reason in found if isinstance(reason, str))
+
+    def _objects(self) -> list[Any]:
+        known = self._known
+        return [] if known is None else [*known.early_extras().values(), *known.late_extras().values()]
 
     def resumed(self, step: int, moment: Moment | None) -> None:
         """Note that the loop may continue after `step`. moment: the current moment, if captured."""

@@ -135,13 +135,6 @@ class ScarCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torchti
                 f"checkpoint.load_step is {step}, but {self._store} has a run to continue",
                 hint="leave load_step out, or give checkpoint.store another folder",
             )
-        if self._position is not None and self._position.skipped is not None:
-            log.warning(
-                "the data was divided among %d ranks, and now among %d: every rank reads its part from the "
-                "beginning, because torchtitan's loaders cannot divide positions",
-                self._position.skipped,
-                self._position.ranks,
-            )
         self._compare()
         return True
 

@@ -69,7 +69,7 @@ def values(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def counts(trainer: Any) -> dict[str, Any]:
-    """What the Trainer, its schedules and its optimizers count."""
+    """Return all counts of the Trainer, its schedules and its optimizers."""
     return {
         "trainer": trainer.state_dict(),
         "schedules": trainer.lr_schedulers.get_metrics(),

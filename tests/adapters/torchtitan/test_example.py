@@ -1,4 +1,4 @@
-"""The example: a killed rank's rows go back, and all ranks go on."""
+"""The example: a killed rank's rows go back, and all ranks continue."""
 
 from __future__ import annotations
 

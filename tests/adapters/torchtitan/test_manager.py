@@ -19,6 +19,7 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed here: `mak
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.config import ConfigManager
 from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 
 from examples.torchtitan_llama import llama
 from scarctl_adapters.torchtitan import ScarCheckpointManager
@@ -58,7 +59,7 @@ def test_torchtitans_own_checkpoints_stay(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["folder", "initial_load_path"])
 def test_an_empty_store_begins_with_torchtitans_checkpoint(tmp_path: Path, where: str) -> None:
-    """A run that has used torchtitan alone takes scarctl on, and goes on from the store afterwards."""
+    """A run that has used torchtitan alone takes scarctl on, and continues from the store afterwards."""
     whole = trained(tmp_path / "whole", 8)
     theirs = CheckpointManager.Config(enable=True, interval=100, last_save_model_only=False)
     trained(tmp_path / "old", 3, checkpoint=theirs)
@@ -105,6 +106,19 @@ def test_activation_checkpointing_may_be_switched(tmp_path: Path) -> None:
     found = trained(tmp_path / "run", 6)
     assert found.checkpointer.resumed.exact
     assert models.digests(found) == models.digests(whole)
+
+
+@pytest.mark.parametrize("setting", ["batch_size", "dataset_name", "seq_len"])
+def test_other_batches_are_not_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    trained(tmp_path, 3)
+    monkeypatch.setitem(DATASETS, "again", DATASETS["argparse"])
+    loader = HuggingFaceTextDataLoader.Config(dataset="again" if setting == "dataset_name" else "argparse")
+    if setting != "dataset_name":
+        name = "BATCH" if setting == "batch_size" else "LENGTH"
+        monkeypatch.setattr(models, name, 2 * getattr(models, name))
+    resumed = trained(tmp_path, 5, loader=loader).checkpointer.resumed
+    assert (resumed.step, resumed.exact) == (3, False)
+    assert resumed.reasons == (f"{setting} differs from the run's: the next batches differ",)
 
 
 def test_an_exception_flushes_the_newest_step(tmp_path: Path) -> None:
