@@ -28,6 +28,8 @@ def set_session(niceness: int, pid: int) -> None:
     user may raise and lower it between 0 and 19, and all users together once in 0.1 s.
     """
     session = Path(f"/proc/{pid}/autogroup")
-    with contextlib.suppress(OSError):  # the process has ended, or the system shares the processor in other ways
+    with contextlib.suppress(
+        OSError
+    ):  # the process has ended, or the system shares the processor in other ways
         if not session.read_text().endswith(f"nice {niceness}\n"):
             session.write_text(str(niceness))
