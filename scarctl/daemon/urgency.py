@@ -18,7 +18,7 @@ URGENT = frozenset({"claim", "open", "pause", "resume", "roll_back", "watch"})
 class Urgency:
     """The niceness of the daemon's session. A training process lowers it itself before it asks: see `DaemonSaver`.
 
-    So nobody but the system knows it: a process that dies between the two leaves it lowered.
+    So only the system knows it: a process that dies before it asks leaves it lowered.
     """
 
     def __init__(self, pid: int) -> None:
