@@ -13,12 +13,15 @@ POLITE = 10
 _MOST = 19
 
 
-def be_polite() -> None:
-    """Lower this thread's priority below that of the process's main thread."""
+def be_polite(thread: int | None = None) -> None:
+    """Lower the priority of a thread, by default this one, below that of the process's main thread.
+
+    thread: its native id.
+    """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # the work can be done at any priority
             usual = os.getpriority(os.PRIO_PROCESS, os.getpid())
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(_MOST, usual + POLITE))
+            os.setpriority(os.PRIO_PROCESS, thread or threading.get_native_id(), min(_MOST, usual + POLITE))
 
 
 def set_session(niceness: int, pid: int) -> None:

@@ -10,12 +10,15 @@ import threading
 from pathlib import Path
 
 import pytest
+from fsspec.asyn import get_loop, iothread
 
 from scarctl.daemon import client
 from scarctl.daemon.saver import DaemonSaver
+from scarctl.daemon.server import Daemon
 from scarctl.daemon.urgency import Urgency
 from scarctl.store import Store
-from scarctl.util.niceness import set_session
+from scarctl.util.niceness import POLITE, set_session
+from tests.daemon.trainer import Trainer
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(
@@ -55,6 +58,15 @@ def test_a_process_that_dies_before_it_asks() -> None:
         wait_until(lambda: set_session(0, other.pid) or niceness(other.pid) == 0)
         wait_until(lambda: urgency.rest() or niceness(other.pid) == 10)
         other.kill()
+
+
+def test_requests_to_a_remote_store_are_polite(daemon: Daemon, arena_dir: Path, tmp_path: Path) -> None:
+    """fsspec starts the thread that sends them, with the niceness of the thread that opens the first store."""
+    get_loop()
+    assert iothread[0] is not None
+    Trainer(tmp_path / "store", arena_dir).close()
+    usual = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, iothread[0].native_id) == min(19, usual + POLITE)
 
 
 AN_ANSWER = """
