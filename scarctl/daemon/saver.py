@@ -297,8 +297,16 @@ class DaemonSaver:
             self._lock.release()
 
     def _done(self, op: str, **fields: Any) -> dict[str, Any]:
-        """Send a request until a daemon answers. Only for requests that may be carried out twice."""
-        return insist(lambda: self._ask(op, **fields))
+        """Send a request until a daemon answers. Only for requests that may be carried out twice.
+
+        Raises the reason why no other daemon can continue, if one is known.
+        """
+        try:
+            return insist(lambda: self._ask(op, **fields))
+        except ScarError as error:
+            if error.kind == "daemon-gone" and (trouble := self._trouble) is not None:
+                raise trouble from error
+            raise
 
     def _look(self) -> None:
         """Receive the daemon's events, and start another daemon when this one dies: the watching thread."""
@@ -340,7 +348,8 @@ class DaemonSaver:
                     return
             except ScarError as error:
                 self._last = error
-                if time.monotonic() > since + _TROUBLE:
+                # On a busy host the first attempt may reach the daemon that is just ending.
+                if pause and time.monotonic() > since + _TROUBLE:
                     self._trouble = error
                 self._disconnect()
                 if isinstance(error, Fenced):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -235,6 +236,59 @@ def test_closed_in_the_middle_of_a_new_start(
     assert not trainer.saver._watcher.is_alive()
     trainer.arena.remove()
     wait_until(lambda: status(folder) is None)
+
+
+def test_attempts_that_take_long_on_a_busy_host_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_INSIST_SECONDS", 0.0)  # each attempt takes longer
+    outcomes = [client.gone(), client.gone(), None]
+
+    def attempt() -> str:
+        if (error := outcomes.pop(0)) is not None:
+            raise error
+        return "reached"
+
+    assert client.insist(attempt) == "reached"
+
+
+def test_a_connection_to_the_daemon_that_is_just_ending_is_no_trouble(
+    folder: Path, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a later attempt knows whether another one can be started."""
+    monkeypatch.setattr(saver, "_TROUBLE", 0.0)
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    trainer.save_durably(1)
+    connect, troubles = DaemonSaver._connect, list[ScarError | None]()
+
+    def late(self: DaemonSaver) -> None:
+        troubles.append(self.trouble)
+        if len(troubles) == 1:
+            raise client.gone()
+        connect(self)
+
+    monkeypatch.setattr(DaemonSaver, "_connect", late)
+    kill(folder)
+    wait_until(lambda: len(troubles) > 1)
+    assert troubles[:2] == [None, None]
+    trainer.save_durably(2)
+    trainer.close()
+
+
+def test_a_request_that_no_daemon_answers_says_why(
+    folder: Path, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "_TROUBLE", 0.0)
+    monkeypatch.setattr(client, "_INSIST_SECONDS", 1.0)
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    trainer.save_durably(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nowhere/python")
+        kill(folder)
+        with pytest.raises(Unavailable, match="could not be started") as caught:
+            trainer.saver.stop()
+        assert caught.value.kind == "daemon-not-started"
+    trainer.saver.resume()
+    trainer.save_durably(2)
+    trainer.close()
 
 
 class TestWithoutADaemon:
