@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -130,7 +130,8 @@ class Binding:
 
     def _say_what_is_new(self, there: Sequence[StateGroup], layout: Layout) -> None:
         known = {group.name for group in layout.groups}
-        if new := [state.name for state in there if state.name not in known]:
+        unowned: Callable[[], list[str]] = getattr(self._adapter, "unowned", list)
+        if new := [state.name for state in there if state.name not in known] + unowned():
             more = f" and {len(new) - 3} more" if len(new) > 3 else ""
             self._caveats.say(
                 "new-state",

@@ -32,6 +32,7 @@ from scarctl.peers.host import Host
 from scarctl.peers.sender import Source
 from scarctl.store import Store
 from scarctl.store.format import shard_of_folder
+from scarctl.util.niceness import be_polite
 
 log = logging.getLogger("scarctl")
 
@@ -42,6 +43,8 @@ _PATIENCE = 10.0
 """Seconds that a peer may take to send a request."""
 _FAREWELL = 2.0
 """Seconds to finish current replies when the daemon ends."""
+_REQUESTS = "fsspecIO"
+"""Name of the thread in which fsspec sends all requests to remote stores: it encrypts them, and computes checksums."""
 _MAX_HOLD = 3600
 _WARN_SECONDS = 60.0
 
@@ -215,6 +218,9 @@ class Daemon:
         """Claim a store for a training process."""
         with self.runs.staying():
             store = Store.open(protocol.text(message, "store"), storage_options=protocol.options(message))
+            for thread in threading.enumerate():
+                if thread.name == _REQUESTS:
+                    be_polite(thread.native_id)
             part = protocol.part(message)
             if peer.run is not None:
                 raise UsageError("this connection has already claimed a store")

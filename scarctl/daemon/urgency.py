@@ -16,21 +16,23 @@ URGENT = frozenset({"claim", "open", "pause", "resume", "roll_back", "watch"})
 
 
 class Urgency:
-    """The niceness of the daemon's session. A training process lowers it itself before it asks: see `DaemonSaver`."""
+    """The niceness of the daemon's session. A training process lowers it itself before it asks: see `DaemonSaver`.
+
+    So only the system knows it: a process that dies before it asks leaves it lowered.
+    """
 
     def __init__(self, pid: int) -> None:
         """Take the daemon's process id; 0: it has no session of its own, and no niceness is changed."""
         self._pid = pid
         self._lock = threading.Lock()
         self._answering = 0
-        self._niceness: int | None = None
 
     @contextmanager
     def answering(self) -> Iterator[None]:
         """Run the block at a training process's priority."""
         with self._lock:
             self._answering += 1
-            self._set(0)
+            set_session(0, self._pid)
         try:
             yield
         finally:
@@ -41,8 +43,4 @@ class Urgency:
         """Be nice again, unless an answer is due. Call it now and then: the system may refuse a change at first."""
         with self._lock:
             if not self._answering:
-                self._set(POLITE)
-
-    def _set(self, niceness: int) -> None:
-        if self._niceness != niceness and set_session(niceness, self._pid):
-            self._niceness = niceness
+                set_session(POLITE, self._pid)

@@ -124,6 +124,10 @@ class OwnedAdapter:
         self._first = ref(first) if first is not None else _gone
         return list(groups)
 
+    def unowned(self) -> list[str]:
+        """Return the names of the adapter's groups that were added after the division: no rank saves them."""
+        return [group.name for group in self._adapter.groups() if group.name not in self._stored]
+
     def _cut(self, touched: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the adapter's touched rows that this rank owns."""
         found = {}
@@ -161,7 +165,7 @@ class OwnedAdapter:
         wanted = []
         for group in self._adapter.groups():
             # A replica has no slots: another rank's optimizer updates it.
-            if group.role != "replica" and group.kind == "parameter":
+            if group.role != "replica" and group.kind == "parameter" and group.name in self._stored:
                 shape = tuple(group.tensors[""].shape)
                 own = TensorSpec("", name_of(group.tensors[""].dtype, group.name), shape)
                 more = (slot.of(shape) for slot in slots.get(self._stored[group.name], ()))
