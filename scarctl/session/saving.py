@@ -38,6 +38,7 @@ _LAST_DRAIN = 10.0
 """Longest wait for the store after a fatal signal, in seconds: SIGKILL may follow at any time."""
 _PATIENCE = 120.0
 """Seconds that closing waits for a flush or a step in another thread."""
+_UNSAVED = "values are not finite, or were written while they were copied"
 
 
 class Ending(Enum):
@@ -313,16 +314,15 @@ class Saving:
             self._report_unsaved(engine, failed=self.moment is None or self.stats.errors > errors)
         return False
 
-    def _report_unsaved(self, engine: Engine, *, failed: bool) -> None:
+    def _report_unsaved(self, engine: Engine, *, failed: bool, why: str = _UNSAVED) -> None:
         """Log that the run ends without a sealed copy of its newest step. `fault` logs a lasting error only once.
 
-        failed: an error is the reason.
+        failed: an error is the reason, not `why`.
         """
         log.error(
             "the run ends, and step %d is not saved as a whole: %s. The newest copies are of step %d",
             self._progress.head_step,
-            (failed and self.stats.last_error)
-            or "values are not finite, or were written while they were copied",
+            (failed and self.stats.last_error) or why,
             step_of(int(engine.arena.newest().max(initial=NEVER))),
         )
 
@@ -338,9 +338,13 @@ class Saving:
         failed = ending is Ending.FAILED
         with self._gate.quiet(_PATIENCE, between=not failed) as quiet, self.streams.joined():
             self.finish()
-            head = self._progress.head_step
+            head, engine = self._progress.head_step, self._opening.engine
+            if not (seal and head > 0):
+                return
             # A step that raised may have changed only some parameters: the previous checkpoint is better.
-            if not (seal and quiet and head > 0):
+            if not quiet:
+                if not (self.doomed or engine is None or engine.is_sealed()):
+                    self._report_unsaved(engine, failed=False, why="a later step did not end")
                 return
             if ending is not Ending.CLOSED and self.flushed == head:
                 return
@@ -348,7 +352,8 @@ class Saving:
             errors = self.stats.errors
             if moment is not None and ending is not Ending.CLOSED:
                 self._progress.flushed(moment)
-            engine, sealed = self._opening.engine, self.seal(moment)
+            sealed = self.seal(moment)
+            engine = self._opening.engine
             if not sealed and self.stats.errors > errors:
                 # Another package's signal handler may have raised within the copy.
                 sealed = self.seal(moment)

@@ -93,3 +93,32 @@ def test_the_end_of_the_loop_without_a_copy_is_said(
     train(tmp_path / "store", change).close()
     says(caplog.text)
     assert resumed(tmp_path / "store").step == SAVED
+
+
+@pytest.mark.parametrize("interval", [1, 100])
+def test_a_step_that_raises_leaves_the_one_before_unsaved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, interval: int
+) -> None:
+    """With interval 1 the step before is there, and nothing is said."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = scarctl.attach(model, optimizer, store=tmp_path / "store", interval=interval, fraction=1.0)
+    session.resume()
+    for step in range(3):
+        if step == 2:
+            optimizer.register_step_pre_hook(fail)
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        if step == 2:
+            with pytest.raises(RuntimeError, match="memory"):
+                optimizer.step()
+        else:
+            optimizer.step()
+    session.close()
+    unsaved = "step 2 is not saved as a whole: a later step did not end. The newest copies are of step 1"
+    assert (unsaved in caplog.text) == (interval == 100)
+    assert resumed(tmp_path / "store").step == (2 if interval == 1 else 1)
