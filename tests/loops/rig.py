@@ -46,6 +46,10 @@ class Run:
 
     def resume(self) -> int:
         self.resumed = self.session.resume("rollback" if os.environ.get("ROLL_BACK") else "partial")
+        engine = self.session._engine
+        if engine is not None and self.resumed.reasons and not self._cautions:
+            engine.saver.drain(5)  # what a signal left in memory alone comes into the store now
+            self._cautions = cautions(self._store)
         return self.resumed.step
 
     def _stepped(self) -> None:

@@ -110,7 +110,7 @@ class Row:
     warned: bool = True
     """Each reason was logged at WARNING by the run that was resumed."""
     shown: bool = True
-    """`scarctl inspect` shows a caveat, before the resume or after the run."""
+    """`scarctl inspect` shows a caveat, before or right after the resume, or after the run."""
 
     @property
     def silent(self) -> bool:
