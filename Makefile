@@ -5,7 +5,8 @@ PYTHON ?= python3
 WORKERS ?= 4
 ROUNDS ?= 500
 RUNS ?= 150
-TRIALS ?= 10
+# Empty: 30 for paper, 20 for beyond, 10 for servers.
+TRIALS ?=
 DATA ?= ../shared/data
 SEED ?= 0
 MINUTES ?= 30
@@ -20,6 +21,7 @@ OPTIMIZERS := .venv-optimizers
 TORCHREC := .venv-torchrec
 DEEPSPEED := .venv-deepspeed
 JAX := .venv-jax
+TORCHTITAN := .venv-torchtitan
 RAY := .venv-ray
 DOCS := .venv-docs
 PYTHON_OF := .venv-python
@@ -36,11 +38,11 @@ help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
 	@echo "make demo-ranks  four ranks train, one is killed, all go on: FSDP2, and a mixture of experts"
 	@echo "make demo-rows   half of the rows of an embedding model are lost: what each way of saving them has cost: some minutes"
-	@echo "make paper    the paper's figures, into docs: long, goes on where it was stopped: DATA=$(DATA) TRIALS=$(TRIALS)"
+	@echo "make paper    the paper's figures, into docs: long, goes on where it was stopped: DATA=$(DATA) TRIALS=30"
 	@echo "make paper-quick  the same with a few iterations, into build: shows that it runs"
-	@echo "make beyond   models that the paper does not have, into docs: some minutes, goes on where it was stopped: TRIALS=$(TRIALS)"
+	@echo "make beyond   models that the paper does not have, into docs: half an hour, goes on where it was stopped: TRIALS=20"
 	@echo "make beyond-quick  the same with a few iterations, into build"
-	@echo "make servers  parameter servers that are killed, in six ways, into docs/servers: long, goes on where it was stopped: TRIALS=$(TRIALS)"
+	@echo "make servers  parameter servers that are killed, in six ways, into docs/servers: long, goes on where it was stopped: TRIALS=10"
 	@echo "make servers-quick  the same with a few iterations, into build"
 	@echo "make quick    tests of everything that needs neither torch nor another process: under a minute"
 	@echo "make test     lint, types, layers and unit, in this order"
@@ -48,7 +50,7 @@ help:
 	@echo "make oldest   the adapters' tests with the oldest versions of their frameworks, in $(OLDEST): some minutes, most of it set-up"
 	@echo "make pythons  the quick tests, and some with torch, under every Python that is found: minutes each, in $(PYTHON_OF)-*: PYTHONS=\"$(PYTHONS)\""
 	@echo "make optimizers  train with every optimizer of other packages, stop, resume: some minutes, in $(OPTIMIZERS)"
-	@echo "make frameworks  tests with frameworks that have an environment of their own: $(TORCHREC), $(DEEPSPEED), $(RAY), $(JAX): some minutes"
+	@echo "make frameworks  tests with frameworks that have an environment of their own: $(TORCHREC), $(DEEPSPEED), $(TORCHTITAN), $(RAY), $(JAX): some minutes"
 	@echo "make gpu      tests that need a GPU, with the scarctl and the torch of another Python: PYTHON=$(PYTHON)"
 	@echo "make man      the manual page, docs/scarctl.1, from what the commands say of their options"
 	@echo "make schemas  the JSON Schemas of the commands' documents, docs/schemas.json, from their types"
@@ -79,19 +81,19 @@ paper paper-quick beyond beyond-quick: export OPENBLAS_NUM_THREADS = 1
 paper paper-quick beyond beyond-quick: export MKL_NUM_THREADS = 1
 
 paper: $(VENV)/.paper
-	$(BIN)/python -m examples.paper.paper --data $(DATA) --trials $(TRIALS)
+	$(BIN)/python -m examples.paper.paper --data $(DATA) $(TRIALS:%=--trials %)
 
 paper-quick: $(VENV)/.paper
 	$(BIN)/python -m examples.paper.paper --data $(DATA) --quick --out build/paper-quick
 
 beyond: $(VENV)/.examples
-	$(BIN)/python -m examples.beyond.beyond --trials $(TRIALS)
+	$(BIN)/python -m examples.beyond.beyond $(TRIALS:%=--trials %)
 
 beyond-quick: $(VENV)/.examples
 	$(BIN)/python -m examples.beyond.beyond --quick --out build/beyond-quick
 
 servers: $(VENV)/.examples
-	$(BIN)/python -m examples.parameter_server.experiment --data $(DATA) --seeds $(TRIALS)
+	$(BIN)/python -m examples.parameter_server.experiment --data $(DATA) $(TRIALS:%=--seeds %)
 	$(BIN)/python -m tests.examples.chaos --runs $(RUNS)
 
 servers-quick: $(VENV)/.examples
@@ -148,12 +150,14 @@ optimizers: $(OPTIMIZERS)/.optimizers
 	$(OPTIMIZERS)/bin/python -m tests.optimizers --third-party
 	$(OPTIMIZERS)/bin/python -m tests.optimizers --third-party --killed
 
-frameworks: $(TORCHREC)/.torchrec $(DEEPSPEED)/.deepspeed $(RAY)/.ray $(JAX)/.jax
+frameworks: $(TORCHREC)/.torchrec $(DEEPSPEED)/.deepspeed $(TORCHTITAN)/.torchtitan $(RAY)/.ray $(JAX)/.jax
 	@# TorchRec warns when it is imported and used.
 	$(TORCHREC)/bin/python -m pytest -n $(WORKERS) -W ignore::DeprecationWarning -W ignore::FutureWarning \
 	    tests/adapters/torchrec
 	@# Without an accelerator DeepSpeed looks for one, and warns at length.
 	DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python -m pytest -n $(WORKERS) -W default tests/adapters/deepspeed
+	@# torch warns of random numbers on CPUs, and of what torchdata calls.
+	$(TORCHTITAN)/bin/python -m pytest -n $(WORKERS) -W default tests/adapters/torchtitan
 	$(RAY)/bin/python -m pytest -rs -o faulthandler_timeout=900 tests/adapters/test_ray.py tests/adapters/test_actor.py
 	$(JAX)/bin/python -m pytest -n $(WORKERS) tests/adapters/jax
 
@@ -204,7 +208,7 @@ ceph: $(VENV)/.dev
 	$(BIN)/python -m tests.store.conformance.real_server
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(OPTIMIZERS) $(TORCHREC) $(DEEPSPEED) $(RAY) $(JAX) $(DOCS) $(PYTHON_OF)-* build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(OPTIMIZERS) $(TORCHREC) $(DEEPSPEED) $(TORCHTITAN) $(RAY) $(JAX) $(DOCS) $(PYTHON_OF)-* build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp per set of extras; the development set contains the one for the examples.
@@ -247,6 +251,16 @@ $(DEEPSPEED)/.deepspeed: $(SETUP) constraints-deepspeed.txt | $(BIN)/python
 	    pydantic pytest pytest-timeout pytest-xdist setuptools tqdm
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	    --no-build-isolation -r constraints-deepspeed.txt
+	@touch $@
+
+# The last four without what they ask for: see the file.
+$(TORCHTITAN)/.torchtitan: $(SETUP) constraints-torchtitan.txt | $(BIN)/python
+	$(BIN)/python -m venv $(TORCHTITAN)
+	$(TORCHTITAN)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -c constraints-torchtitan.txt \
+	    -e . dill httpx huggingface_hub hypothesis multiprocess pandas pyarrow pytest pytest-timeout pytest-xdist requests \
+	    tensorboard tokenizers torchdata tyro
+	$(TORCHTITAN)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-torchtitan.txt --no-deps \
+	    datasets spmd_types torchtitan triton
 	@touch $@
 
 $(JAX)/.jax: $(SETUP) constraints-jax.txt | $(BIN)/python

@@ -8,14 +8,16 @@ all again, and so on. Every start brings the state back twice, in turn: with ses
 the whole state into slots of zeros in a second model, as a job that saves with DCP would. Files are in the page cache.
 
 First table, medians over kills with (lowest-highest), the slowest rank counts: seconds of every part from the kill to
-the first new step. "engine" is torchrun noticing, ending the ranks, new processes, torch, process group and model: the
-same for all ways. Second table: steps of work lost. scarctl's survivors continue where they were, so the loss is the
-age of the killed rank's copies. A job that saves everything every 8 * interval steps, which are as many bytes, goes
-back to the last save, with all ranks.
+the first new step. "engine" is torchrun noticing, ending the ranks, new processes, imports, process group and model:
+the same for all ways. The imports are torch, DCP and scarctl, of which a line below the table says what scarctl's take.
+"CPU" is that of all ranks together while the state is brought back. Second table: steps of work lost. scarctl's
+survivors continue where they were, so the loss is the age of the killed rank's copies. A job that saves everything
+every 8 * interval steps, which are as many bytes, goes back to the last save, with all ranks.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -27,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from ranked import build, latest, make_slots, run, tensors, wait_durable
+from ranked import build, latest, make_slots, run, tensors, total, wait_durable
 from timing import parser, print_table, spread
 from torch import distributed as dist
 
@@ -41,18 +43,22 @@ def worker(args: Any) -> None:
     """One rank of one start."""
     folder = Path(args.work_folder)
     start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    used = time.process_time()
+    for name in ("scarctl.api", "scarctl_adapters.torch"):  # otherwise `attach` imports them
+        importlib.import_module(name)
+    imports = time.process_time() - used
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     model, optimizer = build(args.mb)
     dist.barrier()
-    found: dict[str, Any] = {"start": start, "ready": latest(time.time())}
+    found: dict[str, Any] = {"start": start, "ready": latest(time.time()), "imports": total(imports)}
 
     def load() -> None:
-        found["dcp"] = dcp_load(args.mb, folder / "dcp")
+        found["dcp"], found["dcp CPU"] = dcp_load(args.mb, folder / "dcp")
 
     if start and start % 2:
         load()
-    began = time.perf_counter()
+    used, began = time.process_time(), time.perf_counter()
     session = scarctl.attach(
         model,
         optimizer,
@@ -65,7 +71,9 @@ def worker(args: Any) -> None:
     with session:
         began = time.perf_counter()
         resumed = session.resume()
+        found["CPU"] = time.process_time() - used
         found["resume"] = latest(time.perf_counter() - began)
+        found["CPU"] = total(found["CPU"])
         began = time.perf_counter()
         step(optimizer)
         found["first"] = latest(time.perf_counter() - began)
@@ -110,14 +118,15 @@ def step(optimizer: torch.optim.AdamW) -> None:
     optimizer.step()
 
 
-def dcp_load(mb: float, path: Path) -> float:
-    """Seconds that DCP takes to bring the state into a new model."""
+def dcp_load(mb: float, path: Path) -> tuple[float, float]:
+    """Seconds that DCP takes to bring the state into a new model, and CPU seconds of all ranks."""
     model, optimizer = build(mb)
     dist.barrier()
-    began = time.perf_counter()
+    used, began = time.process_time(), time.perf_counter()
     make_slots(optimizer)
     dcp.load(dict(tensors(model, optimizer)), checkpoint_id=path)
-    return latest(time.perf_counter() - began)
+    used = time.process_time() - used
+    return latest(time.perf_counter() - began), total(used)
 
 
 def note(folder: Path, rank: int, found: dict[str, Any]) -> None:
@@ -142,19 +151,20 @@ def report(folder: Path, args: Any) -> None:
 
     ours = [a + b for a, b in zip(of("attach"), of("resume"), strict=True)]
     rows = []
-    for name, parts in {"scarctl": ours, "DCP load": of("dcp")}.items():
+    for name, parts, used in (("scarctl", ours, of("CPU")), ("DCP load", of("dcp"), of("dcp CPU"))):
         whole = [e + p + f for e, p, f in zip(engine, parts, of("first"), strict=True)]
         relative = statistics.median(p / q for p, q in zip(parts, of("dcp"), strict=True))
         rows.append(
             (
                 name,
                 f"{relative:.2f}x",
-                *(spread(values, digits=2) for values in (engine, parts, of("first"), whole)),
+                *(spread(values, digits=2) for values in (engine, parts, used, of("first"), whole)),
             )
         )
     print(f"{args.ranks} ranks of {args.mb:g} MB, {len(kills)} kills")
-    print_table(("way", "of DCP's", "engine, s", "state, s", "first step, s", "in all, s"), rows)
-    print(f"scarctl: attach {spread(of('attach'), digits=2)} s, resume {spread(of('resume'), digits=2)} s\n")
+    print_table(("way", "of DCP's", "engine, s", "state, s", "CPU, s", "first step, s", "in all, s"), rows)
+    print(f"scarctl: attach {spread(of('attach'), digits=2)} s, resume {spread(of('resume'), digits=2)} s")
+    print(f"of engine, CPU of importing scarctl in all ranks: {spread(of('imports'), digits=2)} s\n")
 
     every = args.interval * FULL
     back: list[float] = [s["step"] - max(1, s["step"] // every * every) for s in starts[0]]

@@ -1,118 +1,70 @@
-"""Measure bytes and stall of saving a table of millions of rows, which TorchRec trains in the backward pass.
+"""Measure bytes and stall of saving a DLRM of ten million rows, which TorchRec trains in the backward pass.
 
-python benchmarks/sharded_tables.py [--rows 4000000] [--rounds 5] [--interval 10] [--folder DIR]
+python benchmarks/sharded_tables.py [--rows 10000000] [--rounds 3] [--interval 5] [--folder DIR]
 
-It needs TorchRec (`make frameworks` makes an environment), and says so where there is none. One process, on a CPU: a
-table of `--rows` rows of 32 values with row-wise Adagrad, and a small dense part with Adam. Every round takes
-`--interval` steps of 2,048 bags of 10 ids, whose frequency falls as 1 / rank, and then a checkpoint. The stall is the
-time that the training thread spends in the saving call or hook, and waiting before the next backward pass.
+It needs TorchRec (`make frameworks` makes an environment), and says so where there is none. One process, on a CPU: the
+model and the trace of `recommender.py`, 680 MB with ten million rows. Every round takes `--interval` steps, and then a
+checkpoint. The stall is the time that the training thread spends in the saving call or hook, and waiting before the
+next backward pass. Ten million rows need 8 GB of memory.
 
-  scarctl                       a partial checkpoint of at most 1/8 of the bytes, tracker="overlapped"
-  scarctl, touched              the same, where the lookups say which rows have changed
+  scarctl                       a partial checkpoint of at most 1/8 of the bytes
+  scarctl, partitions of 4      the same with `--per` rows in each partition
+  scarctl, touched              the same again, where the lookups say which rows have changed
   DCP async_save                torch.distributed.checkpoint.async_save of the whole state, thread based
   DCP async_save, kept stager   the same with one DefaultStager for all saves, which keeps its memory
+  CPR-MFU, CPR-SSU              at most 1/8 of the rows, as CPR chooses them: `row_baselines.py`
+  Check-N-Run, in 8 bits        all rows used since the last full checkpoint, which was before the first round
 
-One line per case: bytes written per checkpoint, and the median of the stall with the range.
+Rows that are chosen by lookups are copied, and a thread writes the copies with their numbers to a file with fsync: less
+work than DCP or scarctl do. Quantizing happens in that thread. One line per case: bytes written per checkpoint, the
+median of the stall with the range, and the time per step with everything that checkpoints and counting add to it.
+Which choice loses less is the question of `lost_rows.py`.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from recommender import Ids, Training, alone
+from row_baselines import Choice, MostUsed, SinceFull, SubSampled, in_8_bits
 from timing import arenas, interleaved, parser, print_table, scratch, settle, spread
-from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from training import wait_durable
 
 import scarctl
 
-WIDTH, BAGS, IDS = 32, 2048, 10
-
-
-class Training:
-    """One model, its optimizer, and a trace that is the same in every run."""
-
-    def __init__(self, rows: int) -> None:
-        from torchrec.distributed.model_parallel import DistributedModelParallel
-        from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        from torchrec.modules.embedding_modules import EmbeddingBagCollection
-        from torchrec.optim import RowWiseAdagrad
-        from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-        from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-        from torchrec.optim.optimizers import in_backward_optimizer_filter
-
-        class Ranker(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.tables = EmbeddingBagCollection(
-                    device=torch.device("meta"),
-                    tables=[
-                        EmbeddingBagConfig(
-                            name="ids", embedding_dim=WIDTH, num_embeddings=rows, feature_names=["ids"]
-                        )
-                    ],
-                )
-                self.over = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 1))
-
-            def forward(self, features: Any) -> torch.Tensor:
-                found: torch.Tensor = self.over(self.tables(features).values())
-                return found
-
-        plain = Ranker()
-        apply_optimizer_in_backward(RowWiseAdagrad, plain.tables.parameters(), {"lr": 0.05})
-        self.model = DistributedModelParallel(plain, device=torch.device("cpu"))
-        parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
-        dense = KeyedOptimizerWrapper(parameters, lambda given: torch.optim.Adam(given, lr=1e-3))
-        self.optimizer = CombinedOptimizer([self.model.fused_optimizer, dense])
-        self.rows = rows
-        self.trace = torch.Generator().manual_seed(0)
-
-    def steps(self, count: int) -> None:
-        """Train on the next batches."""
-        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-        for _ in range(count):
-            # Ranks of a Zipf distribution of exponent 1, spread over the table.
-            ranks = torch.exp(
-                torch.rand(BAGS * IDS, generator=self.trace) * torch.log(torch.tensor(float(self.rows)))
-            )
-            ids = (ranks.long() * 2654435761) % self.rows
-            features = KeyedJaggedTensor(keys=["ids"], values=ids, lengths=torch.full((BAGS,), IDS))
-            self.optimizer.zero_grad()
-            self.model(features).square().mean().backward()
-            self.optimizer.step()
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors of the state, by name."""
-        named = [*self.model.state_dict().items()]
-        for name, state in self.optimizer.state_dict()["state"].items():
-            named += [(f"{name}/{key}", value) for key, value in state.items()]
-        for name, value in named:
-            yield name, value.local_shards()[0].tensor if hasattr(value, "local_shards") else value
+BAGS, IDS = 2048, 10
+PARTS = 8
+"""A partial checkpoint has 1/8 of the bytes."""
 
 
 class Partial(Training):
     """With scarctl attached."""
 
-    def __init__(self, rows: int, store: Path, arena: str, tracker: Any, interval: int) -> None:
-        super().__init__(rows)
+    def __init__(self, rows: int, store: Path, arena: str, interval: int, tracker: Any, per: int) -> None:
+        """per: rows per partition, 0 for the default."""
+        super().__init__(rows, bags=BAGS, ids=IDS)
         self.interval, self.nbytes = interval, list[int]()
         self.session = scarctl.attach(
             self.model,
             self.optimizer,
             store=store,
-            fraction=1 / 8,
+            fraction=1 / PARTS,
             interval=interval,
+            partitioning=scarctl.Partitioning(rows={"*.embedding_bags.*": per} if per else None),
             selection=scarctl.Selection(tracker=tracker),
             settings=scarctl.Settings(on_error="raise", arena_dir=arena),
         )
@@ -135,62 +87,126 @@ class Partial(Training):
         return stall
 
 
-class Whole(Training):
-    """Without scarctl: DCP saves all of it."""
+class Other(Training):
+    """Without scarctl: all ways that need no state of their own but a few counters."""
 
     def __init__(self, rows: int, folder: Path, interval: int) -> None:
-        super().__init__(rows)
+        super().__init__(rows, bags=BAGS, ids=IDS)
         self.steps(2)
-        self.path, self.interval = folder / "whole", interval
-        self.nbytes = sum(tensor.nbytes for _, tensor in self.tensors())
+        self.path, self.interval = folder / "saved", interval
+        self.whole = sum(tensor.nbytes for tensor in self._tensors().values())
         self.kept = DefaultStager(StagingOptions(False, False, False, False))
+        self._thread = ThreadPoolExecutor(1)
 
-    def stall(self, stager: DefaultStager | None) -> float:
-        """Train as long, and save."""
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors of the state, by name."""
+        named = [*self.model.state_dict().items()]
+        for name, state in self.optimizer.state_dict()["state"].items():
+            named += [(f"{name}/{key}", value) for key, value in state.items()]
+        return {n: v.local_shards()[0].tensor if hasattr(v, "local_shards") else v for n, v in named}
+
+    def all(self, stager: DefaultStager | None) -> float:
+        """Train as long, and save everything with DCP."""
         self.steps(self.interval - 1)
         settle()
         start = time.perf_counter()
         saved: Any = dcp.async_save(
-            dict(self.tensors()), checkpoint_id=self.path, no_dist=True, async_stager=stager
+            self._tensors(), checkpoint_id=self.path, no_dist=True, async_stager=stager
         )
         stall = time.perf_counter() - start
+        self.seconds += stall
         self.steps(1)
         saved.result()
         shutil.rmtree(self.path)
         return stall
 
+    def chosen(self, choice: Choice, nbytes: list[int], *, quantized: bool = False) -> float:
+        """Train as long, and save the rows that are chosen. nbytes: gets the bytes of the file."""
+        self.steps(self.interval - 1, choice.note)
+        settle()
+        start = time.perf_counter()
+        rows = choice.choose(self.rows // PARTS)
+        saved = self._thread.submit(self._write, rows, *self.take(rows), quantized)
+        stall = time.perf_counter() - start
+        self.seconds += stall
+        self.steps(1, choice.note)
+        nbytes.append(saved.result())
+        return stall
+
+    def _write(self, rows: Ids, weights: torch.Tensor, sums: torch.Tensor, quantized: bool) -> int:
+        stored = [*in_8_bits(weights), sums] if quantized else [weights, sums]
+        with self.path.open("wb") as file:
+            rows.astype(np.int32).tofile(file)
+            for tensor in stored:
+                tensor.numpy().tofile(file)
+            file.flush()
+            os.fsync(file.fileno())
+            nbytes = file.tell()
+        self.path.unlink()
+        return nbytes
+
+
+def timed(training: Training, call: Callable[[], float], per_step: list[float]) -> Callable[[], float]:
+    """Note also the time per step, for everything that a call trains."""
+
+    def measured() -> float:
+        seconds, taken = training.seconds, training.taken
+        stall = call()
+        per_step.append((training.seconds - seconds) / (training.taken - taken))
+        return stall
+
+    return measured
+
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--rows", type=int, default=4_000_000)
-    options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--interval", type=int, default=10, help="steps between two checkpoints")
+    options.add_argument("--rows", type=int, default=10_000_000)
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--interval", type=int, default=5, help="steps between two checkpoints")
+    options.add_argument("--per", type=int, default=4, help="rows in a small partition (default: 4)")
     args = options.parse_args()
     if find_spec("torchrec") is None:
         sys.exit(print("TorchRec is not installed here: `make frameworks` makes an environment for it"))
     warnings.simplefilter("ignore")  # DCP's, that it runs alone and overwrites; and TorchRec's
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    alone()
     with scratch(args.folder) as folder, arenas(args.folder) as arena:
-        whole = Whole(args.rows, folder, args.interval)
+        other = Other(args.rows, folder, args.interval)
         partial = {
-            name: Partial(args.rows, folder / tracker, arena, tracker, args.interval)
-            for name, tracker in (("scarctl", "overlapped"), ("scarctl, touched", "touched"))
+            name: Partial(args.rows, folder / f"{tracker}{per}", arena, args.interval, tracker, per)
+            for name, tracker, per in (
+                ("scarctl", "overlapped", 0),
+                (f"scarctl, partitions of {args.per}", "overlapped", args.per),
+                (f"scarctl, touched, of {args.per}", "touched", args.per),
+            )
         }
-        cases = {
-            **{name: run.stall for name, run in partial.items()},
-            "DCP async_save": lambda: whole.stall(None),
-            "DCP async_save, kept stager": lambda: whole.stall(whole.kept),
+        room = other.rows // PARTS
+        chosen: dict[str, tuple[Choice, bool]] = {
+            "CPR-MFU": (MostUsed(other.rows), False),
+            "CPR-SSU": (SubSampled(other.rows, room), False),
+            "Check-N-Run": (SinceFull(other.rows), False),
+            "Check-N-Run, 8 bits": (SinceFull(other.rows), True),
         }
+        nbytes: dict[str, list[int]] = {name: [] for name in chosen}
+        calls: dict[str, tuple[Training, Callable[[], float]]] = {
+            **{name: (run, run.stall) for name, run in partial.items()},
+            "DCP async_save": (other, lambda: other.all(None)),
+            "DCP async_save, kept stager": (other, lambda: other.all(other.kept)),
+            **{
+                name: (other, lambda c=c, q=q, n=name: other.chosen(c, nbytes[n], quantized=q))
+                for name, (c, q) in chosen.items()
+            },
+        }
+        per_step: dict[str, list[float]] = {name: [] for name in calls}
+        cases = {name: timed(run, call, per_step[name]) for name, (run, call) in calls.items()}
         seconds = interleaved(cases, args.rounds)
-        for run in partial.values():
+        for name, run in partial.items():
+            nbytes[name] = run.nbytes
             run.session.close()
     rows = []
     for name, taken in seconds.items():
-        sizes = partial[name].nbytes[1:] if name in partial else [whole.nbytes]
-        rows.append(
-            (name, spread(sizes, 1e6, 1) if name in partial else f"{sizes[0] / 1e6:.1f}", spread(taken))
-        )
-    print_table(("checkpoint", "MB (range)", "stall in s (range)"), rows)
+        sizes = nbytes.get(name, [other.whole] * 2)[1:]
+        rows.append((name, spread(sizes, 1e6, 1), spread(taken), spread(per_step[name][1:], 1e-3, 0)))
+    print_table(("checkpoint", "MB (range)", "stall in s (range)", "ms per step (range)"), rows)
     dist.destroy_process_group()
 
 

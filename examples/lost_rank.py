@@ -4,6 +4,7 @@ python examples/lost_rank.py fsdp_transformer --kill
 python examples/lost_rank.py moe --kill --host      the rank's memory and daemon die with it, as with its host
 python examples/lost_rank.py torchrec_movielens --kill --ranks 2 --data ml-latest-small      needs TorchRec
 python examples/lost_rank.py deepspeed_transformer --kill --ranks 2      needs DeepSpeed
+python examples/lost_rank.py torchtitan_llama --kill --ranks 2      needs torchtitan
 
 The training is the train.py of that folder in examples, which knows nothing of being killed. It runs twice
 with the same batches: undisturbed, and with a rank killed. Without --kill: once, undisturbed.
@@ -34,7 +35,13 @@ PARTS = 8
 """A checkpoint writes 1 / PARTS of the state, so every PARTS of them are as many bytes as a full one."""
 LAST = 8
 """Steps at the end whose losses are averaged."""
-STEPS = {"fsdp_transformer": 40, "deepspeed_transformer": 40, "moe": 64, "torchrec_movielens": 240}
+STEPS = {
+    "fsdp_transformer": 40,
+    "deepspeed_transformer": 40,
+    "torchtitan_llama": 40,
+    "moe": 64,
+    "torchrec_movielens": 240,
+}
 LEAST = 32
 """Steps of a training, so that some are left after the kill."""
 ENVIRONMENT = {

@@ -169,7 +169,7 @@ class Derives(Protocol):
     def derive(self) -> None:
         """Compute them again. Called on all ranks after a partial recovery in a running process.
 
-        `restore` does it as well, so that it is not called after a resume or a rollback.
+        Not called after a resume or a rollback: `restore` computes them as well.
         """
 
 
@@ -241,7 +241,7 @@ class AdapterClass(Protocol):
 
 
 def find_adapter(model: Any, optimizers: Sequence[Any], **options: Any) -> Adapter:
-    """Return the adapter for `model`, found by the root modules of its classes (of its values' classes, if a mapping).
+    """Return the adapter for `model`, found by the root modules of its classes, and of the classes that it holds.
 
     Raises UsageError with the installed adapters if none fits.
     """
@@ -258,7 +258,7 @@ def find_adapter(model: Any, optimizers: Sequence[Any], **options: Any) -> Adapt
 
 def _roots(model: Any) -> list[str]:
     classes = list(type(model).__mro__)
-    if isinstance(model, Mapping):
-        for value in model.values():
-            classes += type(value).__mro__
+    held = model.values() if isinstance(model, Mapping) else model if isinstance(model, list | tuple) else ()
+    for value in held:
+        classes += type(value).__mro__
     return list(dict.fromkeys(c.__module__.partition(".")[0] for c in classes))

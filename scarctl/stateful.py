@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -101,7 +102,15 @@ def capture_host_rng() -> dict[str, Any]:
 
 def host_rng_of(states: HostStates) -> dict[str, Any]:
     """Return what `capture_host_rng` would have returned when these states were read."""
-    return {"python": _state_of_python(states.python()), "numpy": states.numpy()}
+    return {"python": _python_of(states), "numpy": states.numpy()}
+
+
+@functools.lru_cache(1)
+def _python_of(states: HostStates) -> tuple[Any, ...]:
+    """Return Python's state as it is saved. Most loops do not draw from it, and keep the same states for long."""
+    found = _state_of_python(states.python())
+    found[1].setflags(write=False)
+    return found
 
 
 def restore_host_rng(state: Mapping[str, Any]) -> None:

@@ -53,6 +53,7 @@ ELSEWHERE = {
     "docs/adapters.md": "tests/adapters/test_adapters_document.py, and the parts of a suite",
     "docs/frameworks.md": "tests/adapters, which train with each framework",
     "docs/jax.md": "tests/adapters/jax, where JAX is installed",
+    "docs/torchtitan.md": "tests/adapters/torchtitan, where torchtitan is installed",
     "docs/object-stores.md": "tests/store/conformance, against a server",
     "docs/elastic.md": "tests/adapters/test_elastic.py: it needs ranks",
     "docs/peers.md": "tests/peers: a process alone has none",

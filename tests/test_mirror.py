@@ -78,7 +78,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         scarctl_adapters.torch.carried scarctl_adapters.torch.checking scarctl_adapters.torch.homes
         scarctl_adapters.torch.names scarctl_adapters.torch.outside scarctl_adapters.torch.packing
         scarctl_adapters.torchrec.lookups scarctl_adapters.torchrec.optimizers
-        scarctl_adapters.torchrec.tables
+        scarctl_adapters.torchrec.tables scarctl_adapters.torchtitan.position
         scarctl_adapters.transformers.callback scarctl_adapters.transformers.progress""",
 }
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from scarctl.daemon.metrics import FAMILIES
@@ -60,7 +63,7 @@ UNITS = {"none", "short", "bytes", "s", "Bps", "percentunit"}
 
 
 def test_the_dashboard_keeps_to_grafanas_json_model() -> None:
-    """Grafana is not installed: this checks the rules of its documentation for a dashboard, not its drawing."""
+    """It checks the rules of Grafana's documentation for a dashboard, not its drawing."""
     board: dict[str, Any] = json.loads((DOCS / "monitoring" / "grafana.json").read_text())
     assert isinstance(board["schemaVersion"], int)
     assert "id" not in board, "Grafana gives the number: with one, an import may replace another dashboard"
@@ -92,3 +95,33 @@ def test_the_dashboard_keeps_to_grafanas_json_model() -> None:
             assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= {"store", "rank"}
     for one in [*board["panels"], *asking]:
         assert one["datasource"] == {"type": "prometheus", "uid": f"${{{source}}}"}
+
+
+def dropped(given: Any, kept: Any, path: str = "") -> Iterator[str]:
+    """Yield the paths of values that are missing or different in `kept`."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        for key, value in given.items():
+            yield from dropped(value, kept.get(key), f"{path}.{key}")
+    elif isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        for index, (one, other) in enumerate(zip(given, kept, strict=True)):
+            yield from dropped(one, other, f"{path}[{index}]")
+    elif given != kept:
+        yield path
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Grafana's package needs Python 3.11")
+def test_grafanas_own_model_knows_all_of_the_dashboard() -> None:
+    """Read by Grafana's package for dashboards and written again, it is the same: a misspelt field is dropped."""
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    register_default_plugins()
+    board: dict[str, Any] = json.loads((DOCS / "monitoring" / "grafana.json").read_text())
+
+    def again() -> dict[str, Any]:
+        return json.loads(json.dumps(Dashboard.from_json(board), cls=JSONEncoder))
+
+    assert list(dropped(board, again())) == []
+    board["panels"][0]["targets"][0]["expression"] = board["panels"][0]["gridPos"]["width"] = 1
+    assert set(dropped(board, again())) == {".panels[0].targets[0].expression", ".panels[0].gridPos.width"}

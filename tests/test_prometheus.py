@@ -89,8 +89,7 @@ def figures(tmp_path: Path, arena_dir: Path) -> Iterator[str]:
     folder = host_folder(str(arena_dir))
     client.start(folder, {"SCARCTL_METRICS_LISTEN": "0"})
     trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save(trainer.everything, 3)
-    trainer.drained()
+    trainer.save_durably(3)
     wait_until(lambda: (now := status(folder)) is not None and now["metrics"]["ready"])
     now = status(folder)
     assert now is not None

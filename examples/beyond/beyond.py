@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from examples.beyond import tables
-from examples.beyond.studies import INTERVAL, PAIRS, SLOTS, studies
+from examples.beyond.studies import INTERVAL, PAIRS, SLOTS, SMOOTH, studies
 from examples.paper import options
+from examples.paper.markdown import ways
 from examples.paper.studies import Runs
 
 HERE = Path(__file__).parent
@@ -39,9 +40,11 @@ def main() -> None:
             machine=options.machine(),
             interval=INTERVAL,
             rare=SLOTS * INTERVAL,
-            policies=tables.policies(found),
-            moments=tables.moments(found),
-            sampled=tables.sampled(found),
+            smooth=SMOOTH,
+            policies=ways((pair.title, found[pair.name]["policies"]) for pair in PAIRS if pair.name in found),
+            moments=tables.moments(found, runs),
+            curved=tables.curved(found, runs),
+            sampled=tables.sampled(found, runs),
         )
     )
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -57,8 +60,8 @@ def _parse() -> argparse.Namespace:
         __doc__,
         name="beyond",
         writes="beyond.md",
-        trials=8,
-        of="of the cheap ones; the others get 0.6 of it",
+        trials=20,
+        of="of every row",
     )
     return options.parse(parser)
 

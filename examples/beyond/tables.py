@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from examples.beyond.studies import INTERVAL, PAIRS, SAMPLED, SLOTS
-from examples.paper.markdown import less, pick, table
-from examples.paper.studies import EIGHTH, ONE
-from scarctl.simulate.summary import Line, Summary
+from examples.beyond.studies import DEFAULT, INTERVAL, PAIRS, SAMPLED, SLOTS
+from examples.paper.markdown import iterations, less, pick, rework, table
+from examples.paper.studies import EIGHTH, ONE, Runs
+from scarctl.simulate.summary import Summary
 
 Summaries = dict[str, dict[str, Summary]]
-POLICIES = ("random", "round", "priority")
 
 
-def policies(found: Summaries) -> str:
-    """Rework by policy, and squared perturbations."""
-    head = ["", "trials", "undisturbed", "rollback", "partial, all", *(f"{name} 1/8" for name in POLICIES)]
-    rows = [[*head, "priority: less than rollback", *(f"δ² {name}" for name in POLICIES)]]
-    for pair in PAIRS:
-        summary = found.get(pair.name, {}).get("policies")
-        if not summary:
-            continue
-        everything = pick(summary, "partial", ONE)
-        lines = [pick(summary, "partial", EIGHTH, policy=policy) for policy in POLICIES]
-        rows.append(
-            [pair.title, str(summary.trials), f"{summary.undisturbed:.0f}"]
-            + [_cost(line) for line in (pick(summary, "rollback", ONE), everything, *lines)]
-            + [less(lines[-1])]
-            + [f"{(line.perturbation / everything.perturbation) ** 2:.2f}x" for line in lines]
-        )
-    return table(rows)
-
-
-def moments(found: Summaries) -> str:
+def moments(found: Summaries, runs: Runs) -> str:
     """What becomes of an optimizer's moments."""
-    rows = [["", "trials", "C", "rollback", "rework", "less than rollback"]]
+    rows = [["", "trials", "C", "rollback", "rework", "median", "less than rollback", "versus restored"]]
     ways = {
         "policies": ("restored with the row", INTERVAL),
         "kept": ("unchanged: only parameters were lost", INTERVAL),
@@ -44,29 +24,47 @@ def moments(found: Summaries) -> str:
     for pair in PAIRS:
         of = found.get(pair.name, {})
         for name, (what, interval) in ways.items():
-            if "rare" in of and name.strip() in of:
-                summary = of[name.strip()]
-                line = pick(summary, "partial", EIGHTH)
-                costs = [_cost(pick(summary, "rollback", ONE)), _cost(line), less(line)]
-                rows.append([f"{pair.title}: {what}", str(summary.trials), str(interval), *costs])
+            if "rare" in of and (key := name.strip()) in of:
+                line, usual = (pick(of[study], "partial", EIGHTH, DEFAULT) for study in (key, "policies"))
+                same = key != "policies" and interval == INTERVAL
+                more = runs.versus(pair.name, (key, line.cell), ("policies", usual.cell)) if same else None
+                first = [f"{pair.title}: {what}", str(of[key].trials), str(interval)]
+                costs = [rework(pick(of[key], "rollback", ONE)), rework(line), f"{line.median:g}", less(line)]
+                rows.append([*first, *costs, iterations(more) if more else "-"])
     return table(rows)
 
 
-def sampled(found: Summaries) -> str:
+def curved(found: Summaries, runs: Runs) -> str:
+    """Squared changes weighted by what the optimizer knows of curvature."""
+    rows = [
+        ["", "trials", "rework", "median", "less than rollback", "versus in turn", f"versus {DEFAULT}", "δ²"]
+    ]
+    for pair in PAIRS:
+        of = found.get(pair.name, {})
+        if "curved" not in of:
+            continue
+        line = pick(of["curved"], "partial", EIGHTH, DEFAULT)
+        others = [pick(of["policies"], "partial", EIGHTH, policy) for policy in ("round", DEFAULT)]
+        more = [runs.versus(pair.name, ("curved", line.cell), ("policies", other.cell)) for other in others]
+        usual = pick(of["policies"], "partial", ONE).perturbation
+        first = [pair.title, str(of["curved"].trials), rework(line), f"{line.median:g}", less(line)]
+        rows.append([*first, *map(iterations, more), f"{(line.perturbation / usual) ** 2:.2f}"])
+    return table(rows)
+
+
+def sampled(found: Summaries, runs: Runs) -> str:
     """Ranking by fewer coordinates."""
-    rows = [["", "trials", "coordinates", "rework", "less than rollback", "δ²"]]
+    rows = [["", "trials", "coordinates", "rework", "median", "less than rollback", "versus all", "δ²"]]
     for pair in PAIRS:
         of = found.get(pair.name, {})
         if f"sampled-{SAMPLED[0]}" not in of:
             continue
-        best = pick(of["policies"], "partial", EIGHTH)
+        best = pick(of["policies"], "partial", EIGHTH, DEFAULT)
         names = {"policies": "all"} | {f"sampled-{every}": f"1 in {every}" for every in SAMPLED}
         for name, coordinates in names.items():
-            line = pick(of[name], "partial", EIGHTH)
-            change = f"{(line.perturbation / best.perturbation) ** 2:.2f}x"
-            rows.append([pair.title, str(of[name].trials), coordinates, _cost(line), less(line), change])
+            line = pick(of[name], "partial", EIGHTH, DEFAULT)
+            more = runs.versus(pair.name, (name, line.cell), ("policies", best.cell))
+            change = f"{(line.perturbation / best.perturbation) ** 2:.2f}"
+            first = [pair.title, str(of[name].trials), coordinates, rework(line), f"{line.median:g}"]
+            rows.append([*first, less(line), "-" if name == "policies" else iterations(more), change])
     return table(rows)
-
-
-def _cost(line: Line) -> str:
-    return f"{line.rework.mean:.1f}{'+' if line.given_up else ''}"

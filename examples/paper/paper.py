@@ -18,7 +18,7 @@ import torch
 
 from examples.paper import figures, options, perturb, tables
 from examples.paper.chance import chances
-from examples.paper.studies import PAIRS, Runs, pairs, studies
+from examples.paper.studies import PAIRS, PICTURE, Runs, pairs, studies
 from examples.paper.timeline import FAILS_AFTER, Timeline, timeline
 from scarctl.simulate.chart import draw as draw_priority
 from scarctl.simulate.study import Study
@@ -57,9 +57,9 @@ def main() -> None:
     }.items():
         (pictures / f"{name}.svg").write_text(picture, encoding="utf-8")
     for name, summaries in found.items():
-        if "priority" not in summaries:
-            continue
-        (pictures / f"figure8-{name}.svg").write_text(draw_priority(*summaries["priority"]), encoding="utf-8")
+        if PICTURE in summaries:
+            picture = draw_priority(*summaries[PICTURE])
+            (pictures / f"figure8-{name}.svg").write_text(picture, encoding="utf-8")
     summaries = {name: {key: summary for key, (_, summary) in of.items()} for name, of in found.items()}
     text = (
         (HERE / "template.md")
@@ -70,11 +70,11 @@ def main() -> None:
             lost=tables.lost(summaries),
             priority=tables.priority(summaries),
             chance=chances(runs),
-            extrapolated=tables.extrapolated(summaries),
+            extrapolated=tables.extrapolated(summaries, runs),
             other=tables.other(summaries, runs),
-            reached=tables.reached(summaries, runs),
+            aim=tables.aim(summaries),
             pictures="\n\n".join(
-                f"![{name}](paper/figure8-{name}.svg)" for name in found if "priority" in found[name]
+                f"![{name}](paper/figure8-{name}.svg)" for name in found if PICTURE in found[name]
             ),
             bounds="\n".join(f"- {_bound(cost)}" for cost in costs),
         )
@@ -173,8 +173,8 @@ def _parse() -> argparse.Namespace:
         __doc__,
         name="paper",
         writes="paper.md and paper/",
-        trials=10,
-        of="of MLR; see examples/paper/studies.py for the others",
+        trials=tables.LEAST,
+        of="of every row",
     )
     parser.add_argument("--data", default="../shared/data", help="folder with the folders of the data sets")
     return options.parse(parser)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from scarctl.simulate.intervals import Mean
+import numpy as np
+
+from scarctl.simulate.intervals import Mean, mean_of
 from scarctl.simulate.results import Results
-from scarctl.simulate.study import Study
+from scarctl.simulate.study import Cell, Study
 from scarctl.simulate.summary import Summary, summarise
-from scarctl.simulate.trial import run_trial
+from scarctl.simulate.trial import Known, run_trial
 from scarctl.simulate.workload import Workload, load, source_digest
 
 ONE, HALF, QUARTER, EIGHTH = (Fraction(1, n) for n in (1, 2, 4, 8))
@@ -22,6 +25,8 @@ INTERVAL = 8
 INTERVALS = (8, 16, 32)
 POLICIES = ("priority", "round", "random")
 """Those of the paper's figure 8."""
+PICTURE = "figure8"
+"""The study of the paper's figure 8, of which only a picture is made: it gets a third of the trials."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +36,20 @@ class Pair:
     name: str
     title: str
     workload: str
-    share: float
-    """Trials, for each that was asked for: cheap models get more."""
     target: float | None = None
     """If not the workload's."""
+    smooth: int = 1
+    """Iterations over which the metric is averaged, where single batches move it by more than failures do."""
+    intervals: tuple[int, ...] = INTERVALS
 
 
 PAIRS = (
-    Pair("mlr", "MLR on MNIST", "examples.paper.mlr:build", 1),
-    Pair("als", "MF on MovieLens", "examples.paper.als:build", 0.6),
-    Pair("lda", "LDA on Reuters", "examples.paper.lda:build", 3),
-    Pair("cnn-shard", "CNN by shard on MNIST", "examples.paper.cnn:by_shard", 0.4, 0.4),
-    Pair("cnn-layer", "CNN by layer on MNIST", "examples.paper.cnn:by_layer", 0.4, 0.4),
+    Pair("mlr", "MLR on MNIST", "examples.paper.mlr:build"),
+    Pair("als", "MF on MovieLens", "examples.paper.als:build"),
+    # After 12 iterations a longer interval leaves nothing but a restart to compare with.
+    Pair("lda", "LDA on Reuters", "examples.paper.lda:build", intervals=INTERVALS[:1]),
+    Pair("cnn-shard", "CNN by shard on MNIST", "examples.paper.cnn:by_shard", 0.4, 8),
+    Pair("cnn-layer", "CNN by layer on MNIST", "examples.paper.cnn:by_layer", 0.4, 8),
 )
 
 
@@ -51,7 +58,7 @@ def pairs(*, quick: bool) -> list[Pair]:
     if not quick:
         return list(PAIRS)
     targets = {"mlr": 6e4, "cnn-shard": 2.28, "cnn-layer": 2.28}
-    return [replace(pair, share=1, target=targets.get(pair.name)) for pair in PAIRS]
+    return [replace(pair, target=targets.get(pair.name), intervals=INTERVALS[:1]) for pair in PAIRS]
 
 
 def studies(pair: Pair, data: str, *, quick: bool) -> dict[str, Study]:
@@ -63,31 +70,25 @@ def studies(pair: Pair, data: str, *, quick: bool) -> dict[str, Study]:
         "target": pair.target,
         "iterations": short,
         "interval": INTERVAL,
+        "smooth": pair.smooth,
+        "stratify": True,
     }
-    best: dict[str, Any] = {**common, "fractions": (ONE, EIGHTH), "policies": ("priority",)}
-    every = ("partial", "rollback", "extrapolate")
+    best: dict[str, Any] = {**common, "fractions": (EIGHTH,), "policies": ("priority",)}
+    both = {"fractions": (ONE, EIGHTH)}
     result = {
-        f"interval-{interval}": Study(**{**best, "interval": interval, "modes": every})
-        for interval in (INTERVALS[:1] if quick else INTERVALS)
+        "policies": Study(**{**common, **both, "policies": ("aged", *POLICIES)}),
+        "lost": Study(**common, lost=(QUARTER, HALF, 1 - QUARTER), fractions=(ONE,)),
     }
-    result["lost"] = Study(**common, lost=(QUARTER, HALF, 1 - QUARTER), fractions=(ONE,))
-    some = {"fractions": (ONE, EIGHTH)} if quick else {}
-    result["priority"] = Study(**common, policies=POLICIES, **some)
     if pair.name == "als" or pair.name.startswith("cnn"):
-        result["curved"] = Study(**{**best, "workload": f"{pair.workload}_curved", "fractions": (EIGHTH,)})
+        result["curved"] = Study(**{**best, "workload": f"{pair.workload}_curved"})
     if pair.name == "lda":
-        again = {"workload": "examples.paper.lda_resampled:build", "fractions": (ONE, EIGHTH)}
-        result["resampled"] = Study(**{**best, **again})
+        result["resampled"] = Study(**{**best, "workload": "examples.paper.lda_resampled:build"})
     if pair.name == "als":
         result["only-r"] = Study(**{**best, "workload": "examples.paper.als:build_only_r"})
-        # L is so small that all of it in every iteration is less than an eighth of both.
-        alone = {
-            "workload": "examples.paper.als:build_only_l",
-            "interval": 1,
-            "fractions": (ONE,),
-            "modes": ("partial",),
-        }
-        result["only-l"] = Study(**{**best, **alone})
+    every = ("partial", "rollback", "extrapolate")
+    for interval in pair.intervals:
+        result[f"interval-{interval}"] = Study(**{**best, **both, "interval": interval, "modes": every})
+    result[PICTURE] = Study(**common, policies=POLICIES, **(both if quick else {}))
     return result
 
 
@@ -95,16 +96,20 @@ class Runs:
     """Runs studies one after the other, and keeps every trial in a folder: a second time it goes on from there."""
 
     def __init__(self, folder: Path, trials: int | None) -> None:
-        """`trials`: for a pair whose share is 1. None: run nothing, and take what is kept."""
+        """`trials`: of every study that a table shows. None: run nothing, and take what is kept."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._trials = folder, trials
+        self._known: dict[str, Known] = defaultdict(Known)
+        """By the name of the pair, all of whose workloads train alike."""
         self._results: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        self._cells: dict[tuple[str, str], list[Cell]] = {}
         self.seconds = 0.0
         """Processor time of the trials that were run now."""
 
     def measure(self, pair: Pair, name: str, study: Study) -> Summary | None:
         """What the study shows: all trials that are kept, if they are more. None when there are none."""
-        trials = max(2, round(pair.share * self._trials)) if self._trials else 0
+        trials = self._trials or 0
+        trials = min(trials, max(2, trials // 3)) if name == PICTURE else trials
         path = self._folder / f"{pair.name}-{name}.jsonl"
         if not trials and not path.exists():
             return None
@@ -113,7 +118,8 @@ class Runs:
         try:
             for trial in range(trials):
                 if trial not in kept.by_trial:
-                    kept.add(run_trial(study, _workload(study.workload, study.data), trial))
+                    workload = _workload(study.workload, study.data)
+                    kept.add(run_trial(study, workload, trial, self._known[pair.name]))
         finally:
             kept.close()
         taken = time.process_time() - begun
@@ -124,6 +130,7 @@ class Runs:
                 file=sys.stderr,
                 flush=True,
             )
+        self._cells[pair.name, name] = study.cells()
         results = self._results[pair.name, name] = [kept.by_trial[trial] for trial in sorted(kept.by_trial)]
         return summarise(study, results) if results else None
 
@@ -131,14 +138,16 @@ class Runs:
         """The trials that study `name` was measured by."""
         return self._results.get((pair, name), [])
 
-    def beside(self, pair: str, name: str, usual: str) -> Mean | None:
-        """How much less the first cell of study `name` costs than the first one of `usual`, in the same failures."""
-        both = []
-        for mine, theirs in zip(self._results[pair, name], self._results[pair, usual], strict=False):
-            assert mine["failed_after"] == theirs["failed_after"], "same seed, same run"
-            columns = {key: [theirs[key][0], mine[key][0]] for key in ("rework", "perturbation", "arrived")}
-            both.append({**mine, **columns})
-        return summarise(Study(workload="both:both", fractions=(ONE,)), both).cells[1].reduction
+    def versus(self, pair: str, mine: tuple[str, Cell], usual: tuple[str, Cell]) -> Mean:
+        """Return how much more a cell of a study costs than one of another, in the failures that both have."""
+        reworks = []
+        for name, cell in (mine, usual):
+            k = self._cells[pair, name].index(cell)
+            reworks.append(
+                {(r["trial"], r["failed_after"]): r["rework"][k] for r in self.results(pair, name)}
+            )
+        both = sorted(reworks[0].keys() & reworks[1].keys())
+        return mean_of(np.array([reworks[0][at] - reworks[1][at] for at in both], np.float64))
 
 
 @cache

@@ -53,6 +53,16 @@ def host_folder(base: str | None) -> Path:
     return root / f"scarctl-{os.getuid()}"
 
 
+def private(path: str, flags: int) -> int:
+    """Open a file that only this user may read, and that is not a symbolic link: an opener for `open`."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def no_links(path: str, flags: int) -> int:
+    """Open an existing file that is not a symbolic link, without waiting for a pipe's writer: an opener for `open`."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
 def make_private(folder: Path) -> None:
     """Create the arena's folder and its parent, or check that both belong to this user and are private.
 

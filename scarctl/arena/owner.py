@@ -7,11 +7,10 @@ writes the replica notices that the arena is no longer a replica.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from scarctl.arena.folder import folder_error
+from scarctl.arena.folder import folder_error, no_links, private
 from scarctl.arena.header import OWNER
 from scarctl.util.text import printable
 
@@ -33,7 +32,7 @@ class Owner:
 def read_owner(folder: Path) -> Owner | None:
     """Return the owner of the replica in `folder`; None if the folder has no replica, or its file is damaged."""
     try:
-        with open(folder / OWNER, "rb", opener=_no_links) as file:
+        with open(folder / OWNER, "rb", opener=no_links) as file:
             fields = json.loads(file.read(_MOST))
         owner = Owner(**fields)
         good = isinstance(owner.host, str) and isinstance(owner.start, str) and type(owner.base_epoch) is int
@@ -45,7 +44,7 @@ def read_owner(folder: Path) -> Owner | None:
 def write_owner(folder: Path, owner: Owner) -> None:
     """Note the owner. Raises Unavailable, AccessDenied."""
     try:
-        with open(folder / OWNER, "xb", opener=_private) as file:
+        with open(folder / OWNER, "xb", opener=private) as file:
             file.write(json.dumps(asdict(owner)).encode())
     except OSError as error:
         raise folder_error(error, folder / OWNER) from error
@@ -54,11 +53,3 @@ def write_owner(folder: Path, owner: Owner) -> None:
 def disown(folder: Path) -> None:
     """Have an arena belong to this host from now on. The caller holds the folder's lock."""
     (folder / OWNER).unlink(missing_ok=True)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-
-
-def _no_links(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -16,7 +16,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.arena.folder import clear_queue, folder_error
+from scarctl.arena.folder import clear_queue, folder_error, no_links, private
 from scarctl.errors import Corruption
 from scarctl.state import codec
 from scarctl.state.encodings import ENCODINGS, Encoding
@@ -89,8 +89,10 @@ class HandOverQueue:
     Usually one process puts hand-overs. After its death, its daemon and a rescuing rank may both do so.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, taken: Callable[[], int] = lambda: 0) -> None:
+        """Use the queue in `folder`. taken: returns the newest number that was read (`Arena.taken`), for `put`."""
         self._folder = folder
+        self._taken = taken
         self._lock = threading.Lock()
         self._next = 1
 
@@ -110,7 +112,8 @@ class HandOverQueue:
             try:
                 while True:
                     # The folder is listed every time, because other processes may have queued hand-overs, too.
-                    number = max(self._next, max(_numbers(self._folder), default=0) + 1)
+                    there = max(_numbers(self._folder), default=0)
+                    number = max(self._next, self._taken() + 1, there + 1)
                     if _publish(temporary, self._path(number)):
                         break
             except OSError as error:
@@ -156,7 +159,7 @@ class HandOverQueue:
         )
         temporary = self._folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
         try:
-            with open(temporary, "xb", opener=_private) as file:
+            with open(temporary, "xb", opener=private) as file:
                 file.writelines([encode_header(header), *parts])
         except BaseException as error:
             temporary.unlink(missing_ok=True)
@@ -172,6 +175,10 @@ class HandOverQueue:
                 if time.time() - path.stat().st_mtime > _ABANDONED:
                     path.unlink()
 
+    def has(self, number: int) -> bool:
+        """Return whether a hand-over waits; False too if that is unknown. Faster than `numbers`."""
+        return os.path.exists(self._path(number))
+
     def numbers(self) -> list[int]:
         """Return the numbers of all hand-overs, in order."""
         return sorted(_numbers(self._folder))
@@ -180,7 +187,7 @@ class HandOverQueue:
         """Return the bytes of one hand-over's file; None if it is gone. Raises Unavailable, AccessDenied."""
         path = self._path(number)
         try:
-            with open(path, "rb", opener=_no_links) as file:
+            with open(path, "rb", opener=no_links) as file:
                 return file.read()
         except FileNotFoundError:
             return None
@@ -191,7 +198,7 @@ class HandOverQueue:
         """Return one hand-over. Raises FileNotFoundError; Corruption if it is not what `put` wrote."""
         path = self._path(number)
         try:
-            with open(path, "rb", opener=_no_links) as file:
+            with open(path, "rb", opener=no_links) as file:
                 size = os.fstat(file.fileno()).st_size
                 prefix = file.read(8)
                 prefix += file.read(header_length(prefix, size, path) - 8)
@@ -291,11 +298,3 @@ def _publish(temporary: Path, path: str) -> bool:
             raise
         os.rename(temporary, path)  # the file system has no hard links
     return True
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-
-
-def _no_links(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)

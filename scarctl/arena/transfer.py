@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.folder import arena_folder, clear_queue, folder_error, lock_folder, reserve
+from scarctl.arena.folder import arena_folder, clear_queue, folder_error, lock_folder, private, reserve
 from scarctl.arena.header import FILE, read_header, stamp_boot
 from scarctl.arena.kinship import put_aside, take
 from scarctl.arena.lines import FILE as LINES
@@ -147,7 +147,7 @@ class Incoming:
         try:
             clear_queue(self.folder)
             for name, data in self._files.items():
-                with open(self.folder / name, "wb", opener=_private) as file:
+                with open(self.folder / name, "wb", opener=private) as file:
                     file.write(data)
             # In this order a process that is killed meanwhile leaves no arena, and `Arena.create` clears the rest.
             os.rename(self.folder / _RECEIVED, self.folder / FILE)
@@ -162,7 +162,3 @@ class Incoming:
         if self._lock >= 0:
             os.close(self._lock)
         self._fd = self._lock = -1
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,7 +16,7 @@ from scarctl.checkpoint.trend import extrapolates
 from scarctl.errors import LayoutMismatch, ScarError, UsageError
 from scarctl.state.caveats import Caveats
 from scarctl.state.codec import encode
-from scarctl.state.layout import DTYPES, Group, Layout, TensorSpec, build_layout
+from scarctl.state.layout import DTYPES, Group, Layout, TensorSpec
 from scarctl.state.torch_dtypes import name_of, torch_of
 from scarctl.store import Store
 from scarctl.store.settings import Settings
@@ -130,7 +130,8 @@ class Binding:
 
     def _say_what_is_new(self, there: Sequence[StateGroup], layout: Layout) -> None:
         known = {group.name for group in layout.groups}
-        if new := [state.name for state in there if state.name not in known]:
+        unowned: Callable[[], list[str]] = getattr(self._adapter, "unowned", list)
+        if new := [state.name for state in there if state.name not in known] + unowned():
             more = f" and {len(new) - 3} more" if len(new) > 3 else ""
             self._caveats.say(
                 "new-state",
@@ -164,13 +165,7 @@ def layout_of(adapter: Adapter, fixed: Settings) -> Layout:
 
 
 def _layout_of(groups: Sequence[StateGroup], optimizer: str, fixed: Settings) -> Layout:
-    return build_layout(
-        [(group.name, group.kind, _specs(group), group.place) for group in groups],
-        partition_bytes=fixed.partition_bytes,
-        rows=dict(fixed.rows),
-        by_layer=fixed.by_layer,
-        optimizer=optimizer,
-    )
+    return fixed.layout([(g.name, g.kind, _specs(g), g.place) for g in groups], optimizer)
 
 
 def tensors_of(adapter: Adapter, layout: Layout) -> list[list[torch.Tensor]]:

@@ -242,7 +242,7 @@ class Checkpoints:
         self._fault(error)
 
     def finish(self, engine: Engine, *, hook: bool) -> Copied | None:
-        """Finish the current checkpoint: its second half. Return what was queued; None if nothing was.
+        """Finish the current checkpoint: its second half. Return its copies; None on failure, and without a checkpoint.
 
         hook: whether a hook waits for it. A call of the loop's own may wait as well, which does not count as a stall.
         """
@@ -254,7 +254,7 @@ class Checkpoints:
             copied = copied or self._copy_again(under_way, self._wait(under_way.job, hook=hook), engine)
             self._count(copied, engine)
             if not copied.ids.size and not copied.sealed:
-                return None
+                return copied
             extras, whole = self._extras(engine, under_way.moment), ""
             if copied.sealed:
                 changed = bool(copied.ids.size)

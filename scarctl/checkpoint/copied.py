@@ -36,6 +36,8 @@ class Copied:
     """Partitions left out because their values are not finite: the last good copy is kept."""
     exact: Ids | None = None
     """Those of `ids` that the store keeps exactly, and perhaps others; None: all."""
+    missed: bool = False
+    """Nothing was copied although partitions have changed: all of them are protected, or larger than the budget."""
 
     @property
     def step(self) -> int:

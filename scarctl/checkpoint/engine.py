@@ -90,7 +90,8 @@ class Engine:
         self.trend = Trend(layout) if settings.extrapolate else None
         self.arena = arena_for(folder, layout, store, populate=not resuming)
         self.pinning = Pinning(self.arena.memory())
-        self.queue = HandOverQueue(self.arena.folder)
+        arena = self.arena
+        self.queue = HandOverQueue(arena.folder, lambda: arena.taken)
         self.copies = Copies(self.arena, self.queue, store, self.shard_of, caveats)
         self.encoded = EncodedCopies(self.arena, settings.encoding, settings.norm)
         self._protection = Protection(self.arena, self.queue)
@@ -165,7 +166,8 @@ class Engine:
         self._save(live, ids, distance, version)
         exact = ids if weighed.exact is None else ids[weighed.exact[ids]]
         whole = exact.size == self.layout.partitions
-        return Copied(version, ids, whole, np.union1d(chosen.nonfinite, bad), exact)
+        missed = not chosen.ids.size and bool((weighed.distance_sq > 0).any())
+        return Copied(version, ids, whole, np.union1d(chosen.nonfinite, bad), exact, missed)
 
     @property
     def may_copy(self) -> bool:

@@ -20,7 +20,7 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.movements import Movements
 from scarctl.checkpoint.batched import distances_of_groups
 from scarctl.checkpoint.distance import Norm, Scratch, changed, distances_of, finite
-from scarctl.checkpoint.loading import NewSlots, Piece, copy_all, pieces_of, views_of
+from scarctl.checkpoint.loading import LARGE, NewSlots, Piece, copy_all, pieces_of, views_of
 from scarctl.checkpoint.row_copies import RUN_BYTES, copy_rows, equal, is_gpu, wait_for
 from scarctl.checkpoint.sampled import sampled_squares
 from scarctl.state.layout import Layout
@@ -293,18 +293,19 @@ class LiveState:
         """Copy the partitions `ids` (ascending) from the arena into the live tensors."""
         large: list[Piece] = []
         self._make_writable(ids)
+        new = self.new_slots
+        there = None if new is None else new.have(self.arena)
         with torch.no_grad():
             # Loading uses no generations, so it needs no small pieces.
             for g, batch, starts, stops in self._batches(ids, limit=1 << 62):
                 rows = take_rows(starts, stops)
+                known = new.rows if new is not None and there is not None and there[batch].all() else ()
                 for t, (saved, live) in enumerate(zip(self._saved[g], self.tensors[g], strict=True)):
-                    if is_placeholder(live):
+                    if (g, t) in known or is_placeholder(live):
                         continue
-                    if self.new_slots is not None and self.new_slots.have(g, t, batch, self.arena):
-                        continue
-                    pieces = (
-                        pieces_of(live[rows], saved[rows]) if isinstance(rows, slice) and live.dim() else []
-                    )
+                    pieces = []
+                    if isinstance(rows, slice) and live.dim() and live.nbytes >= LARGE:
+                        pieces = pieces_of(live[rows], saved[rows])
                     if not pieces:
                         copy_rows(live, saved, starts, stops)
                     large += pieces
@@ -403,7 +404,10 @@ def _row_squares(rows: torch.Tensor) -> NDArray[np.float64]:
 
 def is_placeholder(tensor: torch.Tensor) -> bool:
     """Return whether a tensor stands for a slot that the optimizer has not created yet (see `StateGroup`)."""
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    strides = tensor.stride()
+    return 0 in strides and any(
+        stride == 0 and size > 1 for stride, size in zip(strides, tensor.shape, strict=True)
+    )
 
 
 def _left(live: torch.Tensor, saved: torch.Tensor, rows: slice | Ids) -> bool:

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.state.torch_dtypes import torch_of
-from scarctl.util.arrays import Bytes, Ids
+from scarctl.util.arrays import Bytes
 from scarctl.util.worker import run_all
 
 Piece: TypeAlias = tuple[Bytes, Bytes]
 """Target and source."""
 
-_LARGE = 1 << 20
+LARGE = 1 << 20
 """Bytes from which on several threads are worth their start."""
 _PIECE = 4 << 20
 _THREADS = 4
@@ -33,7 +33,7 @@ def pieces_of(target: torch.Tensor, source: torch.Tensor) -> list[Piece]:
 
     Return [] if torch has to copy: small tensors, and those that are not plain memory of the host.
     """
-    if target.nbytes < _LARGE or not (_is_plain(target) and _is_plain(source)):
+    if target.nbytes < LARGE or not (_is_plain(target) and _is_plain(source)):
         return []
     if target.shape != source.shape or target.dtype != source.dtype:
         return []
@@ -82,12 +82,12 @@ class NewSlots:
         self.written: NDArray[np.uint64] | None = None
         """By partition, the generation of the copy in the arena that the slots have; odd without one."""
 
-    def have(self, g: int, t: int, ids: Ids, arena: Arena) -> bool:
-        """Return whether tensor `t` of group `g` has the arena's copies of the partitions `ids`."""
-        if self.written is None or (g, t) not in self.rows:
-            return False
-        even = (self.written[ids] & np.uint64(1)) == 0
-        return bool((even & (self.written[ids] == arena.generation[ids])).all())
+    def have(self, arena: Arena) -> NDArray[np.bool_]:
+        """Return of which partitions the slots in `rows` have the arena's copies: bool (partitions,)."""
+        if self.written is None:
+            return np.zeros(arena.layout.partitions, dtype=bool)
+        there: NDArray[np.bool_] = ((self.written & np.uint64(1)) == 0) & (self.written == arena.generation)
+        return there
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -85,7 +85,7 @@ class Pace:
         stalled: seconds of the iteration that the training thread spent in hooks and waiting.
         """
         cadence, waiting = self.cadence, self.cadence.waiting
-        if waiting:
+        if waiting and not self._queue.has(min(waiting)):  # they become durable in order
             try:
                 waiting = self._queue.numbers()
             except ScarError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import random
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ import torch
 
 from scarctl.state.torch_dtypes import Deferred
 from scarctl.stateful import host_rng_of, restore_host_rng
-from scarctl.util.generators import keep_host
+from scarctl.util.generators import HostStates, keep_host
 
 _WORDS = 624
 """Words of a Mersenne twister, the algorithm of all three global generators."""
@@ -85,13 +86,22 @@ def undisturbed() -> Iterator[None]:
 
 def digests(state: Raw) -> dict[str, str]:
     """Return a digest of each generator's state, by the generator's name: 24 hex digits."""
-    python, numpy, torched = state.host.python(), state.host.numpy(), state.torch
-    texts = {
-        "python": repr(python).encode(),
-        "numpy": repr((numpy[0], numpy[2:])).encode() + numpy[1].tobytes(),
-        "torch": torched.numpy().tobytes(),
+    numpy = state.host.numpy()
+    return {
+        "python": _python_digest(state.host),
+        "numpy": _digest(repr((numpy[0], numpy[2:])).encode() + numpy[1].tobytes()),
+        "torch": _digest(state.torch.numpy().tobytes()),
     }
-    return {name: hashlib.blake2b(text, digest_size=12).hexdigest() for name, text in texts.items()}
+
+
+@functools.lru_cache(2)
+def _python_digest(host: HostStates) -> str:
+    """Digest Python's generator. Most loops do not draw from it, and keep the same states for long."""
+    return _digest(repr(host.python()).encode())
+
+
+def _digest(text: bytes) -> str:
+    return hashlib.blake2b(text, digest_size=12).hexdigest()
 
 
 def draws(before: Raw, after: Raw) -> list[int] | None:

@@ -9,11 +9,11 @@ import click
 
 from scarctl.cli.output import Decorated, options_for, output_options, store_option, warn
 from scarctl.errors import UsageError
-from scarctl.util.text import aligned, human_bytes, printable
+from scarctl.util.text import aligned, counted, human_bytes, printable
 
 if TYPE_CHECKING:
     from scarctl.ops.diff import Comparison, Difference
-    from scarctl.ops.verify_file import Verified
+    from scarctl.ops.verify_file import VerifiedCheckpoint
     from scarctl.ops.verify_memory import MemoryCheck
 
 _SHOWN = 100
@@ -87,11 +87,11 @@ def inspected(checkpoint: str, values: bool, limit: int | None) -> dict[str, Any
 def inspected_lines(fields: dict[str, Any]) -> list[str]:
     """Return the document of `inspected` as text: a summary, then a table of tensors."""
     lines = [
-        f"{shown(fields['checkpoint'])}: {fields['format']}, {plural(fields['count'], 'tensor')}, "
-        f"{plural(fields['values'], 'value')}, {human_bytes(fields['bytes'])}"
+        f"{shown(fields['checkpoint'])}: {fields['format']}, {counted(fields['count'], 'tensor')}, "
+        f"{counted(fields['values'], 'value')}, {human_bytes(fields['bytes'])}"
     ]
     lines += [
-        f"{dtype}: {plural(of['tensors'], 'tensor')}, {human_bytes(of['bytes'])}"
+        f"{dtype}: {counted(of['tensors'], 'tensor')}, {human_bytes(of['bytes'])}"
         for dtype, of in fields["dtypes"].items()
     ]
     measured = bool(fields["tensors"]) and "norm" in fields["tensors"][0]
@@ -114,7 +114,7 @@ def inspected_lines(fields: dict[str, Any]) -> list[str]:
     return lines
 
 
-def verified_lines(found: Verified) -> list[str]:
+def verified_lines(found: VerifiedCheckpoint) -> list[str]:
     """Return the result of verifying a checkpoint as text: faults, values that are not finite, verdict."""
     lines = [
         f"{shown(fault.file)}: {shown(fault.partition) + ': ' if fault.partition is not None else ''}{fault.reason}"
@@ -123,19 +123,19 @@ def verified_lines(found: Verified) -> list[str]:
     if len(found.problems) > _SHOWN:
         lines.append(f"and {len(found.problems) - _SHOWN} more problems: --json names all")
     faulty = {fault.partition for fault in found.problems}
-    counted = [(name, values) for name, values in found.not_finite.items() if name not in faulty]
-    for name, values in counted[:_SHOWN]:
-        lines.append(f"{shown(name)}: {values.nan} NaN, {values.inf} infinite")
-    if len(counted) > _SHOWN:
-        lines.append(f"and {len(counted) - _SHOWN} more tensors with such values: --json names all")
+    others = [tensor for tensor in found.not_finite if tensor.name not in faulty]
+    for tensor in others[:_SHOWN]:
+        lines.append(f"{shown(tensor.name)}: {tensor.nan} NaN, {tensor.inf} infinite")
+    if len(others) > _SHOWN:
+        lines.append(f"and {len(others) - _SHOWN} more tensors with such values: --json names all")
     problems = len(found.problems)
-    verdict = plural(problems, "problem") if problems else "intact"
+    verdict = counted(problems, "problem") if problems else "intact"
     if found.not_finite:
-        verdict += f", not finite in {plural(len(found.not_finite), 'tensor')}"
+        verdict += f", not finite in {counted(len(found.not_finite), 'tensor')}"
     if not found.read_data:
         verdict += ", data not read" if not problems else ", not all data read"
-    looked = f"{found.format}, {plural(found.tensors, 'tensor')}, {human_bytes(found.bytes)}"
-    return [*lines, f"{shown(found.where)}: {looked}: {verdict}"]
+    looked = f"{found.format}, {counted(found.tensors, 'tensor')}, {human_bytes(found.bytes)}"
+    return [*lines, f"{shown(found.checkpoint)}: {looked}: {verdict}"]
 
 
 def difference_lines(found: Comparison, a: str, b: str, limit: int | None) -> list[str]:
@@ -143,7 +143,7 @@ def difference_lines(found: Comparison, a: str, b: str, limit: int | None) -> li
     counts = found.to_json()
     ignored = f", {found.ignored} ignored" if found.ignored else ""
     if found.equal:
-        looked = f"{plural(found.tensors, 'tensor')}, {human_bytes(found.bytes)}{ignored}"
+        looked = f"{counted(found.tensors, 'tensor')}, {human_bytes(found.bytes)}{ignored}"
         return [f"{shown(a)} and {shown(b)} are equal: {looked}"]
     words = {
         "values": "with other values",
@@ -155,7 +155,7 @@ def difference_lines(found: Comparison, a: str, b: str, limit: int | None) -> li
     parts = [f"{counts[key]} {text}" for key, text in words.items() if counts[key]]
     lines = [f"A is {shown(a)}", f"B is {shown(b)}"]
     lines.append(
-        f"{len(found.differences)} of {plural(found.tensors, 'tensor')} differ{ignored}: {', '.join(parts)}"
+        f"{len(found.differences)} of {counted(found.tensors, 'tensor')} differ{ignored}: {', '.join(parts)}"
     )
     if counts["nan_appeared"] or counts["inf_appeared"]:
         lines.append(f"only in B: {counts['nan_appeared']} NaN, {counts['inf_appeared']} infinite")
@@ -182,7 +182,7 @@ def memory_lines(copies: Sequence[MemoryCheck]) -> list[str]:
         verdict = (
             f"{copy.damaged} damaged" if copy.damaged else "intact" if copy.compared else "nothing to compare"
         )
-        compared = f"{plural(copy.compared, 'partition')} compared"
+        compared = f"{counted(copy.compared, 'partition')} compared"
         lines.append(f"{copy.folder} ({whose}, step {copy.step}): {', '.join([compared, *rest])}: {verdict}")
         lines += [
             f"  {printable(name)}: its bytes are not those that were saved" for name in copy.names[:_SHOWN]
@@ -203,11 +203,6 @@ def _row(one: Difference) -> tuple[str, ...]:
         (number(one.relative), number(one.max_abs), str(one.changed)) if one.measured else ("-", "-", "-")
     )
     return (*numbers, shown(one.name), ", ".join(notes))
-
-
-def plural(count: int, word: str) -> str:
-    """Return a count of things: "1 tensor", "2 tensors"."""
-    return f"{count} {word}{'s' * (count != 1)}"
 
 
 def number(value: float | None) -> str:

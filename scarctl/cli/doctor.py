@@ -111,12 +111,12 @@ def _text(found: Diagnosis) -> str:
     content = "contains a store" if found.has_store else "contains no store yet"
     lines = [f"{found.where}: {'a local folder' if found.local else 'remote'}, {content}"]
     lines += [f"  {'ok  ' if check.ok else 'FAIL'}  {check.name}: {check.detail}" for check in found.checks]
-    for name, latency in (("small put", found.put), ("small get", found.get)):
+    for name, latency in (("small put", found.small_put_seconds), ("small get", found.small_get_seconds)):
         if latency is not None:
             lines.append(f"  {name}: median {1000 * latency.median:.1f} ms, p95 {1000 * latency.p95:.1f} ms")
-    for name, bandwidth in (("write", found.write_bandwidth), ("read", found.read_bandwidth)):
+    for name, bandwidth in (("write", found.write_bytes_per_second), ("read", found.read_bytes_per_second)):
         if bandwidth is not None:
-            lines.append(f"  {name}: {human_bytes(int(bandwidth))}/s")
+            lines.append(f"  {name}: {human_bytes(bandwidth)}/s")
     lines += [f"  could not be deleted: {name}" for name in found.left_behind]
     return "\n".join([*lines, _meaning(found)])
 

@@ -55,18 +55,6 @@ class RankCopies(TypedDict):
 
     staleness: int | None
     """Iterations since its oldest copy was saved."""
-    rank: int
-    durable_step: int | None
-    head_step: int | None
-    pid: int | None
-    alive: bool | None
-    pending_partitions: int | None
-    errors: int | None
-    failed_saves: int | None
-    replica_of: str | None
-    """Host that the copy belongs to; None if the memory is this host's own."""
-    copies: list[str]
-    """Copies of its memory on other hosts, in words."""
 
 
 class Topology(TypedDict):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import TypedDict
 
 from scarctl.cli.document_parts import Health, Partition, Survey
 from scarctl.ops.surveyed import Layer
 from scarctl.ops.timeline import Timeline
 from scarctl.simulate.calibration import Comparison
-from scarctl.simulate.intervals import Mean
+from scarctl.simulate.study import Mode
+from scarctl.simulate.summary import CellMeans
 from scarctl.theory.job_cost import Job
 
 
@@ -98,29 +99,6 @@ class Report(TypedDict):
     output: str
 
 
-class _Cell(TypedDict):
-    mode: Literal["partial", "rollback", "extrapolate"]
-    policy: str
-    fraction: float
-    lost: float | None
-
-
-class CellMeans(_Cell):
-    """The means of one cell's trials, in iterations."""
-
-    rework: Mean
-    median: float
-    reduction: Mean | None
-    """1 - rework / the rollback's rework."""
-    versus_round: Mean | None
-    """Rework less that of taking turns, in the same failures."""
-    perturbation: float
-    given_up: int
-    """Trials that did not reach the target."""
-    oldest: dict[str, float] | None
-    """Mean age of every parameter's oldest copy that differs from its live values at the failure, in iterations."""
-
-
 class Study(TypedDict):
     """Everything that the result of a trial depends on. Shares are fractions such as "1/2"."""
 
@@ -129,7 +107,7 @@ class Study(TypedDict):
     lost: list[str]
     fractions: list[str]
     policies: list[str]
-    modes: list[Literal["partial", "rollback", "extrapolate"]]
+    modes: list[Mode]
     interval: int
     failure_rate: float | None
     fail_after: int | None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from scarctl.store.check import Problem
-
 
 class Compared(TypedDict):
     """One of two checkpoints."""
@@ -91,26 +89,3 @@ class InspectedCheckpoint(TypedDict):
     dtypes: dict[str, TensorCount]
     tensors: list[Tensor]
     omitted: int
-
-
-class NotFinite(TypedDict):
-    """A tensor with values that are not finite."""
-
-    name: str
-    nan: int
-    inf: int
-
-
-class VerifiedCheckpoint(TypedDict):
-    """`scarctl verify CHECKPOINT`."""
-
-    intact: bool
-    checkpoint: str
-    format: str
-    tensors: int
-    bytes: int
-    read_data: bool
-    nan: int
-    inf: int
-    not_finite: list[NotFinite]
-    problems: list[Problem]

@@ -22,7 +22,6 @@ from scarctl.cli.document_parts import (
 from scarctl.daemon.status import MetricsStatus, ReplicaStatus, RunStatus
 from scarctl.ops.verify_memory import MemoryCheck
 from scarctl.store.check import Problem
-from scarctl.store.doctor import Check, Latency
 from scarctl.theory.extrapolation import Extrapolation
 from scarctl.theory.rework import Rework
 
@@ -69,32 +68,6 @@ class DaemonStopped(TypedDict):
     live_runs: int
     reaped: list[StaleArena]
     stale: list[StaleArena]
-
-
-class Races(TypedDict, total=False):
-    """Races of several writers for one name. Empty if none was held."""
-
-    racers: int
-    rounds: int
-    one_winner: int
-
-
-class DoctorOfPlace(TypedDict):
-    """`scarctl doctor --store S`."""
-
-    where: str
-    local: bool
-    has_store: bool
-    sound: bool
-    exclusive: bool
-    checks: list[Check]
-    races: Races
-    small_put_seconds: Latency | None
-    small_get_seconds: Latency | None
-    write_bytes_per_second: int | None
-    read_bytes_per_second: int | None
-    left_behind: list[str]
-    """Files that could not be deleted."""
 
 
 class _EvacuatedProcess(TypedDict):

@@ -26,6 +26,8 @@ _OF = {"bfloat16": "a value", "int8": "a row's largest value"}
 SHARD = ("shard", "partitions", "bytes", "saved steps", "age", "change if lost", "rework")
 LAYER = ("parameter or buffer", "partitions", "bytes", "oldest copy", "oldest of changed values")
 PARTITION = ("partition", "shard", "saved", "staleness", "distance")
+LEAST = ("bytes", "head", "durable", "partitions", "copies", "process")
+"""Columns that a narrow terminal leaves out, the first one first."""
 
 # A level has a colour and a shape of its own: readable without colours too.
 LEVELS = (("·", "green"), ("░", "cyan"), ("▒", "yellow"), ("▓", "dark_orange"), ("█", "red"))
@@ -69,7 +71,7 @@ def page(view: Survey, width: int) -> list[RenderableType]:
         parts += ["", *heatmap(view.staleness, width - 2)]
     for table in tables(view):
         if table.rows:
-            parts += ["", _drawn(table)]
+            parts += ["", _drawn(narrowed(table, width))]
     return parts
 
 
@@ -294,6 +296,20 @@ def _partition(view: Survey, one: dict[str, Any]) -> tuple[str, ...]:
         "-" if one["staleness"] is None else _at_least(view, one["staleness"]),
         "unknown" if one["distance"] is None else f"{one['distance']:.4g}",
     )
+
+
+def narrowed(table: Table, width: int) -> Table:
+    """Return the table without as many columns of `LEAST` as it takes to fit. Its title then names them."""
+    kept, left = list(range(len(table.columns))), []
+    for name in LEAST:
+        if sum(max(len(row[k]) for row in (table.columns, *table.rows)) + 2 for k in kept) - 2 <= width:
+            break
+        if name in table.columns:
+            kept.remove(table.columns.index(name))
+            left.append(name)
+    title = f"{table.title} (a wider terminal shows: {', '.join(left)})" if left else table.title
+    columns, *rows = (tuple(row[k] for k in kept) for row in (table.columns, *table.rows))
+    return table._replace(title=title, columns=columns, rows=rows)
 
 
 def _drawn(table: Table) -> RenderableType:

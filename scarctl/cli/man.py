@@ -1,4 +1,4 @@
-"""Write the manual page from what the commands say about their options: `scarctl help --man`."""
+"""Write the manual page from the help of the commands and their options: `scarctl help --man`."""
 
 from __future__ import annotations
 

@@ -32,6 +32,13 @@ _TITLES = {
     "background": "full checkpoints, in the background",
     "scar": "partial checkpoints and recovery",
 }
+_ROWS = {
+    "nothing": "none",
+    "full": "full, training waits",
+    "background": "full, in the background",
+    "scar": "partial",
+}
+"""The same ways below a heading."""
 
 
 @click.command(cls=Command, epilog=EXAMPLES)
@@ -259,19 +266,19 @@ def _text(job: Job, advice: Advice, known: Pace | None, stored: _Stored | None) 
             every = "iteration" if known.interval == 1 else f"{known.interval} iterations"
             now = f"so far {used:.3g} of the state is saved every {every}"
         lines.append(f"{counted(stored.partitions, 'partition')}; {now}")
-    columns = ("seconds per hour of training", "saves", "every", "dump", "rework", "restart", "total")
+    columns = ("checkpoints", "saves", "every", "dump", "rework", "restart", "total")
     rows: list[tuple[str, ...]] = [columns]
     for way in advice.ways:
         cells = [way.cost.dump, way.cost.rework, way.cost.restart, way.cost.total]
         rows.append(
             (
-                _TITLES[way.name],
+                _ROWS[way.name],
                 "-" if way.fraction is None else _share(way.fraction),
                 "-" if way.fraction is None else _time(way.interval),
                 *("never ends" if math.isinf(cell) else f"{cell:.1f}" for cell in cells),
             )
         )
-    lines += ["", *aligned(rows)]
+    lines += ["", "seconds per hour of training", *aligned(rows)]
     return "\n".join([*lines, "", *_verdict(job, advice)])
 
 

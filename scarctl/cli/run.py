@@ -75,16 +75,7 @@ _PATIENCE = 1.0
 )
 @click.option("--overhead", metavar="SHARE", help="Largest share of training time for checkpoints: 0.01, 1%.")
 @click.option("--debug", is_flag=True, help="Show a traceback when something fails.")
-def command(
-    cmd: tuple[str, ...],
-    store: str | None,
-    restarts: int,
-    timeout: float,
-    arena_dir: str | None,
-    peers: int | None,
-    overhead: str | None,
-    debug: bool,
-) -> int:
+def command(debug: bool, **options: Any) -> int:
     """Run CMD. Its sessions save through the host's daemon, which continues if CMD dies.
 
     Signals are forwarded to CMD. At the end, scarctl waits until everything that CMD handed over is durable. The exit
@@ -94,7 +85,7 @@ def command(
     """
     # This comes first: numpy's import starts threads, which would take signals that are not blocked yet.
     with _Forwarding() as forwarding:
-        return _run(forwarding, cmd, store, restarts, timeout, arena_dir, peers, overhead)
+        return _run(forwarding, **options)
 
 
 def _run(

@@ -21,16 +21,18 @@ from scarctl.cli.document_parts import Event, RankCopies
 from scarctl.cli.output import SCHEMA_VERSION
 from scarctl.ops.checkpoint import Checkpoint
 from scarctl.ops.export import Exported
-from scarctl.ops.surveyed import ShardLine
+from scarctl.ops.surveyed import RankLine, ShardLine
+from scarctl.ops.verify_file import VerifiedCheckpoint
 from scarctl.peers.probe import PeerDiagnosis
 from scarctl.persist.evacuated import Evacuated
+from scarctl.store.doctor import Diagnosis
 from scarctl.util.document import Document, document_fields
 
 DOCUMENTS: dict[str, tuple[type, ...]] = {
     "checkpoint": (Checkpoint,),
     "daemon": (documents.DaemonStarted, documents.DaemonShown, documents.DaemonStopped),
     "diff": (workbench.Diff,),
-    "doctor": (documents.DoctorOfPlace, PeerDiagnosis),
+    "doctor": (Diagnosis, PeerDiagnosis),
     "evacuate": (documents.Evacuate,),
     "export": (Exported,),
     "inspect": (documents.InspectedStore, workbench.InspectedCheckpoint),
@@ -45,17 +47,18 @@ DOCUMENTS: dict[str, tuple[type, ...]] = {
     "snapshot delete": (documents.Prune, documents.PruneOfRanks),
     "snapshot list": (documents.SnapshotList,),
     "status": (documents.Status,),
-    "verify": (documents.VerifiedStore, workbench.VerifiedCheckpoint),
+    "verify": (documents.VerifiedStore, VerifiedCheckpoint),
     "version": (documents.Version,),
 }
 """The kinds of documents that each command prints, by its options."""
 _OPEN: dict[type, Any] = {Event: str | float | bool | None}
 """Types with more fields than they name, and the type of those fields."""
-_WITH: dict[type, tuple[type, frozenset[str]]] = {
-    documents.EvacuatedProcess: (Evacuated, frozenset(("points",))),
-    RankCopies: (ShardLine, frozenset()),
+_WITH: dict[type, tuple[type, ...]] = {
+    documents.EvacuatedProcess: (Evacuated,),
+    RankCopies: (RankLine, ShardLine),
 }
-"""Types with all fields of a result but some."""
+"""Types with all fields of some results, except those of `_WITHOUT`."""
+_WITHOUT = ("points",)
 _SIMPLE: dict[Any, str] = {
     bool: "boolean",
     int: "integer",
@@ -103,20 +106,14 @@ def _is_object(hint: Any) -> bool:
 
 def _object(kind: type, found: dict[type, Any]) -> dict[str, Any]:
     """Return the schema of a type of objects; those that it refers to are added to `found`."""
-    about = dict(_described(kind))
-    hints = get_type_hints(kind)
-    if issubclass(kind, Document):
-        hints = {field.name: hints[field.name] for field in document_fields(kind)}
-    # A TypedDict that inherits lists its base's fields first.
     properties = {
-        name: {**_schema(hint, found), **({"description": about[name]} if name in about else {})}
-        for name, hint in hints.items()
+        name: _schema(hint, found) | ({"description": about} if about else {})
+        for name, hint, about in _fields(kind)
     }
     required: frozenset[str] = getattr(kind, "__required_keys__", frozenset(properties))
-    if kind in _WITH:
-        result, but = _WITH[kind]
+    for result in _WITH.get(kind, ()):
         more = _object(result, found)["properties"]
-        properties = {name: more[name] for name in more if name not in but} | properties
+        properties = {name: of for name, of in more.items() if name not in _WITHOUT} | properties
         required = frozenset(properties) if kind.__total__ else required  # type: ignore[attr-defined]
     return {
         "description": " ".join((kind.__doc__ or "").split()),
@@ -148,6 +145,23 @@ def _schema(hint: Any, found: dict[type, Any]) -> dict[str, Any]:
             return {"type": [_SIMPLE[one] for one in arguments]}
         return {"anyOf": [_schema(one, found) for one in arguments]}
     raise TypeError(f"{hint!r} has no schema")
+
+
+def _fields(kind: type) -> Iterator[tuple[str, Any, str]]:
+    """Yield the fields of a type of objects: the name, the type, and the text about it or ""."""
+    about, hints = dict(_described(kind)), get_type_hints(kind)
+    if not issubclass(kind, Document):
+        # A TypedDict that inherits lists its base's fields first.
+        yield from ((name, hint, about.get(name, "")) for name, hint in hints.items())
+        return
+    for field in document_fields(kind):
+        if field.metadata.get("inline"):
+            yield from _fields(hints[field.name])
+        else:
+            yield field.name, hints[field.name], about.get(field.name, "")
+    for name in kind.COMPUTED:
+        compute = getattr(kind, name).fget
+        yield name, get_type_hints(compute)["return"], " ".join((compute.__doc__ or "").split())
 
 
 def _described(kind: type) -> Iterator[tuple[str, str]]:

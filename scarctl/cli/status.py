@@ -105,7 +105,7 @@ def _look(wanted: str | None, arena_dir: str | None) -> list[Health]:
             opened = open_store(place)
             found.append(health_of(survey(opened, arena_dir), runs_of(daemon, opened.run_id)))
         except ScarError as error:
-            found.append(unreadable(place, error))
+            found.append(unreadable(place, error, remembered=wanted is None))
     if silent is not None:
         finding = Finding(LOSING, silent.kind, str(silent), "scarctl daemon status")
         found = [one.with_finding(finding) for one in found]

@@ -171,4 +171,7 @@ def _advice(store: Store) -> str:
         if left:
             return f"{back}. Without one, `scarctl recover --lost all --output FILE` saves what other records name"
         return f"{back}. Without one, the tensors are in shards/*/seg, as safetensors"
-    return "`scarctl recover` uses older intact copies of damaged partitions; saving again replaces them"
+    return (
+        "`scarctl recover` uses older intact copies of damaged partitions, if the store has any; "
+        "saving again replaces them"
+    )

@@ -14,8 +14,8 @@ log = logging.getLogger("scarctl")
 
 PREFIX = "SCARCTL_"
 OF_EACH_COMMAND = frozenset({"timeout"})
-"""Settings of a session whose name is also an option of commands, where it means another time limit. So the option's
-variable contains the command's name (SCARCTL_RUN_TIMEOUT), and only the command's own table in the file counts."""
+"""Settings of a session that are also the names of commands' options, with other meanings. So an option's variable
+contains the command's name (SCARCTL_RUN_TIMEOUT), and only the command's own table in the file counts."""
 OF_COMMANDS = frozenset(
     {
         *(

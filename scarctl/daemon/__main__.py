@@ -20,7 +20,6 @@ from scarctl.errors import AccessDenied, ScarError
 LOCK = "daemon.lock"
 LOG = "daemon.log"
 _MAX_LOG = 1 << 20
-_NICENESS = 10
 _OTHERS_MAY_NOT_WRITE = 0o022
 
 
@@ -45,7 +44,7 @@ def main(folder: Path) -> int:
     logger = logging.getLogger("scarctl")
     logger.info("daemon %d starts", os.getpid())
     try:
-        daemon.serve()
+        daemon.serve(alone=True)
         logger.info("daemon %d ends", os.getpid())
     except BaseException:
         logger.exception("daemon %d fails", os.getpid())
@@ -66,11 +65,6 @@ def _detach(daemon: Daemon) -> None:
         signal.signal(number, signal.SIG_IGN)  # these are meant for the terminal's processes
     signal.signal(signal.SIGTERM, lambda *_: daemon.terminate())
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    with contextlib.suppress(OSError):
-        os.nice(_NICENESS)
-    # Linux shares the processor among sessions before processes: niceness has no effect in a session of its own.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(_NICENESS))
     # The inherited umask may allow writing by all users. Stricter modes of a store's folder still apply.
     os.umask(_OTHERS_MAY_NOT_WRITE)
     raise_limit()

@@ -26,7 +26,7 @@ def claim_saver(store: Store, settings: SessionSettings, on_request: Callable[[W
 
     on_request: called in another thread when a command sends a request.
 
-    Raises Contention, AccessDenied, Unavailable; and the reason why no daemon starts, if settings require one.
+    Raises Contention, AccessDenied, Unavailable. If the settings require a daemon, raises the error of its start.
     """
     if settings.daemon is not False and store.address.scheme != IN_THIS_PROCESS:
         folder = arena_folder(settings.arena_dir, store.run_id).parent

@@ -20,8 +20,11 @@ from scarctl.store.backends.address import PORTABLE
 
 T = TypeVar("T")
 
-START_SECONDS = 20.0
+START_SECONDS = 60.0
 """Time after which a daemon that does not answer counts as failed. Hosts may be busy."""
+_INSIST_SECONDS = 20.0
+_LEAST_ATTEMPTS = 3
+"""Attempts to reach a daemon, at least: on a busy host a single one may take longer than `_INSIST_SECONDS`."""
 REPLY_SECONDS = 60.0
 RELEASE_SECONDS = 60.0
 _ANSWER_SECONDS = 5.0
@@ -251,12 +254,14 @@ def insist(attempt: Callable[[], T]) -> T:
 
     Raises other errors of `attempt` at once, and its last error when the time is over.
     """
-    deadline = time.monotonic() + START_SECONDS
+    deadline, attempts = time.monotonic() + _INSIST_SECONDS, 0
     while True:
         try:
             return attempt()
         except ScarError as error:
-            if error.kind not in _PASSING or time.monotonic() > deadline:
+            attempts += 1
+            late = attempts >= _LEAST_ATTEMPTS and time.monotonic() > deadline
+            if error.kind not in _PASSING or late:
                 raise
         time.sleep(_PAUSE)
 

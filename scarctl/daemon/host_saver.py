@@ -119,7 +119,8 @@ class HostSaver(LocalSaver):
                 # The training process may have died before it queued or announced its last copies.
                 self._looked = True
                 try:
-                    adopt_orphans(self.arena, HandOverQueue(self.arena.folder))
+                    arena = self.arena  # the thread may read a hand-over at this moment
+                    adopt_orphans(arena, HandOverQueue(arena.folder, lambda: arena.taken))
                 except ScarError as error:
                     log.error("%s: the newest copies stay in memory only: %s", self.store.url, error)
                 thread.notify()

@@ -30,6 +30,7 @@ from scarctl.persist.speed import Speed
 from scarctl.persist.thread import PersisterStats
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import Store, newest_topology
+from scarctl.util.document import json_of
 from scarctl.util.process import exists
 
 log = logging.getLogger("scarctl")
@@ -254,7 +255,7 @@ class Run:
             "saved_at": stats.saved_at,
             "saved_bytes": stats.nbytes,
             "bytes_per_second": int(stats.nbytes / seconds),
-            "speed": thread.speed.to_json() if thread is not None and thread.speed is not None else None,
+            "speed": json_of(thread.speed) if thread is not None else None,
             "space": thread.space if thread is not None else None,
             "errors": stats.errors,
             "last_error": str(fault) if fault is not None else None,

@@ -18,6 +18,7 @@ from scarctl.arena.queue import HandOverQueue
 from scarctl.daemon import protocol
 from scarctl.daemon.client import REPLY_SECONDS, ask, connect, evacuate, gone, insist, request
 from scarctl.daemon.request import Wish
+from scarctl.daemon.urgency import URGENT
 from scarctl.errors import Corruption, Fenced, ScarError, Unavailable, error_from
 from scarctl.persist.evacuated import Evacuated
 from scarctl.persist.evacuation import not_evacuated
@@ -25,6 +26,7 @@ from scarctl.persist.saver import Acknowledged
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current
 from scarctl.store import Part
+from scarctl.util.niceness import set_session
 
 log = logging.getLogger("scarctl")
 
@@ -280,6 +282,8 @@ class DaemonSaver:
         try:
             if self._control is None:
                 raise gone()
+            if op in URGENT:
+                set_session(0, protocol.check_peer(self._control))
             return request(self._control, op, patience=patience, **fields)
         except ScarError as error:
             if error.kind == "not-claimed" and op != "claim":
@@ -293,8 +297,16 @@ class DaemonSaver:
             self._lock.release()
 
     def _done(self, op: str, **fields: Any) -> dict[str, Any]:
-        """Send a request until a daemon answers. Only for requests that may be carried out twice."""
-        return insist(lambda: self._ask(op, **fields))
+        """Send a request until a daemon answers. Only for requests that may be carried out twice.
+
+        Raises the reason why no other daemon can continue, if one is known.
+        """
+        try:
+            return insist(lambda: self._ask(op, **fields))
+        except ScarError as error:
+            if error.kind == "daemon-gone" and (trouble := self._trouble) is not None:
+                raise trouble from error
+            raise
 
     def _look(self) -> None:
         """Receive the daemon's events, and start another daemon when this one dies: the watching thread."""
@@ -336,7 +348,8 @@ class DaemonSaver:
                     return
             except ScarError as error:
                 self._last = error
-                if time.monotonic() > since + _TROUBLE:
+                # On a busy host the first attempt may reach the daemon that is just ending.
+                if pause and time.monotonic() > since + _TROUBLE:
                     self._trouble = error
                 self._disconnect()
                 if isinstance(error, Fenced):

@@ -26,11 +26,13 @@ from scarctl.daemon.run import Run
 from scarctl.daemon.runs import Runs
 from scarctl.daemon.status import DaemonStatus, ReplicaStatus
 from scarctl.daemon.trouble import Trouble
+from scarctl.daemon.urgency import URGENT, Urgency
 from scarctl.errors import ScarError, UsageError, error_fields
 from scarctl.peers.host import Host
 from scarctl.peers.sender import Source
 from scarctl.store import Store
 from scarctl.store.format import shard_of_folder
+from scarctl.util.niceness import be_polite
 
 log = logging.getLogger("scarctl")
 
@@ -41,6 +43,8 @@ _PATIENCE = 10.0
 """Seconds that a peer may take to send a request."""
 _FAREWELL = 2.0
 """Seconds to finish current replies when the daemon ends."""
+_REQUESTS = "fsspecIO"
+"""Name of the thread in which fsspec sends all requests to remote stores: it encrypts them, and computes checksums."""
 _MAX_HOLD = 3600
 _WARN_SECONDS = 60.0
 
@@ -59,6 +63,7 @@ class Daemon:
         self._peers_lock = threading.Lock()
         self._listener = listen(folder)
         self._outlet = Outlet(self._status, os.environ)
+        self._urgency = Urgency(0)
 
     def terminate(self) -> None:
         """Release all runs, then end. The second call ends at once. For signal handlers: takes no lock.
@@ -69,8 +74,12 @@ class Daemon:
             os._exit(1)
         self._terminated = True
 
-    def serve(self) -> None:
-        """Accept connections until the daemon has no run left, or is asked to stop."""
+    def serve(self, *, alone: bool = False) -> None:
+        """Accept connections until the daemon has no run left, or is asked to stop.
+
+        alone: this process has a session of its own, and gives way to training: see `Urgency`.
+        """
+        self._urgency = Urgency(os.getpid() if alone else 0)
         self._listener.listen(
             BACKLOG
         )  # again, after the fork: peers see the id of the process that listened last
@@ -86,6 +95,7 @@ class Daemon:
                 self._warn("a connection was refused: %s", error)
                 self.runs.ended.wait(_TICK)
             self.runs.look_after(terminated=self._terminated)
+            self._urgency.rest()
             self._reap()
         self._outlet.end()
         self._say_farewell()
@@ -165,7 +175,8 @@ class Daemon:
             operation = _OPERATIONS.get(name) if isinstance(name, str) else None
             if operation is None:
                 raise UsageError(f"unknown operation {name!r:.40}")
-            reply = {"ok": True, **(operation(self, peer, message) or {})}
+            with self._urgency.answering() if name in URGENT else contextlib.nullcontext():
+                reply = {"ok": True, **(operation(self, peer, message) or {})}
         except ScarError as error:
             reply = protocol.failure(error)
         except Exception as error:
@@ -207,6 +218,9 @@ class Daemon:
         """Claim a store for a training process."""
         with self.runs.staying():
             store = Store.open(protocol.text(message, "store"), storage_options=protocol.options(message))
+            for thread in threading.enumerate():
+                if thread.name == _REQUESTS:
+                    be_polite(thread.native_id)
             part = protocol.part(message)
             if peer.run is not None:
                 raise UsageError("this connection has already claimed a store")

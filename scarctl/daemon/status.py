@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypedDict
 
 from scarctl.persist.space import SpaceFields
-from scarctl.persist.speed import SpeedFields
+from scarctl.persist.speed import Speed
 
 
 class ShardSteps(TypedDict):
@@ -48,7 +48,7 @@ class RunStatus(_Claimed, total=False):
     """UTC time of the newest hand-over that became durable, in ISO 8601."""
     saved_bytes: int
     bytes_per_second: int
-    speed: SpeedFields | None
+    speed: Speed | None
     space: SpaceFields | None
     errors: int
     last_error: str | None

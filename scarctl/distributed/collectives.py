@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -30,6 +31,8 @@ PATIENCE = 120.0
 
 _FIRST = 1016
 """Bytes of a value that the first exchange carries. The rest of a longer value takes a second one."""
+
+_OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 _GONE = "the remaining ranks saved their state as far as possible; restart the job"
 
@@ -54,11 +57,7 @@ class Team:
             # Its error names the missing ranks, unlike an ordinary collective's.
             dist.monitored_barrier(self.group, timeout=self._patience, wait_all_ranks=True)
         except (RuntimeError, ValueError) as error:
-            raise Unavailable(
-                f"not all {self.world} ranks joined within {PATIENCE:g} s{_missing(str(error))}",
-                hint="every rank has to call scarctl.attach; nothing was changed",
-                kind="rank-missing",
-            ) from error
+            raise not_joined(self.world, str(error), os.environ) from error
 
     def subgroup(self) -> dist.ProcessGroup:
         """Create another group of all ranks for a second thread, because two threads cannot share a group."""
@@ -178,10 +177,18 @@ class Solo(Team):
         """See `Team`."""
 
 
-def _missing(text: str) -> str:
-    """Return the missing rank that torch's error names, if it waited for that rank's key; otherwise the error."""
+def not_joined(world: int, text: str, environment: Mapping[str, str]) -> Unavailable:
+    """Return the error for ranks that did not meet. text: torch's error, which may name a missing rank's key."""
     key = re.search(r"keys: \S*/(\d+)$", text)
-    return f": rank {key[1]} is missing" if key else f": {text}"
+    message = f"the {world} ranks could not connect: {text}"
+    if key:
+        message = f"not all {world} ranks joined within {PATIENCE:g} s: rank {key[1]} is missing"
+    hint = "every rank has to call scarctl.attach; nothing was changed"
+    # torchrun keeps its store over a restart, and with it the addresses of ranks that are dead.
+    restarted = environment.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if restarted and environment.get(_OWN_STORE) != "1":
+        hint = f"set {_OWN_STORE}=1 for torchrun: otherwise restarted ranks connect to dead ones; nothing was changed"
+    return Unavailable(message, hint=hint, kind="rank-missing")
 
 
 def _fields(error: Exception) -> dict[str, str]:

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from scarctl.adapter import Adapter
+from scarctl.adapter import Adapter, StateGroup
 from scarctl.checkpoint.selector import Selector
 from scarctl.config import SessionSettings
 from scarctl.daemon.request import Wish
 from scarctl.distributed.collectives import Team
 from scarctl.distributed.copies import check_files, keep_copies
-from scarctl.distributed.host_memory import bring_memory
+from scarctl.distributed.host_memory import bring_memory, place_of
 from scarctl.distributed.leftover_arenas import fence, save_leftovers
 from scarctl.distributed.own_extras import Early, completed, with_own
 from scarctl.distributed.owned_adapter import OwnedAdapter, broadcast_over, holdings_of, slots_of, spread
@@ -81,16 +81,18 @@ class Crew(Together):
     def __init__(
         self,
         adapter: Adapter,
+        groups: list[StateGroup],
         division: Division,
         team: Team,
         settings: SessionSettings,
         rank_extras: frozenset[str],
     ) -> None:
+        """Take the division of the adapter's present `groups`."""
         self._rank_extras = rank_extras
         self._settings = settings
         self.team = team
         self.division = division
-        self.adapter = OwnedAdapter(adapter, division, team.rank)
+        self.adapter = OwnedAdapter(adapter, division, team.rank, groups)
         """The part of the state that this rank owns."""
         self.shards: tuple[int, ...] = ()
         """Shard of every rank, once the store is open."""
@@ -115,15 +117,21 @@ class Crew(Together):
         rank_extras: names of extras that every rank saves itself.
         Raises UsageError on every rank if settings, versions or models differ between ranks.
         """
-        _check_alike(team.gather(_settings_of(settings)))
+        groups: list[StateGroup] = []
+
+        def mine() -> tuple[dict[str, str], list[Any]]:
+            groups.extend(adapter.groups())
+            return _settings_of(settings), [held.to_json() for held in holdings_of(groups)]
+
+        everyone = team.collect(mine)
+        # All ranks have the same values, so all get the same result, or the same error.
+        _check_alike([given for given, _ in everyone])
         if settings.shards not in (None, 1):
             raise UsageError(
                 f"shards={settings.shards}: with several ranks, each rank is one shard", hint="omit shards"
             )
-        everyone = team.collect(lambda: [holding.to_json() for holding in holdings_of(adapter.groups())])
-        # All ranks have the same values, so all get the same result, or the same error.
-        division = divide([[Holding.from_json(h) for h in held] for held in everyone])
-        return cls(adapter, division, team, settings, rank_extras)
+        division = divide([[Holding.from_json(obj) for obj in held] for _, held in everyone])
+        return cls(adapter, groups, division, team, settings, rank_extras)
 
     # -- the store ----------------------------------------------------------------------------------------------
 
@@ -133,24 +141,37 @@ class Crew(Together):
         def make() -> Store:
             return Store.create(settings.store, **settings.fixed(), **settings.place())
 
-        self.agree(lambda: check_files(settings))
-        made = self.agree(lambda: make() if self.team.rank == 0 else None, _close)
-        store = self.agree(lambda: made or make(), _close)
+        def make_first() -> Store | None:
+            check_files(settings)
+            return make() if self.team.rank == 0 else None
+
+        store = self.agree(make_first, _close)
         with contextlib.ExitStack() as undo:
-            undo.callback(store.close)
-            self.agree(lambda: refuse_members(store))
-            view = self._view(store, settings)
+
+            def look() -> list[Any]:
+                nonlocal store
+                store = store or make()
+                undo.callback(store.close)
+                refuse_members(store)
+                return [store.id, self._is_divided_otherwise(store), place_of(settings)]
+
+            found = self.team.collect(look)
+            assert store is not None
+            view = self._view(store, settings, found)
             undo.pop_all()
         return view
 
-    def _view(self, store: Store, settings: SessionSettings) -> Store:
-        """Return the view of the store with this rank's shard, once all ranks have received their shards."""
-        found = self.team.collect(lambda: [store.id, self._is_divided_otherwise(store)])
-        if len({identity for identity, _ in found}) > 1:
+    def _view(self, store: Store, settings: SessionSettings, found: list[Any]) -> Store:
+        """Return the view of the store with this rank's shard, once all ranks have received their shards.
+
+        found: by rank, the store's id, whether it is divided otherwise, and the place of the rank's arenas.
+        """
+        identities, otherwise, places = zip(*found, strict=True)
+        if len(set(identities)) > 1:
             raise UsageError(
                 f"{store.url} is not the same store on all ranks", hint="put it where every host can reach it"
             )
-        if any(otherwise for _, otherwise in found):
+        if any(otherwise):
             self.moved = True
             save_leftovers(store, settings, self.team)
             self.agree(lambda: fence(store) if self.team.rank == 0 else None)
@@ -158,10 +179,10 @@ class Crew(Together):
         assert decided is not None, "rank 0 has decided"
         self._epoch, shards, self._earlier, self.start = decided
         self.shards = tuple(shards)
-        if self._earlier and not self.moved:
+        if self._earlier and not self.moved and not self.division.apart:
             self.adapter.learn_slots(self.agree(lambda: slots_of(self._layouts(store))))
         if not self.moved and self.team.world > 1:
-            self.brought = bring_memory(store, settings, self.team, self.shards)
+            self.brought = bring_memory(store, settings, self.team, self.shards, places)
         return store.of_shard(self.shards[self.team.rank], self._epoch)
 
     def _is_divided_otherwise(self, store: Store) -> bool:
@@ -219,6 +240,9 @@ class Crew(Together):
     def agree(self, call: Callable[[], T], undo: Callable[[T], object] | None = None) -> T:
         return self.team.agree(call, undo)
 
+    def collect(self, call: Callable[[], object]) -> list[Any]:
+        return self.team.collect(call)
+
     @property
     def several(self) -> bool:
         return self.team.world > 1
@@ -238,9 +262,11 @@ class Crew(Together):
         everyone = [Standing(*other) for other in gathered]
         agreement = agree_on_step(everyone)
         leads = self.team.rank == agreement.reference
-        tree = None if found.extras is None else found.extras.to_tree()
-        theirs = self.team.from_rank(agreement.reference, plain(tree) if leads else None)
         extras = found.extras
+        theirs = None
+        if any(other.step != agreement.step for other in everyone):
+            tree = None if extras is None else extras.to_tree()
+            theirs = self.team.from_rank(agreement.reference, plain(tree) if leads else None)
         if extras is None or found.step != agreement.step:
             own = extras or Extras(self.adapter.capture_early(), self.adapter.capture_late())
             extras = self._mixed(Extras.from_tree(torched(theirs)), own)

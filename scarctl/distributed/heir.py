@@ -22,7 +22,7 @@ from scarctl.recovery.shares import as_member
 from scarctl.session.peers import AgreedState
 from scarctl.state.extras import Extras
 from scarctl.state.group import Group, TensorSpec
-from scarctl.state.layout import Layout, build_layout
+from scarctl.state.layout import Layout
 from scarctl.state.torch_dtypes import torched
 from scarctl.state.version import step_of
 from scarctl.store import Store, Topology
@@ -84,13 +84,8 @@ class Heir:
         self._live = [group.tensors for group in live]
         self._shard = found.reference(number, groups)
         self._check_optimizer(groups)
-        fixed = found.parts.store.settings
-        self.layout: Layout = build_layout(
-            [(g.name, g.kind, self._specs(g), g.place) for g in groups],
-            partition_bytes=fixed.partition_bytes,
-            rows=dict(fixed.rows) or None,
-            by_layer=fixed.by_layer,
-            optimizer=adapter.optimizer,
+        self.layout: Layout = found.parts.store.settings.layout(
+            [(g.name, g.kind, self._specs(g), g.place) for g in groups], adapter.optimizer
         )
 
     def fill(self, arena: Arena) -> AgreedState:

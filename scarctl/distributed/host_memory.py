@@ -40,8 +40,8 @@ class Transfer:
 
     shard: int
     source: int
+    """Rank at the host that sends it."""
     target: int
-    """Ranks at the two hosts."""
 
 
 def plan_transfers(
@@ -64,15 +64,18 @@ def plan_transfers(
     return found
 
 
-def bring_memory(store: Store, settings: SessionSettings, team: Team, shards: Sequence[int]) -> bool:
+def bring_memory(
+    store: Store, settings: SessionSettings, team: Team, shards: Sequence[int], places: Sequence[str]
+) -> bool:
     """Bring the newest arena of this rank's shard to this host. Return whether that was done. A collective.
+
+    places: `place_of` every rank.
 
     The arena at its old place stays: once the shard is saved to from here, it no longer belongs to the store. If
     an arena cannot be moved, a warning says so, and the store's copies are used.
 
     Raises Unavailable if a rank is gone.
     """
-    places = team.gather(place_of(settings))
     if len(set(places)) == 1:
         return False
     lists = places.index(places[team.rank]) == team.rank

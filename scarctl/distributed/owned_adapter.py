@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import is_
 from typing import Any, TypeAlias
+from weakref import ref
 
 import torch
 from torch import distributed as dist
@@ -64,11 +66,10 @@ class OwnedAdapter:
     The tensors are views: writing into them changes the model.
     """
 
-    def __init__(self, adapter: Adapter, division: Division, rank: int) -> None:
-        """Prepare with a division computed from the adapter's current groups, which may gain slots later."""
+    def __init__(self, adapter: Adapter, division: Division, rank: int, groups: Sequence[StateGroup]) -> None:
+        """Prepare with a division computed from the adapter's current `groups`, which may gain slots later."""
         self._adapter = adapter
         self._owned = division.owned[rank]
-        groups = adapter.groups()
         self._stored = dict(zip((group.name for group in groups), division.names[rank], strict=True))
         self._original = [groups[owned.group].name for owned in self._owned]
         self._buffers = {
@@ -77,6 +78,11 @@ class OwnedAdapter:
             if groups[owned.group].kind == "buffer"
         }
         self._slots: Slots = {}
+        self._kept: list[StateGroup] = []
+        """The adapter's groups from which `_made` was made, if the adapter keeps them, too."""
+        self._made: list[StateGroup] = []
+        self._first: Callable[[], torch.Tensor | None] = _gone
+        """A weak reference to the first tensor of the adapter's newest groups."""
         self.whole = adapter
         touched = touched_rows_of(adapter)
         if touched is not None:
@@ -99,8 +105,11 @@ class OwnedAdapter:
         return self._adapter.optimizer
 
     def groups(self) -> list[StateGroup]:
-        """Return the owned rows of every group that has any."""
-        found = {group.name: group for group in self._adapter.groups()}
+        """Return the owned rows of every group that has any: the same objects while the whole groups are the same."""
+        whole = self._adapter.groups()
+        if len(whole) == len(self._kept) and all(map(is_, whole, self._kept)):
+            return list(self._made)
+        found = {group.name: group for group in whole}
         groups = []
         for name, owned in zip(self._original, self._owned, strict=True):
             group = found.get(name)
@@ -108,7 +117,16 @@ class OwnedAdapter:
             if group is not None and owned.stop <= _rows(group.tensors[""]):
                 tensors = {slot: _narrowed(t, owned.start, owned.stop) for slot, t in group.tensors.items()}
                 groups.append(StateGroup(owned.name, group.kind, tensors, owned.place, frozen=group.frozen))
-        return groups
+        first = whole[0].tensors[""] if whole else None
+        # Before the first step an adapter keeps no groups, so that the model may move. Then none are kept here either.
+        keeps = first is not None and self._first() is first
+        self._kept, self._made = (whole, groups) if keeps else ([], [])
+        self._first = ref(first) if first is not None else _gone
+        return list(groups)
+
+    def unowned(self) -> list[str]:
+        """Return the names of the adapter's groups that were added after the division: no rank saves them."""
+        return [group.name for group in self._adapter.groups() if group.name not in self._stored]
 
     def _cut(self, touched: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the adapter's touched rows that this rank owns."""
@@ -147,7 +165,7 @@ class OwnedAdapter:
         wanted = []
         for group in self._adapter.groups():
             # A replica has no slots: another rank's optimizer updates it.
-            if group.role != "replica" and group.kind == "parameter":
+            if group.role != "replica" and group.kind == "parameter" and group.name in self._stored:
                 shape = tuple(group.tensors[""].shape)
                 own = TensorSpec("", name_of(group.tensors[""].dtype, group.name), shape)
                 more = (slot.of(shape) for slot in slots.get(self._stored[group.name], ()))
@@ -200,6 +218,10 @@ def broadcast_over(group: dist.ProcessGroup) -> Broadcast:
             dist.recv(buffer, dist.get_global_rank(group, owner), group=group)
 
     return broadcast
+
+
+def _gone() -> None:
+    """Return what a weak reference to a deleted object returns."""
 
 
 def _rows(tensor: torch.Tensor) -> int:

@@ -142,6 +142,12 @@ class Division:
     """Stored name by rank and holding, even if the rank owns no row of the holding."""
     copies: tuple[Copy, ...]
 
+    @property
+    def apart(self) -> bool:
+        """Whether every rank owns rows of each tensor that it holds: its own layout then has the slots of all."""
+        owned = ({part.name for part in parts} for parts in self.owned)
+        return all(own.issuperset(held) for own, held in zip(owned, self.names, strict=True))
+
 
 class _Held(NamedTuple):
     rank: int

@@ -145,7 +145,7 @@ def _bring_up(
         if not _is_of(arena, store):
             log.warning("%s: the arena in %s does not belong to this run", store.url, folder)
             return False
-        queue = HandOverQueue(arena.folder)
+        queue = HandOverQueue(arena.folder, lambda: arena.taken)
         waiting = queue.pending()
         last = waiting[-1:]
         # The owner sealed this step itself, or a later one.

@@ -12,7 +12,7 @@ from scarctl.errors import NoIntactCopy, UsageError
 from scarctl.recovery.reshard import Parts, check_fits, with_slots
 from scarctl.session.peers import AgreedState
 from scarctl.state.extras import Extras
-from scarctl.state.layout import Layout, build_layout
+from scarctl.state.layout import Layout
 from scarctl.state.torch_dtypes import torched
 from scarctl.state.version import step_of
 from scarctl.store import ShardState
@@ -47,13 +47,8 @@ class Moved:
         names = {part.name for rank in division.owned for part in rank}
         check_fits(parts, [group_of(group) for group in groups], names, adapter.optimizer)
         adapter.learn_slots({name: group.tensors[1:] for name, group in parts.groups().items()})
-        fixed = parts.store.settings
-        self.layout: Layout = build_layout(
-            [(g.name, g.kind, with_slots(parts, group_of(g)), g.place) for g in groups],
-            partition_bytes=fixed.partition_bytes,
-            rows=dict(fixed.rows) or None,
-            by_layer=fixed.by_layer,
-            optimizer=adapter.optimizer,
+        self.layout: Layout = parts.store.settings.layout(
+            [(g.name, g.kind, with_slots(parts, group_of(g)), g.place) for g in groups], adapter.optimizer
         )
 
     @property

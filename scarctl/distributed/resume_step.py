@@ -54,7 +54,7 @@ def agree_on_step(ranks: Sequence[Standing]) -> Agreement:
     """Return the step after which all ranks continue: the smallest step of the survivors.
 
     If no arena survived, ranks whose copies are all of the newest step count as survivors; without any, those with
-    extras of the newest step. A rank whose state never changes saves no extras: its old extras must not set all back.
+    extras of the newest step. A rank whose state never changes saves no extras: its old ones must not set back others.
 
     Survivors that are more than one iteration behind the others (an arena that an earlier run left) count as lost.
     Newer copies of a survivor are kept, and make the state inexact.

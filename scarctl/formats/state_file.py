@@ -98,7 +98,7 @@ class StateFile:
 
 
 def open_state(path: Path, *, may_be_empty: bool = False) -> StateFile:
-    """Open a state file of any known format. One without tensors is refused, unless it `may_be_empty`.
+    """Open a state file of any known format. A file without tensors is refused unless `may_be_empty`.
 
     Raises UsageError when the file is missing, has no known format, or holds tensors that a layout cannot;
     Corruption when it is cut short or contradicts itself; AccessDenied; Unavailable.

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -145,7 +144,7 @@ def checkpoint(state: StateFile, settings: CheckpointSettings, *, dry_run: bool 
         live, damaged = _load(state, store, layout, states, settings)
         choice = _choose(live, states, settings, store)
         return _result(layout, settings, choice, {}, durable=False, damaged=damaged)
-    with _writing(store, layout) as writer:
+    with open_writer(store, layout=layout) as writer:
         _check_step(settings.step, writer.states)
         live, damaged = _load(state, store, layout, writer.states, settings)
         choice = _choose(live, writer.states, settings, store)
@@ -195,9 +194,7 @@ def _open(state: StateFile, settings: CheckpointSettings, *, dry_run: bool) -> t
                 f"{store.where}: {name} is {'automatic' if own is None else own} in this store, not {given}",
                 hint="omit the option, or create another store in another folder",
             )
-    layout = build_layout(
-        state.groups(), partition_bytes=fixed.partition_bytes, rows=dict(fixed.rows), by_layer=fixed.by_layer
-    )
+    layout = fixed.layout(state.groups())
     current = store.current_layout()
     if current is not None and current != layout:
         raise store.mismatch(current, layout)
@@ -213,15 +210,6 @@ def _check_step(step: int, states: Mapping[int, ShardState]) -> None:
             hint="steps must not decrease; before continuing from an older state run `scarctl recover --mode rollback`",
             kind="step-goes-back",
         )
-
-
-@contextmanager
-def _writing(store: Store, layout: Layout) -> Iterator[StoreWriter]:
-    writer = open_writer(store, layout=layout)
-    try:
-        yield writer
-    finally:
-        writer.close()
 
 
 def _load(

@@ -128,7 +128,7 @@ def evacuate_host(
     if run_id is not None and not runs and not waiting:
         raise UsageError(
             "no running session saves to this store through this host's daemon",
-            hint="copies in the store are safe; `scarctl inspect --store` shows them",
+            hint="copies in the store are safe; `scarctl status` shows all stores that this host knows",
             kind="no-session",
         )
     return Host(tuple(Store(url, tuple(found)) for url, found in by_store.items()), waiting)

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.daemon.status import RunStatus
-from scarctl.errors import ScarError
+from scarctl.errors import ScarError, UsageError
 from scarctl.ops.surveyed import ShardLine, Survey
-from scarctl.recovery.forecast import parameters_of, rework_of
+from scarctl.recovery.forecast import rework_of
 from scarctl.recovery.plan import with_errors
+from scarctl.state.layouts import parameters_of
 from scarctl.theory.rework import Rework
 from scarctl.util.document import Document, json_of
 from scarctl.util.text import counted
@@ -33,6 +34,10 @@ _UNPROTECTED = frozenset(("absent", "lost", "replaced", "fenced"))
 
 
 _AGAIN = "start it again with the command that started it"
+_GONE = (
+    "a run has left copies for it in this host's memory: mount it, or move it back; if the run is over, "
+    "`scarctl daemon stop --reap` removes them"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,21 +131,24 @@ class Health:
         return fields
 
 
-def unreadable(url: str, error: ScarError) -> Health:
-    """Return the health of a store that cannot be read."""
+def unreadable(url: str, error: ScarError, *, remembered: bool = False) -> Health:
+    """Return the health of a store that cannot be read. remembered: whether memory on this host names it."""
     command: str | None = (
         f"scarctl verify --store {shlex.quote(url)}" if error.exit_code == 13 else _doctor(url)
     )
-    if error.kind in ("store-without-settings", "damaged-settings", "no-store", "foreign-store"):
+    unknown = ("store-without-settings", "damaged-settings", "no-store", "foreign-store")
+    if error.kind in unknown or isinstance(error, UsageError):
         command = None  # none can open it
-    reason = f"{error.message}{f' ({error.hint})' if error.hint else ''}"
+    hint = _GONE if remembered and error.kind == "no-store" else error.hint
+    reason = f"{error.message}{f' ({hint})' if hint else ''}"
     return Health(url, (Finding(LOSING, error.kind, reason, command),), exit_code=error.exit_code)
 
 
 def health_of(view: Survey, runs: Iterable[RunStatus]) -> Health:
     """Judge a store. runs: the daemon's report on the runs that save to it."""
     runs = tuple(runs)
-    found = [*_of_damage(view), *_of_saving(view, runs), *_of_processes(view), *_of_copies(view)]
+    failing = any(run.get("last_error") is not None for run in runs)
+    found = [*_of_damage(view), *_of_saving(view, runs), *_of_processes(view), *_of_copies(view, failing)]
     found += [
         Finding(AT_RISK if caveat.kind == "behind" else NOTE, caveat.kind, caveat.message)
         for caveat in view.caveats
@@ -226,10 +234,11 @@ def _of_processes(view: Survey) -> Iterable[Finding]:
         yield Finding(AT_RISK, "errors", text, _doctor(view.url))
 
 
-def _of_copies(view: Survey) -> Iterable[Finding]:
-    """Yield findings about missing copies in the store."""
+def _of_copies(view: Survey, failing: bool) -> Iterable[Finding]:
+    """Yield findings about missing copies in the store. failing: whether saving more would fail, too."""
+    command = None if failing else _save(view)
     if view.layout is None:
-        yield Finding(AT_RISK, "empty", "nothing is saved yet", _save(view))
+        yield Finding(AT_RISK, "empty", "nothing is saved yet", command)
         return
     never = int((view.saved_step < 0).sum())
     if never:
@@ -237,7 +246,7 @@ def _of_copies(view: Survey) -> Iterable[Finding]:
             AT_RISK,
             "never-saved",
             f"the store has no copy of {never} of {counted(view.layout.partitions, 'partition')}",
-            _save(view),
+            command,
         )
 
 

@@ -203,7 +203,9 @@ def _under_way(store: Store, arena_dir: str | None) -> int:
 def _ask(store: Store, request: _Request) -> int:
     """Request a checkpoint from a session, and return its process id."""
     wish = Wish("full" if request.full else "partial")
-    hint = "start the session with Settings(daemon=True), or SCARCTL_DAEMON=1"
+    hint = (
+        "run this on the host of a running session; one with daemon=False (SCARCTL_DAEMON=0) cannot be asked"
+    )
     return int(_pass_on(request.arena_dir, store.run_id, wish, hint)["pid"])
 
 

@@ -23,7 +23,7 @@ from scarctl.ops.surveyed import OtherShard, RankLine, RunOnHost, Survey
 from scarctl.recovery.forecast import stored_outlook
 from scarctl.state.encodings import ENCODINGS, Encoding
 from scarctl.state.layout import Layout
-from scarctl.state.layouts import Layouts
+from scarctl.state.layouts import Layouts, parameters_of
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import (
     ShardState,
@@ -87,7 +87,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
     arenas = [share.arena for share in shares if share.arena is not None]
     step = max((state.step for state in states.values()), default=-1)
     step = max([step, *(arena.head_step for arena in arenas)])
-    with_parameters = [share for share in shares if _has_parameters(share.layout)] or shares
+    with_parameters = [share for share in shares if parameters_of(share.layout).any()] or shares
     told = stored_outlook([(store, share.states) for share in with_parameters], max(step, 0))
     outlook = Outlook(max(step, 0), NoEstimate("each member converges alone")) if apart else told.outlook
     return Survey(
@@ -202,10 +202,6 @@ def _head(share: _Share) -> int:
     """Return the newest known step of one member."""
     step = max(state.step for state in share.states.values())
     return step if share.arena is None else max(step, share.arena.head_step)
-
-
-def _has_parameters(layout: Layout) -> bool:
-    return any(group.kind == "parameter" and group.partitions for group in layout.groups)
 
 
 def _distance(share: _Share) -> NDArray[np.float64]:

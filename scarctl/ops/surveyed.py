@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.ops.ages import Age
-from scarctl.recovery.forecast import parameters_of, rework_of
+from scarctl.recovery.forecast import rework_of
 from scarctl.recovery.plan import Perturbation
 from scarctl.state.caveats import Caveat
 from scarctl.state.encodings import Encoding
 from scarctl.state.journal import Event, Sample
-from scarctl.state.layouts import Layouts
+from scarctl.state.layouts import Layouts, parameters_of
 from scarctl.store import Snapshot, Topology
 from scarctl.theory.rework import Outlook, Rework
 from scarctl.util.arrays import Ids
@@ -93,8 +93,8 @@ class Layer(Document):
 
 
 @dataclass(frozen=True, slots=True)
-class RankLine:
-    """One rank: its shard, and its process. Fields of the process are None if its arena is not on this host."""
+class RankLine(Document):
+    """One rank: its shard, and its process. Fields of the process are None if its memory is not on this host."""
 
     rank: int
     shard: int
@@ -107,9 +107,9 @@ class RankLine:
     errors: int | None
     failed_saves: int | None
     replica_of: str | None = None
-    """Name of the host whose memory is copied here; None if the arena belongs to a process of this host."""
+    """Host that the copy belongs to; None if the memory is this host's own."""
     copies: tuple[str, ...] = ()
-    """The copies of its memory on other hosts, in words: "b: following, 4 behind"."""
+    """Copies of its memory on other hosts, in words, such as "b: following, 4 behind"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +368,7 @@ class Survey:
                 "note": self.note,
             },
             "ranks": [
-                {"rank": rank.rank, **line.to_json(), "staleness": line.staleness, **asdict(rank)}
+                {**line.to_json(), "staleness": line.staleness, **rank.to_json()}
                 for rank, line in self.shards_of_ranks
             ],
             "other_shards": json_of(self.others),

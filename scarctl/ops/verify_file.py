@@ -10,48 +10,54 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from scarctl.errors import Corruption, UsageError
 from scarctl.formats.hf_index import INDEX_ENDING, Index, index_in, read_index
 from scarctl.formats.source import METADATA, Source, open_source
 from scarctl.formats.state_file import os_errors
-from scarctl.ops.measure import Values, is_float, measure
+from scarctl.ops.measure import is_float, measure
 from scarctl.store.check import Problem
-from scarctl.util.document import json_of
+from scarctl.util.document import Document
+
+
+@dataclass(frozen=True, slots=True)
+class NotFinite(Document):
+    """A tensor with values that are not finite."""
+
+    name: str
+    nan: int
+    inf: int
 
 
 @dataclass(slots=True)
-class Verified:
-    """The result of verifying a checkpoint."""
+class VerifiedCheckpoint(Document):
+    """`scarctl verify CHECKPOINT`."""
 
-    where: str
+    COMPUTED: ClassVar = ("intact", "nan", "inf")
+    checkpoint: str
     format: str = "unknown"
     tensors: int = 0
     bytes: int = 0
     read_data: bool = False
     """Whether all values were read."""
     problems: list[Problem] = field(default_factory=list)
-    not_finite: dict[str, Values] = field(default_factory=dict)
-    """Tensors with values that are NaN or infinite."""
+    not_finite: list[NotFinite] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields of a document."""
-        return {
-            "intact": not self.problems,
-            "checkpoint": self.where,
-            "format": self.format,
-            "tensors": self.tensors,
-            "bytes": self.bytes,
-            "read_data": self.read_data,
-            "nan": sum(values.nan for values in self.not_finite.values()),
-            "inf": sum(values.inf for values in self.not_finite.values()),
-            "not_finite": [
-                {"name": name, "nan": values.nan, "inf": values.inf}
-                for name, values in self.not_finite.items()
-            ],
-            "problems": json_of(self.problems),
-        }
+    @property
+    def intact(self) -> bool:
+        """Whether there is no problem."""
+        return not self.problems
+
+    @property
+    def nan(self) -> int:
+        """Number of values that are NaN."""
+        return sum(tensor.nan for tensor in self.not_finite)
+
+    @property
+    def inf(self) -> int:
+        """Number of values that are infinite."""
+        return sum(tensor.inf for tensor in self.not_finite)
 
 
 def verify_file(
@@ -60,7 +66,7 @@ def verify_file(
     read_data: bool = True,
     finite: bool = False,
     progress: Callable[[int, int], object] | None = None,
-) -> Verified:
+) -> VerifiedCheckpoint:
     """Verify a file or folder. All damage that is found is in the result.
 
     read_data: also read all values. finite: a value that is NaN or infinite is a fault. progress: called with bytes
@@ -68,7 +74,7 @@ def verify_file(
 
     Raises UsageError for a missing path or an unknown format, AccessDenied, Unavailable.
     """
-    found = Verified(str(path))
+    found = VerifiedCheckpoint(str(path))
     try:
         with os_errors(path):
             found.problems += _structure(path)
@@ -157,19 +163,21 @@ def _archive(path: Path) -> Iterator[Problem]:
 
 
 def _values(
-    source: Source, found: Verified, finite: bool, progress: Callable[[int, int], object] | None
+    source: Source, found: VerifiedCheckpoint, finite: bool, progress: Callable[[int, int], object] | None
 ) -> None:
     done = 0
     for name, spec in source.specs.items():
         try:
             values = measure(source, name)
         except (Corruption, UsageError) as error:
-            found.problems.append(Problem(found.where, name, error.message))
+            found.problems.append(Problem(found.checkpoint, name, error.message))
             return
         if values.nan or values.inf:
-            found.not_finite[name] = values
+            found.not_finite.append(NotFinite(name, values.nan, values.inf))
             if finite and is_float(spec.dtype):
-                found.problems.append(Problem(found.where, name, f"{values.nan} NaN, {values.inf} infinite"))
+                found.problems.append(
+                    Problem(found.checkpoint, name, f"{values.nan} NaN, {values.inf} infinite")
+                )
         done += spec.nbytes
         if progress is not None:
             progress(done, found.bytes)

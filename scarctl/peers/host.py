@@ -31,6 +31,7 @@ from scarctl.peers.handshake import VERSION, Hello, challenge, verify
 from scarctl.peers.replica import Replica, require_newest, sweep
 from scarctl.peers.tls import Tls
 from scarctl.state.version import MAX_EPOCH
+from scarctl.util.niceness import be_polite
 
 log = logging.getLogger("scarctl")
 
@@ -141,6 +142,7 @@ class Host:
     # -- threads ------------------------------------------------------------------------------------------------
 
     def _accept(self, listener: _Listener) -> None:
+        be_polite()  # the threads that it starts, too
         while not self._closing:
             try:
                 connection, _ = listener.socket.accept()

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.folder import folder_error, lock_folder
+from scarctl.arena.folder import folder_error, lock_folder, private
 from scarctl.arena.header import FILE, OWNER
 from scarctl.arena.kinship import put_aside
 from scarctl.arena.lines import write_lines
@@ -131,7 +131,7 @@ class Replica:
     def map_more(self) -> bool:
         """Map some pages of a complete replica, so that later copies take no page faults. Return whether more are left.
 
-        First copies are written to the file, because mapping would take as long as all the rest that they need.
+        First copies are written to the file, because mapping its pages would double the time that they take.
         """
         memory, first = self.arena.memory(), self._mapped
         if not self.complete or first >= memory.size:
@@ -146,7 +146,7 @@ class Replica:
             path = self._folder / f".handover-of-peer-{number:020d}"
             try:
                 path.unlink(missing_ok=True)
-                with open(path, "xb", opener=_private) as file:
+                with open(path, "xb", opener=private) as file:
                     file.write(data)
             except OSError as error:
                 raise folder_error(error, path) from error
@@ -311,7 +311,3 @@ def _taken(folder: Path) -> Fenced:
     return Fenced(
         f"{folder}: a process of this host has taken the replica", hint="the run has continued elsewhere"
     )
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

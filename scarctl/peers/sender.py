@@ -38,6 +38,7 @@ from scarctl.peers.link import (
 from scarctl.peers.tls import Tls
 from scarctl.state.version import NEVER
 from scarctl.util.arrays import Bytes, Ids
+from scarctl.util.niceness import be_polite
 
 log = logging.getLogger("scarctl")
 
@@ -227,6 +228,7 @@ class Sender:
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        be_polite()
         now = time.monotonic
         connect = self._handle(Begin(now()))
         while not self._closing.is_set() and not self.link.ended:

@@ -25,6 +25,7 @@ from scarctl.persist.speed import Speed
 from scarctl.policy.evacuation import Pace, fitting, order
 from scarctl.state import codec
 from scarctl.state.extras import Notes
+from scarctl.state.layouts import parameters_of
 from scarctl.state.version import NEVER, step_of
 from scarctl.theory.history import History
 from scarctl.theory.rework import grouped
@@ -303,7 +304,7 @@ class Evacuation:
         there = unsaved & self._elsewhere()
         ids = np.flatnonzero(unsaved & ~there)
         sizes = arena.layout.partition_bytes
-        parameters = _parameters(arena)
+        parameters = parameters_of(arena.layout)
         mine = ids[parameters[ids]]
         newest = step_of(int(arena.newest().max(initial=NEVER)))
         peers = () if self._copies is None else self._copies.hosts()
@@ -381,10 +382,3 @@ def _bytes_of(extras: Any) -> int:
         return 0
     text, tensors = codec.encode(extras)
     return len(text) + sum(memoryview(tensor.data).nbytes for tensor in tensors.values())
-
-
-def _parameters(arena: Arena) -> NDArray[np.bool_]:
-    layout = arena.layout
-    kinds = np.array([group.kind == "parameter" for group in layout.groups], dtype=bool)
-    found: NDArray[np.bool_] = kinds[layout.group_of(np.arange(layout.partitions))]
-    return found

@@ -56,10 +56,8 @@ class Persister:
         self._shard_of = np.full(arena.layout.partitions, -1, dtype=np.int32)
         for shard, ids in self._members.items():
             self._shard_of[ids] = shard
-        self._sealed: tuple[int, set[int]] = (
-            -1,
-            set(),
-        )  # the shards of one hand-over that are already sealed
+        self._sealed: tuple[tuple[int, str], set[int]] = (-1, ""), set()
+        """Number and identity of one hand-over, and the shards that it has sealed already."""
         self._extras_of = -1, NEVER
         """Number and version of the hand-over whose extras were saved last."""
 
@@ -76,8 +74,9 @@ class Persister:
         to the hand-over of that copy. Raises as `StoreWriter.commit` does, and Interrupted.
         """
         arena, version = self._arena, handover.version
-        if self._sealed[0] != handover.number:
-            self._sealed = handover.number, set()
+        named = handover.number, handover.whole  # another process's queue may use the number again
+        if self._sealed[0] != named:
+            self._sealed = named, set()
         already = self._sealed[1]
         with self._reading(handover):
             waiting = arena.pending() & arena.intact() & (arena.version < version)
@@ -91,7 +90,7 @@ class Persister:
             parts = [(shard, own) for shard, own in parts if own.size or handover.sealed]
             written = self._commit_all(parts, handover, already)
         self.commit_extras(handover)
-        if len(already) == len(self._members):
+        if handover.sealed and len(already) == len(self._members):
             arena.seal(version)
         return written
 

@@ -143,7 +143,7 @@ class LocalSaver:
             writer.close()
             raise
         if not again:
-            reconcile(arena, HandOverQueue(arena.folder), writer.states, writer.epoch)
+            reconcile(arena, HandOverQueue(arena.folder, lambda: arena.taken), writer.states, writer.epoch)
         arena.begin_epoch(writer.epoch, again=again)
         writer.accompany(arena)
         self.arena = arena

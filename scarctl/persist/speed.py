@@ -6,7 +6,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, TypedDict
+from typing import Any
+
+from scarctl.util.document import Document
 
 _NEW = 0.2
 """Weight of a new measurement."""
@@ -14,18 +16,8 @@ _LARGE = 0.5
 """Hand-overs with at least this fraction of the largest one's bytes count as large."""
 
 
-class SpeedFields(TypedDict):
-    """The fields of `Speed`."""
-
-    bytes_per_second: float
-    commits_per_second: float
-    handover_seconds: float
-    fixed_share: float | None
-    processor_share: float
-
-
 @dataclass(frozen=True, slots=True)
-class Speed:
+class Speed(Document):
     """Statistics of the newest hand-overs."""
 
     bytes_per_second: float
@@ -37,16 +29,6 @@ class Speed:
     """Fraction of that time that does not depend on bytes; None without a hand-over of another size to compare with."""
     processor_share: float
     """Fraction of their time that the saving threads waited for a processor; 0 if unknown."""
-
-    def to_json(self) -> SpeedFields:
-        """Return the fields."""
-        return {
-            "bytes_per_second": self.bytes_per_second,
-            "commits_per_second": self.commits_per_second,
-            "handover_seconds": self.handover_seconds,
-            "fixed_share": self.fixed_share,
-            "processor_share": self.processor_share,
-        }
 
     @staticmethod
     def from_json(obj: Any) -> Speed | None:

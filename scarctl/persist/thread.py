@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import random
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -38,10 +35,10 @@ from scarctl.persist.retry import (
 from scarctl.persist.space import SpaceFields
 from scarctl.persist.speed import Speed
 from scarctl.store.record import now
+from scarctl.util.niceness import be_polite
 
 log = logging.getLogger("scarctl")
 
-_NICENESS = 10
 _REFUSALS = 3
 # A separate generator: the global one belongs to the training, which may run in the same process.
 _random = random.Random()
@@ -199,7 +196,7 @@ class PersisterThread:
                 self._changed.notify_all()
 
     def _work(self) -> None:
-        _be_polite()
+        be_polite()
         wake_at: float | None = None
         while True:
             # Only after the first hand-over: a run that has just started has more urgent work.
@@ -363,10 +360,3 @@ def _may_pass(error: ScarError) -> bool:
 
 def _defect(error: BaseException) -> ScarError:
     return ScarError(f"saving failed unexpectedly: {error!r}", kind="defect")
-
-
-def _be_polite() -> None:
-    """Lower this thread's priority below that of the training."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # saving works at any priority
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

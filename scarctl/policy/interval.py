@@ -71,7 +71,7 @@ class Cadence:
         self.bandwidth: float | None = None
         """Bytes per second that the store accepts; None before the first measurement."""
         self.step_seconds: float | None = None
-        """Seconds per iteration; None before the first."""
+        """Seconds per iteration; None before the first iteration has ended."""
         self.overhead = Overhead(overhead, LONGEST_SHARED if shared else LONGEST_SECONDS)
         """The cost of checkpoints, also measured for a fixed interval."""
         self._fixed = interval is not None
@@ -85,6 +85,7 @@ class Cadence:
         self.shared = shared
         self._bytes = checkpoint_bytes
         self._budget = math.inf if max_bandwidth is None else max_bandwidth
+        self._limited = max_bandwidth is not None
         self._waiting: dict[int, int] = {}  # number -> bytes
         self._busy_since: float | None = None
         self._looked_at: float | None = None
@@ -98,7 +99,7 @@ class Cadence:
     @property
     def waiting(self) -> Collection[int]:
         """Numbers of the hand-overs that were not durable at the last poll."""
-        return self._waiting.keys()
+        return self._waiting
 
     @property
     def fixed(self) -> bool:
@@ -140,12 +141,16 @@ class Cadence:
                 self._forget(waiting)
             self._looked_at = now
             return self._begin(step % self.interval == 0)
-        paused = self._time_step(now)
-        self._measure(now, waiting, paused)
+        paused, saving = self._time_step(now), self._busy_since is not None
+        if saving:
+            self._measure(now, waiting, paused)
         self._looked_at = now
-        self._adjust()
         if self._saved_at is None or step < self._saved_at:
             self._saved_at = step  # the run has just started or rolled back
+        # Not after every iteration: this takes longer than the rest.
+        if saving or self._limited or step - self._saved_at >= self.interval:
+            self._adjust()
+        self._propose()
         if step - self._saved_at < self.interval:
             return self._begin(False)
         self._saved_at = step
@@ -170,8 +175,8 @@ class Cadence:
         self._copying = due
         if due:
             self.overhead.begin()
-        if not self._fixed:
-            self._propose(max(self._paced, self.overhead.interval))
+            if not self._fixed:
+                self._propose()
         return due
 
     def agree(self, interval: int) -> None:
@@ -179,10 +184,11 @@ class Cadence:
         if interval and not self._fixed:
             self.interval = interval
 
-    def _propose(self, interval: int) -> None:
-        self.proposed = interval
+    def _propose(self) -> None:
+        paced, bounded = self._paced, self.overhead.interval
+        self.proposed = paced if paced > bounded else bounded
         if not self.shared:
-            self.interval = interval
+            self.interval = self.proposed
 
     def _time_step(self, now: float) -> bool:
         """Measure the iteration that ends `now`; return whether the loop paused within it."""

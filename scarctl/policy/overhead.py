@@ -37,7 +37,7 @@ _STALE = 256
 _PROBE, _MOST_PROBE = 8, 64
 """Iterations of such an interval; doubled if it did not suffice."""
 _SURE = 8
-"""Checkpoints after which their mean cost is known. Before, an interval is no longer than all iterations so far ..."""
+"""Checkpoints after which their mean cost is known. Until then no interval is longer than all iterations so far ..."""
 _YOUNG = 8
 """... unless that takes more than so many times the budget."""
 
@@ -91,6 +91,8 @@ class Overhead:
         """Whether the longest time sets the interval, and the budget is exceeded."""
         self._quiet: deque[tuple[float, float]] = deque(maxlen=_QUIET)
         self._any: deque[tuple[float, float]] = deque(maxlen=_QUIET)
+        self._enough = False
+        """Whether there are enough of them."""
         self._without_quiet = 0
         self._probe = _PROBE
         self._open = False
@@ -137,10 +139,11 @@ class Overhead:
 
     def step(self, seconds: float, stalled: float, *, busy: bool) -> None:
         """Note an iteration. stalled: seconds of it in hooks and waiting. busy: a checkpoint was copied or saved."""
-        one = max(0.0, seconds - stalled), stalled
+        one = seconds - stalled if seconds > stalled else 0.0, stalled
         self._iterations += 1
         self._all_iterations += 1
-        self._any.append(one)
+        if not self._enough:
+            self._any.append(one)
         if busy:
             self._without_quiet += 1
             self._beside.append(one)
@@ -148,7 +151,9 @@ class Overhead:
             return
         self._quiet.append(one)
         self._without_quiet, self._probe = 0, _PROBE
-        if not self._over or len(self._quiet) == _ENOUGH:
+        first = not self._enough and len(self._quiet) == _ENOUGH
+        if first or not self._over:
+            self._enough = self._enough or first
             self._over = True
             self._choose()
 
@@ -201,7 +206,7 @@ class Overhead:
             found = max(found / _YOUNG, min(found, self._all_iterations))
         self.interval = max(1, math.ceil(min(found, longest, 1e9)))
         stale = self._without_quiet > max(_STALE, _CHECKPOINTS * self.interval)
-        self.probing = len(self._quiet) < _ENOUGH or stale
+        self.probing = not self._enough or stale
         if self.probing:
             self.interval = max(self.interval, self._probe)
             self._probe = min(2 * self._probe, _MOST_PROBE) if not self._over else self._probe
@@ -217,7 +222,7 @@ class Overhead:
         return max(self.budget - hooks, LEAST_SHARE * self.budget)
 
     def _usual(self) -> _Usual:
-        known = self._quiet if len(self._quiet) >= _ENOUGH else self._any
+        known = self._quiet if self._enough else self._any
         middle = median(own for own, _ in known)
         most = max(_OUTLIER * middle, middle + _OUTLIER_SECONDS)
         hooks = median(stalled for _, stalled in known)
@@ -226,7 +231,7 @@ class Overhead:
     def _cost(self, usual: _Usual) -> Cost:
         """Return the cost of the newest checkpoint so far."""
         stalled = sum(stall for _, stall in self._beside) - len(self._beside) * usual.hooks
-        if len(self._quiet) < _ENOUGH:
+        if not self._enough:
             return Cost(stalled, 0.0)
         return Cost(stalled, sum(min(own, usual.most) - usual.own for own, _ in self._beside))
 

@@ -28,7 +28,7 @@ _CHUNK = 1 << 17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """What is known of every partition, and what else decides on its rank. All arrays have shape (partitions,).
+    """The measurements and settings that rank the partitions. All arrays have shape (partitions,).
 
     Raises UsageError for arrays of different shapes.
     """

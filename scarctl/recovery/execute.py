@@ -293,7 +293,7 @@ class _Run:
         for log, state in self.plan.states.items():
             found = differing(arena, near[log_of == log], state)
             self._settle(found, STORE, versions_of(state, found))
-            bad = np.union1d(bad, found)
+            bad = np.union1d(bad, found) if found.size else bad
         if bad.size:
             self.changed[places(self.plan.ids, bad)] = True
             self.memory_fault = fault(arena, bad)
@@ -404,7 +404,7 @@ class ArenaSink:
         self._arena = arena
         self._slots = {} if slots is None else slots
         self.written = np.ones(arena.layout.partitions, np.uint64)
-        """Generation of each partition after `put`. It is even; 1 before."""
+        """Generation of each partition after `put`, an even number; 1 before `put`."""
         self._free = ~arena.intact()
         """Partitions without an intact copy: overwriting them destroys nothing."""
 

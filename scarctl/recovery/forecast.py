@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from scarctl.state.caveats import Caveat
 from scarctl.state.extras import Notes
 from scarctl.state.journal import Event, Sample, read_samples
 from scarctl.state.layout import Layout
+from scarctl.state.layouts import parameters_of
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import ShardState, Store
 from scarctl.theory.convergence import NoEstimate
@@ -64,13 +65,6 @@ def stored_outlook(writers: Sequence[tuple[Store, Mapping[int, ShardState]]], st
         parts.append(History.from_array(notes.points).until(step))
         caveats |= dict.fromkeys(notes.caveats)
     return Told(Outlook.of(step, parts), norm, tuple(caveats), events, tuple(samples))
-
-
-def parameters_of(layout: Any) -> NDArray[np.bool_]:
-    """Mark the partitions of parameters: bool of shape (layout.partitions,)."""
-    kinds = np.array([group.kind == "parameter" for group in layout.groups], dtype=bool)
-    found: NDArray[np.bool_] = kinds[layout.group_of(np.arange(layout.partitions))]
-    return found
 
 
 def rework_of(

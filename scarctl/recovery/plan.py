@@ -224,7 +224,7 @@ def plan_rollback(
         )
     raise NoIntactCopy(
         f"the store has no {'older ' if before is not None else ''}state that every shard sealed at the same step",
-        hint="nothing was changed; recover only the lost partitions (--mode partial)",
+        hint="nothing was changed; --mode partial restores parts that are intact, by name",
         kind="no-sealed-state",
     )
 
@@ -394,9 +394,12 @@ def no_copy(layout: Layout, ids: Ids, what: str, problems: Sequence[str] = ()) -
     names = ", ".join(layout.name(int(i)) for i in ids[:_NAMES_SHOWN])
     more = f" and {len(ids) - _NAMES_SHOWN} more" if len(ids) > _NAMES_SHOWN else ""
     reason = f": {problems[-1]}" if problems else ""
+    if len(ids) > 1:
+        what = what.replace("has ", "have ").replace("was ", "were ")
     return NoIntactCopy(
         f"{names}{more} {what}{reason}",
-        hint="nothing was changed; list the damage with `scarctl verify`, or roll back to an older state",
+        hint="nothing was changed; `scarctl verify` lists all damage. Name the other parts to restore them alone, "
+        "or take an older whole state with --mode rollback, if one is intact",
     )
 
 

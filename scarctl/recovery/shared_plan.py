@@ -194,7 +194,7 @@ def no_way_back(state: SharedState) -> NoIntactCopy:
     """Return the error for a rollback for which no plan of `plans_back` succeeded."""
     return NoIntactCopy(
         f"the store has no intact state that every {'rank' if state.topology else 'shard'} sealed at the same step",
-        hint="nothing was changed; recover only the lost partitions (--mode partial)",
+        hint="nothing was changed; --mode partial restores parts that are intact, by name",
         kind="no-sealed-state",
     )
 

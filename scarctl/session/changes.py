@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -31,6 +32,7 @@ class Changes:
 
     def __init__(self, modules: Callable[[], Iterable[nn.Module]] | None) -> None:
         self._modules = modules
+        self._places: _Places | None = None
         self._first = self._last = self._read()
         self._moves: Counter[str] = Counter()
         """How often a hyperparameter was found changed since it was last read."""
@@ -38,24 +40,19 @@ class Changes:
         self._ends = 0
         """Ends of iterations so far; counting stops after the first few."""
         self.settled = False
-        """Whether these first iterations are over, in which alone hyperparameters are read."""
+        """Whether the first iterations are over: hyperparameters are read in no others."""
         self._ended: dict[str, Any] = {}
         """Hyperparameters at the newest end."""
         self._within: list[dict[str, Any]] = []
         """Hyperparameters at each later reading."""
 
     def _read(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for number, module in enumerate(() if self._modules is None else self._modules()):
-            inner, kind = vars(module), type(module)
-            for name in _hyperparameters(kind):  # type: ignore[arg-type]
-                value = inner.get(name)
-                if isinstance(value, _PLAIN):
-                    found[f"{number} {kind.__name__}.{name}"] = value
-            for name, parameter in inner.get("_parameters", {}).items():
-                if parameter is not None:
-                    found[f"{number} {kind.__name__}.{name}.requires_grad"] = parameter.requires_grad
-        return found
+        if self._modules is None:
+            return {}
+        places = self._places
+        if places is None or not places.hold():
+            places = self._places = _Places(self._modules())
+        return places.read()
 
     def _look(self) -> dict[str, Any]:
         last, self._last = self._last, self._read()
@@ -139,6 +136,54 @@ class Changes:
             + ", ".join(name[:80] for name in names[:_NAMED])
             + more
         ]
+
+
+class _Places:
+    """The places of all hyperparameters. Finding them takes longer than reading them, with each checkpoint."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = list(modules)
+        inside = list(map(vars, self._modules))
+        self._children = [inner.get("_modules", {}) for inner in inside]
+        self._parameters = [inner.get("_parameters", {}) for inner in inside]
+        self._structure = self._now()
+        starts = [f"{number} {type(module).__name__}." for number, module in enumerate(self._modules)]
+        self._values = [
+            (start + name, inner, name)
+            for start, inner, module in zip(starts, inside, self._modules, strict=True)
+            for name in _hyperparameters(type(module))  # type: ignore[arg-type]
+        ]
+        self._frozen = [
+            (start + name + _FROZEN, held, name)
+            for start, held in zip(starts, self._parameters, strict=True)
+            for name, _ in held.items()
+        ]
+
+    def _now(self) -> list[object]:
+        children = list(chain.from_iterable(held.values() for held in self._children))
+        names = [
+            name for held in self._parameters for name, _ in held.items()
+        ]  # of compiled modules, not dicts
+        return [
+            list(map(id, children)),
+            names,
+            list(map(len, self._parameters)),
+            list(map(type, self._modules)),
+        ]
+
+    def hold(self) -> bool:
+        """Return whether the model still has these modules, and they have parameters of the same names."""
+        return self._now() == self._structure
+
+    def read(self) -> dict[str, Any]:
+        """Return the present values, by place."""
+        found = {
+            key: value for key, held, name in self._values if isinstance(value := held.get(name), _PLAIN)
+        }
+        for key, held, name in self._frozen:
+            if (parameter := held[name]) is not None:
+                found[key] = parameter.requires_grad
+        return found
 
 
 @functools.cache

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.found_extras import Saved
 from scarctl.errors import ScarError
-from scarctl.recovery.forecast import parameters_of
 from scarctl.session.peers import Together
 from scarctl.state.extras import Extras
+from scarctl.state.layouts import parameters_of
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import ShardState, complete_sets
 from scarctl.theory.history import History

@@ -84,7 +84,7 @@ class Gate:
     def settled(self, wait: float = 0.0) -> None:
         """Note that the loop is done with the step. wait: seconds for which a flush may still wait."""
         with self._lock:
-            self._settled_at = min(self._settled_at, time.monotonic() + wait)
+            self._settled_at = min(self._settled_at, time.monotonic() + wait) if wait else -math.inf
             if self._wanted:
                 self._changed.notify_all()
 
@@ -140,31 +140,34 @@ class Gate:
 class _Held:
     """See `Gate.held`. Entered several times per step: a generator, or an object for each time, would take longer."""
 
-    __slots__ = ("_left", "_lock")
+    __slots__ = ("_depth", "_left", "_lock")
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
-        self._left: list[AbstractContextManager[None] | None] = []
-        """One for each time that the lock was taken, of the thread that has the lock."""
+        self._depth = 0
+        """How often the thread that has the lock has taken it."""
+        self._left: list[tuple[int, AbstractContextManager[None]]] = []
+        """The inference modes that it has left, with the depths."""
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        left = None
+        self._depth += 1
         try:
             if torch.is_inference_mode_enabled():
                 left = _outside_inference()
                 left.__enter__()
+                self._left.append((self._depth, left))
         except BaseException:
+            self._depth -= 1
             self._lock.release()
             raise
-        self._left.append(left)
 
     def __exit__(self, *error: Any) -> None:
         try:
-            left = self._left.pop()
-            if left is not None:
-                left.__exit__(*error)
+            if self._left and self._left[-1][0] == self._depth:
+                self._left.pop()[1].__exit__(*error)
         finally:
+            self._depth -= 1
             self._lock.release()
 
 

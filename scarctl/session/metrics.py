@@ -9,8 +9,9 @@ import numpy as np
 from scarctl.arena.durability import durability
 from scarctl.checkpoint.checkpointer import Stats
 from scarctl.checkpoint.engine import Engine
-from scarctl.recovery.forecast import parameters_of, rework_of
+from scarctl.recovery.forecast import rework_of
 from scarctl.state.caveats import Caveat
+from scarctl.state.layouts import parameters_of
 from scarctl.state.version import step_of
 from scarctl.theory.rework import Outlook
 

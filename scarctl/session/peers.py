@@ -134,6 +134,10 @@ class Together:
         """Make the call in all processes. If it fails in one, undo it and raise in all."""
         return call()
 
+    def collect(self, call: Callable[[], object]) -> list[Any]:
+        """Make the call in all processes as `agree` does, and return the results of all as `gather` does."""
+        return [call()]
+
     def writes(self) -> int:
         """See `scarctl.state.identity.Lockstep`. Always 0 alone: no other process computes the name of a state."""
         return 0

@@ -34,6 +34,8 @@ _WITHIN = "within-iteration"
 _AFTERWARDS = "changed-afterwards"
 _CHECKED = 3
 """Number of steps after which extras are checked for later changes."""
+PASSING = ("resumed", "not-settled", _REPLACED, _WITHIN, _AFTERWARDS)
+"""Kinds of caveats that do not outlast a step."""
 
 
 class Progress:
@@ -63,18 +65,22 @@ class Progress:
         """Iterations finished."""
         self._adapter = adapter
         self._known = loop_known(adapter)
+        self._light: Callable[[], Any] = lambda: None
+        """Returns the late extras that the loop changes after a step: called twice in each."""
+        if self._known is not None and hooked:
+            self._light = self._known.capture_light
+        self._scaled = self._known is not None and "scaler" in self._known.late_extras()
+        """Whether steps may be skipped."""
         self._gate = gate
+        self._held = gate.held()
         self.caveats = caveats
         self._origin = origin
         self._fault = fault
         self._hooked = hooked
-        if self._known is not None:
-            mine = (*self._known.early_extras().values(), *self._known.late_extras().values())
-            framework = framework or any(getattr(item, "owns_loop", False) for item in mine)
-        self.framework = framework
+        self.framework = framework or any(getattr(item, "owns_loop", False) for item in self._objects())
         self.loop = Loop(self, rank)
         modules = self._known.modules if self._known is not None else None
-        self.witness = Witness(modules, rank, framework=framework)
+        self.witness = Witness(modules, rank, framework=self.framework)
         self._others = OtherLoaders()
         self._newest: Moment | None = None
         self._ended: Any = None
@@ -110,7 +116,6 @@ class Progress:
             except Exception as error:
                 self._ended = None
                 self._fault(error)
-        self.caveats.withdraw("not-settled", _REPLACED, _WITHIN, _AFTERWARDS)
         kept = moment.early if moment is not None else None
         rng = kept.get("rng") if isinstance(kept, dict) else None
         self.witness.first = self._before_forward if moment is not None and moment.buffers else None
@@ -124,10 +129,11 @@ class Progress:
         moment = self._newest
         if moment is not None and not self.loop.used:
             moment.settled = True
-            try:
-                self._look_for_skipped(moment)
-            except Exception as error:
-                self._fault(error)
+            if self._scaled:
+                try:
+                    self._look_for_skipped(moment)
+                except Exception as error:
+                    self._fault(error)
 
     def _look_for_others(self) -> None:
         """Detect that the loop reads another loader than those in `batches`, and that its position is not saved."""
@@ -140,11 +146,6 @@ class Progress:
     def _look_for_skipped(self, moment: Moment) -> None:
         """Detect that a gradient scaler skipped a step: it was updated, but no step was taken."""
         if self._known is None or moment.light is None:
-            return
-        for name, _ in moment.light:  # after every step, and most trainings have no scaler
-            if name == "scaler":
-                break
-        else:
             return
         scales = [state for name, state in moment.light if name == "scaler" and state]
         if not scales or self._known.early_extras():
@@ -228,7 +229,7 @@ class Progress:
                 self._fault(error)
 
     def _forward_begins(self, trains: bool) -> None:
-        with self._gate.held():
+        with self._held:
             moment = self._newest
             # After a pass without gradients the loop may still write weights.
             if moment is not None and trains:
@@ -333,9 +334,6 @@ class Progress:
         # The loop is done with the step if everything has changed that usually does.
         return _changed(self._ended, self._light()) == self._usual
 
-    def _light(self) -> Any:
-        return self._known.capture_light() if self._known is not None and self._hooked else None
-
     # -- resuming -----------------------------------------------------------------------------------------------
 
     def restore(self, extras: Extras | None, step: int, *, exact: bool) -> None:
@@ -344,6 +342,15 @@ class Progress:
         self.loop.restore(None if extras is None else extras.loop, step)
         if exact:
             self.witness.expect(None if extras is None else extras.following, step)
+
+    def misfits(self) -> tuple[str, ...]:
+        """Return why extras do not continue from their restored states: the attributes `misfit` of adapters' extras."""
+        found = (getattr(item, "misfit", None) for item in self._objects())
+        return tuple(reason for reason in found if isinstance(reason, str))
+
+    def _objects(self) -> list[Any]:
+        known = self._known
+        return [] if known is None else [*known.early_extras().values(), *known.late_extras().values()]
 
     def resumed(self, step: int, moment: Moment | None) -> None:
         """Note that the loop may continue after `step`. moment: the current moment, if captured."""

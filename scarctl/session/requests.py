@@ -23,21 +23,40 @@ class Requests:
 
     def __init__(self, together: Together) -> None:
         self._together = together
+        self._arrived: deque[Extent] = deque()
+        """Checkpoints that other threads have requested since the newest step."""
         self._requested: Extent | None = None
         """The requested checkpoint."""
+        self._tried = False
+        """The newest checkpoint was a requested partial one."""
         self._wishes: deque[Wish] = deque()
         """Requests that all ranks have to fulfil after the same step."""
         self.flush: Callable[[Wish], None] = lambda _: None
         """Fulfils a wish that need not wait for a step. Called in the thread that receives it; returns at once."""
 
     def add(self, wish: Wish) -> None:
-        """Keep a wish until the next step's end. Called from another thread."""
+        """Keep a wish until the next step has ended. Called from any thread."""
         if wish.kind == "flush":
             self.flush(wish)
         elif wish.kind == "recover" or (wish.kind == "full" and self._together.several):
             self._wishes.append(wish)
-        elif wish.kind == "full" or self._requested is None:
-            self._requested = Extent.WHOLE if wish.kind == "full" else Extent.PART
+        else:
+            self._arrived.append(Extent.WHOLE if wish.kind == "full" else Extent.PART)
+
+    def receive(self) -> None:
+        """Take in the checkpoints requested so far. Call it before a step's end becomes visible to other processes.
+
+        A command waits for a newer step than it has seen, so a request that comes later has to wait for the next step.
+        """
+        while self._arrived:
+            extent = self._arrived.popleft()
+            if extent is Extent.WHOLE or self._requested is None:
+                self._requested = extent
+
+    def missed(self) -> None:
+        """Repeat a requested partial checkpoint that copied nothing although something has changed."""
+        if self._tried:
+            self._arrived.append(Extent.PART)
 
     def recovery(self, selector: Selector, *, regular: bool) -> Wish | None:
         """Return the recovery that all ranks carry out after this same step. Call it once after every step.
@@ -59,9 +78,9 @@ class Requests:
         """
         requested = self._requested
         if requested is Extent.WHOLE or (requested is not None and engine.may_copy):
-            # Another thread may have requested a larger checkpoint meanwhile.
-            requested, self._requested = self._requested, None
+            self._requested, self._tried = None, requested is Extent.PART
             return requested
+        self._tried = False
         if not regular:
             return None
         return Extent.WHOLE_UNLESS_BEHIND if engine.settings.policy == "full" else Extent.PART

@@ -29,7 +29,7 @@ class Outcome:
 
     resumed: Resumed
     reasons: tuple[str, ...] = ()
-    """The earlier run's reasons why the state is not exact."""
+    """Why the state is not exact: the earlier run's reasons, and states that extras could not continue from."""
     reshaped: bool = False
     """The state was saved under another division, and must be saved again."""
 
@@ -51,8 +51,14 @@ class Resumption:
         """Resume, and return the result. Raises as `Session.resume` does."""
         outcome = Outcome(Resumed(0, True, None))
         if not self._together.moved:
-            layout = self._together.agree(self._store.current_layout)
-            missing = [n for n, there in enumerate(self._together.gather(layout is not None)) if not there]
+            layout: Layout | None = None
+
+            def look() -> bool:
+                nonlocal layout
+                layout = self._store.current_layout()
+                return layout is not None
+
+            missing = [rank for rank, there in enumerate(self._together.collect(look)) if not there]
             if missing and layout is not None:
                 log.warning(
                     "%s has no commit of ranks %s, although others have saved: they died too early, or their logs "
@@ -118,13 +124,14 @@ class Resumption:
     def _continue(
         self, engine: Engine, resumed: Resumed, extras: Extras | None, reached: int
     ) -> tuple[str, ...]:
-        """Restore the extras, and start the engine. Return the reasons in the extras why the state is not exact.
+        """Restore the extras, and start the engine. Return why the state is not exact: the extras' reasons.
 
         extras: None if the store holds no state. reached: the newest step of the earlier run in this host's memory.
         """
         stored = () if extras is None else reasons(extras.notes.caveats)
         if extras is not None:
             self._adapter.restore(extras.early, extras.late)
+            stored = (*stored, *self._progress.misfits())
             engine.policy_memory = extras.policy
             self._journal.follow(extras.notes.events, extras.notes.samples)
             report = resumed.report

@@ -27,7 +27,7 @@ from scarctl.session.beginning import Beginning
 from scarctl.session.parts import Parts
 from scarctl.state.extras import Extras, Notes
 from scarctl.state.journal import Sample
-from scarctl.state.version import step_of
+from scarctl.state.version import NEVER, step_of
 from scarctl.util.worker import Worker
 
 log = logging.getLogger("scarctl")
@@ -38,6 +38,7 @@ _LAST_DRAIN = 10.0
 """Longest wait for the store after a fatal signal, in seconds: SIGKILL may follow at any time."""
 _PATIENCE = 120.0
 """Seconds that closing waits for a flush or a step in another thread."""
+_UNSAVED = "values are not finite, or were written while they were copied"
 
 
 class Ending(Enum):
@@ -60,6 +61,8 @@ class Saving:
         """The moment at the end of the newest step, if every step's end is kept."""
         self.flushed: int | None = None
         """The newest step that a flush has sealed."""
+        self.missed = False
+        """The newest checkpoint copied nothing, although something had changed."""
         self.doomed = False
         """A fatal signal has arrived: the flushed state must not be overwritten."""
         self.streams = Streams()
@@ -171,6 +174,7 @@ class Saving:
         engine.selector.hurry()
         copied = self._checkpoints.finish(engine, hook=hook)
         engine.selector.settle()
+        self.missed = copied is not None and copied.missed
         return copied is not None and copied.sealed
 
     def end_copy(self) -> None:
@@ -298,6 +302,7 @@ class Saving:
         """
         engine = self._opening.engine
         assert engine is not None, "nothing is flushed before the first step"
+        errors = self.stats.errors
         if not self._ready(engine):
             log.warning("a signal arrived, but the current copy does not end: the state is not flushed")
         elif self.moment is not None and self._flush(self.moment):
@@ -305,7 +310,21 @@ class Saving:
             if fatal:
                 self._rescue(engine, self.moment)
             return True
+        else:
+            self._report_unsaved(engine, failed=self.moment is None or self.stats.errors > errors)
         return False
+
+    def _report_unsaved(self, engine: Engine, *, failed: bool, why: str = _UNSAVED) -> None:
+        """Log that the run ends without a sealed copy of its newest step. `fault` logs a lasting error only once.
+
+        failed: an error is the reason, not `why`.
+        """
+        log.error(
+            "the run ends, and step %d is not saved as a whole: %s. The newest copies are of step %d",
+            self._progress.head_step,
+            (failed and self.stats.last_error) or why,
+            step_of(int(engine.arena.newest().max(initial=NEVER))),
+        )
 
     def end_now(self, *, wait: bool) -> None:
         """Stop saving, because a signal ends this process. wait: first wait a while for the store."""
@@ -319,9 +338,13 @@ class Saving:
         failed = ending is Ending.FAILED
         with self._gate.quiet(_PATIENCE, between=not failed) as quiet, self.streams.joined():
             self.finish()
-            head = self._progress.head_step
+            head, engine = self._progress.head_step, self._opening.engine
+            if not (seal and head > 0):
+                return
             # A step that raised may have changed only some parameters: the previous checkpoint is better.
-            if not (seal and quiet and head > 0):
+            if not quiet:
+                if not (self.doomed or engine is None or engine.is_sealed()):
+                    self._report_unsaved(engine, failed=False, why="a later step did not end")
                 return
             if ending is not Ending.CLOSED and self.flushed == head:
                 return
@@ -329,10 +352,13 @@ class Saving:
             errors = self.stats.errors
             if moment is not None and ending is not Ending.CLOSED:
                 self._progress.flushed(moment)
-            if not self.seal(moment) and self.stats.errors > errors:
-                # Another package's signal handler may have raised within the copy.
-                self.seal(moment)
+            sealed = self.seal(moment)
             engine = self._opening.engine
+            if not sealed and self.stats.errors > errors:
+                # Another package's signal handler may have raised within the copy.
+                sealed = self.seal(moment)
+            if not (sealed or self.doomed or engine is None):
+                self._report_unsaved(engine, failed=moment is None or self.stats.errors > errors)
             if failed and engine is not None and moment is not None:
                 self._rescue(engine, moment)
 

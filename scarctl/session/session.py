@@ -74,6 +74,7 @@ class Session:
         self._origin = Origin(self.caveats)
         self._requests = Requests(self._together)
         self._gate = Gate(stepping=hooks == "off")
+        self._held = self._gate.held()
         self._progress = Progress(
             adapter,
             self._gate,
@@ -378,7 +379,7 @@ class Session:
         if self._inert():
             return
         # While the gate is held, no flush can run between these parts.
-        with self._gate.held():
+        with self._held:
             wish = self._steps.end()
             if wish is not None:
                 self._grant(wish)

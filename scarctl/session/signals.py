@@ -292,7 +292,7 @@ class _Watch:
                 for signum in instruction.signums:
                     self._let(signum, instruction.at_once)
             else:
-                # The interpreter looks for signals, then waits: one that comes in between interrupts nothing.
+                # The interpreter looks for signals, then waits: one that comes between the two interrupts nothing.
                 for signum in self._through.intersection(instruction.signums):
                     self._send(signum)
 

@@ -12,6 +12,7 @@ from scarctl.checkpoint.copied import Extent
 from scarctl.daemon.request import Wish
 from scarctl.errors import ScarError
 from scarctl.session.parts import Parts
+from scarctl.session.progress import PASSING
 from scarctl.session.requests import Requests
 from scarctl.session.saving import Saving
 from scarctl.util.collection import without_collection
@@ -38,6 +39,8 @@ class Steps:
         self._saving = saving
         self._watch = watch
         self._flush_on_signal = parts.settings.flush_on_signal
+        self._savable = False
+        """Whether the state was found to be savable."""
         self._regular = False
         """A regular checkpoint is due after the newest step."""
         self._stalls = 0.0
@@ -74,6 +77,8 @@ class Steps:
             started, part = time.perf_counter(), self._saving.under_way
             try:
                 self._saving.finish(hook=True)
+                if self._saving.missed:
+                    self._requests.missed()
             finally:
                 self._saving.stats.stalled(started, part=part)
 
@@ -85,11 +90,14 @@ class Steps:
         progress, saving, engine = self._progress, self._saving, self._opening.engine
         saving.moment = None
         saving.streams.follow()
+        self._requests.receive()
         progress.head_step += 1  # before a flush can run
-        progress.caveats.withdraw("resumed")
+        progress.caveats.withdraw(*PASSING)
         self._gate.leave(progress.patience)
         self._watch.stepped()
-        self._binding.require_savable()
+        if not self._savable:
+            self._binding.require_savable()
+            self._savable = True
         if engine is None:
             return None
         engine.arena.reach(progress.head_step)

@@ -11,7 +11,7 @@ from fractions import Fraction
 from html import escape
 
 from scarctl.simulate.study import Study
-from scarctl.simulate.summary import Line, Summary
+from scarctl.simulate.summary import CellMeans, Summary
 
 # The marks differ, too, for readers who do not see the colours.
 _STYLES = {"full": ("#444444", "circle"), "aged": ("#cc79a7", "circle"), "priority": ("#0072b2", "circle"),
@@ -52,14 +52,16 @@ def draw(study: Study, summary: Summary) -> str:
     )
 
 
-def _range(lines: Iterable[Line]) -> tuple[float, float]:
+def _range(lines: Iterable[CellMeans]) -> tuple[float, float]:
     ends = [value for line in lines for value in (line.rework.mean, line.rework.low, line.rework.high)]
     known = [value for value in ends if value is not None]
     low, high = min(0.0, *known), max(0.0, *known)
     return (low, high) if high > low else (0.0, 1.0)
 
 
-def _panel(title: str, lines: list[Line], rollback: Line | None, low: float, high: float) -> list[str]:
+def _panel(
+    title: str, lines: list[CellMeans], rollback: CellMeans | None, low: float, high: float
+) -> list[str]:
     step = _step(high - low)
     low, high = step * (low // step), step * -(-high // step)
 
@@ -107,7 +109,7 @@ def _panel(title: str, lines: list[Line], rollback: Line | None, low: float, hig
         "full": 0.0
     }
 
-    def place(line: Line) -> tuple[float, float]:
+    def place(line: CellMeans) -> tuple[float, float]:
         return x(line.cell.fraction) + shifts[line.cell.policy], y(line.rework.mean)
 
     for mode in dict.fromkeys(line.cell.mode for line in lines):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, Literal, TypeAlias
 
 from scarctl.config import NORMS
 from scarctl.errors import UsageError
 from scarctl.simulate.workload import check_name
-from scarctl.util.document import Document
+from scarctl.util.document import Document, json_of
 
 POLICIES = ("aged", "priority", "round", "random")
 Mode: TypeAlias = Literal["partial", "rollback", "extrapolate"]
@@ -115,23 +115,9 @@ class Study:
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values, which `from_json` reads."""
-        return {
-            "workload": self.workload,
-            "data": self.data,
-            "lost": [str(share) for share in self.lost],
-            "fractions": [str(share) for share in self.fractions],
-            "policies": list(self.policies),
-            "modes": list(self.modes),
-            "interval": self.interval,
-            "failure_rate": self.failure_rate,
-            "fail_after": self.fail_after,
-            "stratify": self.stratify,
-            "smooth": self.smooth,
-            "iterations": self.iterations,
-            "target": self.target,
-            "norm": self.norm,
-            "seed": self.seed,
-        }
+        shares = {"lost": map(str, self.lost), "fractions": map(str, self.fractions)}
+        found: dict[str, Any] = json_of(asdict(self) | {name: list(of) for name, of in shares.items()})
+        return found
 
     @staticmethod
     def from_json(obj: dict[str, Any]) -> Study:

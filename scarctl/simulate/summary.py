@@ -7,23 +7,22 @@ in the same trials.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from scarctl.simulate.intervals import Mean, mean_of, ratio_of
 from scarctl.simulate.study import Cell, Study
-from scarctl.util.document import Document
+from scarctl.util.document import INLINE, Document
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """The means of one cell's trials."""
+class CellMeans(Document):
+    """The means of one cell's trials, in iterations."""
 
-    cell: Cell
+    cell: Cell = field(metadata=INLINE)
     rework: Mean
-    """Iterations."""
     median: float
     """Median of the trials' iterations. If it is far from the mean, single trials decide the mean."""
     reduction: Mean | None
@@ -38,18 +37,9 @@ class Line:
     oldest: dict[str, float] | None
     """Mean age of every parameter's oldest copy that differs from its live values at the failure, in iterations. None
     for a rollback, and for results that do not have it."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **self.cell.to_json(),
-            "rework": self.rework.to_json(),
-            "median": self.median,
-            "reduction": None if self.reduction is None else self.reduction.to_json(),
-            "versus_round": None if self.versus_round is None else self.versus_round.to_json(),
-            "perturbation": self.perturbation,
-            "given_up": self.given_up,
-            "oldest": self.oldest,
-        }
+    written: float | None
+    """Mean over trials of the bytes that the way's checkpoints saved, relative to their budget. None if no trial has a
+    checkpoint after the first iteration, and for results that do not have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +51,7 @@ class Summary(Document):
     """Mean iterations of an undisturbed run."""
     irreproducible: int
     """Trials in which two runs of one seed differed."""
-    cells: list[Line]
+    cells: list[CellMeans]
 
 
 def summarise(study: Study, results: Sequence[dict[str, Any]]) -> Summary:
@@ -83,7 +73,7 @@ def summarise(study: Study, results: Sequence[dict[str, Any]]) -> Summary:
             reduction = Mean(1 - of.mean, _less(of.high), _less(of.low))
         other = turns.get((cell.mode, cell.fraction, cell.lost), k)
         lines.append(
-            Line(
+            CellMeans(
                 cell,
                 mean_of(rework[:, k]),
                 float(np.median(rework[:, k])),
@@ -92,6 +82,7 @@ def summarise(study: Study, results: Sequence[dict[str, Any]]) -> Summary:
                 float(np.sqrt(np.mean(moved[:, k] ** 2))),
                 int((~arrived[:, k]).sum()),
                 _oldest([result["oldest"][k] if "oldest" in result else None for result in results]),
+                _written([result["written"][k] if "written" in result else None for result in results]),
             )
         )
     undisturbed = float(np.mean([result["undisturbed"] for result in results]))
@@ -103,6 +94,11 @@ def _oldest(trials: Sequence[dict[str, int] | None]) -> dict[str, float] | None:
     if len(found) < len(trials):
         return None
     return {name: float(np.mean([ages[name] for ages in found])) for name in found[0]}
+
+
+def _written(trials: Sequence[float | None]) -> float | None:
+    found = [share for share in trials if share is not None]
+    return float(np.mean(found)) if found else None
 
 
 def _less(ratio: float | None) -> float | None:

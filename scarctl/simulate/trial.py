@@ -11,9 +11,10 @@ iteration cost of Qiao et al., section 3.1, equation (4). It may be negative.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -31,13 +32,14 @@ from scarctl.checkpoint.step_end import captured
 from scarctl.checkpoint.trend import Trend
 from scarctl.errors import UsageError
 from scarctl.policy.select import Candidates, select, squared
-from scarctl.recovery.forecast import parameters_of, rework_of
+from scarctl.recovery.forecast import rework_of
 from scarctl.simulate.study import Cell, Study
 from scarctl.simulate.workload import Workload
 from scarctl.state import codec
 from scarctl.state.extras import Extras
 from scarctl.state.layout import Layout
-from scarctl.state.torch_dtypes import torched
+from scarctl.state.layouts import parameters_of
+from scarctl.state.torch_dtypes import to_raw, torched
 from scarctl.state.version import pack, step_of
 from scarctl.store import Settings
 from scarctl.theory.rework import Outlook
@@ -49,15 +51,33 @@ _SAME = 1e-6
 """Largest relative difference of the metric between two equal runs of one seed."""
 
 
-def run_trial(study: Study, workload: Workload, trial: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Runs that need not be repeated, because equal seeds and states train equally.
+
+    Pass it to all trials of a training. Its workloads may save and recover differently, but must train alike.
+    """
+
+    undisturbed: dict[tuple[Any, ...], _Undisturbed] = field(default_factory=dict)
+    """By seed, and the settings on which its end depends."""
+    finished: dict[tuple[Any, ...], tuple[int, bool]] = field(default_factory=dict)
+    """Results of runs that continued after a recovery: by the undisturbed run, the failure, and the recovered state."""
+
+
+def run_trial(study: Study, workload: Workload, trial: int, known: Known | None = None) -> dict[str, Any]:
     """Run a trial and return its results as JSON values.
 
     trial: its number, which with the study's seed determines all random choices.
+    known: results of earlier trials, to which those of this trial are added.
     Raises UsageError when the workload does not converge, or a run of it is unusable.
     """
     words = np.random.SeedSequence([study.seed, trial]).generate_state(4, np.uint64).tolist()
     seed, shard_seed = words[0] >> 32, words[1] >> 2
-    undisturbed = _undisturbed(study, workload, seed)
+    known = known or Known()
+    of = (seed, study.target, study.iterations, study.smooth)
+    if of not in known.undisturbed:
+        known.undisturbed[of] = _undisturbed(study, workload, seed)
+    undisturbed = known.undisturbed[of]
     chance = _stratified(study, trial, words[2] / 2**64) if study.stratify else words[2] / 2**64
     failed_after = study.fail_after or _failure(study, undisturbed.iterations, chance)
     if failed_after >= undisturbed.iterations:
@@ -68,7 +88,7 @@ def run_trial(study: Study, workload: Workload, trial: int) -> dict[str, Any]:
     reached = run.train(failed_after)
     same = math.isclose(reached, undisturbed.metrics[failed_after - 1], rel_tol=_SAME, abs_tol=1e-300)
     cells = study.cells()
-    results = [run.fail(cell, shard_seed, undisturbed) for cell in cells]
+    results = [run.fail(cell, shard_seed, undisturbed, known, of) for cell in cells]
     return {
         "trial": trial,
         "failed_after": failed_after,
@@ -80,6 +100,7 @@ def run_trial(study: Study, workload: Workload, trial: int) -> dict[str, Any]:
         "arrived": [arrived for _, _, arrived in results],
         "predicted": [run.predict(cell, shard_seed) for cell in cells],
         "oldest": [run.oldest(cell) for cell in cells],
+        "written": [run.written(cell) for cell in cells],
         "rollback_steps": run.rollback_steps,
     }
 
@@ -171,13 +192,18 @@ class _Keeper:
         self._policy = policy
         self._budget = max(1, int(fraction * layout.nbytes))
         self._seed = seed
-        self._credit = self._cursor = 0
+        self._credit = self._cursor = self._saves = self._written = 0
         self._live: LiveState | None = None
 
     @property
     def step(self) -> int:
         """Iteration of the newest copies."""
         return int(step_of(self.arena.version).max())
+
+    @property
+    def written(self) -> float | None:
+        """Bytes saved after the first iteration, relative to the budget; None before a second checkpoint."""
+        return self._written / (self._saves * self._budget) if self._saves else None
 
     def live(self, adapter: Adapter) -> LiveState:
         """Return the live state next to this checkpoint's copies."""
@@ -194,7 +220,9 @@ class _Keeper:
 
     def save(self, adapter: Adapter, iteration: int, norm: Norm) -> None:
         """Save a checkpoint as `scarctl.checkpoint.engine` does."""
+        self._saves += 1
         if self._policy == "full":
+            self._written += self.arena.layout.nbytes
             self.save_all(adapter, iteration)
             return
         live, layout = self.live(adapter), self.arena.layout
@@ -209,6 +237,7 @@ class _Keeper:
         )
         chosen = select(self._policy, among, self._budget, credit=self._credit, cursor=self._cursor)
         self._credit, self._cursor = chosen.credit, chosen.cursor
+        self._written += chosen.nbytes
         self.arena.note_distances(distance)
         self._copy(live, chosen.ids, iteration)
 
@@ -279,8 +308,13 @@ class _Run:
         self._aside.save_all(self._adapter, iterations)
         return float(self._workload.metric())
 
-    def fail(self, cell: Cell, shard_seed: int, undisturbed: _Undisturbed) -> tuple[int, float, bool]:
-        """Fail, recover and train on. Return rework, the perturbation's l2 norm, and whether the target was reached."""
+    def fail(
+        self, cell: Cell, shard_seed: int, undisturbed: _Undisturbed, known: Known, of: tuple[Any, ...]
+    ) -> tuple[int, float, bool]:
+        """Fail, recover and train on. Return rework, the perturbation's l2 norm, and whether the target was reached.
+
+        of: the key of the undisturbed run in `known`.
+        """
         assert self._aside is not None, "it has not trained yet"
         _restore(self._aside, self._adapter)
         keeper = self._keepers[cell.policy, cell.fraction]
@@ -294,6 +328,14 @@ class _Run:
         if recompute := getattr(self._workload, "recompute", None):
             recompute()
         moved = self._aside.live(self._adapter).distances()
+        key = (*of, self._failed_after, iteration, _digest(self._adapter, self._aside.arena.layout))
+        if key not in known.finished:
+            known.finished[key] = self._finish(iteration, undisturbed)
+        rework, arrived = known.finished[key]
+        return rework, float(np.linalg.norm(moved)), arrived
+
+    def _finish(self, iteration: int, undisturbed: _Undisturbed) -> tuple[int, bool]:
+        """Train on after `iteration`. Return rework, and whether the target was reached."""
         done, most = self._failed_after, PATIENCE * undisturbed.iterations
         metrics, arrived = undisturbed.metrics[:iteration], False
         while done < most and not arrived:
@@ -301,7 +343,11 @@ class _Run:
             self._workload.step(iteration)
             metrics.append(float(self._workload.metric()))
             arrived = _smooth(metrics, self._study.smooth) <= undisturbed.target
-        return done - undisturbed.iterations, float(np.linalg.norm(moved)), arrived
+        return done - undisturbed.iterations, arrived
+
+    def written(self, cell: Cell) -> float | None:
+        """Return the bytes saved until the failure, relative to the budget; None: no checkpoint but the first."""
+        return self._keepers[cell.policy, cell.fraction].written
 
     @property
     def rollback_steps(self) -> int | None:
@@ -373,6 +419,16 @@ def _cut(workload: Workload) -> Settings:
 def _capture(adapter: Adapter) -> tuple[str, Any]:
     """Return extras as a commit stores them, independent of the live objects."""
     return codec.encode(captured(adapter).to_tree())
+
+
+def _digest(adapter: Adapter, layout: Layout) -> bytes:
+    """Return a digest of the live state, extras included."""
+    found = hashlib.blake2b(digest_size=16)
+    text, extras = _capture(adapter)
+    tensors = [to_raw(tensor) for group in tensors_of(adapter, layout) for tensor in group]
+    for data in (text.encode(), *(raw.data for raw in (*extras.values(), *tensors))):
+        found.update(data)
+    return found.digest()
 
 
 def _restore(keeper: _Keeper, adapter: Adapter) -> None:

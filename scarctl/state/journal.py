@@ -16,7 +16,7 @@ Fact: TypeAlias = str | int | float | bool | None
 MOST = 64
 """Number of newest events that are kept."""
 MOST_SAMPLES = 128
-"""Most samples that are kept over the whole run. When they exceed it, every second one is dropped."""
+"""Most samples that are kept over the whole run. If there are more, every second one is dropped."""
 _LEAST_GAP = 0.5
 """Seconds between two samples at the beginning of a run."""
 _TEXT = 200

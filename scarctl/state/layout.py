@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -303,10 +303,14 @@ class Layout:
         return f"<Layout {len(self._groups)} groups, {self.partitions} partitions, {self._nbytes} bytes>"
 
 
+Cuttable: TypeAlias = (
+    tuple[str, str, tuple[TensorSpec, ...]] | tuple[str, str, tuple[TensorSpec, ...], Place | None]
+)
+"""A group before it is cut: name, kind, tensors[, place]."""
+
+
 def build_layout(
-    groups: Iterable[
-        tuple[str, str, tuple[TensorSpec, ...]] | tuple[str, str, tuple[TensorSpec, ...], Place | None]
-    ],
+    groups: Iterable[Cuttable],
     *,
     partition_bytes: int | None = None,
     rows: Mapping[str, int] | None = None,

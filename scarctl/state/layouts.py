@@ -50,3 +50,9 @@ class Layouts:
         for n in range(len(self._layouts)):
             if (mine := of == n).any():
                 yield n, mine
+
+
+def parameters_of(layout: Layout | Layouts) -> NDArray[np.bool_]:
+    """Mark the partitions of parameters: bool of shape (layout.partitions,)."""
+    kinds = np.array([group.kind == "parameter" for group in layout.groups], dtype=bool)
+    return kinds[layout.group_of(np.arange(layout.partitions))]

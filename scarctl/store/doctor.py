@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, TypedDict
 
 from scarctl.errors import NoStore, ScarError, Unavailable
 from scarctl.store.backends.address import Address
 from scarctl.store.backends.base import Blobs
 from scarctl.store.backends.connect import blobs_at
 from scarctl.store.backends.probe import RACERS, ROUNDS, create_twice, probe_name, race
-from scarctl.util.document import Document, json_of
+from scarctl.util.document import Document
 from scarctl.util.text import counted
 
 SMALL_BYTES = 1_000
@@ -57,19 +57,28 @@ class Latency(Document):
         return Latency(round(ordered[len(ordered) // 2], 6), round(p95, 6))
 
 
-@dataclass(slots=True)
-class Diagnosis:
-    """Findings about a place. Bandwidths are bytes per second."""
+class Races(TypedDict, total=False):
+    """Races of several writers for one name. Empty if none was held."""
 
+    racers: int
+    rounds: int
+    one_winner: int
+
+
+@dataclass(slots=True)
+class Diagnosis(Document):
+    """`scarctl doctor --store S`."""
+
+    COMPUTED: ClassVar = ("sound", "exclusive")
     where: str
     local: bool
     has_store: bool
     checks: list[Check] = field(default_factory=list)
-    races: dict[str, int] = field(default_factory=dict)
-    put: Latency | None = None
-    get: Latency | None = None
-    write_bandwidth: float | None = None
-    read_bandwidth: float | None = None
+    races: Races = field(default_factory=Races)
+    small_put_seconds: Latency | None = None
+    small_get_seconds: Latency | None = None
+    write_bytes_per_second: int | None = None
+    read_bytes_per_second: int | None = None
     left_behind: list[str] = field(default_factory=list)
     """Files that could not be deleted."""
 
@@ -82,22 +91,6 @@ class Diagnosis:
     def exclusive(self) -> bool:
         """Whether exactly one of several creations of a file succeeds."""
         return all(check.ok for check in self.checks if check.name.startswith("exclusive"))
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "where": self.where,
-            "local": self.local,
-            "has_store": self.has_store,
-            "sound": self.sound,
-            "exclusive": self.exclusive,
-            "checks": json_of(self.checks),
-            "races": self.races,
-            "small_put_seconds": json_of(self.put),
-            "small_get_seconds": json_of(self.get),
-            "write_bytes_per_second": self.write_bandwidth and int(self.write_bandwidth),
-            "read_bytes_per_second": self.read_bandwidth and int(self.read_bandwidth),
-            "left_behind": self.left_behind,
-        }
 
 
 def diagnose(
@@ -171,7 +164,7 @@ def _diagnose(
         found.checks += [_read_after_write(blobs, folder), _list_after_write(blobs, folder)]
         found.checks += [_unfinished(blobs, folder)]
         report("latency")
-        found.put, found.get = _latency(blobs, folder)
+        found.small_put_seconds, found.small_get_seconds = _latency(blobs, folder)
         report("bandwidth")
         found.checks.append(_bandwidth(blobs, folder, large_bytes, found))
     return found
@@ -179,8 +172,9 @@ def _diagnose(
 
 @contextmanager
 def _folder(blobs: Blobs, address: Address, found: Diagnosis) -> Iterator[str]:
-    """Yield a folder for test files, and delete it afterwards, as well as the store's folder if it is new."""
-    new = address.root is not None and not address.root.exists()
+    """Yield a folder for test files, and delete it afterwards, as well as the store's folder and its parents if new."""
+    root = address.root
+    new = [] if root is None else [path for path in (root, *root.parents) if not path.exists()]
     folder = probe_name()
     try:
         blobs.begin()
@@ -201,8 +195,8 @@ def _folder(blobs: Blobs, address: Address, found: Diagnosis) -> Iterator[str]:
         if address.root is not None:
             with contextlib.suppress(OSError):
                 os.rmdir(address.root / folder)
-                if new:
-                    os.rmdir(address.root)
+                for path in new:
+                    os.rmdir(path)
         blobs.close()
 
 
@@ -268,12 +262,12 @@ def _bandwidth(blobs: Blobs, folder: str, size: int, found: Diagnosis) -> Check:
         for start in range(0, size, len(block)):
             out.write(memoryview(block)[: size - start])
         out.commit()
-    found.write_bandwidth = size / max(time.perf_counter() - started, 1e-9)
+    found.write_bytes_per_second = int(size / max(time.perf_counter() - started, 1e-9))
     buffer = bytearray(size)
     started = time.perf_counter()
     with blobs.reader(name) as file:
         file.read_into(0, memoryview(buffer))
-        found.read_bandwidth = size / max(time.perf_counter() - started, 1e-9)
+        found.read_bytes_per_second = int(size / max(time.perf_counter() - started, 1e-9))
         wrong = sum(
             buffer[start : start + len(block)] != block[: size - start]
             for start in range(0, size, len(block))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from scarctl.errors import UsageError
+from scarctl.state.layout import Cuttable, Layout, build_layout
 from scarctl.store.format import MAX_SHARD, Fields, corrupt
 
 
@@ -31,6 +33,16 @@ class Settings:
         for pattern, count in self.rows:
             if not 1 <= count < 1 << 62:
                 raise UsageError(f"rows per partition of {pattern!r} must be at least 1, not {count}")
+
+    def layout(self, groups: Iterable[Cuttable], optimizer: str = "") -> Layout:
+        """Return the layout of a state that is cut as these settings say. Raises UsageError as `build_layout` does."""
+        return build_layout(
+            groups,
+            partition_bytes=self.partition_bytes,
+            rows=dict(self.rows),
+            by_layer=self.by_layer,
+            optimizer=optimizer,
+        )
 
     @staticmethod
     def from_json(obj: object, what: object) -> Settings:

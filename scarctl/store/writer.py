@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,19 +152,7 @@ class StoreWriter:
         if sealed and isinstance(source, Encoder):
             raise UsageError("a sealed commit cannot have encoded copies", hint="commit exact ones")
         versions = None if steps is None else checked_versions(state, ids, self.epoch, step, steps)
-        record = Record(
-            seq=state.seq + 1,
-            shard=shard,
-            kind="commit",
-            epoch=self.epoch,
-            step=step,
-            parent=state.tail_digest,
-            layout=self.layout.digest,
-            sealed=sealed,
-            whole=whole,
-            mixed=versions is not None,
-            boundary=state.boundary,
-        )
+        record = self._next(state, "commit", step, sealed=sealed, whole=whole, mixed=versions is not None)
         tail = None
         if len(ids) or extras is not None:
             ref, checksums = self._segment(
@@ -272,16 +261,20 @@ class StoreWriter:
 
     def _moving(self, state: ShardState) -> Record:
         """Return the next record, if it saves no new copies."""
+        return self._next(state, "compact", max(state.step, 0), line=state.line)
+
+    def _next(self, tip: ShardState, kind: str, step: int, **more: Any) -> Record:
+        """Return the record that follows `tip`, the newest state of a shard. more: further fields of `Record`."""
         return Record(
-            seq=state.seq + 1,
-            shard=state.shard,
-            kind="compact",
+            seq=tip.seq + 1,
+            shard=tip.shard,
+            kind=kind,
             epoch=self.epoch,
-            step=max(state.step, 0),
-            parent=state.tail_digest,
+            step=step,
+            parent=tip.tail_digest,
             layout=self.layout.digest,
-            boundary=state.boundary,
-            line=state.line,
+            boundary=tip.boundary,
+            **more,
         )
 
     @property
@@ -335,18 +328,7 @@ class StoreWriter:
     def _begin_shard(self, tip: ShardState, base: int | None) -> None:
         shard = tip.shard
         state = tip if base is None else self.store.state(shard, at=base)
-        record = Record(
-            seq=tip.seq + 1,
-            shard=shard,
-            kind="epoch",
-            epoch=self.epoch,
-            step=state.step,
-            parent=tip.tail_digest,
-            layout=self.layout.digest,
-            base=base,
-            boundary=tip.boundary,
-            line=tip.line if base is None else "",
-        )
+        record = self._next(tip, "epoch", state.step, base=base, line=tip.line if base is None else "")
         members = self.members.get(shard, state.ids)
         tail = None
         if state.layout != self.layout or not np.array_equal(members, state.ids):

@@ -29,6 +29,7 @@ LEAST_EXPLAINED = 0.5
 """Share of the values' variance that the curve must explain."""
 WIDEST = 8.0
 """Largest accepted ratio between the two ends of the interval for 1 - c."""
+CONFIDENCE = 0.95
 _POWERS = np.linspace(0.25, 1.5, 6)
 _BETTER = 0.7  # a power of k fits better if it leaves less than this share of the residue
 _GRID = 400
@@ -39,7 +40,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Convergence:
-    """An estimate, with intervals at the requested confidence."""
+    """An estimate, with intervals at a confidence of `CONFIDENCE`."""
 
     c: float
     """Factor by which the distance to the optimum shrinks in an iteration."""
@@ -60,13 +61,13 @@ class NoEstimate:
     reason: str
 
 
-def fit_metric(steps: ArrayLike, metrics: ArrayLike, *, confidence: float = 0.95) -> Convergence | NoEstimate:
+def fit_metric(steps: ArrayLike, metrics: ArrayLike) -> Convergence | NoEstimate:
     """Estimate c from a decreasing metric such as the loss. A metric does not show ‖x(0) - x*‖.
 
     steps: iterations, ascending, of shape (points,). metrics: of the same shape.
-    confidence: of the intervals, between 0 and 1. Raises UsageError for other steps or confidences.
+    Raises UsageError for other steps.
     """
-    fit = _fit(steps, metrics, confidence)
+    fit = _fit(steps, metrics)
     if isinstance(fit, NoEstimate):
         return fit
     if fit.amplitude <= 0:
@@ -76,19 +77,17 @@ def fit_metric(steps: ArrayLike, metrics: ArrayLike, *, confidence: float = 0.95
     return _checked(math.exp(-fit.decay / 2), interval, None, None, fit.points)
 
 
-def fit_increments(
-    steps: ArrayLike, increments: ArrayLike, gaps: ArrayLike, *, confidence: float = 0.95
-) -> Convergence | NoEstimate:
+def fit_increments(steps: ArrayLike, increments: ArrayLike, gaps: ArrayLike) -> Convergence | NoEstimate:
     """Estimate c and ‖x(0) - x*‖ from the increments ‖x(k + gap) - x(k)‖ at the iterations k in `steps`.
 
     steps: ascending, of shape (points,). Iteration 0 is the origin of `steps`, which may be negative.
     increments: of the same shape. gaps: iterations, 1 or more, a scalar or of the same shape.
-    confidence: of the intervals, between 0 and 1. Raises UsageError for other steps, gaps or confidences.
+    Raises UsageError for other steps or gaps.
     """
     k, g = np.asarray(steps, np.float64).reshape(-1), np.asarray(gaps, np.float64)
     if not (g >= 1).all() or g.shape not in ((), k.shape):
         raise UsageError(f"gaps is {g}: give iterations, 1 or more, as one number or one for each step")
-    fit = _fit(steps, increments, confidence, gaps=np.broadcast_to(g, k.shape))
+    fit = _fit(steps, increments, gaps=np.broadcast_to(g, k.shape))
     if isinstance(fit, NoEstimate):
         return fit
     if fit.amplitude <= 0:
@@ -135,7 +134,7 @@ class _Data:
     k: Floats
     y: Floats
     gaps: Floats | None
-    """Of increments: `y` has been divided by them, and the curve has no floor. None: y is a metric, with a floor."""
+    """Gaps of increments, by which `y` is divided; the curve then has no floor. None: `y` is a metric, with a floor."""
 
     def solve(self, decay: float) -> tuple[float, float, float, Floats]:
         """Return the amplitude, its error per unit of noise, the residual sum of squares and the residuals."""
@@ -154,15 +153,11 @@ class _Data:
         return self.solve(decay)[2]
 
 
-def _fit(
-    steps: ArrayLike, values: ArrayLike, confidence: float, gaps: Floats | None = None
-) -> _Fit | NoEstimate:
+def _fit(steps: ArrayLike, values: ArrayLike, gaps: Floats | None = None) -> _Fit | NoEstimate:
     """Fit y = floor + A exp(-decay k); with gaps y = A exp(-decay k) (1 - exp(-decay gap))."""
     k, y = np.asarray(steps, np.float64).reshape(-1), np.asarray(values, np.float64).reshape(-1)
     if k.shape != y.shape or (np.diff(k) <= 0).any():
         raise UsageError("give one value for each step, and the steps in ascending order")
-    if not 0 < confidence < 1:
-        raise UsageError(f"confidence is {confidence}, not between 0 and 1")
     if len(k) < LEAST_POINTS:
         return NoEstimate(f"{len(k)} of {LEAST_POINTS} points")
     if not np.isfinite(y).all():
@@ -187,7 +182,7 @@ def _fit(
     if _power_residue(k, y) < _BETTER * residue:
         return NoEstimate("the run converges sublinearly, like a power of the iterations")
     # An F quantile of (1, freedom) is the square of Student's.
-    allowed = residue * (1 + _student(confidence, freedom) ** 2 / freedom) + 1e-24 * spread
+    allowed = residue * (1 + _student(freedom) ** 2 / freedom) + 1e-24 * spread
     inside = np.flatnonzero(residues <= allowed)
     low = min([decay, *grid[inside[:1]].tolist()])
     high = max([decay, *grid[inside[-1:]].tolist()])
@@ -197,7 +192,7 @@ def _fit(
         return NoEstimate("the run converges too slowly or too fast for a history of this length")
     ends = [data.solve(d)[0] for d in (low, high)]
     # The noise at a fixed decay adds to the amplitude's change over the decay's interval.
-    margin = _student(confidence, freedom) * spread_of_amplitude * math.sqrt(residue / freedom)
+    margin = _student(freedom) * spread_of_amplitude * math.sqrt(residue / freedom)
     amplitudes = (min(*ends, amplitude) - margin, max(*ends, amplitude) + margin)
     return _Fit(
         decay, (low, high), amplitude, amplitudes, len(k), _profile(data, allowed, (low, decay, high))
@@ -267,9 +262,9 @@ def _independent(rest: Floats) -> float:
     return len(rest) * (1 - alike) / (1 + alike)
 
 
-def _student(confidence: float, freedom: float) -> float:
+def _student(freedom: float) -> float:
     """Return the two-sided quantile of Student's t by the Cornish-Fisher expansion; 1 % off at 3 degrees of freedom."""
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     return (
         z
         + (z**3 + z) / (4 * freedom)

@@ -17,9 +17,13 @@ Integer = TypeVar("Integer", bound=np.integer)
 
 def distinct(values: NDArray[Integer]) -> NDArray[Integer]:
     """Return the distinct values of a one-dimensional array, ascending. Fast if all are equal, the common case."""
-    if values.size and values[0] == values[-1] and bool((values == values[0]).all()):
+    if not values.size or (values[0] == values[-1] and bool((values == values[0]).all())):
         return values[:1]
-    return np.unique(values)
+    # The first call of numpy's own function imports its masked arrays, which takes longer than many a resume.
+    ordered = np.sort(values)
+    first = np.ones(ordered.size, dtype=bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    return ordered[first]
 
 
 def adjacent(at: NDArray[np.int64]) -> slice | NDArray[np.int64]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import Field, fields
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 INTERNAL: Mapping[str, bool] = {"internal": True}
 """The metadata of a field that is not a part of the document."""
+INLINE: Mapping[str, bool] = {"inline": True}
+"""The metadata of a field that is a document itself, whose fields become fields of this one."""
 
 
 class Document:
@@ -18,10 +20,16 @@ class Document:
     """
 
     __slots__ = ()
+    COMPUTED: ClassVar[tuple[str, ...]] = ()
+    """Names of properties that are fields of the object, too."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        return {one.name: json_of(getattr(self, one.name)) for one in document_fields(type(self))}
+        found: dict[str, Any] = {}
+        for one in document_fields(type(self)):
+            value = json_of(getattr(self, one.name))
+            found |= value if one.metadata.get("inline") else {one.name: value}
+        return found | {name: json_of(getattr(self, name)) for name in self.COMPUTED}
 
 
 def document_fields(kind: type[Document]) -> list[Field[Any]]:

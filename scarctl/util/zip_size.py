@@ -14,7 +14,7 @@ _END_BYTES, _LOCATOR_BYTES, _END64_BYTES = 22, 20, 56
 
 
 def directory_bytes(file: BinaryIO) -> int:
-    """Return the bytes that a zip archive claims for its directory; 0 if it has no end record, and cannot be opened."""
+    """Return the bytes that a zip archive claims for its directory; 0 without an end record, which opening needs."""
     size = file.seek(0, os.SEEK_END)
     start = max(0, size - _END_BYTES - _LONGEST_COMMENT - _LOCATOR_BYTES)
     file.seek(start)

@@ -118,6 +118,7 @@ class Model:
         return World(tuple(self.scenario.words.split()), losses=self.scenario.losses)
 
     def steps(self, world: World) -> Iterator[tuple[str, World]]:
+        check(world)
         if not world.gone:
             yield from self._owner(world)
             yield from self._saver(world)
@@ -251,9 +252,4 @@ def check(world: World) -> None:
 def explore(scenario: Scenario, mutant: str = "") -> Result:
     """Return the number of reachable states, or the shortest way to a broken one."""
     model = Model(scenario, mutant)
-
-    def following(world: World) -> Iterator[tuple[str, World]]:
-        check(world)
-        return model.steps(world)
-
-    return search(model.begin(), following)
+    return search(model.begin(), model.steps)

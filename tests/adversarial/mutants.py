@@ -158,6 +158,25 @@ MUTANTS = (
         "        unsaved = waiting",
     ),
     Mutant(
+        "test_what_a_dead_process_has_copied_is_no_part_of_a_seal_of_the_same_number",
+        "scarctl/persist/persister.py",
+        "        if self._sealed[0] != named:",
+        "        if handover.sealed and self._sealed[0] != named:",
+    ),
+    Mutant(
+        "test_a_signal_without_a_copy_is_said",
+        "scarctl/session/saving.py",
+        "            self._report_unsaved(engine, failed=self.moment is None or self.stats.errors > errors)\n"
+        "        return False",
+        "            pass\n        return False",
+    ),
+    Mutant(
+        "test_a_wish_is_kept_while_all_that_changes_is_being_read",
+        "scarctl/session/requests.py",
+        "            self._arrived.append(Extent.PART)\n\n",
+        "            pass\n\n",
+    ),
+    Mutant(
         "test_a_writer_that_is_overtaken_but_not_collected_counts",
         "scarctl/store/commit.py",
         "            if there is None or there.write_id != record.write_id:",

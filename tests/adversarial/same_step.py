@@ -6,6 +6,7 @@
 A history is a word of short actions on a real arena, queue, persister and store of two shards; the bytes of a partition
 say of which moment it is. After each action everything that could be recovered is planned, from the store alone and
 with the memory of the run. A mutant is scarctl without one of the comparisons of identities; each has to be caught.
+Queues count from 1 again whenever another process puts hand-overs: numbers are not what tells states apart.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from unittest import mock
 import numpy as np
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.queue import HandOver
+from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import NoIntactCopy
-from scarctl.persist.persister import Persister, adopt_orphans, reconcile
+from scarctl.persist.persister import adopt_orphans, reconcile
 from scarctl.recovery import plan as planning
 from scarctl.recovery.plan import Plan, plan_partial, plan_rollback
 from scarctl.state.identity import Identities
@@ -34,9 +35,10 @@ from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import step_of
 from scarctl.store import Record, ShardState, Store, StoreWriter, sealed_sets
 from scarctl.util.arrays import Ids
+from tests.adversarial.same_step_mutants import MUTANTS
 from tests.daemon.rig import Rig, values
 
-ACTIONS = ("step", "write", "write", "full", "full", "part", "save", "save", "cut", "kill", "back")
+ACTIONS = ("step", "write", "write", "full", "full", "part", "save", "save", "cut", "kill", "outlive", "back")
 SHARDS = 2
 _MEMORY = Path("/dev/shm")
 
@@ -152,8 +154,18 @@ class History:
         self.rig.queue.put(version=self.rig.version(self.step), ids=ids, whole=whole, extras=extras)
 
     def _save(self) -> None:
-        for number in self.rig.queue.numbers()[:1]:
-            self.rig.persist(number)
+        rig = self.rig
+        for number in rig.queue.numbers()[:1]:
+            handover = rig.queue.read(number)
+            rig.persist(number)
+            if not handover.sealed or (rig.arena.whole, rig.arena.sealed) != (
+                handover.whole,
+                handover.version,
+            ):
+                continue
+            extras = max((s.extras[0], s.extras_whole) for s in self._states().values() if s.extras)
+            if extras[1] != handover.whole:
+                raise Broken(f"the extras of hand-over {number} are no part of the state that it has sealed")
 
     def _cut(self) -> None:
         """The saver dies after some commits, and another one takes over."""
@@ -186,6 +198,33 @@ class History:
             self.rig = self._new()
         else:
             self._again()
+        self._continue()
+
+    def _outlive(self) -> None:
+        """The run dies in a copy. Its daemon saves what is there, and then frees the store for the next process."""
+        rig, arena = self.rig, self.rig.arena
+        if self._rng.random() < 0.5:  # what the saver has done last is a seal with the first number
+            for number in rig.queue.numbers():
+                rig.persist(number)
+            rig.queue = HandOverQueue(arena.folder)
+            self._full()
+            self._save()
+        self._change(step=self._rng.random() < 0.8)
+        there = np.array([min(values(arena, i), default=0) for i in range(self.live.size)])
+        changed = np.flatnonzero(there != self.live % 251)
+        self._copy(changed[: self._rng.randrange(changed.size + 1)])
+        rig.queue = HandOverQueue(arena.folder)
+        adopt_orphans(arena, rig.queue)
+        for number in rig.queue.numbers():
+            rig.persist(number)
+            self.look()
+        if (arena.pending() & arena.intact()).any():
+            raise Broken("the daemon has removed hand-overs whose copies are not durable")
+        self._again()
+        self._continue()
+
+    def _continue(self) -> None:
+        """Begin the next process with what can be recovered."""
         self._begin()
         adopt_orphans(self.rig.arena, self.rig.queue)
         try:
@@ -306,46 +345,6 @@ class History:
     def close(self) -> None:
         """Close all files."""
         self.rig.die()
-
-
-# -- mutants -----------------------------------------------------------------------------------------------------
-
-
-def _by_step(identities: Identities, step: int, there: str, *, changed: bool, extras: object) -> str:
-    return f"{step + 1:032x}"
-
-
-def _equal_steps(shards: object, tier: object, states: dict[int, ShardState], arena: Arena | None) -> str:
-    return "ab" * 16
-
-
-def _any_copy(saver: Persister, handover: HandOver, shard: int, ids: Ids) -> bool:
-    arena, members, version = saver._arena, saver._members[shard], handover.version
-    done = arena.durable[members] == arena.version[members]
-    done[np.searchsorted(members, ids)] = True
-    return bool((done & (arena.version[members] <= version) & arena.intact()[members]).all())
-
-
-def _unmoved(arena: Arena, ids: Ids) -> None:
-    arena.generation[ids] |= np.uint64(1)
-
-
-_APPLY = ShardState.apply
-
-
-def _still_whole(state: ShardState, record: Record, *args: object, **kwargs: object) -> None:
-    whole = state.whole
-    _APPLY(state, record, *args, **kwargs)  # type: ignore[arg-type]
-    state.whole = state.whole or whole
-
-
-MUTANTS = {
-    "a state is named by its step alone": mock.patch.object(Identities, "of", _by_step),
-    "equal steps are taken for one state": mock.patch.object(planning, "_whole_of", _equal_steps),
-    "a waiting seal takes whatever was copied since": mock.patch.object(Persister, "_is_of", _any_copy),
-    "a copy leaves the arena what it was": mock.patch.object(Arena, "begin", _unmoved),
-    "a part leaves its shard what it was": mock.patch.object(ShardState, "apply", _still_whole),
-}
 
 
 def explore(case: int, seed: int, length: int = 12) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.adversarial.same_step import MUTANTS, caught, explore
+from tests.adversarial.same_step import caught, explore
+from tests.adversarial.same_step_mutants import MUTANTS
 
 
 @pytest.mark.parametrize("case", range(12))

@@ -50,6 +50,8 @@ def test_order_and_numbers_outlive_the_process(tmp_path: Path) -> None:
     again = HandOverQueue(tmp_path)
     third = put(again)
     assert again.numbers() == [second, third]
+    assert not again.has(first)
+    assert again.has(second)
     assert first < second < third
     again.remove(first)  # queueing twice counts once
 

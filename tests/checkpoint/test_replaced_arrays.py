@@ -16,9 +16,16 @@ ROWS, ROW = 64, SMALL // 32
 
 
 def test_what_moves_between_two_checkpoints_is_chosen(tmp_path: Path) -> None:
+    # On a busy machine the store may still read what the checkpoint would copy: then it copies nothing.
+    copied = next(filter(None, (_copied(tmp_path / str(number)) for number in range(5))), set())
+    assert {3, 11} <= copied
+
+
+def _copied(store: Path) -> set[int]:
+    """Return the partitions of the checkpoint of step 12, after 3 and 11 have moved since the one before."""
     state = {"w": np.zeros((ROWS, ROW // 4), np.float32)}
     options = {"interval": 4, "fraction": 1 / 8, "partition_bytes": ROW, "flush_on_signal": False}
-    session = scarctl.attach(state, store=tmp_path / "store", **grouped(daemon=False, **options))
+    session = scarctl.attach(state, store=store, **grouped(daemon=False, **options))
     session.resume()
 
     def step(*rows: int) -> None:
@@ -43,5 +50,5 @@ def test_what_moves_between_two_checkpoints_is_chosen(tmp_path: Path) -> None:
     assert engine.tracker.overlaps, "what is tested"
     session._finish()
     copied = set(np.flatnonzero(step_of(engine.arena.version) == 12).tolist())
-    assert {3, 11} <= copied
     session.close(seal=False)
+    return copied

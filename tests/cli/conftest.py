@@ -29,6 +29,7 @@ from tests.daemon.trainer import stop
 from tests.support.ranks import RankStore
 
 ERROR_KEYS = {"schema_version", "command", "error"}
+ROLLBACK = ("recover", "--store", "ckpt", "--lost", "all", "--mode", "rollback")
 
 
 @pytest.fixture

@@ -58,8 +58,7 @@ def test_without_a_daemon(run: Run, folder: Path) -> None:
 def test_status_shows_runs_and_shards(run: Run, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
     trainer = Trainer(tmp_path / "store", arena_dir)
     assert "store" in run("daemon", "status").stdout
-    trainer.save(trainer.everything, 3)
-    trainer.drained()
+    trainer.save_durably(3)
     trainer.saver.stop()
     trainer.save(trainer.everything[:2], 4)
     (shown,) = run("daemon", "status", "--json").document["runs"]
@@ -132,8 +131,7 @@ def test_reap_removes_what_the_store_has_and_nothing_else(
 ) -> None:
     durable, waiting, alive = (Trainer(tmp_path / name, arena_dir) for name in ("a", "b", "c"))
     for trainer in (durable, waiting, alive):
-        trainer.save(trainer.everything, 1, sealed=True)
-        trainer.drained()
+        trainer.save_durably(1, sealed=True)
     os.kill(status(folder)["pid"], signal.SIGSTOP)  # type: ignore[index]
     waiting.save(waiting.everything, 2)
     durable.saver._closing = waiting.saver._closing = True

@@ -27,8 +27,7 @@ def test_figures_of_a_run_in_a_file_and_over_http(
     assert run("daemon", "status", "--json").document["metrics"] == place
     store = tmp_path / 'a"b\\c\nd'
     trainer = Trainer(store, arena_dir)
-    trainer.save(trainer.everything, 3)
-    trainer.drained()
+    trainer.save_durably(3)
 
     def served() -> bool:
         with urllib.request.urlopen(f"http://{place['listen']}/metrics", timeout=30) as reply:
@@ -74,8 +73,7 @@ def test_a_fault_of_metrics_does_not_keep_the_daemon_from_saving(
         ).error
     assert failed["kind"] == "no-metrics"
     trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save(trainer.everything, 1)
-    trainer.drained()
+    trainer.save_durably(1)
     assert "metrics are not published" in run("daemon", "status").stdout
     trainer.close()
 

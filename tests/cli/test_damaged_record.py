@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from scarctl.errors import Corruption
 from scarctl.store import Store
-from tests.cli.conftest import Model, Run
+from tests.cli.conftest import ROLLBACK, Model, Run
 from tests.support.ranks import RankStore
 from tests.support.training import Loop
 
@@ -80,19 +80,7 @@ def test_nothing_is_saved_over_it(
     error = run("checkpoint", saved.path, "--store", "ckpt", "--step", 2, "--json", code=13).error
     assert newest.name in error["message"]
     assert error["hint"].startswith("put this file back from a copy of this store")
-    error = run(
-        "recover",
-        "--store",
-        "ckpt",
-        "--lost",
-        "all",
-        "--mode",
-        "rollback",
-        "--into",
-        saved.path,
-        "--json",
-        code=13,
-    ).error
+    error = run(*ROLLBACK, "--into", saved.path, "--json", code=13).error
     assert newest.name in error["message"]
 
 

@@ -64,6 +64,21 @@ def test_a_terminal_shows_a_line_for_every_rank(tmp_path: Path) -> None:
     assert text.count("not on this host") == 2
 
 
+def test_a_narrow_terminal_leaves_columns_out_instead_of_breaking_numbers(tmp_path: Path) -> None:
+    made = RankStore(tmp_path / "ckpt", 2)
+    made.save(3)
+    made.close()
+    out = io.StringIO()
+    draw(survey(made.store, None), Console(file=out, width=80, force_terminal=False))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    (title,) = (line for line in lines if line.startswith("ranks ("))
+    assert title == "ranks (a wider terminal shows: bytes, head, durable, partitions)"
+    at = lines.index(title)
+    assert lines[at + 1].split("  ")[-2:] == ["change if lost", "rework"]
+    assert "not on this host" in lines[at + 2]
+    assert "not on this host" in lines[at + 3]
+
+
 def test_a_map_for_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without colours levels still differ in their shape."""
     staleness = np.array([-1, 0, 1, 2, 3, 4], dtype=np.int64)

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from scarctl.store import Store, create_snapshot, open_writer, sealed_sets, verify
-from tests.cli.conftest import Model, Run, fresh
+from tests.cli.conftest import ROLLBACK, Model, Run, fresh
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def grown(run: Run, tmp_path: Path) -> Model:
 
 def whole(run: Run, tmp_path: Path, *options: str) -> dict[str, torch.Tensor]:
     path = tmp_path / "whole.safetensors"
-    run("recover", "--store", "ckpt", "--lost", "all", "--mode", "rollback", "--output", path, *options)
+    run(*ROLLBACK, "--output", path, *options)
     return load_file(path)
 
 
@@ -56,8 +56,7 @@ def test_a_snapshot_is_restored_exactly(run: Run, grown: Model, tmp_path: Path) 
     assert same(whole(run, tmp_path), expected(30, tmp_path))
     error = run("recover", "--store", "ckpt", "--lost", "all", "--snapshot", "first", "--json", code=2).error
     assert "rollback" in error["message"]
-    rollback = ("recover", "--store", "ckpt", "--lost", "all", "--mode", "rollback")
-    error = run(*rollback, "--snapshot", "x", "--output", "x.pt", "--json", code=2).error
+    error = run(*ROLLBACK, "--snapshot", "x", "--output", "x.pt", "--json", code=2).error
     assert (error["kind"], "first, second" in error["hint"]) == ("no-snapshot", True)
 
 
@@ -65,19 +64,7 @@ def test_rolling_back_to_a_snapshot_below_the_boundary_goes_on_from_there(
     run: Run, grown: Model, tmp_path: Path
 ) -> None:
     run("prune", "--store", "ckpt", "--yes")
-    run(
-        "recover",
-        "--store",
-        "ckpt",
-        "--lost",
-        "all",
-        "--mode",
-        "rollback",
-        "--snapshot",
-        "first",
-        "--into",
-        grown.path,
-    )
+    run(*ROLLBACK, "--snapshot", "first", "--into", grown.path)
     assert same(load_file(grown.path), expected(10, tmp_path))
     run("checkpoint", grown.path, "--store", "ckpt", "--step", 11)
     run("prune", "--store", "ckpt", "--keep", "second", "--yes")

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from scarctl.store import complete_sets
-from tests.cli.conftest import Run
+from tests.cli.conftest import ROLLBACK, Run
 from tests.support.ranks import RankStore, read, same, tensors
 
 
@@ -129,18 +129,7 @@ def test_a_rollback_of_all_ranks(run: Run, ranks: RankStore, tmp_path: Path) -> 
     )
     assert same(read(tmp_path / "back.safetensors"), tensors(5, 4))
     save_file(tensors(11, 4), tmp_path / "state.safetensors")
-    done = run(
-        "recover",
-        "--store",
-        "ckpt",
-        "--lost",
-        "all",
-        "--mode",
-        "rollback",
-        "--into",
-        "state.safetensors",
-        "--json",
-    ).document
+    done = run(*ROLLBACK, "--into", "state.safetensors", "--json").document
     assert (done["exact"], done["step"], done["tiers"]) == (True, 5, {"store": 30})
     assert same(read(tmp_path / "state.safetensors"), tensors(5, 4))
     # The store was rolled back too, in every rank.
@@ -160,19 +149,7 @@ def test_a_rollback_takes_the_next_older_state_where_a_rank_has_damage(
         if row in data:
             data[data.index(row)] ^= 1
             path.write_bytes(data)
-    done = run(
-        "recover",
-        "--store",
-        "ckpt",
-        "--lost",
-        "all",
-        "--mode",
-        "rollback",
-        "--output",
-        "x.pt",
-        "--json",
-        code=3,
-    ).document
+    done = run(*ROLLBACK, "--output", "x.pt", "--json", code=3).document
     assert (done["step"], done["exact"], done["degraded"]) == (3, True, True)
     assert same(read(tmp_path / "x.pt"), tensors(3, 4))
     done = run(

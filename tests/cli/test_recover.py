@@ -22,32 +22,6 @@ from scarctl.store import Store, open_writer
 from tests.cli.conftest import Done, Model, Run, assert_sound, unprivileged
 from tests.support.log_per_shard import store_with_a_log_per_shard
 
-KEYS = {
-    "schema_version",
-    "command",
-    "mode",
-    "exact",
-    "degraded",
-    "snapshot",
-    "step",
-    "lost_partitions",
-    "restored_partitions",
-    "bytes",
-    "tiers",
-    "encoded_partitions",
-    "shards",
-    "perturbation",
-    "rework",
-    "rollback_steps",
-    "reason",
-    "output",
-    "seconds",
-    "problems",
-    "saved_at",
-    "dry_run",
-}
-SHARD_KEYS = {"shard", "partitions", "bytes", "tiers", "oldest_step", "newest_step"}
-
 
 def recover(run: Run, *arguments: object, code: int = 0) -> Done:
     return run("recover", "--store", "ckpt", "--json", *arguments, code=code)
@@ -119,8 +93,6 @@ class TestIntoAFile:
         )
         survivors.path.chmod(0o640)
         done = recover(run, "--lost", "1,3", "--into", survivors.path).document
-        assert set(done) == KEYS
-        assert all(set(line) == SHARD_KEYS for line in done["shards"])
         assert (done["command"], done["mode"]) == ("recover", "partial")
         assert (done["exact"], done["degraded"], done["dry_run"]) == (False, False, False)
         assert (
@@ -335,7 +307,6 @@ def test_a_dry_run_prints_the_plan_and_changes_nothing(run: Run, saved: Model, t
     saved.train()
     trained = saved.path.read_bytes()
     done = recover(run, "--lost", "all", "--into", saved.path, "--dry-run").document
-    assert set(done) == KEYS
     assert (done["dry_run"], done["seconds"]) == (True, None)
     assert saved.path.read_bytes() == trained != before
     recover(run, "--lost", "all", "--output", "out.pt", "--dry-run")

@@ -26,19 +26,6 @@ pytestmark = pytest.mark.usefixtures("forked")
 WORKLOADS = "tests.simulate.workloads"
 ROOT = Path(__file__).parents[2]
 QUICK = ("--interval", 8, "--fraction", "1,1/8", "--policy", "priority", "--trials", 4)
-CELL = {
-    "versus_round",
-    "oldest",
-    "median",
-    "mode",
-    "policy",
-    "fraction",
-    "lost",
-    "rework",
-    "reduction",
-    "perturbation",
-    "given_up",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -84,9 +71,7 @@ def test_the_document_is_the_same_however_many_processes_run_it(run: Run, tmp_pa
     done = simulate(run, "quadratic", "--json", "--jobs", 1, "--plot", "study.svg")
     document = done.document
     assert document["command"] == "simulate"
-    assert set(document) == {
-        "schema_version", "command", "study", "trials", "undisturbed", "irreproducible", "cells", "plot"
-    }  # fmt: skip
+    assert "predictions" not in document
     assert document["trials"] == 4
     assert [(cell["mode"], cell["policy"], cell["fraction"], cell["lost"]) for cell in document["cells"]] == [
         ("rollback", "full", 1.0, None),
@@ -94,7 +79,6 @@ def test_the_document_is_the_same_however_many_processes_run_it(run: Run, tmp_pa
         ("partial", "priority", 0.125, 0.5),
     ]
     for cell in document["cells"]:
-        assert set(cell) == CELL
         assert (cell["rework"]["low"], cell["rework"]["high"]) == (None, None), "of four trials"
     again = simulate(run, "quadratic", "--json", "--jobs", 3, "--plot", "study.svg").document
     assert again == document

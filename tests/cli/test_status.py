@@ -21,6 +21,7 @@ from scarctl.cli.status_view import page
 from scarctl.daemon.status import RunStatus
 from scarctl.errors import NoStore
 from scarctl.ops.health import AT_RISK, LOSING, health_of, unreadable, worst_first
+from scarctl.ops.known import daemon_here, runs_of
 from scarctl.ops.survey import survey
 from scarctl.state.version import pack
 from scarctl.store import Store
@@ -60,6 +61,7 @@ def test_what_cannot_be_read_has_the_exit_code_of_its_error(run: Run, saved: Mod
     said = " ".join(run("status", "nowhere", code=10).stdout.split())
     assert "there is no store here (check the path" in said
     assert "$ " not in said
+    assert "$ " not in run("status", "gopher://x/y", code=2).stdout, "no command can open it, either"
     next(Path("ckpt/layout").glob("[0-9a-f]*")).write_text("{")
     fields = run("status", "ckpt", "--json", code=13).document
     (finding,) = fields["stores"][0]["findings"]
@@ -106,8 +108,7 @@ def test_an_empty_store_is_not_well(run: Run) -> None:
 def test_a_live_run_and_what_each_loss_costs(
     run: Run, trainer: Trainer, tmp_path: Path, arena_dir: Path
 ) -> None:
-    trainer.save(trainer.everything, 1)
-    trainer.drained()
+    trainer.save_durably(1)
     (store,) = run("status", "--json").document["stores"]
     assert store["store"] == str(tmp_path / "run")
     assert store["run"]["alive"]
@@ -128,8 +129,7 @@ def test_a_live_run_and_what_each_loss_costs(
 def test_a_live_run_says_how_often_it_saves_and_what_that_costs(
     run: Run, trainer: Trainer, tmp_path: Path
 ) -> None:
-    trainer.save(trainer.everything, 1)
-    trainer.drained()
+    trainer.save_durably(1)
     assert "a checkpoint every" not in run("status").stdout
     trainer.arena.note_pace(1200, 0.0042)
     said = "a checkpoint every 1,200 iterations; measured overhead: 0.42 % of training time"
@@ -162,6 +162,31 @@ def test_a_process_that_has_died(run: Run, saved: Model, arena_dir: Path) -> Non
     # A line to copy would have to name that command.
     assert "$" not in done.stdout
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
+
+
+@pytest.mark.leaves_arena
+def test_a_store_that_is_gone_but_has_copies_here(run: Run, saved: Model, arena_dir: Path) -> None:
+    store = Store.open("ckpt")
+    layout = store.current_layout()
+    assert layout is not None
+    folder = arena_folder(str(arena_dir), store.run_id)
+    arena = Arena.create(folder, layout, run_id=store.run_id, epoch=1, place=store.where)
+    arena.close()
+    Path("ckpt").rename("elsewhere")
+    said = " ".join(run("status", code=3).stdout.split())
+    assert "there is no store here (a run has left copies for it in this host's memory: mount it" in said
+
+
+def test_what_cannot_be_saved_is_not_asked_for(trainer: Trainer, arena_dir: Path) -> None:
+    """Nothing to paste that would fail for the same reason."""
+    trainer.save(trainer.everything[:1], 1)
+    trainer.drained()
+    (failing,) = runs_of(daemon_here(str(arena_dir)), trainer.store.run_id)
+    view = survey(trainer.store, str(arena_dir))
+    for error, command in ((None, True), ("no space left", False)):
+        found = health_of(view, [{**failing, "last_error": error}]).findings
+        assert bool(next(one for one in found if one.kind == "never-saved").command) is command
+    trainer.close()
 
 
 def test_partitions_that_were_never_saved(run: Run, trainer: Trainer, tmp_path: Path) -> None:
@@ -302,8 +327,7 @@ def test_a_process_that_has_ended_with_everything_saved(
     run: Run, trainer: Trainer, tmp_path: Path, arena_dir: Path
 ) -> None:
     """As after SIGTERM, the arena stays, and the store has all of it."""
-    trainer.save(trainer.everything, 4)
-    trainer.drained()
+    trainer.save_durably(4)
     trainer.die()
     stop(host_folder(str(arena_dir)))
     (store,) = run("status", tmp_path / "run", "--json", code=3).document["stores"]
@@ -311,8 +335,7 @@ def test_a_process_that_has_ended_with_everything_saved(
         "no seal: the step may have begun to change"
     )
     again = Trainer(tmp_path / "run", arena_dir)
-    again.save(again.everything, 5, sealed=True)
-    again.drained()
+    again.save_durably(5, sealed=True)
     again.die()
     stop(host_folder(str(arena_dir)))
     (store,) = run("status", tmp_path / "run", "--json").document["stores"]

@@ -11,24 +11,6 @@ from scarctl.store import Store, verify
 from scarctl.store.subset import Subset
 from tests.cli.conftest import Model, Run
 
-KEYS = {
-    "schema_version",
-    "command",
-    "empty",
-    "intact",
-    "read_data",
-    "read_data_subset",
-    "data_bytes",
-    "files",
-    "bytes",
-    "records",
-    "segments",
-    "orphans",
-    "damaged_partitions",
-    "problems",
-    "memory",
-}
-
 
 def segment(shard: int) -> Path:
     return max(Path(f"ckpt/shards/{shard}/seg").iterdir(), key=lambda p: p.stat().st_mtime_ns)
@@ -42,7 +24,6 @@ def flip(path: Path) -> None:
 
 def test_an_intact_store(run: Run, saved: Model) -> None:
     done = run("verify", "--store", "ckpt", "--json").document
-    assert set(done) == KEYS
     assert (done["command"], done["intact"], done["read_data"], done["problems"]) == (
         "verify",
         True,
@@ -89,10 +70,8 @@ def test_flipped_data_names_file_and_partition(run: Run, saved: Model) -> None:
     path = segment(0)
     flip(path)
     done = run("verify", "--store", "ckpt", "--json", code=13).document
-    assert set(done) == KEYS
     assert not done["intact"]
     (problem,) = done["problems"]
-    assert set(problem) == {"file", "partition", "reason"}
     assert problem["file"].endswith(path.name)
     assert "[" in problem["partition"]
     assert "checksum" in problem["reason"]

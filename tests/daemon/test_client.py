@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -28,8 +29,7 @@ def daemon_of(folder: Path) -> int:
 
 def test_after_a_kill_another_daemon_goes_on(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
     trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save(trainer.everything, 1, sealed=True)
-    trainer.drained()
+    trainer.save_durably(1, sealed=True)
     epoch = trainer.arena.epoch
     for step in range(2, 5):
         dead = kill(folder)
@@ -47,11 +47,9 @@ def test_after_a_kill_another_daemon_goes_on(folder: Path, arena_dir: Path, tmp_
 
 def test_a_pause_outlives_the_daemon(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
     trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save(trainer.everything, 1, sealed=True)
-    trainer.drained()
+    trainer.save_durably(1, sealed=True)
     seqs = {shard: trainer.store.state(shard).seq for shard in trainer.store.shards()}
-    trainer.save(trainer.everything, 2)
-    trainer.drained()
+    trainer.save_durably(2)
     trainer.saver.stop()
     dead = kill(folder)
     trainer.save(trainer.everything, 3)
@@ -72,8 +70,7 @@ def test_a_pause_outlives_the_daemon(folder: Path, arena_dir: Path, tmp_path: Pa
 def test_a_kill_right_after_the_claim(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
     """The arena of a dead process is reconciled by the first daemon that opens it, whichever that is."""
     trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save(trainer.everything, 1, sealed=True)
-    trainer.drained()
+    trainer.save_durably(1, sealed=True)
     trainer.saver.stop()
     trainer.save(trainer.everything, 2)
     kill(folder)
@@ -102,8 +99,7 @@ def test_a_daemon_that_hangs_holds_up_nobody(
 ) -> None:
     monkeypatch.setattr(saver, "_MARGIN", 0.3)
     trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save(trainer.everything, 1)
-    trainer.drained()
+    trainer.save_durably(1)
     pid = kill(folder, signal.SIGSTOP)
     try:
         slowest = 0.0
@@ -119,8 +115,7 @@ def test_a_daemon_that_hangs_holds_up_nobody(
         assert time.monotonic() - started < 5
     finally:
         os.kill(pid, signal.SIGCONT)
-    trainer.save(trainer.everything, 1000)
-    trainer.drained()
+    trainer.save_durably(1000)
     assert daemon_of(folder) == pid
     assert set(trainer.stored()[0]) == {1000}
     trainer.close()
@@ -157,8 +152,7 @@ def test_a_forked_child_has_nothing_to_do_with_it(folder: Path, arena_dir: Path,
 
 def test_a_new_owner_of_the_store_is_not_fought(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
     trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save(trainer.everything, 1)
-    trainer.drained()
+    trainer.save_durably(1)
     fenced = Fenced("somebody else has taken over")
     asked = trainer.saver._ask
 
@@ -184,8 +178,7 @@ def test_a_store_that_another_process_saved_to_meanwhile_is_left_alone(
 ) -> None:
     """Without a daemon the store is free: another host's session takes it and ends before this session is back."""
     trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save(trainer.everything, 1, sealed=True)
-    trainer.drained()
+    trainer.save_durably(1, sealed=True)
     start = client.start
 
     def not_here(place: Path) -> None:
@@ -215,8 +208,7 @@ def test_stopping_the_daemon_does_not_end_the_wait_for_the_store(
 ) -> None:
     """The daemon has released the run while its connections are still open: the session continues with a new daemon."""
     trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save(trainer.everything, 1)
-    trainer.drained()
+    trainer.save_durably(1)
     (tmp_path / "store" / "shards").rename(tmp_path / "shards")
     trainer.save(trainer.everything, 2)
     durable: list[bool] = []
@@ -236,8 +228,7 @@ def test_closed_in_the_middle_of_a_new_start(
     folder: Path, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save(trainer.everything, 1)
-    trainer.drained()
+    trainer.save_durably(1)
     kill(folder)
     trainer.saver.close()
     assert trainer.saver._control is None
@@ -245,6 +236,59 @@ def test_closed_in_the_middle_of_a_new_start(
     assert not trainer.saver._watcher.is_alive()
     trainer.arena.remove()
     wait_until(lambda: status(folder) is None)
+
+
+def test_attempts_that_take_long_on_a_busy_host_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "_INSIST_SECONDS", 0.0)  # each attempt takes longer
+    outcomes = [client.gone(), client.gone(), None]
+
+    def attempt() -> str:
+        if (error := outcomes.pop(0)) is not None:
+            raise error
+        return "reached"
+
+    assert client.insist(attempt) == "reached"
+
+
+def test_a_connection_to_the_daemon_that_is_just_ending_is_no_trouble(
+    folder: Path, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a later attempt knows whether another one can be started."""
+    monkeypatch.setattr(saver, "_TROUBLE", 0.0)
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    trainer.save_durably(1)
+    connect, troubles = DaemonSaver._connect, list[ScarError | None]()
+
+    def late(self: DaemonSaver) -> None:
+        troubles.append(self.trouble)
+        if len(troubles) == 1:
+            raise client.gone()
+        connect(self)
+
+    monkeypatch.setattr(DaemonSaver, "_connect", late)
+    kill(folder)
+    wait_until(lambda: len(troubles) > 1)
+    assert troubles[:2] == [None, None]
+    trainer.save_durably(2)
+    trainer.close()
+
+
+def test_a_request_that_no_daemon_answers_says_why(
+    folder: Path, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "_TROUBLE", 0.0)
+    monkeypatch.setattr(client, "_INSIST_SECONDS", 1.0)
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    trainer.save_durably(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/nowhere/python")
+        kill(folder)
+        with pytest.raises(Unavailable, match="could not be started") as caught:
+            trainer.saver.stop()
+        assert caught.value.kind == "daemon-not-started"
+    trainer.saver.resume()
+    trainer.save_durably(2)
+    trainer.close()
 
 
 class TestWithoutADaemon:
@@ -313,8 +357,7 @@ class TestWaitingForTheStore:
 
     def test_a_store_that_takes_nothing(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
         trainer = Trainer(tmp_path / "store", arena_dir)
-        trainer.save(trainer.everything, 1)
-        trainer.drained()
+        trainer.save_durably(1)
         (tmp_path / "store" / "shards").rename(tmp_path / "shards")
         trainer.save(trainer.everything, 2)
         wait_until(lambda: status(folder)["runs"][0]["errors"] > 0)  # type: ignore[index]

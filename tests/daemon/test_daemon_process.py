@@ -187,8 +187,7 @@ class TestEnding:
             raise Unavailable("the job ends: nobody starts anything any more")
 
         trainer = Trainer(tmp_path / "store", arena_dir)
-        trainer.save(trainer.everything, 1, sealed=True)
-        trainer.drained()
+        trainer.save_durably(1, sealed=True)
         monkeypatch.setattr(client, "start", no_start)
         daemon = status(folder)["pid"]  # type: ignore[index]
         os.kill(daemon, signal.SIGTERM)
@@ -272,9 +271,9 @@ class TestStarting:
         words = dict(line.split(":\t", 1) for line in Path(f"/proc/{daemon}/status").read_text().splitlines())
         assert int(words["SigBlk"], 16) == 0
         assert int(words["PPid"]) != os.getpid()
-        assert os.getpriority(os.PRIO_PROCESS, daemon) >= 10
         autogroup = Path(f"/proc/{daemon}/autogroup")
-        assert not autogroup.exists() or autogroup.read_text().endswith("nice 10\n")
+        if autogroup.exists():
+            wait_until(lambda: autogroup.read_text().endswith("nice 10\n"))
         loaded = Path(f"/proc/{daemon}/maps").read_text()
         assert "numpy" in loaded
         assert "torch" not in loaded

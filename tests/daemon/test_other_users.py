@@ -64,8 +64,7 @@ class TestOtherUsers:
         self, folder: Path, arena_dir: Path, tmp_path: Path
     ) -> None:
         trainer = Trainer(tmp_path / "store", arena_dir)
-        trainer.save(trainer.everything, 1)
-        trainer.drained()
+        trainer.save_durably(1)
         trainer.saver.stop()
         trainer.save(trainer.everything, 2)
         arena = arena_folder(str(arena_dir), trainer.store.run_id)
@@ -199,8 +198,7 @@ def test_who_may_read_a_store_does_not_depend_on_who_started_the_daemon(
         os.umask(umask)
         (tmp_path / "store").mkdir()
         trainer = Trainer(tmp_path / "store", arena_dir)
-        trainer.save(trainer.everything, 1)
-        trainer.drained()
+        trainer.save_durably(1)
         trainer.close()
     finally:
         os.umask(before)

@@ -22,8 +22,7 @@ def test_saving_continues_without_a_certificate(
 ) -> None:
     authority = Authority(tmp_path)
     trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save(trainer.everything, 1)
-    trainer.drained()
+    trainer.save_durably(1)
     trainer.saver.admit("11" * 16, "22" * 32, "127.0.0.1", authority.host("east"))
     if follows:
         trainer.saver.follow("east", [], 1, None)

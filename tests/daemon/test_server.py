@@ -43,8 +43,7 @@ def refused(connection: socket.socket, op: str, error: type[ScarError] = UsageEr
 class TestOperations:
     def test_a_whole_run(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
         trainer = Trainer(tmp_path / "store", base)
-        trainer.save(trainer.everything, 1, sealed=True)
-        trainer.drained()
+        trainer.save_durably(1, sealed=True)
         trainer.save(trainer.everything[::2], 2)
         trainer.drained()
         steps, content = trainer.stored()
@@ -70,8 +69,7 @@ class TestOperations:
 
     def test_a_ranks_shard_is_shown_by_its_number(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
         trainer = Trainer(tmp_path / "store", base, shards=1, part=Part(5, 1))
-        trainer.save(trainer.everything, 2)
-        trainer.drained()
+        trainer.save_durably(2)
         (run,) = status(daemon.folder)["runs"]  # type: ignore[index]
         assert run["shard"] == 5
         assert run["shards"] == [{"shard": 5, "durable_step": 2, "oldest_durable_step": 2}]
@@ -152,8 +150,7 @@ class TestOperations:
 
     def test_paused_nothing_is_written(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
         trainer = Trainer(tmp_path / "store", base)
-        trainer.save(trainer.everything, 1, sealed=True)
-        trainer.drained()
+        trainer.save_durably(1, sealed=True)
         trainer.saver.stop()
         trainer.saver.stop()
         trainer.save(trainer.everything, 2)
@@ -167,11 +164,9 @@ class TestOperations:
 
     def test_rolled_back_what_came_later_is_gone(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
         trainer = Trainer(tmp_path / "store", base)
-        trainer.save(trainer.everything, 1, sealed=True)
-        trainer.drained()
+        trainer.save_durably(1, sealed=True)
         seqs = {shard: trainer.store.state(shard).seq for shard in trainer.store.shards()}
-        trainer.save(trainer.everything, 2)
-        trainer.drained()
+        trainer.save_durably(2)
         epoch = trainer.arena.epoch
         with pytest.raises(UsageError, match="pause"):
             trainer.saver.roll_back(seqs)
@@ -186,8 +181,7 @@ class TestOperations:
 
     def test_a_failure_for_good_is_told_and_shown(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
         trainer = Trainer(tmp_path / "store", base)
-        trainer.save(trainer.everything, 1)
-        trainer.drained()
+        trainer.save_durably(1)
         # Another host takes over, which this host's lock does not show.
         (tmp_path / "store" / ".lock").unlink(missing_ok=True)
         for path in (tmp_path / "store").iterdir():
@@ -242,8 +236,7 @@ class TestDeath:
         self, daemon: Daemon, base: Path, tmp_path: Path
     ) -> None:
         trainer = Trainer(tmp_path / "store", base, shards=1)
-        trainer.save(trainer.everything, 1)
-        trainer.drained()
+        trainer.save_durably(1)
         for step in range(2, 8):
             trainer.save(trainer.everything, step)
         trainer.die()
@@ -259,8 +252,7 @@ class TestDeath:
     def test_an_arena_that_vanishes_harms_nobody(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
         other = Trainer(tmp_path / "other", base)
         trainer = Trainer(tmp_path / "store", base)
-        trainer.save(trainer.everything, 1)
-        trainer.drained()
+        trainer.save_durably(1)
         trainer.saver.stop()
         for path in trainer.arena.folder.iterdir():
             path.unlink()
@@ -322,8 +314,7 @@ class TestSlowStores:
             # Another process takes over the run: releasing it takes as long as the write.
             protocol.send(connection, {"v": protocol.VERSION, "op": "claim", "store": str(slow.store.root)})
             wait_until(lambda: slow.phases() == ["closing"])
-            fast.save(fast.everything, 1)
-            fast.drained()
+            fast.save_durably(1)
             fast.close()
             assert not protocol.readable(connection)
             gate.set()
@@ -404,8 +395,7 @@ class TestTheEnd:
 def test_an_epoch_that_changes_while_a_copy_is_made(daemon: Daemon, base: Path, tmp_path: Path) -> None:
     """The hand-over then has another version than its copies, and they are saved nevertheless."""
     trainer = Trainer(tmp_path / "store", base)
-    trainer.save(trainer.everything, 1)
-    trainer.drained()
+    trainer.save_durably(1)
     old = trainer.arena.epoch
     trainer.copy(trainer.everything, 2)
     trainer.queue.put(version=pack(old + 1, 2), ids=trainer.everything, extras=None)

@@ -105,8 +105,7 @@ class TestDeath:
         """The process was killed between the two, and the daemon has not yet looked on its own."""
         monkeypatch.setattr(runs_module, "_LOOK_SECONDS", 3600.0)
         trainer = Trainer(tmp_path / "store", arena_dir)
-        trainer.save(trainer.everything, 1)
-        trainer.drained()
+        trainer.save_durably(1)
         trainer.saver.notify = lambda: None  # type: ignore[method-assign]
         trainer.save(trainer.everything, 2, sealed=True)
         trainer.die()
@@ -118,8 +117,7 @@ class TestDeath:
         self, daemon: Daemon, arena_dir: Path, tmp_path: Path
     ) -> None:
         trainer = Trainer(tmp_path / "store", arena_dir)
-        trainer.save(trainer.everything, 1)
-        trainer.drained()
+        trainer.save_durably(1)
         trainer.saver.stop()
         trainer.save(trainer.everything, 2, sealed=True)
         trainer.saver.close()

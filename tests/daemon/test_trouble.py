@@ -25,8 +25,7 @@ def test_a_store_that_cannot_be_written_and_its_return_are_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save(trainer.everything, 1)
-    trainer.drained()
+    trainer.save_durably(1)
 
     def full(*args: Any) -> int:
         raise Unavailable("cannot write: No space left on device")

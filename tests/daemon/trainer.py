@@ -99,6 +99,11 @@ class Trainer:
         self.queue.put(version=version, ids=ids, whole=whole, extras={"step": step})
         self.saver.notify()
 
+    def save_durably(self, step: int, *, sealed: bool = False) -> None:
+        """Save everything, and wait until it is durable."""
+        self.save(self.everything, step, sealed=sealed)
+        self.drained()
+
     def drained(self, seconds: float = 20.0) -> None:
         assert self.saver.drain(seconds), self.saver.fault()
 

@@ -69,7 +69,7 @@ def check(rank: int, name: str) -> None:
     division = divided(adapter)
     assert division == before, "ownership changed with the first step"
 
-    owned = OwnedAdapter(adapter, division, rank)
+    owned = OwnedAdapter(adapter, division, rank, adapter.groups())
     assert same(rebuilt(owned), job, adapter, division, rank)
     saved = {g.name: {s: t.clone() for s, t in g.tensors.items()} for g in owned.groups()}
     layout = layout_of(owned)
@@ -95,7 +95,7 @@ def check(rank: int, name: str) -> None:
         job = SETUPS[name][1]()
         adapter = build(job)
         assert divided(adapter) == division
-        owned = OwnedAdapter(adapter, division, rank)
+        owned = OwnedAdapter(adapter, division, rank, adapter.groups())
         owned.learn_slots(slots_of(layouts))
         owned.create_slots(layout)
         assert layout_of(owned) == layout

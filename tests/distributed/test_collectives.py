@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from scarctl.distributed.collectives import Team
+from scarctl.distributed.collectives import Team, not_joined
 from scarctl.errors import UsageError
 from tests.distributed.launch import launch
 
@@ -25,6 +25,14 @@ class Counting(Team):
     def collectively(self, call: Callable[[], T]) -> T:
         self.exchanges += 1
         return super().collectively(call)
+
+
+def test_restarted_ranks_that_cannot_connect_learn_the_variable() -> None:
+    refused = "Gloo connectFullMesh failed with timed out connecting: SO_ERROR: Connection refused"
+    error = not_joined(2, refused, {"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert error.message == f"the 2 ranks could not connect: {refused}"
+    assert error.hint.startswith("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun")
+    assert "every rank has to call" in not_joined(2, refused, {"TORCHELASTIC_RESTART_COUNT": "0"}).hint
 
 
 def exchange(rank: int, world: int) -> dict[str, Any]:

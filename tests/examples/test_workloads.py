@@ -116,8 +116,8 @@ from examples.paper import tables
 from examples.paper.studies import Runs, pairs, studies
 runs = Runs(Path(sys.argv[2]), 2)
 pair = pairs(quick=True)[2]
-study = studies(pair, sys.argv[1], quick=True)["priority"]
-print(tables.priority({pair.name: {"priority": runs.measure(pair, "priority", study)}}))
+study = studies(pair, sys.argv[1], quick=True)["policies"]
+print(tables.priority({pair.name: {"policies": runs.measure(pair, "policies", study)}}))
 """
     pytest.importorskip("numba")
     command = [sys.executable, "-c", program, str(DATA), str(tmp_path)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -17,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import scarctl
 from scarctl.config import grouped
+from scarctl.ops.survey import survey
+from scarctl.store import Store
 from tests.support.training import drain
 
 EPOCHS, PER_EPOCH = 3, 5
@@ -29,6 +32,9 @@ class Run:
     def __init__(self, store: str, stop: str, at: int) -> None:
         self._store, self._stop, self._at = store, stop, at
         self._models: list[nn.Module] = []
+        self._warnings = Warnings()
+        self._cautions = cautions(store)
+        logging.getLogger("scarctl").addHandler(self._warnings)
 
     def attach(self, model: nn.Module, optimizer: Any, **options: Any) -> scarctl.Session:
         self._models.append(model)
@@ -40,6 +46,10 @@ class Run:
 
     def resume(self) -> int:
         self.resumed = self.session.resume("rollback" if os.environ.get("ROLL_BACK") else "partial")
+        engine = self.session._engine
+        if engine is not None and self.resumed.reasons and not self._cautions:
+            engine.saver.drain(5)  # what a signal left in memory alone comes into the store now
+            self._cautions = cautions(self._store)
         return self.resumed.step
 
     def _stepped(self) -> None:
@@ -72,9 +82,30 @@ class Run:
             "step": resumed.step,
             "exact": resumed.exact,
             "reasons": list(resumed.reasons),
+            "warnings": self._warnings.messages,
         }
         self.session.close()
+        found["cautions"] = self._cautions + cautions(self._store)
         sys.stdout.write(json.dumps(found) + "\n")
+
+
+class Warnings(logging.Handler):
+    """Keeps what is logged at WARNING, which is what a user sees without any configuration."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def cautions(store: str) -> list[str]:
+    """Return the caveats that `scarctl inspect` shows, without those about the store's pace."""
+    if not os.path.isdir(store):
+        return []
+    found = survey(Store.open(store), None).caveats
+    return [caveat.message for caveat in found if caveat.kind not in ("behind", "seldom")]
 
 
 class Digits(Dataset[Any]):

@@ -107,11 +107,21 @@ class Row:
     same: bool
     step: int
     reasons: list[str]
+    warned: bool = True
+    """Each reason was logged at WARNING by the run that was resumed."""
+    shown: bool = True
+    """`scarctl inspect` shows a caveat, before or right after the resume, or after the run."""
+
+    @property
+    def silent(self) -> bool:
+        return self.outcome.startswith("silent")
 
     @property
     def outcome(self) -> str:
         if self.exact:
             return "exact and same" if self.same else "silent: exact and different"
+        if not (self.warned and self.shown):
+            return "silent: no " + ("caveat" if self.warned else "warning")
         return "reported, and same" if self.same else "reported"
 
 
@@ -121,23 +131,31 @@ def rows(folder: Path, name: str, stops: tuple[str, ...], at: int) -> Iterator[R
         program(folder, name, stop, stop, at)
         found = program(folder, name, stop, **({"ROLL_BACK": "1"} if stop == "SIGKILL" else {}))
         assert found["step"] > 0, f"{name} {stop}: nothing was resumed"
+        reasons, said = found["reasons"], "\n".join(found["warnings"])
         yield Row(
-            name, stop, found["exact"], found["digest"] == whole["digest"], found["step"], found["reasons"]
+            name,
+            stop,
+            found["exact"],
+            found["digest"] == whole["digest"],
+            found["step"],
+            reasons,
+            bool(reasons) and all(reason in said for reason in reasons),
+            bool(found["cautions"]),
         )
 
 
 def wrong(row: Row) -> bool:
-    """Return whether a result is exact and different, or unexpectedly not exact."""
+    """Return whether a result is silent, or unexpectedly not exact."""
     expected = row.name in REPORTED or (row.name, row.stop) in DOUBTED
-    return not row.same if row.exact else not expected
+    return row.silent or not (row.exact or expected)
 
 
 def show(found: list[Row]) -> str:
     lines = [
         f"  {r.name:34} {r.stop:8} step {r.step:2}  {r.outcome:18} {'; '.join(r.reasons)}" for r in found
     ]
+    silent = sum(row.silent for row in found)
     exact = sum(row.exact and row.same for row in found)
-    silent = sum(row.exact and not row.same for row in found)
     reported = len(found) - exact - silent
     return "\n".join(["", *lines, f"cases {len(found)}, exact {exact}, reported {reported}, silent {silent}"])
 
@@ -167,7 +185,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="scarctl-") as folder:
         found = table(Path(folder), [(name, STOPS, at) for name in names for at in AT], threads=2)
-    print(show(found))  # noqa: T201
+    print(show(found), f"programs {len(names)}")  # noqa: T201
     bad = [row for row in found if wrong(row)]
     print("wrong:", *bad, sep="\n  ")  # noqa: T201
     sys.exit(bool(bad))

@@ -13,8 +13,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from scarctl.errors import ScarError
 from tests.optimizers import torchs
-from tests.optimizers.sweep import BROKEN, EXACT, SAID, SILENT, STEPS, STOP, Case, Run, deterministic
+from tests.optimizers.sweep import (
+    BROKEN,
+    EXACT,
+    FAILED,
+    REFUSED,
+    SAID,
+    SILENT,
+    STEPS,
+    STOP,
+    Case,
+    Run,
+    deterministic,
+)
 from tests.support import forkserver
 from tests.support.training import drain
 
@@ -22,6 +35,8 @@ _THEIRS = "--third-party"
 _SAMPLE = ("AdamW-0-default", "LBFGS-0-default", "SparseAdam-0-default")
 _LAST = 100.0
 """Seconds after which a run counts as hanging."""
+_REFUSAL = 40
+"""Exit code of a run that scarctl refuses."""
 
 
 def cases(*, third_party: bool) -> Iterator[Case]:
@@ -46,8 +61,14 @@ def outcome(case: Case, folder: Path, *, third_party: bool = False) -> tuple[str
     done = forkserver.run(
         arguments, timeout=_LAST, env=environ, imports=(*forkserver.TORCH, "tests.optimizers.killed")
     )
+    if done.returncode == _REFUSAL:
+        return REFUSED, done.stderr.strip()[-300:]
     if done.returncode != -signal.SIGKILL:
-        return BROKEN, f"it ended with {done.returncode}: {done.stderr[-300:]}"
+        try:
+            Run(case, None).train(0, STEPS)
+        except Exception as error:
+            return BROKEN, f"without scarctl: {type(error).__name__}: {error}"
+        return FAILED, f"it ended with {done.returncode}: {done.stderr[-300:]}"
     after = Run(case, store, arena_dir=str(folder))
     assert after.session is not None
     with after.session:
@@ -67,12 +88,16 @@ def main() -> None:
     name, store, *more = sys.argv[1:]
     case = next(case for case in cases(third_party=_THEIRS in more) if case.name == name)
     with deterministic():
-        run = Run(case, Path(store), policy="full")
-        assert run.session is not None
-        run.session.resume()
-        for step in range(STOP):
-            run.train(step, step + 1)
-            assert drain(run.session)
+        try:
+            run = Run(case, Path(store), policy="full")
+            assert run.session is not None
+            run.session.resume()
+            for step in range(STOP):
+                run.train(step, step + 1)
+                assert drain(run.session)
+        except ScarError as error:
+            sys.stderr.write(str(error))
+            sys.exit(_REFUSAL)
         assert not run.session.stats.errors, run.session.stats.last_error
         run.die = lambda: os.kill(os.getpid(), signal.SIGKILL)
         run.train(STOP, STEPS)

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scarctl.arena.queue import HandOver
+from scarctl.arena.queue import HandOver, HandOverQueue
 from scarctl.errors import AccessDenied, Corruption, Overwritten, ScarError, Unavailable
 from scarctl.persist.persister import adopt_orphans, reconcile
+from scarctl.state.version import step_of
 from scarctl.store import Store, complete_sets
 from tests.daemon.rig import Rig
 from tests.support.faulty import OPERATIONS
@@ -42,6 +43,31 @@ def test_a_sealed_hand_over_makes_every_shard_exact(rig: Rig) -> None:
     assert content[SOME[0]] == 2
     assert (np.delete(content, SOME[0]) == 1).all()
     assert not rig.arena.pending().any()
+
+
+def test_what_a_dead_process_has_copied_is_no_part_of_a_seal_of_the_same_number(rig: Rig) -> None:
+    """Its daemon queues the copies, with a queue of its own, whose numbers begin anew."""
+    rig.persist(rig.save(rig.everything, 1, sealed=True))
+    rig.copy(SOME, 3)
+    queue = HandOverQueue(rig.arena.folder)
+    assert adopt_orphans(rig.arena, queue) == SOME.size
+    assert queue.numbers() == [1]
+    rig.persist(1)
+    assert step_of(rig.arena.sealed) == 1
+    assert not rig.arena.pending().any()
+    steps, content = rig.stored()
+    assert set(steps[SOME]) == set(content[SOME]) == {3}
+    assert set(np.delete(content, SOME)) == {1}
+
+
+def test_a_state_that_is_sealed_again_has_its_newer_extras_as_part_of_it(rig: Rig) -> None:
+    rig.persist(rig.save(rig.everything, 1, sealed=True))
+    whole, more = rig.arena.whole, {"step": 1, "batch": 7}
+    rig.persist(rig.queue.put(version=rig.version(1), ids=SOME[:0], whole=whole, extras=more))
+    assert rig.extras() == more
+    states = [rig.store.state(shard) for shard in rig.store.shards()]
+    newest = max((state for state in states if state.extras), key=lambda state: state.extras or (-1,))
+    assert newest.extras_whole == whole
 
 
 def test_a_seal_without_changes(rig: Rig) -> None:

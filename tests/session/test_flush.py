@@ -49,6 +49,14 @@ def is_stuck() -> None:
     libc.pthread_mutex_lock(mutex)
 
 
+def end_by_sigterm(body: Callable[[Tell], object]) -> None:
+    """Run `body` in a process until it tells "ready", and end that with SIGTERM."""
+    with Forked(body) as child:
+        child.expect("ready")
+        child.signal(signal.SIGTERM)
+        assert child.wait() == -signal.SIGTERM
+
+
 @pytest.mark.parametrize("blocked", [computes, sleeps, is_stuck])
 def test_sigterm(
     tmp_path: Path, both_savers: str, expected: dict[str, torch.Tensor], blocked: Callable[[], None]
@@ -59,10 +67,7 @@ def test_sigterm(
         blocked()
         del loop
 
-    with Forked(body) as child:
-        child.expect("ready")
-        child.signal(signal.SIGTERM)
-        assert child.wait() == -signal.SIGTERM
+    end_by_sigterm(body)
     assert_goes_on_exactly(tmp_path / "store", expected)
 
 
@@ -98,10 +103,7 @@ def test_the_flush_needs_no_store(tmp_path: Path, expected: dict[str, torch.Tens
         tell("ready")
         is_stuck()
 
-    with Forked(body) as child:
-        child.expect("ready")
-        child.signal(signal.SIGTERM)
-        assert child.wait() == -signal.SIGTERM
+    end_by_sigterm(body)
     assert_goes_on_exactly(tmp_path / "store", expected)
 
 
@@ -115,10 +117,7 @@ def test_what_was_flushed_becomes_durable_without_its_process(
         tell("ready")
         sleeps()
 
-    with Forked(body) as child:
-        child.expect("ready")
-        child.signal(signal.SIGTERM)
-        assert child.wait() == -signal.SIGTERM
+    end_by_sigterm(body)
     wait_until(lambda: newest_sealed(tmp_path / "store") >= STEPS)
     assert_goes_on_exactly(tmp_path / "store", expected)
 
@@ -171,10 +170,7 @@ def test_sigterm_in_the_middle_of_a_step(
         optimizer.step()
         sleeps()
 
-    with Forked(body) as child:
-        child.expect("ready")
-        child.signal(signal.SIGTERM)
-        assert child.wait() == -signal.SIGTERM
+    end_by_sigterm(body)
     model, _ = stepper.build()
     optimizer = Slow(model.parameters())
     session = stepper.attach(model, optimizer, str(tmp_path / "store"))
@@ -231,10 +227,7 @@ def test_a_loop_that_says_itself_when_a_step_is_over(tmp_path: Path) -> None:
             state["w"][32:] += 1
             session.step()
 
-    with Forked(body) as child:
-        child.expect("ready")
-        child.signal(signal.SIGTERM)
-        assert child.wait() == -signal.SIGTERM
+    end_by_sigterm(body)
     state = {"w": torch.ones(64, 8).numpy()}
     session = scarctl.attach(
         state, store=tmp_path / "store", partitioning=scarctl.Partitioning(rows={"*": 1})

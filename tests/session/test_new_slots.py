@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 import scarctl
+from scarctl.arena.arena import Arena
+from scarctl.checkpoint import live_state
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.loading import NewSlots
+from scarctl.checkpoint.row_copies import copy_rows
 from scarctl.errors import NoIntactCopy
 
 State = dict[str, torch.Tensor]
@@ -63,23 +69,32 @@ def same(one: State, other: State) -> bool:
 
 def test_slots_are_not_copied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = saved(tmp_path / "store")
-    had: list[bool] = []
+    had: list[tuple[bool, int]] = []
     have = NewSlots.have
+    copied: list[object] = []
 
-    def watched(self: NewSlots, *args: object) -> bool:
-        had.append(have(self, *args))  # type: ignore[arg-type]
-        return had[-1]
+    def watched(self: NewSlots, arena: Arena) -> NDArray[np.bool_]:
+        found = have(self, arena)
+        had.append((bool(found.all()), len(self.rows)))
+        return found
+
+    def counted(target: torch.Tensor, *args: Any) -> None:
+        copied.append(target)
+        copy_rows(target, *args)
 
     monkeypatch.setattr(NewSlots, "have", watched)
     run = Run(tmp_path / "store", seed=2, host="second")
-    assert run.session.resume().exact
+    with monkeypatch.context() as patch:
+        patch.setattr(live_state, "copy_rows", counted)
+        assert run.session.resume().exact
     assert same(run.state(), before)
-    assert (had.count(True), had.count(False)) == (8, 4), "two slots of four parameters"
+    assert had == [(True, 8)], "two slots of four parameters"
+    assert len(copied) == 4, "the parameters alone"
     run.step()
     run.session.checkpoint(full=True, wait=True)
     report = run.session.recover("all")
     assert report.restored_partitions
-    assert len(had) == 12, "after the resume nothing is new any more"
+    assert len(had) == 1, "after the resume nothing is new any more"
     run.session.close()
 
 

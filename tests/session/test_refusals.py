@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,6 +109,15 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path, ba
 def test_an_object_without_adapter(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no adapter is installed for builtins"):
         scarctl.attach(3, store=tmp_path / "store")
+
+
+@pytest.mark.parametrize("held", [list, tuple, lambda both: dict(zip("ab", both, strict=True))])
+def test_several_models_are_passed_as_one(tmp_path: Path, held: Any) -> None:
+    both = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    with pytest.raises(UsageError, match=r"as one: torch\.nn\.ModuleDict"):
+        scarctl.attach(held(both), store=tmp_path / "store")
+    with pytest.raises(UsageError, match="the model itself"):
+        scarctl.attach(both[0].state_dict(), store=tmp_path / "store")
 
 
 def test_a_foreign_folder_is_left_alone(tmp_path: Path) -> None:

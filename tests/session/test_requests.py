@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import scarctl
 from scarctl.daemon.request import Wish
 from scarctl.state.version import step_of
 from tests.support.training import Loop, drained
@@ -41,3 +42,82 @@ def test_a_wish_that_comes_while_another_is_looked_at_is_kept(
     loop.session.close()
     assert not coming
     assert newest > 1
+
+
+def test_a_wish_that_comes_while_a_step_is_counted_waits_for_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command has seen the step's number already, and waits for a newer one."""
+    loop = Loop(tmp_path / "store", interval=1000)
+    loop.train(1)
+    loop.session._finish()
+    drained([loop.session])
+    arena, requests = loop.session._started().arena, loop.session._requests
+    coming, reach = [Wish("partial")], arena.reach
+
+    def reach_and_ask(step: int) -> None:
+        reach(step)
+        while coming:
+            requests.add(coming.pop())
+
+    monkeypatch.setattr(arena, "reach", reach_and_ask)
+    loop.train(2)
+    loop.session._finish()
+    drained([loop.session])
+    newest = step_of(int(arena.durable.max()))
+    loop.session.close()
+    assert newest == 3
+
+
+class Table:
+    """A table of eight partitions, all of which change in every step, next to one that does not change."""
+
+    def __init__(self, store: Path, fraction: float) -> None:
+        self.x = np.zeros((8, 4))
+        self.session = scarctl.attach(
+            {"x": self.x, "kept": np.ones((8, 4))},
+            store=store,
+            interval=1000,
+            fraction=fraction,
+            partitioning=scarctl.Partitioning(rows={"*": 1}),
+        )
+        self.train(1)
+        drained([self.session])
+        self.engine = self.session._started()
+
+    def train(self, steps: int) -> int:
+        """Return the step of the newest copy."""
+        for _ in range(steps):
+            if self.session._engine is not None:
+                self.session._engine.arena.read_on()  # otherwise the store counts as stopped after a while
+            self.x += 1
+            self.session.step()
+            self.session._finish()
+        return step_of(int(self.session._started().arena.version.max()))
+
+
+def test_a_wish_for_less_than_a_partition_is_kept_until_one_fits(tmp_path: Path) -> None:
+    table = Table(tmp_path / "store", fraction=0.02)
+    assert table.engine.budget < table.engine.layout.partition_bytes.min()
+    table.session._requests.add(Wish("partial"))
+    assert table.train(1) == 1
+    assert table.train(20) > 2
+    copied = step_of(table.engine.arena.version)
+    table.session.close()
+    assert (copied > 1).sum() == 1, "one request, one checkpoint"
+
+
+def test_a_wish_is_kept_while_all_that_changes_is_being_read(tmp_path: Path) -> None:
+    table = Table(tmp_path / "store", fraction=1.0)
+    table.engine.saver.stop()
+    table.train(1)
+    table.session.checkpoint()
+    arena = table.engine.arena
+    assert arena.pending().sum() == len(table.x)
+    arena.read_begins(int(arena.version.max()))
+    table.session._requests.add(Wish("partial"))
+    assert table.train(2) == 2
+    arena.read_ends(0)
+    assert table.train(2) > 4
+    table.engine.start()
+    table.session.close()

@@ -120,3 +120,33 @@ def test_a_rollback_that_failed_after_it_had_read_an_older_state(
     assert (run.x == 20).all()
     session.close()
     assert sealed_steps(tmp_path / "store")[0] == 20
+
+
+def test_a_seal_of_a_run_that_continues_from_memory_waits(tmp_path: Path, warm_torch: None) -> None:
+    """Its hand-overs do not get numbers that the earlier process's persister has read."""
+    store = tmp_path / "store"
+
+    def body(tell: Callable[[str], None]) -> None:
+        run = Counting(store)
+        for _ in range(5):
+            run.train(1)
+            run.session.checkpoint(full=True, wait=True)
+        run.train(1)
+        run.session._started().saver.stop()
+        run.session.checkpoint()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with Forked(body) as child:
+        assert child.wait() == -signal.SIGKILL
+    run = Counting(store)
+    assert run.session.resume().step == 6
+    drained([run.session])
+    engine = run.session._started()
+    engine.saver.stop()
+    run.train(1)
+    run.session.checkpoint(full=True)
+    waits = engine._protection._seal_waits()
+    engine.start()
+    drained([run.session])
+    run.session.close()
+    assert waits

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scarctl.errors import UsageError
 from scarctl.simulate.study import Study
 from scarctl.simulate.summary import summarise
-from scarctl.simulate.trial import PATIENCE, _failure, _stratified, run_trial
+from scarctl.simulate.trial import PATIENCE, Known, _failure, _stratified, run_trial
 from tests.simulate.workloads import Diverging, Dropout, Overshoot, Quadratic, Unseeded
 
 HALF, EIGHTH = Fraction(1, 2), Fraction(1, 8)
@@ -214,6 +214,61 @@ def test_the_oldest_copy_of_every_parameter_is_shown() -> None:
     assert (priority["slow"], priority["still"]) == (49, 0)
     assert 0 < turns["slow"] <= 20
     assert summarise(of, [result]).cells[1].oldest == priority
+
+
+class Counted(Quadratic):
+    """Counts its iterations, over all runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def step(self, iteration: int) -> None:
+        super().step(iteration)
+        self.steps += 1
+
+
+def test_equal_states_are_trained_once() -> None:
+    """Before a second look there is nothing to extrapolate, so both ways of recovering give the same state."""
+    short = {"fractions": (Fraction(1),), "fail_after": 9}
+    both, one = study(modes=("partial", "extrapolate"), **short), study(modes=("partial",), **short)
+    twice, once = Counted(), Counted()
+    result, alone = run_trial(both, twice, 0), run_trial(one, once, 0)
+    assert result["rework"] == 2 * alone["rework"]
+    assert twice.steps == once.steps
+    # A second study of the same training repeats nothing but the run up to the failure, and finds the same.
+    known = Known()
+    for of in (one, both):
+        before = once.steps
+        result = run_trial(of, once, 0, known)
+    assert once.steps - before == 9
+    assert result == run_trial(both, Counted(), 0)
+    assert run_trial(both, once, 1, known) == run_trial(both, Counted(), 1) != result
+
+
+def test_bytes_that_were_written() -> None:
+    """Every way keeps to its budget. Random and in turn they write all of it, as everything changes."""
+    of = study(fractions=(Fraction(1), EIGHTH), fail_after=50)
+    result = run_trial(of, Quadratic(), 0)
+    assert result["written"] == pytest.approx([1, 1, 1, 1, 1, 1])
+    assert summarise(of, [result]).cells[2].written == pytest.approx(1)
+    early = run_trial(study(fractions=(Fraction(1),), fail_after=2), Quadratic(), 0)
+    assert early["written"] == [None, None]
+    assert summarise(study(fractions=(Fraction(1),)), [early]).cells[1].written is None
+
+    class Half(Quadratic):
+        """One row in sixteen moves, which is half of an eighth."""
+
+        def step(self, iteration: int) -> None:
+            before = self._state["x"].copy()
+            super().step(iteration)
+            still = np.arange(len(before)) % 16 > 0
+            self._state["x"][still] = before[still]
+
+    result = run_trial(
+        study(fractions=(EIGHTH,), policies=("aged",), iterations=60, fail_after=50), Half(), 0
+    )
+    assert result["written"][1] == pytest.approx(0.5)
 
 
 class TestRefused:

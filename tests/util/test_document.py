@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import ClassVar
 
-from scarctl.util.document import INTERNAL, Document, json_of
+from scarctl.util.document import INLINE, INTERNAL, Document, json_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,22 @@ def test_every_field_becomes_a_value_of_json() -> None:
         "reason": None,
     }
     assert json.loads(json.dumps(found)) == found
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum(Document):
+    COMPUTED: ClassVar = ("total",)
+    part: _Part = field(metadata=INLINE)
+    rest: Fraction
+
+    @property
+    def total(self) -> Fraction:
+        return self.part.share + self.rest
+
+
+def test_fields_of_a_part_and_computed_ones_are_the_documents_own() -> None:
+    found = _Sum(_Part(Fraction(1, 4)), Fraction(1, 4)).to_json()
+    assert found == {"share": 0.25, "names": ["a", "b"], "rest": 0.25, "total": 0.5}
 
 
 def test_values_of_json_stay_as_they_are() -> None:

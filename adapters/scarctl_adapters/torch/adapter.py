@@ -20,7 +20,7 @@ from scarctl.stateful import check_names, check_stateful, restore_state, state_o
 from scarctl_adapters.torch.checking import check_trained
 from scarctl_adapters.torch.homes import Holder, homes_of
 from scarctl_adapters.torch.identity import Tensors, tensors_now
-from scarctl_adapters.torch.light import light_of, with_light
+from scarctl_adapters.torch.light import changing, light_of, with_light
 from scarctl_adapters.torch.lost import restore_lost
 from scarctl_adapters.torch.mixing import mix_late
 from scarctl_adapters.torch.names import model_names
@@ -71,7 +71,7 @@ class TorchAdapter:
     ) -> None:
         self._model = model
         self._optimizers = list(optimizers)
-        self._late = dict(late)
+        self._late, self._changing = dict(late), changing(late)
         self._early = dict(early)
         self._wrapping = Wrapping(model, replicated)
         self._sharded: dict[str, Any] = {}
@@ -87,6 +87,8 @@ class TorchAdapter:
         """See `scarctl_adapters.torch.names`."""
         self._known: tuple[Tensors | None, list[StateGroup]] = None, []
         """The tensors and the groups of the newest call of `groups`."""
+        self._named: tuple[Tensors | None, dict[int, str]] = None, {}
+        """Such tensors, and the names of their parameters by id."""
         states = [homes_of(optimizer, self._optimizers) for optimizer in self._optimizers]
         self._homes = [home for homes in states for home in homes]
         self._states = [OptimizerState(o, homes) for o, homes in zip(self._optimizers, states, strict=True)]
@@ -147,13 +149,13 @@ class TorchAdapter:
     def groups(self) -> list[StateGroup]:
         """Return parameters with their slots, then buffers. A DTensor is represented by this rank's part."""
         stepped = self._stepping is not None or any(home.optimizer.state for home in self._homes)
-        # Before the first step the model may still move to a GPU. Parameters gathered by FSDP2 look the same from one
-        # forward to the next, while the sharded ones may have changed.
-        keeps = stepped and not self._sharded
         known, groups = self._known
-        if not keeps or known is None or not known.hold():
-            known = tensors_now(self._model, self._optimizers) if keeps else None
+        if not stepped or known is None or not known.hold():
+            # Before the first step the model may still move to a GPU.
+            known = tensors_now(self._model, self._optimizers) if stepped else None
             groups = self._new_groups(predict=stepped)
+            # Gathered parameters stay the same while the sharded ones, which they hide, may change.
+            known = None if self._is_gathered() else known
             # One assignment, after success: a signal handler may call this method meanwhile.
             self._known = (None, []) if known is None else (known, groups)
         return list(groups)
@@ -189,10 +191,8 @@ class TorchAdapter:
                 role, scope = "shared" if owned else "replica", zeros[id(parameter)]
             else:
                 role, scope = self._role_of(name, wrapped, parameter)
-            place, frozen = (
-                self._place_of(parameter, name),
-                not any(tied.requires_grad for tied, _ in holders),
-            )
+            place = self._place_of(parameter, name)
+            frozen = not any(tied.requires_grad for tied, _ in holders)
             groups.append(StateGroup(name, "parameter", tensors, place, role, scope, frozen))
         groups += self._buffer_groups()
         self._trained = trained
@@ -269,7 +269,7 @@ class TorchAdapter:
         return self._late
 
     def capture_light(self) -> list[Any]:
-        return light_of(self._late, self._optimizers)
+        return light_of(self._changing, self._optimizers)
 
     def with_light(self, late: Any, light: Any) -> Any:
         return with_light(late, light)
@@ -302,8 +302,12 @@ class TorchAdapter:
         """Return the names of the optimizer's parameters by number: numbers may differ by rank."""
         if world() == 1:
             return {}
-        names = {id(parameter): name for name, _, parameter in self._parameters()}
-        return {"names": [names.get(id(parameter), "") for parameter in params_of(optimizer)]}
+        known, names = self._named
+        mine = list(map(id, params_of(optimizer)))
+        if known is None or known is not self._known[0] or not names.keys() >= set(mine):
+            names = {id(parameter): name for name, _, parameter in self._parameters()}
+            self._named = self._known[0], names
+        return {"names": [names.get(each, "") for each in mine]}
 
     def watch(self, caveats: Caveats) -> Watching:
         """See `KnowsCaveats`."""
@@ -387,7 +391,7 @@ class TorchAdapter:
         return ((name, wrapped, holders[0][0]) for name, wrapped, holders in self._holders())
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield name with wrappers and parameter; tied ones under each name."""
+        """Yield each parameter after its name with wrappers; a tied one under each of its names."""
         return self._model.named_parameters(remove_duplicate=False)
 
     def _place_of(self, tensor: torch.Tensor, name: str) -> Place | None:
@@ -424,6 +428,11 @@ class TorchAdapter:
         """Return the sharded parameter of a gathered one: FSDP2 replaces them from a forward to the next backward."""
         known = self._sharded.get(name) if self._sharded else None
         return known if known is not None and is_gathered(parameter, known) else parameter
+
+    def _is_gathered(self) -> bool:
+        """Return whether FSDP2 has gathered any parameter."""
+        named = ((self._wrapping.clean(name), p) for name, p in self._named_parameters())
+        return bool(self._sharded) and any(self._resident(name, p) is not p for name, p in named)
 
     def _modules_with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
         for name, module in self._model.named_modules():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,13 @@ def check_trained(model: Any, optimizers: Sequence[Any], *, knows_tables: bool =
     knows_tables: whether the adapter saves tables that TorchRec has sharded.
     """
     if not isinstance(model, nn.Module):
-        raise UsageError(f"model is a {type(model).__name__}, not a torch.nn.Module")
+        held = (
+            model.values() if isinstance(model, Mapping) else model if isinstance(model, list | tuple) else ()
+        )
+        hint = 'pass several models as one: torch.nn.ModuleDict({"generator": generator, "critic": critic})'
+        if not any(isinstance(one, nn.Module) for one in held):
+            hint = "pass the model itself, not its state_dict() or parameters"
+        raise UsageError(f"model is of type {type(model).__name__}, not a torch.nn.Module", hint=hint)
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise UsageError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")

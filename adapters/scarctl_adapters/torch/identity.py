@@ -8,21 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from operator import attrgetter, methodcaller
+from operator import attrgetter, is_, methodcaller
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from scarctl_adapters.torch.homes import homes_of
+from scarctl_adapters.torch.sharding import dtensor_class
 from scarctl_adapters.torch.slots import NEVER_SLOTS
 
 _PLAIN = {torch.Tensor, nn.Parameter}
 _DICTS = attrgetter("_modules", "_parameters")
 _VALUES = methodcaller("values")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _FACTS = attrgetter("_cdata", "dtype", "requires_grad")
 """Properties that may change although the object stays. Another `_cdata` has another version counter."""
 _LAZY = (torch.Tensor.is_conj, torch.Tensor.is_neg)
+_PART, _SPEC = attrgetter("_local_tensor"), attrgetter("_spec")
+"""A DTensor's tensor in this process, and its mesh and placements."""
 
 
 class Tensors:
@@ -33,8 +37,12 @@ class Tensors:
         self._modules = list(model.modules())
         self._structure, self._objects = self._now()
         tensors = {id(each): each for each in self._objects if isinstance(each, torch.Tensor)}
-        self.tensors = list(tensors.values())
-        """The distinct tensors."""
+        sharded = dtensor_class()
+        self._sharded = [each for each in tensors.values() if type(each) is sharded]
+        self._parts, self._specs = list(map(_PART, self._sharded)), list(map(_SPEC, self._sharded))
+        plain = [each for each in tensors.values() if type(each) is not sharded]
+        self.tensors = list({id(each): each for each in (*plain, *self._parts)}.values())
+        """The distinct tensors; of a DTensor its part in this process."""
         self._complex = [tensor for tensor in self.tensors if tensor.is_complex()]
         self._views: list[torch.Tensor] = []
         """A view of each tensor, which keeps its storage alive, so that no other storage gets its address."""
@@ -50,13 +58,22 @@ class Tensors:
         # An emptied storage still exists, and another one may have its address by now: compare both.
         return (
             self._now()[0] == self._structure
+            and all(map(is_, map(_PART, self._sharded), self._parts))
+            # A step replaces the spec by an equal one.
+            and list(map(_SPEC, self._sharded)) == self._specs
             and all(map(torch.Tensor.is_set_to, self.tensors, self._views))
             and self._form() == self._facts
         )
 
     def _form(self) -> list[object]:
         lazy = [list(map(fact, self._complex)) for fact in _LAZY]
-        return [list(map(torch.Tensor.data_ptr, self.tensors)), list(map(_FACTS, self.tensors)), lazy]
+        trained = list(map(_REQUIRES_GRAD, self._sharded))
+        return [
+            list(map(torch.Tensor.data_ptr, self.tensors)),
+            list(map(_FACTS, self.tensors)),
+            lazy,
+            trained,
+        ]
 
     def _now(self) -> tuple[list[object], list[object]]:
         """Return the places of tensors as names and ids, and the objects, so that no others get these ids."""
@@ -98,7 +115,8 @@ class Tensors:
             list(chain.from_iterable(dicts)),
             [where for *where, _ in buffers],
             list(map(len, groups)),
-            [len(held) for _, held in states],
+            # Counts of steps, which a resume restores, change nothing: only whether there is a state at all.
+            [len(held) - (len(held) > 1 and "step" in held) for _, held in states],
             [key for key, _ in slots],
             list(map(id, objects)),
         ]
@@ -108,8 +126,8 @@ class Tensors:
 def tensors_now(model: nn.Module, optimizers: Sequence[Optimizer]) -> Tensors | None:
     """Return the current tensors.
 
-    None if a tensor is of a subclass, such as DTensor, or sparse: its parts may change while the object stays. None if
-    a module overrides named_parameters or named_buffers.
+    None if a tensor is of a subclass other than DTensor, or sparse: its parts may change while the object stays. None
+    if a module overrides named_parameters or named_buffers.
     """
     if not _is_usual(model.named_parameters, nn.Module.named_parameters) or not all(
         _is_usual(module.named_buffers, nn.Module.named_buffers) for module in model.modules()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.amp import GradScaler
@@ -14,20 +14,27 @@ from scarctl.state.torch_dtypes import Deferred, plain
 from scarctl_adapters.torch.optimizer_state import is_savable
 from scarctl_adapters.torch.packing import LEAVES
 
+Changing: TypeAlias = "LRScheduler | GradScaler"
 
-def light_of(late: Mapping[str, Any], optimizers: Sequence[Optimizer]) -> list[Any]:
+
+def changing(late: Mapping[str, Any]) -> dict[str, Changing]:
+    """Return the schedulers and scalers in `late`, by name."""
+    return {name: item for name, item in late.items() if isinstance(item, LRScheduler | GradScaler)}
+
+
+def light_of(late: Mapping[str, Changing], optimizers: Sequence[Optimizer]) -> list[Any]:
     """Return pairs of names and states: of the schedulers and scalers in `late`, then each optimizer's param_groups.
 
     Does not wait for a GPU: its tensors are copied on the GPU.
     """
-    found: list[Any] = []
-    for name, item in late.items():
-        if isinstance(item, LRScheduler | GradScaler):
-            found.append(
-                [name, _scale_of(item) if isinstance(item, GradScaler) else plain(item.state_dict())]
-            )
-    for number, optimizer in enumerate(optimizers):
-        found.append([number, [Settings(group) for group in optimizer.param_groups]])
+    found: list[Any] = [
+        [number, [*map(Settings, optimizer.param_groups)]] for number, optimizer in enumerate(optimizers)
+    ]
+    if late:
+        found[:0] = (
+            [name, _scale_of(item) if isinstance(item, GradScaler) else plain(item.state_dict())]
+            for name, item in late.items()
+        )
     return found
 
 

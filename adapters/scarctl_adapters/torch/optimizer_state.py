@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import chain, compress
+from itertools import chain, compress, repeat
 from operator import attrgetter
 from typing import Any
 
@@ -98,7 +98,7 @@ def _content(state: Mapping[Any, Any]) -> list[Any] | None:
         return None
     values = list(chain.from_iterable(map(dict.values, every)))
     types = list(map(type, values))
-    tensors = compress(values, map(_TENSORS.__contains__, types))
+    tensors = compress(values, map(isinstance, values, repeat(torch.Tensor)))
     keys = list(chain.from_iterable(every))
     return [list(map(id, state)), list(map(len, every)), keys, types, list(map(id, tensors))]
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
+_CHECKPOINTED = "_checkpoint_wrapped_module"
+"""Part of the names of tensors in torch's wrapper for activation checkpointing; its own state_dict() omits it."""
 
 
 def world() -> int:
@@ -39,6 +41,11 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
+
+
+def dtensor_class() -> type[DTensor] | None:
+    """Return the class DTensor; None as long as no DTensor can exist."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -180,6 +187,8 @@ class Wrapping:
                 name = prefix + name[len(prefix) + len("module.") :]
             elif f"{name}." == f"{prefix}module.":
                 name = prefix[:-1]
+        if _CHECKPOINTED in name:
+            name = ".".join(part for part in name.split(".") if part != _CHECKPOINTED)
         return name
 
     def role(self, name: str, wrapped: str, tensor: torch.Tensor, *, buffer: bool = False) -> tuple[str, str]:

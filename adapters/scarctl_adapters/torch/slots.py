@@ -55,7 +55,7 @@ class Slots:
         self._states: dict[int, MutableMapping[str, Any]] = {}
         """Slots at the newest `learn`, by id of the parameter."""
         self._awaited: set[int] = set()
-        """Ids of parameters whose slots the layout had before they existed."""
+        """Ids of parameters whose slots were in the layout before the slots existed."""
 
     def learn(self, *, predict: bool) -> None:
         """Read the optimizer's present slots. Call it before `of`.

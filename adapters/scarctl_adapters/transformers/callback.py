@@ -206,10 +206,6 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         if self.resumed.step:
             if self._progress.finished():
                 raise _Finished
-            for name in self._progress.other_data():
-                log.warning(
-                    "%s differs from the run in %s: the next batches differ", name, self.session.store.url
-                )
             held = self._progress.rng or self._generators.held or capture_rng()
             self._generators.held = held
             self._progress.hold(held)

@@ -198,12 +198,14 @@ class Progress:
         )
         return bool(0 < of <= saved["step"])
 
-    def other_data(self) -> list[str]:
-        """Return the arguments that differ from the restored run, and change the next batches."""
+    @property
+    def misfit(self) -> str | None:
+        """The arguments that differ from the restored run, and change the next batches; None without one."""
         if self.restored is None:
-            return []
+            return None
         saved, now = self.restored["data"], _data(self._trainer.args)
-        return sorted(name for name in saved.keys() & now.keys() if saved[name] != now[name])
+        other = sorted(name for name in saved.keys() & now.keys() if saved[name] != now[name])
+        return "; ".join(f"{name} differs from the run's: the next batches differ" for name in other) or None
 
 
 class Generators:

@@ -165,7 +165,8 @@ def fault_error(fault: Fault, what: str, doing: str) -> ScarError:
                 hint=f"the bucket was deleted or never created; {_SAFE} if it exists",
                 kind="no-bucket",
             )
-    return Unavailable(reason, hint=f"retry; {_SAFE}")
+    retry = "check the address and the endpoint, and retry" if "Connect" in fault.detail else "retry"
+    return Unavailable(reason, hint=f"{retry}; {_SAFE}")
 
 
 def in_doubt(what: str, detail: str) -> InDoubt:

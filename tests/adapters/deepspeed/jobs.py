@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +14,11 @@ import torch
 import scarctl
 from scarctl.config import grouped
 from scarctl.errors import ScarError
-from scarctl.session.session import Session
 from tests.adapters.deepspeed import models
+from tests.adapters.rank_jobs import At, Warnings, halves, under_torchrun
 
-HALF, LAST = 4, 8
 Kind = Mapping[str, Any]
 """Arguments of `models.build`."""
-
-
-class Warnings(logging.Handler):
-    """Keeps the warnings of a session."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler`."""
-        self.texts.append(record.getMessage())
 
 
 def train(
@@ -39,7 +26,7 @@ def train(
     until: int,
     kind: Kind,
     *,
-    at: Mapping[int, Callable[[Session], object]] | None = None,
+    at: At | None = None,
     resume: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -87,13 +74,7 @@ def train(
 
 def undisturbed(rank: int, world: int, folder: str, kinds: list[Kind]) -> list[Any]:
     """For each: a run, and the same run, closed halfway and resumed."""
-    found = []
-    for number, kind in enumerate(kinds):
-        here = Path(folder, str(number))
-        whole = train(here / "whole", LAST, kind)
-        train(here / "halves", HALF, kind)
-        found.append([whole, train(here / "halves", LAST, kind)])
-    return found
+    return halves(train, folder, kinds)
 
 
 def one_run(rank: int, world: int, folder: str, until: int, kind: Kind) -> Any:
@@ -149,33 +130,8 @@ def recovered(rank: int, world: int, folder: str, kind: Kind) -> dict[str, Any]:
 
 
 def main(folder: str, kind: str, saved: str, killed: str) -> None:
-    """One rank of a job under torchrun. Rank 1 kills itself after step `killed` of its first life.
-
-    kind: JSON. saved: step after which everything is saved, sealed.
-    """
-    import json
-
-    from torch import distributed as dist
-
-    dist.init_process_group("gloo")
-    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    rank = dist.get_rank()
-
-    def save(session: Session) -> None:
-        session.checkpoint(full=True, wait=True)
-
-    def die(session: Session) -> None:
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    at: dict[int, Any] = {int(saved): save} if first else {}
-    if first:
-        before = at.get(int(killed), lambda session: None)
-        at[int(killed)] = lambda session: (before(session), die(session))
-    report = train(Path(folder), LAST, json.loads(kind), at=at)
-    Path(folder, f"report-{rank}.json").write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()
+    """Run one rank of a job under torchrun: see `under_torchrun`. kind: JSON."""
+    under_torchrun(train, folder, json.loads(kind), int(saved), int(killed))
 
 
 if __name__ == "__main__":

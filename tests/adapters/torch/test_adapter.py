@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from scarctl.errors import UsageError
 from scarctl.state import codec
@@ -104,6 +105,18 @@ def test_tied_parameters_are_one_group_under_the_first_name() -> None:
     model = Tied()
     adapter = TorchAdapter.build(model, [torch.optim.Adam(model.parameters())])
     assert [g.name for g in adapter.groups()] == ["alias"]
+
+
+def test_activation_checkpointing_does_not_rename() -> None:
+    """As in the model's own state_dict(), so that a run may switch it."""
+    plain = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    wrapped = nn.Sequential(checkpoint_wrapper(plain[0]), checkpoint_wrapper(plain[1]))
+    adapters = [
+        TorchAdapter.build(model, [torch.optim.SGD(model.parameters())]) for model in (plain, wrapped)
+    ]
+    one, other = ([group.name for group in adapter.groups()] for adapter in adapters)
+    assert one == other
+    assert set(one) == set(wrapped.state_dict())
 
 
 def test_frozen_parameters_have_no_slots_and_unused_ones_get_theirs_in_advance() -> None:

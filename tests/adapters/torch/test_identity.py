@@ -139,6 +139,11 @@ def _count_steps_anew(t: Training) -> None:
     state["step"] = state["step"].clone()
 
 
+def _count_no_steps(t: Training) -> None:
+    """A resume makes slots first, and restores the counts later."""
+    del t.optimizer.state[t.model[0].weight]["step"]
+
+
 def _load_the_same_names(t: Training) -> None:
     """The key of a state is then another object that compares equal."""
     state = t.optimizer.state[t.model[0].weight]
@@ -147,7 +152,9 @@ def _load_the_same_names(t: Training) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [_replace_a_hidden_buffer, _count_steps_anew, _load_the_same_names], ids=lambda f: f.__name__
+    "change",
+    [_replace_a_hidden_buffer, _count_steps_anew, _count_no_steps, _load_the_same_names],
+    ids=lambda f: f.__name__,
 )
 def test_what_is_not_saved_may_be_replaced(change: Callable[[Training], None]) -> None:
     training = Training()

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,11 @@ from scarctl.config import grouped
 from scarctl.distributed.collectives import Solo, Team, world_size
 from scarctl.errors import ScarError
 from scarctl.session.session import Session
+from tests.adapters.rank_jobs import HALF, LAST, At, Warnings, halves, under_torchrun
 from tests.adapters.torchrec import models
 
-HALF, LAST = 4, 8
 Kinds = str | tuple[str, str] | list[str]
 """How tables are sharded, and which optimizer trains them: "table" or ("table", "rowwise")."""
-
-
-class Warnings(logging.Handler):
-    """A handler that keeps the warnings of a session."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler`."""
-        self.texts.append(record.getMessage())
 
 
 def train(
@@ -43,7 +31,7 @@ def train(
     kinds: Kinds,
     *,
     dense: bool = True,
-    at: Mapping[int, Callable[[Session], object]] | None = None,
+    at: At | None = None,
     resume: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -133,13 +121,7 @@ def digests(model: Any, optimizer: Any) -> dict[str, str]:
 
 def undisturbed(rank: int, world: int, folder: str, kinds: list[Kinds]) -> list[Any]:
     """Return for each plan a run, and the same run closed halfway and resumed."""
-    found = []
-    for number, kind in enumerate(kinds):
-        here = Path(folder, str(number))
-        whole = train(here / "whole", LAST, kind)
-        train(here / "halves", HALF, kind)
-        found.append([whole, train(here / "halves", LAST, kind)])
-    return found
+    return halves(train, folder, kinds)
 
 
 def only_fused(rank: int, world: int, folder: str) -> list[Any]:
@@ -248,33 +230,8 @@ def _rows(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def main(folder: str, kind: str, saved: str, killed: str) -> None:
-    """Run one rank of a job under torchrun. Rank 1 kills itself after step `killed` of its first life.
-
-    saved: the step after which everything is saved and sealed.
-    """
-    import json
-
-    from torch import distributed as dist
-
-    dist.init_process_group("gloo")
-    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    rank = dist.get_rank()
-
-    def save(session: Session) -> None:
-        session.checkpoint(full=True, wait=True)
-
-    def die(session: Session) -> None:
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    at: dict[int, Any] = {int(saved): save} if first else {}
-    if first:
-        before = at.get(int(killed), lambda session: None)
-        at[int(killed)] = lambda session: (before(session), die(session))
-    report = train(Path(folder), LAST, kind, at=at)
-    Path(folder, f"report-{rank}.json").write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()
+    """Run one rank of a job under torchrun: see `under_torchrun`. kind: see `Kinds`."""
+    under_torchrun(train, folder, kind, int(saved), int(killed))
 
 
 if __name__ == "__main__":

@@ -153,7 +153,8 @@ def test_a_search_for_hyperparameters(tmp_path: Path) -> None:
 def test_going_on_with_other_batches_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     resumed(tmp_path, max_steps=4)
     with caplog.at_level(logging.WARNING):
-        trainer, _ = resumed(tmp_path, max_steps=6, per_device_train_batch_size=2)
+        trainer, callback = resumed(tmp_path, max_steps=6, per_device_train_batch_size=2)
+    assert not callback.resumed.exact
     assert "per_device_train_batch_size differs from the run" in caplog.text
     assert trainer.state.global_step == 6
 

@@ -117,6 +117,11 @@ def test_doctor_says_so(url: str) -> None:
     assert found.left_behind == []
 
 
+def test_doctor_leaves_no_folder_that_it_made(tmp_path: Path) -> None:
+    assert diagnose(str(tmp_path / "not" / "yet"), rounds=1).sound
+    assert not (tmp_path / "not").exists()
+
+
 def test_an_interrupted_race_leaves_no_racer_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start, started = threading.Thread.start, []
 
