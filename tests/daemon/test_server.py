@@ -15,7 +15,7 @@ import pytest
 
 from scarctl.arena.folder import arena_folder, host_folder
 from scarctl.daemon import client, protocol
-from scarctl.daemon import server as server_module
+from scarctl.daemon import runs as runs_module
 from scarctl.daemon.server import Daemon
 from scarctl.errors import Contention, NoStore, ScarError, Unavailable, UsageError
 from scarctl.state.layout import build_layout
@@ -325,7 +325,7 @@ class TestSlowStores:
     def test_too_slow_a_takeover_is_contention(
         self, daemon: Daemon, base: Path, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(server_module, "_PATIENCE", 0.3)
+        monkeypatch.setattr(runs_module, "_PATIENCE", 0.3)
         slow = Trainer(tmp_path / "slow", base)
         slow.save(slow.everything, 1)
         assert gate.reached.wait(30)
