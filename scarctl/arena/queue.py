@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,10 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 _IDS = "scarctl/partitions"
 _UNSAVED = "scarctl/unsaved"
 _EXTRAS = "scarctl/extras/"
+
+
+Identity: TypeAlias = tuple[int, int, int]
+"""Inode, time of writing in nanoseconds and size of a hand-over's file: another file under its number differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +182,17 @@ class HandOverQueue:
     def has(self, number: int) -> bool:
         """Return whether a hand-over waits; False too if that is unknown. Faster than `numbers`."""
         return os.path.exists(self._path(number))
+
+    def identity(self, number: int) -> Identity | None:
+        """Return the identity of one hand-over's file; None if it is gone. Raises Unavailable, AccessDenied."""
+        path = self._path(number)
+        try:
+            found = os.stat(path, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise os_error(error, path, "read") from error
+        return found.st_ino, found.st_mtime_ns, found.st_size
 
     def numbers(self) -> list[int]:
         """Return the numbers of all hand-overs, in order."""

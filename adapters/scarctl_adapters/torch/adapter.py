@@ -113,9 +113,7 @@ class TorchAdapter:
         """Return an adapter; see `scarctl.attach` for the arguments. Raises UsageError for unsuitable objects."""
         check_trained(model, optimizers, knows_tables=cls._knows_tables)
         late = {f"scheduler{i}": scheduler for i, scheduler in enumerate(schedulers)}
-        if scaler is not None:
-            late["scaler"] = scaler
-        late |= after_step or {}
+        late |= ({} if scaler is None else {"scaler": scaler}) | dict(after_step or {})
         for name, item in {**late, **(extras or {})}.items():
             check_stateful(name, item)
         adapter = cls(model, optimizers, late, extras or {}, replicated)
@@ -163,6 +161,8 @@ class TorchAdapter:
     def _new_groups(self, *, predict: bool) -> list[StateGroup]:
         for _, slots in self._slots:
             slots.learn(predict=predict)
+        for state in self._states if predict else ():
+            state.check_places()
         zeros = self._zeros()
         groups = []
         numbers = {id(p): i for i, o in enumerate(self._optimizers) for p in params_of(o)}
