@@ -208,6 +208,8 @@ def train(
     return {
         "step": resumed.step,
         "exact": resumed.exact,
+        "whole": resumed.whole,
+        "reasons": list(resumed.reasons),
         "ranks": None if resumed.ranks is None else dict(resumed.ranks),
         "tiers": None if resumed.report is None else resumed.report.tiers,
         "recovered": recovered,
