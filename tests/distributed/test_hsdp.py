@@ -31,7 +31,7 @@ def test_a_job_goes_on_exactly_and_another_number_of_ranks_takes_it_over(tmp_pat
     ] * RANKS
     assert same(tmp_path / "end.pt", calm)
     found = launch(TRAIN, 2, "fsdp", folder, 17, {"resumed": f"{folder}/moved.pt"})
-    assert [(report["step"], report["exact"]) for report in found] == [(17, True)] * 2
+    assert [(report["step"], report["whole"], report["exact"]) for report in found] == [(17, True, False)] * 2
     assert same(tmp_path / "moved.pt", calm)
 
 
