@@ -47,7 +47,7 @@ class _Bucket:
     square: float
     """Squared norm of `own`."""
     mean: torch.Tensor
-    """What all ranks' gradients are reduced into. Theirs once `arrived` is set."""
+    """The mean of all ranks' gradients, once `arrived` is set."""
     result: torch.futures.Future[torch.Tensor] = field(default_factory=torch.futures.Future)
     arrived: bool = False
     lent: bool = False

@@ -25,7 +25,7 @@ SESSION = 2.0
 
 
 class Role(Enum):
-    """What a server is at the moment."""
+    """The present role of a server."""
 
     STARTING = "starting"
     RECOVERING = "recovering"
@@ -36,7 +36,7 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Record:
-    """What the control plane says of a shard."""
+    """The control plane's record of a shard."""
 
     epoch: int
     chain: tuple[str, ...]
