@@ -96,7 +96,8 @@ def words(sentence: str) -> int:
 
 
 def banned(text: str) -> Iterator[str]:
-    """Yield a reason for each banned expression in a text."""
+    """Yield a reason for each banned expression in a text, also across lines."""
+    text = " ".join(text.split())
     if not ANY_BANNED.search(text):
         return
     for pattern, instead in BANNED.items():
