@@ -29,7 +29,7 @@ TEXTS = WATCHED = 32
 """Texts of LENGTH bytes that an iteration sees, and that the metric looks at."""
 EXPERTS = 8
 RANK = 4
-"""Of LoRA's matrices."""
+"""Rank of LoRA's matrices."""
 BASE = 200
 """Iterations that LoRA's frozen base has learnt for."""
 STALE = 16

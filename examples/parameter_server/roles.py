@@ -41,7 +41,7 @@ class Record:
     epoch: int
     chain: tuple[str, ...]
     synced: frozenset[str]
-    """Those of the chain that have every push that was acknowledged before this record."""
+    """The servers of the chain that have every push that was acknowledged before this record."""
 
 
 @dataclass(frozen=True)

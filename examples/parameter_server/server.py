@@ -79,7 +79,7 @@ class Server:
         """The weights of its newest answer."""
         self.alive = False
         self.seconds: list[float] = []
-        """Of each start."""
+        """Duration of each start."""
         self.start()
 
     def start(self) -> int:

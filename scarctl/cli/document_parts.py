@@ -246,7 +246,7 @@ class _Health(TypedDict):
     findings: list[Finding]
     if_lost: Losses
     shards: list[ShardLine]
-    """Those with partitions that were never saved."""
+    """The shards with partitions that were never saved."""
     saving: list[Saving]
 
 
