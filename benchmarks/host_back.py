@@ -270,7 +270,7 @@ def daemon_of(home: Path) -> Any:
 
 
 def one_round(folder: Path, way: str, args: Any) -> dict[str, float]:
-    """One death, and the way back."""
+    """Measure one death, and the way back."""
     homes = [folder / "east", folder / "west"]
     alive = way in ("in place", "standby")
     first = free_port()

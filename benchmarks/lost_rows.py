@@ -2,7 +2,7 @@
 
 python benchmarks/lost_rows.py [--rows 200000] [--trials 6] [--failures 3] [--per 1,4,16] [--json FILE]
 
-It needs TorchRec (`make frameworks` makes an environment), and says so where there is none. A simulation in one
+It needs TorchRec (`make frameworks` makes an environment), and says so if that is missing. A simulation in one
 process: the model and the trace of `recommender.py`, smaller, so that ten iterations look up a fifth of the rows. Every
 trial is a run with a seed of its own. Every way keeps copies of all rows, and may write 1/8 of the state's bytes per
 ten iterations. `--failures` times, spread evenly over the time between two full checkpoints, a rank is lost with a

@@ -68,7 +68,7 @@ class Arm:
         """Called after an arm, unmeasured."""
 
     def run(self, work: Work) -> float:
-        """Seconds per step, on average."""
+        """Return the seconds per step, on average."""
         self.prepare()
         settle()
         times = []

@@ -56,6 +56,7 @@ WITH_TORCH = {
     "scarctl.checkpoint.randomness",
     "scarctl.checkpoint.row_copies",
     "scarctl.distributed.coordinator",
+    "scarctl.distributed.common",
     "scarctl.distributed.rounds",
     "scarctl.distributed.reshard",
     "scarctl.distributed.heir",

@@ -73,7 +73,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         scarctl_adapters.jax.adapter scarctl_adapters.jax.arrays scarctl_adapters.jax.session
         scarctl_adapters.jax.tree
         scarctl_adapters.lightning.late_state scarctl_adapters.lightning.loops
-        scarctl_adapters.lightning.position
+        scarctl_adapters.lightning.data_order scarctl_adapters.lightning.position
         scarctl_adapters.torch.attributes scarctl_adapters.torch.lost
         scarctl_adapters.torch.carried scarctl_adapters.torch.checking scarctl_adapters.torch.homes
         scarctl_adapters.torch.names scarctl_adapters.torch.outside scarctl_adapters.torch.packing

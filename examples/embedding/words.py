@@ -1,4 +1,4 @@
-"""The text: Python's own standard library, which is on every machine. Nothing is downloaded."""
+"""Read the text: Python's own standard library, which is on every machine. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Words:
 
 @cache
 def load(words: int = WORDS) -> Words:
-    """The most frequent `words` names and words of the library's sources; fewer where it has fewer."""
+    """Return the most frequent `words` names and words of the library's sources; fewer where it has fewer."""
     folder = Path(sysconfig.get_path("stdlib"))
     found: list[str] = []
     for path in sorted(folder.rglob("*.py")):

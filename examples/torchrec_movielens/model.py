@@ -1,4 +1,4 @@
-"""A recommender in TorchRec's own parts: three tables, and a few dense layers over them."""
+"""Define a recommender in TorchRec's own parts: three tables, and a few dense layers over them."""
 
 from __future__ import annotations
 

@@ -283,18 +283,17 @@ def _report_others(folder: Path, store: Store) -> None:
         except ScarError:
             ours = True
         if ours:
-            whose = f"of the store in {view.place}" if view.lines else "of an earlier version of scarctl"
             log.warning(
-                "%s: the copies in %s are not used: they are %s, step %d",
+                "%s: the copies in %s are not used: they are of the store in %s, step %d",
                 store.url,
                 path,
-                whose,
+                view.place or "another place",
                 view.head_step,
             )
 
 
 def _others(folder: Path, store: Store) -> Iterator[Path]:
-    """Yield the folders of arenas of the same store and shard, at other places or by earlier versions."""
+    """Yield the folders of arenas of the same store and shard, at other places."""
     shard = "" if store.part is None else f"-{store.part.shard}"
     if not folder.parent.is_dir():
         return

@@ -37,7 +37,7 @@ class Copied:
     exact: Ids | None = None
     """Those of `ids` that the store keeps exactly, and perhaps others; None: all."""
     missed: bool = False
-    """Nothing was copied although partitions have changed: all of them are protected, or larger than the budget."""
+    """Nothing was copied although finite partitions have changed: all of them are protected, or exceed the budget."""
 
     @property
     def step(self) -> int:

@@ -51,6 +51,10 @@ from scarctl.util.arrays import Ids, distinct
 
 log = logging.getLogger("scarctl")
 _NONE = np.empty(0, dtype=np.int64)
+_DIFFERS = (
+    "ranks have different values of parameters that they should have in common, as under DistributedDataParallel: one "
+    "rank's are saved, and all ranks resume with them. Name only equal ones in scarctl.Ranks(replicated=...)"
+)
 
 
 class Engine:
@@ -82,7 +86,7 @@ class Engine:
         self.saver = saver
         self.shard_of = store.shard_of(layout)
         self.budget = max(1, int(settings.fraction * layout.nbytes))
-        self.selector = selector
+        self.selector, self._caveats = selector, caveats
         self.tracker = Tracker(
             layout, settings.tracker, settings.norm, store.settings.seed, budget=self.budget
         )
@@ -169,7 +173,8 @@ class Engine:
         self._save(live, ids, distance, version)
         exact = ids if weighed.exact is None else ids[weighed.exact[ids]]
         whole = exact.size == self.layout.partitions
-        missed = not chosen.ids.size and bool((weighed.distance_sq > 0).any())
+        changed = (weighed.distance_sq > 0) & np.isfinite(weighed.distance_sq)
+        missed = not chosen.ids.size and bool(changed.any())
         return Copied(version, ids, whole, np.union1d(chosen.nonfinite, bad), exact, missed)
 
     @property
@@ -308,6 +313,8 @@ class Engine:
     def expect(self, step: int) -> None:
         """Announce the regular checkpoint of `step`, which is due, to all ranks."""
         self.cadence.agree(self.selector.interval)
+        if self.selector.differs:
+            self._caveats.say("ranks-differ", _DIFFERS)
         self.selector.expect(step, self.budget_now)
 
     def require_saving(self) -> ScarError | None:

@@ -26,8 +26,8 @@ from scarctl.store import Part
 from scarctl.store.format import MAX_SHARD, is_hex
 
 VERSION = 4
-EARLIER = 3
-"""Protocol version of an earlier scarctl's daemon, which still answers requests for its status and to stop."""
+EVERY_VERSION = ("status", "stop")
+"""Requests that a daemon answers whatever the asking version: another version of scarctl can end it."""
 MAX_MESSAGE = 64 << 10
 MAX_REPLY = 1 << 20
 SOCKET = "daemon.sock"

@@ -166,7 +166,7 @@ class Daemon:
     def _answer(self, connection: socket.socket, peer: _Peer, message: dict[str, Any]) -> None:
         name = message.get("op")
         try:
-            if message.get("v") != protocol.VERSION:
+            if message.get("v") != protocol.VERSION and name not in protocol.EVERY_VERSION:
                 raise UsageError(
                     f"the daemon uses version {protocol.VERSION} of its protocol, not {message.get('v')!r:.40}",
                     hint="`scarctl daemon stop` ends it; the next session starts a new one",

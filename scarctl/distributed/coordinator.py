@@ -26,6 +26,7 @@ from scarctl.checkpoint.selector import Selector
 from scarctl.config import SessionSettings
 from scarctl.daemon.request import Wish
 from scarctl.distributed.collectives import Team
+from scarctl.distributed.common import Common
 from scarctl.distributed.copies import check_files, keep_copies
 from scarctl.distributed.host_memory import bring_memory, place_of
 from scarctl.distributed.leftover_arenas import fence, save_leftovers
@@ -218,7 +219,10 @@ class Crew(Together):
         rank, world = self.team.rank, self.team.world
         if self._exchange_group is None:
             return super().selector()
-        return GlobalSelector(Exchange(self._exchange_group, rank, world), self.shards[rank])
+        common = Common(self.division, rank, lambda: self.adapter.known)
+        return GlobalSelector(
+            Exchange(self._exchange_group, rank, world), self.shards[rank], sample=common.sample
+        )
 
     def keep_copies(self, saver: Saver, settings: SessionSettings, caveats: Caveats) -> None:
         if settings.peers:

@@ -61,6 +61,8 @@ class AgreedState:
     """The whole state, of all processes, is of `step`."""
     summary: dict[str, Any] | None = None
     """Lost ranks and the predicted cost, for the report; None without ranks."""
+    reasons: tuple[str, ...] = ()
+    """Why training does not continue as it would have, although the state is of one step."""
 
 
 class Elsewhere(Protocol):

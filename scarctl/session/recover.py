@@ -48,7 +48,7 @@ class Resumed:
     step: int
     """Iterations finished: the loop continues with the next one. 0 if the store was empty."""
     exact: bool
-    """The whole state is of `step`: training continues as if it had not stopped. Otherwise steps are mixed."""
+    """Training continues bit for bit as if it had not stopped. `reasons` says why not."""
     report: Report | None
     """Sources of the partitions. None if the store was empty, or if the state was saved under another division. In the
     latter case all of it came from the store."""
@@ -58,6 +58,8 @@ class Resumed:
     """Reasons why the state is not exact, one sentence each; () if it is exact."""
     saved_at: str | None = None
     """UTC time of the newest commit in the store, in ISO 8601; None if no record has it."""
+    whole: bool = True
+    """All partitions and extras are of `step`, as one commit saved them. A whole state may still not be exact."""
 
     @property
     def new(self) -> bool:
@@ -68,8 +70,8 @@ class Resumed:
         """Return one line: the step, whether the state is exact and why not, its oldest copy, sources, and time."""
         if self.new:
             return "step 0: the store holds no state, a new run begins"
-        exact = "exact" if self.exact else f"not exact: {'; '.join(self.reasons)}"
-        line, report = f"step {self.step}, {exact}", self.report
+        inexact = f"{'whole, but ' if self.whole else ''}not exact: {'; '.join(self.reasons)}"
+        line, report = f"step {self.step}, {'exact' if self.exact else inexact}", self.report
         if report is not None and report.plan.ids.size:
             oldest = int(step_of(report.plan.version).min())
             tiers = (f"{counted(count, 'partition')} from {tier}" for tier, count in report.tiers.items())
@@ -221,7 +223,7 @@ def recover_live(
     if mode == "rollback":
         report, extras = _roll_back(engine, live, together, lost=ids.size)
         engine.learn(shared_history(engine, extras, report.step or 0, together), extras)
-        adapter.restore(extras.early, extras.late)
+        together.agree(lambda: adapter.restore(extras.early, extras.late))
         left = together.agree(lambda: left_behind(engine, live, adapter, ids, extras.late))
         return _checked(replace(report, cost=cost), left, together)
     with _known_to_differ(engine, ids):

@@ -341,7 +341,7 @@ class Session:
         engine = self._started()
         with self._gate.held():
             self._finish()
-            live = self._binding.live(engine.arena)
+            live = self._together.agree(lambda: self._binding.live(engine.arena))
             report = recover_live(
                 engine, live, self._adapter, lost, mode, self.head_step, self._together, max_rework
             )

@@ -142,6 +142,8 @@ class TestOperations:
         assert refused(connection, "resume") == "usage", "nothing is open"
         for version in (0, protocol.VERSION + 1, "1", None, 1e300, "x" * 10000):
             protocol.send(connection, {"v": version, "op": "status"})
+            assert protocol.check_reply(protocol.receive(connection))["runs"][0]["store"] == str(store.root)
+            protocol.send(connection, {"v": version, "op": "hold", "seconds": 1})
             with pytest.raises(UsageError) as caught:
                 protocol.check_reply(protocol.receive(connection))
             assert caught.value.kind == "daemon-version"

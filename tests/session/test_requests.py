@@ -121,3 +121,16 @@ def test_a_wish_is_kept_while_all_that_changes_is_being_read(tmp_path: Path) -> 
     assert table.train(2) > 4
     table.engine.start()
     table.session.close()
+
+
+def test_a_wish_is_not_repeated_for_a_partition_that_is_not_finite(tmp_path: Path) -> None:
+    x = np.zeros((8, 4))
+    with scarctl.attach({"x": x}, store=tmp_path / "store", interval=1000) as session:
+        session.step()
+        drained([session])
+        x[:] = np.inf
+        session._requests.add(Wish("partial"))
+        for _ in range(20):
+            session.step()
+        session._finish()
+        assert session.stats.checkpoints == 2, "the first, and the requested one"
