@@ -154,9 +154,9 @@ class Checkpoints:
         self._fill = self._worker.submit(engine.filling.run)
 
     @property
-    def filling(self) -> bool:
-        """Whether `finish` has to wait for `fill`."""
-        return self._fill is not None
+    def unfinished(self) -> bool:
+        """Whether `finish` has something to wait for."""
+        return self._under_way is not None or self._fill is not None
 
     @property
     def under_way(self) -> bool:

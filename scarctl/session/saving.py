@@ -97,10 +97,7 @@ class Saving:
     def unfinished(self) -> bool:
         """Whether `finish` has something to do."""
         engine = self._opening.engine
-        checkpoints = self._checkpoints
-        return engine is not None and (
-            checkpoints.under_way or checkpoints.filling or engine.selector.expecting
-        )
+        return engine is not None and (self._checkpoints.unfinished or engine.selector.expecting)
 
     def take(self, *, early: bool = True) -> Moment | None:
         """Keep the current moment as the newest step's end, and return it; None on failure.
