@@ -50,7 +50,7 @@ BEGAN = time.monotonic()  # the first line, before the imports that take long
 
 PARTS = ("start", "import", "group", "build", "attach", "read", "step")
 WAYS = ("peer", "store", "DCP", "in place", "standby", "warm")
-"""Those that need nothing else."""
+"""Ways that need no other package."""
 LOOK_SECONDS = 0.1
 DIES_AFTER = 30
 """Iterations before the host dies."""

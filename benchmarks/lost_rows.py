@@ -51,7 +51,7 @@ INTERVAL, PARTS, RANKS = 10, 8, 4
 CYCLE = INTERVAL * PARTS
 """Iterations between two full checkpoints."""
 ITERATIONS = 4 * CYCLE
-"""Of the undisturbed run. Failures are in the third cycle."""
+"""Length of the undisturbed run. Failures are in the third cycle."""
 SMOOTH = 8
 """Losses whose mean is compared."""
 LOOKED = 4
@@ -196,7 +196,7 @@ class Failure:
     copies: dict[str, tuple[torch.Tensor, torch.Tensor]]
     squares: dict[str, float] = field(default_factory=dict)
     excess: dict[str, float] = field(default_factory=dict)
-    """Of the loss, `--after` iterations later."""
+    """Excess of the loss, `--after` iterations later."""
 
     @property
     def repeated(self) -> int:

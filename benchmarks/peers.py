@@ -43,7 +43,7 @@ from training import build, tensors
 
 MARKER = "BENCHMARK_PEER"
 SYNCED = ("scarctl", "DCP", "torchsnapshot")
-"""Those that sync what they write."""
+"""Peers that sync their files."""
 _PAUSE = 0.02
 
 

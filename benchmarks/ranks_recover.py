@@ -9,7 +9,7 @@ the whole state into slots of zeros in a second model, as a job that saves with 
 
 First table, medians over kills with (lowest-highest), the slowest rank counts: seconds of every part from the kill to
 the first new step. "engine" is torchrun noticing, ending the ranks, new processes, imports, process group and model:
-the same for all ways. The imports are torch, DCP and scarctl, of which a line below the table says what scarctl's take.
+the same for all ways. The imports are torch, DCP and scarctl, and a line below the table has the time of scarctl alone.
 "CPU" is that of all ranks together while the state is brought back. Second table: steps of work lost. scarctl's
 survivors continue where they were, so the loss is the age of the killed rank's copies. A job that saves everything
 every 8 * interval steps, which are as many bytes, goes back to the last save, with all ranks.

@@ -53,7 +53,7 @@ LIMITS = {
     "scarctl, attach": "plain copy, new",
     "scarctl, store": "safetensors, checked",
 }
-"""What a case cannot be faster than, as far as is known."""
+"""The case that bounds the speed of another one, as far as is known."""
 
 
 Taken: TypeAlias = tuple[float, float]

@@ -84,7 +84,7 @@ class SinceFull:
     def __init__(self, rows: int) -> None:
         self._is_used = np.zeros(rows, dtype=np.bool_)
         self._sizes: list[float] = []
-        """Of the checkpoints since the last full one, relative to that."""
+        """Sizes of the checkpoints since the last full one, relative to that."""
 
     def note(self, rows: Ids) -> None:
         self._is_used[rows] = True

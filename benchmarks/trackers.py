@@ -48,9 +48,9 @@ ITERATIONS = 200
 SLOTS = ("", "exp_avg", "exp_avg_sq")
 WAYS = ("exact", "overlapped", "sampled", "touched")
 POLICIES = ("round", "aged")
-"""Those that are compared with priority, by exact distances."""
+"""Policies that are compared with priority, by exact distances."""
 PASS = ("exact", "sampled", "touched")
-"""Those that do all their work at the checkpoint."""
+"""Trackers that do all their work at the checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ ENVIRONMENT = {
 
 @dataclass(slots=True)
 class Rank:
-    """What one process of one rank has said."""
+    """The log of one process of one rank."""
 
     pid: int = 0
     ready: float = 0.0

@@ -96,7 +96,8 @@ def words(sentence: str) -> int:
 
 
 def banned(text: str) -> Iterator[str]:
-    """Yield a reason for each banned expression in a text."""
+    """Yield a reason for each banned expression in a text, also across lines."""
+    text = " ".join(text.split())
     if not ANY_BANNED.search(text):
         return
     for pattern, instead in BANNED.items():
@@ -141,8 +142,8 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
-def faults(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and reason of everything in a module that breaks a rule."""
+def beginnings(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and reason of every docstring of a module or a function that begins in a wrong way."""
     tree = ast.parse(source)
     title = ast.get_docstring(tree) or ""
     if source.strip() and (not title or NO_DEED.match(title)):
@@ -150,7 +151,11 @@ def faults(source: str) -> Iterator[tuple[int, str]]:
     for line, text in instructions(tree):
         if NO_VERB.match(text):
             yield line, f"does not begin with a verb: {text.splitlines()[0]}"
-    for line, text in sorted({*messages(tree), *comments(source)}):
+
+
+def expressions(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and reason of every banned expression in a module."""
+    for line, text in sorted({*messages(ast.parse(source)), *comments(source)}):
         for reason in banned(text):
             yield line, reason
 
@@ -163,10 +168,12 @@ def long_sentences(source: str) -> Iterator[tuple[int, str]]:
                 yield line, f"{words(sentence)} words, at most {MOST_WORDS}: {sentence}"
 
 
-@pytest.mark.parametrize("path", [*PRODUCT, *modules("benchmarks", "examples")])
+@pytest.mark.parametrize("path", [*PRODUCT, *modules("benchmarks", "examples", "tests")])
 def test_prose_keeps_the_rules(path: str) -> None:
     source = (ROOT / path).read_text(encoding="utf-8")
-    found = [*faults(source), *(long_sentences(source) if path in PRODUCT else ())]
+    found = [*beginnings(source)]
+    found += [] if path.startswith("tests/") else expressions(source)
+    found += long_sentences(source) if path in PRODUCT else ()
     assert not found, "\n".join(f"{path}:{line}: {reason}" for line, reason in found)
 
 

@@ -29,7 +29,7 @@ TEXTS = WATCHED = 32
 """Texts of LENGTH bytes that an iteration sees, and that the metric looks at."""
 EXPERTS = 8
 RANK = 4
-"""Of LoRA's matrices."""
+"""Rank of LoRA's matrices."""
 BASE = 200
 """Iterations that LoRA's frozen base has learnt for."""
 STALE = 16
@@ -42,8 +42,8 @@ class Trained:
     rows = {"*": 1}  # noqa: RUF012
     norm: Norm = "l2"
     moments = "restored"
-    """What the optimizer's moments of a lost row are after a partial recovery. "restored": what was saved with the row.
-    "kept": what they were, as if only parameters were lost. "zeroed". "stale": from a copy of their own, made every
+    """The optimizer's moments of a lost row after a partial recovery. "restored": as saved with the row.
+    "kept": unchanged, as if only parameters were lost. "zeroed". "stale": from a copy of their own, made every
     STALE iterations."""
 
     def __init__(self, iterations: int) -> None:

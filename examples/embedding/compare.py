@@ -39,7 +39,7 @@ PART_EVERY = 10
 CHANGED_EVERY = 40
 """A session leaves out rows that have not changed, so it can save all others this often for fewer bytes."""
 LOSSES = 8
-"""Of each run: PART_EVERY iterations apart, so that no age of a full checkpoint is preferred."""
+"""Losses of each run: PART_EVERY iterations apart, so that no age of a full checkpoint is preferred."""
 ITERATIONS = 4 * FULL_EVERY
 """The undisturbed run's. The loss to reach is its lowest in the last fourth."""
 BY_HAND = 1 << 30

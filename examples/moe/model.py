@@ -11,7 +11,7 @@ BYTES = 256
 
 
 class Dense(nn.Module):
-    """What all ranks have alike: what reads, the router, the gate, and what writes."""
+    """The layers that are the same on all ranks: input, router, gate and output."""
 
     def __init__(self, length: int, width: int, experts: int) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from scarctl.checkpoint.distance import Norm
 
 FACTORS = 20
 PENALTY = 0.1
-"""Of the squares of the factors. The paper names none, but most movies have fewer ratings than factors."""
+"""Penalty of the squared factors. The paper names none, but most movies have fewer ratings than factors."""
 
 Floats = NDArray[np.float64]
 

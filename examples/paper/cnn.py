@@ -19,7 +19,7 @@ from examples.paper.data import mnist
 
 BATCH = 64
 CRITERION = 0.08
-"""Of the mean cross-entropy."""
+"""Mean cross-entropy at which a run ends."""
 WATCHED = 200
 """Images that the metric looks at, none of which is trained on."""
 EPSILON = 1e-8

@@ -33,9 +33,9 @@ class Panel:
     up: str
     series: list[Series]
     logarithmic: bool = False
-    """Across."""
+    """Whether the horizontal axis is logarithmic."""
     ticks: dict[float, str] = field(default_factory=dict)
-    """Across, if not at round numbers."""
+    """Marks of the horizontal axis with their texts; {}: at round numbers."""
 
 
 def draw(title: str, panels: Sequence[Panel]) -> str:

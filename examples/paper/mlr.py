@@ -13,7 +13,7 @@ from examples.paper.data import mnist
 BATCH, CLASSES = 10_000, 10
 RATE = 1e-5
 CRITERION = 2.5e4
-"""Of the cross-entropy, summed over all images."""
+"""Cross-entropy, summed over all images, at which a run ends."""
 WATCHED = slice(20_000, 30_000)
 """Images that the metric looks at, and counts six times: all would take longer than training. These are as hard."""
 

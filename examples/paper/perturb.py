@@ -28,7 +28,7 @@ PATIENCE = 4
 
 @dataclass
 class Costs:
-    """What the perturbations of one panel cost."""
+    """The costs of the perturbations of one panel."""
 
     title: str
     size: str = "norm of the perturbation"

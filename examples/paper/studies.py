@@ -24,7 +24,7 @@ ONE, HALF, QUARTER, EIGHTH = (Fraction(1, n) for n in (1, 2, 4, 8))
 INTERVAL = 8
 INTERVALS = (8, 16, 32)
 POLICIES = ("priority", "round", "random")
-"""Those of the paper's figure 8."""
+"""The policies of the paper's figure 8."""
 PICTURE = "figure8"
 """The study of the paper's figure 8, of which only a picture is made: it gets a third of the trials."""
 
@@ -37,7 +37,7 @@ class Pair:
     title: str
     workload: str
     target: float | None = None
-    """If not the workload's."""
+    """Criterion at which a run ends; None: the workload's."""
     smooth: int = 1
     """Iterations over which the metric is averaged, where single batches move it by more than failures do."""
     intervals: tuple[int, ...] = INTERVALS

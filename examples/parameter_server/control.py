@@ -17,7 +17,7 @@ from pathlib import Path
 from examples.parameter_server.roles import SESSION, Record
 
 MARGIN = 1.1
-"""How much longer than the server itself others wait."""
+"""Factor by which others wait longer than the server itself."""
 
 
 class FolderControl:

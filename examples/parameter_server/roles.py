@@ -25,7 +25,7 @@ SESSION = 2.0
 
 
 class Role(Enum):
-    """What a server is at the moment."""
+    """The present role of a server."""
 
     STARTING = "starting"
     RECOVERING = "recovering"
@@ -36,12 +36,12 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Record:
-    """What the control plane says of a shard."""
+    """The control plane's record of a shard."""
 
     epoch: int
     chain: tuple[str, ...]
     synced: frozenset[str]
-    """Those of the chain that have every push that was acknowledged before this record."""
+    """The servers of the chain that have every push that was acknowledged before this record."""
 
 
 @dataclass(frozen=True)

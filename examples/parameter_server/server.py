@@ -76,10 +76,10 @@ class Server:
     def __init__(self, weights: Vector, keeping: Keeping, arena: str) -> None:
         self.first, self.keeping, self.arena = weights, keeping, arena
         self.weights = weights
-        """What it was known to have."""
+        """The weights of its newest answer."""
         self.alive = False
         self.seconds: list[float] = []
-        """Of each start."""
+        """Duration of each start."""
         self.start()
 
     def start(self) -> int:

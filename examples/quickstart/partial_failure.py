@@ -40,7 +40,7 @@ BY_HAND = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What happens to one seed's runs."""
+    """The failure of one seed's runs."""
 
     after: int
     """Iterations done when it happens."""

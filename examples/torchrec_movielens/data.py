@@ -22,7 +22,7 @@ class Ratings:
     stars: torch.Tensor
     """0.5 to 5, less their mean: float32 of shape (ratings,)."""
     genres: tuple[tuple[int, ...], ...]
-    """Of each movie."""
+    """The genres of each movie."""
 
     @property
     def counts(self) -> dict[str, int]:

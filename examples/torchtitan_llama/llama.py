@@ -78,7 +78,7 @@ class Losses(MetricsProcessor):
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
-        """Those of torchtitan."""
+        """The settings of torchtitan."""
 
     def __init__(self, config: Config, **given: Any) -> None:
         self.config, self.color = config, utils.NoColor()

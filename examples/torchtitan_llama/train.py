@@ -30,7 +30,7 @@ class Saying(ScarCheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ScarCheckpointManager.Config):
-        """Those of scarctl's manager."""
+        """The settings of scarctl's manager."""
 
     def _load(self, step: int = -1) -> bool:
         found = super()._load(step)

@@ -25,7 +25,7 @@ from scarctl.state.version import MAX_EPOCH
 from scarctl.store import Part
 from scarctl.store.format import MAX_SHARD, is_hex
 
-VERSION = 4
+VERSION = 5
 EVERY_VERSION = ("status", "stop")
 """Requests that a daemon answers whatever the asking version: another version of scarctl can end it."""
 MAX_MESSAGE = 64 << 10

@@ -171,7 +171,7 @@ MUTANTS = (
         "            pass\n        return False",
     ),
     Mutant(
-        "test_a_wish_is_kept_while_all_that_changes_is_being_read",
+        "test_a_request_is_kept_while_all_that_changes_is_being_read",
         "scarctl/session/requests.py",
         "            self._arrived.append(Extent.PART)\n\n",
         "            pass\n\n",

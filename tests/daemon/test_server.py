@@ -123,7 +123,7 @@ class TestOperations:
             assert refused(connection, op, milliseconds=1, seqs={}) == "not-claimed"
         assert refused(connection, "unheard-of") == "usage"
         assert refused(connection, "watch", run="x") == "not-claimed"
-        assert refused(connection, "ask", store="x", wish=None) == "usage"
+        assert refused(connection, "ask", store="x", request=None) == "usage"
         for store in ("", 7, None, [], str(tmp_path / "\0"), "s3://bucket/x?y"):
             assert refused(connection, "claim", store=store) == "usage"
         assert refused(connection, "claim", store="memory://x/y", options=[1]) == "usage"

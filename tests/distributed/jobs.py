@@ -289,7 +289,7 @@ def descend(rank: int, world: int, folder: str, steps: int, options: dict[str, A
 
 
 def drift(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Every value grows by 1 per iteration, and all are saved in every eighth. After 51 iterations rank 1 is lost."""
+    """Train so that every value grows by 1 per iteration, and all are saved in every eighth. Lose rank 1 after 51."""
     model = Bowl()
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

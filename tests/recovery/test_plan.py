@@ -100,7 +100,7 @@ def values(arena: Arena, i: int) -> bytes:
 
 
 class Collect:
-    """A sink that keeps what it is given."""
+    """A sink that keeps its input."""
 
     arena = None
 

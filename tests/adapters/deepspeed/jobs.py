@@ -1,4 +1,4 @@
-"""Jobs of several ranks that train under DeepSpeed's engine. Run by `tests.distributed.launch`."""
+"""Run jobs of several ranks that train under DeepSpeed's engine. Started by `tests.distributed.launch`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def train(
 
 
 def undisturbed(rank: int, world: int, folder: str, kinds: list[Kind]) -> list[Any]:
-    """For each: a run, and the same run, closed halfway and resumed."""
+    """Return for each kind a run, and the same run closed halfway and resumed."""
     return halves(train, folder, kinds)
 
 

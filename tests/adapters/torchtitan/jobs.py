@@ -1,4 +1,4 @@
-"""Jobs of several ranks that train under torchtitan's Trainer. Run by `tests.distributed.launch`."""
+"""Run jobs of several ranks that train under torchtitan's Trainer. Started by `tests.distributed.launch`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def train(folder: Path, until: int, kind: Kind, *, at: At | None = None) -> dict
 
 
 def undisturbed(rank: int, world: int, folder: str, kinds: list[Kind]) -> list[Any]:
-    """For each: a run, and the same run, ended halfway and resumed."""
+    """Return for each kind a run, and the same run ended halfway and resumed."""
     return halves(train, folder, kinds)
 
 
