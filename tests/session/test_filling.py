@@ -70,7 +70,7 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def saved(store: Path) -> State:
-    """The state of a run of three steps that has ended."""
+    """Return the state of a run of three steps that has ended."""
     run = Run(store, 1, "first")
     for _ in range(3):
         run.step()
@@ -80,7 +80,7 @@ def saved(store: Path) -> State:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Holds up every filling until it is set."""
+    """Hold up every filling until it is set."""
     gate, run = threading.Event(), Filling.run
 
     def held(self: Filling) -> None:
