@@ -208,7 +208,7 @@ class LiveState:
             for _ in range(_ATTEMPTS):
                 before = self.counters(g)
                 for saved, live in zip(self._saved[g], self.tensors[g], strict=True):
-                    copy_rows(saved, live, starts, stops)
+                    copy_rows(saved, live, starts, stops, counted=False)
                 wait_for(self.devices)
                 if self.counters(g) == before:
                     self.arena.end(batch, version)
