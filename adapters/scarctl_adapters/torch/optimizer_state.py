@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from itertools import chain, compress, repeat
 from operator import attrgetter
 from typing import Any
-from weakref import ref
 
 import numpy as np
 import torch
@@ -115,8 +114,10 @@ class OptimizerState:
         """The param_groups at attach."""
         self._sorted: list[_Sorted | None] = [None] * len(homes)
         """The newest capture's result for each home."""
-        self._places: list[list[tuple[ref[torch.Tensor], tuple[int, int]]]] = [[] for _ in homes]
-        """Param_group and number of each parameter, for each home: see `check_places`."""
+        self._places: list[list[tuple[torch.Tensor, tuple[int, int]]]] = [[] for _ in homes]
+        """Param_group and number of each parameter, for each home: see `check_places`. torch swaps no tensor that has a
+        weak reference, as in `Module.to` of sharded parameters.
+        """
 
     def capture(self, unsavable: Callable[[str], None], tensors: object = None) -> dict[str, Any]:
         """Return the state by parameter number. unsavable: called with a message for every attribute that cannot be
@@ -137,14 +138,14 @@ class OptimizerState:
             groups = enumerate(home.optimizer.param_groups)
             now = [(p, g) for g, group in groups for p in group["params"]]
             places = {id(p): (g, number) for number, (p, g) in enumerate(now)}
-            if any(places.get(id(p()), place) != place for p, place in known):
+            if any(places.get(id(p), place) != place for p, place in known):
                 raise LayoutMismatch(
                     f"parameters were moved within the param_groups of {self._name}: after a resume they would have "
                     "each other's state",
                     hint="order them before the first step; a new group at the end is allowed. What was saved before "
                     "is intact",
                 )
-            known[:] = [(ref(p), places[id(p)]) for p, _ in now]
+            known[:] = [(p, places[id(p)]) for p, _ in now]
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore the result of `capture`. Raises UsageError when it does not fit."""

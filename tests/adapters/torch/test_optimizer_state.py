@@ -390,6 +390,24 @@ def test_parameters_that_are_moved_within_param_groups_are_refused(
     assert counts == [3] * 4 + [2] * 2
 
 
+def test_torch_may_swap_parameters_while_a_session_is_open(tmp_path: Path) -> None:
+    """torch moves sharded parameters, and with this switch all, by a swap, which a weak reference to one forbids."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    settings = scarctl.Settings(daemon=False)
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with scarctl.attach(model, optimizer, store=tmp_path / "s", settings=settings, interval=1) as session:
+            for _ in range(3):
+                model(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+                model.to("cpu")
+            assert session.checkpoint(full=True)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
 def test_a_param_group_that_is_added_moves_no_other(tmp_path: Path) -> None:
     model = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
     optimizer = torch.optim.Adam(model[0].parameters())
