@@ -403,7 +403,8 @@ def test_torch_may_swap_parameters_while_a_session_is_open(tmp_path: Path) -> No
                 model(torch.ones(1, 4)).sum().backward()
                 optimizer.step()
                 model.to("cpu")
-            assert session.checkpoint(full=True)
+            session.checkpoint(full=True, wait=True)
+            assert session.stats.last_error is None
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
