@@ -227,9 +227,7 @@ class HandOverQueue:
             raise Corruption(f"{path}: it claims {size} bytes") from None
         try:
             version = int(header.metadata["version"])
-            # A hand-over of an earlier version of scarctl has no identity, and seals nothing.
-            whole = header.metadata.get("whole", "")
-            encoding = header.metadata.get("encoding", "exact")
+            whole, encoding = header.metadata["whole"], header.metadata["encoding"]
             text, digest = header.metadata["extras"], header.metadata.pop("digest")
         except (KeyError, ValueError) as error:
             raise Corruption(f"{path} is not a hand-over: {error}") from error

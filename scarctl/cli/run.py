@@ -182,8 +182,7 @@ class _Unattached:
             answer = ask_status(self._folder, patience=_PATIENCE)
         except ScarError:
             return None
-        # A daemon of an earlier version does not count them.
-        return None if answer is None or "claims" not in answer else (answer["pid"], answer["claims"])
+        return None if answer is None else (answer["pid"], answer["claims"])
 
 
 class _Forwarding:
@@ -322,7 +321,7 @@ def _wait_until_durable(
         if forwarding.asked is not None or time.monotonic() > deadline:
             break
         if not (waiting or silent):
-            if tried or address is None or not _go_on(folder, address):
+            if tried or address is None or not _save_queued(folder, address):
                 break
             tried = True
         time.sleep(_POLL)
@@ -339,7 +338,7 @@ def _wait_until_durable(
             )
 
 
-def _go_on(folder: Path, address: Address) -> bool:
+def _save_queued(folder: Path, address: Address) -> bool:
     """Have a new daemon save this store's queued copies, even after one has died. Return whether any were queued."""
     from scarctl.arena.stale import survey
     from scarctl.daemon.client import adopt
@@ -369,6 +368,8 @@ def _go_on(folder: Path, address: Address) -> bool:
 
 def _trainer_lives(run: RunStatus) -> bool:
     """Return whether a run's training process lives. The daemon notices a death only after a moment."""
-    if run["phase"] != "attached" or run["pid"] == os.getpid():  # this process trains nothing: see `_go_on`
+    if (
+        run["phase"] != "attached" or run["pid"] == os.getpid()
+    ):  # this process trains nothing: see `_save_queued`
         return False
     return not run["pid"] or exists(run["pid"])

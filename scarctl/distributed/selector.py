@@ -12,7 +12,7 @@ from scarctl.policy.select import Candidates, Selection, select
 from scarctl.util.arrays import Ids
 
 LAG = 2
-"""Rounds between a wish and its fulfilment."""
+"""Rounds between a request and its fulfilment."""
 _UNKNOWN = -(1 << 63)
 """A sample that was not taken, which no other one is compared with."""
 _DIFFERENT = 2
@@ -80,7 +80,7 @@ class GlobalSelector(Selector):
             self._join(step, self._turn(no_offer(), budget))
 
     def agreed(self) -> int:
-        """Return the largest wish of the round `LAG` rounds ago, and set `interval`. Call once before each `expect`.
+        """Return the largest request of the round `LAG` rounds ago, and set `interval`. Call once before each `expect`.
 
         By then all ranks have finished that round, so no rank waits, unless another one is that late.
         """
@@ -88,11 +88,11 @@ class GlobalSelector(Selector):
         if not reported:
             self.interval = 0
             return 0
-        wish, self.interval, largest, negated = reported
+        request, self.interval, largest, negated = reported
         if _UNKNOWN not in (largest, negated):
             self._different = self._different + 1 if largest != -negated else 0
             self.differs = self.differs or self._different >= _DIFFERENT
-        return wish
+        return request
 
     def close(self) -> None:
         """Close the exchange. Never hangs; see `Exchange.close`."""
@@ -124,7 +124,7 @@ class GlobalSelector(Selector):
     def _join(self, step: int, turn: Turn) -> Round:
         sampled, self._sampled = self._sampled, 0
         samples = (sampled, -sampled) if sampled else (_UNKNOWN, _UNKNOWN)
-        joined = self._exchange.join(step, turn, (self.wish, self.proposed, *samples))
+        joined = self._exchange.join(step, turn, (self.request, self.proposed, *samples))
         self._rounds.append(joined)
         return joined
 

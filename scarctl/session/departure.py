@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from scarctl.daemon.request import Wish
+from scarctl.daemon.request import Request
 from scarctl.errors import ScarError
 from scarctl.persist.evacuated import Evacuated
 from scarctl.persist.evacuation import before, not_evacuated
@@ -101,13 +101,13 @@ class Departure:
         if grace is not None:
             # Outside the gate: it must not block a training thread that has to end first.
             found = self._evacuate(before(began + grace, grace), flushed=flushed)
-            log.log(logging.INFO if found.safe else logging.WARNING, "SIGTERM: %s", said(found))
+            log.log(logging.INFO if found.safe else logging.WARNING, "SIGTERM: %s", sentence(found))
 
-    def wished(self, wish: Wish) -> None:
+    def requested(self, request: Request) -> None:
         """Flush for a command that evacuates the host, in a thread, and answer it. Returns at once."""
 
         def work() -> None:
-            began, seconds = time.monotonic(), wish.seconds or 0.0
+            began, seconds = time.monotonic(), request.seconds or 0.0
             try:
                 flushed = self.flush(began + seconds, seconds)
             except Exception:
@@ -115,12 +115,12 @@ class Departure:
                 flushed = False
             engine = self._opening.engine
             if engine is not None:  # without one there is nothing to save, and nothing to answer
-                engine.saver.answer(wish.number, {"flushed": flushed})
+                engine.saver.answer(request.number, {"flushed": flushed})
 
         threading.Thread(target=work, name="scarctl-flush", daemon=True).start()
 
 
-def said(found: Evacuated) -> str:
+def sentence(found: Evacuated) -> str:
     """Describe an evacuation in one line, for the log."""
     mib = 1 << 20
     there = f"{found.peer_bytes / mib:.1f} MiB only in the memory of {', '.join(found.peers)}"

@@ -1,8 +1,8 @@
 """Detect a resumed run that continues differently, by saving digests of the next forward with each checkpoint.
 
 A checkpoint of step k has digests of the random numbers and inputs with which the first forward pass of step k+1 began.
-The first forward pass of a run that resumes from it must begin with the same. That holds whatever the loop does in
-between: make an iterator, skip batches, draw noise, read the environment.
+The first forward pass of a run that resumes from it must begin with the same. That holds whatever the loop does
+before that pass: make an iterator, skip batches, draw noise, read the environment.
 
 If nothing followed the step, for example because the run was closed, no comparison is possible. Then the loop must draw
 as many random numbers as before each of its last steps, and must not read a DataLoader.

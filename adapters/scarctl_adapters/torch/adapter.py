@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from scarctl.adapter import StateGroup, Watching
 from scarctl.checkpoint.randomness import raw, restore_rng, undisturbed
+from scarctl.distributed.collectives import world_size
 from scarctl.errors import UsageError
 from scarctl.state.caveats import Caveats
 from scarctl.state.layout import Layout, Place
@@ -36,7 +37,6 @@ from scarctl_adapters.torch.sharding import (
     place_of,
     scope_of_group,
     with_state,
-    world,
     zero_of,
 )
 from scarctl_adapters.torch.slots import Slots, create_slots
@@ -135,7 +135,7 @@ class TorchAdapter:
     @property
     def late_per_rank(self) -> bool:
         """True with ZeRO, with parameters of this rank alone, or with modules that have extra state."""
-        if world() == 1:
+        if world_size() == 1:
             return False
         return (
             any(zero_of(o) is not None for o in self._optimizers)
@@ -218,7 +218,7 @@ class TorchAdapter:
         found: dict[int, str] = {}
         for optimizer in self._optimizers:
             zero = zero_of(optimizer)
-            if zero is not None and world() > 1:
+            if zero is not None and world_size() > 1:
                 found |= dict.fromkeys(map(id, params_of(zero)), scope_of_group(zero.process_group))
         return found
 
@@ -300,7 +300,7 @@ class TorchAdapter:
 
     def _names(self, optimizer: Optimizer) -> dict[str, list[str]]:
         """Return the names of the optimizer's parameters by number: numbers may differ by rank."""
-        if world() == 1:
+        if world_size() == 1:
             return {}
         known, names = self._named
         mine = list(map(id, params_of(optimizer)))

@@ -42,7 +42,7 @@ def _compiler() -> tuple[Callable[[], Any] | None, Callable[[CodeType], None]]:
     keeps a function from being compiled by itself, in a backward pass.
     """
     try:
-        from torch._C._dynamo.eval_frame import get_eval_frame_callback, skip_code
+        from torch._C._dynamo.eval_frame import get_eval_frame_callback, skip_code  # type: ignore[attr-defined]
     except ImportError:
         return None, lambda code: None
     return get_eval_frame_callback, skip_code
