@@ -144,7 +144,7 @@ class OptimizerState:
             if any(places.get(id(p()), place) != place for p, place in known):
                 changed = f"parameters were moved within the param_groups of {self._name}"
             elif count not in (None, len(groups)):
-                changed = f"{self._name} has got other param_groups"
+                changed = f"{self._name} has other param_groups"
             if changed:
                 raise LayoutMismatch(
                     f"{changed} after the first step: its state would not fit the optimizer that a resumed run begins "

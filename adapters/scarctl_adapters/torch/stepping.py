@@ -38,8 +38,8 @@ def untraced(hook: Hook) -> Hook:
 
 
 def _compiler() -> tuple[Callable[[], Any] | None, Callable[[CodeType], None]]:
-    """Return two functions of torch: one returns what compiles this thread's frames, None if nothing does. The other
-    keeps a function from being compiled by itself, in a backward pass.
+    """Return two functions of torch. One returns the compiler of this thread's frames, None if there is none. The other
+    excludes a function from compilation, as when a backward pass calls it.
     """
     try:
         from torch._C._dynamo.eval_frame import get_eval_frame_callback, skip_code  # type: ignore[attr-defined]

@@ -385,7 +385,7 @@ def test_parameters_that_are_moved_within_param_groups_are_refused(
     train(optimizer, 2)
     session.close()
     said = [record.message for record in caplog.records if record.levelname == "ERROR"]
-    what = "Adam has got other param_groups" if moved == "added" else "moved within the param_groups of Adam"
+    what = "Adam has other param_groups" if moved == "added" else "moved within the param_groups of Adam"
     assert any(what in text for text in said)
     optimizer, session = attached()
     with session:
