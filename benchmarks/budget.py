@@ -75,7 +75,7 @@ class Block:
 
 
 def worker(args: Any) -> None:
-    """One rank."""
+    """Run one rank."""
     dist.init_process_group("gloo")
     bare = Block(args)
     saved = Block(

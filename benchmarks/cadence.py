@@ -1,4 +1,4 @@
-"""Would an interval that follows failures cost less? Simulated on spot machines that die by day more than by night.
+"""Simulate intervals that follow failures, on spot machines that die by day more than by night.
 
     python benchmarks/cadence.py
 

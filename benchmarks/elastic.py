@@ -1,4 +1,4 @@
-"""Elastic schedules beside DistributedDataParallel: the step on a link as slow as the computation, and the accuracy.
+"""Compare elastic schedules with DistributedDataParallel: a step on a slow link, and the accuracy.
 
     python benchmarks/elastic.py --rounds 5
     python benchmarks/elastic.py --seeds 5 --accuracy
@@ -63,7 +63,7 @@ class Slow(nn.Module):
 
 
 def exchange() -> float:
-    """Seconds for all gradients to be reduced, layer by layer, with nothing else."""
+    """Return the seconds in which all gradients are reduced, layer by layer, with nothing else."""
     parts = [torch.randn(WIDTH, WIDTH) for _ in range(LAYERS)]
     taken = []
     for _ in range(4):
@@ -78,7 +78,7 @@ def exchange() -> float:
 
 
 def speed(args: argparse.Namespace, rank: int) -> None:
-    """Seconds per step of every case, in turns."""
+    """Print the seconds per step of every case, in turns."""
     seconds = exchange()
     made: dict[str, Any] = {}
 

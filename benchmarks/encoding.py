@@ -1,4 +1,4 @@
-"""Copies in fewer bits, in real sessions: what they leave of the perturbation when as many bytes are saved.
+"""Measure copies in fewer bits, in real sessions: the perturbation that remains at the same number of bytes.
 
     PYTHONPATH=. python benchmarks/encoding.py [--seeds 4] [--only NAME]
     PYTHONPATH=. python benchmarks/encoding.py --speed
@@ -56,7 +56,7 @@ class Outcome:
 
 
 class Stored:
-    """The newest copies in a store, decoded, beside the live tensors of a session."""
+    """The newest copies in a store, decoded, next to the live tensors of a session."""
 
     def __init__(self, session: scarctl.Session, store: Path) -> None:
         self._store, self._layout = store, session.layout
@@ -86,7 +86,7 @@ class Stored:
 
     @torch.no_grad()
     def distances(self) -> tuple[float, float]:
-        """Squared distance of all stored values from the live ones: of parameters, and of slots."""
+        """Return squared distance of all stored values from the live ones: of parameters, and of slots."""
         total = {True: 0.0, False: 0.0}
         for own, live, rows, found, _ in self.each():
             if live.is_floating_point():

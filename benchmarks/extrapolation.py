@@ -4,9 +4,9 @@ python benchmarks/extrapolation.py [--only NAME] [--seeds 10] [--mb 128] [--roun
 
 First table: trainings on data made from a seed and on scikit-learn's digits, each with two sessions that save alike;
 one of them has `extrapolate=True`. At the same random moment both lose the same 4 of 8 shards and recover. "kept": the
-squared perturbation with extrapolation as a share of that without it, over all seeds; "told": what the reports say of
-it, 1 - expected gain. "rework": iterations more than undisturbed until the training loss is as low, mean and standard
-error; of the difference, too. "unknown": lost partitions whose movement was not known.
+squared perturbation with extrapolation as a share of that without it, over all seeds; "reported": what the
+reports say, 1 - expected gain. "rework": additional iterations until the training loss is as low as undisturbed, mean
+and standard error; of the difference, too. "unknown": lost partitions whose movement was not known.
 
 Second table: the time of one checkpoint's copy with and without it, interleaved in one process, and the memory that it
 takes.
@@ -88,7 +88,7 @@ def mlr(seed: int) -> Training:
 
 
 def cnn(seed: int) -> Training:
-    """The quickstart's network, with Adam."""
+    """Return the quickstart's network, with Adam."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "quickstart"))
     from model import LEARNING_RATE, Net
 
@@ -122,7 +122,7 @@ def factors(seed: int) -> Training:
 
 
 def noise(seed: int) -> Training:
-    """A quadratic that has long converged, and only follows its batches' noise: there is no path to continue."""
+    """Return a quadratic that has long converged, and only follows its batches' noise: there is no path to continue."""
     torch.manual_seed(seed)
     model = nn.Linear(64, 64, bias=False)
     nn.init.zeros_(model.weight)
@@ -147,7 +147,7 @@ class Outcome:
 
 @cache
 def undisturbed(build: Callable[[int], Training], seed: int) -> tuple[float, int]:
-    """The lowest loss from `MEASURED_FROM` on, and the iteration that has it."""
+    """Return the lowest loss from `MEASURED_FROM` on, and the iteration that has it."""
     run = build(seed)
     losses = {}
     for iteration in range(1, ITERATIONS + 1):
@@ -161,7 +161,7 @@ def undisturbed(build: Callable[[int], Training], seed: int) -> tuple[float, int
 def outcome(
     build: Callable[[int], Training], seed: int, save: tuple[float, int], extrapolate: bool, folder: Path
 ) -> Outcome:
-    """One run that loses `LOST` shards, recovers, and continues until it is as good as the undisturbed one."""
+    """Run once: lose `LOST` shards, recover, and continue until it is as good as the undisturbed run."""
     target, reached = undisturbed(build, seed)
     chance = np.random.default_rng(seed)
     fails_after = int(chance.integers(MEASURED_FROM // 2, MEASURED_FROM))
@@ -226,7 +226,7 @@ def gains(only: str | None, seeds: int, folder: Path) -> None:
     heads = [
         "training, saves",
         "kept",
-        "told",
+        "reported",
         "rework",
         "extrapolated",
         "difference",
@@ -242,7 +242,7 @@ def mean(values: list[int]) -> str:
 
 
 def costs(mb: int, rounds: int, folder: Path) -> None:
-    """Time of one checkpoint's copy of 1/8 of a state with Adam's slots, right before it is handed over."""
+    """Print the time of one checkpoint's copy of 1/8 of a state with Adam's slots, right before it is handed over."""
     width = 1024
     count = mb * 1_000_000 // (3 * 4 * width * width)
     rows = []

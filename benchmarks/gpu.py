@@ -1,4 +1,4 @@
-"""Training on a GPU: its step with a session, the stall of a checkpoint, GPU memory, and the way back.
+"""Measure training on a GPU: its step with a session, the stall of a checkpoint, GPU memory, and the way back.
 
 python benchmarks/gpu.py [--rounds 5] [--width 1024] [--layers 24] [--steps 32] [--folder DIR]
 
@@ -93,7 +93,7 @@ class Arm:
         """Called after an arm, unmeasured."""
 
     def run(self) -> float:
-        """Seconds per step."""
+        """Return the seconds per step."""
         torch.cuda.synchronize()
         began = last = time.perf_counter()
         worst = 0.0
@@ -181,7 +181,7 @@ class Save(Arm):
 
 
 def steps(folder: Path, given: Any, base: str) -> None:
-    """The table of steps."""
+    """Print the table of steps."""
     fixed = {"interval": INTERVAL, "fraction": PART}
     makes: dict[str, Callable[[Path], Arm]] = {
         PLAIN: lambda where: Arm(where, given),
@@ -231,7 +231,7 @@ def steps(folder: Path, given: Any, base: str) -> None:
 
 
 def copies(given: Any) -> None:
-    """The limit of a stall."""
+    """Print the limit of a stall."""
     arm = Arm(Path(), given)
     arm.step()
     flat = [t.view(-1)[: max(1, int(t.numel() * PART))] for _, t in tensors(arm.model, arm.optimizer)]
@@ -253,7 +253,7 @@ def copies(given: Any) -> None:
 
 
 def back(folder: Path, given: Any, base: str) -> None:
-    """The table of the way back."""
+    """Print the table of the way back."""
     where = folder / "back"
     where.mkdir()
     first = Ours(where, given, base, interval=INTERVAL)

@@ -50,7 +50,7 @@ BEGAN = time.monotonic()  # the first line, before the imports that take long
 
 PARTS = ("start", "import", "group", "build", "attach", "read", "step")
 WAYS = ("peer", "store", "DCP", "in place", "standby", "warm")
-"""Those that need nothing else."""
+"""Ways that need no other package."""
 LOOK_SECONDS = 0.1
 DIES_AFTER = 30
 """Iterations before the host dies."""
@@ -270,7 +270,7 @@ def daemon_of(home: Path) -> Any:
 
 
 def one_round(folder: Path, way: str, args: Any) -> dict[str, float]:
-    """One death, and the way back."""
+    """Measure one death, and the way back."""
     homes = [folder / "east", folder / "west"]
     alive = way in ("in place", "standby")
     first = free_port()

@@ -56,7 +56,7 @@ class Clock:
         self.started = self.began = 0.0
 
     def after(self, step: int) -> None:
-        """A step is over."""
+        """Note that a step is over."""
         if step == WARM:
             self.ready()
             self.started, self.began = time.perf_counter(), time.thread_time()
@@ -86,7 +86,7 @@ class Timed(TrainerCallback):  # type: ignore[misc]
 
 
 def model(width: int) -> GPT2LMHeadModel:
-    """A GPT-2 of four layers."""
+    """Return a GPT-2 of four layers."""
     torch.manual_seed(0)
     sizes = {"n_positions": LENGTH, "n_embd": width, "n_layer": 4, "n_head": 4}
     return GPT2LMHeadModel(GPT2Config(vocab_size=256, bos_token_id=0, eos_token_id=0, **sizes))
@@ -99,7 +99,7 @@ def drained(session: Any) -> None:
 
 
 def with_trainer(folder: Path, arena: str, width: int, kind: str) -> Clock:
-    """STEPS steps."""
+    """Train STEPS steps."""
     with scratch(folder) as place:
         args = TrainingArguments(
             output_dir=str(place / "out"),
@@ -134,7 +134,7 @@ def with_trainer(folder: Path, arena: str, width: int, kind: str) -> Clock:
 
 
 def with_accelerate(folder: Path, arena: str, width: int, kind: str) -> Clock:
-    """STEPS steps."""
+    """Train STEPS steps."""
     for shared in (AcceleratorState, GradientState, PartialState):
         shared._reset_state()
     with scratch(folder) as place:

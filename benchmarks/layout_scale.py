@@ -24,7 +24,7 @@ SHARDS = 8
 
 
 def peak_bytes() -> int:
-    """Most memory that this process has held so far."""
+    """Return the most memory that this process has held so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -40,7 +40,7 @@ def seconds(call: Callable[[], object], repeats: int) -> list[float]:
 
 
 def lay_out(rows: int) -> None:
-    """A layout and every array over its partitions."""
+    """Make a layout and every array over its partitions."""
     slots = ("", "exp_avg", "exp_avg_sq")
     specs = tuple(TensorSpec(slot, "F32", (rows, 16)) for slot in slots)
     layout = build_layout([("emb.weight", "parameter", specs)], rows={"emb.*": 1})

@@ -53,7 +53,7 @@ class Recommender(pl.LightningModule):
         self.net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """A regression."""
+        """Return a regression."""
         time.sleep(self.sleep)
         return (self.net(self.table(batch[0]))[:, 0] - batch[1]).square().mean()
 
@@ -92,7 +92,7 @@ class Arms:
         self.data = TensorDataset(ids, torch.randn(len(ids)))
 
     def cases(self) -> dict[str, Callable[[], float]]:
-        """Seconds per step of one fit."""
+        """Return the seconds per step of one fit."""
         return {name: lambda name=name: self._fit(name) for name in self.saved}  # type: ignore[misc]
 
     def _fit(self, name: str) -> float:

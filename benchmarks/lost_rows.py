@@ -2,7 +2,7 @@
 
 python benchmarks/lost_rows.py [--rows 200000] [--trials 6] [--failures 3] [--per 1,4,16] [--json FILE]
 
-It needs TorchRec (`make frameworks` makes an environment), and says so where there is none. A simulation in one
+It needs TorchRec (`make frameworks` makes an environment), and says so if that is missing. A simulation in one
 process: the model and the trace of `recommender.py`, smaller, so that ten iterations look up a fifth of the rows. Every
 trial is a run with a seed of its own. Every way keeps copies of all rows, and may write 1/8 of the state's bytes per
 ten iterations. `--failures` times, spread evenly over the time between two full checkpoints, a rank is lost with a
@@ -51,7 +51,7 @@ INTERVAL, PARTS, RANKS = 10, 8, 4
 CYCLE = INTERVAL * PARTS
 """Iterations between two full checkpoints."""
 ITERATIONS = 4 * CYCLE
-"""Of the undisturbed run. Failures are in the third cycle."""
+"""Length of the undisturbed run. Failures are in the third cycle."""
 SMOOTH = 8
 """Losses whose mean is compared."""
 LOOKED = 4
@@ -196,7 +196,7 @@ class Failure:
     copies: dict[str, tuple[torch.Tensor, torch.Tensor]]
     squares: dict[str, float] = field(default_factory=dict)
     excess: dict[str, float] = field(default_factory=dict)
-    """Of the loss, `--after` iterations later."""
+    """Excess of the loss, `--after` iterations later."""
 
     @property
     def repeated(self) -> int:

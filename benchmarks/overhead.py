@@ -87,7 +87,7 @@ class Training:
 
 
 def layers(count: int, width: int, rows: int) -> Training:
-    """A training of square layers."""
+    """Return a training of square layers."""
     torch.manual_seed(0)
     model = nn.Sequential(*(m for _ in range(count) for m in (nn.Linear(width, width), nn.ReLU())))
     return Training(model, torch.randn(rows, width))
@@ -102,13 +102,13 @@ class Tiny(nn.Module):
 
 
 def more(taken: dict[str, list[float]], name: str, base: str = "bare") -> str:
-    """How much longer than the base's, of the same round, in percent."""
+    """Return by how much it takes longer than the base of the same round, in percent."""
     ratios = [100 * (value / of - 1) for value, of in zip(taken[name], taken[base], strict=True)]
     return f"{spread(ratios, digits=1)} %"
 
 
 def steps(folder: Path, arena_dir: str, args: Any) -> list[Row]:
-    """Rows of whole steps."""
+    """Return rows of whole steps."""
     rows = []
     default = torch.get_num_threads()
     for threads in sorted({1, min(2, default)}):
@@ -127,7 +127,7 @@ def steps(folder: Path, arena_dir: str, args: Any) -> list[Row]:
 
 
 def hooks(folder: Path, arena_dir: str, args: Any) -> list[Row]:
-    """Rows of hooks alone."""
+    """Return rows of hooks alone."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     kinds = {name: layers(*SIZES[0]) for name in ("bare", "empty", "session")}
@@ -206,7 +206,7 @@ def _least(call: Callable[[], object]) -> float:
 
 
 def many(folder: Path, arena_dir: str, args: Any) -> list[Row]:
-    """Rows of a model with very many parameters."""
+    """Return rows of a model with very many parameters."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     bare, saved = Training(Tiny(args.parameters), None), Training(Tiny(args.parameters), None)

@@ -23,7 +23,7 @@ Timed = Callable[[], object]
 
 
 def timed(call: Timed) -> float:
-    """Seconds that a call takes."""
+    """Return the seconds that a call takes."""
     started = time.perf_counter()
     call()
     return time.perf_counter() - started
@@ -43,13 +43,13 @@ class Saver:
         """Seconds that the training thread was held since `begin`."""
 
     def begin(self, steps: int) -> None:
-        """A cycle of so many steps begins."""
+        """Begin a cycle of so many steps."""
         self.held = 0.0
         for path in self.folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def iteration(self, number: int, work: Timed) -> None:
-        """One iteration of a cycle, the first of which begins with a checkpoint."""
+        """Make one iteration of a cycle, the first of which begins with a checkpoint."""
         if number == 0:
             self.held += timed(self.save)
         work()
@@ -57,7 +57,7 @@ class Saver:
         self.optimizer.step()
 
     def end(self) -> int:
-        """The cycle is over: wait for what it saved; returns bytes written."""
+        """End the cycle: wait until everything is saved. Returns bytes written."""
         self.wait()
         return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
@@ -69,10 +69,10 @@ class Saver:
         """Wait for what must not be changed yet."""
 
     def wait(self) -> None:
-        """Until the checkpoint is complete, as far as the library says."""
+        """Wait until the checkpoint is complete, as far as the library says."""
 
     def save_now(self) -> None:
-        """A checkpoint from beginning to end."""
+        """Make a checkpoint from beginning to end."""
         self.save()
         self.before_step()
         self.wait()
@@ -84,7 +84,7 @@ class Saver:
         raise NotImplementedError
 
     def load_part(self) -> None:
-        """The same where 1/8 of it is lost: all of it, where there is no other way."""
+        """Do the same where 1/8 of it is lost: load all of it if there is no other way."""
         self.load()
 
     def close(self) -> None:
@@ -338,7 +338,7 @@ class Dlrover(Saver):
         super().__init__(model, optimizer, folder)
         library = importlib.import_module("dlrover.trainer.torch.flash_checkpoint.ddp")
         # Names its sockets and memory, next to those that a killed run has left. Without its launcher it starts the
-        # process that saves by itself.
+        # process that saves alone.
         os.environ["TORCHELASTIC_RUN_ID"] = f"scarctl-benchmark-{os.getpid()}"
         # Forked from a process with threads that one hangs now and then.
         multiprocessing.set_start_method("spawn")
@@ -384,7 +384,7 @@ class TorchCheckpointing(Saver):
         self.manager = library.CheckpointManager(
             library.CheckpointManager.Config(
                 save=config.AsyncCheckpointSaverConfig(staging_config=staging),
-                # Direct I/O fails where a file's length is no multiple of a block.
+                # Direct I/O fails where a file's length is not a multiple of a block.
                 storage_config=storage.LocalFileSystemStorageConfig(use_direct_io=False),
             )
         )

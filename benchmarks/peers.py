@@ -10,7 +10,7 @@ elsewhere is measured with `--python Orbax=/there/bin/python`. Files are in the 
   stall       seconds that the training thread is held, per checkpoint
   slowdown    of a cycle, against cycles without checkpoints in the same process
   GB          written per checkpoint
-  durable     seconds from the beginning of a checkpoint to its completion, with nothing beside it; * without fsync
+  durable     seconds from the beginning of a checkpoint to its completion, with nothing else running; * without fsync
   load        seconds to bring the whole state back into the live tensors
   1/8 lost    the same when 1/8 of the state is lost
   memory      GB beyond training without checkpoints, at most: private and shared, of all processes
@@ -43,7 +43,7 @@ from training import build, tensors
 
 MARKER = "BENCHMARK_PEER"
 SYNCED = ("scarctl", "DCP", "torchsnapshot")
-"""Those that sync what they write."""
+"""Peers that sync their files."""
 _PAUSE = 0.02
 
 
@@ -51,7 +51,7 @@ _PAUSE = 0.02
 
 
 def worker(name: str, args: Any) -> dict[str, Any]:
-    """All figures of one peer, by name, as lists of seconds or bytes."""
+    """Return all figures of one peer, by name, as lists of seconds or bytes."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     model, optimizer = build(args.scale)
@@ -215,7 +215,7 @@ def main() -> None:
 
 
 def row(name: str, found: dict[str, Any]) -> list[str]:
-    """A line of the table."""
+    """Return a line of the table."""
     if "missing" in found:
         return [name, *["-"] * 8]
     base = statistics.median(found["base"])

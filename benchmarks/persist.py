@@ -54,12 +54,12 @@ class Memory:
         ]
 
     def source(self, group: int, tensor: int, start: int, stop: int) -> memoryview:
-        """Rows [start, stop) of a tensor."""
+        """Return rows [start, stop) of a tensor."""
         return memoryview(self.tensors[group][tensor][start:stop].reshape(-1))
 
 
 def dense(nbytes: int) -> Layout:
-    """A model with AdamW: a dozen matrices of equal size, partitions of the default size."""
+    """Return a model with AdamW: a dozen matrices of equal size, partitions of the default size."""
     rows = nbytes // (12 * len(SLOTS) * WIDTH * 4)
     return build_layout(
         (f"layer{i}.weight", "parameter", tuple(TensorSpec(s, "F32", (rows, WIDTH)) for s in SLOTS))
@@ -68,7 +68,7 @@ def dense(nbytes: int) -> Layout:
 
 
 def table(nbytes: int) -> Layout:
-    """An embedding table, 64 float32 per row, every row one partition."""
+    """Return an embedding table, 64 float32 per row, every row one partition."""
     spec = TensorSpec("", "F32", (nbytes // 256, 64))
     return build_layout([("table.weight", "parameter", (spec,))], rows={"*": 1})
 
@@ -126,7 +126,7 @@ def raw_read(folder: Path, nbytes: int) -> Callable[[], None]:
 
 
 def measure_reads(folder: Path, layout: Layout, ids: NDArray[np.int64], memory: Memory, rounds: int) -> Found:
-    """The same partitions out of a store next to raw reads: as `measure`."""
+    """Read the same partitions out of a store next to raw reads: as `measure`."""
     shard_of = np.zeros(layout.partitions, np.int32)
     store, arena = Store.create(folder / "read"), Arena.anonymous(layout)
     with open_writer(store, layout=layout, shard_of=shard_of) as writer:
@@ -146,7 +146,7 @@ def measure_reads(folder: Path, layout: Layout, ids: NDArray[np.int64], memory: 
 
 
 def measure(folder: Path, layout: Layout, every: int, rounds: int) -> tuple[dict[str, Found], int]:
-    """Every `every`th partition, written and read, next to raw files of as many bytes; and how many those are."""
+    """Write and read every `every`th partition, next to raw files of as many bytes. Return figures, and the bytes."""
     ids = np.arange(0, layout.partitions, every)
     nbytes = int(layout.partition_bytes[ids].sum())
     memory = Memory(layout)

@@ -68,7 +68,7 @@ def run(
 
 
 def build(mb: float) -> tuple[nn.Module, torch.optim.AdamW]:
-    """A model of linear layers and its optimizer, of `mb` MB on every rank after the first step, by FSDP2.
+    """Return a model of linear layers and its optimizer, of `mb` MB on every rank after the first step, by FSDP2.
 
     The gradients are made once: AdamW moves every value with the same one at every step.
     """
@@ -91,7 +91,7 @@ def make_slots(optimizer: torch.optim.AdamW) -> None:
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> Iterator[tuple[str, Any]]:
-    """Every DTensor of the state by a flat name."""
+    """Yield every DTensor of the state by a flat name."""
     for name, parameter in model.named_parameters():
         yield name, parameter.detach()
         for slot in SLOTS:
@@ -108,19 +108,19 @@ def wait_durable(session: scarctl.Session, timeout: float = 300.0) -> None:
 
 
 def latest(value: float) -> float:
-    """The largest of all ranks."""
+    """Return the largest of all ranks."""
     found = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
 
 
 def total(value: float) -> float:
-    """The sum over all ranks."""
+    """Return the sum over all ranks."""
     found = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(found)
     return float(found)
 
 
 def here(file: str) -> str:
-    """A script's path, for `torchrun`."""
+    """Return a script's path, for `torchrun`."""
     return str(Path(file).resolve())

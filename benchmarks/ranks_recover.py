@@ -9,7 +9,7 @@ the whole state into slots of zeros in a second model, as a job that saves with 
 
 First table, medians over kills with (lowest-highest), the slowest rank counts: seconds of every part from the kill to
 the first new step. "engine" is torchrun noticing, ending the ranks, new processes, imports, process group and model:
-the same for all ways. The imports are torch, DCP and scarctl, of which a line below the table says what scarctl's take.
+the same for all ways. The imports are torch, DCP and scarctl, and a line below the table has the time of scarctl alone.
 "CPU" is that of all ranks together while the state is brought back. Second table: steps of work lost. scarctl's
 survivors continue where they were, so the loss is the age of the killed rank's copies. A job that saves everything
 every 8 * interval steps, which are as many bytes, goes back to the last save, with all ranks.
@@ -40,7 +40,7 @@ FULL = 8  # partial checkpoints per whole state
 
 
 def worker(args: Any) -> None:
-    """One rank of one start."""
+    """Run one rank of one start."""
     folder = Path(args.work_folder)
     start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     used = time.process_time()
@@ -113,13 +113,13 @@ def worker(args: Any) -> None:
 
 
 def step(optimizer: torch.optim.AdamW) -> None:
-    """An iteration ends when all ranks have ended theirs."""
+    """Make one iteration, which ends when all ranks have ended theirs."""
     dist.barrier()
     optimizer.step()
 
 
 def dcp_load(mb: float, path: Path) -> tuple[float, float]:
-    """Seconds that DCP takes to bring the state into a new model, and CPU seconds of all ranks."""
+    """Return the seconds in which DCP brings the state into a new model, and CPU seconds of all ranks."""
     model, optimizer = build(mb)
     dist.barrier()
     used, began = time.process_time(), time.perf_counter()
@@ -130,7 +130,7 @@ def dcp_load(mb: float, path: Path) -> tuple[float, float]:
 
 
 def note(folder: Path, rank: int, found: dict[str, Any]) -> None:
-    """For the report."""
+    """Add figures to this rank's file, for the report."""
     with (folder / f"rank-{rank}.jsonl").open("a") as file:
         file.write(json.dumps(found) + "\n")
 
@@ -189,7 +189,7 @@ def report(folder: Path, args: Any) -> None:
 
 
 def behind(starts: list[list[dict[str, Any]]], kills: list[dict[str, Any]], victim: int) -> list[float]:
-    """Steps that survivors had done and do again."""
+    """Return the number of steps that survivors do again."""
     return [max(0, kill["head"] - s["step"]) for s, kill in zip(starts[0], kills, strict=True)]
 
 

@@ -118,7 +118,7 @@ def of_many(kind: str, ranks: int, each: int) -> list[str]:
 
 
 def member(rank: int, world: int, folder: str, each: int, count: int) -> None:
-    """One rank of the third table. Prints the seconds of its rounds."""
+    """Run one rank of the third table. Prints the seconds of its rounds."""
     import torch
     import torch.distributed as dist
 

@@ -77,7 +77,7 @@ class Arm:
         """Called after an arm, unmeasured."""
 
     def run(self) -> float:
-        """Seconds per step, on average."""
+        """Return the seconds per step, on average."""
         self.prepare()
         if dist.get_rank() == 0:
             settle()
@@ -147,7 +147,7 @@ class Scarctl(Arm):
             time.sleep(0.02)
 
     def copies(self) -> list[int]:
-        """How many iterations each copy on another host is behind, -1 if it is not complete."""
+        """Return by how many iterations each copy on another host is behind, -1 if it is not complete."""
         found = ask_status(host_folder(self.arena_dir), patience=30.0)
         runs = [] if found is None else found["runs"]
         said = [peer for run in runs if run["store"] == self.session.store.url for peer in run["peers"]]
@@ -188,7 +188,7 @@ class Dcp(Arm):
 
 
 def worker(args: Any) -> None:
-    """One rank."""
+    """Run one rank."""
     dist.init_process_group("gloo")
     steps = FULL * args.interval
     folder = Path(args.work_folder)

@@ -1,4 +1,4 @@
-"""TorchRec's own DLRM on a trace whose ids follow Zipf's law: what the benchmarks of embedding tables train.
+"""Build TorchRec's own DLRM, and a trace whose ids follow Zipf's law, for the benchmarks of embedding tables.
 
 Eight tables of 16 columns, each looked up by one feature, with row-wise Adagrad in the backward pass; 13 dense
 features, and small dense layers with Adam. Some ids are popular, and spread over their table as by a hash. Labels are

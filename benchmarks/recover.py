@@ -107,23 +107,23 @@ class Bench:
         return taken
 
     def memory(self, part: str) -> None:
-        """From the arena."""
+        """Restore from the arena."""
         report = self.session.recover(LOST if part == "1/8" else "all")
         assert set(report.tiers) == {"memory"}, report.tiers
 
     def store(self, part: str) -> None:
-        """From the store."""
+        """Restore from the store."""
         self.arena.begin(self.ids(part))
         report = self.session.recover(LOST if part == "1/8" else "all")
         assert set(report.tiers) == {"store"}, report.tiers
 
     def safetensors(self, part: str) -> None:
-        """The whole file."""
+        """Load the whole file."""
         for name, tensor in safetensors.torch.load_file(self.folder / "safetensors").items():
             self.live[name].copy_(tensor)
 
     def slices(self, part: str) -> None:
-        """Only the lost rows."""
+        """Load only the lost rows."""
         with safetensors.safe_open(self.folder / "safetensors", "pt") as file:
             for name, ranges in self.rows(part).items():
                 whole = file.get_slice(name)
@@ -131,7 +131,7 @@ class Bench:
                     self.live[name][start:stop] = whole[start:stop]
 
     def torch_load(self, part: str) -> None:
-        """The whole file."""
+        """Load the whole file."""
         state = torch.load(self.folder / "torch", weights_only=True)
         parameters = list(self.model.named_parameters())
         for number, (name, parameter) in enumerate(parameters):
@@ -140,7 +140,7 @@ class Bench:
                 self.optimizer.state[parameter][slot].copy_(state["optimizer"]["state"][number][slot])
 
     def dcp(self, part: str) -> None:
-        """The whole checkpoint, in place."""
+        """Load the whole checkpoint, in place."""
         dcp.load(dict(self.live), checkpoint_id=self.folder / "dcp", no_dist=True)
 
 

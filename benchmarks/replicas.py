@@ -39,7 +39,7 @@ GIB = 1 << 30
 
 
 def host(folder: str, secret: bytes, told: Connection, files: list[str] | None) -> None:
-    """Keep replicas until told to end. Then say how much CPU time it took."""
+    """Keep replicas until asked to end. Then report the CPU time."""
     kept = Host(Path(folder))
     told.send(kept.admit(START, secret, STORE, "127.0.0.1", 0, None if files is None else Tls(files)))
     while told.recv():
@@ -90,7 +90,7 @@ def spent(told: Connection) -> float:
 
 
 def copy(arena: Arena, ids: np.ndarray, step: int) -> None:
-    """A checkpoint of these partitions. Their bytes do not matter to the speed."""
+    """Make a checkpoint of these partitions. Their bytes do not matter to the speed."""
     arena.begin(ids)
     arena.end(ids, pack(1, step))
     arena.reach(step)

@@ -53,7 +53,7 @@ LIMITS = {
     "scarctl, attach": "plain copy, new",
     "scarctl, store": "safetensors, checked",
 }
-"""What a case cannot be faster than, as far as is known."""
+"""The case that bounds the speed of another one, as far as is known."""
 
 
 Taken: TypeAlias = tuple[float, float]
@@ -87,7 +87,7 @@ class Bench:
         )
 
     def train(self) -> Taken:
-        """The first process: one step, saved in every form. Leaves the arena behind."""
+        """Run the first process: one step, saved in every form. Leaves the arena behind."""
         model, optimizer = build(self.scale)
         session = self.attach(model, optimizer, self.arena_dir)
         optimizer.step()
@@ -99,7 +99,7 @@ class Bench:
         return 0.0, 0.0
 
     def memory(self, *, attach: bool = False) -> Taken:
-        """From the arena that the process before has left."""
+        """Resume from the arena that the process before has left."""
         model, optimizer = build(self.scale)
         began = now()
         session = self.attach(model, optimizer, self.arena_dir)
@@ -112,7 +112,7 @@ class Bench:
         return self.checked(taken, model, optimizer)
 
     def store(self) -> Taken:
-        """From the store, on a host that has no arena."""
+        """Resume from the store, on a host that has no arena."""
         model, optimizer = build(self.scale)
         elsewhere = self.folder / "elsewhere"
         with arenas(elsewhere.parent) as folder:
@@ -168,7 +168,7 @@ class Bench:
         return self.checked(since(start), model, optimizer)
 
     def checked(self, taken: Taken, model: Model, optimizer: torch.optim.AdamW) -> Taken:
-        """`taken`, if the state is what was saved."""
+        """Check that the state equals the saved one, and return `taken`."""
         with safetensors.safe_open(self.folder / "safetensors", "pt") as file:
             wrong = [n for n, t in tensors(model, optimizer) if not torch.equal(t, file.get_tensor(n))]
         assert not wrong, wrong[:3]
@@ -181,7 +181,7 @@ def make_slots(model: Model, optimizer: torch.optim.AdamW) -> None:
 
 
 def in_new_process(call: Callable[[], Taken]) -> Taken:
-    """What `call` returns in a process that is killed afterwards, so that it can tidy nothing up."""
+    """Return the result of `call` in a process that is killed afterwards, so that it can tidy nothing up."""
     readable, writable = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -84,7 +84,7 @@ class SinceFull:
     def __init__(self, rows: int) -> None:
         self._is_used = np.zeros(rows, dtype=np.bool_)
         self._sizes: list[float] = []
-        """Of the checkpoints since the last full one, relative to that."""
+        """Sizes of the checkpoints since the last full one, relative to that."""
 
     def note(self, rows: Ids) -> None:
         self._is_used[rows] = True
@@ -93,7 +93,7 @@ class SinceFull:
         return np.flatnonzero(self._is_used)
 
     def is_full_cheaper(self, rows: int) -> bool:
-        """Return whether a full checkpoint, and increments like those so far, need fewer bytes than as many of now.
+        """Return whether a full checkpoint and increments as before take fewer bytes than increments of this size.
 
         The paper's "intermittent" form of increments.
         """

@@ -2,7 +2,7 @@
 
 python benchmarks/sharded_tables.py [--rows 10000000] [--rounds 3] [--interval 5] [--folder DIR]
 
-It needs TorchRec (`make frameworks` makes an environment), and says so where there is none. One process, on a CPU: the
+It needs TorchRec (`make frameworks` makes an environment), and says so if that is missing. One process, on a CPU: the
 model and the trace of `recommender.py`, 680 MB with ten million rows. Every round takes `--interval` steps, and then a
 checkpoint. The stall is the time that the training thread spends in the saving call or hook, and waiting before the
 next backward pass. Ten million rows need 8 GB of memory.
@@ -99,7 +99,7 @@ class Other(Training):
         self._thread = ThreadPoolExecutor(1)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of the state, by name."""
+        """Return all tensors of the state, by name."""
         named = [*self.model.state_dict().items()]
         for name, state in self.optimizer.state_dict()["state"].items():
             named += [(f"{name}/{key}", value) for key, value in state.items()]

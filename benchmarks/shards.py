@@ -1,4 +1,4 @@
-"""What eight shards cost a small, fast run, next to one: time of a hand-over, and how far the store falls behind.
+"""Compare eight shards with one in a small, fast run: time of a hand-over, and how far the store falls behind.
 
 python benchmarks/shards.py [--rounds 5] [--handovers 12] [--steps 600] [--interval 5] [--step-ms 4]
     [--width 304] [--folder DIR]
@@ -56,7 +56,7 @@ class Writing:
         """Seconds of processor time in all hand-overs so far."""
 
     def __call__(self) -> float:
-        """Seconds of a hand-over."""
+        """Return the seconds of a hand-over."""
         started, before = time.perf_counter(), time.process_time()
         for _ in range(self.count):
             self.step += 1
@@ -100,7 +100,7 @@ def train(
     interval: int,
     step_seconds: float,
 ) -> dict[str, float]:
-    """One run; what came of it."""
+    """Make one run, and return its figures."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(LAYERS)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -1,4 +1,4 @@
-"""A long run: does the memory of the training process and of the daemon stay flat, do descriptors leak?
+"""Train for long, and test whether the memory of training and daemon stays flat, and whether descriptors leak.
 
 python benchmarks/soak.py [--minutes 30] [--step 0.1] [--folder DIR]
 
@@ -60,7 +60,7 @@ def train(folder: Path, arena_dir: str, step: float) -> None:
 
 
 def figures(pid: int) -> list[float]:
-    """The four figures of a process."""
+    """Return the four figures of a process."""
     status = dict(re.findall(r"(\w+):\s+(\d+)", Path(f"/proc/{pid}/status").read_text()))
     shared = int(status["RssShmem"]) + int(status["RssFile"])
     descriptors = len(os.listdir(f"/proc/{pid}/fd"))
@@ -68,7 +68,7 @@ def figures(pid: int) -> list[float]:
 
 
 def daemon_of(folder: Path) -> int:
-    """Process number of the daemon that has a run, 0 when there is none."""
+    """Process number of the daemon that has a run, 0 if it does not run."""
     try:
         status = ask(folder, "status")
     except Unavailable:
@@ -77,7 +77,7 @@ def daemon_of(folder: Path) -> int:
 
 
 def flat(name: str, times: np.ndarray, values: np.ndarray, warm: np.ndarray) -> tuple[bool, float]:
-    """Whether a figure is flat after the warming up, and its growth per hour."""
+    """Return whether a figure is flat after the warming up, and its growth per hour."""
     slope = float(np.polyfit(times[~warm], values[~warm], 1)[0])
     if name == "private, MB":
         growth = slope * (times[-1] - times[~warm][0])

@@ -1,4 +1,4 @@
-"""What a store takes on disk, and what is written to keep it that small, beside the priority policy.
+"""Measure what a store takes on disk, and the bytes written to keep it that small, compared with the priority policy.
 
 A state whose partitions change at very different rates is saved 1/8 at a time, as a session does it: real policy, real
 files. The table says, over the second half of the run: bytes of all files per byte of newest copies (`space`), the same
@@ -26,7 +26,7 @@ PATTERNS = ("uniform", "lognormal", "zipf", "hot tenth")
 
 
 def rates(pattern: str, count: int, rng: np.random.Generator) -> np.ndarray:
-    """How fast each partition changes."""
+    """Return the speed of change of each partition."""
     if pattern == "uniform":
         return np.ones(count)
     if pattern == "lognormal":
@@ -39,7 +39,7 @@ def rates(pattern: str, count: int, rng: np.random.Generator) -> np.ndarray:
 def run(
     pattern: str, policy: str, seals: bool, layout: Layout, commits: int, folder: Path
 ) -> dict[str, float]:
-    """One store's life."""
+    """Live through one store's life, and return its figures."""
     rng = np.random.default_rng(0)
     speed = rates(pattern, layout.partitions, rng)
     distance = np.zeros(layout.partitions)

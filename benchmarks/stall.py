@@ -1,11 +1,11 @@
-"""Stall of the training thread per checkpoint: scarctl, DCP's async_save, torch.save, safetensors, in one process.
+"""Measure the stall of training per checkpoint: scarctl, DCP's async_save, torch.save, safetensors, in one process.
 
 python benchmarks/stall.py [--rounds 7] [--work sleep|compute|both] [--seconds 0.3] [--folder DIR]
 
 The state is that of GPT-2 small with AdamW: 1.49 GB. Every checkpoint is followed by `--work` (sleep: an accelerator
 has the forward and backward; compute: this machine's cores have) and the next optimizer step. The stall is the time
 that this thread spends in the saving call or hook, and waiting before the next optimizer step for what still reads the
-state; not the time in which the work is slowed down by what runs beside it (see step_time.py for that).
+state; not the time in which the work is slowed down by what runs alongside (see step_time.py for that).
 
   scarctl                         a partial checkpoint of 1/8 of the bytes: session.stats.last_stall_seconds
   scarctl, exact                  the same with tracker="exact", which compares everything at the checkpoint
@@ -65,7 +65,7 @@ class Partial:
         self.nbytes = 0
 
     def stall(self, work: Work) -> float:
-        """One partial checkpoint."""
+        """Make one partial checkpoint."""
         while self.session.head_step % INTERVAL != INTERVAL - 1:
             self.optimizer.step()
         saved, checkpoints = self.session.stats.saved_bytes, self.session.stats.checkpoints
@@ -127,7 +127,7 @@ class Whole:
         return stall
 
     def blocking(self, work: Work, save: Callable[[], None]) -> float:
-        """A call that saves and returns."""
+        """Return the time of a call that saves and returns."""
         settle()
         start = time.perf_counter()
         save()

@@ -1,4 +1,4 @@
-"""Whole processes: `import scarctl`, `scarctl --help`, `scarctl inspect`, next to `python -c "import click, numpy"`.
+"""Time whole processes: `import scarctl`, `scarctl --help`, `scarctl inspect`, next to importing click and numpy.
 
 python benchmarks/startup.py [--rounds 21] [--partitions 10000] [--folder DIR]
 
@@ -27,7 +27,7 @@ BASE = 'python -c "import click, numpy"'
 
 
 def make_store(path: Path, partitions: int, commits: int = 8) -> None:
-    """A store with an embedding table of one-row partitions: one full commit, then partial ones."""
+    """Make a store with an embedding table of one-row partitions: one full commit, then partial ones."""
     spec = TensorSpec("", "F32", (partitions, 64))
     layout = build_layout([("table.weight", "parameter", (spec,))], rows={"*": 1})
     rows = np.zeros((partitions, 256), np.uint8)

@@ -1,4 +1,4 @@
-"""Model states that the benchmarks share."""
+"""Build the model states that the benchmarks share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time per training step: without checkpoints, with scarctl, and with DCP's async_save at equal bytes per time.
+"""Measure the time per training step: without checkpoints, with scarctl, and with async_save of DCP at equal bytes.
 
 python benchmarks/step_time.py [--rounds 5] [--interval 4] [--work sleep|compute|both] [--seconds 0.25] [--folder DIR]
 
@@ -68,7 +68,7 @@ class Arm:
         """Called after an arm, unmeasured."""
 
     def run(self, work: Work) -> float:
-        """Seconds per step, on average."""
+        """Return the seconds per step, on average."""
         self.prepare()
         settle()
         times = []

@@ -1,8 +1,8 @@
-"""Stores with many partitions and a long history: what opening, looking and committing take.
+"""Measure opening, reading and committing to stores with many partitions and a long history.
 
 History: partitions in shards, and commits of an eighth of a shard, one shard after the other, every one of them kept
 (`--collect`: collected meanwhile, as sessions do it). Then, each in a process of its own: `scarctl inspect`, and
-opening for writing. Beside it stands what a process that only imports click and numpy takes.
+opening for writing. Next to it is the time of a process that only imports click and numpy.
 
 One shard: opening a shard of many partitions for writing, after a full commit and some of an eighth.
 
@@ -64,27 +64,27 @@ def without_fsync() -> Iterator[None]:
 
 
 def lay_out(partitions: int) -> Layout:
-    """An embedding table with one row per partition."""
+    """Return an embedding table with one row per partition."""
     return build_layout(
         [("emb.weight", "parameter", (TensorSpec("", "U8", (partitions, ROW)),))], rows={"*": 1}
     )
 
 
 def zeros(layout: Layout) -> Callable[[int, int, int, int], np.ndarray]:
-    """A segment's source."""
+    """Return a segment's source."""
     data = np.zeros((layout.partitions, ROW), np.uint8)
     return lambda g, t, start, stop: data[start:stop]
 
 
 def converging(steps: int) -> dict[str, Any]:
-    """Extras of a run that has come a thousandth nearer to its optimum with every thousandth of its steps."""
+    """Return Extras of a run that has come a thousandth nearer to its optimum with every thousandth of its steps."""
     gap = max(1, steps // 64)
     points = [(step, gap, float(np.exp(-10 * step / steps))) for step in range(0, steps - gap, gap)]
     return Notes(History(points).to_array(), "l2").to_tree()
 
 
 def make_history(folder: Path, partitions: int, shards: int, commits: int, collect: bool) -> None:
-    """A store with so many commits."""
+    """Make a store with so many commits."""
     layout = lay_out(partitions)
     store = Store.create(folder, shards=shards)
     shard_of = layout.shards(shards, store.settings.seed)

@@ -1,9 +1,9 @@
-"""An embedding table of millions of rows, each a partition of its own, with sparse gradients: what a checkpoint takes.
+"""Measure checkpoints of an embedding table of millions of rows, each a partition, with sparse gradients.
 
 python benchmarks/ten_million_rows.py [--rows 10000000] [--tracker touched] [--steps 41]
 
 The table is N x 64 float32 with SparseAdam's two moments, 768 bytes per row. 10 M rows need 7.7 GB live and as much
-in the arena, beside arrays over all partitions: 20 GB. Every step trains a batch of bags drawn by Zipf's law. Printed
+in the arena, next to arrays over all partitions: 20 GB. Every step trains a batch of bags drawn by Zipf's law. Printed
 are the times of the parts of a checkpoint that saves 1/64, and how many rows each of them saved.
 """
 
@@ -29,7 +29,7 @@ NEEDED_PER_ROW = 2 * ROW_BYTES + 460
 
 
 def available() -> int:
-    """Bytes of memory that can be had without swapping."""
+    """Return bytes of memory that can be had without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""Interleaved measuring, plain tables and temporary folders that the benchmarks share."""
+"""Measure in turns, print plain tables, and make temporary folders, for all benchmarks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def interleaved(cases: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds that each case returns, per round; the first round warms up and is thrown away.
+    """Return the seconds that each case returns, per round. The first round warms up, and does not count.
 
     Every round runs every case once and starts with another one, so that noise and slow drift hit all alike.
     """
@@ -41,7 +41,7 @@ def spread(values: Sequence[float], unit: float = 1.0, digits: int = 3) -> str:
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A plain table: first column to the left, the others to the right."""
+    """Print a plain table: first column to the left, the others to the right."""
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
     for row in [heads, *rows]:
         cells = [
@@ -52,7 +52,7 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have. The module's docstring says what is printed."""
+    """Return a parser with the options that all benchmarks have. The module's docstring says what is printed."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument(
         "--folder",
@@ -65,7 +65,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 @contextmanager
 def scratch(folder: Path) -> Iterator[Path]:
-    """A temporary folder inside `folder`, removed at the end."""
+    """Yield a temporary folder inside `folder`, removed at the end."""
     path = Path(tempfile.mkdtemp(prefix="scarctl-benchmark-", dir=folder))
     try:
         yield path
@@ -75,7 +75,7 @@ def scratch(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def arenas(folder: Path) -> Iterator[str]:
-    """A temporary folder for arenas and their daemon: in shared memory, or in `folder` where there is none.
+    """Yield a temporary folder for arenas and their daemon: in shared memory, or in `folder` without any.
 
     Sessions in it must be closed inside. Removed when the daemon has ended.
     """

@@ -1,8 +1,8 @@
-"""What the ways of finding distances are worth, and what they take: small real trainings, and passes over large states.
+"""Measure the worth and the time of each way to find distances: small real trainings, passes over large states.
 
 python benchmarks/trackers.py [--only NAME] [--rounds 7] [--mb 128]
 
-First table: trainings with Adam on data made from a seed, and on scikit-learn's digits. Beside each of them running
+First table: trainings with Adam on data made from a seed, and on scikit-learn's digits. Alongside each of them, running
 checkpoints save 1/8 of the state every 10 iterations: round-robin, aged, and priority with each tracker. Measured is
 the perturbation of losing everything, right before each checkpoint of the second half of the training (root mean
 square). "exact" is how much smaller it is than round-robin's, and "aged" the same of that policy; the others, what
@@ -12,7 +12,7 @@ does of large states.
 Partitions of 1,024 to 4,095 values are sampled here, as they are on a GPU; in the host's memory a session compares them
 whole.
 
-Second table: the time of one distance pass ("overlapped" is "exact", in pieces), beside one `a.sub_(b)` over the same
+Second table: the time of one distance pass ("overlapped" is "exact", in pieces), next to one `a.sub_(b)` over the same
 parameters and one plain copy of 1/8 of the state's bytes, all in one process, interleaved.
 """
 
@@ -48,9 +48,9 @@ ITERATIONS = 200
 SLOTS = ("", "exp_avg", "exp_avg_sq")
 WAYS = ("exact", "overlapped", "sampled", "touched")
 POLICIES = ("round", "aged")
-"""Those that are compared with priority, by exact distances."""
+"""Policies that are compared with priority, by exact distances."""
 PASS = ("exact", "sampled", "touched")
-"""Those that do all their work at the checkpoint."""
+"""Trackers that do all their work at the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Training:
 
 
 class Keeper:
-    """A running checkpoint beside a training, as `scarctl.checkpoint.engine` keeps it."""
+    """A running checkpoint of a training, as `scarctl.checkpoint.engine` keeps it."""
 
     def __init__(self, layout: Layout, policy: str, tracker: str) -> None:
         self.arena = Arena.anonymous(layout)
@@ -140,7 +140,7 @@ def perturbations(training: Training) -> dict[str, float]:
 
 
 def zipf(rng: np.random.Generator, rows: int, size: tuple[int, ...], exponent: float = 1.1) -> torch.Tensor:
-    """Rows by Zipf's law, the most frequent first."""
+    """Draw rows by Zipf's law, the most frequent first."""
     weights = 1.0 / np.arange(1, rows + 1) ** exponent
     drawn = np.searchsorted(np.cumsum(weights) / weights.sum(), rng.random(size))
     return torch.from_numpy(np.minimum(drawn, rows - 1))
@@ -149,7 +149,7 @@ def zipf(rng: np.random.Generator, rows: int, size: tuple[int, ...], exponent: f
 def embedding(
     width: int, per_partition: int, *, sparse: bool, ranked: bool = False, rows: int = 4_001
 ) -> Training:
-    """A table whose bags of rows say a class; the teacher is such a table too."""
+    """Return a table whose bags of rows say a class; the teacher is such a table too."""
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
     teacher = torch.randn(rows, 4)
@@ -198,7 +198,7 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def classifier(build: Callable[[], nn.Module], values: int) -> Training:
-    """A network that reads digits, cut into partitions of about so many values."""
+    """Return a network that reads digits, cut into partitions of about so many values."""
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
     images, labels = digits()
@@ -313,7 +313,7 @@ def times(width: int, per_partition: int, mb: int, rounds: int) -> list[str]:
 
 
 def share(kept: float, gained: float) -> str:
-    """Of a reduction that is next to nothing a share says nothing."""
+    """Return the kept share of a reduction, "-" if that is almost nothing."""
     return f"{kept / gained:.1%}" if gained > 0.05 else "-"
 
 

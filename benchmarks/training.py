@@ -1,4 +1,4 @@
-"""A GPT-2-small state with AdamW that the benchmarks train, and two stand-ins for a forward and backward pass."""
+"""Build a GPT-2-small state with AdamW that the benchmarks train, and two stand-ins for a forward and backward pass."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Model(nn.Module):
 
 
 def build(scale: int = 1) -> tuple[Model, torch.optim.AdamW]:
-    """The model and its optimizer: 1.49 GB of float32 after the first step (parameters, exp_avg, exp_avg_sq)."""
+    """Return the model and its optimizer: 1.49 GB of float32 after the first step (parameters, exp_avg, exp_avg_sq)."""
     model = Model(scale)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
 def whole_state(model: Model, optimizer: torch.optim.AdamW) -> dict[str, Any]:
-    """What a full checkpoint saves: shares memory with the live state."""
+    """Return the state of a full checkpoint: it shares memory with the live state."""
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
 def tensors(model: Model, optimizer: torch.optim.AdamW) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of the state by a flat name."""
+    """Yield every tensor of the state by a flat name."""
     for name, parameter in model.named_parameters():
         yield name, parameter.detach()
         for slot in ("exp_avg", "exp_avg_sq"):
@@ -45,7 +45,7 @@ def tensors(model: Model, optimizer: torch.optim.AdamW) -> Iterator[tuple[str, t
 
 
 def work(kind: str, seconds: float) -> Callable[[], None]:
-    """What a training loop does between two optimizer steps.
+    """Do what a training loop does between two optimizer steps.
 
     sleep: the accelerator works, this thread waits. compute: the host's own cores work for about `seconds`.
     """

@@ -1,4 +1,4 @@
-"""Several ranks train under torchrun, one of them is killed with -9, and all go on: what did that cost?
+"""Train on several ranks under torchrun, kill one with -9, and report what that cost when all continue.
 
 python examples/lost_rank.py fsdp_transformer --kill
 python examples/lost_rank.py moe --kill --host      the rank's memory and daemon die with it, as with its host
@@ -54,7 +54,7 @@ ENVIRONMENT = {
 
 @dataclass(slots=True)
 class Rank:
-    """What one process of one rank has said."""
+    """The log of one process of one rank."""
 
     pid: int = 0
     ready: float = 0.0
@@ -88,7 +88,7 @@ class Job:
             )
 
     def ranks(self, attempt: int) -> list[Rank]:
-        """All ranks of the first start (0), or the second."""
+        """Return all ranks of the first start (0), or the second."""
         return [self._rank(attempt, rank) for rank in range(self.count)]
 
     def _rank(self, attempt: int, number: int) -> Rank:
@@ -97,7 +97,7 @@ class Job:
             for line in path.read_text().splitlines():
                 found = re.fullmatch(r"([0-9.]+) (\d+) train (ready|resumed|step)( .*)?", line)
                 if found is None:
-                    continue  # somebody else's
+                    continue  # of another process
                 at, rank.pid, rest = float(found[1]), int(found[2]), (found[4] or "").strip()
                 if found[3] == "ready":
                     rank.ready = at
@@ -111,7 +111,7 @@ class Job:
         return rank
 
     def wait_for(self, step: int) -> Rank:
-        """The victim, when it has done so many steps."""
+        """Return the victim, when it has done so many steps."""
         while not (rank := self._rank(0, self.victim)).times.get(step):
             if self.torchrun.poll() is not None:
                 self.fail("the training ended before a rank could be killed")
@@ -119,7 +119,7 @@ class Job:
         return rank
 
     def wait(self) -> None:
-        """Until it has ended."""
+        """Wait until it has ended."""
         if self.torchrun.wait():
             self.fail("the training failed")
 
@@ -136,7 +136,7 @@ class Job:
             self.torchrun.wait()
         deadline = time.monotonic() + 10
         for rank in range(self.count):
-            # They end by themselves when all is in the store.
+            # They end when all is in the store.
             while list(self.folder.glob(f"arena/{rank}/*/daemon.sock")):
                 if time.monotonic() > deadline:
                     _daemon(self.folder / "arena" / str(rank), "stop")
@@ -196,7 +196,7 @@ def _kill(job: Job, after: int, *, host: bool) -> float:
 
 
 def _daemon(arena: Path, action: str) -> str:
-    """`scarctl daemon`."""
+    """Run `scarctl daemon`, and return its output."""
     command = [sys.executable, "-m", "scarctl", "daemon", action, "--arena-dir", str(arena), "--json"]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout
 
@@ -218,7 +218,7 @@ def _report(base: list[Rank] | None, before: list[Rank], after: list[Rank], kill
     back = step - max(1, step // every * every)
     print("going back instead, to the last state that is whole and of one step")
     if ranks["rollback_steps"] is None:
-        print(f"  {step:>2} steps  to the start: not even the first one has come into the store yet")
+        print(f"  {step:>2} steps  to the start: not even the first one is in the store yet")
     else:
         print(f"  {ranks['rollback_steps']:>2} steps  to the first: this training asks for no later one")
     print(f"  {back:>2} steps  with full checkpoints every {every} steps, as many bytes as these")

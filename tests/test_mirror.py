@@ -20,7 +20,8 @@ SOURCES = {
 ELSEWHERE: dict[tuple[str, str], str] = {
     ("session", "one process's training: only a whole session shows whether its parts agree"): """
         scarctl.checkpoint.checkpointer scarctl.checkpoint.copies
-        scarctl.checkpoint.engine scarctl.checkpoint.extrapolated scarctl.checkpoint.found_extras
+        scarctl.checkpoint.engine scarctl.checkpoint.extrapolated
+        scarctl.checkpoint.filling scarctl.checkpoint.found_extras
         scarctl.checkpoint.leaving scarctl.checkpoint.step_end scarctl.checkpoint.uncounted
         scarctl.checkpoint.weights scarctl.recovery.memory scarctl.session.attached scarctl.session.loop
         scarctl.session.origin scarctl.session.parts scarctl.session.passes
@@ -73,7 +74,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         scarctl_adapters.jax.adapter scarctl_adapters.jax.arrays scarctl_adapters.jax.session
         scarctl_adapters.jax.tree
         scarctl_adapters.lightning.late_state scarctl_adapters.lightning.loops
-        scarctl_adapters.lightning.position
+        scarctl_adapters.lightning.data_order scarctl_adapters.lightning.position
         scarctl_adapters.torch.attributes scarctl_adapters.torch.lost
         scarctl_adapters.torch.carried scarctl_adapters.torch.checking scarctl_adapters.torch.homes
         scarctl_adapters.torch.names scarctl_adapters.torch.outside scarctl_adapters.torch.packing

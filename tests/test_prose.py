@@ -65,10 +65,13 @@ LONG = frozenset({"CHANGELOG.md", "docs/FORMAT.md", "docs/benchmarks.md", "docs/
 CODE = re.compile(r"`[^`]*`|\"[^\"\n]*\"")
 
 
-def product() -> list[str]:
-    """Return the Python files of the product, relative to the root."""
-    files = [path for top in ("scarctl", "adapters") for path in (ROOT / top).rglob("*.py")]
+def modules(*folders: str) -> list[str]:
+    """Return the Python files of these folders, relative to the root."""
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     return sorted(path.relative_to(ROOT).as_posix() for path in files)
+
+
+PRODUCT = modules("scarctl", "adapters")
 
 
 def paragraphs(text: str) -> Iterator[str]:
@@ -93,7 +96,8 @@ def words(sentence: str) -> int:
 
 
 def banned(text: str) -> Iterator[str]:
-    """Yield a reason for each banned expression in a text."""
+    """Yield a reason for each banned expression in a text, also across lines."""
+    text = " ".join(text.split())
     if not ANY_BANNED.search(text):
         return
     for pattern, instead in BANNED.items():
@@ -138,28 +142,39 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
             yield token.start[0], token.string
 
 
-def faults(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and reason of everything in a module that breaks a rule."""
+def beginnings(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and reason of every docstring of a module or a function that begins in a wrong way."""
     tree = ast.parse(source)
     title = ast.get_docstring(tree) or ""
     if source.strip() and (not title or NO_DEED.match(title)):
         yield 1, f"the module's first line does not say what the module does: {title.splitlines()[:1]}"
-    for line, text in docstrings(tree):
-        for sentence in sentences(text):
-            if words(sentence) > MOST_WORDS:
-                yield line, f"{words(sentence)} words, at most {MOST_WORDS}: {sentence}"
     for line, text in instructions(tree):
         if NO_VERB.match(text):
             yield line, f"does not begin with a verb: {text.splitlines()[0]}"
-    for line, text in sorted({*messages(tree), *comments(source)}):
+
+
+def expressions(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and reason of every banned expression in a module."""
+    for line, text in sorted({*messages(ast.parse(source)), *comments(source)}):
         for reason in banned(text):
             yield line, reason
 
 
-@pytest.mark.parametrize("path", product())
+def long_sentences(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and reason of every sentence in a docstring that has too many words."""
+    for line, text in docstrings(ast.parse(source)):
+        for sentence in sentences(text):
+            if words(sentence) > MOST_WORDS:
+                yield line, f"{words(sentence)} words, at most {MOST_WORDS}: {sentence}"
+
+
+@pytest.mark.parametrize("path", [*PRODUCT, *modules("benchmarks", "examples", "tests")])
 def test_prose_keeps_the_rules(path: str) -> None:
-    found = [f"{path}:{line}: {reason}" for line, reason in faults((ROOT / path).read_text(encoding="utf-8"))]
-    assert not found, "\n".join(found)
+    source = (ROOT / path).read_text(encoding="utf-8")
+    found = [*beginnings(source)]
+    found += [] if path.startswith("tests/") else expressions(source)
+    found += long_sentences(source) if path in PRODUCT else ()
+    assert not found, "\n".join(f"{path}:{line}: {reason}" for line, reason in found)
 
 
 def running_text(document: str) -> str:

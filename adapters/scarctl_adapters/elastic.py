@@ -47,7 +47,7 @@ class _Bucket:
     square: float
     """Squared norm of `own`."""
     mean: torch.Tensor
-    """What all ranks' gradients are reduced into. Theirs once `arrived` is set."""
+    """The mean of all ranks' gradients, once `arrived` is set."""
     result: torch.futures.Future[torch.Tensor] = field(default_factory=torch.futures.Future)
     arrived: bool = False
     lent: bool = False
@@ -88,7 +88,7 @@ class Elastic:
         self.steps = 0
         """Steps of the optimizer."""
         self.lent_steps = 0
-        """Those in which a gradient was lent."""
+        """Steps in which a gradient was lent."""
         self.constant = 0.0
         """Largest ‖mean - own‖ that one step lent: with SGD, the B of elastic consistency that was observed."""
         self._called: list[_Bucket] = []  # buckets whose `_arrive` may still run

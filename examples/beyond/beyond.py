@@ -1,9 +1,9 @@
-"""Measures models that the paper does not have, and writes docs/beyond.md.
+"""Measure models that the paper does not have, and write docs/beyond.md.
 
 python -m examples.beyond.beyond
 python -m examples.beyond.beyond --quick --out build/beyond-quick
 
-Every trial is kept in a folder: the same call again goes on where it was stopped, also with more --trials.
+Every trial is kept in a folder: the same call again continues where it was stopped, also with more --trials.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every study of docs/beyond.md."""
+"""List every study of docs/beyond.md."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAIRS = tuple(
 
 
 def studies(pair: Pair, *, quick: bool) -> dict[str, Study]:
-    """What is measured of a model, by name."""
+    """Return the measurements of a model, by name."""
     length = 20 if quick else None
     common: dict[str, Any] = {"interval": INTERVAL, "iterations": length, "smooth": SMOOTH, "stratify": True}
     best: dict[str, Any] = {**common, "fractions": (EIGHTH,), "policies": (DEFAULT,)}

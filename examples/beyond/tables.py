@@ -1,4 +1,4 @@
-"""The tables of docs/beyond.md, from what studies show."""
+"""Write the tables of docs/beyond.md from the results of studies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Summaries = dict[str, dict[str, Summary]]
 
 
 def moments(found: Summaries, runs: Runs) -> str:
-    """What becomes of an optimizer's moments."""
+    """Return the table of ways to treat an optimizer's moments."""
     rows = [["", "trials", "C", "rollback", "rework", "median", "less than rollback", "versus restored"]]
     ways = {
         "policies": ("restored with the row", INTERVAL),
@@ -35,7 +35,7 @@ def moments(found: Summaries, runs: Runs) -> str:
 
 
 def curved(found: Summaries, runs: Runs) -> str:
-    """Squared changes weighted by what the optimizer knows of curvature."""
+    """Return the table of squared changes that are weighted by the optimizer's knowledge of curvature."""
     rows = [
         ["", "trials", "rework", "median", "less than rollback", "versus in turn", f"versus {DEFAULT}", "δ²"]
     ]

@@ -1,4 +1,4 @@
-"""Models that the paper does not have, as workloads of `scarctl simulate`; one row of a parameter is one partition.
+"""Define models that the paper lacks, as workloads of `scarctl simulate`; one row of a parameter is one partition.
 
 scarctl simulate examples.beyond.workloads:embedding_adagrad --interval 16
 
@@ -29,7 +29,7 @@ TEXTS = WATCHED = 32
 """Texts of LENGTH bytes that an iteration sees, and that the metric looks at."""
 EXPERTS = 8
 RANK = 4
-"""Of LoRA's matrices."""
+"""Rank of LoRA's matrices."""
 BASE = 200
 """Iterations that LoRA's frozen base has learnt for."""
 STALE = 16
@@ -42,8 +42,8 @@ class Trained:
     rows = {"*": 1}  # noqa: RUF012
     norm: Norm = "l2"
     moments = "restored"
-    """What the optimizer's moments of a lost row are after a partial recovery. "restored": what was saved with the row.
-    "kept": what they were, as if only parameters were lost. "zeroed". "stale": from a copy of their own, made every
+    """The optimizer's moments of a lost row after a partial recovery. "restored": as saved with the row.
+    "kept": unchanged, as if only parameters were lost. "zeroed". "stale": from a copy of their own, made every
     STALE iterations."""
 
     def __init__(self, iterations: int) -> None:
@@ -61,11 +61,11 @@ class Trained:
         self._failed = False
 
     def state(self) -> Any:
-        """What is saved."""
+        """Return the saved state."""
         return self._model, self._optimizer
 
     def step(self, iteration: int) -> None:
-        """One batch."""
+        """Train on one batch."""
         self._optimizer.zero_grad()
         self._loss(self._draw(iteration)).backward()
         self._optimizer.step()
@@ -79,7 +79,7 @@ class Trained:
 
     def recompute(self) -> None:
         """After a recovery: treat the moments of the rows that were lost as `moments` says."""
-        self._failed = True  # what comes now goes on from here, once for every way
+        self._failed = True  # the rest continues from here, once for every way
         if self.moments == "restored" or self._position["done"] != self._done:
             return  # a rollback brings back everything as it was
         for p in self._parameters():
@@ -184,7 +184,7 @@ class Adapted(nn.Module):
         self.b = nn.Parameter(torch.zeros(base.out_features, RANK))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As the layer that it takes the place of."""
+        """Compute as the layer in whose place this is."""
         found: torch.Tensor = self.base(x) + x @ self.a.T @ self.b.T
         return found
 
@@ -193,7 +193,7 @@ class LoRA(Bytes):
     """The transformer, which has learnt one text, learns another by LoRA: only that is saved."""
 
     def state(self) -> Any:
-        """What is saved: LoRA's matrices, and their moments."""
+        """Return the saved state: LoRA's matrices, and their moments."""
         layers = {name: module for name, module in self._model.named_modules() if isinstance(module, Adapted)}
         learnt = {f"{name}.{part}": getattr(of, part) for name, of in layers.items() for part in "ab"}
         return nn.ParameterDict({name.replace(".", "_"): p for name, p in learnt.items()}), self._optimizer
@@ -201,7 +201,7 @@ class LoRA(Bytes):
 
 @cache
 def text(pattern: str) -> torch.Tensor:
-    """Bytes of the library's files, uint8: the first ones by name, a million bytes at most."""
+    """Return bytes of the library's files, uint8: the first ones by name, a million bytes at most."""
     found = b""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob(pattern)):
         found += path.read_bytes()
@@ -212,7 +212,7 @@ def text(pattern: str) -> torch.Tensor:
 
 @cache
 def _base() -> dict[str, torch.Tensor]:
-    """What LoRA's base has learnt."""
+    """Return the text that LoRA's base has learnt."""
     of = transformer()
     of.reset(0)
     for iteration in range(1, BASE + 1):
@@ -254,7 +254,7 @@ def embedding_adam() -> Trained:
 
 
 def experts() -> Trained:
-    """A mixture of eight experts."""
+    """Return a mixture of eight experts."""
     return Bytes(Mixture)
 
 

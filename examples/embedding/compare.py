@@ -1,12 +1,13 @@
-"""Half of an embedding model's rows are lost while it trains: what each way of saving them has cost then.
+"""Lose half of the rows of an embedding model while it trains, and compare the cost of each way of saving them.
 
 python -m examples.embedding.compare
 python -m examples.embedding.compare --seeds 8 --optimizer adam --batch 1024
 
-Beside one run there is a session with a store of its own for each way. At some moments half of the rows become NaN,
-parameters and the optimizer's values, and each session in turn restores them. What they were is known here, so the
-squared perturbation is measured; then they are put back for the next session. From the last moment the run goes on
-once for every way, with what that has restored. Rework is iterations more than undisturbed, until the loss is as low.
+One run is saved in several ways, each by a session with a store of its own. At some moments half of the rows become
+NaN, parameters and the optimizer's values, and each session in turn restores them. Their values are known here, so the
+squared perturbation is measured; then they are put back for the next session. From the last moment the run continues
+once for every way, with the rows that it has restored. Rework is the number of additional iterations until the loss is
+as low as undisturbed.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PART_EVERY = 10
 CHANGED_EVERY = 40
 """A session leaves out rows that have not changed, so it can save all others this often for fewer bytes."""
 LOSSES = 8
-"""Of each run: PART_EVERY iterations apart, so that no age of a full checkpoint is preferred."""
+"""Losses of each run: PART_EVERY iterations apart, so that no age of a full checkpoint is preferred."""
 ITERATIONS = 4 * FULL_EVERY
 """The undisturbed run's. The loss to reach is its lowest in the last fourth."""
 BY_HAND = 1 << 30
@@ -74,7 +75,7 @@ class State:
 
 
 class Run:
-    """A run, and sessions beside it."""
+    """A run, and the sessions that save it."""
 
     def __init__(self, words: Words, optimizer: str, batch: int, seed: int) -> None:
         self._model, self._optimizer = build(words, seed, optimizer)
@@ -82,7 +83,7 @@ class Run:
         self._seed = seed
 
     def attach(self, way: Way, store: Path) -> scarctl.Session:
-        """A session that saves in this way."""
+        """Return a session that saves in this way."""
         return scarctl.attach(
             self._model,
             self._optimizer,
@@ -94,15 +95,15 @@ class Run:
         )
 
     def step(self, iteration: int) -> None:
-        """One iteration; its number decides the batch."""
+        """Make one iteration; its number decides the batch."""
         train_step(self._model, self._optimizer, self._batches[iteration])
 
     def loss(self) -> float:
-        """Of pairs that are always the same."""
+        """Return the loss of pairs that are always the same."""
         return evaluate(self._model, self._batches)
 
     def state(self, iteration: int) -> State:
-        """A copy of it as it is now, which is after `iteration`."""
+        """Return a copy of its present state, of the end of `iteration`."""
         return State(
             iteration, copy.deepcopy(self._model.state_dict()), copy.deepcopy(self._optimizer.state_dict())
         )
@@ -169,7 +170,7 @@ def fail(run: Run, ways: list[Way], folder: Path, chance: np.random.Generator) -
 
 
 def squared_difference(a: State, b: State) -> float:
-    """Of the parameters."""
+    """Return the squared perturbation of the parameters."""
     return sum(float((a.model[name] - b.model[name]).square().sum()) for name in a.model)
 
 

@@ -1,4 +1,4 @@
-"""The model: word2vec's skip-gram with negative sampling, two tables with a row for each word."""
+"""Define the model: word2vec's skip-gram with negative sampling, two tables with a row for each word."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Batches:
 
 
 def build(words: Words, seed: int, kind: str = "adagrad") -> tuple[SkipGram, torch.optim.Optimizer]:
-    """A fresh model and its optimizer, one of `OPTIMIZERS`. The same seed gives the same numbers."""
+    """Return a fresh model and its optimizer, one of `OPTIMIZERS`. The same seed gives the same numbers."""
     torch.set_num_threads(1)  # sums in one order are the same everywhere
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, which Adagrad warns of unless it is chosen
     torch.manual_seed(seed)
@@ -82,7 +82,7 @@ def build(words: Words, seed: int, kind: str = "adagrad") -> tuple[SkipGram, tor
 
 
 def train_step(model: SkipGram, optimizer: torch.optim.Optimizer, pairs: Pairs) -> float:
-    """One iteration. Returns the batch's loss."""
+    """Make one iteration, and return the batch's loss."""
     loss: Any = model(pairs)
     optimizer.zero_grad()
     loss.backward()

@@ -1,4 +1,4 @@
-"""The text: Python's own standard library, which is on every machine. Nothing is downloaded."""
+"""Read the text: Python's own standard library, which is on every machine. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORDS = 20_000
 WINDOW = 4
 """Words before and after that belong to a word's context."""
 KEPT = 1e-3
-"""Of frequent words only some are kept: a word of the share f with probability sqrt(KEPT / f), as word2vec does it."""
+"""Only some of the frequent words are kept, as in word2vec: a word of share f with probability sqrt(KEPT / f)."""
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
 """Folders that not every installation has."""
 
@@ -38,7 +38,7 @@ class Words:
 
 @cache
 def load(words: int = WORDS) -> Words:
-    """The most frequent `words` names and words of the library's sources; fewer where it has fewer."""
+    """Return the most frequent `words` names and words of the library's sources; fewer where it has fewer."""
     folder = Path(sysconfig.get_path("stdlib"))
     found: list[str] = []
     for path in sorted(folder.rglob("*.py")):

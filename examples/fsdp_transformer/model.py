@@ -1,4 +1,4 @@
-"""A small transformer that reads bytes and foretells the next one."""
+"""Define a small transformer that reads bytes and predicts the next one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on the source of Python's standard library, with scarctl beside it: two lines more.
+"""Train with Hugging Face's Trainer on the source of Python's standard library. scarctl takes two lines more.
 
     python examples/hf_finetune/train.py --store run            # all of a small GPT-2, from random values
     python examples/hf_finetune/train.py --store run --lora     # adapters on a frozen base, with peft
@@ -26,7 +26,7 @@ LENGTH, BATCH, INTERVAL = 32, 8, 4
 
 
 def main() -> None:
-    """Train, or go on training, until `--steps` are done."""
+    """Train, or continue, until `--steps` are done."""
     arguments = _parse()
     if arguments.kill:
         kill_and_run_again(arguments)
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """The whole program, but for its argument `--kill`."""
+    """Run the whole program, but for its argument `--kill`."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
@@ -113,7 +113,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def _loss(trainer: Any) -> float:
-    """The last mean loss that was logged."""
+    """Return the last mean loss that was logged."""
     return next(float(entry["loss"]) for entry in reversed(trainer.state.log_history) if "loss" in entry)
 
 
@@ -130,7 +130,7 @@ def kill_and_run_again(arguments: argparse.Namespace) -> None:
     step, kind, restored = found["resumed"]
     again = killed - int(step)
     print(
-        f"it had taken {killed} steps and went on after step {step} ({kind}), {int(restored) / 1e3:.1f} kB restored\n"
+        f"it had taken {killed} steps and continued after step {step} ({kind}), {int(restored) / 1e3:.1f} kB restored\n"
         f"{again} steps were taken again; without scarctl and without a checkpoint of the Trainer: {killed}\n"
         f"the second run took {seconds:.1f} s, most of it importing\n"
         f"loss at the end: {found['done'][1]}, undisturbed {whole['done'][1]}"
@@ -140,20 +140,20 @@ def kill_and_run_again(arguments: argparse.Namespace) -> None:
 def _run(
     arguments: argparse.Namespace, store: Path, kill_after: int | None
 ) -> tuple[int, dict[str, list[str]]]:
-    """This program in a process; the last step that it told of, and its last lines by their first word."""
+    """Run this program in a process. Return the last step that it reported, and its last lines by their first word."""
     command = [sys.executable, __file__, "--store", str(store), "--steps", str(arguments.steps)]
     command += ["--lora"] * arguments.lora
-    told: dict[str, list[str]] = {}
+    reported: dict[str, list[str]] = {}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             word, _, rest = line.strip().partition(" ")
-            told[word] = rest.split()
+            reported[word] = rest.split()
             if word == "step" and int(rest) == kill_after:
                 process.send_signal(signal.SIGKILL)
     if process.returncode != (0 if kill_after is None else -signal.SIGKILL):
         sys.exit(f"the training process ended with {process.returncode}")
-    return int(told.get("step", ["0"])[0]), told
+    return int(reported.get("step", ["0"])[0]), reported
 
 
 def _parse() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Sessions for a recommender: Python's own source. A file is a visitor, its names are what it looks at, in order."""
+"""Read sessions for a recommender from Python's own source. A file is a visitor, its names the items in their order."""
 
 from __future__ import annotations
 

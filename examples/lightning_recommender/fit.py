@@ -1,4 +1,4 @@
-"""What a user's script does: a Lightning training, and scarctl beside it in two lines: an import and a callback."""
+"""Train with Lightning, as a user's script does. scarctl takes two lines: an import and a callback."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Says(pl.Callback):
 
 
 def train(store: Path, epochs: int, pairs: int, items: int) -> None:
-    """Train, or go on where the run in `store` ended."""
+    """Train, or continue where the run in `store` ended."""
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What is looked at next: two tables of embeddings, and nothing else. A batch touches few of their rows."""
+"""Predict the next item: two tables of embeddings, and nothing else. A batch touches few of their rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Recommender(pl.LightningModule):
         return self.looked_at(history).mean(1)  # type: ignore[no-any-return]
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """The next item against those of the other visitors in the batch."""
+        """Return the loss of the next item against those of the other visitors in the batch."""
         history, following = batch
         scores = self(history) @ self.offered(following).T
         same = following[:, None] == following[None, :]
@@ -35,7 +35,7 @@ class Recommender(pl.LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """How often the next item is among the twenty that are recommended, out of all."""
+        """Log how often the next item is among the twenty that are recommended, out of all."""
         history, following = batch
         best = (self(history) @ self.offered.weight.T).topk(20).indices
         self.log("found", (best == following[:, None]).any(1).float().mean())

@@ -1,4 +1,4 @@
-"""Train a recommender with Lightning, and scarctl beside it: two lines more.
+"""Train a recommender with Lightning. scarctl takes two lines more.
 
 python examples/lightning_recommender/train.py --store run
 python examples/lightning_recommender/train.py --kill
@@ -30,7 +30,7 @@ def kill(arguments: argparse.Namespace, folder: Path) -> None:
     undisturbed = [] if arguments.quick else _run(arguments, folder / "undisturbed", quiet=True)
     died, again = _step(before[-1]), _first_step(after)
     print(f"killed at step {died}, in the middle of an epoch")
-    print(f"went on after step {again}: {died - again} of {died} steps were made twice")
+    print(f"continued after step {again}: {died - again} of {died} steps were made twice")
     print(f"in the end: {_found(after)}{f'; undisturbed: {_found(undisturbed)}' if undisturbed else ''}")
 
 

@@ -1,4 +1,4 @@
-"""A mixture of experts that reads bytes and foretells the next one. Every rank has some of the experts."""
+"""Define a mixture of experts that reads bytes and predicts the next one. Every rank has some of the experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BYTES = 256
 
 
 class Dense(nn.Module):
-    """What all ranks have alike: what reads, the router, the gate, and what writes."""
+    """The layers that are the same on all ranks: input, router, gate and output."""
 
     def __init__(self, length: int, width: int, experts: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Mixture(nn.Module):
         return logits, dict(zip(self.mine, came.sum(0).tolist(), strict=True))
 
     def _read(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Every part by its expert: parts are by rank that sent them, then by expert."""
+        """Pass every part through its expert. Parts are in the order of sending ranks, then of experts."""
         read = list(parts)
         for place, expert in enumerate(self.mine.values()):
             mine = parts[place :: len(self.mine)]

@@ -1,38 +1,33 @@
-"""A mixture of experts on the source of Python's standard library: each rank has its experts, scarctl saves all.
+"""Train a mixture of experts on the source of Python's standard library: each rank has its experts, scarctl saves all.
 
 torchrun --nproc-per-node 4 --max-restarts 1 examples/moe/train.py --store run
 
-Kill any rank with -9: torchrun starts all of them again, and they go on where the survivors were.
+Kill any rank with -9: torchrun starts all of them again, and they continue where the survivors were.
 `python examples/lost_rank.py moe --kill` does that and counts what it cost.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
 import sys
-import sysconfig
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch
 from model import Mixture
+from ranks import batch, begin, load, log, log_resumed, parser
 from torch import distributed as dist
 
 import scarctl
 
 LENGTH, BATCH = 16, 128
-log = logging.getLogger("train")
 
 
 def main() -> None:
-    """Train, or go on training, until `--steps` are done."""
-    arguments = _parse()
-    logging.basicConfig(
-        stream=sys.stdout, level="INFO", format="%(created).4f %(process)d %(name)s %(message)s"
-    )
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """Train, or continue, until `--steps` are done."""
+    arguments = parser(__doc__, steps=100).parse_args()
+    rank, world = begin(), dist.get_world_size()
     text, model = load(), Mixture(LENGTH, rank, world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=arguments.steps)
@@ -50,10 +45,10 @@ def main() -> None:
     )
     with session:
         resumed = session.resume()
-        found = resumed.report and resumed.report.to_json()
-        log.info("resumed %s", json.dumps({"step": resumed.step, "ranks": resumed.ranks, "report": found}))
+        log_resumed(resumed)
         for step in range(resumed.step + 1, arguments.steps + 1):
-            inputs, targets = batch(text, step, rank)
+            pieces = batch(text, step, rank, BATCH, LENGTH + 1)
+            inputs, targets = pieces[:, :-1], pieces[:, -1]
             logits, work = model(inputs)
             loss = torch.nn.functional.cross_entropy(logits, targets)
             optimizer.zero_grad()
@@ -66,38 +61,11 @@ def main() -> None:
 
 
 def average_gradients(model: Mixture, world: int) -> None:
-    """The mean over all ranks' batches. An expert has got the sum: what it read came from everywhere."""
+    """Average gradients over all ranks' batches. An expert has the sum: its input came from all ranks."""
     for parameter in model.dense.parameters():
         dist.all_reduce(parameter.grad)
     for parameter in model.parameters():
         parameter.grad /= world
-
-
-def load() -> torch.Tensor:
-    """A megabyte of Python: uint8 of shape (bytes,)."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return torch.frombuffer(
-        bytearray(b"".join(file.read_bytes() for file in files)[: 1 << 20]), dtype=torch.uint8
-    )
-
-
-def batch(text: torch.Tensor, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bytes, int64 of shape (BATCH, LENGTH), and the next ones, (BATCH,): the same ones for a step in every run."""
-    generator = torch.Generator().manual_seed(step * 1000 + rank)
-    starts = torch.randint(len(text) - LENGTH - 1, (BATCH, 1), generator=generator)
-    found = text[starts + torch.arange(LENGTH + 1)].long()
-    return found[:, :-1], found[:, -1]
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--store", type=Path, required=True, help="folder for the checkpoints")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--interval", type=int, default=2, help="steps between two checkpoints of 1/8 each")
-    parser.add_argument(
-        "--arena", type=Path, help="folder for the ranks' memory, each of its own (default: shared)"
-    )
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Matrix factorisation by alternating least squares on MovieLens: 20 factors, ratings = L R.
+"""Factorise MovieLens by alternating least squares: 20 factors, ratings = L R.
 
 scarctl simulate examples.paper.als:build --data DIR
 
@@ -21,7 +21,7 @@ from scarctl.checkpoint.distance import Norm
 
 FACTORS = 20
 PENALTY = 0.1
-"""Of the squares of the factors. The paper names none, but most movies have fewer ratings than factors."""
+"""Penalty of the squared factors. The paper names none, but most movies have fewer ratings than factors."""
 
 Floats = NDArray[np.float64]
 
@@ -48,16 +48,16 @@ class Factorisation:
         }
 
     def curvature(self, live: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Distance where a row counts by its ratings, of which the curvature is a sum. It is given all rows at once."""
+        """Return a distance that weights a row by its ratings: the curvature is a sum over them. It takes all rows."""
         side = self._by_user if len(live[""]) == self._by_user.count else self._by_movie
         return (live[""] - saved[""]).norm(dim=1) * side.ratings_by_row.sqrt()
 
     def state(self) -> dict[str, Floats]:
-        """What is saved and lost."""
+        """Return the saved state."""
         return {name: self._factors[name] for name in self._saved}
 
     def step(self, iteration: int) -> None:
-        """One iteration. It needs only R."""
+        """Make one iteration. It needs only R."""
         self._by_user.solve(self._factors["R"], self._factors["L"])
         self._by_movie.solve(self._factors["L"], self._factors["R"])
 
@@ -67,7 +67,7 @@ class Factorisation:
             self._by_movie.solve(self._factors["L"], self._factors["R"])
 
     def metric(self) -> float:
-        """What is minimised: squared errors of the known ratings, and the penalty."""
+        """Return the objective: squared errors of the known ratings, and the penalty."""
         squares = sum(float(np.vdot(factors, factors)) for factors in self._factors.values())
         return self._by_user.error(self._factors["L"], self._factors["R"]) + PENALTY * squares
 

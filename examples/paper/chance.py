@@ -1,4 +1,4 @@
-"""How much C and p matter: the same failures, each counted as often as it would have come with p.
+"""Compute how much C and p matter: the same failures, each counted as often as it would have come with p.
 
 Trials fail at an iteration drawn from all before convergence. Where the failure's iteration is geometric instead, an
 early failure is more likely by a known factor. Weighted by that factor, the same trials answer for every p (importance
@@ -39,7 +39,7 @@ def chances(runs: Runs) -> str:
 
 
 def weights(results: Sequence[dict[str, Any]], p: float | None) -> NDArray[np.float64]:
-    """How much likelier each trial's failure is with p than where every iteration is as likely."""
+    """Return how much likelier each trial's failure is with p than where every iteration is as likely."""
     after = np.array([result["failed_after"] for result in results], dtype=np.float64)
     if p is None:
         return np.ones_like(after)
@@ -54,7 +54,7 @@ def effective(weight: NDArray[np.float64]) -> float:
 
 
 def reduction(results: Sequence[dict[str, Any]], weight: NDArray[np.float64]) -> Mean | None:
-    """1 - rework / the rollback's, of weighted means, with its interval."""
+    """Return 1 - rework / the rollback's, of weighted means, with its interval."""
     rework = np.array([result["rework"] for result in results], dtype=np.float64)[:, [_ROLLBACK, _BEST]]
     back, best = (weight[:, None] * rework).T
     if back.mean() <= 0:

@@ -1,4 +1,4 @@
-"""A convolutional network on MNIST with Adam: two convolutions and three full layers, batches of 64.
+"""Train a convolutional network on MNIST with Adam: two convolutions and three full layers, batches of 64.
 
 scarctl simulate examples.paper.cnn:by_shard --data DIR
 scarctl simulate examples.paper.cnn:by_layer --data DIR
@@ -19,7 +19,7 @@ from examples.paper.data import mnist
 
 BATCH = 64
 CRITERION = 0.08
-"""Of the mean cross-entropy."""
+"""Mean cross-entropy at which a run ends."""
 WATCHED = 200
 """Images that the metric looks at, none of which is trained on."""
 EPSILON = 1e-8
@@ -27,7 +27,7 @@ EPSILON = 1e-8
 
 
 def curvature(live: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Distance in which a parameter counts by the root of its second moment, Adam's measure of curvature."""
+    """Return distance in which a parameter counts by the root of its second moment, Adam's measure of curvature."""
     weight = live["exp_avg_sq"].sqrt().add_(EPSILON) if "exp_avg_sq" in live else 1.0
     return ((live[""] - saved[""]).square_() * weight).sum(dim=1).sqrt()
 
@@ -61,7 +61,7 @@ class Network:
         return self._model, self._optimizer
 
     def step(self, iteration: int) -> None:
-        """One batch."""
+        """Train on one batch."""
         first = (iteration - 1) * BATCH % (len(self._order) - BATCH)
         batch = self._order[first : first + BATCH]
         self._optimizer.zero_grad()

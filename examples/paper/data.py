@@ -1,4 +1,4 @@
-"""The paper's data sets, read from the folders that a user has. Nothing is downloaded."""
+"""Read the paper's data sets from the folders that a user has. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def movielens(folder: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArra
 
 
 def reuters(folder: str) -> tuple[NDArray[np.int64], NDArray[np.int32], int]:
-    """Where each document begins (and the last ends), the word of every token, and how many words there are."""
+    """Return where each document begins (and the last ends), the word of every token, and how many words there are."""
     starts, tokens = [0], []
     for line in _find(folder, "reuters-395", "reuters.ldac").read_text().splitlines():
         for pair in line.split()[1:]:
@@ -49,7 +49,7 @@ def reuters(folder: str) -> tuple[NDArray[np.int64], NDArray[np.int32], int]:
 
 
 def _find(folder: str, name: str, file: str) -> Path:
-    """`file` in the folder `name` of the data folder, or in the data folder itself."""
+    """Return the path of `file` in the folder `name` of the data folder, or in the data folder itself."""
     for place in (Path(folder, name), Path(folder)):
         if (place / file).is_file():
             return place / file
@@ -60,7 +60,7 @@ def _find(folder: str, name: str, file: str) -> Path:
 
 
 def _idx(path: Path) -> NDArray[np.uint8]:
-    """The array in a gzipped IDX file of unsigned bytes."""
+    """Return the array in a gzipped IDX file of unsigned bytes."""
     with gzip.open(path) as file:
         (dimensions,) = struct.unpack(">xxxB", file.read(4))
         shape = struct.unpack(f">{dimensions}I", file.read(4 * dimensions))

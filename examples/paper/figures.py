@@ -1,4 +1,4 @@
-"""Pictures of the paper's kinds that `scarctl.simulate.chart` does not draw: points and bounds, shares, timelines."""
+"""Draw the paper's pictures that `scarctl.simulate.chart` does not: points and bounds, shares, timelines."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Panel:
     up: str
     series: list[Series]
     logarithmic: bool = False
-    """Across."""
+    """Whether the horizontal axis is logarithmic."""
     ticks: dict[float, str] = field(default_factory=dict)
-    """Across, if not at round numbers."""
+    """Marks of the horizontal axis with their texts; {}: at round numbers."""
 
 
 def draw(title: str, panels: Sequence[Panel]) -> str:
-    """The panels side by side, an SVG document. The legend is that of the first."""
+    """Return the panels side by side, an SVG document. The legend is that of the first."""
     width = len(panels) * WIDTH
     legend, at, row = [], LEFT, 0
     for series in panels[0].series:
@@ -124,7 +124,7 @@ def _ticks(left: float, right: float, logarithmic: bool) -> dict[float, str]:
 
 
 def _round_step(span: float) -> float:
-    """A round distance between lines, for about five of them."""
+    """Return a round distance between lines, for about five of them."""
     power = 10.0 ** math.floor(math.log10(span / 6))
     return next((k * power for k in (1, 2, 5, 10) if span / (k * power) <= 6), 10 * power)
 

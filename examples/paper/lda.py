@@ -1,4 +1,4 @@
-"""Latent Dirichlet allocation on Reuters by collapsed Gibbs sampling: 20 topics, α = β = 1.
+"""Train latent Dirichlet allocation on Reuters by collapsed Gibbs sampling: 20 topics, α = β = 1.
 
 scarctl simulate examples.paper.lda:build --data DIR
 
@@ -132,5 +132,5 @@ def _likelihood(starts, tokens, by_document, by_word):  # type: ignore[no-untype
 
 
 def build(folder: str = "../shared/data") -> TopicModel:
-    """The factory."""
+    """Build the workload."""
     return TopicModel(folder)

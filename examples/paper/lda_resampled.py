@@ -1,4 +1,4 @@
-"""Latent Dirichlet allocation that draws the topics of lost documents again, from the counts of all, before it goes on.
+"""Train latent Dirichlet allocation that draws the topics of lost documents again, from the counts of all.
 
 scarctl simulate examples.paper.lda_resampled:build --data DIR
 
@@ -36,7 +36,7 @@ class Resampled(TopicModel):
     def recompute(self) -> None:
         """Make the counts again, and after a partial recovery draw the topics of lost documents once."""
         super().recompute()
-        self._failed = True  # what comes now goes on from here, once for every way
+        self._failed = True  # the rest continues from here, once for every way
         if self._position["done"] != self._done:
             return
         lost = np.flatnonzero((self._state["topics"] != self._before).any(axis=1))
@@ -51,5 +51,5 @@ class Resampled(TopicModel):
 
 
 def build(folder: str = "../shared/data") -> Resampled:
-    """The factory."""
+    """Build the workload."""
     return Resampled(folder)

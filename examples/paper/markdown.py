@@ -1,4 +1,4 @@
-"""Numbers of a study as cells of Markdown tables."""
+"""Write numbers of a study as cells of Markdown tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scarctl.simulate.summary import CellMeans, Summary
 def pick(
     summary: Summary, mode: str, fraction: Fraction, policy: str = "priority", lost: Fraction | None = HALF
 ) -> CellMeans:
-    """What one cell's trials show."""
+    """Return the results of one cell's trials."""
     policy = "full" if fraction == ONE else policy
     wanted = (mode, policy, fraction, None if mode == "rollback" else lost)
     return next(
@@ -24,12 +24,12 @@ def pick(
 
 
 def less(line: CellMeans) -> str:
-    """How much less it costs than a rollback."""
+    """Return how much less it costs than a rollback."""
     return percent(line.reduction)
 
 
 def percent(mean: Mean | None) -> str:
-    """A share with its interval, "-" for none."""
+    """Return a share with its interval, "-" for none."""
     if mean is None:
         return "-"
     if mean.low is None or mean.high is None:
@@ -38,19 +38,19 @@ def percent(mean: Mean | None) -> str:
 
 
 def iterations(mean: Mean) -> str:
-    """A number of iterations with its interval."""
+    """Return a number of iterations with its interval."""
     if mean.low is None or mean.high is None:
         return f"{mean.mean:.1f}"
     return f"{mean.mean:.1f} ({mean.low:.1f} to {mean.high:.1f})"
 
 
 def rework(line: CellMeans) -> str:
-    """What a failure costs; "+" if runs were given up."""
+    """Return the cost of a failure; "+" if runs were given up."""
     return iterations(line.rework) + ("+" if line.given_up else "")
 
 
 def ways(found: Iterable[tuple[str, Summary]]) -> str:
-    """Every way of saving and recovering, of models with their titles."""
+    """Return a table of every way of saving and recovering, of models with their titles."""
     head = ["", "trials", "undisturbed", "saved", "rework", "median", "less than rollback", "versus in turn"]
     rows = [[*head, "δ²", "bytes"]]
     for title, summary in found:
@@ -75,6 +75,6 @@ def ways(found: Iterable[tuple[str, Summary]]) -> str:
 
 
 def table(rows: Iterable[list[str]]) -> str:
-    """The first row is the head."""
+    """Return a Markdown table, whose head is the first row."""
     head, *rest = ("| " + " | ".join(row) + " |" for row in rows)
     return "\n".join([head, "|" + " --- |" * (head.count("|") - 1), *rest])

@@ -1,4 +1,4 @@
-"""Multinomial logistic regression on MNIST, as the paper trains it: gradient descent by batches of 10,000.
+"""Train multinomial logistic regression on MNIST as the paper does: gradient descent by batches of 10,000.
 
 scarctl simulate examples.paper.mlr:build --data DIR
 """
@@ -13,7 +13,7 @@ from examples.paper.data import mnist
 BATCH, CLASSES = 10_000, 10
 RATE = 1e-5
 CRITERION = 2.5e4
-"""Of the cross-entropy, summed over all images."""
+"""Cross-entropy, summed over all images, at which a run ends."""
 WATCHED = slice(20_000, 30_000)
 """Images that the metric looks at, and counts six times: all would take longer than training. These are as hard."""
 
@@ -35,7 +35,7 @@ class LogisticRegression:
         self._state = {"w": np.zeros((self._images.shape[1], CLASSES), dtype=np.float32)}
 
     def state(self) -> dict[str, NDArray[np.float32]]:
-        """The matrix."""
+        """Return the matrix."""
         return self._state
 
     def step(self, iteration: int) -> None:
@@ -62,5 +62,5 @@ class LogisticRegression:
 
 
 def build(folder: str = "../shared/data") -> LogisticRegression:
-    """The factory."""
+    """Build the workload."""
     return LogisticRegression(folder)

@@ -1,4 +1,4 @@
-"""What the programs that measure and write a document have in common: their options, and the machine they name."""
+"""Share what the programs that write documents have in common: options, and a line about the machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parser(doc: str, *, name: str, writes: str, trials: int, of: str) -> argpars
 
 
 def parse(made: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line's options. Quick trials are few, and kept apart."""
+    """Parse the command line's options. Quick trials are few, and kept apart."""
     arguments = made.parse_args()
     if arguments.quick:
         arguments.trials, arguments.results = 2, arguments.out / "results"
@@ -36,7 +36,7 @@ def parse(made: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def machine() -> str:
-    """On what it was measured."""
+    """Return a line about the machine of the measurement."""
     return (
         f"{platform.machine()}, {os.cpu_count()} cores, shared; Python {platform.python_version()}, "
         f"PyTorch {torch.__version__}"

@@ -1,9 +1,9 @@
-"""Measures the paper's figures and tables, and writes docs/paper.md with its pictures.
+"""Measure the paper's figures and tables, and write docs/paper.md with its pictures.
 
 python -m examples.paper.paper --data DIR
 python -m examples.paper.paper --data DIR --quick --out build/paper-quick
 
-Every trial is kept in a folder: the same call again goes on where it was stopped, also with more --trials.
+Every trial is kept in a folder: the same call again continues where it was stopped, also with more --trials.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def _perturbed(data: str, folder: Path, trials: int, *, quick: bool) -> list[perturb.Costs]:
-    """Figures 5 and 6, measured once: kept beside the trials."""
+    """Figures 5 and 6, measured once: kept next to the trials."""
     from examples.paper import lda, mlr
 
     source = hashlib.sha256(Path(perturb.__file__).read_bytes()).hexdigest()

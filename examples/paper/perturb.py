@@ -1,6 +1,6 @@
-"""What one perturbation costs, beside the bound of Theorem 3.2: the paper's figures 3, 5 and 6.
+"""Compare the cost of one perturbation with the bound of Theorem 3.2: the paper's figures 3, 5 and 6.
 
-A run is perturbed once (or, in figure 3c, now and then), and goes on until it is as good as the undisturbed one was at
+A run is perturbed once (or, in figure 3c, now and then), and continues until it is as good as the undisturbed one at
 its end. The cost is how many iterations more that takes.
 """
 
@@ -28,18 +28,18 @@ PATIENCE = 4
 
 @dataclass
 class Costs:
-    """What the perturbations of one panel cost."""
+    """The costs of the perturbations of one panel."""
 
     title: str
     size: str = "norm of the perturbation"
     points: list[tuple[float, float]] = field(default_factory=list)
     """Size and cost."""
     bound: list[tuple[float, float]] = field(default_factory=list)
-    """Size and bound, by rising size; none where c cannot be told."""
+    """Size and bound, by rising size; no points if c is unknown."""
 
     @property
     def above(self) -> float:
-        """The share of points that cost more than the bound; an iteration is whole, so up to one more is none."""
+        """The share of points that cost more than the bound; up to one more does not count, as iterations are whole."""
         sizes, bounds = zip(*self.bound, strict=True)
         return float(np.mean([cost > np.interp(size, sizes, bounds) + 1 for size, cost in self.points]))
 

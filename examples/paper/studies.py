@@ -1,4 +1,4 @@
-"""Every study of docs/paper.md, and how its trials are run and kept."""
+"""List every study of docs/paper.md, run its trials, and keep them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ONE, HALF, QUARTER, EIGHTH = (Fraction(1, n) for n in (1, 2, 4, 8))
 INTERVAL = 8
 INTERVALS = (8, 16, 32)
 POLICIES = ("priority", "round", "random")
-"""Those of the paper's figure 8."""
+"""The policies of the paper's figure 8."""
 PICTURE = "figure8"
 """The study of the paper's figure 8, of which only a picture is made: it gets a third of the trials."""
 
@@ -37,7 +37,7 @@ class Pair:
     title: str
     workload: str
     target: float | None = None
-    """If not the workload's."""
+    """Criterion at which a run ends; None: the workload's."""
     smooth: int = 1
     """Iterations over which the metric is averaged, where single batches move it by more than failures do."""
     intervals: tuple[int, ...] = INTERVALS
@@ -54,7 +54,7 @@ PAIRS = (
 
 
 def pairs(*, quick: bool) -> list[Pair]:
-    """All of them; `quick`: with criteria that are met after ten or twenty iterations."""
+    """Return all pairs; `quick`: with criteria that are met after ten or twenty iterations."""
     if not quick:
         return list(PAIRS)
     targets = {"mlr": 6e4, "cnn-shard": 2.28, "cnn-layer": 2.28}
@@ -62,7 +62,7 @@ def pairs(*, quick: bool) -> list[Pair]:
 
 
 def studies(pair: Pair, data: str, *, quick: bool) -> dict[str, Study]:
-    """What is measured of a pair, by name."""
+    """Return the measurements of a pair, by name."""
     short = 10 if quick and pair.target is None else None
     common: dict[str, Any] = {
         "workload": pair.workload,
@@ -93,7 +93,7 @@ def studies(pair: Pair, data: str, *, quick: bool) -> dict[str, Study]:
 
 
 class Runs:
-    """Runs studies one after the other, and keeps every trial in a folder: a second time it goes on from there."""
+    """Runs studies one after the other, and keeps every trial in a folder: a second run continues from there."""
 
     def __init__(self, folder: Path, trials: int | None) -> None:
         """`trials`: of every study that a table shows. None: run nothing, and take what is kept."""
@@ -107,7 +107,7 @@ class Runs:
         """Processor time of the trials that were run now."""
 
     def measure(self, pair: Pair, name: str, study: Study) -> Summary | None:
-        """What the study shows: all trials that are kept, if they are more. None when there are none."""
+        """Summarise all trials of the study that are kept, if they are more. None without any."""
         trials = self._trials or 0
         trials = min(trials, max(2, trials // 3)) if name == PICTURE else trials
         path = self._folder / f"{pair.name}-{name}.jsonl"
@@ -135,7 +135,7 @@ class Runs:
         return summarise(study, results) if results else None
 
     def results(self, pair: str, name: str) -> list[dict[str, Any]]:
-        """The trials that study `name` was measured by."""
+        """Return the trials that study `name` was measured by."""
         return self._results.get((pair, name), [])
 
     def versus(self, pair: str, mine: tuple[str, Cell], usual: tuple[str, Cell]) -> Mean:

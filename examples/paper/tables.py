@@ -1,4 +1,4 @@
-"""The tables of docs/paper.md, from what studies show."""
+"""Write the tables of docs/paper.md from the results of studies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEAST = 30
 
 
 def trials(found: Summaries) -> str:
-    """How many trials the rows have."""
+    """Return how many trials the rows have."""
     few = []
     for name, of in found.items():
         counts = {key: summary.trials for key, summary in of.items() if key != PICTURE}
@@ -90,7 +90,7 @@ def other(found: Summaries, runs: Runs) -> str:
 
 
 def aim(found: Summaries) -> str:
-    """For which pairs the paper's 78 % holds: priority 1/8 at loss 1/2, as in the paper, without choosing a way."""
+    """List the pairs for which the paper's 78 % holds: priority 1/8 at loss 1/2, without choosing a way."""
     sides: dict[str, list[str]] = {"all of the interval": [], "a part of it": [], "nothing of it": []}
     above, some, none = sides.values()
     for name, of in found.items():

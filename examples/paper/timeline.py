@@ -1,4 +1,4 @@
-"""A failure as it goes, figure 9: LDA loses half of its documents after iteration 7.
+"""Watch a failure, figure 9: LDA loses half of its documents after iteration 7.
 
 The paper saves a quarter in every iteration, or everything in every fourth one.
 """
@@ -28,7 +28,7 @@ class Timeline:
 
 
 def timeline(folder: str, data: str) -> Timeline:
-    """One trial, watched. `folder` is read, `data` only named."""
+    """Watch one trial. `folder` is read, `data` only named."""
     study = Study(
         workload="examples.paper.lda:build",
         data=data,

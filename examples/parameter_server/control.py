@@ -1,8 +1,8 @@
-"""A control plane that is a folder which all servers reach: no other service.
+"""Keep the control plane in a folder that all servers reach: no other service.
 
 Record e is the file `e.json`. It is created exclusively, so that of two who change record e - 1 one succeeds. A session
 is a counter that its server writes. It has ended for an observer who has not seen it change for longer than the server
-waits until it stops by itself; each measures with its own clock.
+waits until it stops; each measures with its own clock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from examples.parameter_server.roles import SESSION, Record
 
 MARGIN = 1.1
-"""How much longer than the server itself others wait."""
+"""Factor by which others wait longer than the server itself."""
 
 
 class FolderControl:
@@ -41,7 +41,7 @@ class FolderControl:
         return Record(newest, tuple(found["chain"]), frozenset(found["synced"]))
 
     def swap(self, record: Record) -> bool:
-        """Create the record that follows another one. Return whether nobody else has."""
+        """Create the record that follows another one. Return whether no other server has."""
         try:
             self._create(record)
         except FileExistsError:

@@ -1,4 +1,4 @@
-"""Section 4 of *Training Through Failure*: a server is killed once and twice, in six ways of surviving it.
+"""Repeat section 4 of *Training Through Failure*: a server is killed once and twice, and survives in six ways.
 
     python -m examples.parameter_server.experiment --data ../shared/data --seeds 10
 
@@ -34,7 +34,7 @@ EVERY = 10
 
 @dataclass(frozen=True)
 class Plan:
-    """When what happens, in ticks."""
+    """Times of a run, in ticks."""
 
     ticks: int = 160
     kills: tuple[int, ...] = (66, 117)
@@ -90,7 +90,7 @@ class Run:
         return Keeping(store, flush=True) if self.way == "stateless" else Keeping()
 
     def known(self) -> Vector:
-        """The weights as far as workers know them: a server that is away has what it last answered."""
+        """Return the weights as far as workers know them: of a server that is away, its last answer."""
         return np.concatenate([server.weights for server in self.servers])
 
     # -- one run ----------------------------------------------------------------------------------------------

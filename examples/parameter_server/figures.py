@@ -16,7 +16,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc3311", "#9467bd", "#000000")  # 
 
 
 def interval(values: Sequence[float]) -> str:
-    """The mean with the half width of its 95 % interval (Student's t); the mean alone of one value."""
+    """Return the mean with the half width of its 95 % interval (Student's t); the mean alone of one value."""
     mean, count = fmean(values), len(values)
     if count < 2:
         return f"{mean:.3f}"

@@ -1,4 +1,4 @@
-"""The network of *Training Through Failure* on Fashion-MNIST, and a worker's gradient of it, as flat vectors."""
+"""Define the network of *Training Through Failure* on Fashion-MNIST, and a worker's gradient of it, as flat vectors."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Network:
         self._order = torch.randperm(len(self.labels), generator=torch.Generator().manual_seed(seed))
 
     def vector(self) -> Vector:
-        """All parameters."""
+        """Return all parameters."""
         found: Vector = nn.utils.parameters_to_vector(self.model.parameters()).detach().numpy().copy()
         return found
 
     def gradient(self, weights: Vector, batch: int) -> Vector:
-        """The gradient of batch `batch` at these weights."""
+        """Return the gradient of batch `batch` at these weights."""
         nn.utils.vector_to_parameters(torch.from_numpy(weights.copy()), self.model.parameters())
         first = batch * BATCH % (len(self._order) - BATCH)
         chosen = self._order[first : first + BATCH]
@@ -73,6 +73,6 @@ def _read(folder: str, name: str) -> NDArray[np.uint8]:
     data = gzip.decompress(path.read_bytes())
     kind, dimensions = struct.unpack(">HBB", data[:4])[1:]
     if kind != 8 or len(data) < 4 + 4 * dimensions:
-        raise scarctl.UsageError(f"{path} is no idx file of bytes")
+        raise scarctl.UsageError(f"{path} is not an idx file of bytes")
     shape = struct.unpack(f">{dimensions}I", data[4 : 4 + 4 * dimensions])
     return np.frombuffer(data, np.uint8, offset=4 + 4 * dimensions).reshape(shape)

@@ -1,4 +1,4 @@
-"""A server of a shard as a process, with datagrams between processes of one host: the roles with a clock and a network.
+"""Run a server of a shard as a process, with datagrams between processes of one host: roles, clock and network.
 
 python -m examples.parameter_server.node FOLDER NAME
 """
@@ -47,7 +47,7 @@ class Network:
             )
 
     def receive(self, seconds: float) -> Sent | None:
-        """Return the next message; None if there is none so long."""
+        """Return the next message; None if none comes in that time."""
         self._socket.settimeout(max(seconds, 0.001))
         try:
             to, what, epoch, body, sender = json.loads(self._socket.recv(_LARGEST))

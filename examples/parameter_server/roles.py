@@ -1,4 +1,4 @@
-"""What a server of a replicated shard does, as a pure state machine: no clock, no network, no thread.
+"""Decide what a server of a replicated shard does: a pure state machine without clock, network or thread.
 
 Servers of a shard form a chain. The head (the primary) orders pushes, each server applies them in that order and
 forwards them, and the last one acknowledges. A record in the control plane names the chain and its epoch; it changes by
@@ -25,7 +25,7 @@ SESSION = 2.0
 
 
 class Role(Enum):
-    """What a server is at the moment."""
+    """The present role of a server."""
 
     STARTING = "starting"
     RECOVERING = "recovering"
@@ -36,12 +36,12 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class Record:
-    """What the control plane says of a shard."""
+    """The control plane's record of a shard."""
 
     epoch: int
     chain: tuple[str, ...]
     synced: frozenset[str]
-    """Those of the chain that have every push that was acknowledged before this record."""
+    """The servers of the chain that have every push that was acknowledged before this record."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ Action: TypeAlias = "Sent | Swap"
 
 
 def successor(record: Record, alive: Iterable[str]) -> Record | None:
-    """Return the record without those that are not alive; None if nothing changes, or nobody has everything."""
+    """Return the record without those that are not alive; None if nothing changes, or no server has everything."""
     there = set(alive)
     chain = tuple(name for name in record.chain if name in there)
     synced = record.synced & there
@@ -123,7 +123,7 @@ class Server:
         elif self.role is not Role.RECOVERING:
             pass
         elif self.name in record.chain:
-            # It was started again: what it had in memory is gone, so it is no member any more.
+            # It was started again: what it had in memory is gone, so it is no longer a member.
             if record.synced - {self.name}:
                 actions.append(Swap(record.epoch, without(record, self.name)))
         elif record.chain:
@@ -136,7 +136,7 @@ class Server:
     def _adopt(self, record: Record) -> list[Action]:
         self.record = record
         if self.name not in record.chain or not self._joined:
-            # Its log may have pushes that nobody else has: no whole chain has acknowledged them.
+            # Its log may have pushes that no other server has: no whole chain has acknowledged them.
             self.role, self._joined = Role.RECOVERING, False
             self.log, self.applied = [], {}
             return []
@@ -225,7 +225,7 @@ class Server:
         return actions
 
     def _acknowledge_all(self) -> list[Action]:
-        """It has become the last one: what it has waits for nobody any more."""
+        """Acknowledge the newest pushes, as the new last server of the chain."""
         newest = [push for push in self.log if self.applied[push.worker] == push.number]
         return [self._acknowledge(push) for push in newest] if self.acknowledge != "now" else []
 

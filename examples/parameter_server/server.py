@@ -1,4 +1,4 @@
-"""A server of weights as a process that can be killed, and what it keeps with scarctl."""
+"""Run a server of weights as a process that can be killed, and keep its state with scarctl."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class Server:
     def __init__(self, weights: Vector, keeping: Keeping, arena: str) -> None:
         self.first, self.keeping, self.arena = weights, keeping, arena
         self.weights = weights
-        """What it was known to have."""
+        """The weights of its newest answer."""
         self.alive = False
         self.seconds: list[float] = []
-        """Of each start."""
+        """Duration of each start."""
         self.start()
 
     def start(self) -> int:
@@ -114,7 +114,7 @@ class Server:
         self.alive = False
 
     def memory(self) -> int:
-        """Bytes of the process's memory."""
+        """Return bytes of the process's memory."""
         if not self.alive:
             return 0
         with open(f"/proc/{self._process.pid}/statm", encoding="ascii") as file:

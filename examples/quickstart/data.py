@@ -1,4 +1,4 @@
-"""Real images: scikit-learn's bundled digits, or MNIST and Fashion-MNIST from their IDX files."""
+"""Load real images: scikit-learn's bundled digits, or MNIST and Fashion-MNIST from their IDX files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Images:
 
 
 def load(folder: Path | None, limit: int | None = None) -> Images:
-    """The digits that scikit-learn brings along, or the training set in `folder`.
+    """Return the digits that scikit-learn brings along, or the training set in `folder`.
 
     limit: take this many images, the first ones, which are mixed in all three sets. Exits with a message when there is
     nothing to read.
@@ -63,7 +63,7 @@ def _digits() -> Images:
 def _idx_folder(folder: Path) -> Images:
     missing = [name for name in FILES if not (folder / name).is_file()]
     if missing:
-        sys.exit(f"{folder} is no MNIST or Fashion-MNIST: there is no {' and no '.join(missing)} in it")
+        sys.exit(f"{folder} is not MNIST or Fashion-MNIST: there is no {' and no '.join(missing)} in it")
     pixels, labels = (read_idx(folder / name) for name in FILES)
     if (
         pixels.ndim != 3
@@ -77,11 +77,11 @@ def _idx_folder(folder: Path) -> Images:
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
-    """The array in a gzipped IDX file of unsigned bytes. Raises ValueError when it is something else."""
+    """Return the array in a gzipped IDX file of unsigned bytes. Raises ValueError when it is something else."""
     with gzip.open(path) as file:
         zeros, kind, dimensions = struct.unpack(">HBB", file.read(4))
         if zeros or kind != _UINT8:
-            raise ValueError(f"{path} is no IDX file of unsigned bytes")
+            raise ValueError(f"{path} is not an IDX file of unsigned bytes")
         shape = struct.unpack(f">{dimensions}I", file.read(4 * dimensions))
         content = np.frombuffer(file.read(), dtype=np.uint8)
     if content.size != int(np.prod(shape)):

@@ -1,4 +1,4 @@
-"""What the quickstart trains: the network, its optimizer, and the order of the batches."""
+"""Define what the quickstart trains: the network, its optimizer, and the order of the batches."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Batches:
 
 
 def build(images: Images, seed: int) -> tuple[Net, torch.optim.Adam]:
-    """A fresh network and its optimizer. The same seed gives the same numbers."""
+    """Return a fresh network and its optimizer. The same seed gives the same numbers."""
     # A network this small gains nothing from a second thread, and sums in one order are the same everywhere.
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -70,7 +70,7 @@ def build(images: Images, seed: int) -> tuple[Net, torch.optim.Adam]:
 def train_step(
     model: Net, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]
 ) -> float:
-    """One iteration. Returns the batch's mean cross-entropy."""
+    """Return one iteration. Returns the batch's mean cross-entropy."""
     pixels, labels = batch
     loss = nn.functional.cross_entropy(model(pixels), labels)
     optimizer.zero_grad()

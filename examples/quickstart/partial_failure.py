@@ -1,4 +1,4 @@
-"""Act one: half of the state is lost at one moment, and only that half is restored.
+"""Show act one: half of the state is lost at one moment, and only that half is restored.
 
 Three runs see the same batches: nothing happens to the first, the second loses half of its shards and has scarctl
 restore them, the third loses them too, has full checkpoints, and rolls back. The rework cost of a failure is how many
@@ -40,7 +40,7 @@ BY_HAND = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What happens to one seed's runs."""
+    """The failure of one seed's runs."""
 
     after: int
     """Iterations done when it happens."""
@@ -120,7 +120,7 @@ def play(images: Images, seeds: int, folder: Path) -> None:
 
 
 def _plan(images: Images, seed: int) -> tuple[int, Failure]:
-    """The undisturbed run: how many iterations it needs, and what the others will go through."""
+    """Train undisturbed. Return the number of iterations that it needs, and the failure of the other runs."""
     model, optimizer = build(images, seed)
     batches = Batches(images, seed)
     losses = {}
@@ -139,7 +139,7 @@ def _plan(images: Images, seed: int) -> tuple[int, Failure]:
 
 
 def _disturbed(images: Images, seed: int, failure: Failure, arm: Arm, store: Path) -> Run:
-    """Train, fail, recover, and go on until the target is reached."""
+    """Train, fail, recover, and continue until the target is reached."""
     model, optimizer = build(images, seed)
     batches = Batches(images, seed)
     # A real loop gives `interval=4` and calls nothing. This one is so fast that a disk may not follow, and then some

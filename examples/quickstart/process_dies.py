@@ -1,4 +1,4 @@
-"""Act two: the training process is killed, looked at, and started again. Commands are printed as a user types them."""
+"""Show act two: kill the training process, look at its copies, start it again. Commands are as users type them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _command(command: list[str]) -> None:
 
 
 def _show_file(path: Path) -> None:
-    """What any safetensors library sees in a file of restored partitions."""
+    """Print the tensors that any safetensors library finds in a file of restored partitions."""
     with safe_open(path, framework="np") as file:
         names = list(file.keys())
         print(f"{path.name} is an ordinary safetensors file with {len(names)} tensors, such as")
@@ -70,7 +70,7 @@ def _show_file(path: Path) -> None:
 
 
 def _typed(command: list[str]) -> str:
-    """The command as one would type it here: paths relative to the current folder, where they are below it."""
+    """Return the command as a user would type it here: paths below the current folder are relative to it."""
     words = []
     for word in command:
         relative = os.path.relpath(word) if os.path.isabs(word) else word
@@ -79,7 +79,7 @@ def _typed(command: list[str]) -> str:
 
 
 def _real(command: list[str]) -> list[str]:
-    """The same with this interpreter and the `scarctl` that is installed beside it."""
+    """Return the same with this interpreter and the `scarctl` of its installation."""
     if command[0] == "python":
         return [sys.executable, *command[1:]]
     beside = Path(sys.executable).with_name(command[0])

@@ -1,4 +1,4 @@
-"""scarctl in two acts: lose half of a model and repair it while it trains; kill the process and start it again.
+"""Show scarctl in two acts: lose half of a model and repair it while it trains; kill the process and start it again.
 
 python examples/quickstart/quickstart.py
 python examples/quickstart/quickstart.py --act 1 --data path/to/fashion-mnist --seeds 4

@@ -1,4 +1,4 @@
-"""An ordinary training script with scarctl beside it: kill it, start it again, and it goes on.
+"""Train with an ordinary script and scarctl: kill it, start it again, and it continues.
 
 python examples/quickstart/train.py --store run
 """
@@ -18,7 +18,7 @@ REPORT_EVERY = 20
 
 
 def main() -> None:
-    """Train, or go on training, until `--iterations` are done."""
+    """Train, or continue, until `--iterations` are done."""
     arguments = _parse()
     images = load(arguments.data, arguments.images)
     model, optimizer = build(images, arguments.seed)

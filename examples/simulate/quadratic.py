@@ -1,4 +1,4 @@
-"""A workload for `scarctl simulate` that takes a moment: gradient descent on a quadratic, as in the paper's figure 3.
+"""Define a quick workload for `scarctl simulate`: gradient descent on a quadratic, as in the paper's figure 3.
 
 scarctl simulate examples.simulate.quadratic:build --interval 16
 
@@ -28,18 +28,18 @@ class Quadratic:
         self._state: dict[str, NDArray[np.float64]] = {"x": random.normal(size=(ROWS, COLUMNS))}
 
     def state(self) -> dict[str, NDArray[np.float64]]:
-        """What `scarctl.attach` would be given."""
+        """Return what `scarctl.attach` would take."""
         return self._state
 
     def step(self, iteration: int) -> None:
-        """One step downhill. There are no batches, so the iteration's number does not matter."""
+        """Make one step downhill. There are no batches, so the iteration's number does not matter."""
         self._state["x"] -= RATE * self._curvature * self._state["x"]
 
     def metric(self) -> float:
-        """What is minimised."""
+        """Return the objective."""
         return float(np.sum(self._curvature * self._state["x"] ** 2))
 
 
 def build() -> Quadratic:
-    """The factory. With `--data DIR` it would be called with the folder."""
+    """Build the workload. With `--data DIR` it would be called with the folder."""
     return Quadratic()

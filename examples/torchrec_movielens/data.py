@@ -1,4 +1,4 @@
-"""MovieLens' small data set: who rated which movie how, and the movies' genres."""
+"""Load MovieLens' small data set: who rated which movie how, and the movies' genres."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Ratings:
     stars: torch.Tensor
     """0.5 to 5, less their mean: float32 of shape (ratings,)."""
     genres: tuple[tuple[int, ...], ...]
-    """Of each movie."""
+    """The genres of each movie."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -31,7 +31,7 @@ class Ratings:
         return {"user": int(self.users.max()) + 1, "movie": len(self.genres), "genre": genres}
 
     def batch(self, step: int, rank: int, size: int) -> tuple[KeyedJaggedTensor, torch.Tensor]:
-        """The ratings of a step, the same ones in every run: features, and stars of shape (size,)."""
+        """Return the ratings of a step, the same ones in every run: features, and stars of shape (size,)."""
         generator = torch.Generator().manual_seed(step * 1000 + rank)
         rows = torch.randint(len(self.stars), (size,), generator=generator)
         movies = self.movies[rows].tolist()

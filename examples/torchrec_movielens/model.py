@@ -1,4 +1,4 @@
-"""A recommender in TorchRec's own parts: three tables, and a few dense layers over them."""
+"""Define a recommender in TorchRec's own parts: three tables, and a few dense layers over them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH = 64
 
 
 class Recommender(nn.Module):
-    """How many stars does this user give this movie?"""
+    """Predict how many stars a user gives a movie."""
 
     def __init__(self, counts: Mapping[str, int]) -> None:
         """counts: rows of each table, by its name."""

@@ -1,4 +1,4 @@
-"""MovieLens with TorchRec: embedding tables on several ranks, trained in the backward pass, with scarctl beside them.
+"""Train on MovieLens with TorchRec and scarctl: tables on several ranks, which change in the backward pass.
 
 torchrun --nproc-per-node 2 --max-restarts 1 examples/torchrec_movielens/train.py --store run --data ml-latest-small
 
@@ -8,16 +8,16 @@ Kill any rank with -9: torchrun starts all of them again, and only the tables of
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
 import sys
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import torch
 import torchrec
 from data import load
 from model import Recommender
+from ranks import begin, log, log_resumed, parser
 from torch import distributed as dist
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -27,18 +27,16 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 import scarctl
 
 BATCH = 256
-log = logging.getLogger("train")
 
 
 def main() -> None:
-    """Train, or go on training, until `--steps` are done."""
-    arguments = _parse()
-    form = "%(created).4f %(process)d %(name)s %(message)s"
-    logging.basicConfig(
-        stream=sys.stdout, level="INFO", format=form, force=True
-    )  # TorchRec has done so before
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+    """Train, or continue, until `--steps` are done."""
+    options = parser(__doc__, steps=80)
+    options.add_argument(
+        "--data", type=Path, default=Path("../shared/data/movielens-small"), help="default: %(default)s"
+    )
+    arguments = options.parse_args()
+    rank = begin()
     ratings = load(arguments.data)
     torch.manual_seed(0)
     model = Recommender(ratings.counts)
@@ -59,8 +57,7 @@ def main() -> None:
     )
     with session:
         resumed = session.resume()
-        found = resumed.report and resumed.report.to_json()
-        log.info("resumed %s", json.dumps({"step": resumed.step, "ranks": resumed.ranks, "report": found}))
+        log_resumed(resumed)
         for step in range(resumed.step + 1, arguments.steps + 1):
             features, stars = ratings.batch(step, rank, BATCH)
             loss = torch.nn.functional.mse_loss(model(features), stars)
@@ -69,20 +66,6 @@ def main() -> None:
             optimizer.step()
             log.info("step %d loss %.4f", step, loss.item())
     dist.destroy_process_group()
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--store", type=Path, required=True, help="folder for the checkpoints")
-    parser.add_argument(
-        "--data", type=Path, default=Path("../shared/data/movielens-small"), help="default: %(default)s"
-    )
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--interval", type=int, default=2, help="steps between two checkpoints of 1/8 each")
-    parser.add_argument(
-        "--arena", type=Path, help="folder for the ranks' memory, each of its own (default: shared)"
-    )
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

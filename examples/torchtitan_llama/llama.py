@@ -1,4 +1,4 @@
-"""A small Llama of torchtitan, with all that its Trainer needs to train it on a CPU.
+"""Define a small Llama of torchtitan, with all that its Trainer needs to train it on a CPU.
 
 torchtitan 0.3.0 has no setting for that. What stands in the way is replaced here, and nothing else: the names of the
 device, the metrics of its memory, attention whose backward pass exists on GPUs only, and for gloo a barrier that names
@@ -78,7 +78,7 @@ class Losses(MetricsProcessor):
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
-        """Those of torchtitan."""
+        """The settings of torchtitan."""
 
     def __init__(self, config: Config, **given: Any) -> None:
         self.config, self.color = config, utils.NoColor()
@@ -96,7 +96,7 @@ class Losses(MetricsProcessor):
 
 
 def model(width: int, layers: int, length: int, tied: bool = False) -> Any:
-    """The specification of a Llama that reads bytes, with torch's own attention in 4 heads."""
+    """Return the specification of a Llama that reads bytes, with torch's own attention in 4 heads."""
     norm = {"weight": torch.nn.init.ones_}
     usual = {"weight": lambda weight: torch.nn.init.normal_(weight, std=0.05)}
     config = llama3.Llama3Model.Config(
@@ -151,7 +151,7 @@ def config(
     activation_checkpoint: Any = None,
     **parallel: Any,
 ) -> Any:
-    """The configuration of a training.
+    """Return the configuration of a training.
 
     folder: for all that torchtitan writes. checkpoint: settings of the checkpoint manager. spec: see `model`.
     batch: sequences of `length` tokens, per data-parallel rank and micro-batch. accumulation: micro-batches of a step.

@@ -167,7 +167,7 @@ class Arena(Fields):
         try:
             fd = open_file(path)
             try:
-                layout, geometry = read_header(fd, path, run_id, former="convert")
+                layout, geometry = read_header(fd, path, run_id)
                 # Its pages exist: several threads map them while reading.
                 return cls(map_file(fd, geometry.size, populate=False), layout, geometry, folder, lock)
             finally:

@@ -7,11 +7,10 @@ import os
 import stat
 import struct
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from scarctl.arena.folder import reserve
 from scarctl.errors import AccessDenied, Corruption
 from scarctl.state.layout import Layout
 from scarctl.state.version import MAX_EPOCH, MAX_STEP, NEVER, pack
@@ -25,8 +24,6 @@ OWNER = "owner"
 """Name of an optional file next to the arena: see `scarctl.arena.owner`."""
 _MAGIC = b"SCARaren"
 _FORMAT = 2
-_FORMER = 1
-"""A format without `encoding_error`, which is the end of the file."""
 HEADER = 4096
 _FIXED = struct.Struct("<8sIIQQQQQQ32s16s16s")
 # magic, format, header, file, partitions, json at, json, arrays, tensors, layout digest, store, boot
@@ -85,14 +82,8 @@ def write_header(
     memory[: len(fixed)] = fixed
 
 
-def read_header(
-    fd: int, path: Path, run_id: str, *, former: Literal["refuse", "read", "convert"] = "refuse"
-) -> tuple[Layout, Geometry]:
-    """Return the layout and offsets of an existing arena. Checks every number against the layout.
-
-    former: treatment of an arena of the former format. "read": its file may end at `Geometry.errors_at`. "convert" it:
-    no other process may use it.
-    """
+def read_header(fd: int, path: Path, run_id: str) -> tuple[Layout, Geometry]:
+    """Return the layout and offsets of an existing arena. Checks every number against the layout."""
     status = os.fstat(fd)
     if (
         not stat.S_ISREG(status.st_mode)
@@ -111,16 +102,11 @@ def read_header(
     digest, store, boot = ids
     if magic != _MAGIC or header != HEADER or json_at != HEADER:
         raise not_an_arena(path, "its header is not valid")
-    old = version == _FORMER and former != "refuse"
-    if version != _FORMAT and not old:
+    if version != _FORMAT:
         raise not_an_arena(path, f"it has format {version}, this scarctl reads {_FORMAT}")
     if store.hex() != run_id[:32]:
         raise not_an_arena(path, "it belongs to another store")
-    if (
-        (size > status.st_size if old else size != status.st_size)
-        or json_size > _MAX_LAYOUT_JSON
-        or json_at + json_size > size
-    ):
+    if size != status.st_size or json_size > _MAX_LAYOUT_JSON or json_at + json_size > size:
         raise not_an_arena(path, "its size differs from its header")
     layout_json = os.pread(fd, json_size, json_at)
     try:
@@ -128,29 +114,14 @@ def read_header(
     except Corruption as error:
         raise not_an_arena(path, f"its layout cannot be read: {error}") from error
     geometry = Geometry(layout, layout_json)
-    length = geometry.errors_at if old else geometry.size
-    mine = (length, layout.partitions, geometry.arrays_at, geometry.tensors_at, layout.digest)
+    mine = (geometry.size, layout.partitions, geometry.arrays_at, geometry.tensors_at, layout.digest)
     if mine != (size, partitions, arrays_at, tensors_at, digest.hex()):
         raise not_an_arena(path, "its header does not fit its layout")
-    if status.st_size not in (length, geometry.size):
-        raise not_an_arena(path, "its size differs from its header")
     if not _possible(os.pread(fd, 8 * len(FIELDS), FIELDS_AT)):
         raise not_an_arena(path, "its counters are impossible")
     if boot != boot_id():
         raise BeforeBoot(f"{path} is from before this machine's last boot", hint="it cannot be used")
-    if old and former == "convert":
-        _convert(fd, path, geometry, layout.partitions)
     return layout, geometry
-
-
-def _convert(fd: int, path: Path, geometry: Geometry, partitions: int) -> None:
-    """Append `encoding_error` to an arena of the former format, which has exact copies only.
-
-    If the process is killed meanwhile, the next one repeats this. Raises Unavailable without room.
-    """
-    reserve(fd, geometry.size, path.parent)
-    os.pwrite(fd, np.full(partitions, -1.0).tobytes(), geometry.errors_at)
-    os.pwrite(fd, struct.pack("<IIQ", _FORMAT, HEADER, geometry.size), len(_MAGIC))
 
 
 def read_place(fd: int) -> str:

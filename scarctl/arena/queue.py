@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,10 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 _IDS = "scarctl/partitions"
 _UNSAVED = "scarctl/unsaved"
 _EXTRAS = "scarctl/extras/"
+
+
+Identity: TypeAlias = tuple[int, int, int]
+"""Inode, time of writing in nanoseconds and size of a hand-over's file: another file under its number differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +183,17 @@ class HandOverQueue:
         """Return whether a hand-over waits; False too if that is unknown. Faster than `numbers`."""
         return os.path.exists(self._path(number))
 
+    def identity(self, number: int) -> Identity | None:
+        """Return the identity of one hand-over's file; None if it is gone. Raises Unavailable, AccessDenied."""
+        path = self._path(number)
+        try:
+            found = os.stat(path, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise os_error(error, path, "read") from error
+        return found.st_ino, found.st_mtime_ns, found.st_size
+
     def numbers(self) -> list[int]:
         """Return the numbers of all hand-overs, in order."""
         return sorted(_numbers(self._folder))
@@ -212,9 +227,7 @@ class HandOverQueue:
             raise Corruption(f"{path}: it claims {size} bytes") from None
         try:
             version = int(header.metadata["version"])
-            # A hand-over of an earlier version of scarctl has no identity, and seals nothing.
-            whole = header.metadata.get("whole", "")
-            encoding = header.metadata.get("encoding", "exact")
+            whole, encoding = header.metadata["whole"], header.metadata["encoding"]
             text, digest = header.metadata["extras"], header.metadata.pop("digest")
         except (KeyError, ValueError) as error:
             raise Corruption(f"{path} is not a hand-over: {error}") from error

@@ -89,13 +89,12 @@ def peek(base: str | None, run_id: str) -> ArenaView | None:
         log.warning("%s", error)
         return None
     try:
-        layout, geometry = read_header(fd, path, run_id, former="read")
+        layout, geometry = read_header(fd, path, run_id)
         place = read_place(fd)
         n = layout.partitions
         fields = np.frombuffer(_read(fd, path, FIELDS_AT, 8 * len(FIELDS)), np.int64)
         arrays = np.frombuffer(_read(fd, path, geometry.arrays_at, 32 * n), np.int64).reshape(4, n)
-        former = os.fstat(fd).st_size == geometry.errors_at
-        errors = b"" if former else _read(fd, path, geometry.errors_at, 8 * n)
+        errors = np.frombuffer(_read(fd, path, geometry.errors_at, 8 * n), np.float64)
     except (AccessDenied, Corruption) as error:
         log.warning("%s", error)
         return None
@@ -117,7 +116,7 @@ def peek(base: str | None, run_id: str) -> ArenaView | None:
         version=arrays[1],
         durable=arrays[2],
         distance=arrays[3].view(np.float64),
-        encoding_error=np.frombuffer(errors, np.float64) if errors else np.full(n, -1.0),
+        encoding_error=errors,
     )
 
 

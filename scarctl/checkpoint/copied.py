@@ -35,9 +35,9 @@ class Copied:
     nonfinite: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """Partitions left out because their values are not finite: the last good copy is kept."""
     exact: Ids | None = None
-    """Those of `ids` that the store keeps exactly, and perhaps others; None: all."""
+    """The partitions of `ids` that the store keeps exactly, and perhaps others; None: all."""
     missed: bool = False
-    """Nothing was copied although partitions have changed: all of them are protected, or larger than the budget."""
+    """Nothing was copied although finite partitions have changed: all of them are protected, or exceed the budget."""
 
     @property
     def step(self) -> int:

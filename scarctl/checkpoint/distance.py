@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from scarctl.checkpoint.row_copies import units_of
 from scarctl.config.checks import check_norm
 from scarctl.errors import UsageError
 from scarctl.state.layout import Group
@@ -325,8 +326,11 @@ def finite(group: Group, live: torch.Tensor, ids: NDArray[np.int64]) -> NDArray[
     done = 0
     for batch in _batches(ids, group.rows, per_partition, values, _chunk(live)):
         matrix = _matrix(_rows_of(live, batch, per_partition), batch.size)
-        # A value that is not finite makes the sum so.
-        sums = matrix.sum(dim=1, dtype=accumulator(matrix.dtype))
+        # A value that is not finite makes the sum so. One sum for all is faster than one for each.
+        kind = accumulator(matrix.dtype)
+        sums = matrix.sum(dtype=kind)
+        if not torch.isfinite(sums):
+            sums = matrix.sum(dim=1, dtype=kind)
         result[done : done + batch.size] = torch.isfinite(sums).cpu().numpy()
         done += batch.size
     return result
@@ -358,6 +362,10 @@ def _rows_of(tensor: torch.Tensor, ids: NDArray[np.int64], per_partition: int) -
     first, count = int(ids[0]), ids.size
     if int(ids[-1]) - first == count - 1:
         return _rows(tensor, first * per_partition, count * per_partition)
+    units = units_of(tensor, per_partition)
+    if units is not None:
+        picked = torch.from_numpy(units.take(ids).view(np.uint8)).view(tensor.dtype)
+        return picked.view(ids.size * per_partition, *tensor.shape[1:])
     rows = (ids[:, None] * per_partition + np.arange(per_partition)).reshape(-1)
     return tensor.index_select(0, torch.from_numpy(rows).to(tensor.device))
 

@@ -105,7 +105,7 @@ class Protection:
         return owed
 
     def forget_seal(self) -> None:
-        """Note that older copies are about to replace the present ones. A seal that this discards is not owed."""
+        """Note that older copies are about to replace the present ones. A seal that this discards is not repeated."""
         self._sealed = NEVER
 
     def _seal_waits(self) -> bool:

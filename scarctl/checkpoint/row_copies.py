@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from scarctl.state.rows import take_rows
 from scarctl.util.arrays import Ids
@@ -31,9 +32,26 @@ def wait_for(devices: Iterable[torch.device]) -> None:
             torch.cuda.current_stream(device).synchronize()
 
 
-def copy_rows(target: torch.Tensor, source: torch.Tensor, starts: Ids, stops: Ids) -> None:
+def units_of(tensor: torch.Tensor, size: int) -> NDArray[np.void] | None:
+    """Return each `size` rows of a tensor as one value: a view of shape (rows // size,). None if it has no such view.
+
+    numpy gathers them several times faster than torch gathers rows. It also takes no threads from training: two teams
+    of torch's threads on the same processors wait for each other.
+    """
+    count = tensor.shape[0] // size if tensor.dim() else 0
+    nbytes = tensor.element_size() * (tensor[0].numel() if count else 0) * size
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or not nbytes:
+        return None
+    flat = tensor.detach()[: count * size].view(torch.uint8).numpy().reshape(-1)
+    return flat.view(np.dtype((np.void, nbytes)))
+
+
+def copy_rows(
+    target: torch.Tensor, source: torch.Tensor, starts: Ids, stops: Ids, *, counted: bool = True
+) -> None:
     """Assign target[rows] = source[rows] for the rows of all ranges, which ascend and do not overlap.
 
+    counted: torch has to count the write in `target._version`.
     Between a GPU and the host it only queues the copies: see `wait_for`.
     """
     queued = is_gpu(target.device) != is_gpu(source.device)
@@ -54,12 +72,23 @@ def copy_rows(target: torch.Tensor, source: torch.Tensor, starts: Ids, stops: Id
     elif long:
         for start, stop in zip(run_starts.tolist(), run_stops.tolist(), strict=True):
             target.narrow(0, start, stop - start).copy_(source.narrow(0, start, stop - start))
-    else:
+    elif counted or not _copy_units(target, source, starts, stops):
         rows = take_rows(starts, stops)
         assert not isinstance(rows, slice), "several runs"
         index = torch.from_numpy(rows)
         picked = source.index_select(0, index.to(source.device)).to(target.device)
         target.index_copy_(0, index.to(target.device), picked)
+
+
+def _copy_units(target: torch.Tensor, source: torch.Tensor, starts: Ids, stops: Ids) -> bool:
+    """Do the same for ranges of one length, at multiples of it. Return whether the tensors and ranges are such."""
+    size = int(stops[0] - starts[0])
+    into, units = units_of(target, size), units_of(source, size)
+    at = starts // size
+    if into is None or units is None or (stops - starts != size).any() or (at * size != starts).any():
+        return False
+    into[at] = units.take(at)
+    return True
 
 
 def copy_runs(target: torch.Tensor, source: torch.Tensor, starts: Ids, stops: Ids) -> None:

@@ -14,12 +14,14 @@ class Selector:
 
     shared = False
     """Whether all ranks save at the same steps, and one rank may use any part of the common budget."""
-    wish = 0
+    request = 0
     """A number that this process announces to all others; the largest wins. 0: none."""
     proposed = 0
     """Iterations between regular checkpoints that this process proposes; the largest of all ranks wins."""
     interval = 0
     """The interval that `agreed` has received; 0: no new one."""
+    differs = False
+    """Whether processes were found to hold different values of what they should have in common."""
 
     @property
     def expecting(self) -> bool:
@@ -27,7 +29,7 @@ class Selector:
         return False
 
     def agreed(self) -> int:
-        """Return the largest `wish` of a round some checkpoints ago. Call it once before each `expect`."""
+        """Return the largest `request` of a round some checkpoints ago. Call it once before each `expect`."""
         return 0
 
     def expect(self, step: int, budget: int) -> None:

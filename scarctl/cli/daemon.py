@@ -145,7 +145,7 @@ def _status(folder: Path) -> int:
 
     answer = _ask(folder)
     runs = answer["runs"] if answer else []
-    replicas = answer.get("replicas", []) if answer else []  # an earlier version has none
+    replicas = answer["replicas"] if answer else []
     live = {*(run["id"] for run in runs), *(replica["id"] for replica in replicas)}
     stale = survey(folder, frozenset(live))
     fields: dict[str, Any] = {

@@ -87,7 +87,7 @@ class Partition(TypedDict):
 
 
 class Usage(TypedDict):
-    """What a store takes on disk."""
+    """Space that a store takes on disk."""
 
     bytes: int
     live_bytes: int
@@ -145,7 +145,7 @@ class Survey(_Survey, total=False):
 
 
 class RestoredShard(TypedDict):
-    """What was restored of one shard."""
+    """The restored partitions of one shard."""
 
     shard: int
     partitions: int
@@ -156,7 +156,7 @@ class RestoredShard(TypedDict):
 
 
 class RestoredOfRank(RestoredShard):
-    """What was restored of one shard of a rank."""
+    """The restored partitions of one shard of a rank."""
 
     rank: int
     age: int
@@ -233,7 +233,7 @@ class SavedByRank(SavedByProcess):
 
 
 class Losses(TypedDict, total=False):
-    """What the loss of the process, the host or the store would cost. Empty if nothing is saved."""
+    """The cost of losing the process, the host or the store. Empty if nothing is saved."""
 
     process: Loss
     host: Loss
@@ -246,7 +246,7 @@ class _Health(TypedDict):
     findings: list[Finding]
     if_lost: Losses
     shards: list[ShardLine]
-    """Those with partitions that were never saved."""
+    """The shards with partitions that were never saved."""
     saving: list[Saving]
 
 

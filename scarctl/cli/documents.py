@@ -83,7 +83,7 @@ class EvacuatedProcess(_EvacuatedProcess, total=False):
 
 
 class EvacuatedStore(TypedDict):
-    """What was evacuated of one store's state."""
+    """The evacuated copies of one store's state."""
 
     store: str
     safe: bool
@@ -123,7 +123,7 @@ class LiveCheckpoint(_LiveSaved, total=False):
 
 
 class RestoredByRank(TypedDict):
-    """What one rank restored."""
+    """The restored partitions of one rank."""
 
     restored_partitions: int
     bytes: int

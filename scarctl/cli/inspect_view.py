@@ -22,7 +22,7 @@ TOP = 8
 """Partitions and snapshots that are listed."""
 
 _OF = {"bfloat16": "a value", "int8": "a row's largest value"}
-"""What an encoding's error bound is relative to."""
+"""The quantity to which an encoding's error bound is relative."""
 SHARD = ("shard", "partitions", "bytes", "saved steps", "age", "change if lost", "rework")
 LAYER = ("parameter or buffer", "partitions", "bytes", "oldest copy", "oldest of changed values")
 PARTITION = ("partition", "shard", "saved", "staleness", "distance")

@@ -122,7 +122,6 @@ def recover(
 
     done = recover_live(open_store(store), lost, max_rework=max_rework, timeout=timeout, arena_dir=arena_dir)
     report, ranks = done["report"], done["ranks"]
-    report.setdefault("problems", [])  # of a session of an older version
     for reason in report["problems"]:
         warn(reason)
     partitions, nbytes = (sum(rank[i] for rank in ranks) for i in range(2))

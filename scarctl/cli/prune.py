@@ -74,8 +74,8 @@ def command(
 ) -> int:
     """Delete old copies, records and sealed states that need not be kept.
 
-    The newest copy of everything and the newest sealed state always stay. A running session keeps its store small by
-    itself; alongside it, only snapshots and leftovers of dead writers are deleted here. A remote store does not show
+    The newest copy of everything and the newest sealed state always stay. A running session keeps its store small;
+    alongside it, only snapshots and leftovers of dead writers are deleted here. A remote store does not show
     whether a session runs: give --no-writer when the run is over. `scarctl snapshot delete` deletes snapshots by name.
     """
     from scarctl.store.prune import Retention

@@ -152,8 +152,9 @@ def _steps(report: Report) -> list[str]:
 
 
 def _is_failure(event: Event) -> bool:
-    """Return whether an event is a loss: a recovery, or a resume that was not exact."""
-    return event.kind == "recovered" or (event.kind == "resumed" and event.facts.get("exact") is not True)
+    """Return whether an event is a loss: a recovery, or a resume from a mix of steps."""
+    of_one = True in (event.facts.get("exact"), event.facts.get("whole"))
+    return event.kind == "recovered" or (event.kind == "resumed" and not of_one)
 
 
 # -- is it safe --------------------------------------------------------------------------------------------------
@@ -236,7 +237,8 @@ def _told(event: Event) -> tuple[str, ...]:
     facts = event.facts
     if event.kind == "started":
         return "", str(facts.get("process", "")), "", "", ""
-    restored = f"{facts.get('partitions', 'all')}{', exact' if facts.get('exact') is True else ''}"
+    label = next((f", {name}" for name in ("exact", "whole") if facts.get(name) is True), "")
+    restored = f"{facts.get('partitions', 'all')}{label}"
     tiers = ", ".join(f"{facts[tier]} {tier}" for tier in ("memory", "peer", "store") if facts.get(tier))
     low, high = facts.get("low"), facts.get("high")
     ends = [end for end in (low, high) if isinstance(end, int | float)]

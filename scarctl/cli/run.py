@@ -182,8 +182,7 @@ class _Unattached:
             answer = ask_status(self._folder, patience=_PATIENCE)
         except ScarError:
             return None
-        # A daemon of an earlier version does not count them.
-        return None if answer is None or "claims" not in answer else (answer["pid"], answer["claims"])
+        return None if answer is None else (answer["pid"], answer["claims"])
 
 
 class _Forwarding:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from scarctl.arena.folder import arena_folder
 from scarctl.config import SessionSettings
-from scarctl.daemon.request import Wish
+from scarctl.daemon.request import Request
 from scarctl.daemon.saver import DaemonSaver
 from scarctl.persist.saver import LocalSaver, Saver
 from scarctl.store import Store
@@ -21,7 +21,7 @@ _WITHOUT = ("daemon-not-started", "daemon-full")
 """Kinds of errors after which a session saves without a daemon, unless it requires one."""
 
 
-def claim_saver(store: Store, settings: SessionSettings, on_request: Callable[[Wish], None]) -> Saver:
+def claim_saver(store: Store, settings: SessionSettings, on_request: Callable[[Request], None]) -> Saver:
     """Claim the store for a session, and return its saver.
 
     on_request: called in another thread when a command sends a request.

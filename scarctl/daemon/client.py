@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 from scarctl.daemon import protocol
 from scarctl.daemon.status import DaemonStatus
-from scarctl.errors import Contention, ScarError, Unavailable, UsageError
+from scarctl.errors import Contention, ScarError, Unavailable
 from scarctl.persist.evacuated import Evacuated
 from scarctl.store.backends.address import PORTABLE
 
@@ -178,22 +178,13 @@ def question(folder: Path, op: str, *, patience: float) -> dict[str, Any] | None
         raise
     with contextlib.closing(connection):
         try:
-            return _in_any_version(connection, op, patience)
+            return request(connection, op, patience=patience)
         except Unavailable as error:
             if isinstance(error.__cause__, TimeoutError):
                 raise _silent(protocol.check_peer(connection), patience) from error
             if error.kind == "daemon-gone":
                 return None
             raise
-
-
-def _in_any_version(connection: socket.socket, op: str, patience: float) -> dict[str, Any]:
-    try:
-        return request(connection, op, patience=patience)
-    except UsageError as error:
-        if error.kind != "daemon-version":
-            raise
-        return request(connection, op, patience=patience, v=protocol.EARLIER)
 
 
 def hold(folder: Path, seconds: int) -> int:

@@ -31,88 +31,9 @@ class Phase(Enum):
     """The run is being released; its store is not free yet."""
 
 
-# -- events ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Attached:
-    """A training process has claimed a new run."""
-
-    run: str
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerGone:
-    """The run's training process ended without closing its run."""
-
-    run: str
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """All hand-overs of the run are durable, or saving failed permanently."""
-
-    run: str
-
-
-@dataclass(frozen=True, slots=True)
-class Detached:
-    """The training process has closed the run, or another process claims it."""
-
-    run: str
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """The run's store is free."""
-
-    run: str
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A training process is about to start: do not end before `until`, unless a run attaches and ends first."""
-
-    until: float
-
-
-@dataclass(frozen=True, slots=True)
-class Bracing:
-    """The host shuts down at `until`. Training processes and commands may need the daemon, even after a SIGTERM."""
-
-    until: float
-
-
-@dataclass(frozen=True, slots=True)
-class StopAsked:
-    """The daemon is asked to end: it releases all runs. Waiting hand-overs stay in the queues."""
-
-
-@dataclass(frozen=True, slots=True)
-class Terminated:
-    """The daemon has received SIGTERM. Perhaps all processes have, and some are still saving their last step."""
-
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed. hosting: a peer sends to a replica on this host."""
-
-    now: float
-    hosting: bool = False
-
-
-Event = (
-    Attached | TrainerGone | Settled | Detached | Released | Held | Bracing | StopAsked | Terminated | Tick
-)
-
-# -- instructions ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Finish the run's current write, release its store and its arena, then report `Released`."""
+    """Finish the run's current write, release its store and its arena, then call `Lifecycle.released`."""
 
     run: str
 
@@ -127,7 +48,7 @@ Instruction = Release | Exit
 
 @dataclass(slots=True)
 class Lifecycle:
-    """All runs of one daemon. Only `handle` changes it."""
+    """All runs of one daemon. A method for each event, some of which return what to do, in order."""
 
     runs: dict[str, Phase] = field(default_factory=dict)
     idle_since: float | None = None
@@ -141,62 +62,59 @@ class Lifecycle:
     """Whether new runs are refused."""
     ended: bool = False
 
-    def handle(self, event: Event) -> list[Instruction]:
-        """Take one event, and return the instructions to carry out, in order."""
-        if self.ended:
-            return []
-        match event:
-            case Attached(run):
-                assert run not in self.runs
-                assert not self.stopping
-                self.runs[run] = Phase.ATTACHED
-                self.idle_since, self.held_until, self.patience = None, 0.0, BETWEEN
-            case TrainerGone(run):
-                if self.runs.get(run) is Phase.ATTACHED:
-                    self.runs[run] = Phase.ORPHANED
-                    self.patience = RETURN
-            case Settled(run):
-                if self.runs.get(run) is Phase.ORPHANED:
-                    return self._release(run)
-            case Detached(run):
-                return self._release(run)
-            case Released(run):
-                self.runs.pop(run, None)
-                return self._end_if_stopping()
-            case Held(until):
-                self.held_until = until
-            case Bracing(until):
-                self.braced_until = max(self.braced_until, until)
-            case StopAsked():
-                return self._stop()
-            case Terminated(now):
-                if self.terminated is None:
-                    self.terminated = now
-                return self._tick(now)
-            case Tick(now, hosting):
-                return self._tick(now, hosting)
-        return []
+    def attached(self, run: str) -> None:
+        """Note that a training process has claimed a new run."""
+        assert run not in self.runs
+        assert not self.stopping
+        self.runs[run] = Phase.ATTACHED
+        self.idle_since, self.held_until, self.patience = None, 0.0, BETWEEN
 
-    def _stop(self) -> list[Instruction]:
+    def trainer_gone(self, run: str) -> None:
+        """Note that the run's training process ended without closing its run."""
+        if self.runs.get(run) is Phase.ATTACHED:
+            self.runs[run] = Phase.ORPHANED
+            self.patience = RETURN
+
+    def settled(self, run: str) -> list[Instruction]:
+        """Note that all hand-overs of the run are durable, or that saving failed permanently."""
+        return self._release(run) if self.runs.get(run) is Phase.ORPHANED else []
+
+    def detached(self, run: str) -> list[Instruction]:
+        """Note that the training process has closed the run, or that another process claims it."""
+        return self._release(run)
+
+    def released(self, run: str) -> list[Instruction]:
+        """Note that the run's store is free."""
+        self.runs.pop(run, None)
+        return self._end_if_stopping()
+
+    def hold(self, until: float) -> None:
+        """Do not end before `until`, unless a run attaches and ends first: a training process is about to start."""
+        self.held_until = until
+
+    def brace(self, until: float) -> None:
+        """Stay until the host shuts down at `until`, even after a SIGTERM: runs and commands may need the daemon."""
+        self.braced_until = max(self.braced_until, until)
+
+    def stop(self) -> list[Instruction]:
+        """Release all runs, then end. Waiting hand-overs stay in the queues."""
         self.stopping = True
         releases = [instruction for run in self.runs for instruction in self._release(run)]
         return releases + self._end_if_stopping()
 
-    def _release(self, run: str) -> list[Instruction]:
-        if self.runs.get(run) not in (Phase.ATTACHED, Phase.ORPHANED):
-            return []
-        self.runs[run] = Phase.CLOSING
-        return [Release(run)]
+    def terminate(self, now: float) -> list[Instruction]:
+        """Note a SIGTERM to the daemon. Perhaps all processes have it, and some are still saving their last step."""
+        if self.terminated is None:
+            self.terminated = now
+        return self.tick(now)
 
-    def _end_if_stopping(self) -> list[Instruction]:
-        return self._end() if self.stopping and not self.runs else []
-
-    def _tick(self, now: float, hosting: bool = False) -> list[Instruction]:
+    def tick(self, now: float, *, hosting: bool = False) -> list[Instruction]:
+        """Note the time. hosting: a peer sends to a replica on this host."""
         if self.terminated is not None and not self.stopping:
             attached = Phase.ATTACHED in self.runs.values()
             end = self.terminated + (LAST_WORDS if attached else LAST_SAVES)
             if not self.runs or now >= max(end, self.braced_until):
-                return self._stop()
+                return self.stop()
         if self.runs:
             return []
         if hosting:
@@ -208,6 +126,17 @@ class Lifecycle:
             return []
         return self._end()
 
+    def _release(self, run: str) -> list[Instruction]:
+        if self.runs.get(run) not in (Phase.ATTACHED, Phase.ORPHANED):
+            return []
+        self.runs[run] = Phase.CLOSING
+        return [Release(run)]
+
+    def _end_if_stopping(self) -> list[Instruction]:
+        return self._end() if self.stopping and not self.runs else []
+
     def _end(self) -> list[Instruction]:
+        if self.ended:
+            return []
         self.stopping = self.ended = True
         return [Exit()]

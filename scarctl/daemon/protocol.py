@@ -25,9 +25,9 @@ from scarctl.state.version import MAX_EPOCH
 from scarctl.store import Part
 from scarctl.store.format import MAX_SHARD, is_hex
 
-VERSION = 4
-EARLIER = 3
-"""Protocol version of an earlier scarctl's daemon, which still answers requests for its status and to stop."""
+VERSION = 5
+EVERY_VERSION = ("status", "stop")
+"""Requests that a daemon answers whatever the asking version: another version of scarctl can end it."""
 MAX_MESSAGE = 64 << 10
 MAX_REPLY = 1 << 20
 SOCKET = "daemon.sock"

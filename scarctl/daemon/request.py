@@ -14,7 +14,7 @@ MAX_LOST = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Wish(Document):
+class Request(Document):
     """A request that the daemon passes on to a session. `number` identifies its answer."""
 
     kind: str
@@ -27,13 +27,13 @@ class Wish(Document):
     seconds: float | None = None
 
     @classmethod
-    def from_json(cls, obj: object) -> Wish:
+    def from_json(cls, obj: object) -> Request:
         """Read the values of `to_json`. Raises UsageError for anything else."""
         if not isinstance(obj, dict):
-            raise UsageError("a wish is an object")
+            raise UsageError("a request is an object")
         kind, number, lost = obj.get("kind"), obj.get("number", 0), obj.get("lost", [])
         if kind not in KINDS or type(number) is not int:
-            raise UsageError("there is no such wish")
+            raise UsageError("there is no such request")
         if not isinstance(lost, list) or len(lost) > MAX_LOST or not all(type(part) is str for part in lost):
             raise UsageError(f"the lost parts are a list of at most {MAX_LOST} texts")
         if (kind == "recover") != bool(lost):

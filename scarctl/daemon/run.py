@@ -19,7 +19,7 @@ from scarctl.arena.durability import durability
 from scarctl.arena.queue import HandOverQueue
 from scarctl.daemon.host_saver import HostSaver
 from scarctl.daemon.lifecycle import Phase
-from scarctl.daemon.request import Wish
+from scarctl.daemon.request import Request
 from scarctl.daemon.status import RunStatus, ShardSteps
 from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.peers.evacuation import HEAD_START, PeerCopies
@@ -82,8 +82,8 @@ class Run:
         self.events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         """Messages for the training process."""
         self.answers: dict[int, dict[str, Any]] = {}
-        """Answers of the training process to the newest wishes, by their number."""
-        self._wishes = 0
+        """Answers of the training process to the newest requests, by their number."""
+        self._asked = 0
         self._tokens: dict[str, int] = {}
         self.saver = HostSaver(store, folder, _Speeds(self.events))
         self.closed = False
@@ -101,23 +101,23 @@ class Run:
         self._rank = _rank_in(self.store)
         return epoch
 
-    def ask(self, wish: Wish, token: str = "") -> int:
-        """Pass a wish to the training process, and return its number.
+    def ask(self, request: Request, token: str = "") -> int:
+        """Pass a request to the training process, and return its number.
 
-        token: identifies the wish, "" if it is never repeated. A wish that was passed on is not passed on again.
+        token: identifies the request, "" if it is never repeated. A request that was passed on is not passed on again.
         """
         if token and token in self._tokens:
             return self._tokens[token]
-        self._wishes += 1
-        self.events.put({"wish": replace(wish, number=self._wishes).to_json()})
+        self._asked += 1
+        self.events.put({"request": replace(request, number=self._asked).to_json()})
         if token:
-            self._tokens[token] = self._wishes
+            self._tokens[token] = self._asked
             for old in list(self._tokens)[:-_ANSWERS]:
                 del self._tokens[old]
-        return self._wishes
+        return self._asked
 
     def answer(self, number: int, answer: dict[str, Any]) -> None:
-        """Keep the training process's answer to a wish."""
+        """Keep the training process's answer to a request."""
         self.answers[number] = answer
         for old in sorted(self.answers)[:-_ANSWERS]:
             del self.answers[old]

@@ -10,23 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from scarctl.daemon.crowd import full, most_sessions
-from scarctl.daemon.lifecycle import (
-    Attached,
-    Bracing,
-    Detached,
-    Event,
-    Exit,
-    Held,
-    Lifecycle,
-    Phase,
-    Release,
-    Released,
-    Settled,
-    StopAsked,
-    Terminated,
-    Tick,
-    TrainerGone,
-)
+from scarctl.daemon.lifecycle import Instruction, Lifecycle, Phase, Release
 from scarctl.daemon.run import Owner, Run
 from scarctl.daemon.status import RunStatus
 from scarctl.errors import Contention, UsageError
@@ -66,29 +50,31 @@ class Runs:
         now = time.monotonic()
         with self.changed:
             if terminated:
-                self._apply(Terminated(now))
+                self._obey(self.life.terminate(now))
             for run in list(self._runs.values()):
                 phase = self.life.runs[run.id]
                 if phase is Phase.ATTACHED and not run.trainer_lives():
-                    self._apply(TrainerGone(run.id))
+                    self._trainer_gone(run)
                 elif phase is Phase.ORPHANED and _finished(run):
-                    self._apply(Settled(run.id))
+                    self._obey(self.life.settled(run.id))
                 if now >= self._look_at:
                     run.saver.notify()
             if now >= self._look_at:
                 self._look_at = now + _LOOK_SECONDS
             if not self._claiming:
-                self._apply(Tick(now, self._hosting()))
+                self._obey(self.life.tick(now, hosting=self._hosting()))
 
-    def _apply(self, event: Event) -> None:
-        """Report an event to the state machine, and carry out its instructions. The caller holds the lock."""
-        if isinstance(event, TrainerGone):
-            log.info("%s: its training process has ended", self._runs[event.run].store.url)
-        for instruction in self.life.handle(event):
+    def _trainer_gone(self, run: Run) -> None:
+        log.info("%s: its training process has ended", run.store.url)
+        self.life.trainer_gone(run.id)
+
+    def _obey(self, instructions: list[Instruction]) -> None:
+        """Carry out the state machine's instructions. The caller holds the lock."""
+        for instruction in instructions:
             if isinstance(instruction, Release):
                 run = self._runs[instruction.run]
                 threading.Thread(target=self._release, args=(run,), name="scarctl-release").start()
-            elif isinstance(instruction, Exit):
+            else:
                 self.ended.set()
 
     def _release(self, run: Run) -> None:
@@ -100,7 +86,7 @@ class Runs:
             log.exception("%s: could not be released properly", run.store.url)
         with self.changed:
             del self._runs[run.id]
-            self._apply(Released(run.id))
+            self._obey(self.life.released(run.id))
             self.changed.notify_all()
 
     def claim(self, store: Store, pid: int, owner: Owner) -> Run:
@@ -119,7 +105,7 @@ class Runs:
                     )
                 # The earlier session has ended or its process has died: the new one continues with its arena.
                 known.saver.gives_way = True
-                self._apply(Detached(store.run_id))
+                self._obey(self.life.detached(store.run_id))
                 if not self.changed.wait(deadline - time.monotonic()):
                     raise Contention(
                         f"{store.url}: the daemon is still saving copies of an earlier process",
@@ -131,7 +117,7 @@ class Runs:
                 raise full(most_sessions())
             store.lock()
             run = self._runs[store.run_id] = Run(store, self._folder / store.run_id, pid, owner)
-            self._apply(Attached(store.run_id))
+            self.life.attached(store.run_id)
             self.claims += 1
         log.info("%s: process %d saves to it", store.url, pid)
         return run
@@ -163,29 +149,29 @@ class Runs:
             log.error("%s: the copies in memory cannot be saved: %s", run.store.url, error)
         with self.changed:
             if self._runs.get(run.id) is run:
-                self._apply(TrainerGone(run.id))
+                self._trainer_gone(run)
 
     def detach(self, run: Run) -> None:
         """End a run whose training process has finished. Waits some time for the store to be free."""
         with self.changed:
-            self._apply(Detached(run.id))
+            self._obey(self.life.detached(run.id))
             self.changed.wait_for(lambda: self._runs.get(run.id) is not run, _PATIENCE)
 
     def hold(self, seconds: float) -> None:
         """Stay for `seconds` seconds without a run: a training process is about to start."""
         with self.changed:
             self._require_staying()
-            self._apply(Held(time.monotonic() + seconds))
+            self.life.hold(time.monotonic() + seconds)
 
     def brace(self, seconds: float) -> None:
         """Stay for `seconds` seconds while there are runs, even after a SIGTERM."""
         with self.changed:
-            self._apply(Bracing(time.monotonic() + seconds))
+            self.life.brace(time.monotonic() + seconds)
 
     def stop(self) -> None:
         """Release all runs once their current hand-overs are written, then end."""
         with self.changed:
-            self._apply(StopAsked())
+            self._obey(self.life.stop())
 
     @contextlib.contextmanager
     def staying(self) -> Iterator[None]:

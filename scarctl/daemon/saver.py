@@ -17,7 +17,7 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.queue import HandOverQueue
 from scarctl.daemon import protocol
 from scarctl.daemon.client import REPLY_SECONDS, ask, connect, evacuate, gone, insist, request
-from scarctl.daemon.request import Wish
+from scarctl.daemon.request import Request
 from scarctl.daemon.urgency import URGENT
 from scarctl.errors import Corruption, Fenced, ScarError, Unavailable, error_from
 from scarctl.persist.evacuated import Evacuated
@@ -52,7 +52,7 @@ class DaemonSaver:
         store: str,
         run_id: str,
         folder: Path,
-        on_request: Callable[[Wish], None],
+        on_request: Callable[[Request], None],
         options: Mapping[str, Any] | None = None,
         part: Part | None = None,
     ) -> None:
@@ -318,8 +318,8 @@ class DaemonSaver:
                 event = protocol.receive(watch, protocol.MAX_REPLY)
                 if "failed" in event:
                     self._failure = error_from(event["failed"])
-                elif "wish" in event:
-                    self._on_request(Wish.from_json(event["wish"]))
+                elif "request" in event:
+                    self._on_request(Request.from_json(event["request"]))
                 elif "warn" in event:
                     log.warning("%s", event["warn"])
                 elif "note" in event:

@@ -21,7 +21,7 @@ from scarctl.arena.stale import DAY, reap
 from scarctl.daemon import protocol
 from scarctl.daemon.crowd import BACKLOG, listen, most_connections, turn_away
 from scarctl.daemon.outlet import Outlet
-from scarctl.daemon.request import Wish
+from scarctl.daemon.request import Request
 from scarctl.daemon.run import Run
 from scarctl.daemon.runs import Runs
 from scarctl.daemon.status import DaemonStatus, ReplicaStatus
@@ -166,7 +166,7 @@ class Daemon:
     def _answer(self, connection: socket.socket, peer: _Peer, message: dict[str, Any]) -> None:
         name = message.get("op")
         try:
-            if message.get("v") != protocol.VERSION:
+            if message.get("v") != protocol.VERSION and name not in protocol.EVERY_VERSION:
                 raise UsageError(
                     f"the daemon uses version {protocol.VERSION} of its protocol, not {message.get('v')!r:.40}",
                     hint="`scarctl daemon stop` ends it; the next session starts a new one",
@@ -326,22 +326,22 @@ class Daemon:
         return {"report": run.evacuate(seconds, to).to_json()}
 
     def ask(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """Pass a wish on to a running session."""
-        wish = Wish.from_json(message.get("wish"))
+        """Pass a request on to a running session."""
+        request = Request.from_json(message.get("request"))
         token = protocol.token(message)
         with self.runs.changed:
             run = self.runs.attached(protocol.text(message, "store"))
-            return {"pid": run.pid, "number": run.ask(wish, token)}
+            return {"pid": run.pid, "number": run.ask(request, token)}
 
     def answer(self, peer: _Peer, message: dict[str, Any]) -> None:
-        """Keep a session's answer to a wish."""
+        """Keep a session's answer to a request."""
         answer = message.get("answer")
         if not isinstance(answer, dict):
             raise UsageError("an answer is an object")
         self._run(peer).answer(protocol.number(message, "number"), answer)
 
     def answered(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """Return a session's answer to a wish, if it has answered."""
+        """Return a session's answer to a request, if it has answered."""
         with self.runs.changed:
             run = self.runs.attached(protocol.text(message, "store"))
             return {"answer": run.answers.get(protocol.number(message, "number"))}

@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from scarctl.adapter import Adapter, StateGroup
 from scarctl.checkpoint.selector import Selector
 from scarctl.config import SessionSettings
-from scarctl.daemon.request import Wish
+from scarctl.daemon.request import Request
 from scarctl.distributed.collectives import Team
+from scarctl.distributed.common import Common
 from scarctl.distributed.copies import check_files, keep_copies
 from scarctl.distributed.host_memory import bring_memory, place_of
 from scarctl.distributed.leftover_arenas import fence, save_leftovers
@@ -218,7 +219,10 @@ class Crew(Together):
         rank, world = self.team.rank, self.team.world
         if self._exchange_group is None:
             return super().selector()
-        return GlobalSelector(Exchange(self._exchange_group, rank, world), self.shards[rank])
+        common = Common(self.division, rank, lambda: self.adapter.known)
+        return GlobalSelector(
+            Exchange(self._exchange_group, rank, world), self.shards[rank], sample=common.sample
+        )
 
     def keep_copies(self, saver: Saver, settings: SessionSettings, caveats: Caveats) -> None:
         if settings.peers:
@@ -356,19 +360,19 @@ class Crew(Together):
             groups, broadcast = self._whole.groups(), broadcast_over(self.team.group)
             self.team.collectively(lambda: spread(self.division, self.team.rank, groups, broadcast))
 
-    def grant(self, wishes: deque[Wish], selector: Selector, *, regular: bool) -> Wish | None:
-        """See `Together`. Ranks learn of a wish in the rounds of their regular checkpoints."""
-        selector.wish = self.team.rank + 1 if wishes else 0
+    def grant(self, requests: deque[Request], selector: Selector, *, regular: bool) -> Request | None:
+        """See `Together`. Ranks learn of a request in the rounds of their regular checkpoints."""
+        selector.request = self.team.rank + 1 if requests else 0
         agreed = selector.agreed() if regular else 0
         if not agreed:
             return None
-        # A rank announces a wish in every round until it is granted, so this may be a repetition.
-        mine = wishes.popleft().to_json() if wishes and self.team.rank == agreed - 1 else None
-        wish = self.team.from_rank(agreed - 1, mine)
-        if wish is None:
+        # A rank announces a request in every round until it is granted, so this may be a repetition.
+        mine = requests.popleft().to_json() if requests and self.team.rank == agreed - 1 else None
+        request = self.team.from_rank(agreed - 1, mine)
+        if request is None:
             return None
-        # Only the rank that had the wish replies to it.
-        return Wish.from_json(wish if mine else {**wish, "number": 0})
+        # Only the rank that had the request replies to it.
+        return Request.from_json(request if mine else {**request, "number": 0})
 
     def rescue(self, store: Store, step: int, extras: Callable[[], Extras], whole: str) -> None:
         rescue = Rescue(self.division, self.team.rank, self.shards, self._rank_extras)

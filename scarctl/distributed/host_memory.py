@@ -134,7 +134,7 @@ def _outgoing(
 ) -> tuple[Outgoing | None, Mapping[str, Any] | None]:
     """Open an arena to send, and return its head, too. No daemon saves it until `undo`, so it does not change."""
     try:
-        saver = claim_saver(view, settings, lambda wish: None)
+        saver = claim_saver(view, settings, lambda request: None)
         undo.callback(view.unlock)
         undo.callback(saver.close)
         if (outgoing := Outgoing.open(view, settings.arena_dir)) is None:

@@ -119,7 +119,7 @@ def _save(views: Sequence[Store], settings: SessionSettings) -> None:
 
 def _save_one(view: Store, settings: SessionSettings) -> None:
     folder = arena_folder(settings.arena_dir, view.run_id)
-    saver = claim_saver(view, settings, lambda wish: None)
+    saver = claim_saver(view, settings, lambda request: None)
     try:
         arena = take(folder, view)
         if arena is None:

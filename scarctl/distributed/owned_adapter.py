@@ -124,6 +124,11 @@ class OwnedAdapter:
         self._first = ref(first) if first is not None else _gone
         return list(groups)
 
+    @property
+    def known(self) -> Sequence[StateGroup]:
+        """The whole adapter's groups in the newest call of `groups`; () if the adapter may make others."""
+        return self._kept
+
     def unowned(self) -> list[str]:
         """Return the names of the adapter's groups that were added after the division: no rank saves them."""
         return [group.name for group in self._adapter.groups() if group.name not in self._stored]

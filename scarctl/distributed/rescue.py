@@ -161,6 +161,8 @@ def _bring_up(
         ids = np.flatnonzero(changed & finite)
         disown(folder)  # if its host still sends, its copies are older
         live.save(ids, version)
+        # Otherwise the report counts changes since the owner's last checkpoint as lost.
+        arena.note_distances(0.0, np.flatnonzero(mine & (finite | ~changed)))
         if whole and mine.all() and finite[changed].all():
             queued = next((h.extras for h in reversed(waiting) if h.extras is not None), None)
             known = None if queued is None else Extras.from_tree(queued)

@@ -72,17 +72,18 @@ class Moved:
             own = Early.of(self._adapter.capture_early())
         mixed = with_own(extras, own, self._rank_extras & own.objects.keys())
         exact = agreement.exact and bool(self._parts.whole)
+        reasons = _otherwise(self._parts.world, self._team.world)
         summary = {
             "world": self._team.world,
             "lost": list(agreement.lost),
             "steps": [standing.step for standing in standings],
             "step": agreement.step,
-            "exact": exact,
+            "exact": exact and not reasons,
             "perturbation": perturbation_of(standings, agreement).to_json(),
             "rework": Rework(None, reason="the state was saved under another division").to_json(),
             "rollback_steps": None,
         }
-        return AgreedState(agreement.step, mixed, exact, summary)
+        return AgreedState(agreement.step, mixed, exact, summary, reasons)
 
     def _standings(self) -> tuple[list[Standing], list[int]]:
         """Return the standing and number of every shard with extras. A single process has extras in one shard."""
@@ -115,3 +116,21 @@ class Moved:
         found = self._parts.store.read_extras(self._parts.states[shard])
         assert found is not None, "only shards with extras are asked for"
         return Extras.from_tree(torched(found[1]))
+
+
+def _otherwise(before: int, now: int) -> tuple[str, ...]:
+    """Return why training on `now` ranks does not continue bit for bit what `before` ranks have saved; () if it may."""
+    if before == now == 1:
+        return ()
+    if before == now:
+        return (
+            f"saved by {before} ranks that divided the state otherwise: their sums may have another order",
+        )
+    return (
+        f"saved by {_ranks(before)} and continued by {_ranks(now)}: sums have another order, batches and random "
+        "numbers are divided otherwise",
+    )
+
+
+def _ranks(count: int) -> str:
+    return "one process" if count == 1 else f"{count} ranks"

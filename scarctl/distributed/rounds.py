@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -56,11 +56,11 @@ class Group(Protocol):
 class Round:
     """A round that this rank has joined. The result of its turn is valid once it is `done` and not `failed`."""
 
-    def __init__(self, step: int, turn: Turn, reported: tuple[int, int]) -> None:
+    def __init__(self, step: int, turn: Turn, reported: Sequence[int]) -> None:
         self.step = step
         self.turn = turn
         self.reported = reported
-        """Two numbers of this rank; once the round is done, the maximum over all ranks."""
+        """Numbers of this rank; once the round is done, the maximum of each over all ranks."""
         self.done = False
         self.failed = False
         self.given_up = False
@@ -93,10 +93,10 @@ class Exchange:
 
     # -- for the session ------------------------------------------------------------------------------------------
 
-    def join(self, step: int, turn: Turn, reported: tuple[int, int] = (0, 0)) -> Round:
+    def join(self, step: int, turn: Turn, reported: Sequence[int] = ()) -> Round:
         """Join the round of `step`, after all rounds joined before. Returns at once.
 
-        reported: numbers for `result`.
+        reported: numbers for `result`, as many on all ranks.
         """
         joined = Round(step, turn, reported)
         with self._changed:
@@ -127,11 +127,11 @@ class Exchange:
             joined.given_up = not joined.done
             return joined.done and not joined.failed
 
-    def result(self, joined: Round) -> tuple[int, int]:
-        """Wait for a round, and return the maximum of each number reported in it; (0, 0) if it failed."""
+    def result(self, joined: Round) -> Sequence[int]:
+        """Wait for a round, and return the maximum of each number reported in it; () if it failed."""
         with self._changed:
             self._changed.wait_for(lambda: joined.done)
-            return (0, 0) if joined.failed else joined.reported
+            return () if joined.failed else joined.reported
 
     def replace(self, joined: Round, turn: Callable[[], Turn]) -> bool:
         """Replace the turn of a round that has not begun. Return whether it was replaced."""
@@ -190,8 +190,9 @@ class Exchange:
                 return f"some ranks are at the round of step {least_step} and others at that of step {step}"
             if least_level != level_most:
                 return f"ranks disagree about the round of step {step}"
-            joined.reported = int(most[4]), int(most[5])
-            more = joined.turn.receive(most[6:], sums)
+            count = 4 + len(joined.reported)
+            joined.reported = most[4:count].tolist()
+            more = joined.turn.receive(most[count:], sums)
             level += 1
         return None
 

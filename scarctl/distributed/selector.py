@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from scarctl.checkpoint.selector import Selector
 from scarctl.distributed.global_selection import Books, Offer, Turn, no_offer, pick, pick_alone
@@ -11,7 +12,11 @@ from scarctl.policy.select import Candidates, Selection, select
 from scarctl.util.arrays import Ids
 
 LAG = 2
-"""Rounds between a wish and its fulfilment."""
+"""Rounds between a request and its fulfilment."""
+_UNKNOWN = -(1 << 63)
+"""A sample that was not taken, which no other one is compared with."""
+_DIFFERENT = 2
+"""Consecutive rounds with different samples after which ranks differ: one of them may just evaluate other weights."""
 PATIENCE = 0.05
 """Seconds that a training thread may wait for other ranks at a checkpoint."""
 
@@ -26,8 +31,18 @@ class GlobalSelector(Selector):
 
     shared = True
 
-    def __init__(self, exchange: Exchange, shard: int, *, patience: float = PATIENCE) -> None:
-        """Use an exchange, which this selector closes. shard: this rank's. patience: seconds, see `Exchange.wait`."""
+    def __init__(
+        self,
+        exchange: Exchange,
+        shard: int,
+        *,
+        patience: float = PATIENCE,
+        sample: Callable[[int], int] = lambda step: 0,
+    ) -> None:
+        """Use an exchange, which this selector closes. shard: this rank's. patience: seconds, see `Exchange.wait`.
+
+        sample: returns a digest of what all ranks have in common after a step; see `Common`.
+        """
         self._rounds: deque[Round] = deque()
         self.late = 0
         """Rounds in which this rank stopped waiting for others."""
@@ -36,6 +51,7 @@ class GlobalSelector(Selector):
         self._patience = patience
         self._books = Books()
         self._expected: tuple[int, int] | None = None  # step, budget
+        self._sample, self._sampled, self._different = sample, 0, 0
         self._spent = 0
         """Bytes picked since the last round, for the next one."""
         self._credit: int | None = None
@@ -64,15 +80,19 @@ class GlobalSelector(Selector):
             self._join(step, self._turn(no_offer(), budget))
 
     def agreed(self) -> int:
-        """Return the largest wish of the round `LAG` rounds ago, and set `interval`. Call once before each `expect`.
+        """Return the largest request of the round `LAG` rounds ago, and set `interval`. Call once before each `expect`.
 
         By then all ranks have finished that round, so no rank waits, unless another one is that late.
         """
-        if len(self._rounds) < LAG:
+        reported = self._exchange.result(self._rounds.popleft()) if len(self._rounds) >= LAG else ()
+        if not reported:
             self.interval = 0
             return 0
-        wish, self.interval = self._exchange.result(self._rounds.popleft())
-        return wish
+        request, self.interval, largest, negated = reported
+        if _UNKNOWN not in (largest, negated):
+            self._different = self._different + 1 if largest != -negated else 0
+            self.differs = self.differs or self._different >= _DIFFERENT
+        return request
 
     def close(self) -> None:
         """Close the exchange. Never hangs; see `Exchange.close`."""
@@ -97,11 +117,14 @@ class GlobalSelector(Selector):
         if expected is None:
             ids, left = self._alone(offer, budget)
         else:
+            self._sampled = self._sample(expected[0])
             ids, left = self._with_others(offer, expected[0], budget)
         return Selection(ids, int(among.nbytes[ids].sum()), left, cursor, offer.nonfinite)
 
     def _join(self, step: int, turn: Turn) -> Round:
-        joined = self._exchange.join(step, turn, (self.wish, self.proposed))
+        sampled, self._sampled = self._sampled, 0
+        samples = (sampled, -sampled) if sampled else (_UNKNOWN, _UNKNOWN)
+        joined = self._exchange.join(step, turn, (self.request, self.proposed, *samples))
         self._rounds.append(joined)
         return joined
 

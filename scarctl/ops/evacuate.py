@@ -18,7 +18,7 @@ from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.stale import run_folders
 from scarctl.arena.view import peek
 from scarctl.daemon import client
-from scarctl.daemon.request import Wish
+from scarctl.daemon.request import Request
 from scarctl.daemon.status import RunStatus
 from scarctl.errors import ScarError, UsageError
 from scarctl.persist.evacuated import Evacuated, rework_of_all
@@ -161,8 +161,10 @@ def _flush(folder: Path, runs: Sequence[RunStatus], deadline: float, seconds: fl
             patience = max(_POLL, min(_PATIENCE, until - time.monotonic()))
             try:
                 if not number:
-                    wish = Wish("flush", seconds=max(_POLL, deadline - time.monotonic())).to_json()
-                    asked = client.ask(folder, "ask", patience=patience, store=name, wish=wish, token=token)
+                    request = Request("flush", seconds=max(_POLL, deadline - time.monotonic())).to_json()
+                    asked = client.ask(
+                        folder, "ask", patience=patience, store=name, request=request, token=token
+                    )
                     waiting[name] = int(asked["number"])
                     continue
                 replied = client.ask(folder, "answered", patience=patience, store=name, number=number)

@@ -49,7 +49,7 @@ class Finding(Document):
     """Stable name for programs."""
     message: str
     command: str | None = None
-    """What to do next, as a command line to paste; None if the message says what, or there is nothing to do."""
+    """The next command line, to paste; None if the message says what to do, or there is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)

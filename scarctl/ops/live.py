@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scarctl.arena.folder import host_folder
 from scarctl.arena.view import peek
 from scarctl.daemon.client import ask, ask_status
-from scarctl.daemon.request import Wish
+from scarctl.daemon.request import Request
 from scarctl.errors import Unavailable, UsageError, error_from
 from scarctl.recovery.shares import open_shares
 from scarctl.state.layout import Layout
@@ -202,17 +202,17 @@ def _under_way(store: Store, arena_dir: str | None) -> int:
 
 def _ask(store: Store, request: _Request) -> int:
     """Request a checkpoint from a session, and return its process id."""
-    wish = Wish("full" if request.full else "partial")
+    wanted = Request("full" if request.full else "partial")
     hint = (
         "run this on the host of a running session; one with daemon=False (SCARCTL_DAEMON=0) cannot be asked"
     )
-    return int(_pass_on(request.arena_dir, store.run_id, wish, hint)["pid"])
+    return int(_pass_on(request.arena_dir, store.run_id, wanted, hint)["pid"])
 
 
-def _pass_on(arena_dir: str | None, run: str, wish: Wish, hint: str) -> dict[str, Any]:
-    """Give a wish to the daemon, and return its answer. Raises UsageError (`kind` "no-session") without one."""
+def _pass_on(arena_dir: str | None, run: str, request: Request, hint: str) -> dict[str, Any]:
+    """Give a request to the daemon, and return its answer. Raises UsageError (`kind` "no-session") without one."""
     try:
-        return ask(host_folder(arena_dir), "ask", store=run, wish=wish.to_json())
+        return ask(host_folder(arena_dir), "ask", store=run, request=request.to_json())
     except Unavailable as error:
         if error.kind != "no-daemon":
             raise
@@ -337,11 +337,14 @@ def recover_live(
         runs = [_loser(store, lost).run_id]
     else:
         runs = [store.run_id] if topology is None else [store.of_shard(s).run_id for s in topology.shards]
-    wish, deadline = Wish("recover", lost=tuple(lost), max_rework=max_rework), time.monotonic() + timeout
+    request, deadline = (
+        Request("recover", lost=tuple(lost), max_rework=max_rework),
+        time.monotonic() + timeout,
+    )
     hint = "`scarctl recover` restores into a stopped run's arena, or into a file"
     for run in runs:
         try:
-            asked = _pass_on(arena_dir, run, wish, hint)
+            asked = _pass_on(arena_dir, run, request, hint)
         except UsageError as error:
             if error.kind != "no-session" or run == runs[-1]:
                 raise

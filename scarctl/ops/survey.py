@@ -5,9 +5,11 @@ A process that saves alone is surveyed as the only rank: its share is the whole 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +17,16 @@ from numpy.typing import NDArray
 from scarctl.arena.folder import arena_folder, host_folder
 from scarctl.arena.kinship import view_of
 from scarctl.arena.owner import read_owner
+from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.view import ArenaView
 from scarctl.daemon.client import ask_status
-from scarctl.errors import ScarError
+from scarctl.errors import Corruption, ScarError
 from scarctl.ops.ages import age_of, lag_of, since_of
 from scarctl.ops.surveyed import OtherShard, RankLine, RunOnHost, Survey
 from scarctl.recovery.forecast import stored_outlook
+from scarctl.state.caveats import Caveat
 from scarctl.state.encodings import ENCODINGS, Encoding
+from scarctl.state.extras import Notes
 from scarctl.state.layout import Layout
 from scarctl.state.layouts import Layouts, parameters_of
 from scarctl.state.version import NEVER, step_of
@@ -110,7 +115,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         comparable=told.norm == "l2",
         since=max((since_of(arena, step) for arena in arenas), default=0),
         kept_step=np.concatenate([_kept(share) for share in shares]) if arenas else None,
-        caveats=told.caveats,
+        caveats=_caveats(told.caveats, shares, arena_dir),
         events=told.events,
         samples=told.samples,
         damage=tuple(sorted(files.items())),
@@ -120,6 +125,30 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         encoding_error=np.concatenate([_errors(share) for share in shares]) if arenas else None,
         heads=np.repeat([_head(s) for s in shares], [s.layout.partitions for s in shares]) if apart else None,
     )
+
+
+def _caveats(stored: Sequence[Caveat], shares: Sequence[_Share], arena_dir: str | None) -> tuple[Caveat, ...]:
+    """Return the caveats in the store, and those of hand-overs that only the arenas have, which replace older ones."""
+    waiting = dict[Caveat, None]()
+    for share in shares:
+        if share.arena is not None:
+            waiting |= dict.fromkeys(_waiting_notes(arena_folder(arena_dir, share.id)).caveats)
+    newer = {caveat.kind for caveat in waiting}
+    return (*(caveat for caveat in stored if caveat.kind not in newer), *waiting)
+
+
+def _waiting_notes(folder: Path) -> Notes:
+    """Return the notes of the newest hand-over in an arena's folder that has extras."""
+    queue = HandOverQueue(folder)
+    try:
+        for number in reversed(queue.numbers()):
+            # The persister may be faster; a damaged hand-over stays for it.
+            with contextlib.suppress(FileNotFoundError, Corruption):
+                if (extras := queue.read(number).extras) is not None:
+                    return Notes.from_tree(extras)
+    except ScarError as error:
+        log.warning("%s", error)
+    return Notes()
 
 
 def _encoded(states: Iterable[ShardState]) -> dict[Encoding, int]:

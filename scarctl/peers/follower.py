@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.header import FILE
-from scarctl.arena.queue import HandOverQueue
+from scarctl.arena.queue import HandOverQueue, Identity
 from scarctl.arena.rows import read_rows
 from scarctl.errors import Corruption, Fenced
 from scarctl.peers.frames import MAX_BODY, Batch, Buffer, Kind, Mark, encode
@@ -77,8 +77,8 @@ class Follower:
         """Partitions, versions and generations in each frame that is not acknowledged yet."""
         self.rank: Ids | None = None
         """Place of each partition in the order of sending: int64 of shape (partitions,). None: ascending ids."""
-        self._sent: set[int] = set()
-        """Numbers of the hand-overs that the peer has."""
+        self._sent: dict[int, Identity] = {}
+        """The hand-overs that the peer has, by number. Another process may put another one under the same number."""
         self._too_large: set[int] = set()
         self._buffer = np.empty(max(most, int(arena.layout.partition_bytes.max(initial=0))), np.uint8)
         self.marked_step = NEVER
@@ -150,18 +150,18 @@ class Follower:
                     return
                 time.sleep(_PAUSE)
         self._require_place()
-        for number, data in handovers.items():
+        for number, (identity, data) in handovers.items():
             if data is not None:
                 self._under_way.append(_NO_COPIES)
                 yield encode(Kind.HANDOVER, {"number": number}, data)
-                self._sent.add(number)
+                self._sent[number] = identity
         # Copies equal those of the commit `whole` if none has begun since its name was read.
         same = bool((arena.generation == self._generation).all()) and arena.whole == whole
         named = whole if same and not self.withheld else ""
         self._under_way.append(_NO_COPIES)
         # Lines may belong to later records than the copies, but never to earlier ones.
         yield Mark(epoch, base, head, errors, sealed, named, sorted(handovers), arena.lines).frame()
-        self._sent &= handovers.keys()
+        self._sent = {number: identity for number, identity in self._sent.items() if number in handovers}
         self.marked_step, self.marked_whole, self.marked = head, named, self._seen
 
     def counters(self) -> Counters:
@@ -181,19 +181,21 @@ class Follower:
                 hint="the run has continued elsewhere",
             )
 
-    def _handovers(self) -> dict[int, bytes | None]:
-        """Return the files of waiting hand-overs by number; None for those that the peer has.
+    def _handovers(self) -> dict[int, tuple[Identity, bytes | None]]:
+        """Return identities and files of waiting hand-overs by number; None for the files that the peer has.
 
         Hand-overs that are too large are left out; then `withheld` is True.
         """
-        found: dict[int, bytes | None] = {}
+        found: dict[int, tuple[Identity, bytes | None]] = {}
         self.withheld = False
         for number in self._queue.numbers():
-            if number in self._sent:
-                found[number] = None
+            # Read before the file: a file that is replaced meanwhile is sent again in the next round.
+            identity = self._queue.identity(number)
+            if identity is not None and self._sent.get(number) == identity:
+                found[number] = identity, None
                 continue
             data = self._queue.file(number)
-            if data is None:
+            if identity is None or data is None:
                 continue  # the persister was faster
             if len(data) > MAX_BODY:
                 if number not in self._too_large:
@@ -201,7 +203,7 @@ class Follower:
                 self._too_large.add(number)
                 self.withheld = True
                 continue
-            found[number] = data
+            found[number] = identity, data
         return found
 
     def _copies(self, ids: Ids) -> Generator[list[Buffer], None, Ids]:

@@ -38,77 +38,13 @@ class State(Enum):
     CLOSED = "closed"
 
 
-# -- events --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """An arena exists to be sent."""
-
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The peer has accepted the replica, and waits for copies. complete: it has a complete replica of this start."""
-
-    now: float
-    complete: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Marked:
-    """The peer has acknowledged a mark."""
-
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The connection has ended, or could not be opened."""
-
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The peer cannot keep a replica: it has no room, or a live process uses its place."""
-
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Overtaken:
-    """The peer has seen a later epoch of this run."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed. waiting: some changes are not sent yet."""
-
-    now: float
-    waiting: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """The run has ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hurry:
-    """The next attempt to connect is due at once, because the owner's host is about to shut down."""
-
-
-Event = Begin | Accepted | Marked | Lost | Refused | Overtaken | Tick | Close | Hurry
-
 CONNECTED = (State.FULL, State.FOLLOWING, State.BEHIND)
 _ENDED = (State.FENCED, State.CLOSED)
 
 
 @dataclass(slots=True)
 class Link:
-    """One link. Only `handle` changes it."""
+    """One link. A method for each event, with the time. `begin` and `tick` return whether to connect to `at` now."""
 
     candidates: int
     """Number of candidate hosts for this copy."""
@@ -128,46 +64,62 @@ class Link:
         """Whether the link has ended permanently."""
         return self.state in _ENDED
 
-    def handle(self, event: Event) -> bool:
-        """Take one event. Return whether to connect to candidate `at` now."""
-        if self.ended:
+    def begin(self, now: float) -> bool:
+        """Note that an arena exists to be sent."""
+        if self.state is not State.ABSENT or not self.candidates:
             return False
-        match event:
-            case Close():
-                self.state = State.CLOSED
-            case Overtaken():
-                self.state = State.FENCED
-            case Begin(now):
-                if self.state is State.ABSENT and self.candidates:
-                    self.lost_at = now
-                    return self._connect()
-            case Accepted(now, complete):
-                if self.state is State.CONNECTING:
-                    self.state, self.complete = State.FOLLOWING if complete else State.FULL, complete
-                    self.lost_at, self.pause, self.marked_at = None, _PAUSE, now
-            case Marked(now):
-                if self.state in CONNECTED:
-                    self.state, self.complete, self.marked_at = State.FOLLOWING, True, now
-            case Lost(now):
-                self._lose(now)
-            case Refused(now):
-                if self.state is State.CONNECTING or self.state in CONNECTED:
-                    return self._replace(now)
-            case Hurry():
-                self.retry_at, self.pause = 0.0, _PAUSE
-            case Tick(now, waiting):
-                return self._tick(now, waiting)
-        return False
+        self.lost_at = now
+        return self._connect()
 
-    def _tick(self, now: float, waiting: bool) -> bool:
+    def accepted(self, now: float, *, complete: bool = False) -> None:
+        """Note that the peer waits for copies. complete: it has a complete replica of this start."""
+        if self.state is State.CONNECTING:
+            self.state, self.complete = State.FOLLOWING if complete else State.FULL, complete
+            self.lost_at, self.pause, self.marked_at = None, _PAUSE, now
+
+    def marked(self, now: float) -> None:
+        """Note that the peer has acknowledged a mark."""
+        if self.state in CONNECTED:
+            self.state, self.complete, self.marked_at = State.FOLLOWING, True, now
+
+    def lost(self, now: float) -> None:
+        """Note that the connection has ended, or could not be opened."""
+        if self.state is not State.CONNECTING and self.state not in CONNECTED:
+            return
+        self.state = State.LOST
+        if self.lost_at is None:
+            self.lost_at = now
+        self._pause(now)
+
+    def refused(self, now: float) -> None:
+        """Note that the peer cannot keep a replica: it has no room, or a live process uses its place."""
+        if self.state is State.CONNECTING or self.state in CONNECTED:
+            self._replace(now)
+
+    def overtaken(self, _now: float) -> None:
+        """Note that the peer has seen a later epoch of this run."""
+        if not self.ended:
+            self.state = State.FENCED
+
+    def close(self, _now: float) -> None:
+        """Note that the run has ended."""
+        if not self.ended:
+            self.state = State.CLOSED
+
+    def hurry(self, _now: float) -> None:
+        """Make the next attempt to connect due at once: the owner's host is about to shut down."""
+        self.retry_at, self.pause = 0.0, _PAUSE
+
+    def tick(self, now: float, *, waiting: bool = False) -> bool:
+        """Note the time. waiting: some changes are not sent yet."""
         if self.state is State.FOLLOWING and waiting and now >= self.marked_at + BEHIND_AFTER:
             self.state = State.BEHIND
         elif self.state is State.REPLACED and now >= self.retry_at:
             return self._connect()
         elif self.state is State.LOST and self.lost_at is not None:
             if self.candidates > 1 and now >= self.lost_at + REPLACED_AFTER:
-                return self._replace(now)
-            if now >= self.retry_at:
+                self._replace(now)
+            elif now >= self.retry_at:
                 return self._connect()
         return False
 
@@ -175,20 +127,13 @@ class Link:
         self.state = State.CONNECTING
         return True
 
-    def _lose(self, now: float) -> None:
-        if self.state is not State.CONNECTING and self.state not in CONNECTED:
-            return
-        self.state = State.LOST
-        if self.lost_at is None:
-            self.lost_at = now
-        self.retry_at, self.pause = now + self.pause, min(_LONGEST_PAUSE, 2 * self.pause)
-
-    def _replace(self, now: float) -> bool:
+    def _replace(self, now: float) -> None:
         """Try the next candidate: at once, or after a pause if all were tried."""
         self.state, self.complete = State.REPLACED, False
         self.at = (self.at + 1) % self.candidates
-        self.lost_at = now
-        self.retry_at = now
+        self.lost_at = self.retry_at = now
         if self.at == 0:
-            self.retry_at, self.pause = now + self.pause, min(_LONGEST_PAUSE, 2 * self.pause)
-        return False
+            self._pause(now)
+
+    def _pause(self, now: float) -> None:
+        self.retry_at, self.pause = now + self.pause, min(_LONGEST_PAUSE, 2 * self.pause)

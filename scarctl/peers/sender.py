@@ -20,21 +20,7 @@ from scarctl.peers.channel import REPLY_SECONDS, STRANGER_SECONDS, Channel, Gone
 from scarctl.peers.follower import BATCH_BYTES, Counters, Follower
 from scarctl.peers.frames import Kind, encode
 from scarctl.peers.handshake import Hello, answer
-from scarctl.peers.link import (
-    CONNECTED,
-    Accepted,
-    Begin,
-    Close,
-    Event,
-    Hurry,
-    Link,
-    Lost,
-    Marked,
-    Overtaken,
-    Refused,
-    State,
-    Tick,
-)
+from scarctl.peers.link import CONNECTED, Link, State
 from scarctl.peers.tls import Tls
 from scarctl.state.version import NEVER
 from scarctl.util.arrays import Bytes, Ids
@@ -229,56 +215,54 @@ class Sender:
 
     def _run(self) -> None:
         be_polite()
-        now = time.monotonic
-        connect = self._handle(Begin(now()))
+        connect = self._handle(self.link.begin)
         while not self._closing.is_set() and not self.link.ended:
             if connect:
                 self._connect()
             if self._hurrying:
                 self._hurrying = False
-                self._handle(Hurry())
-            connect = self._handle(Tick(now()))
+                self._handle(self.link.hurry)
+            connect = self._handle(self.link.tick)
             if not connect:
                 self._wake.wait(_PAUSE)
                 self._wake.clear()
-        self._handle(Close())
+        self._handle(self.link.close)
 
-    def _handle(self, event: Event) -> bool:
+    def _handle(self, event: Callable[..., bool | None], **details: bool) -> bool:
+        """Call the link's method `event`. Return whether to connect."""
         before, at = self.link.state, self.link.at
-        connect = self.link.handle(event)
+        connect = event(time.monotonic(), **details)
         if self.link.state is not before and self._candidates:
             host = self._candidates[at].host
             log.info("%s: copy on %s: %s", self._source.run, host, self.link.state.value)
-        return connect
+        return connect is True
 
     def _connect(self) -> None:
         """Send to the present candidate until the connection ends, and report the reason to the link."""
         peer = self.host
         if peer in self.avoided:
-            self._handle(Refused(time.monotonic()))
+            self._handle(self.link.refused)
             return
         try:
             self._converse(peer)
         except _RolledBack:
-            self._handle(Lost(time.monotonic()))
+            self._handle(self.link.lost)
         except Gone as error:
-            self._lost(peer, str(error), Lost(time.monotonic()))
+            self._lost(peer, str(error), self.link.lost)
         except OSError as error:
-            self._lost(peer, error.strerror or str(error), Lost(time.monotonic()))
+            self._lost(peer, error.strerror or str(error), self.link.lost)
         except Fenced as error:
-            self._lost(peer, str(error), Overtaken())
+            self._lost(peer, str(error), self.link.overtaken)
         except ScarError as error:
-            now = time.monotonic()
-            final = error.kind in _FINAL
             if error.kind == "unknown-start":
-                self._handle(Lost(now))  # the peer's ranks begin later than these
+                self._handle(self.link.lost)  # the peer's ranks begin later than these
             else:
-                self._lost(peer, str(error), Refused(now) if final else Lost(now))
+                self._lost(peer, str(error), self.link.refused if error.kind in _FINAL else self.link.lost)
         except Exception as error:
             log.exception("sending to a peer failed unexpectedly")
-            self._lost(peer, repr(error)[:200], Lost(time.monotonic()))
+            self._lost(peer, repr(error)[:200], self.link.lost)
 
-    def _lost(self, peer: Candidate, why: str, event: Event) -> None:
+    def _lost(self, peer: Candidate, why: str, event: Callable[[float], None]) -> None:
         said = f"{peer.host}: {why}"
         if said != self._said and not self._closing.is_set():
             self._said = said
@@ -314,7 +298,7 @@ class Sender:
             # Its hand-overs are unknown until the next mark.
             self._current, self._whole = (), ""
             self._ended = self._acknowledged = 0
-            self._handle(Accepted(time.monotonic(), head.get("complete") is True))
+            self._handle(self.link.accepted, complete=head.get("complete") is True)
             self._channel = channel
             try:
                 self._follow(channel)
@@ -346,7 +330,7 @@ class Sender:
                 looked = began
             if closing:
                 return
-            self._handle(Tick(time.monotonic(), waiting=self._follower.lags()))
+            self._handle(self.link.tick, waiting=self._follower.lags())
             self._wake.wait(max(_PAUSE, (time.monotonic() - began) / 8))
             self._wake.clear()
             if readable(channel):
@@ -381,7 +365,7 @@ class Sender:
             self._marked = self._follower.marked_step
             self._whole = self._follower.marked_whole
             self._said = ""
-            self._handle(Marked(time.monotonic()))
+            self._handle(self.link.marked)
 
     def _confirm(self, channel: Channel) -> None:
         channel.expect(Kind.ACK)

@@ -94,6 +94,12 @@ class Persister:
             arena.seal(version)
         return written
 
+    def covers(self, handover: HandOver) -> bool:
+        """Return whether all of the state up to a durable hand-over is durable: its extras, and every copy."""
+        arena = self._arena
+        left = arena.pending() & arena.intact() & (arena.version <= handover.version)
+        return handover.extras is not None and not left.any()
+
     def commit_part(self, handover: HandOver, ids: Ids, extras: Any) -> int:
         """See `scarctl.persist.evacuation.Tier`: commit copies, none newer than the hand-over; seal nothing."""
         part = replace(handover, ids=ids, whole="", extras=extras, unsaved=None)

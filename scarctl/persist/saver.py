@@ -94,7 +94,7 @@ class Saver(Protocol):
         """Wait up to `timeout` seconds until `count` other hosts have everything that is now in this host's memory."""
 
     def answer(self, number: int, fields: Mapping[str, Any]) -> None:
-        """Send the outcome of wish `number` to the command that waits for it."""
+        """Send the outcome of request `number` to the command that waits for it."""
 
     def close(self, current: Current = Current.FINISH) -> None:
         """Release the store. Waiting hand-overs stay in the queue.

@@ -96,6 +96,8 @@ class PersisterThread:
         """The newest failure since the last success."""
         self.failure: ScarError | None = None
         """The failure that halted the thread permanently; None while it works."""
+        self._damaged: Corruption | None = None
+        """The fault of a damaged hand-over, until a later one has saved its copies and newer extras."""
         self._persister = persister
         self._queue = queue
         self._on_saved = on_saved
@@ -114,7 +116,8 @@ class PersisterThread:
     def drain(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds until all hand-overs are durable. Return whether they are.
 
-        If the store refuses access a few times meanwhile, return at once: waiting longer would not help.
+        If the store refuses access a few times meanwhile, return at once: waiting longer would not help. A damaged
+        hand-over is not durable.
         """
         self._send(_Look(), Hurry())
         with self._changed:
@@ -123,7 +126,7 @@ class PersisterThread:
                 lambda: self._settled() or self._ended or self.failure is not None or self._refusals >= most,
                 timeout,
             )
-            return self._settled()
+            return self._settled() and self._damaged is None
 
     def evacuate(self, seconds: float, copies: Copies | None = None) -> Evacuated:
         """Save what the time allows, the most changed per byte first, and report what is safe.
@@ -159,9 +162,10 @@ class PersisterThread:
         self._thread.join()
 
     def fault(self) -> ScarError:
-        """Return the reason why hand-overs are still waiting."""
+        """Return the reason why hand-overs are still waiting, or why one cannot be saved."""
         return (
             self.failure
+            or self._damaged
             or self.last_error
             or Unavailable("the store did not finish in time", hint="wait longer, or save less often")
         )
@@ -308,6 +312,7 @@ class PersisterThread:
                 # Its copies stay pending in the arena.
                 log.error("a damaged hand-over was set aside: %s", error)
                 self._note(error)
+                self._damaged = error
                 self._queue.set_aside(number)
                 return Persisted(number)
             written = self._persister.persist(handover)
@@ -331,6 +336,8 @@ class PersisterThread:
         self.stats.handovers += 1
         self.stats.saved_at = now()
         self.last_error = None
+        if self._damaged is not None and self._persister.covers(handover):
+            self._damaged = None
         self._on_saved(self.speed)
         # Other hand-overs may wait, so collecting moves at most half of the bytes that were just saved.
         self._tidy(written // 2)

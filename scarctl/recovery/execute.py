@@ -318,7 +318,7 @@ class _Run:
         state: ShardState | None = self.plan.states[log]
         while ids.size:
             if state is None:
-                raise no_copy(self.plan.layout, ids, "has no intact copy", self.problems)
+                raise no_copy("no intact copy of", self.plan.layout, ids, self.problems)
             corrupt: list[tuple[Ids, str]] = []
             versions = versions_of(state, ids)
             found = versions >= 0

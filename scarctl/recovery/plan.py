@@ -151,7 +151,7 @@ def plan_partial(
     missing = ids[version < 0]
     if missing.size:
         damage = [d.reason for state in states.values() for d in state.damaged]
-        raise no_copy(layout, missing, "has no intact copy" if damage else "was never saved", damage)
+        raise no_copy("no intact copy of" if damage else "never saved:", layout, missing, damage)
     step = only_step(version)
     whole = _whole_of(_log_of(layout, states)[ids], tier, states, arena)
     exact = bool(whole) and step is not None and (len(ids) == layout.partitions or whole == survivors)
@@ -390,14 +390,12 @@ def only_step(version: Ids) -> int | None:
     return int(steps[0]) if len(steps) == 1 else None
 
 
-def no_copy(layout: Layout, ids: Ids, what: str, problems: Sequence[str] = ()) -> NoIntactCopy:
+def no_copy(what: str, layout: Layout, ids: Ids, problems: Sequence[str]) -> NoIntactCopy:
     names = ", ".join(layout.name(int(i)) for i in ids[:_NAMES_SHOWN])
     more = f" and {len(ids) - _NAMES_SHOWN} more" if len(ids) > _NAMES_SHOWN else ""
     reason = f": {problems[-1]}" if problems else ""
-    if len(ids) > 1:
-        what = what.replace("has ", "have ").replace("was ", "were ")
     return NoIntactCopy(
-        f"{names}{more} {what}{reason}",
+        f"{what} {names}{more}{reason}",
         hint="nothing was changed; `scarctl verify` lists all damage. Name the other parts to restore them alone, "
         "or take an older whole state with --mode rollback, if one is intact",
     )

@@ -62,6 +62,11 @@ class Parts:
         return found
 
     @property
+    def world(self) -> int:
+        """Number of processes that saved the state."""
+        return 1 if self.topology is None else len(self.topology.shards)
+
+    @property
     def optimizer(self) -> str:
         """Name of the optimizer, the same in all parts."""
         return next((layout.optimizer for layout in self.layouts.values()), "")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from scarctl.daemon.request import Wish
+from scarctl.daemon.request import Request
 from scarctl.errors import ScarError
 from scarctl.persist.evacuated import Evacuated
 from scarctl.persist.evacuation import before, not_evacuated
@@ -103,11 +103,11 @@ class Departure:
             found = self._evacuate(before(began + grace, grace), flushed=flushed)
             log.log(logging.INFO if found.safe else logging.WARNING, "SIGTERM: %s", said(found))
 
-    def wished(self, wish: Wish) -> None:
+    def requested(self, request: Request) -> None:
         """Flush for a command that evacuates the host, in a thread, and answer it. Returns at once."""
 
         def work() -> None:
-            began, seconds = time.monotonic(), wish.seconds or 0.0
+            began, seconds = time.monotonic(), request.seconds or 0.0
             try:
                 flushed = self.flush(began + seconds, seconds)
             except Exception:
@@ -115,7 +115,7 @@ class Departure:
                 flushed = False
             engine = self._opening.engine
             if engine is not None:  # without one there is nothing to save, and nothing to answer
-                engine.saver.answer(wish.number, {"flushed": flushed})
+                engine.saver.answer(request.number, {"flushed": flushed})
 
         threading.Thread(target=work, name="scarctl-flush", daemon=True).start()
 

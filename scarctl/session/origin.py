@@ -27,7 +27,8 @@ class Origin:
     def set(self, resumed: Resumed, stored: tuple[str, ...], store: Store, together: Together) -> Resumed:
         """Note the resumed state, with the reasons why it is not exact: mixed steps, encoded copies, earlier caveats.
 
-        stored: the reasons in this rank's extras. Returns the noted state, and logs it.
+        resumed: `exact` says whether all is of one step. stored: the other reasons that this rank knows. Returns the
+        noted state, and logs it.
         """
         encoded = 0 if resumed.report is None else resumed.report.plan.encoded
         if encoded:
@@ -41,7 +42,7 @@ class Origin:
         if why:
             # If it is saved again before a step, it is the same state, and no more exact.
             self._caveats.keep("resumed", "; ".join(why))
-        resumed = replace(resumed, exact=resumed.exact and not why, reasons=why)
+        resumed = replace(resumed, exact=resumed.exact and not why, whole=resumed.exact, reasons=why)
         self.resumed = said(resumed, store, loud=together.leads)
         return self.resumed
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scarctl.arena.arena import Arena
 from scarctl.checkpoint.selector import Selector
 from scarctl.config import SessionSettings
-from scarctl.daemon.request import Wish
+from scarctl.daemon.request import Request
 from scarctl.errors import UsageError
 from scarctl.persist.saver import Saver
 from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
@@ -61,6 +61,8 @@ class AgreedState:
     """The whole state, of all processes, is of `step`."""
     summary: dict[str, Any] | None = None
     """Lost ranks and the predicted cost, for the report; None without ranks."""
+    reasons: tuple[str, ...] = ()
+    """Why training does not continue as it would have, although the state is of one step."""
 
 
 class Elsewhere(Protocol):
@@ -202,9 +204,9 @@ class Together:
     def spread(self) -> None:
         """Send restored live values of this process to the other ranks that hold them."""
 
-    def grant(self, wishes: deque[Wish], selector: Selector, *, regular: bool) -> Wish | None:
-        """Return the wish that all processes fulfil after this same step. regular: a regular checkpoint is due."""
-        return wishes.popleft() if wishes else None
+    def grant(self, requests: deque[Request], selector: Selector, *, regular: bool) -> Request | None:
+        """Return the request that all processes fulfil after this same step. regular: a regular checkpoint is due."""
+        return requests.popleft() if requests else None
 
     def rescue(self, store: Store, step: int, extras: Callable[[], Extras], whole: str) -> None:
         """Update the arenas of dead ranks, after a failure, once this process has saved its state of `step`.

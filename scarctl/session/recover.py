@@ -19,6 +19,7 @@ from scarctl.adapter import Adapter, derive
 from scarctl.checkpoint.copies import Sealed
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.extrapolated import load_extrapolated
+from scarctl.checkpoint.filling import Staged, age_after
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.errors import UsageError
 from scarctl.recovery.execute import Report
@@ -47,7 +48,7 @@ class Resumed:
     step: int
     """Iterations finished: the loop continues with the next one. 0 if the store was empty."""
     exact: bool
-    """The whole state is of `step`: training continues as if it had not stopped. Otherwise steps are mixed."""
+    """Training continues bit for bit as if it had not stopped. `reasons` says why not."""
     report: Report | None
     """Sources of the partitions. None if the store was empty, or if the state was saved under another division. In the
     latter case all of it came from the store."""
@@ -57,6 +58,8 @@ class Resumed:
     """Reasons why the state is not exact, one sentence each; () if it is exact."""
     saved_at: str | None = None
     """UTC time of the newest commit in the store, in ISO 8601; None if no record has it."""
+    whole: bool = True
+    """All partitions and extras are of `step`, as one commit saved them. A whole state may still not be exact."""
 
     @property
     def new(self) -> bool:
@@ -67,8 +70,8 @@ class Resumed:
         """Return one line: the step, whether the state is exact and why not, its oldest copy, sources, and time."""
         if self.new:
             return "step 0: the store holds no state, a new run begins"
-        exact = "exact" if self.exact else f"not exact: {'; '.join(self.reasons)}"
-        line, report = f"step {self.step}, {exact}", self.report
+        inexact = f"{'whole, but ' if self.whole else ''}not exact: {'; '.join(self.reasons)}"
+        line, report = f"step {self.step}, {'exact' if self.exact else inexact}", self.report
         if report is not None and report.plan.ids.size:
             oldest = int(step_of(report.plan.version).min())
             tiers = (f"{counted(count, 'partition')} from {tier}" for tier, count in report.tiers.items())
@@ -103,9 +106,16 @@ def facts(report: Report) -> dict[str, Fact]:
 
 
 def resume_live(
-    engine: Engine, live: LiveState, mode: str, together: Together, snapshot: Snapshot | None = None
+    engine: Engine,
+    live: LiveState,
+    mode: str,
+    together: Together,
+    snapshot: Snapshot | None = None,
+    staged: Staged | None = None,
 ) -> tuple[Resumed, Extras | None]:
     """Restore the whole state into a new process. Returns the extras too, None if the store holds no state.
+
+    staged: where to read all copies if they are in the store, to fill the arena later; None: it is filled at once.
 
     Raises NoIntactCopy, Corruption, UsageError, with no live value changed.
     """
@@ -120,7 +130,7 @@ def resume_live(
     # Saving stops, because extras that move from the queue to the store meanwhile would be seen in neither. Saving
     # stays stopped after a failure, because hand-overs may be later than the step from which another attempt continues.
     together.agree(engine.stop)
-    resumed, extras = _resume(engine, live, together)
+    resumed, extras = _resume(engine, live, together, staged)
     together.agree(engine.start)
     engine.adopt_orphans()
     if resumed.report is not None:
@@ -138,8 +148,10 @@ def _weigh(engine: Engine, together: Together) -> tuple[str, Cost | None]:
     return weigh_resume(engine, *found, together)
 
 
-def _resume(engine: Engine, live: LiveState, together: Together) -> tuple[Resumed, Extras | None]:
-    found, report = together.agree(lambda: _fetch(engine, live))
+def _resume(
+    engine: Engine, live: LiveState, together: Together, staged: Staged | None
+) -> tuple[Resumed, Extras | None]:
+    found, report = together.agree(lambda: _fetch(engine, live, staged))
     agreed = together.agree_on_state(found, engine.store)
     if agreed is None:
         log.warning("%s holds no complete state yet: a new run begins", engine.store.url)
@@ -148,11 +160,16 @@ def _resume(engine: Engine, live: LiveState, together: Together) -> tuple[Resume
     step = agreed.step
     # Copies may be newer than the extras, if the process died before it queued them. Random generators, schedules and
     # the data position are of the older step, so the run continues there.
-    engine.age_after(step)
+    age_after(engine.arena, step)
     engine.learn(shared_history(engine, agreed.extras, step, together), agreed.extras)
     assert report is not None, "every state that was found has a report"
     plan, exact = report.plan, agreed.exact
-    extrapolation, _, _ = together.agree(lambda: load_extrapolated(engine, live, plan, step, exact=exact))
+    if staged is not None and staged.complete:
+        live.load(plan.ids, staged.tensors)
+        engine.filling.later(plan, staged.source(live), step)
+        extrapolation = None
+    else:
+        extrapolation, _, _ = together.agree(lambda: load_extrapolated(engine, live, plan, step, exact=exact))
     report = _with(report, extrapolation)
     if together.brought:
         report = report.from_peer()
@@ -160,8 +177,8 @@ def _resume(engine: Engine, live: LiveState, together: Together) -> tuple[Resume
     return Resumed(step, agreed.exact, report, agreed.summary), agreed.extras
 
 
-def _fetch(engine: Engine, live: LiveState) -> tuple[Found | None, Report | None]:
-    """Bring the newest copies of all partitions into the arena. Return None if a partition has no copy."""
+def _fetch(engine: Engine, live: LiveState, staged: Staged | None) -> tuple[Found | None, Report | None]:
+    """Bring the newest copies of all partitions into the arena, or `staged`. Return None if a partition has no copy."""
     arena, there = engine.arena, engine.copies.newest()
     engine.copies.require_same_line()
     if there is None:
@@ -173,7 +190,7 @@ def _fetch(engine: Engine, live: LiveState) -> tuple[Found | None, Report | None
         return None, None
     engine.copies.believe_newest_seal()
     known = estimate(arena.distance).value  # before the arena is filled up
-    report = engine.copies.fetch_all(states, live.new_slots)
+    report = engine.copies.fetch_all(states, live.new_slots, staged)
     version, whole = (NEVER, "") if newest is None else (newest.version, newest.whole)
     of_one = report.exact and report.step == step_of(version) and report.plan.whole == whole
     exact = of_one if owns else newest is not None
@@ -199,13 +216,14 @@ def recover_live(
     Raises UsageError, NoIntactCopy, ScarError (kind "too-much-rework"), with no live value changed.
     """
     check_mode(mode)
+    together.agree(engine.filling.run)
     ids = together.lost_ids(lost, engine.layout, engine.store)
     now = together.agree(lambda: _distances(engine, live, ids))
     mode, cost = weigh_loss(engine, ids, now, head_step, together, mode, max_rework)
     if mode == "rollback":
         report, extras = _roll_back(engine, live, together, lost=ids.size)
         engine.learn(shared_history(engine, extras, report.step or 0, together), extras)
-        adapter.restore(extras.early, extras.late)
+        together.agree(lambda: adapter.restore(extras.early, extras.late))
         left = together.agree(lambda: left_behind(engine, live, adapter, ids, extras.late))
         return _checked(replace(report, cost=cost), left, together)
     with _known_to_differ(engine, ids):

@@ -10,7 +10,7 @@ from typing import Any
 from scarctl.checkpoint.copied import Extent
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.selector import Selector
-from scarctl.daemon.request import Wish
+from scarctl.daemon.request import Request
 from scarctl.errors import ScarError, error_fields
 from scarctl.recovery.execute import Report
 from scarctl.session.peers import Together
@@ -29,19 +29,19 @@ class Requests:
         """The requested checkpoint."""
         self._tried = False
         """The newest checkpoint was a requested partial one."""
-        self._wishes: deque[Wish] = deque()
+        self._waiting: deque[Request] = deque()
         """Requests that all ranks have to fulfil after the same step."""
-        self.flush: Callable[[Wish], None] = lambda _: None
-        """Fulfils a wish that need not wait for a step. Called in the thread that receives it; returns at once."""
+        self.flush: Callable[[Request], None] = lambda _: None
+        """Fulfils a request that need not wait for a step. Called in the thread that receives it; returns at once."""
 
-    def add(self, wish: Wish) -> None:
-        """Keep a wish until the next step has ended. Called from any thread."""
-        if wish.kind == "flush":
-            self.flush(wish)
-        elif wish.kind == "recover" or (wish.kind == "full" and self._together.several):
-            self._wishes.append(wish)
+    def add(self, request: Request) -> None:
+        """Keep a request until the next step has ended. Called from any thread."""
+        if request.kind == "flush":
+            self.flush(request)
+        elif request.kind == "recover" or (request.kind == "full" and self._together.several):
+            self._waiting.append(request)
         else:
-            self._arrived.append(Extent.WHOLE if wish.kind == "full" else Extent.PART)
+            self._arrived.append(Extent.WHOLE if request.kind == "full" else Extent.PART)
 
     def receive(self) -> None:
         """Take in the checkpoints requested so far. Call it before a step's end becomes visible to other processes.
@@ -58,18 +58,18 @@ class Requests:
         if self._tried:
             self._arrived.append(Extent.PART)
 
-    def recovery(self, selector: Selector, *, regular: bool) -> Wish | None:
+    def recovery(self, selector: Selector, *, regular: bool) -> Request | None:
         """Return the recovery that all ranks carry out after this same step. Call it once after every step.
 
         regular: a regular checkpoint is due.
 
-        Raises ScarError if ranks cannot exchange their wishes.
+        Raises ScarError if ranks cannot exchange their requests.
         """
-        wish = self._together.grant(self._wishes, selector, regular=regular)
-        if wish is not None and wish.kind == "full":
+        request = self._together.grant(self._waiting, selector, regular=regular)
+        if request is not None and request.kind == "full":
             self._requested = Extent.WHOLE
             return None
-        return wish
+        return request
 
     def due(self, engine: Engine, *, regular: bool) -> Extent | None:
         """Return the checkpoint that is due: the regular or a requested one; None: no checkpoint is due.

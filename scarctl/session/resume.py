@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from scarctl.checkpoint.engine import Engine
+from scarctl.checkpoint.filling import Staged, may_wait
 from scarctl.checkpoint.loading import NewSlots
 from scarctl.session.parts import Parts
 from scarctl.session.peers import Elsewhere
@@ -29,7 +30,8 @@ class Outcome:
 
     resumed: Resumed
     reasons: tuple[str, ...] = ()
-    """Why the state is not exact: the earlier run's reasons, and states that extras could not continue from."""
+    """Why the state is not exact: another division among processes, the earlier run's reasons, and states that extras
+    could not continue from."""
     reshaped: bool = False
     """The state was saved under another division, and must be saved again."""
 
@@ -45,6 +47,7 @@ class Resumption:
         self._opening = parts.opening
         self._together = parts.together
         self._journal = parts.journal
+        self._unhooked = parts.gate.stepping
 
     @without_collection()
     def run(self, mode: str, snapshot: str | None) -> Outcome:
@@ -87,9 +90,12 @@ class Resumption:
         reached = engine.arena.head_step
         live = self._binding.live(engine.arena)
         live.new_slots = NewSlots(live.tensors, missing)
+        # Other ranks may need this one's copies, extrapolating needs the arena's. Without hooks no step waits.
+        at_once = self._together.several or engine.trend is not None or self._unhooked
+        staged = None if at_once or not may_wait(live) else Staged(layout, live.new_slots)
         try:
             resumed, extras = resume_live(
-                engine, live, mode if snapshot is None else "rollback", self._together, snapshot
+                engine, live, mode if snapshot is None else "rollback", self._together, snapshot, staged
             )
         except BaseException:
             remove_slots()
@@ -107,6 +113,7 @@ class Resumption:
         engine = self._opening.open(elsewhere.layout, resuming=True)
         # Copies of an earlier failed attempt must not count as copies of this state.
         engine.start_over()
+        self._together.agree(engine.filling.run)
         try:
             agreed = self._together.agree(lambda: elsewhere.fill(engine.arena))
         except BaseException:
@@ -117,21 +124,27 @@ class Resumption:
         self._together.spread()
         engine.start_over()
         resumed = Resumed(agreed.step, agreed.exact, None, agreed.summary, saved_at=last_saved(self._store))
-        stored = self._continue(engine, resumed, agreed.extras, agreed.step)
+        stored = self._continue(engine, resumed, agreed.extras, agreed.step, agreed.reasons)
         self._opening.begin_saving(engine)
         return Outcome(resumed, stored, reshaped=True)
 
     def _continue(
-        self, engine: Engine, resumed: Resumed, extras: Extras | None, reached: int
+        self,
+        engine: Engine,
+        resumed: Resumed,
+        extras: Extras | None,
+        reached: int,
+        known: tuple[str, ...] = (),
     ) -> tuple[str, ...]:
-        """Restore the extras, and start the engine. Return why the state is not exact: the extras' reasons.
+        """Restore the extras, and start the engine. Return why the state is not exact: `known` and extras' reasons.
 
         extras: None if the store holds no state. reached: the newest step of the earlier run in this host's memory.
         """
-        stored = () if extras is None else reasons(extras.notes.caveats)
+        stored = known
         if extras is not None:
-            self._adapter.restore(extras.early, extras.late)
-            stored = (*stored, *self._progress.misfits())
+            # An optimizer may have other param_groups on one rank alone.
+            self._together.agree(lambda: self._adapter.restore(extras.early, extras.late))
+            stored = (*known, *reasons(extras.notes.caveats), *self._progress.misfits())
             engine.policy_memory = extras.policy
             self._journal.follow(extras.notes.events, extras.notes.samples)
             report = resumed.report
@@ -140,7 +153,11 @@ class Resumption:
                 "resumed",
                 resumed.step,
                 reached=max(reached, newest, resumed.step),
-                **({"exact": resumed.exact} if report is None else facts(report)),
+                **(
+                    {"exact": resumed.exact and not known, "whole": resumed.exact}
+                    if report is None
+                    else facts(report)
+                ),
             )
         self._progress.restore(extras, resumed.step, exact=resumed.exact and not stored)
         self._opening.run_on(engine, resumed.step)

@@ -19,7 +19,7 @@ from scarctl.checkpoint.step_end import check_step
 from scarctl.checkpoint.tracker import touched_of
 from scarctl.config import Hooks, SessionSettings
 from scarctl.config.checks import seconds_of
-from scarctl.daemon.request import Wish
+from scarctl.daemon.request import Request
 from scarctl.errors import UsageError
 from scarctl.persist.evacuated import Evacuated
 from scarctl.recovery.execute import Report
@@ -111,7 +111,7 @@ class Session:
         atexit.register(self._at_exit)
         attached.opened(self)
         self._departure = Departure(parts, self._saving, self._inert)
-        self._requests.flush = self._departure.wished
+        self._requests.flush = self._departure.requested
         self._unwatch = self._departure.watch_signals()
 
     def _install(self, hooks: Hooks) -> Callable[[], None]:
@@ -293,9 +293,8 @@ class Session:
             if outcome.reshaped:
                 # Until this seal is durable, the old shards still have the state.
                 self._saving.seal(self._saving.take())
-            elif self._engine is not None and self.settings.flush_on_signal:
-                # An exception in the next step then saves these extras, and no later ones.
-                self._saving.follow(self._engine)
+            elif self._engine is not None:
+                self._saving.resumed(self._engine)
             self._progress.resumed(self.head_step, self._saving.moment)
             return resumed
 
@@ -342,7 +341,7 @@ class Session:
         engine = self._started()
         with self._gate.held():
             self._finish()
-            live = self._binding.live(engine.arena)
+            live = self._together.agree(lambda: self._binding.live(engine.arena))
             report = recover_live(
                 engine, live, self._adapter, lost, mode, self.head_step, self._together, max_rework
             )
@@ -380,18 +379,18 @@ class Session:
             return
         # While the gate is held, no flush can run between these parts.
         with self._held:
-            wish = self._steps.end()
-            if wish is not None:
-                self._grant(wish)
+            request = self._steps.end()
+            if request is not None:
+                self._grant(request)
             self._steps.save()
 
-    def _grant(self, wish: Wish) -> None:
+    def _grant(self, request: Request) -> None:
         """Carry out a command's recovery, and answer it."""
         found = answer(
-            lambda: self.recover(wish.lost, "partial", wish.max_rework), self.head_step, self._together
+            lambda: self.recover(request.lost, "partial", request.max_rework), self.head_step, self._together
         )
-        if wish.number:
-            self._saver.answer(wish.number, found)
+        if request.number:
+            self._saver.answer(request.number, found)
 
     def _inert(self) -> bool:
         """Return whether hooks do nothing: the session is closed, or a copy in a forked child (a loader's worker)."""

@@ -9,7 +9,7 @@ import torch
 
 from scarctl.adapter import Watching
 from scarctl.checkpoint.copied import Extent
-from scarctl.daemon.request import Wish
+from scarctl.daemon.request import Request
 from scarctl.errors import ScarError
 from scarctl.session.parts import Parts
 from scarctl.session.progress import PASSING
@@ -82,7 +82,7 @@ class Steps:
             finally:
                 self._saving.stats.stalled(started, part=part)
 
-    def end(self) -> Wish | None:
+    def end(self) -> Request | None:
         """Count the iteration, right after the last optimizer's step. Return the recovery that is due, if any.
 
         Call it with the gate held, and call `save` before releasing the gate: no flush may run between the two.
@@ -107,7 +107,7 @@ class Steps:
         saving.stats.interval = engine.cadence.interval
         saving.stats.slowed_seconds = engine.cadence.overhead.slowed_seconds
         if self._regular and engine.owes_seal():
-            self._requests.add(Wish("full"))
+            self._requests.add(Request("full"))
         try:
             return self._requests.recovery(engine.selector, regular=self._regular)
         except ScarError as error:

@@ -1,8 +1,8 @@
 """Detect a resumed run that continues differently, by saving digests of the next forward with each checkpoint.
 
 A checkpoint of step k has digests of the random numbers and inputs with which the first forward pass of step k+1 began.
-The first forward pass of a run that resumes from it must begin with the same. That holds whatever the loop does in
-between: make an iterator, skip batches, draw noise, read the environment.
+The first forward pass of a run that resumes from it must begin with the same. That holds whatever the loop does
+before that pass: make an iterator, skip batches, draw noise, read the environment.
 
 If nothing followed the step, for example because the run was closed, no comparison is possible. Then the loop must draw
 as many random numbers as before each of its last steps, and must not read a DataLoader.
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from scarctl.checkpoint.randomness import Raw, digests, draws, raw
@@ -177,7 +178,7 @@ class Witness:
         if not self.looks:
             return None
         values = None if gap is None else gap.values
-        found: dict[str, Any] = {"rank": self._rank, **self._changes.found(values)}
+        found: dict[str, Any] = {"rank": self._rank, "world": _world(), **self._changes.found(values)}
         if gap is not None and gap.ended is not None:
             found |= {"drawn": digests(gap.ended), "inputs": _digest(gap.inputs)}
         elif self._kept is not None and self._kept[0] == step:
@@ -214,9 +215,14 @@ class Witness:
             return []
         gap = self._gaps[-1]
         found = self._changes.differences(expected, gap.values, followed="drawn" in expected)
+        before, now = expected.get("world", _world()), _world()
+        if before != now:  # this process saves alone: otherwise the state would be divided otherwise
+            found.append(
+                f"the run was stopped in a job of {before!r:.20} processes, and continues in one of {now}"
+            )
         if isinstance(expected.get("drawn"), dict):
-            now = digests(gap.ended)  # type: ignore[arg-type]
-            moved = [name for name, digest in now.items() if expected["drawn"].get(name) != digest]
+            begun = digests(gap.ended)  # type: ignore[arg-type]
+            moved = [name for name, digest in begun.items() if expected["drawn"].get(name) != digest]
             if moved:
                 found.append(f"the first forward begins with other random numbers of {' and '.join(moved)}")
             inputs = _digest(gap.inputs)
@@ -240,6 +246,11 @@ class Witness:
         elif by_hand and not positioned and drawn == [0, 0, 0]:
             found.append("neither saved random numbers nor extras show which data came next")
         return found
+
+
+def _world() -> int:
+    """Return the number of processes that train together, whether or not they save together."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _reads_a_loader() -> bool:

@@ -311,7 +311,7 @@ class _Run:
     def fail(
         self, cell: Cell, shard_seed: int, undisturbed: _Undisturbed, known: Known, of: tuple[Any, ...]
     ) -> tuple[int, float, bool]:
-        """Fail, recover and train on. Return rework, the perturbation's l2 norm, and whether the target was reached.
+        """Fail, recover and continue. Return rework, the perturbation's l2 norm, and whether the target was reached.
 
         of: the key of the undisturbed run in `known`.
         """
@@ -335,7 +335,7 @@ class _Run:
         return rework, float(np.linalg.norm(moved)), arrived
 
     def _finish(self, iteration: int, undisturbed: _Undisturbed) -> tuple[int, bool]:
-        """Train on after `iteration`. Return rework, and whether the target was reached."""
+        """Continue after `iteration`. Return rework, and whether the target was reached."""
         done, most = self._failed_after, PATIENCE * undisturbed.iterations
         metrics, arrived = undisturbed.metrics[:iteration], False
         while done < most and not arrived:

@@ -61,8 +61,9 @@ class Journal:
 
     "started": process, as host:pid. "resumed": exact; mode ("partial" or "rollback"); reached, the newest step that the
     run is known to have finished before; partitions, memory, peer and store: the number of restored ones, and of those
-    from each tier; perturbation, a norm; low and high, the predicted rework in iterations. "recovered": the same, but
-    `reached`, for lost partitions in a running process.
+    from each tier; perturbation, a norm; low and high, the predicted rework in iterations; whole, if the state was
+    saved under another division: all is of one step. "recovered": the same, but `reached`, for lost partitions in a
+    running process.
     """
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from scarctl.errors import UsageError
 
 PIECE = 1 << 20
-"""About the bytes that are chosen or skipped together."""
+"""Approximate number of bytes that are chosen or skipped together."""
 
 _PART = re.compile(r"(\d{1,9})/(\d{1,9})", re.ASCII)
 _SHARE = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)%", re.ASCII)

@@ -123,7 +123,7 @@ class _Known:
         self.signs: tuple[memoryview, ...] = ()
         """The bytes that say whether a generator has drawn; () where one has to be asked officially."""
         self.sign = b""
-        """Those of `last`."""
+        """The bytes of `last`."""
         self.last = HostStates((None, None), (None, None))
         if python is not None and of_numpy is not None:
             self.bits = bits = getattr(self.numpy, "_bit_generator")  # noqa: B009

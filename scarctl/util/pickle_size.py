@@ -38,7 +38,7 @@ MOST_OF_TORCH = 1 << 20
 MOST_MADE_OF_TORCH = 1 << 18
 """Opcodes in the pickles of a `.pt` file, and how many of them may create objects: for its plain values."""
 _OF_TENSOR, _MADE_OF_TENSOR = 64, 24
-"""What each tensor with data of its own may add: about twice what torch writes for one."""
+"""Opcodes and objects that each tensor with data of its own may add: about twice as many as torch writes."""
 _MOST_TENSORS = 1 << 17
 
 

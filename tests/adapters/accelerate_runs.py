@@ -1,4 +1,4 @@
-"""A small loop with Accelerate, in this process or as a rank: torchrun -m tests.adapters.accelerate_runs JSON.
+"""Train a small loop with Accelerate, in this process or as a rank: torchrun -m tests.adapters.accelerate_runs JSON.
 
 A model with dropout, shuffled data, two batches per step, schedules that the loop steps after a step and after an
 epoch, evaluation that draws random numbers, and a registered object.

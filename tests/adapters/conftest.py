@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(scope="package", autouse=True)
 def one_thread() -> Iterator[None]:
-    """A forked process has only the thread that forked, so its sums would have another order."""
+    """Compute with one thread: a forked process has no others, so its sums would have another order."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

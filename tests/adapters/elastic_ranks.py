@@ -79,7 +79,7 @@ def plain(rank: int, steps: range, **options: Any) -> torch.Tensor:
 
 
 def nothing_lent(rank: int, world: int) -> bool:
-    """With beta = 1 the result equals that of DDP."""
+    """Check that the result with beta = 1 equals that of DDP."""
     options = {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
     ddp = wrap(rank)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, **options)
@@ -90,7 +90,7 @@ def nothing_lent(rank: int, world: int) -> bool:
 
 
 def corrected(rank: int, world: int) -> dict[str, float]:
-    """The gradients do not depend on the parameters, so lent gradients leave no trace, even if rates change."""
+    """Check that lent gradients leave no trace if gradients do not depend on parameters, even if rates change."""
     ddp = wrap(rank)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     elastic = schedule(ddp, optimizer, beta=0.5)
@@ -108,7 +108,7 @@ def corrected(rank: int, world: int) -> dict[str, float]:
 
 
 def bounded(rank: int, world: int) -> dict[str, float]:
-    """On a quadratic with noise of norm 1, ‖own - mean‖ <= s (2 + 2 L α B) with s = 1 - 1/p, so B has a bound."""
+    """Check the bound B: on a quadratic with noise of norm 1, ‖own - mean‖ <= s (2 + 2 L α B) with s = 1 - 1/p."""
     rate, curvature = 0.1, 1.0
     ddp = wrap(rank, curvature=curvature)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=rate)
@@ -183,7 +183,7 @@ def settings(folder: str) -> scarctl.Settings:
 
 
 def protected(rank: int, world: int, folder: str, wrapper: bool) -> dict[str, Any]:
-    """With a session attached, a state with a lent gradient is not exact; a state settled within its step is exact."""
+    """Check that a state with a lent gradient is not exact, and one that is settled within its step is."""
     found: dict[str, Any] = {}
     for settle in (False, True):
         for again in (False, True):

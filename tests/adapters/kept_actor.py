@@ -1,4 +1,4 @@
-"""An actor that counts, as a process that can be killed: it answers calls that come over a Unix socket.
+"""Run an actor that counts, as a process that can be killed: it answers calls that come over a Unix socket.
 
     python -m tests.adapters.kept_actor STORE SOCKET EVERY
 

@@ -37,7 +37,7 @@ class Mutated(AdapterConformance):
 
 
 def with_adapter(adapter: type[TorchAdapter]) -> type[TorchTraining]:
-    """The loop of the torch suite, in which the session finds this adapter."""
+    """Return the suite with the loop of torch, in which the session finds this adapter."""
 
     class Loop(TorchTraining):
         def run(self, store: Path, until: int, visit: Visit, **more: Any) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from scarctl.errors import ScarError
 from scarctl.session.session import Session
 
 HALF, LAST = 4, 8
@@ -23,8 +25,8 @@ class Train(Protocol):
     def __call__(self, folder: Path, until: int, kind: Any, *, at: At | None = None) -> dict[str, Any]: ...
 
 
-class Warnings(logging.Handler):
-    """A handler that keeps the warnings of a session."""
+class _Texts(logging.Handler):
+    """A handler that keeps the texts of warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -33,6 +35,37 @@ class Warnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """See `logging.Handler`."""
         self.texts.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def warnings() -> Iterator[list[str]]:
+    """Yield a list that receives scarctl's warnings."""
+    handler, log = _Texts(), logging.getLogger("scarctl")
+    log.addHandler(handler)
+    try:
+        yield handler.texts
+    finally:
+        log.removeHandler(handler)
+
+
+def described(session: Session) -> dict[str, Any]:
+    """Return how a session has resumed, and the newest finished iteration."""
+    resumed = session.resumed
+    return {
+        "step": resumed.step,
+        "head": session.head_step,
+        "exact": resumed.exact,
+        "reasons": list(resumed.reasons),
+        "ranks": resumed.ranks and {key: resumed.ranks[key] for key in ("lost", "steps", "step")},
+    }
+
+
+def one_run(train: Train, folder: str, until: int, kind: Any) -> Any:
+    """Return the report of one run, new or resumed; or the error's class and message."""
+    try:
+        return train(Path(folder), until, kind)
+    except ScarError as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def halves(train: Train, folder: str, kinds: list[Any]) -> list[Any]:
@@ -46,10 +79,10 @@ def halves(train: Train, folder: str, kinds: list[Any]) -> list[Any]:
     return found
 
 
-def under_torchrun(train: Train, folder: str, kind: Any, saved: int, killed: int) -> None:
+def under_torchrun(train: Train, folder: str, kind: str, saved: str, killed: str) -> None:
     """Run one rank of a job under torchrun, and write its report. Rank 1 kills itself in its first life.
 
-    saved: the step after which everything is saved and sealed. killed: the step after which rank 1 dies.
+    kind: JSON. saved: the step after which everything is saved and sealed. killed: the step after which rank 1 dies.
     """
     from torch import distributed as dist
 
@@ -64,11 +97,12 @@ def under_torchrun(train: Train, folder: str, kind: Any, saved: int, killed: int
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    at: dict[int, Any] = {saved: save} if first else {}
+    at: dict[int, Any] = {}
     if first:
-        before = at.get(killed, lambda session: None)
-        at[killed] = lambda session: (before(session), die(session))
-    report = train(Path(folder), LAST, kind, at=at)
+        at = {int(killed): die, int(saved): save}
+        if saved == killed:
+            at = {int(saved): lambda session: (save(session), die(session))}
+    report = train(Path(folder), LAST, json.loads(kind), at=at)
     Path(folder, f"report-{rank}.json").write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()

@@ -97,7 +97,7 @@ class Drained(TrainerCallback):  # type: ignore[misc]
 
 
 def gpt() -> GPT2LMHeadModel:
-    """A transformer with tied embeddings that Trainer can save."""
+    """Return a transformer with tied embeddings that Trainer can save."""
     config = GPT2Config(
         vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
     )

@@ -1,4 +1,4 @@
-"""Acknowledgements of peers as a transition system: an owner that trains, two hosts with copies, hosts that are lost.
+"""Explore acknowledgements of peers: an owner that trains, two hosts with copies, hosts that are lost.
 
 One run, two partitions; a version is a step. What others can see is one step, which names its function of scarctl. The
 owner asks (`Run.await_peers`), and is answered by one host ("next") or by both ("all"). What was answered must survive

@@ -2,7 +2,7 @@
 
     python -m tests.adversarial.corruption [flips|cuts] [--cases N] [--first N] [--every N] [--seed S] [--jobs 2]
 
-Cases are single flipped bits, spread evenly over the kinds of bytes in a store. Besides, each small file of a smaller
+Cases are single flipped bits, spread evenly over the kinds of bytes in a store. Also, each small file of a smaller
 store is cut at every length, and gets bytes more.
 """
 
@@ -80,7 +80,7 @@ class Outcome:
 
 
 def regions(image: Image) -> list[Region]:
-    """All bytes of the store, by kind."""
+    """Return all bytes of the store, by kind."""
     found = []
     for name, data in image.files.items():
         part = name.split("/")

@@ -2,10 +2,10 @@
 
     python -m tests.adversarial.crash calls              every system call, right before and right after it
     python -m tests.adversarial.crash requests           every request of a store in memory, as of an object store
-    python -m tests.adversarial.crash kills --cases 500  SIGKILL at random, of a collecting writer, and of one beside it
+    python -m tests.adversarial.crash kills --cases 500  SIGKILL at random, of a collecting writer, and one next to it
     python -m tests.adversarial.crash prunes             SIGKILL at random of `scarctl prune`
 
-After each the store is what was acknowledged, or what was begun; and the next writer goes on.
+After each the store is what was acknowledged, or what was begun; and the next writer continues.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m tests.adversarial.creations [PLACE ...] [--rounds N] [--processes N]
 
 PLACE: local, s3, ftp. A place that scarctl accepts must have one winner in each round, whose bytes are there. One that
-has more must be refused, whatever its probe saw: on the FTP server the race is run all the same, to show why.
+has more must be refused, whatever its probe saw: on the FTP server the race is run anyway, to show why.
 """
 
 from __future__ import annotations

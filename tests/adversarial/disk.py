@@ -1,4 +1,4 @@
-"""A disk that loses power: records the system calls below a folder, and makes what may be there afterwards.
+"""Record the system calls below a folder, and make the files that a loss of power may leave of them.
 
 The model is harsher than any file system. A file's bytes are safe after an fsync of the file, a name is safe after an
 fsync of its folder, and nothing else is safe. What is not may be there, or not, or in part: bytes torn anywhere, pages
@@ -154,7 +154,7 @@ class Loss:
         return older[int(self._rng.integers(len(older)))]
 
     def data(self, number: int | None, safe: bytes, now: bytes) -> bytes:
-        """One file under two names is one file."""
+        """Return a file's bytes after the loss of power. Under two names it is one file."""
         if number not in self._files:
             self._files[number] = now if self._keeps() else self._torn(safe, now)
         return self._files[number]

@@ -1,4 +1,4 @@
-"""What really happened to a store: every record that anybody tried to create, and what each commit held.
+"""What really happened to a store: every record that a process tried to create, and what each commit held.
 
 The log's truth is the chain of parents from the newest record back, whatever was deleted of it meanwhile. From that the
 state is computed once more, without the code under test, and compared with what a reader gets.

@@ -55,7 +55,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Told:
-    """What a process has reported about itself."""
+    """The report of a process."""
 
     step: int
     exact: bool

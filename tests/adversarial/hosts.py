@@ -165,7 +165,7 @@ class World:
 
 
 def rollback_elsewhere(world: World, daemon: str = "") -> None:
-    """A host dies, the run is rolled back and continues on another host, the first host returns, then a third."""
+    """Let a host die, roll the run back, and continue on another host. The first host returns, then a third."""
     world.run("run", "a", Plan(steps=12, durable=12, daemon=daemon))
     told = world.run("run", "a", Plan(steps=28, drained=True, daemon=daemon and "dies"))
     told = world.run("run", "b", Plan("rollback", steps=4, daemon=daemon))
@@ -176,7 +176,7 @@ def rollback_elsewhere(world: World, daemon: str = "") -> None:
 
 
 def copied(world: World, daemon: str = "") -> None:
-    """A store is copied; its run continues and dies; another run trains in the copy; the first run returns."""
+    """Copy a store. Its run continues and dies, another run trains in the copy, and the first run returns."""
     world.run("run", "a", Plan(steps=12, durable=12, end="close", daemon=daemon))
     world.copy("run", "copy")
     world.run("run", "a", Plan(steps=28, durable=20, stopped=20, daemon=daemon and "dies"))
@@ -189,7 +189,7 @@ def copied(world: World, daemon: str = "") -> None:
 
 
 def restored(world: World, daemon: str = "") -> None:
-    """A store is restored from a backup; later steps are in memory, and must not return."""
+    """Restore a store from a backup. Later steps are in memory, and must not return."""
     world.run("run", "a", Plan(steps=12, durable=12, end="close", daemon=daemon))
     world.copy("run", "backup")
     world.run("run", "a", Plan(steps=38, durable=30, stopped=34, daemon=daemon and "dies"))

@@ -210,7 +210,7 @@ class Model:
                 yield f"begins round {link.begun + 1}", world._replace(link=self._round(world, link))
 
     def _round(self, world: World, link: Link) -> Link:
-        """The hand-overs of this moment come after the copies, and before the mark."""
+        """Begin a round. Its hand-overs come after the copies, and before the mark."""
         number = link.begun + 1
         frames = [Frame("copy", number, p) for p in PARTITIONS if link.sent[p] != world.copies[p]]
         frames += [Frame("extras", number, extras=world.queued)] if world.queued else []

@@ -41,8 +41,8 @@ PLACE = "a/run"
 
 NEEDLESS = {
     "_sync_visible < create_exclusive: folder a/run": (
-        "a store that holds nothing yet may be forgotten, for whoever makes a folder in it syncs its name first; "
-        "but who was told that it is there shall find it"
+        "a store that holds nothing yet may be forgotten: a process that makes a folder in it syncs its name first; "
+        "but a process to which it was reported has to find it"
     ),
     **dict.fromkeys(
         (
@@ -50,7 +50,7 @@ NEEDLESS = {
             "prepare: folder a/run/shards/N/index",
             "prepare: folder a/run/shards/N/seg",
         ),
-        "whoever puts a file there syncs the folder then; logs and snapshots matter: others act on their names",
+        "a process that puts a file there syncs the folder then; logs and snapshots matter: others act on their names",
     ),
 }
 """Call sites whose fsync has no effect on safety, and why it stays."""

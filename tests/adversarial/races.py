@@ -1,11 +1,11 @@
 """Several writers on one store, none kept out by a lock: each is stopped, between two operations on files, while others
-take over, and goes on then as a zombie.
+take over, and continues then as a zombie.
 
     python -m tests.adversarial.races --cases 12000 --seed 0
 
 Half of the cases stop one writer at one of its operations and play another one whole; in the other half two or three
 writers take turns at random, and answers get lost. Every hundredth case has real processes, one of them stopped by
-SIGSTOP. After each case: whoever was told of a success finds its record in the log, all but the newest writer are
+SIGSTOP. After each case: a writer that reported a success finds its record in the log, all but the newest writer are
 fenced, `verify` reads every byte, readers get what the log says, and so do those who go back to the newest sealed state
 or to a snapshot.
 """

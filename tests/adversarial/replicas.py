@@ -403,7 +403,7 @@ class Model:
             yield "the cable is mended", world._replace(link=world.link._replace(up=True))
 
     def _part(self, world: World, number: str) -> Iterator[Step]:
-        """The job's controller takes a life for dead and starts the next; the former continues, with its daemon."""
+        """Start the next life although the former one lives, with its daemon: the controller takes it for dead."""
         i = int(number)
         if world.lives[i].epoch and not world.lives[i].at:
             yield f"{i} is taken for dead", with_life(world, i, world.lives[i]._replace(at="parted"))
@@ -416,7 +416,7 @@ class Model:
         yield f"{host} is back", world._replace(lost=world.lost - {host})
 
     def _join(self, world: World, _: str) -> Iterator[Step]:
-        """The next life of the owner's host takes over the sender."""
+        """Let the next life of the owner's host take over the sender."""
         first, second, *others = world.lives
         if second.epoch and first.at == "over":
             lives = (second._replace(after=-1), first._replace(after=-1), *others)

@@ -168,7 +168,7 @@ class History:
                 raise Broken(f"the extras of hand-over {number} are no part of the state that it has sealed")
 
     def _cut(self) -> None:
-        """The saver dies after some commits, and another one takes over."""
+        """Let the saver die after some commits, and another one take over."""
         left, original = self._rng.randrange(1, SHARDS + 1), StoreWriter.commit
 
         def commit(writer: StoreWriter, *args: object, **kwargs: object) -> Record:
@@ -191,7 +191,7 @@ class History:
         rig.arena.begin_epoch(rig.writer.epoch, again=True)
 
     def _kill(self) -> None:
-        """The run dies, perhaps with the machine, and continues from what remains."""
+        """Let the run die, perhaps with the machine, and continue from what remains."""
         if self._rng.random() < 0.5:
             self.rig.die()
             shutil.rmtree(self._folder / "arenas" / "run")
@@ -201,7 +201,7 @@ class History:
         self._continue()
 
     def _outlive(self) -> None:
-        """The run dies in a copy. Its daemon saves what is there, and then frees the store for the next process."""
+        """Let the run die in a copy. Its daemon saves the rest, and then frees the store for the next process."""
         rig, arena = self.rig, self.rig.arena
         if self._rng.random() < 0.5:  # what the saver has done last is a seal with the first number
             for number in rig.queue.numbers():

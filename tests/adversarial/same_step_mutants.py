@@ -1,4 +1,4 @@
-"""Versions of scarctl that `same_step` has to tell from the real one: each lacks one comparison of identities."""
+"""Define wrong versions of scarctl that `same_step` has to find: each lacks one comparison of identities."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     python -m tests.adversarial.secrets [--cases 1]
 
-An S3 server of our own, a proxy before it that fails as told and repeats in its errors what it was sent; every command
+An S3 server of our own, a proxy before it that fails as asked and repeats in its errors what it was sent; every command
 in three forms, and sessions that save from a thread and from the daemon.
 """
 

@@ -154,7 +154,7 @@ class Targets(StoreTargets):
             {"v": 2, "op": "drain", "milliseconds": 0},
             {"v": 2, "op": "roll_back", "seqs": {"0": 3, "1": 4}},
             {"v": 2, "op": "watch", "run": "0" * 32},
-            {"v": 2, "op": "ask", "store": "0" * 32, "wish": {"kind": "recover", "lost": ["x"]}},
+            {"v": 2, "op": "ask", "store": "0" * 32, "request": {"kind": "recover", "lost": ["x"]}},
             {"v": 2, "op": "hold", "seconds": 1},
             *({"v": 2, "op": op} for op in ("pause", "resume", "close", "leave", "notify")),
         ]

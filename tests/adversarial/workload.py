@@ -60,7 +60,7 @@ class Kind:
         return [np.flatnonzero(shard == SHARD_OF) for shard in range(SHARDS)]
 
     def create(self, url: str) -> Store:
-        """Makes the store where there is none."""
+        """Make the store if it does not exist."""
         create = Store.create if self.one_log else store_with_a_log_per_shard
         return create(url, shards=SHARDS, seed=SEED)
 
@@ -322,7 +322,7 @@ def drop(store: Store, name: str, tell: Tell) -> None:
 SCRIPT: tuple[tuple[Act, ...], ...] = (
     # A store is made, and filled.
     (("open",), ("seal", 1.0), ("commit", 0), ("commit", 1), ("snapshot", "a"), ("close",)),
-    # Collection beside commits; a snapshot goes, another comes.
+    # Collection alongside commits; a snapshot goes, another comes.
     (
         ("open",),
         *(("commit", shard, 0.5) for _ in range(2) for shard in range(SHARDS)),

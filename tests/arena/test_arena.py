@@ -86,7 +86,7 @@ def test_generations_against_a_model(steps: list[tuple[str, set[int], int]]) -> 
         elif what == "begin":
             arena.begin(ids)
         else:
-            ids = ids[(arena.generation[ids] & 1) == 1]  # nobody ends what was not begun
+            ids = ids[(arena.generation[ids] & 1) == 1]  # what was not begun is not ended
             arena.end(ids, v)
         for i in ids.tolist():
             if what == "begin":

@@ -12,10 +12,9 @@ import pytest
 
 from scarctl.arena import kinship
 from scarctl.arena.arena import Arena
-from scarctl.arena.folder import arena_folder, host_folder
+from scarctl.arena.folder import arena_folder
 from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.stale import reap, survey
-from scarctl.daemon import client, protocol
 from scarctl.daemon.server import Daemon
 from scarctl.errors import Fenced, Unavailable
 from scarctl.persist.saver import LocalSaver
@@ -25,7 +24,6 @@ from scarctl.store import Store, open_writer, sealed_sets
 from scarctl.store.prune import Retention, plan_prune, prune
 from tests.daemon.rig import fill, small_layout
 from tests.daemon.trainer import Trainer
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.leaves_arena
 LAYOUT = small_layout()
@@ -223,28 +221,19 @@ def test_a_copy_has_a_memory_of_its_own_also_while_both_run(
     Trainer(tmp_path / "copy", arena_dir).close()
 
 
-@pytest.mark.parametrize("other", ["moved", "of an earlier version"])
-def test_memory_under_another_name_is_not_used_but_said(
-    arena_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, other: str
+def test_memory_of_a_store_that_was_moved_is_not_used_but_said(
+    arena_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = died_at(tmp_path / "run", arena_dir, pending=2)
-    place = tmp_path / "run"
-    if other == "moved":
-        place = place.rename(tmp_path / "moved")
-    else:
-        old = folder.rename(folder.with_name(folder.name[:32]))
-        arena = Arena.open_existing(old, run_id=old.name)
-        assert arena is not None
-        (arena.folder / "lines").unlink()
-        arena.close()
-    host = Host(place, arena_dir)
+    died_at(tmp_path / "run", arena_dir, pending=2)
+    host = Host((tmp_path / "run").rename(tmp_path / "moved"), arena_dir)
     assert host.step == -1
-    assert [r.levelno for r in caplog.records if "are not used" in r.message] == [logging.WARNING]
-    assert ("of the store in" in caplog.text) == (other == "moved")
+    (record,) = (r for r in caplog.records if "are not used" in r.message)
+    assert record.levelno == logging.WARNING
+    assert f"of the store in {tmp_path / 'run'}," in record.message
     host.die()
 
 
-def test_an_arena_of_an_earlier_version_at_this_very_place_is_not_believed(
+def test_an_arena_without_lines_is_not_believed(
     arena_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = died_at(tmp_path / "run", arena_dir, pending=2)
@@ -277,25 +266,3 @@ def test_links_to_a_store_are_the_same_place(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "run")
     assert Store.open(tmp_path / "link").run_id == Store.open(tmp_path / "run").run_id
     assert Store.open(tmp_path / "run").run_id[:33] == Store.open(tmp_path / "run").id + "."
-
-
-def test_a_daemon_of_an_earlier_version_can_be_asked_and_stopped(
-    daemon: Daemon, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = host_folder(str(arena_dir))
-    with monkeypatch.context() as earlier:
-        earlier.setattr(protocol, "VERSION", protocol.EARLIER)
-        earlier.setattr(client, "request", _speaking(protocol.EARLIER + 1))
-        assert client.question(folder, "status", patience=5)["runs"] == []  # type: ignore[index]
-        client.question(folder, "stop", patience=5)
-        wait_until(lambda: client.question(folder, "status", patience=5) is None)
-
-
-def _speaking(version: int) -> object:
-    """Stand in for `client.request` of a later version."""
-    request = client.request
-
-    def later(connection: object, op: str, **fields: object) -> object:
-        return request(connection, op, **{"v": version, **fields})  # type: ignore[arg-type]
-
-    return later

@@ -42,8 +42,8 @@ def write_while_copied(state: LiveState, monkeypatch: pytest.MonkeyPatch, times:
     """Make training add one to every value of the first group, in the middle of each of its next copies."""
     copy_rows, busy, left = module.copy_rows, state.tensors[0], [times]
 
-    def copying(target: torch.Tensor, source: torch.Tensor, *rows: np.ndarray) -> None:
-        copy_rows(target, source, *rows)
+    def copying(target: torch.Tensor, source: torch.Tensor, *rows: np.ndarray, **options: bool) -> None:
+        copy_rows(target, source, *rows, **options)
         if source is busy[0] and left[0]:
             left[0] -= 1
             for tensor in busy:

@@ -31,6 +31,34 @@ def test_several_runs(rows: set[int], width: int) -> None:
     assert torch.equal(target, expected)
 
 
+@given(
+    st.sets(st.integers(0, 10), min_size=2),
+    st.integers(1, 4),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]),
+    st.sampled_from([(), (3,), (2, 2), (0,)]),
+    st.booleans(),
+)
+@settings(deadline=None)
+def test_partitions_gathered_by_numpy(
+    chosen: set[int], per: int, dtype: torch.dtype, shape: tuple[int, ...], transposed: bool
+) -> None:
+    """Of 11 partitions the last may be shorter."""
+    rows = 11 * per - per // 2
+    starts = np.array(sorted(chosen)) * per
+    stops = np.minimum(starts + per, rows)
+    source = torch.randint(0, 2, (rows, *shape)).to(dtype)
+    if transposed and len(shape) == 1:
+        source = source.t().contiguous().t()
+    target, expected = torch.zeros_like(source), torch.zeros_like(source)
+    copy_rows(target, source, starts, stops, counted=False)
+    picked = np.concatenate([np.arange(*pair) for pair in zip(starts, stops, strict=True)])
+    expected[picked] = source[picked]
+    assert torch.equal(target, expected)
+    live = torch.zeros_like(source)
+    copy_rows(live, source, starts, stops)
+    assert live._version > 0, "torch has to count what training may see"
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("width", [2, 1 << 14])
 @pytest.mark.parametrize("ranges", [[(0, 7)], [(0, 2), (2, 3), (5, 6)], [(1, 2), (4, 7)]])

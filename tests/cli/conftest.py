@@ -171,7 +171,7 @@ def others_folder() -> Iterator[Path]:
 
 @contextmanager
 def unprivileged() -> Iterator[None]:
-    """For root, who may write anywhere, become nobody. For other users, write-protect the working folder's content."""
+    """Forbid writing. Root, who may write anywhere, becomes an ordinary user; for others folders are read-only."""
     if os.geteuid() == 0:
         os.seteuid(65534)
         try:

@@ -1,4 +1,4 @@
-"""A damaged record in the one log of a store: what each command says, and what is still restored."""
+"""Test a damaged record in the one log of a store: each command reports it, and restores what is left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.training import Loop
 
 @pytest.fixture
 def damaged(run: Run, saved: Model) -> tuple[Path, dict[str, torch.Tensor]]:
-    """The newest record, damaged; the values before it, of step 0."""
+    """Damage the newest record. Return it, and the values before it, of step 0."""
     before = dict(saved.tensors)
     saved.train()
     run("checkpoint", saved.path, "--store", "ckpt", "--step", 1, "--policy", "full")
@@ -132,7 +132,7 @@ def test_of_a_rank(run: Run, ranks: RankStore) -> None:
 
 
 def test_older_ranks_are_not_called_the_newest_state(run: Run, ranks: RankStore) -> None:
-    """The first whole state of other ranks is damaged: whether it was whole is not known any more."""
+    """The first whole state of other ranks is damaged: whether it was whole is unknown."""
     made = RankStore(ranks.path, 2)
     made.save(9)
     made.close()

@@ -68,7 +68,7 @@ def test_ranks_that_have_saved_nothing_whole_yet(run: Run, tmp_path: Path) -> No
     run("plan", "--from", "ckpt", "--bandwidth", "1GB", "--mtbf", "1d", "--step-time", 1, code=2)
 
 
-# -- killed in between -------------------------------------------------------------------------------------------
+# -- killed meanwhile --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["a rank has saved", "nobody has saved"])

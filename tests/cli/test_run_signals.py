@@ -37,7 +37,7 @@ HEARING = [sys.executable, "-S", "-c", HEARS]
 
 @pytest.fixture(autouse=True)
 def heeded() -> Iterator[None]:
-    """Make started processes handle these signals, even if this process was told to ignore them (`nohup`)."""
+    """Make started processes handle these signals, even if this process ignores them (`nohup`)."""
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGHUP)}
     yield
     for number, handler in before.items():

@@ -33,7 +33,7 @@ def test_after_a_kill_another_daemon_goes_on(folder: Path, arena_dir: Path, tmp_
     epoch = trainer.arena.epoch
     for step in range(2, 5):
         dead = kill(folder)
-        trainer.save(trainer.everything[step::3], step)  # no session is told
+        trainer.save(trainer.everything[step::3], step)  # no session hears of it
         trainer.drained()
         assert daemon_of(folder) != dead
         assert trainer.arena.epoch > epoch

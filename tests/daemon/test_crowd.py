@@ -30,7 +30,7 @@ def claim(path: Path, arena_dir: Path, *, daemon: bool | None = None) -> Saver:
     store = Store.create(str(path))
     settings = SessionSettings(store=str(path), arena_dir=str(arena_dir), daemon=daemon)
     try:
-        return claim_saver(store, settings, lambda wish: None)
+        return claim_saver(store, settings, lambda request: None)
     except ScarError:
         store.close()
         raise

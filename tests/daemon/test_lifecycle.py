@@ -13,199 +13,190 @@ from scarctl.daemon.lifecycle import (
     LAST_WORDS,
     LINGER,
     RETURN,
-    Attached,
-    Detached,
-    Event,
     Exit,
-    Held,
+    Instruction,
     Lifecycle,
     Phase,
     Release,
-    Released,
-    Settled,
-    StopAsked,
-    Terminated,
-    Tick,
-    TrainerGone,
 )
 
 
 @pytest.fixture
 def life() -> Lifecycle:
     life = Lifecycle()
-    assert life.handle(Attached("a")) == []
+    life.attached("a")
     return life
 
 
 def test_a_closed_run_is_let_go_and_the_daemon_ends_a_moment_later(life: Lifecycle) -> None:
-    assert life.handle(Detached("a")) == [Release("a")]
+    assert life.detached("a") == [Release("a")]
     assert life.runs == {"a": Phase.CLOSING}
-    assert life.handle(Tick(100.0)) == []
-    assert life.handle(Released("a")) == []
-    assert life.handle(Tick(101.0)) == []
-    assert life.handle(Tick(101.0 + BETWEEN / 2)) == []
-    assert life.handle(Tick(101.0 + BETWEEN)) == [Exit()]
+    assert life.tick(100.0) == []
+    assert life.released("a") == []
+    assert life.tick(101.0) == []
+    assert life.tick(101.0 + BETWEEN / 2) == []
+    assert life.tick(101.0 + BETWEEN) == [Exit()]
     assert life.stopping
 
 
 def test_a_dead_run_is_kept_until_it_is_durable(life: Lifecycle) -> None:
-    assert life.handle(Settled("a")) == []
-    assert life.handle(TrainerGone("a")) == []
-    assert life.handle(Tick(1e9)) == []
-    assert life.handle(Settled("a")) == [Release("a")]
-    assert life.handle(Settled("a")) == []
-    assert life.handle(TrainerGone("a")) == []
+    assert life.settled("a") == []
+    life.trainer_gone("a")
+    assert life.tick(1e9) == []
+    assert life.settled("a") == [Release("a")]
+    assert life.settled("a") == []
+    life.trainer_gone("a")
     assert life.runs == {"a": Phase.CLOSING}
 
 
 def test_another_process_takes_a_dead_run_over(life: Lifecycle) -> None:
-    life.handle(TrainerGone("a"))
-    assert life.handle(Detached("a")) == [Release("a")]
-    assert life.handle(Detached("a")) == []
-    life.handle(Released("a"))
-    assert life.handle(Attached("a")) == []
+    life.trainer_gone("a")
+    assert life.detached("a") == [Release("a")]
+    assert life.detached("a") == []
+    life.released("a")
+    life.attached("a")
     assert life.runs == {"a": Phase.ATTACHED}
 
 
 def test_after_a_death_the_daemon_waits_for_a_process_that_comes_back(life: Lifecycle) -> None:
-    life.handle(Attached("b"))
-    life.handle(TrainerGone("a"))
-    life.handle(Settled("a"))
-    life.handle(Released("a"))
-    life.handle(Detached("b"))
-    life.handle(Released("b"))
-    assert life.handle(Tick(10.0)) == []
-    assert life.handle(Tick(9.9 + RETURN)) == []
-    assert life.handle(Tick(10.0 + RETURN)) == [Exit()]
+    life.attached("b")
+    life.trainer_gone("a")
+    life.settled("a")
+    life.released("a")
+    life.detached("b")
+    life.released("b")
+    assert life.tick(10.0) == []
+    assert life.tick(9.9 + RETURN) == []
+    assert life.tick(10.0 + RETURN) == [Exit()]
 
 
 def test_a_daemon_that_keeps_a_copy_for_another_host_stays(life: Lifecycle) -> None:
-    life.handle(Detached("a"))
-    life.handle(Released("a"))
-    assert life.handle(Tick(10.0, hosting=True)) == []
-    assert life.handle(Tick(1e6, hosting=True)) == []
-    assert life.handle(Tick(1e6 + 1)) == []
-    assert life.handle(Tick(1e6 + 1 + BETWEEN)) == [Exit()]
+    life.detached("a")
+    life.released("a")
+    assert life.tick(10.0, hosting=True) == []
+    assert life.tick(1e6, hosting=True) == []
+    assert life.tick(1e6 + 1) == []
+    assert life.tick(1e6 + 1 + BETWEEN) == [Exit()]
 
 
 def test_a_signal_ends_it_although_it_keeps_a_copy(life: Lifecycle) -> None:
-    life.handle(Detached("a"))
-    life.handle(Released("a"))
-    life.handle(Tick(10.0, hosting=True))
-    assert life.handle(Terminated(11.0)) == [Exit()]
+    life.detached("a")
+    life.released("a")
+    life.tick(10.0, hosting=True)
+    assert life.terminate(11.0) == [Exit()]
 
 
 def test_who_came_back_and_left_is_not_waited_for(life: Lifecycle) -> None:
-    life.handle(TrainerGone("a"))
-    life.handle(Detached("a"))
-    life.handle(Released("a"))
-    life.handle(Attached("a"))
-    life.handle(Detached("a"))
-    life.handle(Released("a"))
-    assert life.handle(Tick(10.0)) == []
-    assert life.handle(Tick(10.0 + BETWEEN)) == [Exit()]
+    life.trainer_gone("a")
+    life.detached("a")
+    life.released("a")
+    life.attached("a")
+    life.detached("a")
+    life.released("a")
+    assert life.tick(10.0) == []
+    assert life.tick(10.0 + BETWEEN) == [Exit()]
 
 
 def test_a_new_run_starts_the_time_anew(life: Lifecycle) -> None:
-    life.handle(Detached("a"))
-    life.handle(Released("a"))
-    life.handle(Tick(10.0))
-    life.handle(Attached("b"))
-    life.handle(Detached("b"))
-    life.handle(Released("b"))
-    assert life.handle(Tick(20.0)) == []
-    assert life.handle(Tick(20.0 + BETWEEN)) == [Exit()]
+    life.detached("a")
+    life.released("a")
+    life.tick(10.0)
+    life.attached("b")
+    life.detached("b")
+    life.released("b")
+    assert life.tick(20.0) == []
+    assert life.tick(20.0 + BETWEEN) == [Exit()]
 
 
 def test_stopping_waits_for_what_is_being_written(life: Lifecycle) -> None:
-    life.handle(Attached("b"))
-    life.handle(Detached("b"))
-    assert life.handle(StopAsked()) == [Release("a")]
-    assert life.handle(StopAsked()) == []
-    assert life.handle(Released("b")) == []
-    assert life.handle(Released("a")) == [Exit()]
+    life.attached("b")
+    life.detached("b")
+    assert life.stop() == [Release("a")]
+    assert life.stop() == []
+    assert life.released("b") == []
+    assert life.released("a") == [Exit()]
 
 
 def test_without_a_run_it_ends_soon() -> None:
     life = Lifecycle()
-    assert life.handle(Tick(1.0)) == []
-    assert life.handle(Tick(1.0 + LINGER)) == [Exit()]
+    assert life.tick(1.0) == []
+    assert life.tick(1.0 + LINGER) == [Exit()]
 
 
 def test_stopping_without_a_run_ends_at_once() -> None:
-    assert Lifecycle().handle(StopAsked()) == [Exit()]
+    assert Lifecycle().stop() == [Exit()]
 
 
 def test_a_signal_without_a_run_ends_it_at_once() -> None:
-    assert Lifecycle().handle(Terminated(7.0)) == [Exit()]
+    assert Lifecycle().terminate(7.0) == [Exit()]
 
 
 def test_a_signal_to_all_leaves_time_for_what_dying_processes_still_say(life: Lifecycle) -> None:
-    assert life.handle(Terminated(10.0)) == []
-    assert life.handle(Tick(10.0 + LAST_WORDS - 0.1)) == []
-    assert life.handle(TrainerGone("a")) == []
-    assert life.handle(Tick(10.0 + LAST_WORDS)) == [], "it is saved now, which may take longer"
-    assert life.handle(Tick(10.0 + LAST_SAVES - 0.1)) == []
-    assert life.handle(Settled("a")) == [Release("a")]
-    assert life.handle(Released("a")) == []
-    assert life.handle(Tick(10.0 + LAST_SAVES - 0.05)) == [Exit()]
+    assert life.terminate(10.0) == []
+    assert life.tick(10.0 + LAST_WORDS - 0.1) == []
+    life.trainer_gone("a")
+    assert life.tick(10.0 + LAST_WORDS) == [], "it is saved now, which may take longer"
+    assert life.tick(10.0 + LAST_SAVES - 0.1) == []
+    assert life.settled("a") == [Release("a")]
+    assert life.released("a") == []
+    assert life.tick(10.0 + LAST_SAVES - 0.05) == [Exit()]
 
 
 def test_a_signal_to_the_daemon_alone_ends_it_beside_a_process_that_goes_on(life: Lifecycle) -> None:
-    life.handle(Terminated(10.0))
-    assert life.handle(Tick(10.0 + LAST_WORDS)) == [Release("a")]
+    life.terminate(10.0)
+    assert life.tick(10.0 + LAST_WORDS) == [Release("a")]
     assert life.stopping
-    assert life.handle(Released("a")) == [Exit()]
+    assert life.released("a") == [Exit()]
 
 
 def test_a_signal_does_not_wait_for_ever_for_a_slow_store(life: Lifecycle) -> None:
-    life.handle(Terminated(10.0))
-    life.handle(TrainerGone("a"))
-    assert life.handle(Tick(10.0 + LAST_SAVES)) == [Release("a")]
-    assert life.handle(Released("a")) == [Exit()]
+    life.terminate(10.0)
+    life.trainer_gone("a")
+    assert life.tick(10.0 + LAST_SAVES) == [Release("a")]
+    assert life.released("a") == [Exit()]
 
 
 def test_more_signals_give_no_more_time(life: Lifecycle) -> None:
-    life.handle(Terminated(10.0))
-    assert life.handle(Terminated(10.0 + LAST_WORDS / 2)) == []
-    assert life.handle(Terminated(10.0 + LAST_WORDS)) == [Release("a")]
+    life.terminate(10.0)
+    assert life.terminate(10.0 + LAST_WORDS / 2) == []
+    assert life.terminate(10.0 + LAST_WORDS) == [Release("a")]
 
 
 def test_a_process_may_still_start_while_others_end(life: Lifecycle) -> None:
-    life.handle(Terminated(10.0))
-    life.handle(TrainerGone("a"))
+    life.terminate(10.0)
+    life.trainer_gone("a")
     assert not life.stopping
-    assert life.handle(Attached("b")) == []
-    assert life.handle(Tick(10.0 + LAST_WORDS)) == [Release("a"), Release("b")]
+    life.attached("b")
+    assert life.tick(10.0 + LAST_WORDS) == [Release("a"), Release("b")]
 
 
 def test_held_for_a_run_that_comes() -> None:
     life = Lifecycle()
-    life.handle(Held(60.0))
-    assert life.handle(Tick(1.0)) == []
-    assert life.handle(Tick(59.0)) == []
-    life.handle(Attached("a"))
-    life.handle(Detached("a"))
-    life.handle(Released("a"))
-    assert life.handle(Tick(59.1)) == []
-    assert life.handle(Tick(59.1 + BETWEEN)) == [Exit()], "a run has come and gone: nobody waits any more"
+    life.hold(60.0)
+    assert life.tick(1.0) == []
+    assert life.tick(59.0) == []
+    life.attached("a")
+    life.detached("a")
+    life.released("a")
+    assert life.tick(59.1) == []
+    assert life.tick(59.1 + BETWEEN) == [Exit()], "a run has come and gone: nobody waits any more"
 
 
 def test_held_in_vain_or_no_longer() -> None:
     life = Lifecycle()
-    life.handle(Held(60.0))
-    life.handle(Tick(1.0))
-    assert life.handle(Tick(60.0)) == [Exit()]
+    life.hold(60.0)
+    life.tick(1.0)
+    assert life.tick(60.0) == [Exit()]
     life = Lifecycle()
-    life.handle(Held(60.0))
-    life.handle(Tick(1.0))
-    life.handle(Held(2.0))
-    assert life.handle(Tick(2.0)) == [Exit()]
+    life.hold(60.0)
+    life.tick(1.0)
+    life.hold(2.0)
+    assert life.tick(2.0) == [Exit()]
 
 
-@pytest.mark.parametrize("event", [TrainerGone("x"), Settled("x"), Detached("x"), Released("x")])
-def test_nothing_is_done_for_a_run_that_is_not_there(life: Lifecycle, event: Event) -> None:
-    assert life.handle(event) == []
+@pytest.mark.parametrize("event", ["trainer_gone", "settled", "detached", "released"])
+def test_nothing_is_done_for_a_run_that_is_not_there(life: Lifecycle, event: str) -> None:
+    assert not getattr(life, event)("x")
     assert life.runs == {"a": Phase.ATTACHED}
 
 
@@ -228,8 +219,8 @@ class Model(RuleBasedStateMachine):
         """The time of a SIGTERM."""
         self.stopping = self.ended = False
 
-    def send(self, event: Event) -> None:
-        for instruction in self.life.handle(event):
+    def send(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
             assert not self.ended, "an instruction after the end"
             if isinstance(instruction, Release):
                 assert instruction.run in self.expected, "let go though its training process lives"
@@ -248,25 +239,25 @@ class Model(RuleBasedStateMachine):
         if run not in self.runs:
             self.runs[run] = "attached"
             self.busy_until = self.now
-            self.send(Attached(run))
+            self.life.attached(run)
 
     @rule(run=RUNS)
     def close(self, run: str) -> None:
         if self.runs.get(run) in ("attached", "orphaned"):
             self.expected.add(run)
-        self.send(Detached(run))
+        self.send(self.life.detached(run))
 
     @rule(run=RUNS)
     def trainer_dies(self, run: str) -> None:
         if self.runs.get(run) == "attached":
             self.runs[run] = "orphaned"
-        self.send(TrainerGone(run))
+        self.life.trainer_gone(run)
 
     @rule(run=RUNS)
     def settles(self, run: str) -> None:
         if self.runs.get(run) == "orphaned":
             self.expected.add(run)
-        self.send(Settled(run))
+        self.send(self.life.settled(run))
 
     @precondition(lambda self: self.releasing)
     @rule(data=st.data())
@@ -275,22 +266,22 @@ class Model(RuleBasedStateMachine):
         self.releasing.discard(run)
         del self.runs[run]
         self.busy_until = max(self.busy_until, self.now)
-        self.send(Released(run))
+        self.send(self.life.released(run))
         assert self.ended == (self.stopping and not self.runs)
 
     @rule(seconds=st.floats(0, 30))
     def hold(self, seconds: float) -> None:
         if not self.ended:
             self.busy_until = self.now + seconds
-            self.send(Held(self.now + seconds))
+            self.life.hold(self.now + seconds)
 
     @rule(seconds=st.floats(0, 3))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.end_if_terminated()
-        self.send(Tick(self.now))
+        self.send(self.life.tick(self.now))
         if not self.runs and self.now >= self.busy_until:
-            self.send(Tick(self.now + self.life.patience))
+            self.send(self.life.tick(self.now + self.life.patience))
             assert self.ended, "nobody needs it any more"
 
     @rule(sure=st.integers(0, 7))
@@ -299,7 +290,7 @@ class Model(RuleBasedStateMachine):
             if self.terminated is None:
                 self.terminated = self.now
             self.end_if_terminated()
-            self.send(Terminated(self.now))
+            self.send(self.life.terminate(self.now))
 
     def end_if_terminated(self) -> None:
         """Check that a SIGTERM stops the daemon without runs, or after a time that depends on the trainers left."""
@@ -315,7 +306,7 @@ class Model(RuleBasedStateMachine):
         if sure == 0 and not self.ended:
             self.stopping = True
             self.expected |= {run for run, phase in self.runs.items() if phase != "closing"}
-            self.send(StopAsked())
+            self.send(self.life.stop())
             assert self.ended == (not self.runs)
 
     @invariant()

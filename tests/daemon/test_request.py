@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scarctl.daemon import client
-from scarctl.daemon.request import MAX_LOST, MAX_SECONDS, Wish
+from scarctl.daemon.request import MAX_LOST, MAX_SECONDS, Request
 from scarctl.daemon.server import Daemon
 from scarctl.errors import UsageError
 from tests.daemon.trainer import Trainer
@@ -17,17 +17,17 @@ from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "sent",
     [
-        Wish("partial"),
-        Wish("full", 7),
-        Wish("recover", 3, ("embed", "rank:1"), max_rework=2.5),
-        Wish("flush", seconds=25.0),
-        Wish("recover", 1, ("x",) * MAX_LOST),
+        Request("partial"),
+        Request("full", 7),
+        Request("recover", 3, ("embed", "rank:1"), max_rework=2.5),
+        Request("flush", seconds=25.0),
+        Request("recover", 1, ("x",) * MAX_LOST),
     ],
 )
-def test_a_wish_arrives_as_it_was_sent(wish: Wish) -> None:
-    assert Wish.from_json(wish.to_json()) == wish
+def test_a_request_arrives_as_it_was_sent(sent: Request) -> None:
+    assert Request.from_json(sent.to_json()) == sent
 
 
 @pytest.mark.parametrize(
@@ -52,28 +52,28 @@ def test_a_wish_arrives_as_it_was_sent(wish: Wish) -> None:
     ],
     ids=str,
 )
-def test_what_is_no_wish_is_refused(obj: object) -> None:
+def test_what_is_no_request_is_refused(obj: object) -> None:
     with pytest.raises(UsageError):
-        Wish.from_json(obj)
+        Request.from_json(obj)
 
 
 def test_one_for_no_session_or_with_a_wrong_token_is_refused(connection: socket.socket) -> None:
-    wish = Wish("full").to_json()
+    request = Request("full").to_json()
     for token, kind in (("a" * 32, "no-session"), (1, "usage"), ("x" * 32, "usage"), ("a" * 31, "usage")):
         with pytest.raises(UsageError) as caught:
-            client.request(connection, "ask", store="x", wish=wish, token=token)
+            client.request(connection, "ask", store="x", request=request, token=token)
         assert caught.value.kind == kind
 
 
 def test_one_for_a_checkpoint_reaches_the_session(daemon: Daemon, arena_dir: Path, tmp_path: Path) -> None:
     trainer = Trainer(tmp_path / "store", arena_dir)
     for kind in ("full", "partial"):
-        told = client.ask(daemon.folder, "ask", store=trainer.store.run_id, wish={"kind": kind})
+        told = client.ask(daemon.folder, "ask", store=trainer.store.run_id, request={"kind": kind})
         assert told["pid"] == os.getpid()
     wait_until(lambda: trainer.requests == ["full", "partial"])
     trainer.close()
     with pytest.raises(UsageError) as caught:
-        client.ask(daemon.folder, "ask", store=trainer.store.run_id, wish={"kind": "full"})
+        client.ask(daemon.folder, "ask", store=trainer.store.run_id, request={"kind": "full"})
     assert caught.value.kind == "no-session"
 
 
@@ -83,7 +83,7 @@ def test_one_that_is_repeated_reaches_the_session_once(
     """Its answer was late, and the command has asked again."""
     trainer = Trainer(tmp_path / "store", arena_dir)
     for kind, token, number in (("full", "a", 1), ("full", "b", 2), ("full", "a", 1), ("partial", "c", 3)):
-        asked = {"store": trainer.store.run_id, "wish": {"kind": kind}, "token": 32 * token}
+        asked = {"store": trainer.store.run_id, "request": {"kind": kind}, "token": 32 * token}
         assert client.ask(daemon.folder, "ask", **asked)["number"] == number
     wait_until(lambda: trainer.requests[-1:] == ["partial"])
     assert trainer.requests == ["full", "full", "partial"]

@@ -123,7 +123,7 @@ class TestOperations:
             assert refused(connection, op, milliseconds=1, seqs={}) == "not-claimed"
         assert refused(connection, "unheard-of") == "usage"
         assert refused(connection, "watch", run="x") == "not-claimed"
-        assert refused(connection, "ask", store="x", wish=None) == "usage"
+        assert refused(connection, "ask", store="x", request=None) == "usage"
         for store in ("", 7, None, [], str(tmp_path / "\0"), "s3://bucket/x?y"):
             assert refused(connection, "claim", store=store) == "usage"
         assert refused(connection, "claim", store="memory://x/y", options=[1]) == "usage"
@@ -142,6 +142,8 @@ class TestOperations:
         assert refused(connection, "resume") == "usage", "nothing is open"
         for version in (0, protocol.VERSION + 1, "1", None, 1e300, "x" * 10000):
             protocol.send(connection, {"v": version, "op": "status"})
+            assert protocol.check_reply(protocol.receive(connection))["runs"][0]["store"] == str(store.root)
+            protocol.send(connection, {"v": version, "op": "hold", "seconds": 1})
             with pytest.raises(UsageError) as caught:
                 protocol.check_reply(protocol.receive(connection))
             assert caught.value.kind == "daemon-version"

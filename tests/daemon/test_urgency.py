@@ -37,7 +37,7 @@ def test_it_hurries_from_the_question_to_the_answer(folder: Path, tmp_path: Path
     daemon, mine = client.hold(folder, 60), own.read_text()
     wait_until(lambda: niceness(daemon) == 10)
     store = Store.create(tmp_path / "store")
-    saver = DaemonSaver(store.url, store.run_id, folder, lambda wish: None)
+    saver = DaemonSaver(store.url, store.run_id, folder, lambda request: None)
     os.kill(daemon, signal.SIGSTOP)
     try:
         claim = threading.Thread(target=saver.claim)

@@ -65,7 +65,7 @@ class Trainer:
             str(self.store.root),
             self.store.run_id,
             self.folder,
-            lambda wish: requests.append(wish.kind),
+            lambda request: requests.append(request.kind),
             part=part,
         )
         self.layout = layout or small_layout()

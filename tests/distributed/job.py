@@ -13,7 +13,7 @@ from tests.distributed.jobs import train
 
 
 def main(kind: str, folder: str, steps: str, text: str) -> None:
-    """`text`: a list of options as JSON, for the first start, the second start, and so on; the last for all others."""
+    """Run one rank. text: JSON, a list of options for the first start, the second, and so on; the last for others."""
     dist.init_process_group("gloo")
     options = json.loads(text)
     start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +24,7 @@ from scarctl.distributed.coordinator import Crew
 from scarctl.errors import ScarError, UsageError
 from scarctl.policy.interval import Cadence
 from scarctl.store import StoreWriter
+from scarctl_adapters.torch.sharding import local_part
 from tests.support.training import drained
 
 ROWS = 512
@@ -82,7 +84,7 @@ class Experts(nn.Module):
 def build(kind: str, width: int = 37) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and optimizer with the same values on all ranks, sharded or copied."""
     torch.manual_seed(0)
-    model: nn.Module = Recommender(width)
+    model: Any = Recommender(width)
     if kind == "ddp":
         model = DistributedDataParallel(model)
     elif kind == "experts":
@@ -92,6 +94,12 @@ def build(kind: str, width: int = 37) -> tuple[nn.Module, torch.optim.Optimizer]
     elif kind == "fsdp":
         fully_shard(model.dense)
         fully_shard(model)
+    elif kind.startswith("hsdp"):  # two replicas of every shard
+        if kind == "hsdp without buffers":
+            model.norm = nn.LayerNorm(width)
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model.dense, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     torch.manual_seed(1000 + _rank())
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
@@ -126,11 +134,12 @@ def train(
 ) -> dict[str, Any]:
     """Resume and train up to iteration `steps`.
 
-    Options: `die` (a rank, or "all") at the end of iteration `die_at`, or `die_in` a place of `PLACES`; iterations
-    after which it waits for the store (`drained_at`); a file to keep the state in that was `resumed`, and that of the
-    end (`keep`); a file to train `until`; arguments of `attach` (`settings`); `mode` and `snapshot` of `resume`; a
-    `snapshot_at` iteration; what to `recover` at the end; a rank whose store is `slow`; folders of the ranks' arenas
-    (`homes`); iterations after which the store stops (`store_stops_at`), and the state is flushed (`flush_at`).
+    Options: `die` (a rank, several, or "all") at the end of iteration `die_at`, or `die_in` a place of `PLACES`;
+    iterations after which it waits for the store (`drained_at`); a file to keep the state in that was `resumed`, and
+    that of the end (`keep`); a file to train `until`; arguments of `attach` (`settings`); `mode` and `snapshot` of
+    `resume`; a `snapshot_at` iteration; what to `recover` at the end; a rank whose store is `slow`; folders of the
+    ranks' arenas (`homes`); iterations after which the store stops (`store_stops_at`), and the state is flushed
+    (`flush_at`).
     """
     options = options or {}
     if rank == options.get("die") and "die_in" in options:
@@ -181,7 +190,7 @@ def train(
                 session._saver.stop()
             if options.get("flush_at") == number:
                 session.flush()
-            if options.get("die_at") == number and options["die"] in (rank, "all"):
+            if options.get("die_at") == number and rank in dying(world, options["die"]):
                 os.kill(os.getpid(), signal.SIGKILL)
             # The file may appear between two ranks' looks: they agree on what they saw.
             if "until" in options and all_have(Path(options["until"]).exists()):
@@ -199,9 +208,14 @@ def train(
     return {
         "step": resumed.step,
         "exact": resumed.exact,
+        "whole": resumed.whole,
+        "reasons": list(resumed.reasons),
         "ranks": None if resumed.ranks is None else dict(resumed.ranks),
         "tiers": None if resumed.report is None else resumed.report.tiers,
         "recovered": recovered,
+        "parts": [float(local_part(p).double().sum()) for p in model.parameters()]
+        if recovered is not None
+        else [],
         "shared": [p.double().sum().item() for n, p in model.named_parameters() if n.startswith("shared")],
         "rate": optimizer.param_groups[0]["lr"],
         "head": session.head_step,
@@ -212,6 +226,11 @@ def train(
         "interval": cadence and cadence.interval,
         "proposed": cadence and cadence.proposed,
     }
+
+
+def dying(world: int, die: int | str | list[int]) -> list[int]:
+    """Return the ranks that an option `die` names."""
+    return list(range(world)) if die == "all" else [die] if isinstance(die, int) else list(die)
 
 
 class Bowl(nn.Module):
@@ -270,7 +289,7 @@ def descend(rank: int, world: int, folder: str, steps: int, options: dict[str, A
 
 
 def drift(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Every value grows by 1 per iteration, and all are saved in every eighth. After 51 iterations rank 1 is lost."""
+    """Train so that every value grows by 1 per iteration, and all are saved in every eighth. Lose rank 1 after 51."""
     model = Bowl()
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
 
 import scarctl
+from scarctl.errors import UsageError
 from tests.distributed.jobs import build, step
 from tests.support.training import drained
 
@@ -72,7 +75,56 @@ def flushed(
 
 
 def resumed(rank: int, world: int, kind: str, folder: str) -> dict[str, Any]:
-    """Resume, and return the result."""
+    """Resume, and return the result, or the error and the seconds until it was raised."""
+    began = time.monotonic()
     with Job(kind, folder).session as session:
-        found = session.resume()
+        try:
+            found = session.resume()
+        except UsageError as error:
+            return {"error": str(error), "seconds": time.monotonic() - began}
     return {"step": found.step, "exact": found.exact, "reasons": list(found.reasons)}
+
+
+def diverged(rank: int, world: int, folder: str, ranks: list[int]) -> list[str]:
+    """Take eight steps; these ranks change their replicas after the second. Return the kinds of caveats."""
+    job = Job("ddp", folder)
+    with job.session as session:
+        session.resume()
+        for number in range(1, 9):
+            step(job.model, job.optimizer, number)
+            if number == 2 and rank in ranks:
+                put(job.model, 0.5, behind=False)
+        return [caveat.kind for caveat in session.caveats]
+
+
+def regrouped(rank: int, world: int, folder: str, ranks: list[int]) -> dict[str, Any]:
+    """Take eight steps; these ranks add an empty param_group after the second."""
+    job = Job("ddp", folder)
+    began = time.monotonic()
+    with job.session as session:
+        session.resume()
+        for number in range(1, 9):
+            step(job.model, job.optimizer, number)
+            if number == 2 and rank in ranks:
+                job.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    return {"seconds": time.monotonic() - began, "error": session.stats.last_error}
+
+
+def alone(rank: int, world: int, folder: str, steps: int) -> dict[str, Any] | None:
+    """Train up to iteration `steps` with all ranks, of which the first saves alone. Return its resumed state."""
+    model, optimizer = build("ddp")
+    if rank:
+        first = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(first, 0)
+        for number in range(int(first) + 1, steps + 1):
+            step(model, optimizer, number)
+        return None
+    settings = scarctl.Settings(arena_dir=f"{folder}/arena", daemon=False)
+    Path(folder, "arena").mkdir(exist_ok=True)
+    with scarctl.attach(model, optimizer, store=f"{folder}/store", ranks=False, settings=settings) as session:
+        first = session.resume().step
+        dist.broadcast(torch.tensor([first]), 0)
+        for number in range(first + 1, steps + 1):
+            step(model, optimizer, number)
+        assert session.resumed is not None
+        return {"exact": session.resumed.exact, "reasons": list(session.resumed.reasons)}

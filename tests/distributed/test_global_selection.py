@@ -1,3 +1,5 @@
+"""Test the selection over all ranks: every rank picks its share of the partitions that changed most."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -278,7 +280,7 @@ def test_credit_is_capped_at_a_budget_and_the_largest_partition() -> None:
 def test_what_was_picked_too_much_is_made_up_for() -> None:
     ranks = Ranks([rank(np.arange(1, 1001)), rank(np.arange(1, 1001))], budget=100)
     ranks.round("priority", 0)
-    ranks.spent[0] += 40  # it was late, and picked by itself
+    ranks.spent[0] += 40  # it was late, and picked alone
     ranks.round("priority", 1)
     assert sum(ranks.spent) == 60
 

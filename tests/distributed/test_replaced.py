@@ -9,6 +9,8 @@ import pytest
 from tests.distributed.launch import launch
 
 FLUSHED, RESUMED = "tests.distributed.replaced:flushed", "tests.distributed.replaced:resumed"
+DIVERGED, REGROUPED = "tests.distributed.replaced:diverged", "tests.distributed.replaced:regrouped"
+ALONE = "tests.distributed.replaced:alone"
 
 
 @pytest.mark.parametrize(
@@ -32,3 +34,27 @@ def test_extras_that_change_without_a_step(tmp_path: Path, averaged: list[int], 
     assert [(one["step"], one["exact"]) for one in found] == [(3, exact)] * 2
     for one in found:
         assert exact or "saved several times" in "; ".join(one["reasons"])
+
+
+@pytest.mark.parametrize("ranks", [[], [1]])
+def test_replicas_that_diverge_are_said(tmp_path: Path, ranks: list[int]) -> None:
+    found = launch(DIVERGED, 2, str(tmp_path), ranks)
+    assert ["ranks-differ" in kinds for kinds in found] == [bool(ranks)] * 2
+    again = launch(RESUMED, 2, "ddp", str(tmp_path))
+    assert [one["exact"] for one in again] == [not ranks] * 2
+    for one in again:
+        assert not ranks or any("ranks have different values" in reason for reason in one["reasons"])
+
+
+def test_param_groups_of_one_rank_alone_are_refused_by_all_at_once(tmp_path: Path) -> None:
+    done = launch(REGROUPED, 2, str(tmp_path), [1])
+    assert all(one["seconds"] < 60 for one in done), done
+    found = launch(RESUMED, 2, "ddp", str(tmp_path))
+    assert all("param_groups" in one["error"] and one["seconds"] < 60 for one in found), found
+
+
+def test_a_rank_that_saves_alone_says_that_another_number_of_ranks_continues(tmp_path: Path) -> None:
+    launch(ALONE, 2, str(tmp_path), 5)
+    (found, *_) = launch(ALONE, 3, str(tmp_path), 8)
+    assert not found["exact"]
+    assert any("a job of 2 processes, and continues in one of 3" in reason for reason in found["reasons"])

@@ -126,7 +126,7 @@ def test_a_survivor_brings_the_copy_of_a_lost_host_to_the_newest_step(hosts: Pat
 
 
 def test_a_state_that_all_ranks_have_is_exact_if_the_lost_host_had_saved_this_step(hosts: Path) -> None:
-    """What nobody else has of the dead rank, its random numbers, is in the copy."""
+    """What no other rank has of the dead rank, its random numbers, is in the copy."""
     job = {**STOPPED, "settings": {"peer_ack": "all"}, "wait_at": 13, "dies_at": 13}
     with pytest.raises(AssertionError, match="ended with -9"):
         launch(TRAIN, 2, "ddp", str(hosts), 20, job)

@@ -266,7 +266,7 @@ def test_closing_with_an_open_round_hangs_nobody(tmp_path: Path) -> None:
     for rank in (0, 2):
         late, seconds, logged = json.loads((tmp_path / f"{rank}.json").read_text())
         assert seconds < 5
-        # A rank that leaves is not told so; the other may have noticed before its own patience ended.
+        # A rank that leaves gets no report of it; the other may have noticed before its own patience ended.
         assert late > 0 or len(logged) == 1
 
 

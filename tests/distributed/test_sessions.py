@@ -51,7 +51,7 @@ def uninterrupted(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "others"), [("ddp", ["fsdp", 3]), ("fsdp", ["ddp", 2])])
-def test_a_job_goes_on_exactly_and_so_do_others_that_divide_it_in_another_way(
+def test_a_job_goes_on_exactly_and_others_that_divide_it_in_another_way_take_over_its_whole_state(
     kind: str, others: tuple[str, int], tmp_path: Path, uninterrupted: Any
 ) -> None:
     folder = str(tmp_path)
@@ -62,13 +62,38 @@ def test_a_job_goes_on_exactly_and_so_do_others_that_divide_it_in_another_way(
 
     other, world = others
     found = launch(TRAIN, world, other, folder, 17, {"resumed": f"{folder}/moved.pt"})
-    assert [(report["step"], report["exact"], report["errors"]) for report in found] == [
-        (17, True, 0)
-    ] * world
+    assert [(report["step"], report["errors"]) for report in found] == [(17, 0)] * world
+    why = "continued by 3 ranks" if world == 3 else "saved by 2 ranks that divided the state otherwise"
+    assert is_whole_because(why, found)
     assert same(tmp_path / "moved.pt", tmp_path / "end.pt")
     found = launch(TRAIN, 1, "plain", folder, 17, {"resumed": f"{folder}/alone.pt"})
-    assert (found[0]["step"], found[0]["exact"]) == (17, True)
+    assert found[0]["step"] == 17
+    assert is_whole_because(f"saved by {world} ranks and continued by one process", found)
     assert same(tmp_path / "alone.pt", tmp_path / "end.pt")
+
+
+def is_whole_because(why: str, found: list[dict[str, Any]]) -> bool:
+    """Return whether a job has resumed a whole state that it does not call exact, for this reason."""
+    said = any("whole, but not exact" in line and why in line for line in found[0]["warned"])
+    return said and all(
+        any(why in reason for reason in report["reasons"])
+        and (report["whole"], report["exact"], report["ranks"]["exact"]) == (True, False, False)
+        for report in found
+    )
+
+
+def test_one_process_continues_exactly_what_one_process_has_saved(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    launch(TRAIN, 1, "plain", folder, 5)
+    alone = launch(TRAIN, 1, "plain", folder, 9, {"keep": f"{folder}/end.pt"})
+    assert (alone[0]["step"], alone[0]["exact"]) == (5, True)
+    found = launch(TRAIN, 2, "ddp", folder, 9, {"resumed": f"{folder}/moved.pt"})
+    assert is_whole_because("saved by one process and continued by 2 ranks", found)
+    assert same(tmp_path / "moved.pt", tmp_path / "end.pt")
+    back = launch(TRAIN, 1, "plain", folder, 12)
+    assert not back[0]["exact"]
+    again = launch(TRAIN, 1, "plain", folder, 13)
+    assert (again[0]["step"], again[0]["exact"]) == (12, True), "in a store of ranks, too"
 
 
 def test_losing_a_rank_loses_only_what_it_owned(tmp_path: Path) -> None:
@@ -185,7 +210,7 @@ def test_a_snapshot_is_of_all_ranks_and_can_be_gone_back_to(tmp_path: Path) -> N
     assert same(tmp_path / "back.pt", tmp_path / "kept.pt")
     launch(TRAIN, 2, "fsdp", folder, 12)
     found = launch(TRAIN, 3, "fsdp", folder, 8, {"snapshot": "kept", "resumed": f"{folder}/moved.pt"})
-    assert [(report["step"], report["exact"]) for report in found] == [(8, True)] * 3
+    assert [(report["step"], report["whole"], report["exact"]) for report in found] == [(8, True, False)] * 3
     assert same(tmp_path / "moved.pt", tmp_path / "kept.pt")
 
 

@@ -19,7 +19,7 @@ from tests.loops.rig import EPOCHS, STEPS, Digits, Run, by_step, net, train
 
 
 def normed() -> nn.Sequential:
-    """A model with buffers."""
+    """Return a model with buffers."""
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 2))
 
@@ -60,7 +60,7 @@ def byol(run: Run, *, ours: bool) -> None:
 
 
 def reloaded(run: Run) -> None:
-    """The best weights so far, with their batch norm, are loaded again in the middle of an epoch."""
+    """Load the best weights so far, with their batch norm, again in the middle of an epoch."""
     model = normed()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     best = copy.deepcopy(model.state_dict())
@@ -125,7 +125,7 @@ def thawed(run: Run) -> None:
 
 
 def validated(run: Run) -> None:
-    """A validation in every second iteration, which reads its data from `session.batches`, too."""
+    """Validate in every second iteration, with data from `session.batches`, too."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
@@ -200,7 +200,7 @@ def twice(run: Run) -> None:
 
 
 def unlabelled(run: Run) -> None:
-    """A second loader that is read by hand, again and again."""
+    """Read a second loader by hand, again and again."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     session = run.attach(model, optimizer)
@@ -221,7 +221,7 @@ def unlabelled(run: Run) -> None:
 
 
 def renewed(run: Run) -> None:
-    """A layer that is drawn anew in the middle of an epoch, and whose state in the optimizer is dropped."""
+    """Draw a layer anew in the middle of an epoch, and drop its state in the optimizer."""
     model = normed()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     session = run.attach(model, optimizer)

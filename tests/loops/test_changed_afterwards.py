@@ -1,4 +1,4 @@
-"""A loop that changes its model after the step or the last batch: the saved state is of one moment, and says so."""
+"""Test loops that change the model after the step or the last batch: the saved state is of one moment, and says so."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def measured(model: nn.Sequential, session: scarctl.Session) -> None:
 
 
 def averaged(model: nn.Sequential, session: scarctl.Session) -> None:
-    """Other weights, and their statistics, which nobody has asked not to record gradients."""
+    """Other weights, and their statistics, for which no call has stopped recording gradients."""
     scaled(model)
     model[1].reset_running_stats()
     for number in range(3):
@@ -61,7 +61,7 @@ def averaged(model: nn.Sequential, session: scarctl.Session) -> None:
 
 
 def best(model: nn.Sequential, session: scarctl.Session) -> None:
-    """The weights and statistics of another epoch."""
+    """Return the weights and statistics of another epoch."""
     model.load_state_dict(
         {name: value * 0.5 for name, value in model.state_dict().items() if value.dim()}
         | {"1.num_batches_tracked": torch.tensor(3)}

@@ -177,3 +177,24 @@ def test_a_damaged_layout_is_read_once_and_named(tmp_path: Path, monkeypatch: py
     with pytest.raises(Corruption, match=path.name):
         survey(store, None)
     assert names.count(f"layout/{path.name}") == 1
+
+
+def test_caveats_of_a_flush_that_only_memory_has(tmp_path: Path, arena_dir: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = scarctl.Settings(daemon=False, arena_dir=arena_dir)
+    with scarctl.attach(model, optimizer, store=tmp_path / "run", settings=settings) as session:
+        session.resume()
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        session.checkpoint(full=True, wait=True)
+        session._saver.stop()
+        session.caveats.say("swapped", "the data were swapped")
+        session.caveats.say("behind", "the store is behind", inexact=False)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        assert session.flush()
+        store = Store.open(tmp_path / "run")
+        assert "swapped" in [caveat.kind for caveat in survey(store, str(arena_dir)).caveats]
+        session._saver.resume()

@@ -388,3 +388,31 @@ def test_a_layout_that_is_none_is_refused(
 ) -> None:
     with pytest.raises(ScarError):
         Replica.begin(Path("/nonexistent"), RUN, data, Owner("east", "11" * 16, 1), 1, "")
+
+
+def test_another_hand_over_under_the_same_number_is_sent(tmp_path: Path) -> None:
+    """A process that died had put the newest hand-over; it was saved, and the daemon numbers again."""
+    run = Run(tmp_path)
+    run.seal()
+    run.copy(EVERYTHING[:2])
+    run.hand_over(EVERYTHING[:2])
+    assert run.send()
+    for number in run.queue.numbers():
+        run.queue.remove(number)
+    run.copy(EVERYTHING[2:4])
+    again = HandOverQueue(run.arena.folder)
+    number = again.put(version=pack(1, run.step), ids=EVERYTHING[2:4], extras={"step": run.step})
+    assert number == 1
+    assert run.send()
+    (found,) = HandOverQueue(run.host / RUN).pending()
+    assert found.extras == {"step": run.step}
+    run.check()
+
+
+def test_a_seal_that_was_withdrawn_is_withdrawn_on_the_peer(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.seal()
+    assert run.send()
+    run.queue.unseal()
+    assert run.send()
+    assert [handover.sealed for handover in HandOverQueue(run.host / RUN).pending()] == [False]

@@ -141,8 +141,9 @@ def test_a_hand_over_that_cannot_be_read_is_set_aside(rig: Rig, thread: Persiste
 
 def test_a_hand_over_of_another_layout_is_set_aside(rig: Rig, thread: PersisterThread) -> None:
     rig.hand_over(np.array([10_000]), 1)
-    assert thread.drain(10)
+    assert not thread.drain(10)
     assert thread.failure is None
+    assert isinstance(thread.fault(), Corruption)
     assert thread.stats.errors == 1
 
 
@@ -273,3 +274,19 @@ def test_a_run_that_is_killed_is_finished_by_the_next(tmp_path: Path, arena_dir:
         assert (steps % 251 == content).all()  # nothing torn, nothing under a wrong step
         assert (steps[intact] == (rig.arena.version & ((1 << 40) - 1))[intact]).all()
         rig.close(killed=True)
+
+
+def test_a_damaged_hand_over_is_not_durable_until_a_later_one_replaces_it(rig: Rig) -> None:
+    rig.save(rig.everything, 1, sealed=True)
+    rig.persist(1)
+    number = rig.hand_over(np.array([], dtype=np.int64), 2, sealed=True)  # nothing has changed but the extras
+    path = rig.arena.folder / f"handover-{number:020d}.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    thread = PersisterThread(rig.persister, rig.queue)
+    assert not thread.drain(10)
+    assert isinstance(thread.fault(), Corruption)
+    rig.save(SOME, 3)
+    thread.notify()
+    assert thread.drain(10)
+    assert rig.extras() == {"step": 3}
+    thread.close()

@@ -1,3 +1,5 @@
+"""Test the choice of partitions: budget, order, ties and ages."""
+
 from __future__ import annotations
 
 import itertools

@@ -1,4 +1,4 @@
-"""Provide a run whose every value is the number of its step, and which saves nothing by itself."""
+"""Provide a run whose every value is the number of its step, and which saves only on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training loop on a GPU, as a program: `python -m tests.session.gpu_loop KIND STORE [--die-after N]`.
+"""Train on a GPU, as a program: `python -m tests.session.gpu_loop KIND STORE [--die-after N]`.
 
 It prints one line of JSON: where it resumed, whether exactly, what was said, and a digest of the end.
 """
@@ -180,7 +180,7 @@ def train(kind: str, store: str, die_after: int | None, how: str) -> dict[str, A
 
 
 def captured(store: str, *, by_hand: bool) -> dict[str, Any]:
-    """Whole iterations as a CUDA graph that is replayed: no Python runs within one."""
+    """Train with whole iterations as a CUDA graph that is replayed: no Python runs within one."""
     model = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.2), nn.ReLU(), nn.Linear(64, 1)).to(DEVICE)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, capturable=True)
     x = torch.zeros(16, 32, device=DEVICE)

@@ -154,7 +154,7 @@ def test_a_file_gets_the_stores_copy(store: Path, arena_dir: Path, tmp_path: Pat
 def test_a_copy_that_the_store_does_not_have_yet_is_believed(
     store: Path, arena_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """This is the limit: nothing shows what its bytes were."""
+    """This is the limit: nothing shows its earlier bytes."""
     arena = opened(store, arena_dir)
     arena.durable[:] = -1
     arena.rows(0, 0)[0, 1] ^= 4

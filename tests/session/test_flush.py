@@ -42,7 +42,7 @@ def sleeps() -> None:
 
 
 def is_stuck() -> None:
-    """A call that does not return, whatever signals arrive."""
+    """Hang in a call that does not return, whatever signals arrive."""
     libc = ctypes.CDLL(None)
     mutex = ctypes.create_string_buffer(256)
     libc.pthread_mutex_lock(mutex)
@@ -50,7 +50,7 @@ def is_stuck() -> None:
 
 
 def end_by_sigterm(body: Callable[[Tell], object]) -> None:
-    """Run `body` in a process until it tells "ready", and end that with SIGTERM."""
+    """Run `body` in a process until it prints "ready", and end that with SIGTERM."""
     with Forked(body) as child:
         child.expect("ready")
         child.signal(signal.SIGTERM)

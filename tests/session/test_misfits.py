@@ -1,4 +1,4 @@
-"""Extras of adapters that cannot continue from their restored state make the resume inexact."""
+"""Test that a resume is inexact if extras of an adapter cannot continue from their restored state."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Run:
         return {name: value.clone() for name, value in self.model.state_dict().items()}
 
     def stops(self) -> None:
-        """As a signal ends it, after a flush of the moment at which the loop was settled."""
+        """End as by a signal, after a flush of the moment at which the loop was settled."""
         assert self.session.flush()
         self.session._opening.close(failed=True)
 

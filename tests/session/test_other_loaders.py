@@ -1,4 +1,4 @@
-"""A DataLoader that is read next to `session.batches`, without the session."""
+"""Test a DataLoader that is read next to `session.batches`, without the session."""
 
 from __future__ import annotations
 

@@ -9,14 +9,14 @@ import pytest
 from numpy.typing import NDArray
 
 import scarctl
-from scarctl.daemon.request import Wish
+from scarctl.daemon.request import Request
 from scarctl.state.version import step_of
 from tests.support.training import Loop, drained
 
 pytestmark = pytest.mark.usefixtures("both_savers")
 
 
-def test_a_wish_that_comes_while_another_is_looked_at_is_kept(
+def test_a_request_that_comes_while_another_is_looked_at_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread makes a request, perhaps just when the session asks whether anything can be copied."""
@@ -25,7 +25,7 @@ def test_a_wish_that_comes_while_another_is_looked_at_is_kept(
     loop.session._finish()
     drained([loop.session])
     arena, requests = loop.session._started().arena, loop.session._requests
-    coming = [Wish("full")]
+    coming = [Request("full")]
     look = arena.pending
 
     def pending() -> NDArray[np.bool_]:
@@ -34,7 +34,7 @@ def test_a_wish_that_comes_while_another_is_looked_at_is_kept(
         return look()
 
     monkeypatch.setattr(arena, "pending", pending)
-    requests.add(Wish("partial"))
+    requests.add(Request("partial"))
     loop.train(2)
     loop.session._finish()
     drained([loop.session])
@@ -44,7 +44,7 @@ def test_a_wish_that_comes_while_another_is_looked_at_is_kept(
     assert newest > 1
 
 
-def test_a_wish_that_comes_while_a_step_is_counted_waits_for_the_next_one(
+def test_a_request_that_comes_while_a_step_is_counted_waits_for_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command has seen the step's number already, and waits for a newer one."""
@@ -53,7 +53,7 @@ def test_a_wish_that_comes_while_a_step_is_counted_waits_for_the_next_one(
     loop.session._finish()
     drained([loop.session])
     arena, requests = loop.session._started().arena, loop.session._requests
-    coming, reach = [Wish("partial")], arena.reach
+    coming, reach = [Request("partial")], arena.reach
 
     def reach_and_ask(step: int) -> None:
         reach(step)
@@ -96,10 +96,10 @@ class Table:
         return step_of(int(self.session._started().arena.version.max()))
 
 
-def test_a_wish_for_less_than_a_partition_is_kept_until_one_fits(tmp_path: Path) -> None:
+def test_a_request_for_less_than_a_partition_is_kept_until_one_fits(tmp_path: Path) -> None:
     table = Table(tmp_path / "store", fraction=0.02)
     assert table.engine.budget < table.engine.layout.partition_bytes.min()
-    table.session._requests.add(Wish("partial"))
+    table.session._requests.add(Request("partial"))
     assert table.train(1) == 1
     assert table.train(20) > 2
     copied = step_of(table.engine.arena.version)
@@ -107,7 +107,7 @@ def test_a_wish_for_less_than_a_partition_is_kept_until_one_fits(tmp_path: Path)
     assert (copied > 1).sum() == 1, "one request, one checkpoint"
 
 
-def test_a_wish_is_kept_while_all_that_changes_is_being_read(tmp_path: Path) -> None:
+def test_a_request_is_kept_while_all_that_changes_is_being_read(tmp_path: Path) -> None:
     table = Table(tmp_path / "store", fraction=1.0)
     table.engine.saver.stop()
     table.train(1)
@@ -115,9 +115,22 @@ def test_a_wish_is_kept_while_all_that_changes_is_being_read(tmp_path: Path) -> 
     arena = table.engine.arena
     assert arena.pending().sum() == len(table.x)
     arena.read_begins(int(arena.version.max()))
-    table.session._requests.add(Wish("partial"))
+    table.session._requests.add(Request("partial"))
     assert table.train(2) == 2
     arena.read_ends(0)
     assert table.train(2) > 4
     table.engine.start()
     table.session.close()
+
+
+def test_a_request_is_not_repeated_for_a_partition_that_is_not_finite(tmp_path: Path) -> None:
+    x = np.zeros((8, 4))
+    with scarctl.attach({"x": x}, store=tmp_path / "store", interval=1000) as session:
+        session.step()
+        drained([session])
+        x[:] = np.inf
+        session._requests.add(Request("partial"))
+        for _ in range(20):
+            session.step()
+        session._finish()
+        assert session.stats.checkpoints == 2, "the first, and the requested one"

@@ -10,7 +10,7 @@ from torch import nn
 
 import scarctl
 from scarctl.config import grouped
-from scarctl.daemon.request import Wish
+from scarctl.daemon.request import Request
 from scarctl.state.version import step_of
 from tests.support.training import drained
 
@@ -73,7 +73,7 @@ def test_who_asks_for_a_checkpoint_meanwhile_gets_it_afterwards(tmp_path: Path) 
     job.session.checkpoint(full=True)
     sealed = job.session.head_step
     assert not engine.arena.pending().all()
-    job.session._requests.add(Wish("partial"))
+    job.session._requests.add(Request("partial"))
     for _ in range(3):
         job.step(range(8, 16))
     assert step_of(engine.arena.version).max() == sealed

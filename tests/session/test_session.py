@@ -14,7 +14,7 @@ from torch import nn
 
 import scarctl
 import scarctl.errors
-from scarctl.daemon.request import Wish
+from scarctl.daemon.request import Request
 from scarctl.errors import Corruption, NoIntactCopy, UsageError
 from tests.daemon.trainer import assert_sound
 from tests.support.training import Loop, differing, drained
@@ -106,12 +106,12 @@ def test_recovered_values_are_those_last_saved_with_their_moments(tmp_path: Path
 
 def test_a_part_is_asked_for_while_all_is_on_its_way(tmp_path: Path, both_savers: str) -> None:
     loop = Loop(tmp_path / "store", interval=1000)
-    loop.session._requests.add(Wish("partial"))
+    loop.session._requests.add(Request("partial"))
     loop.train(1)
     engine = loop.session._started()
     engine.saver.stop()
     loop.session.checkpoint(full=True)
-    loop.session._requests.add(Wish("partial"))
+    loop.session._requests.add(Request("partial"))
     loop.train(3)
     assert engine.arena.pending().all()
     before = loop.session.stats.checkpoints
@@ -399,13 +399,13 @@ def test_a_session_shows_its_layout_and_its_adapter(tmp_path: Path) -> None:
     assert loop.session.layout.partitions > 0, "also afterwards"
 
 
-def test_of_two_wishes_the_whole_state_is_saved_once(tmp_path: Path) -> None:
+def test_of_two_requests_the_whole_state_is_saved_once(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "store", interval=1000)
     loop.train(1)
     loop.session._finish()
     drained([loop.session])
     for kind in ("full", "partial"):
-        loop.session._requests.add(Wish(kind))
+        loop.session._requests.add(Request(kind))
     loop.train(3)
     loop.session._finish()
     assert loop.session.stats.checkpoints == 2

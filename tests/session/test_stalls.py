@@ -16,7 +16,7 @@ SLOW = 0.15
 
 
 def slow(live: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A norm that makes every copy after the first take a while, in its thread."""
+    """Return a norm that makes every copy after the first take a while, in its thread."""
     time.sleep(SLOW)
     return torch.ones(live[""].shape[0])
 

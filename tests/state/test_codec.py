@@ -1,3 +1,5 @@
+"""Test the encoding of extras: every value comes back, and hostile text is refused."""
+
 from __future__ import annotations
 
 import contextlib

@@ -1,3 +1,5 @@
+"""Test versions: epoch and step in one number, whose order is that of copies."""
+
 from __future__ import annotations
 
 import numpy as np

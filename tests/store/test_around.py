@@ -1,4 +1,4 @@
-"""A damaged record is read around: the copies of others come back, and nothing that it may have changed is exact."""
+"""Test reading around a damaged record: other copies come back, and nothing that it may have changed is exact."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHARDS = 3
 
 @pytest.fixture
 def saved(tmp_path: Path, layout: Layout, data: Data) -> Store:
-    """One log: everything sealed at step 1 (record 1), a part at steps 2 and 3 (records 2 and 3)."""
+    """Return one log: everything sealed at step 1 (record 1), a part at steps 2 and 3 (records 2 and 3)."""
     store = Store.create(tmp_path / "run", shards=SHARDS)
     everything = np.arange(layout.partitions)
     with open_writer(store, layout=layout) as writer:
@@ -49,7 +49,7 @@ def damage(store: Store, seq: int) -> Path:
 
 
 def steps(store: Store, layout: Layout) -> list[int]:
-    """Of every partition, all of whose bytes are read."""
+    """Check that all bytes can be read, and return the step of every partition."""
     state = state_around(store, 0)
     found, bad = read_all(store, state)
     assert not bad

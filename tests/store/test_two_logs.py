@@ -1,4 +1,4 @@
-"""A partition is in one log only: what `verify` says of stores in which it is in two."""
+"""Test that `verify` reports a partition in two logs: it may be in one only."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Program:
         stderr: IO[bytes] | int | None = None,
         imports: tuple[str, ...] = TORCH,
     ) -> None:
-        """`stdin`, `stdout`, `stderr`: open files. None is no input, and this process's own output.
+        """`stdin`, `stdout`, `stderr`: open files. None means empty input, and this process's own output.
 
         `imports`: modules that are already imported.
         """

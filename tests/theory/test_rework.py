@@ -26,7 +26,7 @@ def straight(c: float, steps: int, noise: float = 0.0, seed: int = 0) -> Outlook
 
 
 def moving(speeds: list[float]) -> Outlook:
-    """Of a run that moves by these distances, one iteration each, and of which no rate is known."""
+    """Return the outlook of a run that moves by these distances, one iteration each, with an unknown rate."""
     history = History((k, 1, speed) for k, speed in enumerate(speeds))
     return Outlook(len(speeds), NoEstimate("5 points"), history.speed())
 

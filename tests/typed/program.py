@@ -1,4 +1,4 @@
-"""A user's program. `mypy` checks it together with the product; nothing runs it."""
+"""Use scarctl as a user's program does. `mypy` checks it together with the product; nothing runs it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def train(model: nn.Module, optimizer: optim.Optimizer) -> scarctl.Report:
 
 
 def wrong(model: nn.Module, session: scarctl.Session) -> None:
-    """Each line has one mistake that a type checker has to find: an unneeded `ignore` is an error too."""
+    """Make one mistake in each line, which a type checker has to find: an unneeded `ignore` is an error too."""
     scarctl.Selection(policy="best")  # type: ignore[arg-type]
     scarctl.Selection(norm="l3")  # type: ignore[arg-type]
     scarctl.Selection(tracker="guessed")  # type: ignore[arg-type]

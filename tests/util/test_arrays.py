@@ -1,3 +1,5 @@
+"""Test helpers for arrays."""
+
 from __future__ import annotations
 
 import numpy as np

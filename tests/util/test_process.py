@@ -1,3 +1,5 @@
+"""Test whether processes exist, and how they are named."""
+
 from __future__ import annotations
 
 import os

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from scarctl.adapter import StateGroup, Watching
+from scarctl.distributed.collectives import world_size
 from scarctl.errors import UsageError
 from scarctl.state.caveats import Caveats
 from scarctl.state.layout import Layout
@@ -19,7 +20,6 @@ from scarctl_adapters.deepspeed.partitions import Fragment, Partitions, place_of
 from scarctl_adapters.deepspeed.stepping import Stepping
 from scarctl_adapters.torch.adapter import TorchAdapter
 from scarctl_adapters.torch.names import model_names
-from scarctl_adapters.torch.sharding import world
 from scarctl_adapters.torch.watch import Watch
 
 
@@ -92,7 +92,7 @@ class DeepSpeedAdapter(TorchAdapter):
 
     def _parameter_groups(self) -> list[StateGroup]:
         flats = self._partitions.flats
-        role = "shared" if world() > 1 else "own"
+        role = "shared" if world_size() > 1 else "own"
         groups, names = [], {}
         slots = [self._flat_state.slots(flat) for flat in flats]
         for wrapped, parameter in self._model.named_parameters():

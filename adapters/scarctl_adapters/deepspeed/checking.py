@@ -10,8 +10,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import distributed as dist
 
+from scarctl.distributed.collectives import world_size
 from scarctl.errors import UsageError
-from scarctl_adapters.torch.sharding import world
 
 
 def check_engine(engine: Any, optimizers: list[Any]) -> None:
@@ -63,7 +63,7 @@ def _refused(engine: Any, zero: Any) -> Iterator[tuple[str, str]]:
         yield "ZeRO++ (zero_hpz_partition_size, zero_quantized_weights or _gradients)", "leave it out"
     if config.zero_quantized_nontrainable_weights:
         yield "a quantized frozen base (zero_quantized_nontrainable_weights)", "leave it out"
-    if dist.get_world_size(zero.dp_process_group) != world():
+    if dist.get_world_size(zero.dp_process_group) != world_size():
         yield "a model that is also divided by tensors or stages", "use data parallelism alone"
     if engine.data_efficiency_enabled():
         yield "the state of data efficiency (curricula, random layers)", "leave data_efficiency out"

@@ -129,7 +129,7 @@ class FlatState:
 
 
 class EngineState:
-    """What an engine counts and adapts at the end of every step of its own: counters, loss scale, schedule."""
+    """An engine's counters, loss scale and schedule, which change at the end of its own steps."""
 
     def __init__(self, engine: Any) -> None:
         """Raises UsageError for a schedule without state."""

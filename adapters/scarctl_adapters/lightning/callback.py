@@ -150,7 +150,7 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
             log.info(
                 "continuing after step %d (%s)",
                 self.resumed.step,
-                "exact" if self.resumed.exact else "perturbed: partitions of several steps",
+                "exact" if self.resumed.exact else f"not exact: {'; '.join(self.resumed.reasons)}",
             )
         else:
             fit.wait_for(_optimizers(trainer))

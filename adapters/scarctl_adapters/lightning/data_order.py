@@ -107,9 +107,7 @@ class DataOrder:
         return plain({"rng": capture_rng(), "own": own, "new": new})
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        # Earlier checkpoints have the same states under other names, and none of GPUs.
-        rng = state.get("rng") or {**state["host"], "torch": state["torch"], "cuda": []}
-        restore_rng(rng)
+        restore_rng(state["rng"])
         for generator, own in zip(self._generators(), state["own"], strict=False):
             generator.set_state(own)
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from scarctl.adapter import StateGroup, Watching
 from scarctl.checkpoint.randomness import raw, restore_rng, undisturbed
+from scarctl.distributed.collectives import world_size
 from scarctl.errors import UsageError
 from scarctl.state.caveats import Caveats
 from scarctl.state.layout import Layout, Place
@@ -36,7 +37,6 @@ from scarctl_adapters.torch.sharding import (
     place_of,
     scope_of_group,
     with_state,
-    world,
     zero_of,
 )
 from scarctl_adapters.torch.slots import Slots, create_slots
@@ -113,9 +113,7 @@ class TorchAdapter:
         """Return an adapter; see `scarctl.attach` for the arguments. Raises UsageError for unsuitable objects."""
         check_trained(model, optimizers, knows_tables=cls._knows_tables)
         late = {f"scheduler{i}": scheduler for i, scheduler in enumerate(schedulers)}
-        if scaler is not None:
-            late["scaler"] = scaler
-        late |= after_step or {}
+        late |= ({} if scaler is None else {"scaler": scaler}) | dict(after_step or {})
         for name, item in {**late, **(extras or {})}.items():
             check_stateful(name, item)
         adapter = cls(model, optimizers, late, extras or {}, replicated)
@@ -137,7 +135,7 @@ class TorchAdapter:
     @property
     def late_per_rank(self) -> bool:
         """True with ZeRO, with parameters of this rank alone, or with modules that have extra state."""
-        if world() == 1:
+        if world_size() == 1:
             return False
         return (
             any(zero_of(o) is not None for o in self._optimizers)
@@ -163,6 +161,8 @@ class TorchAdapter:
     def _new_groups(self, *, predict: bool) -> list[StateGroup]:
         for _, slots in self._slots:
             slots.learn(predict=predict)
+        for state in self._states if predict else ():
+            state.check_places()
         zeros = self._zeros()
         groups = []
         numbers = {id(p): i for i, o in enumerate(self._optimizers) for p in params_of(o)}
@@ -218,7 +218,7 @@ class TorchAdapter:
         found: dict[int, str] = {}
         for optimizer in self._optimizers:
             zero = zero_of(optimizer)
-            if zero is not None and world() > 1:
+            if zero is not None and world_size() > 1:
                 found |= dict.fromkeys(map(id, params_of(zero)), scope_of_group(zero.process_group))
         return found
 
@@ -300,7 +300,7 @@ class TorchAdapter:
 
     def _names(self, optimizer: Optimizer) -> dict[str, list[str]]:
         """Return the names of the optimizer's parameters by number: numbers may differ by rank."""
-        if world() == 1:
+        if world_size() == 1:
             return {}
         known, names = self._named
         mine = list(map(id, params_of(optimizer)))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from scarctl.state.caveats import Caveats
+from scarctl_adapters.torch.stepping import untraced
 
 _STEPS = 4
 """Number of first steps before which gradients are checked."""
@@ -36,7 +37,7 @@ class Carried:
                 self._used[number] = before.layout == torch.strided and bool(before.any())
             self._fresh[number] = False
 
-        return arrives
+        return untraced(arrives)
 
     def stepped(self) -> None:
         """Note that an iteration has ended."""

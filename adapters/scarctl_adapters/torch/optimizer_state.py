@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping
 from itertools import chain, compress, repeat
 from operator import attrgetter
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.optim import Optimizer
 
-from scarctl.errors import UsageError
+from scarctl.errors import LayoutMismatch, UsageError
 from scarctl.state.torch_dtypes import in_order, order_of
 from scarctl_adapters.torch.attributes import Attributes
 from scarctl_adapters.torch.homes import Home, states_of
@@ -114,6 +115,8 @@ class OptimizerState:
         """The param_groups at attach."""
         self._sorted: list[_Sorted | None] = [None] * len(homes)
         """The newest capture's result for each home."""
+        self._places: list[list[tuple[ref[torch.Tensor], tuple[int, int]]]] = [[] for _ in homes]
+        """Param_group and number of each parameter, for each home: see `check_places`."""
 
     def capture(self, unsavable: Callable[[str], None], tensors: object = None) -> dict[str, Any]:
         """Return the state by parameter number. unsavable: called with a message for every attribute that cannot be
@@ -125,6 +128,23 @@ class OptimizerState:
         first, *nested = [self._home(number, unsavable, tensors) for number in range(len(self.homes))]
         prefixes = [home.prefix for home in self.homes[1:]]
         return first | {"nested": dict(zip(prefixes, nested, strict=True))}
+
+    def check_places(self) -> None:
+        """Raise LayoutMismatch if a parameter has another number than at the first call: what is saved by number would
+        go to another parameter in a new process.
+        """
+        for home, known in zip(self.homes, self._places, strict=True):
+            groups = enumerate(home.optimizer.param_groups)
+            now = [(p, g) for g, group in groups for p in group["params"]]
+            places = {id(p): (g, number) for number, (p, g) in enumerate(now)}
+            if any(places.get(id(p()), place) != place for p, place in known):
+                raise LayoutMismatch(
+                    f"parameters were moved within the param_groups of {self._name}: after a resume they would have "
+                    "each other's state",
+                    hint="order them before the first step; a new group at the end is allowed. What was saved before "
+                    "is intact",
+                )
+            known[:] = [(ref(p), places[id(p)]) for p, _ in now]
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore the result of `capture`. Raises UsageError when it does not fit."""
@@ -152,6 +172,7 @@ class OptimizerState:
         optimizer = home.optimizer
         sorted_out = self._sorted[at]
         if tensors is None or sorted_out is None or not sorted_out.holds(home.state, tensors):
+            self.check_places()
             sorted_out = self._sort(home)
             self._sorted[at] = sorted_out if sorted_out.remember(home.state, tensors) else None
         references = sorted_out.references

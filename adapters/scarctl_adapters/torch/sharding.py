@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from scarctl.distributed.collectives import world_size
 from scarctl.errors import UsageError
 from scarctl.state.layout import Place, close_to
 
@@ -28,11 +29,6 @@ if TYPE_CHECKING:
 _PLAIN = frozenset((torch.Tensor, nn.Parameter))
 _CHECKPOINTED = "_checkpoint_wrapped_module"
 """Part of the names of tensors in torch's wrapper for activation checkpointing; its own state_dict() omits it."""
-
-
-def world() -> int:
-    """Return the number of ranks, 1 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
@@ -145,7 +141,7 @@ def is_gathered(tensor: torch.Tensor, sharded: torch.Tensor) -> bool:
 
 def scope_of_ranks(ranks: Sequence[int]) -> str:
     """Return a short string for a set of ranks; "" for all ranks."""
-    if len(ranks) == world():
+    if len(ranks) == world_size():
         return ""
     text = ",".join(map(str, sorted(ranks)))
     return f"{min(ranks)}+{len(ranks)}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
@@ -176,7 +172,7 @@ class Wrapping:
             if isinstance(module, module_of_fsdp2):
                 # Frees the whole parameters that a forward pass may have gathered.
                 module.reshard()
-        self._alone = world() == 1
+        self._alone = world_size() == 1
         self._scopes = {id(ddp): scope_of_group(ddp.process_group) for _, ddp in self._ddp}
         self._meshes: dict[Any, str] = {}
 

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer, SparseAdam
 
+from scarctl.distributed.collectives import world_size
 from scarctl.state.layout import Layout
 from scarctl.state.torch_dtypes import torch_of
 from scarctl.stateful import capture_host_rng, restore_host_rng
 from scarctl_adapters.torch.attributes import OF_THE_BASE
 from scarctl_adapters.torch.homes import Holder, Home, slot_of, states_of
 from scarctl_adapters.torch.packing import is_plain_tensor
-from scarctl_adapters.torch.sharding import is_dtensor, is_part_like, local_part, world
+from scarctl_adapters.torch.sharding import is_dtensor, is_part_like, local_part
 
 Template = Mapping[str, torch.dtype | None]
 """Slots that an optimizer creates for a parameter, with their dtype (None: the parameter's)."""
@@ -183,7 +184,7 @@ def _twin(
     if isinstance(optimizer, SparseAdam):
         small.grad = small.grad.to_sparse(1)
     own = {key: value for key, value in vars(optimizer).items() if key not in OF_THE_BASE}
-    foreign = world() > 1 and not type(optimizer).__module__.startswith("torch.optim.")
+    foreign = world_size() > 1 and not type(optimizer).__module__.startswith("torch.optim.")
     if foreign or not all(isinstance(value, _PLAIN) for value in own.values()):
         return None, small
     twin = object.__new__(type(optimizer))

@@ -17,7 +17,7 @@ _WRAPPER = Optimizer.profile_hook_step(lambda *_: None).__code__
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
-def _untraced(hook: Hook) -> Hook:
+def untraced(hook: Hook) -> Hook:
     """Return a hook that `torch.compile` runs unchanged when it compiles the step with the hook.
 
     torch's own wrapper takes seven calls for that. They are left out where nothing is compiled.
@@ -114,14 +114,14 @@ def around(
     """
     nesting = _Nesting(optimizer)
 
-    @_untraced
+    @untraced
     def begins(*_: object) -> None:
         if nesting.on_gpu is not False and nesting.captured():
             captured()
         elif not nesting.enters():
             before()
 
-    @_untraced
+    @untraced
     def ends(*_: object) -> None:
         if nesting.on_gpu and nesting.captured():
             return
@@ -145,7 +145,7 @@ def at_the_change(optimizer: Optimizer, before: Callable[[], None], captured: Ca
         elif not is_nested(optimizer):
             before()
 
-    return optimizer.register_step_pre_hook(_untraced(_beginning(begins)))
+    return optimizer.register_step_pre_hook(untraced(_beginning(begins)))
 
 
 def _beginning(before: Callable[[], None]) -> Callable[..., Any]:

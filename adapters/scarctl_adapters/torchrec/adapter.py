@@ -11,11 +11,12 @@ from torch.optim import Optimizer
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_module
 
 from scarctl.adapter import StateGroup, Watching
+from scarctl.distributed.collectives import world_size
 from scarctl.errors import UsageError
 from scarctl.state.caveats import Caveats
 from scarctl.state.layout import Place
 from scarctl_adapters.torch.adapter import TorchAdapter
-from scarctl_adapters.torch.sharding import params_of, scope_of_group, world
+from scarctl_adapters.torch.sharding import params_of, scope_of_group
 from scarctl_adapters.torch.watch import Watch
 from scarctl_adapters.torchrec.lookups import Lookups
 from scarctl_adapters.torchrec.optimizers import FusedState, mixed, only_wraps, torch_optimizers
@@ -77,7 +78,7 @@ class TorchRecAdapter(TorchAdapter):
         return [*super().groups(), *self._table_groups]
 
     def _group(self, table: Table) -> StateGroup:
-        role = ("shared", self._scope) if world() > 1 else ("own", "")
+        role = ("shared", self._scope) if world_size() > 1 else ("own", "")
         name = self._wrapping.clean(table.name)
         return StateGroup(name, "parameter", {"": table.weight, **table.slots}, table.place, *role)
 
@@ -89,7 +90,7 @@ class TorchRecAdapter(TorchAdapter):
         return super()._place_of(tensor, name) if table is None else table.place
 
     def _role_of(self, name: str, wrapped: str, parameter: nn.Parameter) -> tuple[str, str]:
-        if name in self._dense and world() > 1:
+        if name in self._dense and world_size() > 1:
             return "shared", self._scope
         return super()._role_of(name, wrapped, parameter)
 

@@ -1,10 +1,9 @@
-"""Jobs of several ranks that train under DeepSpeed's engine. Run by `tests.distributed.launch`."""
+"""Run jobs of several ranks that train under DeepSpeed's engine. Started by `tests.distributed.launch`."""
 
 from __future__ import annotations
 
-import json
-import logging
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ import torch
 
 import scarctl
 from scarctl.config import grouped
-from scarctl.errors import ScarError
 from tests.adapters.deepspeed import models
-from tests.adapters.rank_jobs import At, Warnings, halves, under_torchrun
+from tests.adapters.rank_jobs import At, described, halves, under_torchrun, warnings
+from tests.adapters.rank_jobs import one_run as run_once
 
 Kind = Mapping[str, Any]
 """Arguments of `models.build`."""
@@ -39,9 +38,7 @@ def train(
     torch.manual_seed(7 + rank)
     (folder / "arena").mkdir(exist_ok=True, parents=True)
     given = {"interval": 2, "fraction": 0.25, "arena_dir": str(folder / "arena"), **options}
-    heard = Warnings()
-    logging.getLogger("scarctl").addHandler(heard)
-    try:
+    with warnings() as heard:
         extras = {"position": (position := {"step": 0})}
         with scarctl.attach(engine, store=folder / "store", extras=extras, **grouped(**given)) as session:
             resumed = session.resume(**(resume or {}))
@@ -51,38 +48,23 @@ def train(
                 models.one_step(engine, step, rank)
                 if at is not None and step + 1 in at:
                     at[step + 1](session)
-            exact, reasons = session.resumed.exact, list(session.resumed.reasons)
-            head = session.head_step
-    finally:
-        logging.getLogger("scarctl").removeHandler(heard)
+            found = described(session)
     last = models.digests(engine)
     engine.destroy()
-    return {
-        "step": resumed.step,
-        "head": head,
-        "exact": exact,
-        "reasons": reasons,
-        "ranks": resumed.ranks and {key: resumed.ranks[key] for key in ("lost", "steps", "step")},
-        "first": first,
-        "last": last,
-        "warnings": heard.texts,
-    }
+    return {**found, "first": first, "last": last, "warnings": heard}
 
 
 # -- run by `launch` ---------------------------------------------------------------------------------------------
 
 
 def undisturbed(rank: int, world: int, folder: str, kinds: list[Kind]) -> list[Any]:
-    """For each: a run, and the same run, closed halfway and resumed."""
+    """Return for each kind a run, and the same run closed halfway and resumed."""
     return halves(train, folder, kinds)
 
 
 def one_run(rank: int, world: int, folder: str, until: int, kind: Kind) -> Any:
-    """One run, new or resumed; or the error's class and message."""
-    try:
-        return train(Path(folder), until, kind)
-    except ScarError as error:
-        return f"{type(error).__name__}: {error}"
+    """Return the report of one run, new or resumed."""
+    return run_once(train, folder, until, kind)
 
 
 def recovered(rank: int, world: int, folder: str, kind: Kind) -> dict[str, Any]:
@@ -129,12 +111,5 @@ def recovered(rank: int, world: int, folder: str, kind: Kind) -> dict[str, Any]:
     }
 
 
-def main(folder: str, kind: str, saved: str, killed: str) -> None:
-    """Run one rank of a job under torchrun: see `under_torchrun`. kind: JSON."""
-    under_torchrun(train, folder, json.loads(kind), int(saved), int(killed))
-
-
 if __name__ == "__main__":
-    import sys
-
-    main(*sys.argv[1:])
+    under_torchrun(train, *sys.argv[1:])

@@ -1,4 +1,4 @@
-"""A small model under DeepSpeed's engine, and all of its values, read as DeepSpeed reads them."""
+"""Build a small model under DeepSpeed's engine, and read all of its values as DeepSpeed does."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def build(
     also: Mapping[str, Any] = {},
     **more: Any,
 ) -> Any:
-    """An engine on all ranks. groups: param_groups of the optimizer.
+    """Return an engine on all ranks. groups: param_groups of the optimizer.
 
     also: more of DeepSpeed's configuration. more: settings of zero_optimization.
     """
@@ -95,12 +95,12 @@ def build(
 
 
 def batch(seed: int) -> torch.Tensor:
-    """Ids; they depend on the seed alone."""
+    """Return ids; they depend on the seed alone."""
     return torch.randint(0, 11, (4,), generator=torch.Generator().manual_seed(seed))
 
 
 def one_step(engine: Any, step: int, rank: int) -> None:
-    """One iteration: as many micro-batches as the engine accumulates."""
+    """Make one iteration: as many micro-batches as the engine accumulates."""
     for micro in range(engine.gradient_accumulation_steps()):
         ids = batch(100 * step + 10 * micro + rank)
         engine.backward(nn.functional.cross_entropy(engine(ids).float(), ids.flip(0)))
@@ -108,7 +108,7 @@ def one_step(engine: Any, step: int, rank: int) -> None:
 
 
 def values(engine: Any) -> dict[str, torch.Tensor]:
-    """Whole tensors by name, without the adapter: weights, master weights, slots, buffers. A collective."""
+    """Return whole tensors by name, without the adapter: weights, master weights, slots, buffers. A collective."""
     found: dict[str, torch.Tensor] = {}
     stepped = engine.global_steps > engine.skipped_steps
     if stepped and engine.zero_optimization_stage() < 3:
@@ -128,7 +128,7 @@ def values(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def slots_of(engine: Any) -> list[str]:
-    """Names of the inner optimizer's slots."""
+    """Return the names of the inner optimizer's slots."""
     states = engine.optimizer.optimizer.state
     return sorted({key for state in states.values() for key, value in state.items() if value.dim()})
 
@@ -143,7 +143,7 @@ def digests(engine: Any) -> dict[str, str]:
 
 
 def counts(engine: Any) -> dict[str, Any]:
-    """What the engine, its scaler, its schedule and its optimizer count."""
+    """Return the counts of the engine, its scaler, its schedule and its optimizer."""
     inner = engine.optimizer.optimizer
     return {
         "engine": [engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps],

@@ -1,4 +1,4 @@
-"""The published suite, around DeepSpeed's engine, in one process."""
+"""Test DeepSpeed's engine with the published suite, in one process."""
 
 from __future__ import annotations
 

@@ -1,29 +1,17 @@
-"""The example: a killed rank's elements go back, and all ranks go on."""
+"""Test the example: a killed rank's elements go back, and all ranks continue."""
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-pytest.importorskip("deepspeed", reason="DeepSpeed is not installed here: `make frameworks`")
+from tests.adapters.rank_checks import lost_rank
 
-ROOT = Path(__file__).parents[3]
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed here: `make frameworks`")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("usual_saver")
 def test_a_rank_of_the_example_is_killed() -> None:
-    command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / "lost_rank.py")]
-    command += ["deepspeed_transformer", "--kill", "--quick", "--ranks", "2", "--steps", "32"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(
-        r"^lost 1 of 2 ranks \(1\); all ranks continue after step (\d+)$", done.stdout, re.MULTILINE
-    )
-    assert found is not None, done.stdout
-    assert 20 <= int(found[1]) < 32
+    step, _ = lost_rank("deepspeed_transformer", 32)
+    assert 20 <= step < 32

@@ -1,4 +1,4 @@
-"""The example runs, is killed with -9, and continues."""
+"""Test that the example runs, is killed with -9, and continues."""
 
 from __future__ import annotations
 

@@ -97,14 +97,14 @@ def test_a_recovery_returns_a_tree_and_leaves_the_old_one_alone(tmp_path: Path) 
 @pytest.mark.parametrize("donated", [False, True])
 def test_a_step_that_somebody_asked_to_recover_returns_another_tree(tmp_path: Path, *, donated: bool) -> None:
     """The session restores within `step`, as for `scarctl live recover`."""
-    from scarctl.daemon.request import Wish
+    from scarctl.daemon.request import Request
 
     step = models.donating if donated else models.step
     with attach(models.build(), donated=donated, **options(tmp_path, interval=100)) as session:
         state = session.step(train(session.resume(), 0, step))
         kept = np.array(state.params["embed"]["embedding"])
         state = session.step(train(state, 1, step))
-        session.session._requests.add(Wish("recover", lost="params.embed.*"))
+        session.session._requests.add(Request("recover", lost="params.embed.*"))
         trained = train(state, 2, step)
         state = session.step(trained)
         assert state is not trained

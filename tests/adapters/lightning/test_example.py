@@ -14,14 +14,14 @@ pytestmark = pytest.mark.usefixtures("usual_saver")
 
 
 @pytest.mark.slow
-def test_the_example_is_killed_and_goes_on() -> None:
+def test_the_example_is_killed_and_continues() -> None:
     script = ROOT / "examples" / "lightning_recommender" / "train.py"
     done = subprocess.run(
         [sys.executable, str(script), "--kill", "--quick"], capture_output=True, text=True, timeout=110
     )
     assert done.returncode == 0, done.stdout + done.stderr
     died = re.search(r"killed at step (\d+), in the middle", done.stdout)
-    again = re.search(r"went on after step (\d+): (\d+) of \d+ steps were made twice", done.stdout)
+    again = re.search(r"continued after step (\d+): (\d+) of \d+ steps were made twice", done.stdout)
     assert died is not None
     assert again is not None
     assert int(died[1]) == 60

@@ -65,10 +65,6 @@ def another_key(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.state[first]["more"] = torch.tensor(1.0)
 
 
-def other_order(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.param_groups[0]["params"].reverse()
-
-
 def other_memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     first = next(iter(model.parameters()))
     slot = optimizer.state[first]["exp_avg"]
@@ -87,7 +83,6 @@ CHANGES: list[Callable[[nn.Module, torch.optim.Optimizer], None]] = [
     loaded,
     dropped,
     another_key,
-    other_order,
     other_memory,
     rate,
     train,

@@ -93,7 +93,7 @@ def _replace_a_slot(t: Training) -> None:
 
 
 def _empty_a_storage(t: Training) -> None:
-    """The memory of the old tensor may be given to the next one."""
+    """Replace a tensor, whose memory the next one may get."""
     weight = t.model[0].weight
     weight.untyped_storage().resize_(0)
     weight.data = torch.zeros(8, 4)
@@ -140,12 +140,12 @@ def _count_steps_anew(t: Training) -> None:
 
 
 def _count_no_steps(t: Training) -> None:
-    """A resume makes slots first, and restores the counts later."""
+    """Delete the count of steps: a resume makes slots first, and restores counts later."""
     del t.optimizer.state[t.model[0].weight]["step"]
 
 
 def _load_the_same_names(t: Training) -> None:
-    """The key of a state is then another object that compares equal."""
+    """Replace the key of a state by another object that compares equal."""
     state = t.optimizer.state[t.model[0].weight]
     state["".join(["exp_", "avg"])] = state.pop("exp_avg")
     state["exp_avg_sq"] = state.pop("exp_avg_sq")

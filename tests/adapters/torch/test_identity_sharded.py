@@ -23,7 +23,7 @@ from scarctl_adapters.torch.identity import Tensors, tensors_now
 
 @pytest.fixture(autouse=True)
 def rank() -> Iterator[None]:
-    """This process is rank 0 of two."""
+    """Make this process rank 0 of two."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         yield

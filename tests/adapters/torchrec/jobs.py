@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ import scarctl
 from scarctl.adapter import find_adapter
 from scarctl.config import grouped
 from scarctl.distributed.collectives import Solo, Team, world_size
-from scarctl.errors import ScarError
 from scarctl.session.session import Session
-from tests.adapters.rank_jobs import HALF, LAST, At, Warnings, halves, under_torchrun
+from tests.adapters.rank_jobs import HALF, LAST, At, described, halves, under_torchrun, warnings
+from tests.adapters.rank_jobs import one_run as run_once
 from tests.adapters.torchrec import models
 
 Kinds = str | tuple[str, str] | list[str]
@@ -45,9 +45,7 @@ def train(
     torch.manual_seed(7 + rank)
     (folder / "arena").mkdir(exist_ok=True, parents=True)
     given = {"interval": 2, "fraction": 0.25, "arena_dir": str(folder / "arena"), **options}
-    heard = Warnings()
-    logging.getLogger("scarctl").addHandler(heard)
-    try:
+    with warnings() as heard:
         extras = {"position": (position := {"step": 0})}
         with scarctl.attach(
             model, optimizer, store=folder / "store", extras=extras, **grouped(**given)
@@ -59,18 +57,8 @@ def train(
                 one_step(model, optimizer, step, rank)
                 if at is not None and step + 1 in at:
                     at[step + 1](session)
-            exact, reasons = session.resumed.exact, list(session.resumed.reasons)
-    finally:
-        logging.getLogger("scarctl").removeHandler(heard)
-    return {
-        "step": resumed.step,
-        "exact": exact,
-        "reasons": reasons,
-        "ranks": resumed.ranks and {key: resumed.ranks[key] for key in ("lost", "steps", "step")},
-        "first": first,
-        "last": digests(model, optimizer),
-        "warnings": heard.texts,
-    }
+            found = described(session)
+    return {**found, "first": first, "last": digests(model, optimizer), "warnings": heard}
 
 
 def one_step(model: Any, optimizer: Any, step: int, rank: int) -> None:
@@ -137,16 +125,13 @@ def resharded(rank: int, world: int, folder: str, pairs: list[tuple[Kinds, Kinds
     for number, (before, after) in enumerate(pairs):
         here = Path(folder, str(number))
         ended = train(here, HALF, before)
-        try:
-            found.append([ended, train(here, LAST, after)])
-        except ScarError as error:
-            found.append([ended, f"{type(error).__name__}: {error}"])
+        found.append([ended, run_once(train, str(here), LAST, after)])
     return found
 
 
 def one_run(rank: int, world: int, folder: str, until: int, kinds: Kinds) -> Any:
-    """Run once, new or resumed."""
-    return train(Path(folder), until, kinds)
+    """Return the report of one run, new or resumed."""
+    return run_once(train, folder, until, kinds)
 
 
 def touched(rank: int, world: int, kinds: list[Kinds]) -> list[list[Any]]:
@@ -229,12 +214,5 @@ def _rows(model: Any, optimizer: Any) -> dict[str, Any]:
     return {name: value.detach().tolist() for name, value in values.items()}
 
 
-def main(folder: str, kind: str, saved: str, killed: str) -> None:
-    """Run one rank of a job under torchrun: see `under_torchrun`. kind: see `Kinds`."""
-    under_torchrun(train, folder, kind, int(saved), int(killed))
-
-
 if __name__ == "__main__":
-    import sys
-
-    main(*sys.argv[1:])
+    under_torchrun(train, *sys.argv[1:])

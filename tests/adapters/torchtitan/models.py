@@ -1,4 +1,4 @@
-"""Trainings of a very small Llama by torchtitan's Trainer, and all of their values, read without scarctl."""
+"""Build trainings of a very small Llama by torchtitan's Trainer, and read all of their values without scarctl."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Visited(ScarCheckpointManager):
 def trainer(
     folder: Path, steps: int, checkpoint: Any = None, *, width: int = 16, tied: bool = False, **more: Any
 ) -> Any:
-    """A new Trainer. checkpoint: the manager's settings; by default scarctl's, with a store in `folder`.
+    """Return a new Trainer. checkpoint: the manager's settings; by default scarctl's, with a store in `folder`.
 
     more: see `llama.config`.
     """
@@ -57,7 +57,7 @@ def trainer(
 
 
 def values(trainer: Any) -> dict[str, torch.Tensor]:
-    """This rank's parts of parameters and slots, by name. The model has no persistent buffers."""
+    """Return this rank's parts of parameters and slots, by name. The model has no persistent buffers."""
     (module,) = trainer.model_parts
     found = dict(module.named_parameters(remove_duplicate=False))
     names = {id(parameter): name for name, parameter in module.named_parameters()}

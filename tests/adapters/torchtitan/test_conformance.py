@@ -1,4 +1,4 @@
-"""The published suite, around torchtitan's Trainer, in one process."""
+"""Test torchtitan's Trainer with the published suite, in one process."""
 
 from __future__ import annotations
 

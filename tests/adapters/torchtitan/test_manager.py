@@ -27,7 +27,7 @@ from tests.adapters.torchtitan import models
 
 
 def trained(folder: Path, steps: int, **kind: Any) -> Any:
-    """A Trainer that has trained until this step, and is closed."""
+    """Return a Trainer that has trained until this step, and is closed."""
     trainer = models.trainer(folder, steps, **kind)
     try:
         trainer.train()

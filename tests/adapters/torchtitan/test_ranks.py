@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.launch import launch, torchrun
+from tests.adapters.rank_checks import check_halves, check_killed_after_whole, check_killed_later
+from tests.distributed.launch import launch
 
 pytest.importorskip("torchtitan", reason="torchtitan is not installed here: `make frameworks`")
 
@@ -25,38 +25,22 @@ KINDS: list[dict[str, Any]] = [
 @pytest.mark.timeout(300)
 def test_a_resumed_run_is_the_undisturbed_one(tmp_path: Path) -> None:
     """Bit for bit: parameters, slots, counts, schedules, and the losses of the rest, so the data too."""
-    for of_rank in launch(f"{JOBS}:undisturbed", 2, str(tmp_path), KINDS, timeout=250):
-        for kind, (whole, resumed) in zip(KINDS, of_rank, strict=True):
-            assert (resumed["step"], resumed["head"]) == (4, 8), kind
-            assert resumed["exact"], (kind, resumed["reasons"])
-            assert resumed["last"] == whole["last"] != whole["first"], kind
-            assert resumed["losses"] == {n: loss for n, loss in whole["losses"].items() if int(n) > 4}, kind
-            assert not resumed["warnings"], kind
+    for whole, resumed in check_halves(JOBS, tmp_path, KINDS, timeout=250):
+        assert resumed["losses"] == {n: loss for n, loss in whole["losses"].items() if int(n) > 4}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_rank_killed_after_a_whole_checkpoint_is_not_missed(tmp_path: Path) -> None:
     """SIGKILL; torchrun starts all again, and the run ends bit for bit like an undisturbed one."""
-    whole = launch(f"{JOBS}:one_run", 2, str(tmp_path / "whole"), 8, {}, timeout=100)
-    torchrun(JOBS, str(tmp_path / "killed"), "{}", "5", "5", world=2)
-    for rank in (0, 1):
-        report = json.loads((tmp_path / "killed" / f"report-{rank}.json").read_text())
-        assert report["step"] == 5
-        assert report["exact"], report["reasons"]
-        assert report["last"] == whole[rank]["last"]
+    check_killed_after_whole(JOBS, tmp_path, {})
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_rank_killed_later_loses_its_own_parts_only(tmp_path: Path) -> None:
     """Two steps after the whole checkpoint, whose copies are the newest ones of what only rank 1 had."""
-    torchrun(JOBS, str(tmp_path), "{}", "4", "6", world=2)
-    for rank in (0, 1):
-        report = json.loads((tmp_path / f"report-{rank}.json").read_text())
-        assert (report["step"], report["head"]) == (6, 8)
-        assert not report["exact"]
-        assert report["ranks"]["lost"] == [1]
+    check_killed_later(JOBS, tmp_path, {})
 
 
 @pytest.mark.slow
@@ -86,6 +70,7 @@ def test_another_number_of_ranks_takes_over(tmp_path: Path) -> None:
             assert not before or found["first"] == before, (world, kind)
             assert found["head"] == until
             assert found["exact"] == (not before), (world, kind)
+            assert any("saved by" in reason for reason in found["reasons"]) == bool(before), (world, kind)
             again = any("reads its part from the beginning" in reason for reason in found["reasons"])
             assert again == bool(before), (world, kind)
         before = ranks[0]["last"]

@@ -18,7 +18,7 @@ def test_lora_killed_and_run_again(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--store", str(tmp_path), "--lora", "--kill", "--steps", "16"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(r"^it had taken (\d+) steps and went on after step (\d+) ", done.stdout, re.MULTILINE)
+    found = re.search(r"^it had taken (\d+) steps and continued after step (\d+) ", done.stdout, re.MULTILINE)
     assert found is not None, done.stdout
     taken, step = int(found[1]), int(found[2])
     assert 10 <= taken <= 16

@@ -1,4 +1,4 @@
-"""The training process that is tortured. It writes what it does to a file, a line of JSON each.
+"""Train, as the process that is tortured. It writes its deeds to a file, a line of JSON each.
 
 {"resumed": step, ...}                  resume() gave a whole state, which was checked
 {"step": s, "durable": [versions]}      a step is over; what is acknowledged then
@@ -7,7 +7,7 @@
 {"relabel": s, "ids", "values"}         copies of later steps are about to count as of step s
 {"rollback": true}                      everything is about to go back to a sealed state
 {"closed": s, ...}                      the session was closed after step s
-{"gave_up": trace, "kind": kind}        saving was not possible: another process has to go on
+{"gave_up": trace, "kind": kind}        saving was not possible: another process has to continue
 {"failed": trace}                       something is wrong
 """
 

@@ -98,7 +98,7 @@ def test_a_server_that_does_not_tell_stops_nothing(
 
 
 def test_memory_of_a_large_upload_is_bounded(s3_place: Place, wire: Proxy) -> None:
-    """A segment of 30 parts takes, besides the state, only the parts being sent, the part being filled, and copies."""
+    """A segment of 30 parts takes, without the state, only the parts being sent, the part being filled, and copies."""
     import tracemalloc
 
     from scarctl.store.backends.s3 import IN_FLIGHT, S3Blobs

@@ -1,0 +1,57 @@
+"""Sample the parameters that all ranks hold in common, so that ranks notice if theirs differ."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from scarctl.adapter import StateGroup
+from scarctl.distributed.ownership import Division
+
+_MOST = 64
+"""Largest number of parameters of one sample: it bounds the cost, which does not depend on their sizes."""
+_STRIDE = 2654435761
+"""A large prime: samples of consecutive checkpoints are far apart in a parameter."""
+
+
+class Common:
+    """Samples one rank's parameters of which every rank has the same part."""
+
+    def __init__(self, division: Division, rank: int, groups: Callable[[], Sequence[StateGroup]]) -> None:
+        """groups: returns the rank's groups, parallel to its holdings; () while they are unknown."""
+        world = len(division.owned)
+        everywhere = {
+            c.holders.name: c.holders.groups[rank] for c in division.copies if len(c.holders.groups) == world
+        }
+        self._numbers = [number for _, number in sorted(everywhere.items())]
+        self._groups = groups
+
+    @torch.no_grad()
+    def sample(self, step: int) -> int:
+        """Return a digest of single values after `step`, 1 to 2**62: the same on all ranks that agree; 0 without any.
+
+        Called in the copy thread: parameters do not change before the copy has ended.
+        """
+        groups, count = self._groups(), len(self._numbers)
+        numbers = (
+            {self._numbers[(step * _MOST + k) % count] for k in range(min(_MOST, count))} if groups else ()
+        )
+        found = [groups[n].tensors[""] for n in sorted(numbers) if groups[n].kind == "parameter"]
+        values = [_value(tensor, step) for tensor in found if tensor.numel() and not tensor.is_complex()]
+        if not values:
+            return 0
+        # NaN has many patterns of bits.
+        data = torch.stack([value.to(values[0].device) for value in values]).nan_to_num(nan=0.5).cpu()
+        digest = hashlib.blake2b(data.numpy().tobytes(), digest_size=8).digest()
+        return 1 + int.from_bytes(digest, "little") % (1 << 62)
+
+
+def _value(tensor: torch.Tensor, step: int) -> torch.Tensor:
+    """Return one value of a tensor, float64 of shape ()."""
+    at = step * _STRIDE % tensor.numel()
+    for size in reversed(tensor.shape):
+        at, place = divmod(at, size)
+        tensor = tensor.select(-1, place)
+    return tensor.double()

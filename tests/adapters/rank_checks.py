@@ -1,0 +1,61 @@
+"""Check what jobs of two ranks report, under every framework that has an environment of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.launch import ROOT, launch, torchrun
+
+
+def check_halves(jobs: str, folder: Path, kinds: list[Any], *, timeout: float) -> Iterator[tuple[Any, Any]]:
+    """Check that each resumed run ends bit for bit like the undisturbed one. Yield the reports of both."""
+    for of_rank in launch(f"{jobs}:undisturbed", 2, str(folder), kinds, timeout=timeout):
+        for kind, (whole, resumed) in zip(kinds, of_rank, strict=True):
+            assert (resumed["step"], resumed["head"]) == (4, 8), kind
+            assert resumed["exact"], (kind, resumed["reasons"])
+            assert resumed["last"] == whole["last"] != whole["first"], kind
+            assert not resumed["warnings"], kind
+            yield whole, resumed
+
+
+def _killed(jobs: str, folder: Path, kind: Any, saved: int, killed: int) -> list[dict[str, Any]]:
+    torchrun(jobs, str(folder), json.dumps(kind), str(saved), str(killed), world=2)
+    return [json.loads((folder / f"report-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def check_killed_after_whole(jobs: str, folder: Path, kind: Any) -> None:
+    """Check that a run whose rank 1 is killed right after a whole checkpoint ends like an undisturbed one."""
+    whole = launch(f"{jobs}:one_run", 2, str(folder / "whole"), 8, kind, timeout=100)
+    for rank, report in enumerate(_killed(jobs, folder / "killed", kind, 5, 5)):
+        assert report["step"] == 5
+        assert report["exact"], report["reasons"]
+        assert report["last"] == whole[rank]["last"]
+
+
+def check_killed_later(jobs: str, folder: Path, kind: Any) -> list[dict[str, Any]]:
+    """Check that only rank 1 counts as lost, two steps after a whole checkpoint. Return the reports of the ranks."""
+    reports = _killed(jobs, folder, kind, 4, 6)
+    for report in reports:
+        assert (report["step"], report["head"]) == (6, 8)
+        assert not report["exact"]
+        assert report["ranks"]["lost"] == [1]
+    return reports
+
+
+def lost_rank(workload: str, steps: int, *options: str) -> tuple[int, str]:
+    """Run the example of a killed rank. Return the step after which all ranks continue, and the output."""
+    command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / "lost_rank.py"), workload]
+    command += ["--kill", "--quick", "--ranks", "2", "--steps", str(steps), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(
+        r"^lost 1 of 2 ranks \(1\); all ranks continue after step (\d+)$", done.stdout, re.MULTILINE
+    )
+    assert found is not None, done.stdout
+    return int(found[1]), done.stdout

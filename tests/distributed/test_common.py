@@ -1,0 +1,48 @@
+"""Test the samples by which ranks notice that their replicas differ."""
+
+from __future__ import annotations
+
+import torch
+
+from scarctl.adapter import StateGroup
+from scarctl.distributed.common import Common
+from scarctl.distributed.owned_adapter import holdings_of
+from scarctl.distributed.ownership import Division, divide
+
+
+def replica(count: int, value: float = 0.0) -> list[StateGroup]:
+    shapes = [(n % 5 + 1, 7) if n % 3 else () for n in range(count)]
+    return [
+        StateGroup(f"p{n}", "parameter", {"": torch.full(shape, value)}, role="shared")
+        for n, shape in enumerate(shapes)
+    ]
+
+
+def division(count: int) -> Division:
+    held = holdings_of(replica(count))
+    return divide([held, held])
+
+
+def sampled(parts: Division, groups: list[StateGroup], step: int, rank: int = 1) -> int:
+    return Common(parts, rank, lambda: groups).sample(step)
+
+
+def test_equal_replicas_have_equal_samples_and_others_have_not() -> None:
+    for count in (1, 64, 200):
+        parts = division(count)
+        groups, others = replica(count), replica(count, 1.0)
+        for step in range(5):
+            samples = [sampled(parts, groups, step, rank) for rank in range(2)]
+            assert samples[0] == samples[1]
+            assert 0 < samples[0] <= 1 << 62
+            assert sampled(parts, others, step) != samples[0]
+
+
+def test_one_value_that_differs_is_found_in_time() -> None:
+    parts, groups, others = division(3), replica(3), replica(3)
+    others[1].tensors[""][1, 3] = float("nan")
+    assert any(sampled(parts, groups, step) != sampled(parts, others, step) for step in range(100))
+
+
+def test_nothing_is_known_before_there_are_groups() -> None:
+    assert Common(division(3), 0, list).sample(1) == 0
