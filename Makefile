@@ -131,7 +131,7 @@ oldest: $(OLDEST)/.oldest
 	@# setuptools warns whenever this Lightning is imported.
 	$(OLDEST)/bin/python -m pytest -n $(WORKERS) -W "ignore:pkg_resources is deprecated" -W "ignore:Deprecated call to" \
 	    --ignore tests/adapters/jax tests/adapters
-	@# On its own: Orbax leaves event loops open, of which Python warns in later tests.
+	@# In processes of their own: once JAX has run, it warns of every fork, and other tests fork.
 	$(OLDEST)/bin/python -m pytest -n $(WORKERS) tests/adapters/jax
 
 # pyenv's commands for versions that are not chosen exist, and fail.

@@ -68,7 +68,8 @@ def train(store: Path, steps: int) -> None:
 def kill(folder: Path, steps: int) -> None:
     """Kill a training halfway, start it again, compare."""
     half = steps // 20 * 10 + 10
-    undisturbed = _run(folder / "undisturbed", steps)  # first: it starts the daemon, which then serves the others
+    # First the undisturbed one: it starts the daemon, which then serves the others from their first step.
+    undisturbed = _run(folder / "undisturbed", steps)
     before = _run(folder / "run", steps, until=f"step {half}:")
     after = _run(folder / "run", steps)
     again = int(after[0].split()[3].rstrip(","))
