@@ -38,7 +38,7 @@ def untraced(hook: Hook) -> Hook:
 
 
 def _compiler() -> tuple[Callable[[], Any] | None, Callable[[CodeType], None]]:
-    """Return two functions of torch. One returns the compiler of this thread's frames, None if there is none. The other
+    """Return two functions of torch. One returns the compiler of this thread's frames, None without one. The other
     excludes a function from compilation, as when a backward pass calls it.
     """
     try:
