@@ -44,7 +44,7 @@ from timing import parser, print_table
 
 from scarctl.policy.select import Candidates, select
 from scarctl.simulate.intervals import mean_of
-from scarctl.state.layout import MAX_PARTITION_BYTES, MIN_PARTITION_BYTES
+from scarctl.state.layout import TABLE_PARTITION_BYTES
 
 BAGS, IDS = 1024, 2
 INTERVAL, PARTS, RANKS = 10, 8, 4
@@ -56,6 +56,8 @@ SMOOTH = 8
 """Losses whose mean is compared."""
 LOOKED = 4
 """Iterations between two losses of the undisturbed run."""
+DEFAULT = -(-TABLE_PARTITION_BYTES // ROW_BYTES)
+"""Rows in a partition by default."""
 WATCHED = 4096
 """Examples of the loss that decides."""
 
@@ -93,22 +95,23 @@ class All(Way):
 class Partitions(Way):
     """As a session of scarctl chooses."""
 
-    def __init__(self, training: Training, policy: str, per: int = 0) -> None:
-        """per: rows in a partition, 0 for the default."""
+    def __init__(self, training: Training, policy: str, per: int, weight: float = 0.0) -> None:
+        """per: rows in a partition. weight: power of Adagrad's sum by which a squared change counts."""
         super().__init__(training)
-        state = training.rows * ROW_BYTES
-        usual = min(max(state // 1024, MIN_PARTITION_BYTES), MAX_PARTITION_BYTES) // ROW_BYTES
         pairs = zip(training.first, training.first[1:], strict=False)
-        self._starts = np.concatenate([np.arange(first, stop, per or usual) for first, stop in pairs])
+        self._starts = np.concatenate([np.arange(first, stop, per) for first, stop in pairs])
         self._counts = np.diff(self._starts, append=training.rows)
         self._saved = np.zeros(self._starts.size, dtype=np.int64)
-        self._policy, self._credit, self._cursor = policy, 0, 0
+        self._policy, self._weight = policy, weight
+        self._credit = self._cursor = 0
 
     def save(self, iteration: int) -> None:
-        weights, _ = whole(self._training)
-        moved = weights.sub_(self.weights).square_().sum(1, dtype=torch.float64).numpy()
+        weights, sums = whole(self._training)
+        moved = weights.sub_(self.weights).square_().sum(1, dtype=torch.float64)
+        if self._weight:
+            moved *= sums.double().pow_(self._weight).add_(1e-8)
         among = Candidates(
-            distance_sq=np.add.reduceat(moved, self._starts),
+            distance_sq=np.add.reduceat(moved.numpy(), self._starts),
             nbytes=self._counts * ROW_BYTES,
             staleness=iteration - self._saved,
             eligible=np.ones(self._starts.size, dtype=np.bool_),
@@ -223,7 +226,8 @@ def ways_of(training: Training, sizes: list[int], seed: int) -> dict[str, Way]:
     room = training.rows // PARTS
     return {
         **{f"scarctl, partitions of {per}": Partitions(training, "aged", per) for per in sizes},
-        "scarctl, default partitions": Partitions(training, "aged"),
+        f"scarctl, curvature, of {sizes[0]}": Partitions(training, "aged", sizes[0], weight=0.5),
+        f"scarctl, sum, of {sizes[0]}": Partitions(training, "aged", sizes[0], weight=1.0),
         f"scarctl, priority, of {sizes[0]}": Partitions(training, "priority", sizes[0]),
         f"scarctl, round, of {sizes[0]}": Partitions(training, "round", sizes[0]),
         "CPR-MFU": Looked(training, MostUsed(training.rows)),
@@ -320,7 +324,7 @@ def main() -> None:
     options.add_argument(
         "--per",
         type=lambda text: [int(one) for one in text.split(",")],
-        default=[1, 4, 16],
+        default=[1, DEFAULT, 16, 195],
         help="rows in a partition",
     )
     options.add_argument("--after", type=int, default=40, help="iterations from a failure to the comparison")

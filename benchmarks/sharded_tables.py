@@ -163,7 +163,7 @@ def main() -> None:
     options.add_argument("--rows", type=int, default=10_000_000)
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--interval", type=int, default=5, help="steps between two checkpoints")
-    options.add_argument("--per", type=int, default=4, help="rows in a small partition (default: 4)")
+    options.add_argument("--per", type=int, default=1, help="rows in a small partition (default: 1)")
     args = options.parse_args()
     if find_spec("torchrec") is None:
         sys.exit(print("TorchRec is not installed here: `make frameworks` makes an environment for it"))
@@ -175,8 +175,9 @@ def main() -> None:
             name: Partial(args.rows, folder / f"{tracker}{per}", arena, args.interval, tracker, per)
             for name, tracker, per in (
                 ("scarctl", "overlapped", 0),
+                ("scarctl, touched", "touched", 0),
                 (f"scarctl, partitions of {args.per}", "overlapped", args.per),
-                (f"scarctl, touched, of {args.per}", "touched", args.per),
+                ("scarctl, 1/1024 of the state each", "overlapped", args.rows // 1024),
             )
         }
         room = other.rows // PARTS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Sequence
 
@@ -20,6 +21,8 @@ from scarctl.state.layout import DTYPES, Group, Layout, TensorSpec
 from scarctl.state.torch_dtypes import name_of, torch_of
 from scarctl.store import Store
 from scarctl.store.settings import Settings
+
+log = logging.getLogger("scarctl")
 
 
 class Binding:
@@ -42,6 +45,21 @@ class Binding:
         if self._built is None or not _same(there, self._built[0]):
             self._built = there, _layout_of(there, self._adapter.optimizer, self._store.settings)
         return self._built[1]
+
+    def advise(self, layout: Layout) -> None:
+        """Log how tables could be cut, if the store leaves that to scarctl."""
+        fixed = self._store.settings
+        tables = {group.name for group in self._adapter.groups() if group.is_table}
+        coarse = [g for g in layout.groups if g.name in tables and g.rows_per_partition > 1]
+        if coarse and not (fixed.rows or fixed.by_layer or fixed.partition_bytes is not None):
+            log.info(
+                "%s: partitions of embedding tables have several rows, such as %d of %r. If bytes limit checkpoints, and "
+                "not the time of training, Partitioning(rows={%r: 1}) loses less with a rank: docs/torchrec.md has figures",
+                self._store.url,
+                coarse[0].rows_per_partition,
+                coarse[0].name,
+                coarse[0].name,
+            )
 
     def require_savable(self) -> None:
         """Raise UsageError after the first step if the state cannot be stored, because no checkpoint would succeed."""

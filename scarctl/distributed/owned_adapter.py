@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import is_
 from typing import Any, TypeAlias
@@ -116,7 +117,8 @@ class OwnedAdapter:
             # A group that has lost rows is left out. The comparison with the layout then reports it.
             if group is not None and owned.stop <= _rows(group.tensors[""]):
                 tensors = {slot: _narrowed(t, owned.start, owned.stop) for slot, t in group.tensors.items()}
-                groups.append(StateGroup(owned.name, group.kind, tensors, owned.place, frozen=group.frozen))
+                part = replace(group, name=owned.name, tensors=tensors, place=owned.place)
+                groups.append(replace(part, role="own", scope=""))
         first = whole[0].tensors[""] if whole else None
         # Before the first step an adapter keeps no groups, so that the model may move. Then none are kept here either.
         keeps = first is not None and self._first() is first

@@ -19,6 +19,7 @@ def test_only_rows_that_the_rank_owns_are_named_by_their_numbers_there(sparse: b
     found = []
     for rank in range(2):
         owned = OwnedAdapter(whole, division, rank, whole.groups())
+        assert [group.is_table for group in owned.groups()] == [sparse]
         model.zero_grad()
         model(torch.tensor([[1, 3, 4, 9, 9]])).sum().backward()
         rows = owned.touched_rows(dense=True)
