@@ -46,6 +46,7 @@ WITH_TORCH = {
     "scarctl.session.gate",
     "scarctl.session.metrics",
     "scarctl.checkpoint.live_state",
+    "scarctl.checkpoint.filling",
     "scarctl.checkpoint.loading",
     "scarctl.session.loop",
     "scarctl.checkpoint.step_end",

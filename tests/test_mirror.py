@@ -20,7 +20,8 @@ SOURCES = {
 ELSEWHERE: dict[tuple[str, str], str] = {
     ("session", "one process's training: only a whole session shows whether its parts agree"): """
         scarctl.checkpoint.checkpointer scarctl.checkpoint.copies
-        scarctl.checkpoint.engine scarctl.checkpoint.extrapolated scarctl.checkpoint.found_extras
+        scarctl.checkpoint.engine scarctl.checkpoint.extrapolated
+        scarctl.checkpoint.filling scarctl.checkpoint.found_extras
         scarctl.checkpoint.leaving scarctl.checkpoint.step_end scarctl.checkpoint.uncounted
         scarctl.checkpoint.weights scarctl.recovery.memory scarctl.session.attached scarctl.session.loop
         scarctl.session.origin scarctl.session.parts scarctl.session.passes

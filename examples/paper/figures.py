@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
+
+from scarctl.util.svg import grid, line, picture, round_step, text, turned
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#444444")
 WIDTH, HEIGHT = 360.0, 250.0
@@ -48,19 +49,13 @@ def draw(title: str, panels: Sequence[Panel]) -> str:
             at, row = LEFT, row + 1
         y = HEIGHT + 8 + 16 * row
         legend.append(_shape([(at, y), (at + 18, y)] if series.line else [(at + 9, y)], series))
-        legend.append(_text(at + 24, y + 4, series.name))
+        legend.append(text(at + 24, y + 4, series.name))
         at += needs
     height = HEIGHT + 22 + 16 * row
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" font-family="sans-serif" font-size="11" fill="#222222">',
-        f"<title>{escape(title)}</title>",
-        f'<rect width="{width:g}" height="{height:g}" fill="white"/>',
-        *legend,
-    ]
+    parts = list(legend)
     for k, panel in enumerate(panels):
         parts += [f'<g transform="translate({k * WIDTH:g} 0)">', *_panel(panel), "</g>"]
-    return "\n".join([*parts, "</svg>", ""])
+    return picture(title, width, height, parts)
 
 
 def _panel(panel: Panel) -> list[str]:
@@ -71,7 +66,7 @@ def _panel(panel: Panel) -> list[str]:
     left, right = (scale(end) for end in (min(xs), max(xs)))
     pad = 0.04 * (right - left) or 1.0
     left, right = left - pad, right + pad
-    step = _round_step(max([*ys, 0.0]) - min([*ys, 0.0]) or 1.0)
+    step = round_step(max([*ys, 0.0]) - min([*ys, 0.0]) or 1.0)
     low, high = step * math.floor(min([*ys, 0.0]) / step), step * math.ceil(max([*ys, 0.0]) / step)
     high = high if high > low else low + step
 
@@ -80,24 +75,17 @@ def _panel(panel: Panel) -> list[str]:
         up = (min(max(point[1], low), high) - low) / (high - low)
         return LEFT + (WIDTH - LEFT - RIGHT) * across, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * up
 
-    parts = [_text((LEFT + WIDTH) / 2, TOP - 14, panel.title, "middle", "font-weight='bold'")]
-    for k in range(round((high - low) / step) + 1):
-        y = place((min(xs), low + k * step))[1]
-        colour = "#444444" if abs(low + k * step) < step / 2 else "#dddddd"
-        parts.append(f"<line x1='{LEFT}' y1='{y:.1f}' x2='{WIDTH - RIGHT}' y2='{y:.1f}' stroke='{colour}'/>")
-        parts.append(_text(LEFT - 6, y + 4, f"{low + k * step:g}", "end"))
+    parts = [text((LEFT + WIDTH) / 2, TOP - 14, panel.title, "middle", "font-weight='bold'")]
+    parts += grid(low, step, round((high - low) / step), LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM)
     for value, name in (panel.ticks or _ticks(left, right, panel.logarithmic)).items():
-        parts.append(_text(place((value, 0.0))[0], HEIGHT - BOTTOM + 15, name, "middle"))
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - BOTTOM + 31, panel.across, "middle"))
-    turn = f"transform='translate(14 {(TOP + HEIGHT - BOTTOM) / 2:g}) rotate(-90)'"
-    parts.append(_text(0, 0, panel.up, "middle", turn))
+        parts.append(text(place((value, 0.0))[0], HEIGHT - BOTTOM + 15, name, "middle"))
+    parts.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - BOTTOM + 31, panel.across, "middle"))
+    parts.append(turned((TOP + HEIGHT - BOTTOM) / 2, panel.up))
     for series in panel.series:
         for point, (bottom, top) in zip(series.points, series.intervals, strict=False):
             if bottom is not None and top is not None:
                 (x, y1), (_, y2) = place((point[0], bottom)), place((point[0], top))
-                parts.append(
-                    f"<line x1='{x:.1f}' y1='{y1:.1f}' x2='{x:.1f}' y2='{y2:.1f}' stroke='{series.colour}'/>"
-                )
+                parts.append(line(x, y1, x, y2, series.colour))
         parts.append(_shape([place(point) for point in series.points if math.isfinite(point[1])], series))
     return parts
 
@@ -118,16 +106,6 @@ def _ticks(left: float, right: float, logarithmic: bool) -> dict[float, str]:
         step = max(1, math.ceil((right - left) / 5))
         powers = range(math.ceil(left), math.floor(right) + 1, step)
         return {10.0**k: f"{10.0**k:g}" if abs(k) < 4 else f"1e{k}" for k in powers}
-    step_size = _round_step(right - left)
+    step_size = round_step(right - left)
     first = math.ceil(left / step_size)
     return {k * step_size: f"{k * step_size:g}" for k in range(first, math.floor(right / step_size) + 1)}
-
-
-def _round_step(span: float) -> float:
-    """Return a round distance between lines, for about five of them."""
-    power = 10.0 ** math.floor(math.log10(span / 6))
-    return next((k * power for k in (1, 2, 5, 10) if span / (k * power) <= 6), 10 * power)
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start", extra: str = "") -> str:
-    return f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}' {extra}>{escape(text)}</text>"

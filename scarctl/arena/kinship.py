@@ -198,8 +198,8 @@ def take(folder: Path, store: Store) -> Arena | None:
     return believed(arena, store, set_aside=True)
 
 
-def arena_for(folder: Path, layout: Layout, store: Store, *, populate: bool = True) -> Arena:
-    """Open a run's arena: that of a dead process, or a new one. populate: see `map_file`.
+def arena_for(folder: Path, layout: Layout, store: Store, *, sparse: bool = False) -> Arena:
+    """Open a run's arena: that of a dead process, or a new one. sparse: see `Arena.create`; pages are mapped later.
 
     Raises as `take` and `Arena.create` do.
     """
@@ -212,15 +212,21 @@ def arena_for(folder: Path, layout: Layout, store: Store, *, populate: bool = Tr
         log.warning("the arena in %s has another layout, and is replaced", folder)
         HandOverQueue(folder).clear()
         arena.remove()
-    return _create(folder, layout, store, populate=populate)
+    return _create(folder, layout, store, sparse=sparse)
 
 
-def _create(folder: Path, layout: Layout, store: Store, *, populate: bool) -> Arena:
+def _create(folder: Path, layout: Layout, store: Store, *, sparse: bool) -> Arena:
     """Create an arena. If there is no room, delete an arena that was set aside."""
 
     def make() -> Arena:
         return Arena.create(
-            folder, layout, run_id=store.run_id, epoch=1, place=store.where, populate=populate
+            folder,
+            layout,
+            run_id=store.run_id,
+            epoch=1,
+            place=store.where,
+            populate=not sparse,
+            sparse=sparse,
         )
 
     try:

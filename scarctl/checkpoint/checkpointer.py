@@ -144,9 +144,19 @@ class Checkpoints:
         self._live: LiveState | None = None
         """The live state of the newest checkpoint."""
         self._look: Job[None] | None = None
+        self._fill: Job[None] | None = None
         self._ignores = False
         """Whether the worker may work during a capture of a CUDA graph."""
         _leave_threads(worker)
+
+    def fill(self, engine: Engine) -> None:
+        """Have the worker fill the arena after a resume: see `Filling`. `finish` waits for it."""
+        self._fill = self._worker.submit(engine.filling.run)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether `finish` has something to wait for."""
+        return self._under_way is not None or self._fill is not None
 
     @property
     def under_way(self) -> bool:
@@ -219,7 +229,8 @@ class Checkpoints:
 
     def ready(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for the copy that the second half needs. Return whether it is done."""
-        return self._under_way is None or self._under_way.job.settle(timeout)
+        job = self._fill if self._under_way is None else self._under_way.job
+        return job is None or job.settle(timeout)
 
     def end_copy(self, engine: Engine) -> None:
         """End the copy before the second half: it is not repeated for what is written from here on."""
@@ -246,6 +257,12 @@ class Checkpoints:
 
         hook: whether a hook waits for it. A call of the loop's own may wait as well, which does not count as a stall.
         """
+        if self._fill is not None:
+            fill, self._fill = self._fill, None
+            try:
+                fill.wait()
+            except Exception as error:
+                self._fault(error)
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return None

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from scarctl.arena.arena import Arena
 from scarctl.arena.kinship import require_same_line
 from scarctl.arena.queue import HandOverQueue
+from scarctl.checkpoint.filling import Staged
 from scarctl.checkpoint.found_extras import Saved, all_extras, newest_extras, sealed_extras
 from scarctl.checkpoint.loading import NewSlots
 from scarctl.recovery.execute import ArenaSink, Report, execute
-from scarctl.recovery.plan import MEMORY, Plan, plan_partial, plan_rollback
+from scarctl.recovery.plan import MEMORY, STORE, Plan, plan_partial, plan_rollback
 from scarctl.state.caveats import Caveats
 from scarctl.state.extras import Extras
 from scarctl.store import ShardState, Snapshot, Store
@@ -71,13 +72,20 @@ class Copies:
             if handover.whole == arena.whole and (arena.version <= handover.version).all():
                 arena.seal(max(arena.sealed, handover.version))
 
-    def fetch_all(self, states: States, new: NewSlots | None = None) -> Report:
+    def fetch_all(self, states: States, new: NewSlots | None = None, staged: Staged | None = None) -> Report:
         """Bring the newest copy of every partition into the arena. Raises NoIntactCopy.
 
         new: slots that get the same values, as far as they come from the store.
+        staged: gets all copies instead, and is `complete`, if every copy is the planned one of the store.
         """
         everything = np.arange(self._layout.partitions)
-        report = self._fetch(plan_partial(everything, self._layout, self._shard_of, states, self._arena), new)
+        plan = plan_partial(everything, self._layout, self._shard_of, states, self._arena)
+        if staged is not None and (plan.tier == STORE).all() and not plan.encoded:
+            report = execute(plan, self._store, self._arena, staged)
+            staged.complete = report.plan is plan
+            if staged.complete:
+                return report
+        report = self._fetch(plan, new)
         if everything.size and report.exact:
             self._arena.name_whole(report.plan.whole)
         return report
@@ -120,6 +128,8 @@ class Copies:
         # A waiting seal is of the arena's present copies, which are about to be replaced.
         if (plan.tier != MEMORY).any():
             self._queue.unseal()
+        if self._arena.is_filling:
+            self._arena.reserve_rows()
         sink = ArenaSink(self._arena, None if new is None else new.rows)
         report = execute(plan, self._store, self._arena, sink)
         self._arena.end_filling()

@@ -24,6 +24,7 @@ from scarctl.checkpoint.behind import Behind
 from scarctl.checkpoint.copied import Copied, Extent
 from scarctl.checkpoint.copies import Copies
 from scarctl.checkpoint.encoded import EncodedCopies
+from scarctl.checkpoint.filling import Filling
 from scarctl.checkpoint.leaving import Leaving
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.motion import Motion
@@ -75,7 +76,7 @@ class Engine:
 
         selector: selects the partitions of a partial checkpoint.
         caveats: gets a caveat when the store falls behind, or bytes in memory have changed.
-        resuming: saved copies fill a new arena at once.
+        resuming: saved copies fill a new arena, whose rows get no space before.
 
         Raises Contention, Unavailable (arena or store is full), AccessDenied, Corruption.
         """
@@ -92,7 +93,8 @@ class Engine:
         self.policy_memory = PolicyMemory()
         self.motion = Motion(layout)
         self.trend = Trend(layout) if settings.extrapolate else None
-        self.arena = arena_for(folder, layout, store, populate=not resuming)
+        self.arena = arena_for(folder, layout, store, sparse=resuming)
+        self.filling = Filling(self.arena)
         self.pinning = Pinning(self.arena.memory())
         arena = self.arena
         self.queue = HandOverQueue(arena.folder, lambda: arena.taken)
@@ -137,6 +139,7 @@ class Engine:
 
     def copy(self, live: LiveState, step: int, extent: Extent) -> Copied:
         """Copy the state after `step`, or a part of it, into the arena. Called in the worker thread."""
+        self.filling.run()
         self.tracker.allow_full_looks()
         if extent is Extent.PART:
             return self._copy_part(live, step)
@@ -183,9 +186,12 @@ class Engine:
             return True  # the checkpoint will meet the same fault, and report it
 
     def owes_seal(self) -> bool:
-        """Return whether a seal was lost before it was durable, and must be repeated. True once for each lost seal."""
+        """Return whether a regular checkpoint must save the whole state: a seal was lost before it was durable.
+
+        True once for each lost seal, and as long as the arena lacks copies: see `Filling`.
+        """
         try:
-            return self._protection.owes_seal()
+            return self._protection.owes_seal() or self.filling.lacks_copies
         except ScarError:
             return False  # the checkpoint will meet the same fault, and report it
 
@@ -217,6 +223,7 @@ class Engine:
             ids, nonfinite = np.flatnonzero(changed & good), np.flatnonzero(changed & ~good)
         self._save(live, ids, distance, version, sealed=not nonfinite.size)
         self.tracker.saved_all(but=nonfinite)
+        self.filling.lacks_copies = False
         ids = self.leaving.gather(ids, nonfinite, version)
         return Copied(version, ids, sealed=not nonfinite.size, nonfinite=nonfinite)
 
@@ -329,7 +336,8 @@ class Engine:
 
     def look_ahead(self, live: LiveState) -> None:
         """Compute a part of the distances for coming checkpoints. Called in the worker thread."""
-        self.tracker.look(live, self.pace.look())
+        if not self.arena.is_filling:
+            self.tracker.look(live, self.pace.look())
 
     def learn(self, history: History, extras: Extras | None) -> None:
         """Continue with the measurements in these extras. history: the common history of all ranks."""
@@ -345,14 +353,6 @@ class Engine:
         self.motion.forget()
         if self.trend is not None:
             self.trend.forget(ids)
-
-    def age_after(self, step: int) -> None:
-        """Relabel copies of later steps than `step`, from which the run continues, with the step before it.
-
-        So they never count as exact, and the next checkpoint is newer than they are.
-        """
-        ahead = np.flatnonzero(step_of(self.arena.newest()) > step)
-        self.arena.relabel(ahead, pack(self.arena.epoch, max(0, step - 1)))
 
     def is_sealed(self) -> bool:
         """Return whether every copy is of the newest iteration, durable or pending."""

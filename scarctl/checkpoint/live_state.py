@@ -289,8 +289,16 @@ class LiveState:
         """Return a mark that stays equal while torch counts no write to group `g`."""
         return [(t.data_ptr(), t._version) for t in self.tensors[g]]
 
-    def load(self, ids: Ids) -> None:
-        """Copy the partitions `ids` (ascending) from the arena into the live tensors."""
+    @property
+    def replaces(self) -> bool:
+        """Whether the live tensors are immutable, and replaced instead of written to."""
+        return self._writable is not None
+
+    def load(self, ids: Ids, source: Sequence[Sequence[torch.Tensor | None]] | None = None) -> None:
+        """Copy the partitions `ids` (ascending) from the arena into the live tensors.
+
+        source: tensors to copy from instead, by group and tensor; None where the live one has its values.
+        """
         large: list[Piece] = []
         self._make_writable(ids)
         new = self.new_slots
@@ -300,8 +308,9 @@ class LiveState:
             for g, batch, starts, stops in self._batches(ids, limit=1 << 62):
                 rows = take_rows(starts, stops)
                 known = new.rows if new is not None and there is not None and there[batch].all() else ()
-                for t, (saved, live) in enumerate(zip(self._saved[g], self.tensors[g], strict=True)):
-                    if (g, t) in known or is_placeholder(live):
+                of_group = zip((source or self._saved)[g], self.tensors[g], strict=True)
+                for t, (saved, live) in enumerate(of_group):
+                    if saved is None or (g, t) in known or is_placeholder(live):
                         continue
                     pieces = []
                     if isinstance(rows, slice) and live.dim() and live.nbytes >= LARGE:

@@ -33,13 +33,13 @@ def pieces_of(target: torch.Tensor, source: torch.Tensor) -> list[Piece]:
 
     Return [] if torch has to copy: small tensors, and those that are not plain memory of the host.
     """
-    if target.nbytes < LARGE or not (_is_plain(target) and _is_plain(source)):
+    if target.nbytes < LARGE or not (is_plain(target) and is_plain(source)):
         return []
     if target.shape != source.shape or target.dtype != source.dtype:
         return []
     # Torch refuses here what it would refuse for the whole, and caches see that the tensor has changed.
     target.narrow(0, 0, 0).copy_(source.narrow(0, 0, 0))
-    into, there = _bytes_of(target), _bytes_of(source)
+    into, there = bytes_of(target), bytes_of(source)
     return [(into[i : i + _PIECE], there[i : i + _PIECE]) for i in range(0, into.size, _PIECE)]
 
 
@@ -75,9 +75,9 @@ class NewSlots:
     def __init__(self, tensors: Sequence[Sequence[torch.Tensor]], made: Collection[tuple[int, int]]) -> None:
         """Take those of the live tensors that were made, by group and tensor, and are plain memory of the host."""
         self.rows: dict[tuple[int, int], Bytes] = {
-            (g, t): _bytes_of(tensor).reshape(tensor.shape[0], -1)
+            (g, t): bytes_of(tensor).reshape(tensor.shape[0], -1)
             for g, t in made
-            if (tensor := tensors[g][t]).dim() and tensor.nbytes and _is_plain(tensor)
+            if (tensor := tensors[g][t]).dim() and tensor.nbytes and is_plain(tensor)
         }
         self.written: NDArray[np.uint64] | None = None
         """By partition, the generation of the copy in the arena that the slots have; odd without one."""
@@ -90,7 +90,8 @@ class NewSlots:
         return there
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is plain memory of the host, in C order."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.device.type == "cpu"
@@ -101,6 +102,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _bytes_of(tensor: torch.Tensor) -> Bytes:
+def bytes_of(tensor: torch.Tensor) -> Bytes:
+    """Return a view of a plain tensor's memory: uint8, one dimension."""
     flat: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return flat

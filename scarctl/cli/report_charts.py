@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from scarctl.ops.timeline import Timeline
 from scarctl.store.saved import parse
+from scarctl.util.svg import round_step
 from scarctl.util.text import printable
 
 _WIDTH = 860.0
@@ -170,6 +171,5 @@ def clock(at: str | float) -> str:
 
 def _ticks(low: float, high: float) -> list[float]:
     """Return about five round values from `low` to `high`."""
-    power = 10.0 ** math.floor(math.log10((high - low) / 5)) if high - low >= 5 else 1.0
-    step = next(k * power for k in (1, 2, 5, 10) if (high - low) / (k * power) <= 6)
+    step = max(1.0, round_step(high - low))
     return [k * step for k in range(math.ceil(low / step), int(high / step) + 1)]

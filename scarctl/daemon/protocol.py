@@ -27,7 +27,7 @@ from scarctl.store.format import MAX_SHARD, is_hex
 
 VERSION = 5
 EVERY_VERSION = ("status", "stop")
-"""Requests that a daemon answers whatever the asking version: another version of scarctl can end it."""
+"""Requests that a daemon answers in every version of the protocol, so that each scarctl can end it."""
 MAX_MESSAGE = 64 << 10
 MAX_REPLY = 1 << 20
 SOCKET = "daemon.sock"

@@ -34,7 +34,7 @@ _KEPT = 3
 class Pace:
     """Predicts the seconds of a commit: a fixed time, and the bytes over a bandwidth.
 
-    expected_bytes, expected_seconds: a typical commit of earlier, 0 if unknown. expected_fixed: the part of these
+    expected_bytes, expected_seconds: a typical earlier commit, 0 if unknown. expected_fixed: the part of these
     seconds that does not depend on bytes.
     """
 

@@ -19,6 +19,7 @@ from scarctl.adapter import Adapter, derive
 from scarctl.checkpoint.copies import Sealed
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.extrapolated import load_extrapolated
+from scarctl.checkpoint.filling import Staged, age_after
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.errors import UsageError
 from scarctl.recovery.execute import Report
@@ -105,9 +106,16 @@ def facts(report: Report) -> dict[str, Fact]:
 
 
 def resume_live(
-    engine: Engine, live: LiveState, mode: str, together: Together, snapshot: Snapshot | None = None
+    engine: Engine,
+    live: LiveState,
+    mode: str,
+    together: Together,
+    snapshot: Snapshot | None = None,
+    staged: Staged | None = None,
 ) -> tuple[Resumed, Extras | None]:
     """Restore the whole state into a new process. Returns the extras too, None if the store holds no state.
+
+    staged: where to read all copies if they are in the store, to fill the arena later; None: it is filled at once.
 
     Raises NoIntactCopy, Corruption, UsageError, with no live value changed.
     """
@@ -122,7 +130,7 @@ def resume_live(
     # Saving stops, because extras that move from the queue to the store meanwhile would be seen in neither. Saving
     # stays stopped after a failure, because hand-overs may be later than the step from which another attempt continues.
     together.agree(engine.stop)
-    resumed, extras = _resume(engine, live, together)
+    resumed, extras = _resume(engine, live, together, staged)
     together.agree(engine.start)
     engine.adopt_orphans()
     if resumed.report is not None:
@@ -140,8 +148,10 @@ def _weigh(engine: Engine, together: Together) -> tuple[str, Cost | None]:
     return weigh_resume(engine, *found, together)
 
 
-def _resume(engine: Engine, live: LiveState, together: Together) -> tuple[Resumed, Extras | None]:
-    found, report = together.agree(lambda: _fetch(engine, live))
+def _resume(
+    engine: Engine, live: LiveState, together: Together, staged: Staged | None
+) -> tuple[Resumed, Extras | None]:
+    found, report = together.agree(lambda: _fetch(engine, live, staged))
     agreed = together.agree_on_state(found, engine.store)
     if agreed is None:
         log.warning("%s holds no complete state yet: a new run begins", engine.store.url)
@@ -150,11 +160,16 @@ def _resume(engine: Engine, live: LiveState, together: Together) -> tuple[Resume
     step = agreed.step
     # Copies may be newer than the extras, if the process died before it queued them. Random generators, schedules and
     # the data position are of the older step, so the run continues there.
-    engine.age_after(step)
+    age_after(engine.arena, step)
     engine.learn(shared_history(engine, agreed.extras, step, together), agreed.extras)
     assert report is not None, "every state that was found has a report"
     plan, exact = report.plan, agreed.exact
-    extrapolation, _, _ = together.agree(lambda: load_extrapolated(engine, live, plan, step, exact=exact))
+    if staged is not None and staged.complete:
+        live.load(plan.ids, staged.tensors)
+        engine.filling.later(plan, staged.source(live), step)
+        extrapolation = None
+    else:
+        extrapolation, _, _ = together.agree(lambda: load_extrapolated(engine, live, plan, step, exact=exact))
     report = _with(report, extrapolation)
     if together.brought:
         report = report.from_peer()
@@ -162,8 +177,8 @@ def _resume(engine: Engine, live: LiveState, together: Together) -> tuple[Resume
     return Resumed(step, agreed.exact, report, agreed.summary), agreed.extras
 
 
-def _fetch(engine: Engine, live: LiveState) -> tuple[Found | None, Report | None]:
-    """Bring the newest copies of all partitions into the arena. Return None if a partition has no copy."""
+def _fetch(engine: Engine, live: LiveState, staged: Staged | None) -> tuple[Found | None, Report | None]:
+    """Bring the newest copies of all partitions into the arena, or `staged`. Return None if a partition has no copy."""
     arena, there = engine.arena, engine.copies.newest()
     engine.copies.require_same_line()
     if there is None:
@@ -175,7 +190,7 @@ def _fetch(engine: Engine, live: LiveState) -> tuple[Found | None, Report | None
         return None, None
     engine.copies.believe_newest_seal()
     known = estimate(arena.distance).value  # before the arena is filled up
-    report = engine.copies.fetch_all(states, live.new_slots)
+    report = engine.copies.fetch_all(states, live.new_slots, staged)
     version, whole = (NEVER, "") if newest is None else (newest.version, newest.whole)
     of_one = report.exact and report.step == step_of(version) and report.plan.whole == whole
     exact = of_one if owns else newest is not None
@@ -201,6 +216,7 @@ def recover_live(
     Raises UsageError, NoIntactCopy, ScarError (kind "too-much-rework"), with no live value changed.
     """
     check_mode(mode)
+    together.agree(engine.filling.run)
     ids = together.lost_ids(lost, engine.layout, engine.store)
     now = together.agree(lambda: _distances(engine, live, ids))
     mode, cost = weigh_loss(engine, ids, now, head_step, together, mode, max_rework)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from scarctl.checkpoint.engine import Engine
+from scarctl.checkpoint.filling import Staged, may_wait
 from scarctl.checkpoint.loading import NewSlots
 from scarctl.session.parts import Parts
 from scarctl.session.peers import Elsewhere
@@ -46,6 +47,7 @@ class Resumption:
         self._opening = parts.opening
         self._together = parts.together
         self._journal = parts.journal
+        self._unhooked = parts.gate.stepping
 
     @without_collection()
     def run(self, mode: str, snapshot: str | None) -> Outcome:
@@ -88,9 +90,12 @@ class Resumption:
         reached = engine.arena.head_step
         live = self._binding.live(engine.arena)
         live.new_slots = NewSlots(live.tensors, missing)
+        # Other ranks may need this one's copies, extrapolating needs the arena's. Without hooks no step waits.
+        at_once = self._together.several or engine.trend is not None or self._unhooked
+        staged = None if at_once or not may_wait(live) else Staged(layout, live.new_slots)
         try:
             resumed, extras = resume_live(
-                engine, live, mode if snapshot is None else "rollback", self._together, snapshot
+                engine, live, mode if snapshot is None else "rollback", self._together, snapshot, staged
             )
         except BaseException:
             remove_slots()
@@ -108,6 +113,7 @@ class Resumption:
         engine = self._opening.open(elsewhere.layout, resuming=True)
         # Copies of an earlier failed attempt must not count as copies of this state.
         engine.start_over()
+        self._together.agree(engine.filling.run)
         try:
             agreed = self._together.agree(lambda: elsewhere.fill(engine.arena))
         except BaseException:

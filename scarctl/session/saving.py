@@ -97,7 +97,7 @@ class Saving:
     def unfinished(self) -> bool:
         """Whether `finish` has something to do."""
         engine = self._opening.engine
-        return engine is not None and (self._checkpoints.under_way or engine.selector.expecting)
+        return engine is not None and (self._checkpoints.unfinished or engine.selector.expecting)
 
     def take(self, *, early: bool = True) -> Moment | None:
         """Keep the current moment as the newest step's end, and return it; None on failure.
@@ -112,6 +112,13 @@ class Saving:
         if self._settings.flush_on_signal:
             self.moment = moment
         return moment
+
+    def resumed(self, engine: Engine) -> None:
+        """Fill the arena next to the loop's first pass, and keep the current moment if every step's end is kept."""
+        self._checkpoints.fill(engine)
+        if self._settings.flush_on_signal:
+            # An exception in the next step then saves these extras, and no later ones.
+            self.follow(engine)
 
     def follow(self, engine: Engine) -> None:
         """Keep the current moment, and notice from now on that weights are replaced."""

@@ -293,9 +293,8 @@ class Session:
             if outcome.reshaped:
                 # Until this seal is durable, the old shards still have the state.
                 self._saving.seal(self._saving.take())
-            elif self._engine is not None and self.settings.flush_on_signal:
-                # An exception in the next step then saves these extras, and no later ones.
-                self._saving.follow(self._engine)
+            elif self._engine is not None:
+                self._saving.resumed(self._engine)
             self._progress.resumed(self.head_step, self._saving.moment)
             return resumed
 

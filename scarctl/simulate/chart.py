@@ -5,13 +5,13 @@ Written without a plotting library: a few kinds of marks are not worth a depende
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from fractions import Fraction
-from html import escape
 
 from scarctl.simulate.study import Study
 from scarctl.simulate.summary import CellMeans, Summary
+from scarctl.util.svg import grid, picture, round_step, text, turned
+from scarctl.util.svg import line as stroke
 
 # The marks differ, too, for readers who do not see the colours.
 _STYLES = {"full": ("#444444", "circle"), "aged": ("#cc79a7", "circle"), "priority": ("#0072b2", "circle"),
@@ -42,14 +42,7 @@ def draw(study: Study, summary: Summary) -> str:
     guessed = any(line.cell.mode == "extrapolate" for line in partial)
     parts += _legend(shown, rollback is not None, guessed, summary)
     width, height = max(1, len(panels)) * _WIDTH, _HEIGHT + _LEGEND
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'height="{height:g}" font-family="sans-serif" font-size="11" fill="#222222">'
-    )
-    name = f"<title>{escape(study.workload)}: rework cost</title>"
-    return "\n".join(
-        [head, name, f'<rect width="{width:g}" height="{height:g}" fill="white"/>', *parts, "</svg>", ""]
-    )
+    return picture(f"{study.workload}: rework cost", width, height, parts)
 
 
 def _range(lines: Iterable[CellMeans]) -> tuple[float, float]:
@@ -62,7 +55,7 @@ def _range(lines: Iterable[CellMeans]) -> tuple[float, float]:
 def _panel(
     title: str, lines: list[CellMeans], rollback: CellMeans | None, low: float, high: float
 ) -> list[str]:
-    step = _step(high - low)
+    step = round_step(high - low)
     low, high = step * (low // step), step * -(-high // step)
 
     def y(value: float) -> float:
@@ -74,26 +67,13 @@ def _panel(
     def x(fraction: Fraction) -> float:
         return _LEFT + (right - _LEFT) * (fractions.index(fraction) + 0.5) / len(fractions)
 
-    parts = [_text(_WIDTH / 2, _TOP - 14, title, "middle", "font-weight='bold'")]
-    for k in range(round((high - low) / step) + 1):
-        value = low + k * step
-        parts.append(
-            _line(_LEFT, y(value), right, y(value), "#444444" if abs(value) < step / 2 else "#dddddd")
-        )
-        parts.append(_text(_LEFT - 6, y(value) + 4, f"{value:g}", "end"))
-    parts.append(
-        _text(
-            0,
-            0,
-            "rework, iterations",
-            "middle",
-            f"transform='translate(14 {(_TOP + _HEIGHT - _BOTTOM) / 2:g}) rotate(-90)'",
-        )
-    )
+    parts = [text(_WIDTH / 2, _TOP - 14, title, "middle", "font-weight='bold'")]
+    parts += grid(low, step, round((high - low) / step), _LEFT, right, _TOP, _HEIGHT - _BOTTOM)
+    parts.append(turned((_TOP + _HEIGHT - _BOTTOM) / 2, "rework, iterations"))
     for fraction in fractions:
-        parts.append(_text(x(fraction), _HEIGHT - _BOTTOM + 16, str(fraction), "middle"))
+        parts.append(text(x(fraction), _HEIGHT - _BOTTOM + 16, str(fraction), "middle"))
     parts.append(
-        _text(
+        text(
             (_LEFT + right) / 2,
             _HEIGHT - _BOTTOM + 32,
             "saved by one checkpoint (same bytes per time)",
@@ -102,7 +82,7 @@ def _panel(
     )
     if rollback is not None:
         at = y(rollback.rework.mean)
-        parts.append(_line(_LEFT, at, right, at, "#000000", "stroke-dasharray='6 4' stroke-width='1.5'"))
+        parts.append(stroke(_LEFT, at, right, at, "#000000", "stroke-dasharray='6 4' stroke-width='1.5'"))
     policies = list(dict.fromkeys(line.cell.policy for line in lines if line.cell.policy != "full"))
     # Policies are shifted so that their intervals do not overlap. All begin at the full checkpoint.
     shifts = {policy: 5.0 * (k - (len(policies) - 1) / 2) for k, policy in enumerate(policies)} | {
@@ -125,7 +105,7 @@ def _panel(
     for line in lines:
         (at, mean), (colour, mark) = place(line), _STYLES[line.cell.policy]
         if line.rework.low is not None and line.rework.high is not None:
-            parts.append(_line(at, y(line.rework.low), at, y(line.rework.high), colour))
+            parts.append(stroke(at, y(line.rework.low), at, y(line.rework.high), colour))
         parts.append(_mark(at, mean, colour, mark))
     return parts
 
@@ -133,29 +113,15 @@ def _panel(
 def _legend(policies: list[str], rollback: bool, guessed: bool, summary: Summary) -> list[str]:
     parts, at, y = [], 14.0, _HEIGHT + 12
     for policy in policies:
-        parts += [_mark(at, y - 4, *_STYLES[policy]), _text(at + 9, y, policy)]
+        parts += [_mark(at, y - 4, *_STYLES[policy]), text(at + 9, y, policy)]
         at += 52
     if rollback:
-        parts += [_line(at, y - 4, at + 22, y - 4, "#000000", "stroke-dasharray='6 4' stroke-width='1.5'")]
-        parts += [_text(at + 28, y, "rollback")]
+        parts += [stroke(at, y - 4, at + 22, y - 4, "#000000", "stroke-dasharray='6 4' stroke-width='1.5'")]
+        parts += [text(at + 28, y, "rollback")]
     note = f"{summary.trials} trials, bars are 95 % intervals of the mean"
     if guessed:
         note += "; dotted: extrapolated"
-    return [*parts, _text(_LEFT, y + 20, note, extra="fill='#666666'")]
-
-
-def _step(span: float) -> float:
-    """Return a round distance between grid lines, for about five of them."""
-    power = 10.0 ** math.floor(math.log10(span / 6))
-    return next((k * power for k in (1, 2, 5, 10) if span / (k * power) <= 6), 10 * power)
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str, extra: str = "") -> str:
-    return f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke='{colour}' {extra}/>"
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start", extra: str = "") -> str:
-    return f"<text x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}' {extra}>{escape(text)}</text>"
+    return [*parts, text(_LEFT, y + 20, note, extra="fill='#666666'")]
 
 
 def _mark(x: float, y: float, colour: str, mark: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scarctl.simulate.chart import _step, draw
+from scarctl.simulate.chart import draw
 from scarctl.simulate.study import Study
 from scarctl.simulate.summary import summarise
 
@@ -107,13 +107,6 @@ def test_every_picture_is_one(rework: np.ndarray, modes: tuple[str, ...]) -> Non
             "cy": height,
         }.items():
             assert 0 <= float(element.attrib.get(name, 0)) <= most
-
-
-@pytest.mark.parametrize(
-    ("span", "step"), [(11, 2), (60, 10), (1, 0.2), (0.037, 0.01), (1e6, 200_000), (6, 1)]
-)
-def test_lines_are_at_round_numbers(span: float, step: float) -> None:
-    assert _step(span) == pytest.approx(step)
 
 
 def test_extrapolation_is_drawn_beside_the_rest() -> None:

@@ -1,0 +1,287 @@
+"""Test that a resume from the store returns before the arena is full, and that nothing is lost meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import scarctl
+from scarctl.arena.arena import Arena
+from scarctl.checkpoint import filling
+from scarctl.checkpoint.filling import Filling
+from scarctl.errors import Unavailable
+
+State = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def small_states_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filling, "_WORTH", 0)
+
+
+class Run:
+    """A model with AdamW and a batch norm, whose buffers a forward pass changes."""
+
+    def __init__(self, store: Path, seed: int, host: str, **options: Any) -> None:
+        (store.parent / host).mkdir(exist_ok=True)
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(30, 700), nn.BatchNorm1d(700), nn.Linear(700, 3))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.session = scarctl.attach(
+            self.model,
+            self.optimizer,
+            store=store,
+            interval=1 << 30,
+            partitioning=scarctl.Partitioning(partition_bytes=10_000),
+            settings=scarctl.Settings(daemon=False, arena_dir=store.parent / host, **options),
+        )
+
+    @property
+    def arena(self) -> Arena:
+        return self.session._started().arena
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(4, 30)).square().sum().backward()
+        self.optimizer.step()
+
+    def state(self) -> State:
+        slots = {
+            f"{n}/{slot}": self.optimizer.state[p][slot].clone()
+            for n, p in self.model.named_parameters()
+            for slot in ("exp_avg", "exp_avg_sq")
+            if slot in self.optimizer.state[p]
+        }
+        return slots | {n: t.clone() for n, t in self.model.state_dict().items()}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def saved(store: Path) -> State:
+    """Return the state of a run of three steps that has ended."""
+    run = Run(store, 1, "first")
+    for _ in range(3):
+        run.step()
+    run.session.close()
+    return run.state()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Hold up every filling until it is set."""
+    gate, run = threading.Event(), Filling.run
+
+    def held(self: Filling) -> None:
+        assert gate.wait(60)
+        run(self)
+
+    monkeypatch.setattr(Filling, "run", held)
+    return gate
+
+
+def same(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_resume_returns_before_the_arena_is_full(store: Path, saved: State, gate: threading.Event) -> None:
+    run = Run(store, 2, "second")
+    assert run.session.resume().exact
+    assert same(run.state(), saved)
+    arena = run.arena
+    assert arena.is_filling
+    assert not arena.intact().any()
+    blocks = os.stat(arena.folder / "arena").st_blocks * 512
+    assert blocks < arena.layout.nbytes // 2, "its rows have no space yet"
+    gate.set()
+    run.step()
+    assert not arena.is_filling
+    assert arena.intact().all()
+    assert not arena.pending().any()
+    run.session.checkpoint(full=True, wait=True)
+    after = run.state()
+    run.session.recover("all")
+    assert same(run.state(), after)
+    run.session.close()
+    again = Run(store, 3, "third")
+    assert again.session.resume().exact
+    assert same(again.state(), after)
+    again.session.close()
+
+
+def test_the_arena_has_the_copies_and_the_name_of_the_store(store: Path, saved: State) -> None:
+    run = Run(store, 2, "second")
+    report = run.session.resume().report
+    run.session._finish()
+    assert report is not None
+    assert run.arena.whole == report.plan.whole != ""
+    assert (run.arena.version == report.plan.version).all()
+    live = run.session._binding.live(run.arena)
+    assert not live.changed().any()
+    assert not run.session._started().owes_seal()
+    run.session.close()
+
+
+def test_a_first_pass_changes_buffers_and_the_arena_has_the_saved_ones(
+    store: Path, saved: State, gate: threading.Event
+) -> None:
+    run = Run(store, 2, "second")
+    run.session.resume()
+    run.model(torch.randn(4, 30))
+    gate.set()
+    run.session._finish()
+    assert run.arena.intact().all()
+    names = {run.arena.layout.groups[g].name for g in np.flatnonzero(_changed(run))}
+    assert {name.split(".")[0] for name in names} == {"1"}
+    run.session.close(seal=False)
+
+
+def _changed(run: Run) -> np.ndarray:
+    changed = run.session._binding.live(run.arena).changed()
+    return np.isin(
+        np.arange(len(run.arena.layout.groups)), run.arena.layout.group_of(np.flatnonzero(changed))
+    )
+
+
+def test_what_a_loop_writes_meanwhile_does_not_count_as_the_stores_copy(
+    store: Path, saved: State, gate: threading.Event
+) -> None:
+    run = Run(store, 2, "second")
+    run.session.resume()
+    with torch.no_grad():
+        run.model[0].weight[600].fill_(7)
+    gate.set()
+    run.session._finish()
+    layout, lacks = run.arena.layout, np.flatnonzero(~run.arena.intact())
+    assert [layout.name(int(i)).split("[")[0] for i in lacks] == ["0.weight"]
+    assert run.session._started().owes_seal()
+    assert run.arena.whole == ""
+    report = run.session.recover("0.weight")
+    assert report.tiers.keys() == {"memory", "store"}
+    assert same(run.state(), saved)
+    run.step()
+    run.session.checkpoint(full=True, wait=True)
+    assert run.arena.intact().all()
+    assert not run.session._started().owes_seal()
+    run.session.close()
+
+
+def test_copies_are_not_made_in_an_arena_without_space(
+    store: Path, saved: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Unavailable("no room", kind="arena-full")
+
+    def refuse(self: Arena) -> None:
+        raise full
+
+    run = Run(store, 2, "second")
+    with monkeypatch.context() as patch:
+        patch.setattr(Arena, "reserve_rows", refuse)
+        run.session.resume()
+        run.step()
+        assert run.session.stats.last_error == str(full)
+        with pytest.raises(Unavailable, match="no room"):
+            run.session.checkpoint(full=True, wait=True)
+        with pytest.raises(Unavailable, match="no room"):
+            run.session.recover("all")
+        assert not run.session.flush()
+        assert not run.arena.intact().any()
+    run.session.checkpoint(full=True, wait=True)
+    assert run.arena.intact().all()
+    after = run.state()
+    run.session.close()
+    again = Run(store, 3, "third")
+    assert again.session.resume().exact
+    assert same(again.state(), after)
+    again.session.close()
+
+
+@pytest.mark.parametrize("end", ["close", "flush", "snapshot", "evacuate"])
+def test_a_session_may_end_at_once(store: Path, saved: State, end: str) -> None:
+    run = Run(store, 2, "second")
+    run.session.resume()
+    if end == "flush":
+        assert run.session.flush()
+    elif end == "snapshot":
+        run.session.snapshot("now")
+    elif end == "evacuate":
+        assert run.session.evacuate(10).sealed
+    run.session.close()
+    again = Run(store, 3, "third")
+    assert again.session.resume().exact
+    assert same(again.state(), saved)
+    again.session.close()
+
+
+@pytest.mark.leaves_arena
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("reserve_rows", 0),
+        ("put_rows", 0),
+        ("put_rows", 9),
+        ("end", 0),
+        ("acknowledge", 0),
+        ("end_filling", 0),
+    ],
+)
+def test_a_process_killed_meanwhile_has_lost_nothing(store: Path, saved: State, name: str, call: int) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)
+            real, calls = getattr(Arena, name), [0]
+
+            def last(self: Arena, *arguments: Any) -> Any:
+                if calls[0] == call and self.is_filling:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                calls[0] += 1
+                return real(self, *arguments)
+
+            setattr(Arena, name, last)
+            run = Run(store, 2, "second")
+            run.session.resume()
+            run.step()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    run = Run(store, 3, "second")
+    resumed = run.session.resume()
+    assert (resumed.step, resumed.exact) == (3, True)
+    assert same(run.state(), saved)
+    run.step()
+    assert run.arena.intact().all()
+    run.session.close()
+
+
+def test_a_damaged_copy_is_replaced_and_the_arena_full_at_once(store: Path, saved: State) -> None:
+    run = Run(store, 2, "second")
+    run.session.resume()
+    run.session.snapshot("kept")
+    run.step()
+    run.session.close()
+    newer = run.state()
+    newest = max(store.glob("shards/0/seg/*"), key=lambda path: path.stat().st_mtime_ns)
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    run = Run(store, 3, "third")
+    resumed = run.session.resume()
+    assert resumed.report is not None
+    assert resumed.report.degraded
+    assert not run.arena.is_filling
+    assert run.arena.intact().all()
+    other = {name.split("/")[0] for name, value in run.state().items() if not torch.equal(value, newer[name])}
+    assert len(other) == 1
+    run.session.close(seal=False)
