@@ -24,7 +24,7 @@ from torch import nn
 
 import scarctl
 
-ARRAYS = 460
+ARRAYS = 350
 """Bytes of arrays over partitions, for each."""
 
 
@@ -150,7 +150,9 @@ def main() -> None:
     )
     print_table(["part", "ms", "times"], rows)
     print(f"rows per checkpoint: {[nbytes // row_bytes for nbytes in written]}")
-    print(f"bytes of memory for each partition in addition to its values: {more[0]:.0f}, at most {more[1]:.0f}")
+    print(
+        f"bytes of memory for each partition in addition to its values: {more[0]:.0f}, at most {more[1]:.0f}"
+    )
 
 
 if __name__ == "__main__":

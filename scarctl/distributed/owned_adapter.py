@@ -85,6 +85,8 @@ class OwnedAdapter:
         self._first: Callable[[], torch.Tensor | None] = _gone
         """A weak reference to the first tensor of the adapter's newest groups."""
         self.whole = adapter
+        self.elsewhere = {part.name for parts in division.owned for part in parts}
+        """Stored names of the groups of all ranks."""
         touched = touched_rows_of(adapter)
         if touched is not None:
             self.touched_rows = lambda *, dense: self._cut(touched(dense=dense))
