@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,16 @@ def flushed(
     job.session._opening.close(failed=True)  # as a signal ends it
 
 
-def resumed(rank: int, world: int, kind: str, folder: str) -> dict[str, Any]:
-    """Resume, and return the result, or the error and the seconds until it was raised."""
+def resumed(rank: int, world: int, kind: str, folder: str, ranks: Sequence[int] = ()) -> dict[str, Any]:
+    """Resume, and return the result, or the error and the seconds until it was raised.
+
+    ranks: ranks whose optimizers have an empty param_group more than in the earlier run.
+    """
     began = time.monotonic()
-    with Job(kind, folder).session as session:
+    job = Job(kind, folder)
+    if rank in ranks:
+        job.optimizer.add_param_group({"params": []})
+    with job.session as session:
         try:
             found = session.resume()
         except UsageError as error:
@@ -98,7 +105,7 @@ def diverged(rank: int, world: int, folder: str, ranks: list[int]) -> list[str]:
 
 
 def regrouped(rank: int, world: int, folder: str, ranks: list[int]) -> dict[str, Any]:
-    """Take eight steps; these ranks add an empty param_group after the second."""
+    """Take eight steps; these ranks add a param_group after the second."""
     job = Job("ddp", folder)
     began = time.monotonic()
     with job.session as session:

@@ -46,11 +46,20 @@ def test_replicas_that_diverge_are_said(tmp_path: Path, ranks: list[int]) -> Non
         assert not ranks or any("ranks have different values" in reason for reason in one["reasons"])
 
 
-def test_param_groups_of_one_rank_alone_are_refused_by_all_at_once(tmp_path: Path) -> None:
-    done = launch(REGROUPED, 2, str(tmp_path), [1])
-    assert all(one["seconds"] < 60 for one in done), done
+def test_a_param_group_of_one_rank_alone_makes_no_rank_wait(tmp_path: Path) -> None:
+    first, second = launch(REGROUPED, 2, str(tmp_path), [1])
+    assert first["error"] == ""
+    assert "Adam has other param_groups" in second["error"]
+    assert max(first["seconds"], second["seconds"]) < 60
     found = launch(RESUMED, 2, "ddp", str(tmp_path))
-    assert all("param_groups" in one["error"] and one["seconds"] < 60 for one in found), found
+    assert all(one["step"] == 8 and not one["exact"] for one in found), found
+
+
+def test_other_param_groups_of_one_rank_alone_are_refused_by_all_at_once(tmp_path: Path) -> None:
+    launch(REGROUPED, 2, str(tmp_path), [])
+    found = launch(RESUMED, 2, "ddp", str(tmp_path), [1])
+    assert all("Adam has 2 param_groups, the store has 1" in one["error"] for one in found), found
+    assert all(one["seconds"] < 60 for one in found)
 
 
 def test_a_rank_that_saves_alone_says_that_another_number_of_ranks_continues(tmp_path: Path) -> None:
