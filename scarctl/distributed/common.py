@@ -12,8 +12,10 @@ from scarctl.distributed.ownership import Division
 
 _MOST = 64
 """Largest number of parameters of one sample: it bounds the cost, which does not depend on their sizes."""
-_STRIDE = 2654435761
-"""A large prime: samples of consecutive checkpoints are far apart in a parameter."""
+_SAME = 4
+"""Consecutive samples of the same parameters: a difference in one parameter of many shows more than once."""
+_TURN, _BITS = 2654435761, 32
+"""2**32 divided by the golden ratio: such turns spread samples evenly over a parameter."""
 
 
 class Common:
@@ -29,18 +31,18 @@ class Common:
         self._groups = groups
 
     @torch.no_grad()
-    def sample(self, step: int) -> int:
-        """Return a digest of single values after `step`, 1 to 2**62: the same on all ranks that agree; 0 without any.
+    def sample(self, number: int) -> int:
+        """Return a digest of single values, 1 to 2**62: the same on all ranks that agree; 0 without any.
 
+        number: counts the samples. Consecutive ones have other values, and in time the values of all parameters.
         Called in the copy thread: parameters do not change before the copy has ended.
         """
         groups, count = self._groups(), len(self._numbers)
         # In the order of names: the same parameter may have another number on another rank.
-        numbers = [
-            self._numbers[(step * _MOST + k) % count] for k in range(min(_MOST, count) if groups else 0)
-        ]
+        first, most = number // _SAME * _MOST, min(_MOST, count) if groups else 0
+        numbers = [self._numbers[(first + k) % count] for k in range(most)]
         found = [groups[n].tensors[""] for n in numbers if groups[n].kind == "parameter"]
-        values = [_value(tensor, step) for tensor in found if tensor.numel() and not tensor.is_complex()]
+        values = [_value(tensor, number) for tensor in found if tensor.numel() and not tensor.is_complex()]
         if not values:
             return 0
         # NaN has many patterns of bits.
@@ -49,9 +51,9 @@ class Common:
         return 1 + int.from_bytes(digest, "little") % (1 << 62)
 
 
-def _value(tensor: torch.Tensor, step: int) -> torch.Tensor:
+def _value(tensor: torch.Tensor, number: int) -> torch.Tensor:
     """Return one value of a tensor, float64 of shape ()."""
-    at = step * _STRIDE % tensor.numel()
+    at = (number * _TURN % (1 << _BITS)) * tensor.numel() >> _BITS
     for size in reversed(tensor.shape):
         at, place = divmod(at, size)
         tensor = tensor.select(-1, place)

@@ -15,8 +15,6 @@ LAG = 2
 """Rounds between a request and its fulfilment."""
 _UNKNOWN = -(1 << 63)
 """A sample that was not taken, which no other one is compared with."""
-_DIFFERENT = 2
-"""Consecutive rounds with different samples after which ranks differ: one of them may just evaluate other weights."""
 PATIENCE = 0.05
 """Seconds that a training thread may wait for other ranks at a checkpoint."""
 
@@ -37,11 +35,11 @@ class GlobalSelector(Selector):
         shard: int,
         *,
         patience: float = PATIENCE,
-        sample: Callable[[int], int] = lambda step: 0,
+        sample: Callable[[int], int] = lambda number: 0,
     ) -> None:
         """Use an exchange, which this selector closes. shard: this rank's. patience: seconds, see `Exchange.wait`.
 
-        sample: returns a digest of what all ranks have in common after a step; see `Common`.
+        sample: returns a digest of what all ranks have in common, given the number of the round; see `Common.sample`.
         """
         self._rounds: deque[Round] = deque()
         self.late = 0
@@ -51,7 +49,7 @@ class GlobalSelector(Selector):
         self._patience = patience
         self._books = Books()
         self._expected: tuple[int, int] | None = None  # step, budget
-        self._sample, self._sampled, self._different = sample, 0, 0
+        self._sample, self._sampled, self._joined = sample, 0, 0
         self._spent = 0
         """Bytes picked since the last round, for the next one."""
         self._credit: int | None = None
@@ -90,8 +88,7 @@ class GlobalSelector(Selector):
             return 0
         request, self.interval, largest, negated = reported
         if _UNKNOWN not in (largest, negated):
-            self._different = self._different + 1 if largest != -negated else 0
-            self.differs = self.differs or self._different >= _DIFFERENT
+            self.differences = self.differences + 1 if largest != -negated else 0
         return request
 
     def close(self) -> None:
@@ -108,13 +105,13 @@ class GlobalSelector(Selector):
 
         After a common selection the result's credit is that of all ranks.
         """
+        if self._expected is not None:
+            self._sampled = self._sample(self._joined)  # if this fails, `settle` joins the round
         if policy == "full":
             return select(policy, among, budget, credit=credit, cursor=cursor)
         offer = Offer(policy, among, shard=self._shard)
         if self._credit is None:
             self._credit = max(0, credit)
-        if self._expected is not None:
-            self._sampled = self._sample(self._expected[0])  # if this fails, `settle` joins the round
         expected, self._expected = self._expected, None
         if expected is None:
             ids, left = self._alone(offer, budget)
@@ -127,6 +124,7 @@ class GlobalSelector(Selector):
         samples = (sampled, -sampled) if sampled else (_UNKNOWN, _UNKNOWN)
         joined = self._exchange.join(step, turn, (self.request, self.proposed, *samples))
         self._rounds.append(joined)
+        self._joined += 1
         return joined
 
     def _with_others(self, offer: Offer, step: int, budget: int) -> tuple[Ids, int]:

@@ -286,7 +286,8 @@ def test_a_rank_that_never_comes_counts_as_gone_after_a_while(tmp_path: Path) ->
     assert [failed for _, failed in got][::2] == [True, True]
 
 
-def test_a_sample_that_fails_leaves_the_round_to_be_joined() -> None:
+@pytest.mark.parametrize("policy", ["priority", "full"])
+def test_a_sample_that_fails_leaves_the_round_to_be_joined(policy: str) -> None:
     def fails(step: int) -> int:
         raise RuntimeError("its memory is gone")
 
@@ -296,7 +297,7 @@ def test_a_sample_that_fails_leaves_the_round_to_be_joined() -> None:
         one = np.ones(1, dtype=np.int64)
         among = Candidates(distance_sq=np.ones(1), nbytes=one, staleness=one, eligible=one > 0)
         with pytest.raises(RuntimeError):
-            selector.select("priority", among, 5)
+            selector.select(policy, among, 5)
         assert selector.expecting
     finally:
         selector.close()
