@@ -35,10 +35,11 @@ class Common:
         Called when the loop is done with the step. On a GPU nothing waits for the values here.
         """
         groups, count = self._groups(), len(self._numbers)
-        numbers = (
-            {self._numbers[(step * _MOST + k) % count] for k in range(min(_MOST, count))} if groups else ()
-        )
-        found = [groups[n].tensors[""] for n in sorted(numbers) if groups[n].kind == "parameter"]
+        # In the order of names: the same parameter may have another number on another rank.
+        numbers = [
+            self._numbers[(step * _MOST + k) % count] for k in range(min(_MOST, count) if groups else 0)
+        ]
+        found = [groups[n].tensors[""] for n in numbers if groups[n].kind == "parameter"]
         values = [_value(tensor, step) for tensor in found if tensor.numel() and not tensor.is_complex()]
         if not values:
             return None

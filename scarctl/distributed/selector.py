@@ -122,6 +122,8 @@ class GlobalSelector(Selector):
         offer = Offer(policy, among, shard=self._shard)
         if self._credit is None:
             self._credit = max(0, credit)
+        if self._expected is not None:
+            self._sampled = self._sample(self._expected[0])  # if this fails, `settle` joins the round
         expected, self._expected = self._expected, None
         if expected is None:
             ids, left = self._alone(offer, budget)

@@ -151,11 +151,13 @@ class PersisterThread:
         self._thread.join()
 
     def fault(self) -> ScarError:
-        """Return the reason why hand-overs are still waiting, or why one cannot be saved."""
+        """Return the reason why hand-overs are still waiting, or, if none is, why one cannot be saved."""
+        # One that waits may save what the damaged one should have saved.
+        damaged = self._damaged
+        error = damaged if self._settled() else self.last_error if self.last_error is not damaged else None
         return (
             self.failure
-            or self._damaged
-            or self.last_error
+            or error
             or Unavailable("the store did not finish in time", hint="wait longer, or save less often")
         )
 
@@ -300,8 +302,8 @@ class PersisterThread:
             except Corruption as error:
                 # Its copies stay pending in the arena.
                 log.error("a damaged hand-over was set aside: %s", error)
-                self._note(error)
                 self._damaged = error
+                self._note(error)
                 self._queue.set_aside(number)
                 return partial(self._machine.persisted, number)
             written = self._persister.persist(handover)

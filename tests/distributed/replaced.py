@@ -124,13 +124,18 @@ def regrouped(rank: int, world: int, folder: str, ranks: list[int]) -> dict[str,
 
 
 def alone(rank: int, world: int, folder: str, steps: int) -> dict[str, Any] | None:
-    """Train up to iteration `steps` with all ranks, of which the first saves alone. Return its resumed state."""
+    """Train up to iteration `steps` with all ranks, of which the first saves alone. Return its resumed state.
+
+    All leave their group before the first closes its session, as many programs do.
+    """
     model, optimizer = build("ddp")
     if rank:
         first = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(first, 0)
         for number in range(int(first) + 1, steps + 1):
             step(model, optimizer, number)
+        dist.barrier()
+        dist.destroy_process_group()
         return None
     settings = scarctl.Settings(arena_dir=f"{folder}/arena", daemon=False)
     Path(folder, "arena").mkdir(exist_ok=True)
@@ -139,5 +144,7 @@ def alone(rank: int, world: int, folder: str, steps: int) -> dict[str, Any] | No
         dist.broadcast(torch.tensor([first]), 0)
         for number in range(first + 1, steps + 1):
             step(model, optimizer, number)
-        assert session.resumed is not None
-        return {"exact": session.resumed.exact, "reasons": list(session.resumed.reasons)}
+        dist.barrier()
+        dist.destroy_process_group()
+    assert session.resumed is not None
+    return {"exact": session.resumed.exact, "reasons": list(session.resumed.reasons)}

@@ -44,5 +44,14 @@ def test_one_value_that_differs_is_found_in_time() -> None:
     assert any(sampled(parts, groups, step) != sampled(parts, others, step) for step in range(100))
 
 
+def test_ranks_may_have_their_parameters_in_another_order() -> None:
+    groups = replica(5)
+    for number, group in enumerate(groups):
+        group.tensors[""].fill_(number)
+    others = groups[::-1]
+    parts = divide([holdings_of(groups), holdings_of(others)])
+    assert sampled(parts, groups, 1, 0) == sampled(parts, others, 1, 1) != 0
+
+
 def test_nothing_is_known_before_there_are_groups() -> None:
     assert sampled(division(3), [], 1) == 0

@@ -70,4 +70,7 @@ def test_a_rank_that_saves_alone_says_that_another_number_of_ranks_continues(tmp
     launch(ALONE, 2, str(tmp_path), 5)
     (found, *_) = launch(ALONE, 3, str(tmp_path), 8)
     assert not found["exact"]
-    assert any("a job of 2 processes, and continues in one of 3" in reason for reason in found["reasons"])
+    assert any(
+        "the number of processes was 2 when the run was stopped, and is 3 now" in reason
+        for reason in found["reasons"]
+    )
