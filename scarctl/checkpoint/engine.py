@@ -51,8 +51,6 @@ from scarctl.util.arrays import Ids, distinct
 
 log = logging.getLogger("scarctl")
 _NONE = np.empty(0, dtype=np.int64)
-_DIFFERENT = 2
-"""Consecutive rounds with different values after which ranks differ: one of them may just evaluate other weights."""
 _DIFFERS = (
     "ranks have different values of parameters that they should have in common, as under DistributedDataParallel: one "
     "rank's are saved, and all ranks resume with them. Name only equal ones in scarctl.Ranks(replicated=...)"
@@ -315,11 +313,7 @@ class Engine:
     def expect(self, step: int) -> None:
         """Announce the regular checkpoint of `step`, which is due, to all ranks."""
         self.cadence.agree(self.selector.interval)
-        if any(caveat.kind == "communication-hook" for caveat in self._caveats):
-            self.selector.differences = (
-                0  # such a hook may let ranks differ for some steps, and its caveat says so
-            )
-        elif self.selector.differences >= _DIFFERENT:
+        if self.selector.differs:
             self._caveats.say("ranks-differ", _DIFFERS)
         self.selector.expect(step, self.budget_now)
 

@@ -20,8 +20,8 @@ class Selector:
     """Iterations between regular checkpoints that this process proposes; the largest of all ranks wins."""
     interval = 0
     """The interval that `agreed` has received; 0: no new one."""
-    differences = 0
-    """Number of newest consecutive rounds in which processes had different values of what they have in common."""
+    differs = False
+    """Whether processes were found to hold different values of what they should have in common."""
 
     @property
     def expecting(self) -> bool:

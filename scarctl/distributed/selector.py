@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import torch
+
 from scarctl.checkpoint.selector import Selector
+from scarctl.distributed.common import digest_of
 from scarctl.distributed.global_selection import Books, Offer, Turn, no_offer, pick, pick_alone
 from scarctl.distributed.rounds import Exchange, Round
 from scarctl.policy.select import Candidates, Selection, select
@@ -35,11 +38,11 @@ class GlobalSelector(Selector):
         shard: int,
         *,
         patience: float = PATIENCE,
-        sample: Callable[[int], int] = lambda number: 0,
+        sample: Callable[[int], torch.Tensor | None] = lambda number: None,
     ) -> None:
         """Use an exchange, which this selector closes. shard: this rank's. patience: seconds, see `Exchange.wait`.
 
-        sample: returns a digest of what all ranks have in common, given the number of the round; see `Common.sample`.
+        sample: returns values that all ranks have in common, given a number that grows; see `Common.sample`.
         """
         self._rounds: deque[Round] = deque()
         self.late = 0
@@ -49,7 +52,13 @@ class GlobalSelector(Selector):
         self._patience = patience
         self._books = Books()
         self._expected: tuple[int, int] | None = None  # step, budget
-        self._sample, self._sampled, self._joined = sample, 0, 0
+        self._sample = sample
+        self._joined = 0
+        """Rounds joined: the same number on all ranks that have settled the same checkpoints."""
+        self._due = False
+        """Whether the newest expected checkpoint is still to be sampled."""
+        self._sampled: torch.Tensor | None = None
+        """Sample of the newest settled checkpoint, for the next round."""
         self._spent = 0
         """Bytes picked since the last round, for the next one."""
         self._credit: int | None = None
@@ -57,9 +66,10 @@ class GlobalSelector(Selector):
 
     def expect(self, step: int, budget: int) -> None:
         """Announce that a regular checkpoint is due at `step`, on all ranks. budget: bytes that this rank may save."""
+        self._due = False
         self.settle()
         self._exchange.hurry(False)
-        self._expected = (step, budget)
+        self._expected, self._due = (step, budget), True
 
     @property
     def expecting(self) -> bool:
@@ -76,6 +86,9 @@ class GlobalSelector(Selector):
         if expected is not None:
             step, budget = expected
             self._join(step, self._turn(no_offer(), budget))
+        if self._due:
+            # Only now, because a loop may clip or replace weights after the step.
+            self._due, self._sampled = False, self._sample(self._joined)
 
     def agreed(self) -> int:
         """Return the largest request of the round `LAG` rounds ago, and set `interval`. Call once before each `expect`.
@@ -88,7 +101,7 @@ class GlobalSelector(Selector):
             return 0
         request, self.interval, largest, negated = reported
         if _UNKNOWN not in (largest, negated):
-            self.differences = self.differences + 1 if largest != -negated else 0
+            self.differs = self.differs or largest != -negated
         return request
 
     def close(self) -> None:
@@ -105,8 +118,6 @@ class GlobalSelector(Selector):
 
         After a common selection the result's credit is that of all ranks.
         """
-        if self._expected is not None:
-            self._sampled = self._sample(self._joined)  # if this fails, `settle` joins the round
         if policy == "full":
             return select(policy, among, budget, credit=credit, cursor=cursor)
         offer = Offer(policy, among, shard=self._shard)
@@ -120,7 +131,7 @@ class GlobalSelector(Selector):
         return Selection(ids, int(among.nbytes[ids].sum()), left, cursor, offer.nonfinite)
 
     def _join(self, step: int, turn: Turn) -> Round:
-        sampled, self._sampled = self._sampled, 0
+        sampled, self._sampled = digest_of(self._sampled), None
         samples = (sampled, -sampled) if sampled else (_UNKNOWN, _UNKNOWN)
         joined = self._exchange.join(step, turn, (self.request, self.proposed, *samples))
         self._rounds.append(joined)

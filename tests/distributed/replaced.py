@@ -92,8 +92,11 @@ def resumed(rank: int, world: int, kind: str, folder: str, ranks: Sequence[int] 
     return {"step": found.step, "exact": found.exact, "reasons": list(found.reasons)}
 
 
-def diverged(rank: int, world: int, folder: str, ranks: list[int]) -> list[str]:
-    """Take eight steps; these ranks change their replicas after the second. Return the kinds of caveats."""
+def diverged(rank: int, world: int, folder: str, ranks: list[int], clips: bool = False) -> list[str]:
+    """Take eight steps; these ranks change their replicas after the second. Return the kinds of caveats.
+
+    clips: all ranks scale the weights after each step, one of them later than the other.
+    """
     job = Job("ddp", folder)
     with job.session as session:
         session.resume()
@@ -101,6 +104,9 @@ def diverged(rank: int, world: int, folder: str, ranks: list[int]) -> list[str]:
             step(job.model, job.optimizer, number)
             if number == 2 and rank in ranks:
                 put(job.model, 0.5, behind=False)
+            if clips:
+                time.sleep(0.1 * rank)
+                put(job.model, 0.9, behind=False)
         return [caveat.kind for caveat in session.caveats]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
@@ -287,20 +288,16 @@ def test_a_rank_that_never_comes_counts_as_gone_after_a_while(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("policy", ["priority", "full"])
-def test_a_sample_that_fails_leaves_the_round_to_be_joined(policy: str) -> None:
-    def fails(step: int) -> int:
-        raise RuntimeError("its memory is gone")
+@pytest.mark.parametrize("differ", [False, True])
+def test_samples_are_compared_with_every_policy(tmp_path: Path, policy: str, differ: bool) -> None:
+    def body(member: Member) -> bool:
+        member.selector._sample = lambda number: torch.full((1,), float(number + differ * member.rank))
+        for step in range(5):
+            member.selector.agreed()
+            member.checkpoint(step, policy=policy)
+        return member.selector.differs
 
-    selector = GlobalSelector(Exchange(None, 0, 1), 0, sample=fails)  # type: ignore[arg-type]
-    try:
-        selector.expect(1, 5)
-        one = np.ones(1, dtype=np.int64)
-        among = Candidates(distance_sq=np.ones(1), nbytes=one, staleness=one, eligible=one > 0)
-        with pytest.raises(RuntimeError):
-            selector.select(policy, among, 5)
-        assert selector.expecting
-    finally:
-        selector.close()
+    assert results(tmp_path, [body] * 2) == [differ] * 2
 
 
 def test_one_rank_needs_no_group() -> None:
