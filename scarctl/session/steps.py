@@ -138,7 +138,9 @@ class Steps:
         engine = self._opening.engine
         if engine is None:
             with without_collection():
-                self._opening.start(self._binding.build_layout(), step)
+                layout = self._binding.build_layout()
+                self._opening.start(layout, step)
+                self._binding.advise(layout)
             return Extent.WHOLE
         if self._regular:
             engine.expect(step)
