@@ -92,8 +92,11 @@ def resumed(rank: int, world: int, kind: str, folder: str, ranks: Sequence[int] 
     return {"step": found.step, "exact": found.exact, "reasons": list(found.reasons)}
 
 
-def diverged(rank: int, world: int, folder: str, ranks: list[int]) -> list[str]:
-    """Take eight steps; these ranks change their replicas after the second. Return the kinds of caveats."""
+def diverged(rank: int, world: int, folder: str, ranks: list[int], clips: bool = False) -> list[str]:
+    """Take eight steps; these ranks change their replicas after the second. Return the kinds of caveats.
+
+    clips: all ranks scale the weights after each step, one of them later than the other.
+    """
     job = Job("ddp", folder)
     with job.session as session:
         session.resume()
@@ -101,6 +104,9 @@ def diverged(rank: int, world: int, folder: str, ranks: list[int]) -> list[str]:
             step(job.model, job.optimizer, number)
             if number == 2 and rank in ranks:
                 put(job.model, 0.5, behind=False)
+            if clips:
+                time.sleep(0.1 * rank)
+                put(job.model, 0.9, behind=False)
         return [caveat.kind for caveat in session.caveats]
 
 
@@ -118,13 +124,18 @@ def regrouped(rank: int, world: int, folder: str, ranks: list[int]) -> dict[str,
 
 
 def alone(rank: int, world: int, folder: str, steps: int) -> dict[str, Any] | None:
-    """Train up to iteration `steps` with all ranks, of which the first saves alone. Return its resumed state."""
+    """Train up to iteration `steps` with all ranks, of which the first saves alone. Return its resumed state.
+
+    All leave their group before the first closes its session, as many programs do.
+    """
     model, optimizer = build("ddp")
     if rank:
         first = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(first, 0)
         for number in range(int(first) + 1, steps + 1):
             step(model, optimizer, number)
+        dist.barrier()
+        dist.destroy_process_group()
         return None
     settings = scarctl.Settings(arena_dir=f"{folder}/arena", daemon=False)
     Path(folder, "arena").mkdir(exist_ok=True)
@@ -133,5 +144,7 @@ def alone(rank: int, world: int, folder: str, steps: int) -> dict[str, Any] | No
         dist.broadcast(torch.tensor([first]), 0)
         for number in range(first + 1, steps + 1):
             step(model, optimizer, number)
-        assert session.resumed is not None
-        return {"exact": session.resumed.exact, "reasons": list(session.resumed.reasons)}
+        dist.barrier()
+        dist.destroy_process_group()
+    assert session.resumed is not None
+    return {"exact": session.resumed.exact, "reasons": list(session.resumed.reasons)}

@@ -46,6 +46,10 @@ def test_replicas_that_diverge_are_said(tmp_path: Path, ranks: list[int]) -> Non
         assert not ranks or any("ranks have different values" in reason for reason in one["reasons"])
 
 
+def test_replicas_that_all_ranks_clip_after_a_step_are_equal(tmp_path: Path) -> None:
+    assert ["ranks-differ" in kinds for kinds in launch(DIVERGED, 2, str(tmp_path), [], True)] == [False] * 2
+
+
 def test_a_param_group_of_one_rank_alone_makes_no_rank_wait(tmp_path: Path) -> None:
     first, second = launch(REGROUPED, 2, str(tmp_path), [1])
     assert first["error"] == ""
@@ -66,4 +70,7 @@ def test_a_rank_that_saves_alone_says_that_another_number_of_ranks_continues(tmp
     launch(ALONE, 2, str(tmp_path), 5)
     (found, *_) = launch(ALONE, 3, str(tmp_path), 8)
     assert not found["exact"]
-    assert any("a job of 2 processes, and continues in one of 3" in reason for reason in found["reasons"])
+    assert any(
+        "the number of processes was 2 when the run was stopped, and is 3 now" in reason
+        for reason in found["reasons"]
+    )

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from itertools import chain, compress, repeat
 from operator import attrgetter
 from typing import Any
-from weakref import ref
 
 import numpy as np
 import torch
@@ -115,8 +114,10 @@ class OptimizerState:
         """The param_groups at attach."""
         self._sorted: list[_Sorted | None] = [None] * len(homes)
         """The newest capture's result for each home."""
-        self._places: list[list[tuple[ref[torch.Tensor], tuple[int, int]]]] = [[] for _ in homes]
-        """Param_group and number of each parameter, for each home: see `check_places`."""
+        self._places: list[list[tuple[torch.Tensor, tuple[int, int]]]] = [[] for _ in homes]
+        """Param_group and number of each parameter, for each home: see `check_places`. torch swaps no tensor that has a
+        weak reference, as in `Module.to` of sharded parameters.
+        """
         self._counts: list[int | None] = [None] * len(homes)
         """Number of param_groups of each home; None before the first step."""
 
@@ -141,7 +142,7 @@ class OptimizerState:
             now = [(p, g) for g, group in enumerate(groups) for p in group["params"]]
             places = {id(p): (g, number) for number, (p, g) in enumerate(now)}
             changed = ""
-            if any(places.get(id(p()), place) != place for p, place in known):
+            if any(places.get(id(p), place) != place for p, place in known):
                 changed = f"parameters were moved within the param_groups of {self._name}"
             elif count not in (None, len(groups)):
                 changed = f"{self._name} has other param_groups"
@@ -151,7 +152,7 @@ class OptimizerState:
                     "with",
                     hint="make all groups before the first step, or start a new store; what was saved before is intact",
                 )
-            self._places[at], self._counts[at] = [(ref(p), places[id(p)]) for p, _ in now], len(groups)
+            self._places[at], self._counts[at] = [(p, places[id(p)]) for p, _ in now], len(groups)
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore the result of `capture`. Raises UsageError when it does not fit."""

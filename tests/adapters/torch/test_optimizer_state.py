@@ -392,3 +392,22 @@ def test_parameters_that_are_moved_within_param_groups_are_refused(
         assert session.resume().step == 3
         counts = [int(optimizer.state[p]["step"]) for p in model.parameters()]
     assert counts == [3] * 4 + [2] * 2
+
+
+def test_torch_may_swap_parameters_while_a_session_is_open(tmp_path: Path) -> None:
+    """torch moves sharded parameters, and with this switch all, by a swap, which a weak reference to one forbids."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    settings = scarctl.Settings(daemon=False)
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with scarctl.attach(model, optimizer, store=tmp_path / "s", settings=settings, interval=1) as session:
+            for _ in range(3):
+                model(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+                model.to("cpu")
+            session.checkpoint(full=True, wait=True)
+            assert not session.stats.last_error
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
