@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 
@@ -13,6 +14,8 @@ from scarctl.distributed.global_selection import Books, Offer, Turn, no_offer, p
 from scarctl.distributed.rounds import Exchange, Round
 from scarctl.policy.select import Candidates, Selection, select
 from scarctl.util.arrays import Ids
+
+log = logging.getLogger("scarctl")
 
 LAG = 2
 """Rounds between a request and its fulfilment."""
@@ -59,6 +62,8 @@ class GlobalSelector(Selector):
         """Whether the newest expected checkpoint is still to be sampled."""
         self._sampled: torch.Tensor | None = None
         """Sample of the newest settled checkpoint, for the next round."""
+        self._digest = 0
+        """Digest of a sample for the present round; 0 without one."""
         self._spent = 0
         """Bytes picked since the last round, for the next one."""
         self._credit: int | None = None
@@ -66,7 +71,8 @@ class GlobalSelector(Selector):
 
     def expect(self, step: int, budget: int) -> None:
         """Announce that a regular checkpoint is due at `step`, on all ranks. budget: bytes that this rank may save."""
-        self._due = False
+        if self._due:  # it ended without having settled
+            self._due, self._sampled = False, None
         self.settle()
         self._exchange.hurry(False)
         self._expected, self._due = (step, budget), True
@@ -86,9 +92,16 @@ class GlobalSelector(Selector):
         if expected is not None:
             step, budget = expected
             self._join(step, self._turn(no_offer(), budget))
-        if self._due:
+        due, self._due = self._due, False
+        if due:
             # Only now, because a loop may clip or replace weights after the step.
-            self._due, self._sampled = False, self._sample(self._joined)
+            try:
+                self._sampled = self._sample(self._joined)
+            except Exception as error:  # raised here it would end the training
+                log.warning(
+                    "rank %d cannot compare its parameters with other ranks: %s", self._exchange.rank, error
+                )
+                self._sample = lambda number: None
 
     def agreed(self) -> int:
         """Return the largest request of the round `LAG` rounds ago, and set `interval`. Call once before each `expect`.
@@ -118,6 +131,9 @@ class GlobalSelector(Selector):
 
         After a common selection the result's credit is that of all ranks.
         """
+        if self._expected is not None:
+            sampled, self._sampled = self._sampled, None
+            self._digest = digest_of(sampled)  # if this fails, `settle` joins the round
         if policy == "full":
             return select(policy, among, budget, credit=credit, cursor=cursor)
         offer = Offer(policy, among, shard=self._shard)
@@ -131,7 +147,7 @@ class GlobalSelector(Selector):
         return Selection(ids, int(among.nbytes[ids].sum()), left, cursor, offer.nonfinite)
 
     def _join(self, step: int, turn: Turn) -> Round:
-        sampled, self._sampled = digest_of(self._sampled), None
+        sampled, self._digest = self._digest, 0
         samples = (sampled, -sampled) if sampled else (_UNKNOWN, _UNKNOWN)
         joined = self._exchange.join(step, turn, (self.request, self.proposed, *samples))
         self._rounds.append(joined)
