@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import torch
+
 from scarctl.checkpoint.selector import Selector
+from scarctl.distributed.common import digest_of
 from scarctl.distributed.global_selection import Books, Offer, Turn, no_offer, pick, pick_alone
 from scarctl.distributed.rounds import Exchange, Round
 from scarctl.policy.select import Candidates, Selection, select
@@ -15,8 +18,6 @@ LAG = 2
 """Rounds between a request and its fulfilment."""
 _UNKNOWN = -(1 << 63)
 """A sample that was not taken, which no other one is compared with."""
-_DIFFERENT = 2
-"""Consecutive rounds with different samples after which ranks differ: one of them may just evaluate other weights."""
 PATIENCE = 0.05
 """Seconds that a training thread may wait for other ranks at a checkpoint."""
 
@@ -37,11 +38,11 @@ class GlobalSelector(Selector):
         shard: int,
         *,
         patience: float = PATIENCE,
-        sample: Callable[[int], int] = lambda step: 0,
+        sample: Callable[[int], torch.Tensor | None] = lambda step: None,
     ) -> None:
         """Use an exchange, which this selector closes. shard: this rank's. patience: seconds, see `Exchange.wait`.
 
-        sample: returns a digest of what all ranks have in common after a step; see `Common`.
+        sample: returns values that all ranks have in common after a step; see `Common`.
         """
         self._rounds: deque[Round] = deque()
         self.late = 0
@@ -51,7 +52,11 @@ class GlobalSelector(Selector):
         self._patience = patience
         self._books = Books()
         self._expected: tuple[int, int] | None = None  # step, budget
-        self._sample, self._sampled, self._different = sample, 0, 0
+        self._sample = sample
+        self._due: int | None = None
+        """Step of the newest expected checkpoint, until it is sampled."""
+        self._sampled: torch.Tensor | None = None
+        """Sample of the newest settled checkpoint, for the next round."""
         self._spent = 0
         """Bytes picked since the last round, for the next one."""
         self._credit: int | None = None
@@ -59,9 +64,10 @@ class GlobalSelector(Selector):
 
     def expect(self, step: int, budget: int) -> None:
         """Announce that a regular checkpoint is due at `step`, on all ranks. budget: bytes that this rank may save."""
+        self._due = None
         self.settle()
         self._exchange.hurry(False)
-        self._expected = (step, budget)
+        self._expected, self._due = (step, budget), step
 
     @property
     def expecting(self) -> bool:
@@ -78,6 +84,10 @@ class GlobalSelector(Selector):
         if expected is not None:
             step, budget = expected
             self._join(step, self._turn(no_offer(), budget))
+        due, self._due = self._due, None
+        if due is not None:
+            # Only now, because a loop may clip or replace weights after the step.
+            self._sampled = self._sample(due)
 
     def agreed(self) -> int:
         """Return the largest request of the round `LAG` rounds ago, and set `interval`. Call once before each `expect`.
@@ -90,8 +100,7 @@ class GlobalSelector(Selector):
             return 0
         request, self.interval, largest, negated = reported
         if _UNKNOWN not in (largest, negated):
-            self._different = self._different + 1 if largest != -negated else 0
-            self.differs = self.differs or self._different >= _DIFFERENT
+            self.differs = self.differs or largest != -negated
         return request
 
     def close(self) -> None:
@@ -113,17 +122,16 @@ class GlobalSelector(Selector):
         offer = Offer(policy, among, shard=self._shard)
         if self._credit is None:
             self._credit = max(0, credit)
+        if self._expected is not None:
+            self._sampled = self._sample(self._expected[0])  # if this fails, `settle` joins the round
         expected, self._expected = self._expected, None
         if expected is None:
             ids, left = self._alone(offer, budget)
         else:
-            self._sampled = self._sample(expected[0])
             ids, left = self._with_others(offer, expected[0], budget)
         return Selection(ids, int(among.nbytes[ids].sum()), left, cursor, offer.nonfinite)
 
-    def _join(self, step: int, turn: Turn) -> Round:
-        sampled, self._sampled = self._sampled, 0
-        samples = (sampled, -sampled) if sampled else (_UNKNOWN, _UNKNOWN)
+    def _join(self, step: int, turn: Turn, samples: tuple[int, int] = (_UNKNOWN, _UNKNOWN)) -> Round:
         joined = self._exchange.join(step, turn, (self.request, self.proposed, *samples))
         self._rounds.append(joined)
         return joined
@@ -131,7 +139,8 @@ class GlobalSelector(Selector):
     def _with_others(self, offer: Offer, step: int, budget: int) -> tuple[Ids, int]:
         """Return the picks of a common selection, and the credit that they leave."""
         books, turn = self._books, self._turn(offer, budget)
-        joined = self._join(step, turn)
+        sampled, self._sampled = digest_of(self._sampled), None
+        joined = self._join(step, turn, (sampled, -sampled) if sampled else (_UNKNOWN, _UNKNOWN))
         if self._exchange.wait(joined, self._patience):
             ids = pick(offer, turn.threshold)
             self._spent = int(offer.nbytes[ids].sum())

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch.distributed as dist
 from numpy.typing import NDArray
 
@@ -283,6 +284,22 @@ def test_a_rank_that_never_comes_counts_as_gone_after_a_while(tmp_path: Path) ->
     got = results(tmp_path, [body] * 3, timeout=1.0, patience=0.1)
     assert all(size >= 0.9 * BUDGET for size, _ in got)
     assert [failed for _, failed in got][::2] == [True, True]
+
+
+def test_a_sample_that_fails_leaves_the_round_to_be_joined() -> None:
+    def fails(step: int) -> int:
+        raise RuntimeError("its memory is gone")
+
+    selector = GlobalSelector(Exchange(None, 0, 1), 0, sample=fails)  # type: ignore[arg-type]
+    try:
+        selector.expect(1, 5)
+        one = np.ones(1, dtype=np.int64)
+        among = Candidates(distance_sq=np.ones(1), nbytes=one, staleness=one, eligible=one > 0)
+        with pytest.raises(RuntimeError):
+            selector.select("priority", among, 5)
+        assert selector.expecting
+    finally:
+        selector.close()
 
 
 def test_one_rank_needs_no_group() -> None:
