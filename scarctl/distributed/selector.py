@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 
@@ -13,6 +14,8 @@ from scarctl.distributed.global_selection import Books, Offer, Turn, no_offer, p
 from scarctl.distributed.rounds import Exchange, Round
 from scarctl.policy.select import Candidates, Selection, select
 from scarctl.util.arrays import Ids
+
+log = logging.getLogger("scarctl")
 
 LAG = 2
 """Rounds between a request and its fulfilment."""
@@ -87,7 +90,13 @@ class GlobalSelector(Selector):
         due, self._due = self._due, None
         if due is not None:
             # Only now, because a loop may clip or replace weights after the step.
-            self._sampled = self._sample(due)
+            try:
+                self._sampled = self._sample(due)
+            except Exception as error:  # raised here it would end the training
+                log.warning(
+                    "rank %d cannot compare its parameters with other ranks: %s", self._exchange.rank, error
+                )
+                self._sample = lambda step: None
 
     def agreed(self) -> int:
         """Return the largest request of the round `LAG` rounds ago, and set `interval`. Call once before each `expect`.
@@ -122,13 +131,12 @@ class GlobalSelector(Selector):
         offer = Offer(policy, among, shard=self._shard)
         if self._credit is None:
             self._credit = max(0, credit)
-        if self._expected is not None:
-            self._sampled = self._sample(self._expected[0])  # if this fails, `settle` joins the round
+        sampled, self._sampled = digest_of(self._sampled), None  # if this fails, `settle` joins the round
         expected, self._expected = self._expected, None
         if expected is None:
             ids, left = self._alone(offer, budget)
         else:
-            ids, left = self._with_others(offer, expected[0], budget)
+            ids, left = self._with_others(offer, expected[0], budget, sampled)
         return Selection(ids, int(among.nbytes[ids].sum()), left, cursor, offer.nonfinite)
 
     def _join(self, step: int, turn: Turn, samples: tuple[int, int] = (_UNKNOWN, _UNKNOWN)) -> Round:
@@ -136,10 +144,9 @@ class GlobalSelector(Selector):
         self._rounds.append(joined)
         return joined
 
-    def _with_others(self, offer: Offer, step: int, budget: int) -> tuple[Ids, int]:
-        """Return the picks of a common selection, and the credit that they leave."""
+    def _with_others(self, offer: Offer, step: int, budget: int, sampled: int) -> tuple[Ids, int]:
+        """Return the picks of a common selection, and the credit that they leave. sampled: see `digest_of`."""
         books, turn = self._books, self._turn(offer, budget)
-        sampled, self._sampled = digest_of(self._sampled), None
         joined = self._join(step, turn, (sampled, -sampled) if sampled else (_UNKNOWN, _UNKNOWN))
         if self._exchange.wait(joined, self._patience):
             ids = pick(offer, turn.threshold)

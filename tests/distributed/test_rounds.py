@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
@@ -286,16 +287,37 @@ def test_a_rank_that_never_comes_counts_as_gone_after_a_while(tmp_path: Path) ->
     assert [failed for _, failed in got][::2] == [True, True]
 
 
-def test_a_sample_that_fails_leaves_the_round_to_be_joined() -> None:
-    def fails(step: int) -> int:
+def test_a_sample_that_fails_is_said_and_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(step: int) -> torch.Tensor:
         raise RuntimeError("its memory is gone")
 
     selector = GlobalSelector(Exchange(None, 0, 1), 0, sample=fails)  # type: ignore[arg-type]
     try:
+        for step in (1, 2):
+            selector.expect(step, 5)
+            selector.settle()
+            assert not selector.expecting
+        assert (
+            caplog.text.count("rank 0 cannot compare its parameters with other ranks: its memory is gone")
+            == 1
+        )
+    finally:
+        selector.close()
+
+
+def test_a_sample_that_cannot_be_read_leaves_the_round_to_be_joined() -> None:
+    selector = GlobalSelector(
+        Exchange(None, 0, 1),  # type: ignore[arg-type]
+        0,
+        sample=lambda step: torch.empty(1, device="meta"),
+    )
+    try:
         selector.expect(1, 5)
+        selector.settle()
+        selector.expect(2, 5)
         one = np.ones(1, dtype=np.int64)
         among = Candidates(distance_sq=np.ones(1), nbytes=one, staleness=one, eligible=one > 0)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(NotImplementedError):
             selector.select("priority", among, 5)
         assert selector.expecting
     finally:
