@@ -130,7 +130,9 @@ long: $(VENV)/.dev
 oldest: $(OLDEST)/.oldest
 	@# setuptools warns whenever this Lightning is imported.
 	$(OLDEST)/bin/python -m pytest -n $(WORKERS) -W "ignore:pkg_resources is deprecated" -W "ignore:Deprecated call to" \
-	    tests/adapters
+	    --ignore tests/adapters/jax tests/adapters
+	@# In processes of their own: once JAX has run, it warns of every fork, and other tests fork.
+	$(OLDEST)/bin/python -m pytest -n $(WORKERS) tests/adapters/jax
 
 # pyenv's commands for versions that are not chosen exist, and fail.
 pythons:
@@ -227,7 +229,8 @@ $(VENV)/.paper: $(SETUP) | $(BIN)/python
 $(OLDEST)/.oldest: pyproject.toml constraints-oldest.txt | $(BIN)/python
 	$(BIN)/python -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oldest.txt -e \
-	    '.[accelerate,lightning,transformers]' hypothesis peft 'pytest>=9' pytest-timeout pytest-xdist
+	    '.[accelerate,jax,lightning,transformers]' flax hypothesis optax orbax-checkpoint peft 'pytest>=9' pytest-timeout \
+	    pytest-xdist
 	@touch $@
 
 $(OPTIMIZERS)/.optimizers: $(SETUP) constraints-optimizers.txt | $(BIN)/python

@@ -12,7 +12,8 @@ does not train on is compared with that of the undisturbed run at the same itera
 loss that an undisturbed run gains per iteration. The noise of batches is the same in both runs, and cancels.
 
   scarctl                     `scarctl.policy.select` as a session calls it; "aged" with the default partitions and with
-                              `--per` rows in each, "priority" and "round" with the first of `--per`
+                              `--per` rows in each, also with the norm `curvature`; with the first of `--per` also
+                              "priority", "round", and a checkpoint every 20 iterations, which is half of the bytes
   CPR-MFU, CPR-SSU            the same budget every interval, for rows that lookups choose: `row_baselines.py`
   Check-N-Run, in 8 bits      all rows used since the last full checkpoint, as soon as the bytes saved up allow it
   all                         everything at once, every 8 intervals, as with DCP; once with only the lost rows restored,
@@ -93,8 +94,10 @@ class All(Way):
 class Partitions(Way):
     """As a session of scarctl chooses."""
 
-    def __init__(self, training: Training, policy: str, per: int = 0) -> None:
-        """per: rows in a partition, 0 for the default."""
+    def __init__(
+        self, training: Training, policy: str, per: int = 0, *, curved: bool = False, every: int = INTERVAL
+    ) -> None:
+        """per: rows in a partition, 0 for the default. curved: with the norm `curvature`. every: iterations."""
         super().__init__(training)
         state = training.rows * ROW_BYTES
         usual = min(max(state // 1024, MIN_PARTITION_BYTES), MAX_PARTITION_BYTES) // ROW_BYTES
@@ -102,13 +105,18 @@ class Partitions(Way):
         self._starts = np.concatenate([np.arange(first, stop, per or usual) for first, stop in pairs])
         self._counts = np.diff(self._starts, append=training.rows)
         self._saved = np.zeros(self._starts.size, dtype=np.int64)
-        self._policy, self._credit, self._cursor = policy, 0, 0
+        self._policy, self._curved, self._every = policy, curved, every
+        self._credit = self._cursor = 0
 
     def save(self, iteration: int) -> None:
-        weights, _ = whole(self._training)
-        moved = weights.sub_(self.weights).square_().sum(1, dtype=torch.float64).numpy()
+        if iteration % self._every:
+            return
+        weights, sums = whole(self._training)
+        moved = weights.sub_(self.weights).square_().sum(1, dtype=torch.float64)
+        if self._curved:
+            moved *= sums.double().sqrt_().add_(1e-8)
         among = Candidates(
-            distance_sq=np.add.reduceat(moved, self._starts),
+            distance_sq=np.add.reduceat(moved.numpy(), self._starts),
             nbytes=self._counts * ROW_BYTES,
             staleness=iteration - self._saved,
             eligible=np.ones(self._starts.size, dtype=np.bool_),
@@ -224,6 +232,12 @@ def ways_of(training: Training, sizes: list[int], seed: int) -> dict[str, Way]:
     return {
         **{f"scarctl, partitions of {per}": Partitions(training, "aged", per) for per in sizes},
         "scarctl, default partitions": Partitions(training, "aged"),
+        **{f"scarctl, curvature, of {per}": Partitions(training, "aged", per, curved=True) for per in sizes},
+        "scarctl, curvature, default": Partitions(training, "aged", curved=True),
+        f"scarctl, priority, curvature, of {sizes[0]}": Partitions(
+            training, "priority", sizes[0], curved=True
+        ),
+        f"scarctl, half as often, of {sizes[0]}": Partitions(training, "aged", sizes[0], every=2 * INTERVAL),
         f"scarctl, priority, of {sizes[0]}": Partitions(training, "priority", sizes[0]),
         f"scarctl, round, of {sizes[0]}": Partitions(training, "round", sizes[0]),
         "CPR-MFU": Looked(training, MostUsed(training.rows)),

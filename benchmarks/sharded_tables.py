@@ -8,8 +8,8 @@ checkpoint. The stall is the time that the training thread spends in the saving 
 next backward pass. Ten million rows need 8 GB of memory.
 
   scarctl                       a partial checkpoint of at most 1/8 of the bytes
-  scarctl, partitions of 4      the same with `--per` rows in each partition
-  scarctl, touched              the same again, where the lookups say which rows have changed
+  scarctl, partitions of 4, 1   the same with `--per` rows in each partition
+  scarctl, touched, of 4        the same with the first of `--per`, where the lookups say which rows have changed
   DCP async_save                torch.distributed.checkpoint.async_save of the whole state, thread based
   DCP async_save, kept stager   the same with one DefaultStager for all saves, which keeps its memory
   CPR-MFU, CPR-SSU              at most 1/8 of the rows, as CPR chooses them: `row_baselines.py`
@@ -163,7 +163,12 @@ def main() -> None:
     options.add_argument("--rows", type=int, default=10_000_000)
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--interval", type=int, default=5, help="steps between two checkpoints")
-    options.add_argument("--per", type=int, default=4, help="rows in a small partition (default: 4)")
+    options.add_argument(
+        "--per",
+        type=lambda text: [int(one) for one in text.split(",")],
+        default=[4, 1],
+        help="rows in small partitions (default: 4,1)",
+    )
     args = options.parse_args()
     if find_spec("torchrec") is None:
         sys.exit(print("TorchRec is not installed here: `make frameworks` makes an environment for it"))
@@ -175,8 +180,8 @@ def main() -> None:
             name: Partial(args.rows, folder / f"{tracker}{per}", arena, args.interval, tracker, per)
             for name, tracker, per in (
                 ("scarctl", "overlapped", 0),
-                (f"scarctl, partitions of {args.per}", "overlapped", args.per),
-                (f"scarctl, touched, of {args.per}", "touched", args.per),
+                *((f"scarctl, partitions of {per}", "overlapped", per) for per in args.per),
+                (f"scarctl, touched, of {args.per[0]}", "touched", args.per[0]),
             )
         }
         room = other.rows // PARTS

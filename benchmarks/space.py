@@ -39,7 +39,7 @@ def rates(pattern: str, count: int, rng: np.random.Generator) -> np.ndarray:
 def run(
     pattern: str, policy: str, seals: bool, layout: Layout, commits: int, folder: Path
 ) -> dict[str, float]:
-    """Live through one store's life, and return its figures."""
+    """Simulate the life of one store, and return its figures."""
     rng = np.random.default_rng(0)
     speed = rates(pattern, layout.partitions, rng)
     distance = np.zeros(layout.partitions)

@@ -1,16 +1,18 @@
 """Measure checkpoints of an embedding table of millions of rows, each a partition, with sparse gradients.
 
-python benchmarks/ten_million_rows.py [--rows 10000000] [--tracker touched] [--steps 41]
+python benchmarks/ten_million_rows.py [--rows 10000000] [--width 64] [--per 1] [--tracker touched] [--steps 41]
 
 The table is N x 64 float32 with SparseAdam's two moments, 768 bytes per row. 10 M rows need 7.7 GB live and as much
 in the arena, next to arrays over all partitions: 20 GB. Every step trains a batch of bags drawn by Zipf's law. Printed
-are the times of the parts of a checkpoint that saves 1/64, and how many rows each of them saved.
+are the times of the parts of a checkpoint that saves 1/64, how many rows each of them saved, and the memory of this
+process, which saves, too: bytes per partition that are neither live values nor the arena, at the end and at most.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,8 @@ from torch import nn
 
 import scarctl
 
-WIDTH = 64
-ROW_BYTES = 3 * 4 * WIDTH
-NEEDED_PER_ROW = 2 * ROW_BYTES + 460
-"""Live values, the arena, and arrays over partitions."""
+ARRAYS = 350
+"""Bytes of arrays over partitions, for each."""
 
 
 def available() -> int:
@@ -34,6 +34,31 @@ def available() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise OSError("no MemAvailable in /proc/meminfo")
+
+
+class Memory:
+    """Watches the private memory of this process: all but files and shared memory."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def now() -> int:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+        raise OSError("no RssAnon in /proc/self/status")
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.005):
+            self.most = max(self.most, self.now())
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
 
 
 def timed(times: dict[str, list[float]], name: str, owner: Any, method: str) -> None:
@@ -53,19 +78,22 @@ def timed(times: dict[str, list[float]], name: str, owner: Any, method: str) -> 
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--rows", type=int, default=10_000_000)
+    options.add_argument("--width", type=int, default=64, help="values of a row")
+    options.add_argument("--per", type=int, default=1, help="rows of a partition")
     options.add_argument("--tracker", default="touched", choices=["exact", "overlapped", "touched", "auto"])
     options.add_argument("--steps", type=int, default=41)
     options.add_argument("--batch", type=int, default=4096, help="bags of 8 rows")
     args = options.parse_args()
-    need, have = args.rows * NEEDED_PER_ROW, available()
+    row_bytes, partitions = 3 * 4 * args.width, -(-args.rows // args.per)
+    need, have = 2 * args.rows * row_bytes + ARRAYS * partitions, available()
     if need > have:
         sys.exit(
             f"{args.rows:,} rows need {need / 1e9:.1f} GB of memory, and {have / 1e9:.1f} GB are free: "
-            f"give --rows {int(0.9 * have / NEEDED_PER_ROW):,}"
+            f"give --rows {int(0.9 * have * args.rows / need):,}"
         )
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
-    table = nn.EmbeddingBag(args.rows, WIDTH, mode="sum", sparse=True)
+    table = nn.EmbeddingBag(args.rows, args.width, mode="sum", sparse=True)
     optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.01)
     edges = np.cumsum(1.0 / np.arange(1, args.rows + 1))
     edges /= edges[-1]
@@ -79,17 +107,20 @@ def main() -> None:
         optimizer.step()
 
     times: dict[str, list[float]] = {}
+    step()
+    alone = Memory.now()
     with scratch(args.folder) as folder, arenas(folder) as arena_dir:
         os.environ["SCARCTL_ARENA_DIR"] = arena_dir
         session = scarctl.attach(
             table,
             optimizer,
             store=folder / "store",
-            partitioning=scarctl.Partitioning(rows={"weight": 1}),
+            partitioning=scarctl.Partitioning(rows={"weight": args.per}),
             fraction=1 / 64,
             selection=scarctl.Selection(tracker=args.tracker),
             settings=scarctl.Settings(daemon=False),
         )
+        memory = Memory()
         start = time.perf_counter()
         step()
         session.checkpoint(full=True, wait=True)
@@ -109,11 +140,19 @@ def main() -> None:
                 written.append(session.stats.saved_bytes - saved)
                 saved = session.stats.saved_bytes
                 engine.saver.drain(300)
+        memory.end()
+        more = [nbytes / partitions for nbytes in (memory.now() - alone, memory.most - alone)]
         rows = [[name, spread(found, 1e-3, 1), str(len(found))] for name, found in times.items()]
         session.close(seal=False)
-    print(f"{args.rows:,} rows, tracker {args.tracker}; the first checkpoint, of all, took {first:.1f} s")
+    print(
+        f"{args.rows:,} rows, {args.per} per partition, tracker {args.tracker}; "
+        f"the first checkpoint, of all, took {first:.1f} s"
+    )
     print_table(["part", "ms", "times"], rows)
-    print(f"rows per checkpoint: {[nbytes // ROW_BYTES for nbytes in written]}")
+    print(f"rows per checkpoint: {[nbytes // row_bytes for nbytes in written]}")
+    print(
+        f"bytes of memory for each partition in addition to its values: {more[0]:.0f}, at most {more[1]:.0f}"
+    )
 
 
 if __name__ == "__main__":

@@ -46,6 +46,8 @@ class StateGroup:
     """
     scope: str = ""
     """Ranks with the same scope mean the same tensor by the name. "": all ranks do."""
+    is_table: bool = False
+    """Whether a step changes only the rows that its batch looks up."""
     frozen: bool = False
     """Whether training currently leaves it unchanged. Any other write is counted by torch (`_version`), or covers most
     of the tensor."""

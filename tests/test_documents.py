@@ -97,6 +97,12 @@ def test_links_lead_somewhere(document: str) -> None:
         assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
 
 
+@pytest.mark.parametrize("document", LINKING)
+def test_no_merge_has_left_its_marks(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    assert not re.findall(r"^(?:<{7}|>{7}) .*$", text, re.MULTILINE)
+
+
 def test_the_site_has_every_page() -> None:
     """Pages are in the order of `nav`, each once. The README is the first page."""
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]

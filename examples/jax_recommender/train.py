@@ -68,9 +68,10 @@ def train(store: Path, steps: int) -> None:
 def kill(folder: Path, steps: int) -> None:
     """Kill a training halfway, start it again, compare."""
     half = steps // 20 * 10 + 10
+    # First the undisturbed one: it starts the daemon, which then serves the others from their first step.
+    undisturbed = _run(folder / "undisturbed", steps)
     before = _run(folder / "run", steps, until=f"step {half}:")
     after = _run(folder / "run", steps)
-    undisturbed = _run(folder / "undisturbed", steps)
     again = int(after[0].split()[3].rstrip(","))
     died = int(before[-1].split()[1].rstrip(":"))
     print(f"killed after step {died}; continued after step {again}, {after[0].split()[-1]}")

@@ -25,6 +25,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import scarctl
+from scarctl.checkpoint.distance import curvature
 
 BATCH = 256
 
@@ -51,6 +52,9 @@ def main() -> None:
         model,
         optimizer,
         store=arguments.store,
+        # A row's changes count by how often it is used. docs/torchrec.md says when rows of their own pay.
+        partitioning=scarctl.Partitioning(rows={"tables.*": 1}),
+        selection=scarctl.Selection(policy="priority", norm=curvature),
         settings=scarctl.Settings(arena_dir=arguments.arena and f"{arguments.arena}/{rank}"),
         fraction=1 / 8,
         interval=arguments.interval,

@@ -206,12 +206,12 @@ class Arena(Fields):
             os.close(fd)
 
     @classmethod
-    def anonymous(cls, layout: Layout, *, epoch: int = 1) -> Arena:
+    def anonymous(cls, layout: Layout) -> Arena:
         """Create an arena without a file, for use in one process."""
         geometry = Geometry(layout, b"")
         arena = cls(mmap.mmap(-1, geometry.size), layout, geometry, None, -1)
         arena.reset()
-        arena.begin_epoch(epoch, again=True)
+        arena.begin_epoch(1, again=True)
         return arena
 
     def reset(self) -> None:

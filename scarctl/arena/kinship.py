@@ -57,11 +57,11 @@ def follows(noted: Noted, epoch: int, store: Store) -> bool:
     """
     shards = store.shards()
     return noted.keys() == set(shards) and all(
-        _goes_on(store.log(shard), noted[shard], epoch) for shard in shards
+        _continues(store.log(shard), noted[shard], epoch) for shard in shards
     )
 
 
-def _goes_on(records: ShardLog, lines: tuple[int, int], epoch: int) -> bool:
+def _continues(records: ShardLog, lines: tuple[int, int], epoch: int) -> bool:
     record = records.newest()
     for _ in range(_MOST_RECORDS):
         if record is None or record.epoch != epoch:

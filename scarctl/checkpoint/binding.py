@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -20,6 +21,8 @@ from scarctl.state.layout import DTYPES, Group, Layout, TensorSpec
 from scarctl.state.torch_dtypes import name_of, torch_of
 from scarctl.store import Store
 from scarctl.store.settings import Settings
+
+log = logging.getLogger("scarctl")
 
 
 class Binding:
@@ -40,8 +43,24 @@ class Binding:
         """Return the layout of the live state, after the first step."""
         there = self._adapter.groups()
         if self._built is None or not _same(there, self._built[0]):
-            self._built = there, _layout_of(there, self._adapter.optimizer, self._store.settings)
+            self._built = there, layout_of(self._adapter, self._store.settings, there)
         return self._built[1]
+
+    def advise(self, layout: Layout) -> None:
+        """Log how tables could be cut, if the store leaves that to scarctl."""
+        fixed = self._store.settings
+        tables = {group.name for group in self._adapter.groups() if group.is_table}
+        coarse = [g for g in layout.groups if g.name in tables and g.rows_per_partition > 1]
+        if coarse and not (fixed.rows or fixed.by_layer or fixed.partition_bytes is not None):
+            log.info(
+                "%s: partitions of embedding tables have several rows, such as %d of %r. If bytes limit checkpoints, "
+                "and not the time of training, Partitioning(rows={%r: 1}) loses less with a rank: docs/torchrec.md has "
+                "figures",
+                self._store.url,
+                coarse[0].rows_per_partition,
+                coarse[0].name,
+                coarse[0].name,
+            )
 
     def require_savable(self) -> None:
         """Raise UsageError after the first step if the state cannot be stored, because no checkpoint would succeed."""
@@ -159,13 +178,11 @@ def _same(groups: Sequence[StateGroup], others: Sequence[StateGroup]) -> bool:
     return len(groups) == len(others) and all(map(operator.is_, groups, others))
 
 
-def layout_of(adapter: Adapter, fixed: Settings) -> Layout:
-    """Return the layout of the live state, cut by the fixed settings of a store."""
-    return _layout_of(adapter.groups(), adapter.optimizer, fixed)
-
-
-def _layout_of(groups: Sequence[StateGroup], optimizer: str, fixed: Settings) -> Layout:
-    return fixed.layout([(g.name, g.kind, _specs(g), g.place) for g in groups], optimizer)
+def layout_of(adapter: Adapter, fixed: Settings, groups: Sequence[StateGroup] | None = None) -> Layout:
+    """Return the layout of the live state, cut by the fixed settings of a store. groups: the adapter's, if known."""
+    groups = adapter.groups() if groups is None else groups
+    elsewhere: Collection[str] = getattr(adapter, "elsewhere", ())
+    return fixed.layout([(g.name, g.kind, _specs(g), g.place) for g in groups], adapter.optimizer, elsewhere)
 
 
 def tensors_of(adapter: Adapter, layout: Layout) -> list[list[torch.Tensor]]:

@@ -181,7 +181,7 @@ class Checkpoints:
             engine.pin(next(iter(marks)))
 
         def copy() -> Copied:
-            with self._streams.beside(marks):
+            with self._streams.alongside(marks):
                 return engine.copy(live, moment.step, extent)
 
         counters = live.all_counters()
@@ -212,7 +212,7 @@ class Checkpoints:
         marks = self._streams.mark()
 
         def look_at() -> None:
-            with self._streams.beside(marks):
+            with self._streams.alongside(marks):
                 engine.look_ahead(live)
 
         self._look = self._worker.submit(look_at)
@@ -315,7 +315,7 @@ class Checkpoints:
         everything = copied.ids
         written = live.written(under_way.counters)
         if under_way.snapshot is None:
-            with under_way.moment.beside():
+            with under_way.moment.alongside():
                 written = written | self._uncounted.written(live, everything, written)
         for g, part in live.parts(everything) if written or under_way.snapshot is not None else ():
             ids = everything[part]

@@ -190,8 +190,13 @@ class LiveState:
         return np.square(distances_of(self.layout.groups[g], saved, zeros, ids - first))
 
     def changed(self) -> NDArray[np.bool_]:
-        """Return which partitions differ from their copy in any byte: bool of shape (layout.partitions,)."""
-        result = np.empty(self.layout.partitions, dtype=bool)
+        """Return which partitions differ from their copy in any byte: bool of shape (layout.partitions,).
+
+        All do while the arena is not filled: its rows may have no space, and are not read.
+        """
+        result = np.ones(self.layout.partitions, dtype=bool)
+        if self.arena.is_filling:
+            return result
         for g, group in enumerate(self.layout.groups):
             result[self._span(g)] = changed(group, self.tensors[g], self._saved[g])
         return result

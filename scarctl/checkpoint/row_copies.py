@@ -42,8 +42,9 @@ def units_of(tensor: torch.Tensor, size: int) -> NDArray[np.void] | None:
     nbytes = tensor.element_size() * (tensor[0].numel() if count else 0) * size
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or not nbytes:
         return None
-    flat = tensor.detach()[: count * size].view(torch.uint8).numpy().reshape(-1)
-    return flat.view(np.dtype((np.void, nbytes)))
+    # A contiguous tensor may have any stride in a dimension of size 1.
+    flat = tensor.detach().as_strided((count * nbytes // tensor.element_size(),), (1,))
+    return flat.view(torch.uint8).numpy().view(np.dtype((np.void, nbytes)))
 
 
 def copy_rows(

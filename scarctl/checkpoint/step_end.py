@@ -57,12 +57,12 @@ class Moment:
     begun: Marks | None = None
     """Events that mark the beginning of the next forward pass on each GPU; None before it begins with gradients."""
 
-    def beside(self) -> contextlib.AbstractContextManager[None]:
+    def alongside(self) -> contextlib.AbstractContextManager[None]:
         """Read on a GPU what does not change from the beginning of the next forward pass to the next step.
 
         It waits for what training had queued before that pass, and not for the pass itself.
         """
-        return self.streams.beside(self.begun or {})
+        return self.streams.alongside(self.begun or {})
 
 
 def captured(adapter: Adapter) -> Extras:

@@ -99,7 +99,7 @@ class Streams:
         return made
 
     @contextlib.contextmanager
-    def beside(self, marks: Marks) -> Iterator[None]:
+    def alongside(self, marks: Marks) -> Iterator[None]:
         """Run the work inside after the marks, and wait for it at exit. Call it in any thread."""
         with contextlib.ExitStack() as stack:
             for device, mark in marks.items():

@@ -228,12 +228,14 @@ def _layer_table(report: Report) -> Table:
 
 
 def _event_table(events: Sequence[Event]) -> Table:
-    rows = [(event.kind, clock(event.at), str(event.step), *_told(event)) for event in reversed(events)]
+    rows = [
+        (event.kind, clock(event.at), str(event.step), *_event_cells(event)) for event in reversed(events)
+    ]
     columns = ("event", "time (UTC)", "step", "restored", "from", "change", "predicted", "done again")
     return Table("starts and recoveries", columns, rows, names_first=True)
 
 
-def _told(event: Event) -> tuple[str, ...]:
+def _event_cells(event: Event) -> tuple[str, ...]:
     facts = event.facts
     if event.kind == "started":
         return "", str(facts.get("process", "")), "", "", ""

@@ -321,7 +321,7 @@ def _wait_until_durable(
         if forwarding.asked is not None or time.monotonic() > deadline:
             break
         if not (waiting or silent):
-            if tried or address is None or not _go_on(folder, address):
+            if tried or address is None or not _save_queued(folder, address):
                 break
             tried = True
         time.sleep(_POLL)
@@ -338,7 +338,7 @@ def _wait_until_durable(
             )
 
 
-def _go_on(folder: Path, address: Address) -> bool:
+def _save_queued(folder: Path, address: Address) -> bool:
     """Have a new daemon save this store's queued copies, even after one has died. Return whether any were queued."""
     from scarctl.arena.stale import survey
     from scarctl.daemon.client import adopt
@@ -368,6 +368,8 @@ def _go_on(folder: Path, address: Address) -> bool:
 
 def _trainer_lives(run: RunStatus) -> bool:
     """Return whether a run's training process lives. The daemon notices a death only after a moment."""
-    if run["phase"] != "attached" or run["pid"] == os.getpid():  # this process trains nothing: see `_go_on`
+    if (
+        run["phase"] != "attached" or run["pid"] == os.getpid()
+    ):  # this process trains nothing: see `_save_queued`
         return False
     return not run["pid"] or exists(run["pid"])

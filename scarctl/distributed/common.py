@@ -12,8 +12,8 @@ from scarctl.distributed.ownership import Division
 
 _MOST = 64
 """Largest number of parameters of one sample: it bounds the cost, which does not depend on their sizes."""
-_STRIDE = 2654435761
-"""A large prime: samples of consecutive checkpoints are far apart in a parameter."""
+_TURN, _BITS = 2654435761, 32
+"""2**32 divided by the golden ratio: such turns spread samples evenly over a parameter."""
 
 
 class Common:
@@ -29,28 +29,35 @@ class Common:
         self._groups = groups
 
     @torch.no_grad()
-    def sample(self, step: int) -> int:
-        """Return a digest of single values after `step`, 1 to 2**62: the same on all ranks that agree; 0 without any.
+    def sample(self, number: int) -> torch.Tensor | None:
+        """Return single values, float64 of shape (values,), equal on ranks that agree; None without any.
 
-        Called in the copy thread: parameters do not change before the copy has ended.
+        number: counts the samples, so that each parameter has its turn, whatever the interval. Called when the loop is
+        done with the step. On a GPU nothing waits for the values here.
         """
         groups, count = self._groups(), len(self._numbers)
-        numbers = (
-            {self._numbers[(step * _MOST + k) % count] for k in range(min(_MOST, count))} if groups else ()
-        )
-        found = [groups[n].tensors[""] for n in sorted(numbers) if groups[n].kind == "parameter"]
-        values = [_value(tensor, step) for tensor in found if tensor.numel() and not tensor.is_complex()]
+        # In the order of names: the same parameter may have another number on another rank.
+        most = min(_MOST, count) if groups else 0
+        numbers = [self._numbers[(number * _MOST + k) % count] for k in range(most)]
+        found = [groups[n].tensors[""] for n in numbers if groups[n].kind == "parameter"]
+        values = [_value(tensor, number) for tensor in found if tensor.numel() and not tensor.is_complex()]
         if not values:
-            return 0
+            return None
         # NaN has many patterns of bits.
-        data = torch.stack([value.to(values[0].device) for value in values]).nan_to_num(nan=0.5).cpu()
-        digest = hashlib.blake2b(data.numpy().tobytes(), digest_size=8).digest()
-        return 1 + int.from_bytes(digest, "little") % (1 << 62)
+        return torch.stack([value.to(values[0].device) for value in values]).nan_to_num(nan=0.5)
 
 
-def _value(tensor: torch.Tensor, step: int) -> torch.Tensor:
+def digest_of(sample: torch.Tensor | None) -> int:
+    """Return a digest of a sample, 1 to 2**62; 0 without one. Waits for a GPU."""
+    if sample is None:
+        return 0
+    data = sample.cpu().numpy().tobytes()
+    return 1 + int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") % (1 << 62)
+
+
+def _value(tensor: torch.Tensor, number: int) -> torch.Tensor:
     """Return one value of a tensor, float64 of shape ()."""
-    at = step * _STRIDE % tensor.numel()
+    at = (number * _TURN % (1 << _BITS)) * tensor.numel() >> _BITS
     for size in reversed(tensor.shape):
         at, place = divmod(at, size)
         tensor = tensor.select(-1, place)

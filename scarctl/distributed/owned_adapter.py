@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import is_
 from typing import Any, TypeAlias
@@ -84,6 +85,8 @@ class OwnedAdapter:
         self._first: Callable[[], torch.Tensor | None] = _gone
         """A weak reference to the first tensor of the adapter's newest groups."""
         self.whole = adapter
+        self.elsewhere = {part.name for parts in division.owned for part in parts}
+        """Stored names of the groups of all ranks."""
         touched = touched_rows_of(adapter)
         if touched is not None:
             self.touched_rows = lambda *, dense: self._cut(touched(dense=dense))
@@ -116,7 +119,8 @@ class OwnedAdapter:
             # A group that has lost rows is left out. The comparison with the layout then reports it.
             if group is not None and owned.stop <= _rows(group.tensors[""]):
                 tensors = {slot: _narrowed(t, owned.start, owned.stop) for slot, t in group.tensors.items()}
-                groups.append(StateGroup(owned.name, group.kind, tensors, owned.place, frozen=group.frozen))
+                part = replace(group, name=owned.name, tensors=tensors, place=owned.place)
+                groups.append(replace(part, role="own", scope=""))
         first = whole[0].tensors[""] if whole else None
         # Before the first step an adapter keeps no groups, so that the model may move. Then none are kept here either.
         keeps = first is not None and self._first() is first

@@ -48,7 +48,9 @@ class Moved:
         check_fits(parts, [group_of(group) for group in groups], names, adapter.optimizer)
         adapter.learn_slots({name: group.tensors[1:] for name, group in parts.groups().items()})
         self.layout: Layout = parts.store.settings.layout(
-            [(g.name, g.kind, with_slots(parts, group_of(g)), g.place) for g in groups], adapter.optimizer
+            [(g.name, g.kind, with_slots(parts, group_of(g)), g.place) for g in groups],
+            adapter.optimizer,
+            adapter.elsewhere,
         )
 
     @property

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 
+import torch
+
 from scarctl.checkpoint.selector import Selector
+from scarctl.distributed.common import digest_of
 from scarctl.distributed.global_selection import Books, Offer, Turn, no_offer, pick, pick_alone
 from scarctl.distributed.rounds import Exchange, Round
 from scarctl.policy.select import Candidates, Selection, select
 from scarctl.util.arrays import Ids
 
+log = logging.getLogger("scarctl")
+
 LAG = 2
 """Rounds between a request and its fulfilment."""
 _UNKNOWN = -(1 << 63)
 """A sample that was not taken, which no other one is compared with."""
-_DIFFERENT = 2
-"""Consecutive rounds with different samples after which ranks differ: one of them may just evaluate other weights."""
 PATIENCE = 0.05
 """Seconds that a training thread may wait for other ranks at a checkpoint."""
 
@@ -37,11 +41,11 @@ class GlobalSelector(Selector):
         shard: int,
         *,
         patience: float = PATIENCE,
-        sample: Callable[[int], int] = lambda step: 0,
+        sample: Callable[[int], torch.Tensor | None] = lambda number: None,
     ) -> None:
         """Use an exchange, which this selector closes. shard: this rank's. patience: seconds, see `Exchange.wait`.
 
-        sample: returns a digest of what all ranks have in common after a step; see `Common`.
+        sample: returns values that all ranks have in common, given a number that grows; see `Common.sample`.
         """
         self._rounds: deque[Round] = deque()
         self.late = 0
@@ -51,7 +55,15 @@ class GlobalSelector(Selector):
         self._patience = patience
         self._books = Books()
         self._expected: tuple[int, int] | None = None  # step, budget
-        self._sample, self._sampled, self._different = sample, 0, 0
+        self._sample = sample
+        self._joined = 0
+        """Rounds joined: the same number on all ranks that have settled the same checkpoints."""
+        self._due = False
+        """Whether the newest expected checkpoint is still to be sampled."""
+        self._sampled: torch.Tensor | None = None
+        """Sample of the newest settled checkpoint, for the next round."""
+        self._digest = 0
+        """Digest of a sample for the present round; 0 without one."""
         self._spent = 0
         """Bytes picked since the last round, for the next one."""
         self._credit: int | None = None
@@ -59,9 +71,11 @@ class GlobalSelector(Selector):
 
     def expect(self, step: int, budget: int) -> None:
         """Announce that a regular checkpoint is due at `step`, on all ranks. budget: bytes that this rank may save."""
+        if self._due:  # it ended without having settled
+            self._due, self._sampled = False, None
         self.settle()
         self._exchange.hurry(False)
-        self._expected = (step, budget)
+        self._expected, self._due = (step, budget), True
 
     @property
     def expecting(self) -> bool:
@@ -78,6 +92,16 @@ class GlobalSelector(Selector):
         if expected is not None:
             step, budget = expected
             self._join(step, self._turn(no_offer(), budget))
+        due, self._due = self._due, False
+        if due:
+            # Only now, because a loop may clip or replace weights after the step.
+            try:
+                self._sampled = self._sample(self._joined)
+            except Exception as error:  # raised here it would end the training
+                log.warning(
+                    "rank %d cannot compare its parameters with other ranks: %s", self._exchange.rank, error
+                )
+                self._sample = lambda number: None
 
     def agreed(self) -> int:
         """Return the largest request of the round `LAG` rounds ago, and set `interval`. Call once before each `expect`.
@@ -90,8 +114,7 @@ class GlobalSelector(Selector):
             return 0
         request, self.interval, largest, negated = reported
         if _UNKNOWN not in (largest, negated):
-            self._different = self._different + 1 if largest != -negated else 0
-            self.differs = self.differs or self._different >= _DIFFERENT
+            self.differs = self.differs or largest != -negated
         return request
 
     def close(self) -> None:
@@ -108,6 +131,9 @@ class GlobalSelector(Selector):
 
         After a common selection the result's credit is that of all ranks.
         """
+        if self._expected is not None:
+            sampled, self._sampled = self._sampled, None
+            self._digest = digest_of(sampled)  # if this fails, `settle` joins the round
         if policy == "full":
             return select(policy, among, budget, credit=credit, cursor=cursor)
         offer = Offer(policy, among, shard=self._shard)
@@ -117,15 +143,15 @@ class GlobalSelector(Selector):
         if expected is None:
             ids, left = self._alone(offer, budget)
         else:
-            self._sampled = self._sample(expected[0])
             ids, left = self._with_others(offer, expected[0], budget)
         return Selection(ids, int(among.nbytes[ids].sum()), left, cursor, offer.nonfinite)
 
     def _join(self, step: int, turn: Turn) -> Round:
-        sampled, self._sampled = self._sampled, 0
+        sampled, self._digest = self._digest, 0
         samples = (sampled, -sampled) if sampled else (_UNKNOWN, _UNKNOWN)
         joined = self._exchange.join(step, turn, (self.request, self.proposed, *samples))
         self._rounds.append(joined)
+        self._joined += 1
         return joined
 
     def _with_others(self, offer: Offer, step: int, budget: int) -> tuple[Ids, int]:

@@ -1,4 +1,4 @@
-"""Decide the persister's next action: a pure state machine of events and instructions, without files or clock.
+"""Decide the persister's next action: a pure state machine that gives instructions, without files or clock.
 
 Hand-overs are saved one at a time, in their order. After a temporary failure, saving is retried after a growing pause.
 A permanent failure (another writer has taken over) halts it. Hand-overs then stay in the queue.
@@ -31,58 +31,9 @@ class Phase(Enum):
     STOPPED = "stopped"
 
 
-# -- events ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Queued:
-    """All hand-overs in the queue, in order."""
-
-    numbers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Persisted:
-    """The hand-over being saved is durable."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Saving the hand-over failed. `jitter` in [0, 1) spreads the pauses of many hosts."""
-
-    number: int
-    retryable: bool
-    now: float
-    jitter: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Hurry:
-    """A caller waits: retry at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Stop once the current hand-over has ended."""
-
-
-Event = Queued | Persisted | Failed | Tick | Hurry | Stop
-
-# -- instructions ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Save this hand-over, then report `Persisted` or `Failed`."""
+    """Save this hand-over, then call `Machine.persisted` or `Machine.failed`."""
 
     number: int
 
@@ -96,7 +47,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Send a `Tick` at this time."""
+    """Call `Machine.tick` at this time."""
 
     at: float
 
@@ -116,7 +67,7 @@ Instruction = Persist | Forget | Wake | Halt | Stopped
 
 @dataclass(slots=True)
 class Machine:
-    """The persister's state. Only `handle` changes it."""
+    """The persister's state. A method for each event returns the instructions to carry out, in order."""
 
     phase: Phase = Phase.IDLE
     waiting: list[int] = field(default_factory=list)
@@ -126,39 +77,49 @@ class Machine:
     stopping: bool = False
     resume_at: float = 0.0
 
-    def handle(self, event: Event) -> list[Instruction]:
-        """Take one event, and return the instructions to carry out, in order."""
-        if self.phase is Phase.STOPPED:
-            return []
-        match event:
-            case Queued(numbers):
-                self._merge(numbers)
-                return self._next()
-            case Persisted(number):
-                self.waiting = [n for n in self.waiting if n != number]
-                self.failures = 0
-                self.phase = Phase.IDLE
-                return [Forget(number), *self._next()]
-            case Failed(_, retryable, now, jitter):
-                return self._failed(retryable, now, jitter)
-            case Tick(now):
-                if self.phase is Phase.PAUSED and now >= self.resume_at:
-                    self.phase = Phase.IDLE
-                return self._next()
-            case Hurry():
-                if self.phase is Phase.PAUSED:
-                    self.phase = Phase.IDLE
-                return self._next()
-            case Stop():
-                self.stopping = True
-                return self._next()
-
-    def _merge(self, numbers: Iterable[int]) -> None:
+    def queued(self, numbers: Iterable[int]) -> list[Instruction]:
+        """Note all hand-overs in the queue, in order."""
         busy = self.waiting[:1] if self.phase is Phase.BUSY else []
         self.waiting = busy + [n for n in numbers if n not in busy]
+        return self._next()
+
+    def persisted(self, number: int) -> list[Instruction]:
+        """Note that the hand-over being saved is durable."""
+        self.waiting = [n for n in self.waiting if n != number]
+        self.failures = 0
+        self.phase = Phase.IDLE
+        return [Forget(number), *self._next()]
+
+    def failed(self, now: float, *, retryable: bool, jitter: float = 0.0) -> list[Instruction]:
+        """Note that saving a hand-over failed. `jitter` in [0, 1) spreads the pauses of many hosts."""
+        self.failures += 1
+        if not retryable:
+            self.phase = Phase.HALTED
+            return [Halt(), *self._next()]
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self.failures - 1, 16))
+        self.resume_at = now + pause * (1 + jitter) / 2
+        self.phase = Phase.PAUSED
+        return self._next()
+
+    def tick(self, now: float) -> list[Instruction]:
+        """Note the time."""
+        if self.phase is Phase.PAUSED and now >= self.resume_at:
+            self.phase = Phase.IDLE
+        return self._next()
+
+    def hurry(self) -> list[Instruction]:
+        """Retry at once: a caller waits."""
+        if self.phase is Phase.PAUSED:
+            self.phase = Phase.IDLE
+        return self._next()
+
+    def stop(self) -> list[Instruction]:
+        """Stop once the current hand-over has ended."""
+        self.stopping = True
+        return self._next()
 
     def _next(self) -> list[Instruction]:
-        if self.phase is Phase.BUSY:
+        if self.phase in (Phase.BUSY, Phase.STOPPED):
             return []
         if self.stopping:
             self.phase = Phase.STOPPED
@@ -169,13 +130,3 @@ class Machine:
             self.phase = Phase.BUSY
             return [Persist(self.waiting[0])]
         return []
-
-    def _failed(self, retryable: bool, now: float, jitter: float) -> list[Instruction]:
-        self.failures += 1
-        if not retryable:
-            self.phase = Phase.HALTED
-            return [Halt(), *self._next()]
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(self.failures - 1, 16))
-        self.resume_at = now + pause * (1 + jitter) / 2
-        self.phase = Phase.PAUSED
-        return self._next()

@@ -9,29 +9,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import AccessDenied, Corruption, ScarError, Unavailable
 from scarctl.persist.evacuated import Evacuated
 from scarctl.persist.evacuation import Copies, Evacuation, before
 from scarctl.persist.persister import Interrupted, Persister
-from scarctl.persist.retry import (
-    Event,
-    Failed,
-    Forget,
-    Halt,
-    Hurry,
-    Instruction,
-    Machine,
-    Persist,
-    Persisted,
-    Phase,
-    Queued,
-    Stop,
-    Stopped,
-    Tick,
-    Wake,
-)
+from scarctl.persist.retry import Forget, Halt, Instruction, Machine, Persist, Phase, Stopped, Wake
 from scarctl.persist.space import SpaceFields
 from scarctl.persist.speed import Speed
 from scarctl.store.record import now
@@ -65,6 +50,10 @@ class PersisterStats:
     saved_at: str | None = None
     """UTC time at which the newest hand-over became durable, in ISO 8601."""
     errors: int = 0
+
+
+_Event = Callable[[], list[Instruction]]
+"""A call of one of the machine's methods."""
 
 
 class _Look:
@@ -105,7 +94,7 @@ class PersisterThread:
         self._changed = threading.Condition()
         self._refusals = 0
         self._obeying = self._ended = False
-        self._events: list[Event | _Look | _Evacuate] = [_Look()]
+        self._events: list[_Event | _Look | _Evacuate] = [_Look()]
         self._thread = threading.Thread(target=self._run, name="scarctl-persister", daemon=True)
         self._thread.start()
 
@@ -119,7 +108,7 @@ class PersisterThread:
         If the store refuses access a few times meanwhile, return at once: waiting longer would not help. A damaged
         hand-over is not durable.
         """
-        self._send(_Look(), Hurry())
+        self._send(_Look(), self._machine.hurry)
         with self._changed:
             most = self._refusals + _REFUSALS
             self._changed.wait_for(
@@ -138,7 +127,7 @@ class PersisterThread:
         self._persister.interrupt.set()
         with self._changed:
             # Before all waiting events except the thread's end, and after the result of the interrupted one.
-            self._events.insert(int(self._events[:1] == [Stop()]), request)
+            self._events.insert(int(self._events[:1] == [self._machine.stop]), request)
             self._changed.notify_all()
             self._changed.wait_for(
                 lambda: request.ended or self._ended, max(0.0, request.deadline - time.monotonic())
@@ -157,16 +146,18 @@ class PersisterThread:
         if current is Current.INTERRUPT:
             self._persister.interrupt.set()
         with self._changed:
-            self._events.insert(0, Stop())  # before all other events
+            self._events.insert(0, self._machine.stop)  # before all other events
             self._changed.notify_all()
         self._thread.join()
 
     def fault(self) -> ScarError:
-        """Return the reason why hand-overs are still waiting, or why one cannot be saved."""
+        """Return the reason why hand-overs are still waiting, or, if none is, why one cannot be saved."""
+        # One that waits may save what the damaged one should have saved.
+        damaged = self._damaged
+        error = damaged if self._settled() else self.last_error if self.last_error is not damaged else None
         return (
             self.failure
-            or self._damaged
-            or self.last_error
+            or error
             or Unavailable("the store did not finish in time", hint="wait longer, or save less often")
         )
 
@@ -179,7 +170,7 @@ class PersisterThread:
         machine = self._machine
         return not (self._events or self._obeying or machine.waiting or machine.phase is Phase.BUSY)
 
-    def _send(self, *events: Event | _Look | _Evacuate) -> None:
+    def _send(self, *events: _Event | _Look | _Evacuate) -> None:
         with self._changed:
             self._events += events
             self._changed.notify_all()
@@ -214,7 +205,7 @@ class PersisterThread:
             if isinstance(event, _Look):
                 event = self._look()
             with self._changed:
-                instructions = self._machine.handle(event)
+                instructions = event()
             for instruction in instructions:
                 if isinstance(instruction, Stopped):
                     return
@@ -240,13 +231,13 @@ class PersisterThread:
         """See `Persister.space`."""
         return self._persister.space
 
-    def _look(self) -> Event:
+    def _look(self) -> _Event:
         """List the queue. Only this thread does: a list from another thread may be older than this thread's own."""
         try:
-            return Queued(tuple(self._queue.numbers()))
+            return partial(self._machine.queued, self._queue.numbers())
         except ScarError as error:
             self._note(error)
-            return Tick(time.monotonic())
+            return partial(self._machine.tick, time.monotonic())
 
     def _evacuate(self, request: _Evacuate) -> None:
         """Carry out an evacuation, independently of the hand-over that the machine counts as being saved."""
@@ -263,7 +254,7 @@ class PersisterThread:
             if self.failure is not None:
                 made.error = self.failure.message
             else:
-                made.run(lambda: bool(self._events[:1] == [Stop()]))
+                made.run(lambda: bool(self._events[:1] == [self._machine.stop]))
                 self.stats.nbytes += made.written_bytes
         except Interrupted:
             pass  # the thread is about to end
@@ -274,24 +265,24 @@ class PersisterThread:
                 request.made.error = _defect(error).message
         with self._changed:
             request.ended = True
-            self._events.append(Hurry())
+            self._events.append(self._machine.hurry)
             self._changed.notify_all()
 
-    def _wait(self, wake_at: float | None) -> Event | _Look | _Evacuate:
+    def _wait(self, wake_at: float | None) -> _Event | _Look | _Evacuate:
         """Return the next event, or a tick at `wake_at`."""
         with self._changed:
             timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic())
             if self._changed.wait_for(lambda: self._events, timeout):
                 self._obeying = True  # set before the queue is read, so that `settled` is False meanwhile
                 return self._events.pop(0)
-            return Tick(time.monotonic())
+            return partial(self._machine.tick, time.monotonic())
 
     def _obey(self, instruction: Instruction) -> None:
         if isinstance(instruction, Persist):
             event = self._persist(instruction.number)
             with self._changed:
                 # The result of an instruction precedes all other events but `Stop`.
-                self._events.insert(int(self._events[:1] == [Stop()]), event)
+                self._events.insert(int(self._events[:1] == [self._machine.stop]), event)
         elif isinstance(instruction, Forget):
             self._queue.remove(instruction.number)
         elif isinstance(instruction, Halt):
@@ -300,36 +291,36 @@ class PersisterThread:
                 self._changed.notify_all()
             log.error("saving has stopped: %s", self.failure)
 
-    def _persist(self, number: int) -> Event:
+    def _persist(self, number: int) -> _Event:
         started = time.monotonic()
         try:
             try:
                 handover = self._queue.read(number)
                 self._persister.check(handover)
             except FileNotFoundError:
-                return Persisted(number)
+                return partial(self._machine.persisted, number)
             except Corruption as error:
                 # Its copies stay pending in the arena.
                 log.error("a damaged hand-over was set aside: %s", error)
-                self._note(error)
                 self._damaged = error
+                self._note(error)
                 self._queue.set_aside(number)
-                return Persisted(number)
+                return partial(self._machine.persisted, number)
             written = self._persister.persist(handover)
             self.stats.nbytes += written
         except ScarError as error:
             self._note(error)
-            return Failed(number, _may_pass(error), time.monotonic(), _random.random())
+            return self._failed(retryable=_may_pass(error), jitter=_random.random())
         except Interrupted:
-            return Failed(number, True, time.monotonic())
+            return self._failed(retryable=True)
         except (OSError, MemoryError) as error:
             self._note(Unavailable(f"hand-over {number} cannot be saved: {error}"))
-            return Failed(number, True, time.monotonic(), _random.random())
+            return self._failed(retryable=True, jitter=_random.random())
         except Exception as error:
             # A defect in scarctl must be reported, and must not end the training.
             log.exception("saving failed unexpectedly")
             self._note(_defect(error))
-            return Failed(number, False, time.monotonic())
+            return self._failed(retryable=False)
         finally:
             self.stats.busy_seconds += time.monotonic() - started
         self._persister.meter.handed_over(written, time.monotonic() - started)
@@ -341,7 +332,10 @@ class PersisterThread:
         self._on_saved(self.speed)
         # Other hand-overs may wait, so collecting moves at most half of the bytes that were just saved.
         self._tidy(written // 2)
-        return Persisted(number)
+        return partial(self._machine.persisted, number)
+
+    def _failed(self, *, retryable: bool, jitter: float = 0.0) -> _Event:
+        return partial(self._machine.failed, time.monotonic(), retryable=retryable, jitter=jitter)
 
     def _tidy(self, limit: int) -> bool:
         try:

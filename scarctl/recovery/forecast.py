@@ -27,7 +27,7 @@ from scarctl.theory.history import History
 from scarctl.theory.rework import Choice, Cost, Outlook, Rework, choose, grouped, mean_age, rework_of_loss
 
 
-class Told(NamedTuple):
+class RunFacts(NamedTuple):
     """The facts in a store's newest extras about its run."""
 
     outlook: Outlook
@@ -41,7 +41,7 @@ class Told(NamedTuple):
     """Ages of its copies over time; with several ranks, the first rank's."""
 
 
-def stored_outlook(writers: Sequence[tuple[Store, Mapping[int, ShardState]]], step: int) -> Told:
+def stored_outlook(writers: Sequence[tuple[Store, Mapping[int, ShardState]]], step: int) -> RunFacts:
     """Return the facts in the newest extras about the run at `step`.
 
     writers: each writer's view of the store, with the states of its shards. One writer, or one for each rank that holds
@@ -58,13 +58,13 @@ def stored_outlook(writers: Sequence[tuple[Store, Mapping[int, ShardState]]], st
         try:
             found = None if newest is None else store.read_extras(newest)
         except Corruption as error:
-            return Told(Outlook(step, NoEstimate(f"the run's extras are damaged: {error.message}")))
+            return RunFacts(Outlook(step, NoEstimate(f"the run's extras are damaged: {error.message}")))
         notes = Notes.from_tree(None if found is None else found[1])
         norm, events = notes.norm, max(events, notes.events, key=len)
         samples = samples or read_samples(notes.samples)
         parts.append(History.from_array(notes.points).until(step))
         caveats |= dict.fromkeys(notes.caveats)
-    return Told(Outlook.of(step, parts), norm, tuple(caveats), events, tuple(samples))
+    return RunFacts(Outlook.of(step, parts), norm, tuple(caveats), events, tuple(samples))
 
 
 def rework_of(

@@ -37,16 +37,20 @@ class Beginning:
         self._kept: Any = None
         self._counters: list[int] = []
         self._differing: NDArray[np.bool_] | None = None
-        """Partitions that already differed from the arena, because they changed between the resume and the loop."""
+        """Partitions that already differed from the arena, or were missing there: they changed between the resume and
+        the loop."""
 
     def keep(self) -> None:
         """Keep the state, before the loop repeats anything."""
         self._kept = private((self._adapter.capture_early(), self._adapter.capture_late()))
         self._counters, self._differing = [], None
+        with self._gate.held():
+            self._finish()  # a resume may still be filling the arena
         engine = self._opening.engine
         live = None if engine is None else self._live(engine)
         if live is not None:
-            self._counters, self._differing = live.all_counters(), live.changed()
+            lacking = ~live.arena.intact()
+            self._counters, self._differing = live.all_counters(), live.changed() | lacking
 
     def put_back(self) -> str | None:
         """Put the state back. Return why that is incomplete, or None.

@@ -101,7 +101,7 @@ class Departure:
         if grace is not None:
             # Outside the gate: it must not block a training thread that has to end first.
             found = self._evacuate(before(began + grace, grace), flushed=flushed)
-            log.log(logging.INFO if found.safe else logging.WARNING, "SIGTERM: %s", said(found))
+            log.log(logging.INFO if found.safe else logging.WARNING, "SIGTERM: %s", sentence(found))
 
     def requested(self, request: Request) -> None:
         """Flush for a command that evacuates the host, in a thread, and answer it. Returns at once."""
@@ -120,7 +120,7 @@ class Departure:
         threading.Thread(target=work, name="scarctl-flush", daemon=True).start()
 
 
-def said(found: Evacuated) -> str:
+def sentence(found: Evacuated) -> str:
     """Describe an evacuation in one line, for the log."""
     mib = 1 << 20
     there = f"{found.peer_bytes / mib:.1f} MiB only in the memory of {', '.join(found.peers)}"

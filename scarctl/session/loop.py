@@ -179,6 +179,9 @@ class Loop:
             self._host.doubt(_OTHERS)
         self._known.add(id(loader))
         if saved is None:
+            for made in self._passes:
+                if made.abandoned and not this.nested:
+                    made.end()  # the loop does not come back to it in this epoch
             if self._stale() and not this.nested:
                 self._settle()
             self._proceed()

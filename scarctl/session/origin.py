@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from scarctl.session.peers import Together
-from scarctl.session.recover import Resumed, said
+from scarctl.session.recover import Resumed, logged
 from scarctl.state.caveats import Caveats
 from scarctl.state.version import step_of
 from scarctl.store import Store
@@ -43,7 +43,7 @@ class Origin:
             # If it is saved again before a step, it is the same state, and no more exact.
             self._caveats.keep("resumed", "; ".join(why))
         resumed = replace(resumed, exact=resumed.exact and not why, whole=resumed.exact, reasons=why)
-        self.resumed = said(resumed, store, loud=together.leads)
+        self.resumed = logged(resumed, store, loud=together.leads)
         return self.resumed
 
     def doubt(self, found: tuple[str, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -159,8 +160,15 @@ class Pass:
                 "a DataLoader yields batches as its workers finish them (in_order=False), so that a resume may skip "
                 "batches that were not used. Omit in_order",
             )
+        drawn = self.count and not before.same_on_host(raw())
+        if drawn and isinstance(self._loader, itertools.cycle):
+            caveats.say(
+                "cycle-draws",
+                "itertools.cycle keeps the batches of its first pass, which draw from the global random generators, as "
+                "the loop does: they differ after a resume. Read the loader in session.epochs, or anew in each pass",
+            )
         streams = isinstance(getattr(self._loader, "dataset", None), IterableDataset)
-        if streams and self.count and not self._loader.num_workers and not before.same_on_host(raw()):
+        if drawn and streams and not self._loader.num_workers:
             caveats.say(
                 "stream-draws",
                 "an IterableDataset draws from the global random generators, as the loop does, so that its data differ "

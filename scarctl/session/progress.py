@@ -320,7 +320,7 @@ class Progress:
         if moment.light is not None and self._known is not None:
             late = plain(self._known.with_light(late, moment.light))
         position: Any = plain(moment.position or self.loop.position(moment.step)) if self.loop.used else None
-        with moment.beside():
+        with moment.alongside():
             following = self.witness.following(moment.step)
         return Extras(early, late, following=following, loop=position)
 

@@ -82,7 +82,7 @@ class Resumed:
         return f"<Resumed: {self}>"
 
 
-def said(resumed: Resumed, store: Store, *, loud: bool = True) -> Resumed:
+def logged(resumed: Resumed, store: Store, *, loud: bool = True) -> Resumed:
     """Log the resumed state in one line, and return that state. loud: at WARNING if the state is not exact."""
     if resumed.new:
         log.info("%s holds no state: a new run begins", store.url)

@@ -32,7 +32,7 @@ from scarctl.session.origin import Origin
 from scarctl.session.parts import Parts
 from scarctl.session.peers import Together, check_wait
 from scarctl.session.progress import Progress
-from scarctl.session.recover import Resumed, check_mode, facts, recover_live, said
+from scarctl.session.recover import Resumed, check_mode, facts, logged, recover_live
 from scarctl.session.requests import Requests, answer
 from scarctl.session.resume import Resumption
 from scarctl.session.saving import FLUSH_SECONDS, Ending, Saving
@@ -284,7 +284,7 @@ class Session:
                     f"{self.store.url} has no snapshot {snapshot!r}: nothing is saved there",
                     hint="check the address; without a snapshot, resume() begins a new run there",
                 )
-            self._origin.resumed = said(Resumed(step=0, exact=True, report=None), self.store)
+            self._origin.resumed = logged(Resumed(step=0, exact=True, report=None), self.store)
             return self._origin.resumed
         with self._gate.held():
             outcome = self._resumption.run(mode, snapshot)

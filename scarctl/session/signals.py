@@ -201,7 +201,7 @@ class _Watch:
     def uninstall(self) -> None:
         """Restore everything, in the main thread. Signals still waiting take effect now."""
         ours = self._restore()
-        self._tell(_STOP)
+        self._write(_STOP)
         self._reader.join()
         self._saving.close()
         self._reading.close()
@@ -240,7 +240,7 @@ class _Watch:
         previous = self._previous[signum]
         through = signum in self._through
         self._through.discard(signum)
-        self._tell((_RAN_THROUGH if through else _RAN) | signum)
+        self._write((_RAN_THROUGH if through else _RAN) | signum)
         if through or not self._is_ours(signum) or not self._reader.is_alive():
             # A handler that was installed after ours and calls ours decides for itself when the process ends.
             if callable(previous):
@@ -248,7 +248,7 @@ class _Watch:
             elif self._is_ours(signum):
                 _die(signum)
 
-    def _tell(self, token: int) -> None:
+    def _write(self, token: int) -> None:
         try:
             self._writing.send(bytes([token]))
         except OSError as error:
@@ -335,7 +335,7 @@ class _Watch:
                 except Exception:
                     log.exception("saving before a signal takes effect failed")
         finally:
-            self._tell(_SAVED)
+            self._write(_SAVED)
 
 
 _callbacks: dict[int, Callback] = {}

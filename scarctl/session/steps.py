@@ -10,7 +10,7 @@ import torch
 from scarctl.adapter import Watching
 from scarctl.checkpoint.copied import Extent
 from scarctl.daemon.request import Request
-from scarctl.errors import ScarError
+from scarctl.errors import LayoutMismatch, ScarError
 from scarctl.session.parts import Parts
 from scarctl.session.progress import PASSING
 from scarctl.session.requests import Requests
@@ -96,7 +96,12 @@ class Steps:
         self._gate.leave(progress.patience)
         self._watch.stepped()
         if not self._savable:
-            self._binding.require_savable()
+            try:
+                self._binding.require_savable()
+            except LayoutMismatch as error:
+                if engine is None:
+                    raise
+                saving.fault(error)  # the loop has changed the state that was resumed
             self._savable = True
         if engine is None:
             return None
@@ -133,7 +138,9 @@ class Steps:
         engine = self._opening.engine
         if engine is None:
             with without_collection():
-                self._opening.start(self._binding.build_layout(), step)
+                layout = self._binding.build_layout()
+                self._opening.start(layout, step)
+                self._binding.advise(layout)
             return Extent.WHOLE
         if self._regular:
             engine.expect(step)

@@ -63,6 +63,8 @@ class Witness:
         """Called before the first module runs after a step."""
         self._modules = modules
         self._rank = rank
+        self._world = 1
+        """Number of processes at the newest step: a loop may leave its group before it closes the session."""
         self._ids: frozenset[int] = frozenset()
         self._gpu = False
         """Whether a parameter is on a GPU."""
@@ -99,6 +101,7 @@ class Witness:
         if self._modules is None:
             return
         self._gaps.append(_Gap(step, now or raw()))
+        self._world = _world()
         if not self._changes.settled:
             self._changes.iteration_ends()
         self._seen = seen
@@ -178,7 +181,7 @@ class Witness:
         if not self.looks:
             return None
         values = None if gap is None else gap.values
-        found: dict[str, Any] = {"rank": self._rank, "world": _world(), **self._changes.found(values)}
+        found: dict[str, Any] = {"rank": self._rank, "world": self._world, **self._changes.found(values)}
         if gap is not None and gap.ended is not None:
             found |= {"drawn": digests(gap.ended), "inputs": _digest(gap.inputs)}
         elif self._kept is not None and self._kept[0] == step:
@@ -215,10 +218,11 @@ class Witness:
             return []
         gap = self._gaps[-1]
         found = self._changes.differences(expected, gap.values, followed="drawn" in expected)
-        before, now = expected.get("world", _world()), _world()
+        now = _world()
+        before = expected.get("world", now)
         if before != now:  # this process saves alone: otherwise the state would be divided otherwise
             found.append(
-                f"the run was stopped in a job of {before!r:.20} processes, and continues in one of {now}"
+                f"the number of processes was {before!r:.20} when the run was stopped, and is {now} now"
             )
         if isinstance(expected.get("drawn"), dict):
             begun = digests(gap.ended)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import fnmatch
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -316,6 +316,7 @@ def build_layout(
     rows: Mapping[str, int] | None = None,
     by_layer: bool = False,
     optimizer: str = "",
+    elsewhere: Collection[str] = (),
 ) -> Layout:
     """Cut groups, given as (name, kind, tensors[, place]), into partitions of about `partition_bytes`.
 
@@ -323,6 +324,7 @@ def build_layout(
         one partition, and so is a larger row.
     rows: rows per partition by shell pattern of group names. The first match wins, even over by_layer.
     by_layer: every group is one partition.
+    elsewhere: names of other ranks' groups, which patterns of `rows` may match as well.
 
     Raises UsageError for duplicate names, tensors of one group with different numbers of rows, sizes below 1,
     and patterns of `rows` that match no group.
@@ -335,7 +337,7 @@ def build_layout(
     for what, size in {"partition_bytes": partition_bytes, **(rows or {})}.items():
         if size < 1:
             raise UsageError(f"{what!r} is {size}: give at least 1")
-    names = [group.name for group in whole]
+    names = [*(group.name for group in whole), *elsewhere]
     for pattern in rows or {}:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise UsageError(f"rows: {pattern!r} matches no group", hint=close_to(pattern, names))

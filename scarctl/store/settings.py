@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from scarctl.errors import UsageError
@@ -34,14 +34,17 @@ class Settings:
             if not 1 <= count < 1 << 62:
                 raise UsageError(f"rows per partition of {pattern!r} must be at least 1, not {count}")
 
-    def layout(self, groups: Iterable[Cuttable], optimizer: str = "") -> Layout:
-        """Return the layout of a state that is cut as these settings say. Raises UsageError as `build_layout` does."""
+    def layout(
+        self, groups: Iterable[Cuttable], optimizer: str = "", elsewhere: Collection[str] = ()
+    ) -> Layout:
+        """Return the layout of a state that is cut as these settings say. See `build_layout`, also for its errors."""
         return build_layout(
             groups,
             partition_bytes=self.partition_bytes,
             rows=dict(self.rows),
             by_layer=self.by_layer,
             optimizer=optimizer,
+            elsewhere=elsewhere,
         )
 
     @staticmethod

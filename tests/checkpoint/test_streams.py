@@ -21,7 +21,7 @@ def test_on_the_host_there_is_nothing_to_wait_for() -> None:
     streams = Streams()
     marks = streams.complete(streams.mark(), [torch.device("cpu")])
     assert marks == {}
-    with streams.beside(marks):
+    with streams.alongside(marks):
         assert torch.zeros(3).add(1).sum() == 3
 
 

@@ -127,8 +127,9 @@ def main(function: str, folder: str, timeout: str, arguments: str) -> None:
     module, name = function.split(":")
     result = getattr(importlib.import_module(module), name)(rank, world, *json.loads(arguments))
     Path(folder, f"{rank}.json").write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

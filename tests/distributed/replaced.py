@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,16 @@ def flushed(
     job.session._opening.close(failed=True)  # as a signal ends it
 
 
-def resumed(rank: int, world: int, kind: str, folder: str) -> dict[str, Any]:
-    """Resume, and return the result, or the error and the seconds until it was raised."""
+def resumed(rank: int, world: int, kind: str, folder: str, ranks: Sequence[int] = ()) -> dict[str, Any]:
+    """Resume, and return the result, or the error and the seconds until it was raised.
+
+    ranks: ranks whose optimizers have an empty param_group more than in the earlier run.
+    """
     began = time.monotonic()
-    with Job(kind, folder).session as session:
+    job = Job(kind, folder)
+    if rank in ranks:
+        job.optimizer.add_param_group({"params": []})
+    with job.session as session:
         try:
             found = session.resume()
         except UsageError as error:
@@ -85,8 +92,11 @@ def resumed(rank: int, world: int, kind: str, folder: str) -> dict[str, Any]:
     return {"step": found.step, "exact": found.exact, "reasons": list(found.reasons)}
 
 
-def diverged(rank: int, world: int, folder: str, ranks: list[int]) -> list[str]:
-    """Take eight steps; these ranks change their replicas after the second. Return the kinds of caveats."""
+def diverged(rank: int, world: int, folder: str, ranks: list[int], clips: bool = False) -> list[str]:
+    """Take eight steps; these ranks change their replicas after the second. Return the kinds of caveats.
+
+    clips: all ranks scale the weights after each step, one of them later than the other.
+    """
     job = Job("ddp", folder)
     with job.session as session:
         session.resume()
@@ -94,11 +104,14 @@ def diverged(rank: int, world: int, folder: str, ranks: list[int]) -> list[str]:
             step(job.model, job.optimizer, number)
             if number == 2 and rank in ranks:
                 put(job.model, 0.5, behind=False)
+            if clips:
+                time.sleep(0.1 * rank)
+                put(job.model, 0.9, behind=False)
         return [caveat.kind for caveat in session.caveats]
 
 
 def regrouped(rank: int, world: int, folder: str, ranks: list[int]) -> dict[str, Any]:
-    """Take eight steps; these ranks add an empty param_group after the second."""
+    """Take eight steps; these ranks add a param_group after the second."""
     job = Job("ddp", folder)
     began = time.monotonic()
     with job.session as session:
@@ -111,13 +124,18 @@ def regrouped(rank: int, world: int, folder: str, ranks: list[int]) -> dict[str,
 
 
 def alone(rank: int, world: int, folder: str, steps: int) -> dict[str, Any] | None:
-    """Train up to iteration `steps` with all ranks, of which the first saves alone. Return its resumed state."""
+    """Train up to iteration `steps` with all ranks, of which the first saves alone. Return its resumed state.
+
+    All leave their group before the first closes its session, as many programs do.
+    """
     model, optimizer = build("ddp")
     if rank:
         first = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(first, 0)
         for number in range(int(first) + 1, steps + 1):
             step(model, optimizer, number)
+        dist.barrier()
+        dist.destroy_process_group()
         return None
     settings = scarctl.Settings(arena_dir=f"{folder}/arena", daemon=False)
     Path(folder, "arena").mkdir(exist_ok=True)
@@ -126,5 +144,7 @@ def alone(rank: int, world: int, folder: str, steps: int) -> dict[str, Any] | No
         dist.broadcast(torch.tensor([first]), 0)
         for number in range(first + 1, steps + 1):
             step(model, optimizer, number)
-        assert session.resumed is not None
-        return {"exact": session.resumed.exact, "reasons": list(session.resumed.reasons)}
+        dist.barrier()
+        dist.destroy_process_group()
+    assert session.resumed is not None
+    return {"exact": session.resumed.exact, "reasons": list(session.resumed.reasons)}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from scarctl.adapter import StateGroup
-from scarctl.distributed.common import Common
+from scarctl.distributed.common import Common, digest_of
 from scarctl.distributed.owned_adapter import holdings_of
 from scarctl.distributed.ownership import Division, divide
 
@@ -24,7 +25,7 @@ def division(count: int) -> Division:
 
 
 def sampled(parts: Division, groups: list[StateGroup], step: int, rank: int = 1) -> int:
-    return Common(parts, rank, lambda: groups).sample(step)
+    return digest_of(Common(parts, rank, lambda: groups).sample(step))
 
 
 def test_equal_replicas_have_equal_samples_and_others_have_not() -> None:
@@ -44,5 +45,33 @@ def test_one_value_that_differs_is_found_in_time() -> None:
     assert any(sampled(parts, groups, step) != sampled(parts, others, step) for step in range(100))
 
 
+@pytest.mark.parametrize("count", [3, 64, 128, 200])
+def test_every_parameter_that_differs_is_found_in_its_turn(count: int) -> None:
+    parts, groups = division(count), replica(count)
+    for n in range(count):
+        others = [*groups]
+        others[n] = replica(count, 1.0)[n]
+        assert any(sampled(parts, groups, k, 0) != sampled(parts, others, k) for k in range(4)), n
+
+
+def test_every_value_of_a_parameter_is_sampled_in_time() -> None:
+    groups, others = replica(1), replica(1)
+    groups[0].tensors[""] = torch.zeros(8, 8)
+    parts = divide([holdings_of(groups)] * 2)
+    for at in range(64):
+        others[0].tensors[""] = torch.zeros(8, 8)
+        others[0].tensors[""].view(-1)[at] = 1
+        assert any(sampled(parts, groups, k) != sampled(parts, others, k) for k in range(150)), at
+
+
+def test_ranks_may_have_their_parameters_in_another_order() -> None:
+    groups = replica(5)
+    for number, group in enumerate(groups):
+        group.tensors[""].fill_(number)
+    others = groups[::-1]
+    parts = divide([holdings_of(groups), holdings_of(others)])
+    assert sampled(parts, groups, 1, 0) == sampled(parts, others, 1, 1) != 0
+
+
 def test_nothing_is_known_before_there_are_groups() -> None:
-    assert Common(division(3), 0, list).sample(1) == 0
+    assert sampled(division(3), [], 1) == 0

@@ -46,15 +46,31 @@ def test_replicas_that_diverge_are_said(tmp_path: Path, ranks: list[int]) -> Non
         assert not ranks or any("ranks have different values" in reason for reason in one["reasons"])
 
 
-def test_param_groups_of_one_rank_alone_are_refused_by_all_at_once(tmp_path: Path) -> None:
-    done = launch(REGROUPED, 2, str(tmp_path), [1])
-    assert all(one["seconds"] < 60 for one in done), done
+def test_replicas_that_all_ranks_clip_after_a_step_are_equal(tmp_path: Path) -> None:
+    assert ["ranks-differ" in kinds for kinds in launch(DIVERGED, 2, str(tmp_path), [], True)] == [False] * 2
+
+
+def test_a_param_group_of_one_rank_alone_makes_no_rank_wait(tmp_path: Path) -> None:
+    first, second = launch(REGROUPED, 2, str(tmp_path), [1])
+    assert first["error"] == ""
+    assert "Adam has other param_groups" in second["error"]
+    assert max(first["seconds"], second["seconds"]) < 60
     found = launch(RESUMED, 2, "ddp", str(tmp_path))
-    assert all("param_groups" in one["error"] and one["seconds"] < 60 for one in found), found
+    assert all(one["step"] == 8 and not one["exact"] for one in found), found
+
+
+def test_other_param_groups_of_one_rank_alone_are_refused_by_all_at_once(tmp_path: Path) -> None:
+    launch(REGROUPED, 2, str(tmp_path), [])
+    found = launch(RESUMED, 2, "ddp", str(tmp_path), [1])
+    assert all("Adam has 2 param_groups, the store has 1" in one["error"] for one in found), found
+    assert all(one["seconds"] < 60 for one in found)
 
 
 def test_a_rank_that_saves_alone_says_that_another_number_of_ranks_continues(tmp_path: Path) -> None:
     launch(ALONE, 2, str(tmp_path), 5)
     (found, *_) = launch(ALONE, 3, str(tmp_path), 8)
     assert not found["exact"]
-    assert any("a job of 2 processes, and continues in one of 3" in reason for reason in found["reasons"])
+    assert any(
+        "the number of processes was 2 when the run was stopped, and is 3 now" in reason
+        for reason in found["reasons"]
+    )

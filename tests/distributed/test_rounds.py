@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
@@ -283,6 +285,56 @@ def test_a_rank_that_never_comes_counts_as_gone_after_a_while(tmp_path: Path) ->
     got = results(tmp_path, [body] * 3, timeout=1.0, patience=0.1)
     assert all(size >= 0.9 * BUDGET for size, _ in got)
     assert [failed for _, failed in got][::2] == [True, True]
+
+
+@pytest.mark.parametrize("policy", ["priority", "full"])
+@pytest.mark.parametrize("differ", [False, True])
+def test_samples_are_compared_with_every_policy(tmp_path: Path, policy: str, differ: bool) -> None:
+    def body(member: Member) -> bool:
+        member.selector._sample = lambda number: torch.full((1,), float(number + differ * member.rank))
+        for step in range(5):
+            member.selector.agreed()
+            member.checkpoint(step, policy=policy)
+        return member.selector.differs
+
+    assert results(tmp_path, [body] * 2) == [differ] * 2
+
+
+def test_a_sample_that_fails_is_said_and_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(step: int) -> torch.Tensor:
+        raise RuntimeError("its memory is gone")
+
+    selector = GlobalSelector(Exchange(None, 0, 1), 0, sample=fails)  # type: ignore[arg-type]
+    try:
+        for step in (1, 2):
+            selector.expect(step, 5)
+            selector.settle()
+            assert not selector.expecting
+        assert (
+            caplog.text.count("rank 0 cannot compare its parameters with other ranks: its memory is gone")
+            == 1
+        )
+    finally:
+        selector.close()
+
+
+def test_a_sample_that_cannot_be_read_leaves_the_round_to_be_joined() -> None:
+    selector = GlobalSelector(
+        Exchange(None, 0, 1),  # type: ignore[arg-type]
+        0,
+        sample=lambda step: torch.empty(1, device="meta"),
+    )
+    try:
+        selector.expect(1, 5)
+        selector.settle()
+        selector.expect(2, 5)
+        one = np.ones(1, dtype=np.int64)
+        among = Candidates(distance_sq=np.ones(1), nbytes=one, staleness=one, eligible=one > 0)
+        with pytest.raises(NotImplementedError):
+            selector.select("priority", among, 5)
+        assert selector.expecting
+    finally:
+        selector.close()
 
 
 def test_one_rank_needs_no_group() -> None:

@@ -59,6 +59,10 @@ REPORTED = {
     "tasks",
     "twice",
     "unlabelled",
+    "retried",
+    "cycled",
+    "counting",
+    "two sessions",
 }
 """Programs that resume exactly only if they were stopped between two epochs, and get a report otherwise."""
 DOUBTED = {

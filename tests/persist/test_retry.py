@@ -9,78 +9,72 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from scarctl.persist.retry import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
-    Event,
-    Failed,
     Forget,
     Halt,
-    Hurry,
+    Instruction,
     Machine,
     Persist,
-    Persisted,
     Phase,
-    Queued,
-    Stop,
     Stopped,
-    Tick,
     Wake,
 )
 
 
 def test_one_at_a_time_in_order() -> None:
     machine = Machine()
-    assert machine.handle(Queued((4, 7))) == [Persist(4)]
-    assert machine.handle(Queued((4, 7, 9))) == []
-    assert machine.handle(Persisted(4)) == [Forget(4), Persist(7)]
-    assert machine.handle(Persisted(7)) == [Forget(7), Persist(9)]
-    assert machine.handle(Persisted(9)) == [Forget(9)]
+    assert machine.queued((4, 7)) == [Persist(4)]
+    assert machine.queued((4, 7, 9)) == []
+    assert machine.persisted(4) == [Forget(4), Persist(7)]
+    assert machine.persisted(7) == [Forget(7), Persist(9)]
+    assert machine.persisted(9) == [Forget(9)]
     assert machine.phase is Phase.IDLE
 
 
 def test_pauses_grow_to_a_bound_and_start_again_after_a_success() -> None:
     machine = Machine()
-    machine.handle(Queued((1, 2)))
+    machine.queued((1, 2))
     pauses = []
     for _ in range(40):
-        (wake,) = machine.handle(Failed(1, True, now=100.0, jitter=1.0))
+        (wake,) = machine.failed(100.0, retryable=True, jitter=1.0)
         assert isinstance(wake, Wake)
         pauses.append(round(wake.at - 100.0, 6))
-        assert machine.handle(Tick(wake.at)) == [Persist(1)]
+        assert machine.tick(wake.at) == [Persist(1)]
     assert pauses[:3] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
     assert pauses[-1] == LONGEST_PAUSE
     assert pauses == sorted(pauses)
-    machine.handle(Persisted(1))
-    (wake,) = machine.handle(Failed(2, True, now=0.0, jitter=1.0))
+    machine.persisted(1)
+    (wake,) = machine.failed(0.0, retryable=True, jitter=1.0)
     assert wake == Wake(FIRST_PAUSE)
 
 
 def test_jitter_at_most_halves_a_pause() -> None:
     machine = Machine()
-    machine.handle(Queued((1,)))
-    assert machine.handle(Failed(1, True, now=0.0, jitter=0.0)) == [Wake(FIRST_PAUSE / 2)]
+    machine.queued((1,))
+    assert machine.failed(0.0, retryable=True, jitter=0.0) == [Wake(FIRST_PAUSE / 2)]
 
 
 def test_somebody_who_waits_ends_the_pause() -> None:
     machine = Machine()
-    machine.handle(Queued((1,)))
-    machine.handle(Failed(1, True, now=0.0))
-    assert machine.handle(Hurry()) == [Persist(1)]
+    machine.queued((1,))
+    machine.failed(0.0, retryable=True)
+    assert machine.hurry() == [Persist(1)]
 
 
 def test_what_will_not_pass_halts_and_keeps_what_waits() -> None:
     machine = Machine()
-    machine.handle(Queued((1, 2)))
-    assert machine.handle(Failed(1, False, now=0.0)) == [Halt()]
-    assert machine.handle(Queued((1, 2, 3))) == []
-    assert machine.handle(Hurry()) == []
+    machine.queued((1, 2))
+    assert machine.failed(0.0, retryable=False) == [Halt()]
+    assert machine.queued((1, 2, 3)) == []
+    assert machine.hurry() == []
     assert machine.waiting == [1, 2, 3]
-    assert machine.handle(Stop()) == [Stopped()]
+    assert machine.stop() == [Stopped()]
 
 
 def test_stopping_lets_what_is_being_written_finish() -> None:
     machine = Machine()
-    machine.handle(Queued((1, 2)))
-    assert machine.handle(Stop()) == []
-    assert machine.handle(Persisted(1)) == [Forget(1), Stopped()]
+    machine.queued((1, 2))
+    assert machine.stop() == []
+    assert machine.persisted(1) == [Forget(1), Stopped()]
     assert machine.waiting == [2]
 
 
@@ -98,9 +92,9 @@ class Model(RuleBasedStateMachine):
         self.wake: float | None = None
         self.halted = self.stopping = self.stopped = False
 
-    def send(self, event: Event) -> None:
+    def send(self, instructions: list[Instruction]) -> None:
         self.wake = None  # the newest answer determines when to wake
-        for instruction in self.machine.handle(event):
+        for instruction in instructions:
             assert not self.stopped, "an instruction after the end"
             match instruction:
                 case Persist(number):
@@ -123,7 +117,7 @@ class Model(RuleBasedStateMachine):
     def hand_over(self) -> None:
         self.queue.append(self.next)
         self.next += 1
-        self.send(Queued(tuple(self.queue)))
+        self.send(self.machine.queued(tuple(self.queue)))
 
     @precondition(lambda self: self.busy is not None)
     @rule()
@@ -131,31 +125,31 @@ class Model(RuleBasedStateMachine):
         assert self.busy is not None
         number, self.busy = self.busy, None
         self.done.append(number)
-        self.send(Persisted(number))
+        self.send(self.machine.persisted(number))
 
     @precondition(lambda self: self.busy is not None)
     @rule(retryable=st.sampled_from([True, True, True, False]), jitter=st.floats(0, 0.999))
     def fails(self, retryable: bool, jitter: float) -> None:
         assert self.busy is not None
-        number, self.busy = self.busy, None
-        self.send(Failed(number, retryable, self.now, jitter))
+        self.busy = None
+        self.send(self.machine.failed(self.now, retryable=retryable, jitter=jitter))
 
     @rule(seconds=st.floats(0, 40))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         if self.wake is not None and self.now >= self.wake:
-            self.send(Tick(self.now))
+            self.send(self.machine.tick(self.now))
 
     @rule()
     def hurry(self) -> None:
-        self.send(Hurry())
+        self.send(self.machine.hurry())
 
     @precondition(lambda self: not self.stopping)
     @rule(sure=st.integers(0, 5))
     def stop(self, sure: int) -> None:
         if sure == 0:
             self.stopping = True
-            self.send(Stop())
+            self.send(self.machine.stop())
 
     @invariant()
     def nothing_is_lost_and_nothing_is_forgotten(self) -> None:

@@ -276,12 +276,30 @@ def test_a_run_that_is_killed_is_finished_by_the_next(tmp_path: Path, arena_dir:
         rig.close(killed=True)
 
 
-def test_a_damaged_hand_over_is_not_durable_until_a_later_one_replaces_it(rig: Rig) -> None:
+def damage_one(rig: Rig) -> None:
+    """Save all, and queue a damaged hand-over."""
     rig.save(rig.everything, 1, sealed=True)
     rig.persist(1)
     number = rig.hand_over(np.array([], dtype=np.int64), 2, sealed=True)  # nothing has changed but the extras
     path = rig.arena.folder / f"handover-{number:020d}.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+
+def test_a_store_that_fails_behind_a_damaged_hand_over_is_worth_waiting_for(rig: Rig) -> None:
+    damage_one(rig)
+    rig.blobs.break_down("write", errno.EIO)
+    rig.save(SOME, 3)
+    thread = PersisterThread(rig.persister, rig.queue)
+    wait_until(lambda: isinstance(thread.last_error, Unavailable))
+    assert not thread.drain(0.05)
+    assert thread.fault().retryable
+    rig.blobs.mend()
+    assert thread.drain(20)
+    thread.close()
+
+
+def test_a_damaged_hand_over_is_not_durable_until_a_later_one_replaces_it(rig: Rig) -> None:
+    damage_one(rig)
     thread = PersisterThread(rig.persister, rig.queue)
     assert not thread.drain(10)
     assert isinstance(thread.fault(), Corruption)

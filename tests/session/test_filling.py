@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from scarctl.checkpoint import filling
 from scarctl.checkpoint.filling import Filling
 from scarctl.errors import Unavailable
 from scarctl.state.version import pack
+from tests.session.test_beginning import attached, stopped
 
 State = dict[str, torch.Tensor]
 
@@ -225,6 +227,38 @@ def test_a_session_may_end_at_once(store: Path, saved: State, end: str) -> None:
     assert again.session.resume().exact
     assert same(again.state(), saved)
     again.session.close()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_resumed_epoch_begins_with_a_full_arena(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
+    """What the loop repeats is put back from the arena, and not what was changed before the loop."""
+    run = Filling.run
+
+    def late(self: Filling) -> None:
+        time.sleep(0.5)
+        run(self)
+
+    monkeypatch.setattr(Filling, "run", late)
+    loader = [(torch.ones(4, 8), torch.tensor([0, 1, 0, 1]))] * 5
+    stopped(tmp_path / "store", loader, after=2)
+    model, _, session = attached(tmp_path / "store")
+    assert session.resume().exact
+    with torch.no_grad():
+        model[0].weight.mul_(3 if changed else 1)
+    weight, bias = model[0].weight.clone(), model[0].bias.clone()
+    for _ in session.epochs(1):
+        with torch.no_grad():
+            model[0].weight.mul_(0.5)
+        model[0].bias.data.mul_(0.5)
+        next(iter(session.batches(loader)))
+        break
+    assert torch.equal(model[0].bias, bias)
+    assert torch.equal(model[0].weight, weight / 2 if changed else weight)
+    assert session.resumed is not None
+    assert session.resumed.exact is not changed
+    session.close()
 
 
 @pytest.mark.leaves_arena

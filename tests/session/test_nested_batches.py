@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,46 @@ def test_a_phase_without_epochs_is_said(tmp_path: Path, caplog: pytest.LogCaptur
         assert list(run.session.epochs(2)) == []
     assert "session.epochs(4)" in caplog.text
     run.session.close()
+
+
+def test_a_loader_that_is_left_for_another_one_is_not_read_again(tmp_path: Path) -> None:
+    def run(stop: int = 0) -> list[int]:
+        seen: list[int] = []
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with scarctl.attach(
+            model, optimizer, store=tmp_path / "s", settings=scarctl.Settings(daemon=False)
+        ) as session:
+            session.resume()
+            for _ in session.epochs(1):
+                for loader in (range(5), range(10, 15)):
+                    for number in session.batches(loader):
+                        if session.head_step == stop > 0:
+                            return seen
+                        seen.append(number)
+                        optimizer.zero_grad()
+                        model(torch.full((1, 1), float(number))).sum().backward()
+                        optimizer.step()
+                        if number == 1:
+                            break
+        return seen
+
+    assert run(stop=3) == [0, 1, 10]
+    assert run() == [11, 12, 13, 14]
+
+
+def test_a_cycle_over_data_that_draw_is_reported(tmp_path: Path) -> None:
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for noise in (False, True):
+        loader = itertools.cycle(DataLoader(Digits(8, noise=noise), batch_size=4, shuffle=True))
+        with scarctl.attach(
+            model, optimizer, store=tmp_path / f"s{noise}", settings=scarctl.Settings(daemon=False)
+        ) as session:
+            for x, _ in session.batches(loader):
+                if session.head_step == 3:
+                    break
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+            assert ("cycle-draws" in [caveat.kind for caveat in session.caveats]) == noise

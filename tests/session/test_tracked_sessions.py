@@ -246,3 +246,19 @@ def test_copies_that_a_failed_rollback_has_left_are_compared_anew(
         # The arena has copies of the first step now.
         assert np.count_nonzero(exact) > 18 + 80
         assert np.array_equal(found > 0, exact > 0)
+
+
+def test_a_table_with_large_partitions_is_advised_smaller_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = []
+    with caplog.at_level("INFO", "scarctl"):
+        for name, rows in (("default", None), ("default", None), ("fine", {"table.weight": 1})):
+            caplog.clear()
+            job = Job(tmp_path / name, rows=rows)
+            with job.session as session:
+                session.resume()
+                job.train(2)
+            said.append([r.getMessage() for r in caplog.records if "embedding tables" in r.getMessage()])
+    assert [len(one) for one in said] == [1, 0, 0], "once, when there is a choice"
+    assert "5 of 'table.weight'" in said[0][0]

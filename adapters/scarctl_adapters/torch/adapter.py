@@ -167,9 +167,8 @@ class TorchAdapter:
         groups = []
         numbers = {id(p): i for i, o in enumerate(self._optimizers) for p in params_of(o)}
         trained, owners = [], {}
-        tables = {
-            id(m.weight) for m in self._model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)
-        }
+        modules = self._model.modules()
+        tables = {id(m.weight): m.sparse for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
         for name, wrapped, holders in self._holders():
             parameter = holders[0][0]
             for tied, _ in holders:
@@ -193,7 +192,8 @@ class TorchAdapter:
                 role, scope = self._role_of(name, wrapped, parameter)
             place = self._place_of(parameter, name)
             frozen = not any(tied.requires_grad for tied, _ in holders)
-            groups.append(StateGroup(name, "parameter", tensors, place, role, scope, frozen))
+            is_table = not frozen and any(tables.get(id(tied)) for tied, _ in holders)
+            groups.append(StateGroup(name, "parameter", tensors, place, role, scope, is_table, frozen))
         groups += self._buffer_groups()
         self._trained = trained
         names = [group.name for group in groups]

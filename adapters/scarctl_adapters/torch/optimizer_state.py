@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from itertools import chain, compress, repeat
 from operator import attrgetter
 from typing import Any
-from weakref import ref
 
 import numpy as np
 import torch
@@ -115,8 +114,12 @@ class OptimizerState:
         """The param_groups at attach."""
         self._sorted: list[_Sorted | None] = [None] * len(homes)
         """The newest capture's result for each home."""
-        self._places: list[list[tuple[ref[torch.Tensor], tuple[int, int]]]] = [[] for _ in homes]
-        """Param_group and number of each parameter, for each home: see `check_places`."""
+        self._places: list[list[tuple[torch.Tensor, tuple[int, int]]]] = [[] for _ in homes]
+        """Param_group and number of each parameter, for each home: see `check_places`. torch swaps no tensor that has a
+        weak reference, as in `Module.to` of sharded parameters.
+        """
+        self._counts: list[int | None] = [None] * len(homes)
+        """Number of param_groups of each home; None before the first step."""
 
     def capture(self, unsavable: Callable[[str], None], tensors: object = None) -> dict[str, Any]:
         """Return the state by parameter number. unsavable: called with a message for every attribute that cannot be
@@ -130,21 +133,26 @@ class OptimizerState:
         return first | {"nested": dict(zip(prefixes, nested, strict=True))}
 
     def check_places(self) -> None:
-        """Raise LayoutMismatch if a parameter has another number than at the first call: what is saved by number would
-        go to another parameter in a new process.
+        """Raise LayoutMismatch if param_groups were added since the first call, or parameters have other numbers.
+
+        A new process begins with the first groups: state that is saved by number would not fit them.
         """
-        for home, known in zip(self.homes, self._places, strict=True):
-            groups = enumerate(home.optimizer.param_groups)
-            now = [(p, g) for g, group in groups for p in group["params"]]
+        for at, home in enumerate(self.homes):
+            known, count, groups = self._places[at], self._counts[at], home.optimizer.param_groups
+            now = [(p, g) for g, group in enumerate(groups) for p in group["params"]]
             places = {id(p): (g, number) for number, (p, g) in enumerate(now)}
-            if any(places.get(id(p()), place) != place for p, place in known):
+            changed = ""
+            if any(places.get(id(p), place) != place for p, place in known):
+                changed = f"parameters were moved within the param_groups of {self._name}"
+            elif count not in (None, len(groups)):
+                changed = f"{self._name} has other param_groups"
+            if changed:
                 raise LayoutMismatch(
-                    f"parameters were moved within the param_groups of {self._name}: after a resume they would have "
-                    "each other's state",
-                    hint="order them before the first step; a new group at the end is allowed. What was saved before "
-                    "is intact",
+                    f"{changed} after the first step: its state would not fit the optimizer that a resumed run begins "
+                    "with",
+                    hint="make all groups before the first step, or start a new store; what was saved before is intact",
                 )
-            known[:] = [(ref(p), places[id(p)]) for p, _ in now]
+            self._places[at], self._counts[at] = [(p, places[id(p)]) for p, _ in now], len(groups)
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Restore the result of `capture`. Raises UsageError when it does not fit."""
@@ -177,10 +185,12 @@ class OptimizerState:
             self._sorted[at] = sorted_out if sorted_out.remember(home.state, tensors) else None
         references = sorted_out.references
         given = self._given if not at else optimizer
+        # A group that the loop has just added does not belong to the step that is being saved.
+        groups = given.param_groups[: self._counts[at]]
         result = {
             "param_groups": [
                 self._plain_settings(group, first)
-                for group, first in zip(given.param_groups, self._first(at, given), strict=True)
+                for group, first in zip(groups, self._first(at, len(groups)), strict=True)
             ],
             **sorted_out.to_tree(),
             "attributes": [],
@@ -232,9 +242,9 @@ class OptimizerState:
             ) from error
         return found
 
-    def _first(self, at: int, given: Optimizer) -> list[dict[str, Any]]:
+    def _first(self, at: int, count: int) -> list[dict[str, Any]]:
         first = self._settings[at]
-        return first + [{}] * (len(given.param_groups) - len(first))
+        return first + [{}] * (count - len(first))
 
     def _plain_settings(self, group: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of a param_group, except unsavable ones that have not changed since attach."""

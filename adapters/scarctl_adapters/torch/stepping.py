@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +23,7 @@ def untraced(hook: Hook) -> Hook:
     torch's own wrapper takes seven calls for that. They are left out where nothing is compiled.
     """
     kept: Hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    compiler = _compiler()
+    compiler, skip = _compiler()
     if compiler is None:
         return kept
 
@@ -33,16 +33,19 @@ def untraced(hook: Hook) -> Hook:
             return kept(*args)
         return hook(*args)
 
+    skip(quick.__code__)
     return quick  # type: ignore[return-value]
 
 
-def _compiler() -> Callable[[], Any] | None:
-    """Return torch's function that returns what compiles this thread's frames, None if nothing does."""
+def _compiler() -> tuple[Callable[[], Any] | None, Callable[[CodeType], None]]:
+    """Return two functions of torch. One returns the compiler of this thread's frames, None without one. The other
+    excludes a function from compilation, as when a backward pass calls it.
+    """
     try:
-        from torch._C._dynamo.eval_frame import get_eval_frame_callback
+        from torch._C._dynamo.eval_frame import get_eval_frame_callback, skip_code  # type: ignore[attr-defined]
     except ImportError:
-        return None
-    return get_eval_frame_callback
+        return None, lambda code: None
+    return get_eval_frame_callback, skip_code
 
 
 def running() -> Iterator[Optimizer]:

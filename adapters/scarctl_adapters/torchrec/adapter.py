@@ -80,7 +80,9 @@ class TorchRecAdapter(TorchAdapter):
     def _group(self, table: Table) -> StateGroup:
         role = ("shared", self._scope) if world_size() > 1 else ("own", "")
         name = self._wrapping.clean(table.name)
-        return StateGroup(name, "parameter", {"": table.weight, **table.slots}, table.place, *role)
+        return StateGroup(
+            name, "parameter", {"": table.weight, **table.slots}, table.place, *role, is_table=True
+        )
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return ((name, p) for name, p in super()._named_parameters() if not _is_in_backward(p))

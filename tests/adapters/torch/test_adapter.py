@@ -131,6 +131,17 @@ def test_frozen_parameters_have_no_slots_and_unused_ones_get_theirs_in_advance()
     assert not optimizer.state[model["unused"].weight], "the optimizer's own state is not touched"
 
 
+def test_embeddings_with_sparse_gradients_are_tables_unless_they_are_frozen() -> None:
+    made = {"sparse": nn.Embedding(9, 4, sparse=True), "dense": nn.Embedding(9, 4), "layer": nn.Linear(9, 4)}
+    made |= {
+        "frozen": nn.Embedding(9, 4, sparse=True).requires_grad_(False),
+        "bag": nn.EmbeddingBag(9, 4, sparse=True),
+    }
+    model = nn.ModuleDict(made)
+    groups = TorchAdapter.build(model, [torch.optim.SGD(model.parameters(), lr=0.1)]).groups()
+    assert [g.name for g in groups if g.is_table] == ["sparse.weight", "bag.weight"]
+
+
 def test_buffers_that_the_module_rebuilds_itself_are_left_out() -> None:
     model = nn.BatchNorm1d(3)
     model.register_buffer("cache", torch.ones(3), persistent=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,35 @@ def test_a_session_counts_them_once(tmp_path: Path) -> None:
             else:
                 optimizer.step()
         assert session.head_step == 5
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_hooks_are_not_compiled_by_themselves(tmp_path: Path) -> None:
+    """A step that is compiled calls backward outside of its graph: the hooks run while frames are compiled."""
+    traced: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("torch._dynamo")
+    handler.emit = lambda record: traced.append(record.getMessage())  # type: ignore[method-assign]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def iterate(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    torch._logging.set_logs(dynamo=logging.INFO)
+    logger.addHandler(handler)
+    try:
+        with scarctl.attach(
+            model, optimizer, store=tmp_path / "s", settings=scarctl.Settings(daemon=False)
+        ) as session:
+            compiled = torch.compile(iterate, backend="eager")
+            for _ in range(6):
+                compiled(torch.rand(2, 4))
+            assert session.head_step == 6
+    finally:
+        logger.removeHandler(handler)
+        torch._logging.set_logs()
+    begun = [text for text in traced if "start tracing" in text]
+    assert any("iterate" in text for text in begun)
+    assert not [text for text in begun if "scarctl" in text]

@@ -49,6 +49,7 @@ def test_a_step_touches_the_rows_that_it_changes(fused: str) -> None:
         begun.clear()
         tables = {g.name: g.tensors[""] for g in adapter.groups() if ".embedding_bags." in g.name}
         assert len(tables) == 3
+        assert {g.name for g in adapter.groups() if g.is_table} == tables.keys()
         before = {name: table.clone() for name, table in tables.items()}
         optimizer.zero_grad()
         for number in range(passes):
