@@ -25,7 +25,7 @@ from scarctl.recovery.plan import Plan
 from scarctl.state.layout import Layout
 from scarctl.state.rows import rows_of
 from scarctl.state.torch_dtypes import torch_of
-from scarctl.state.version import pack, step_of
+from scarctl.state.version import NEVER, pack, step_of
 from scarctl.util.arrays import Bytes, Ids, distinct
 
 _WORTH = 64 << 20
@@ -160,6 +160,8 @@ class Filling:
             ids = plan.ids[right & (plan.version == version)]
             arena.end(ids, version)
             arena.acknowledge(ids, version)
+        # No copy, rather than one in progress: other hosts wait for those before they count as complete.
+        arena.end(plan.ids[~right], NEVER)
         return bool(right.all())
 
 

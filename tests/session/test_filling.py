@@ -21,6 +21,8 @@ from scarctl.arena.kinship import arena_for
 from scarctl.checkpoint import filling
 from scarctl.checkpoint.filling import Filling
 from scarctl.errors import Unavailable
+from scarctl.peers.follower import Follower
+from scarctl.peers.frames import Kind
 from scarctl.state.version import pack
 from tests.session.test_beginning import attached, stopped
 
@@ -172,6 +174,8 @@ def test_what_a_loop_writes_meanwhile_does_not_count_as_the_stores_copy(
     assert [layout.name(int(i)).split("[")[0] for i in lacks] == ["0.weight"]
     assert run.session._started().owes_seal()
     assert run.arena.whole == ""
+    kinds = [bytes(frame[0])[0] for frame in Follower(run.arena).round()]
+    assert kinds[-1] == Kind.MARK, "another host does not wait for them"
     report = run.session.recover("0.weight")
     assert report.tiers.keys() == {"memory", "store"}
     assert same(run.state(), saved)
