@@ -12,8 +12,8 @@ from scarctl.distributed.ownership import Division
 
 _MOST = 64
 """Largest number of parameters of one sample: it bounds the cost, which does not depend on their sizes."""
-_STRIDE = 2654435761
-"""A large prime: samples of consecutive checkpoints are far apart in a parameter."""
+_TURN, _BITS = 2654435761, 32
+"""2**32 divided by the golden ratio: such turns spread samples evenly over a parameter."""
 
 
 class Common:
@@ -29,18 +29,18 @@ class Common:
         self._groups = groups
 
     @torch.no_grad()
-    def sample(self, step: int) -> torch.Tensor | None:
-        """Return single values after `step`, float64 of shape (values,), equal on ranks that agree; None without any.
+    def sample(self, number: int) -> torch.Tensor | None:
+        """Return single values, float64 of shape (values,), equal on ranks that agree; None without any.
 
-        Called when the loop is done with the step. On a GPU nothing waits for the values here.
+        number: counts the samples, so that each parameter has its turn, whatever the interval. Called when the loop is
+        done with the step. On a GPU nothing waits for the values here.
         """
         groups, count = self._groups(), len(self._numbers)
         # In the order of names: the same parameter may have another number on another rank.
-        numbers = [
-            self._numbers[(step * _MOST + k) % count] for k in range(min(_MOST, count) if groups else 0)
-        ]
+        most = min(_MOST, count) if groups else 0
+        numbers = [self._numbers[(number * _MOST + k) % count] for k in range(most)]
         found = [groups[n].tensors[""] for n in numbers if groups[n].kind == "parameter"]
-        values = [_value(tensor, step) for tensor in found if tensor.numel() and not tensor.is_complex()]
+        values = [_value(tensor, number) for tensor in found if tensor.numel() and not tensor.is_complex()]
         if not values:
             return None
         # NaN has many patterns of bits.
@@ -55,9 +55,9 @@ def digest_of(sample: torch.Tensor | None) -> int:
     return 1 + int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") % (1 << 62)
 
 
-def _value(tensor: torch.Tensor, step: int) -> torch.Tensor:
+def _value(tensor: torch.Tensor, number: int) -> torch.Tensor:
     """Return one value of a tensor, float64 of shape ()."""
-    at = step * _STRIDE % tensor.numel()
+    at = (number * _TURN % (1 << _BITS)) * tensor.numel() >> _BITS
     for size in reversed(tensor.shape):
         at, place = divmod(at, size)
         tensor = tensor.select(-1, place)

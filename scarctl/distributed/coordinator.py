@@ -12,7 +12,7 @@ import logging
 import platform
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -215,11 +215,17 @@ class Crew(Together):
             self._parameters = [group.tensors[""] for group in groups if group.kind == "parameter"]
         return sum(parameter._version for parameter in self._parameters)
 
-    def selector(self) -> Selector:
+    def selector(self, caveats: Caveats) -> Selector:
         rank, world = self.team.rank, self.team.world
         if self._exchange_group is None:
-            return super().selector()
-        common = Common(self.division, rank, lambda: self.adapter.known)
+            return super().selector(caveats)
+
+        def known() -> Sequence[StateGroup]:
+            # Such a hook may let ranks differ for some steps. Its caveat says so, and is withdrawn with the last one.
+            hooked = any(caveat.kind == "communication-hook" for caveat in caveats)
+            return () if hooked else self.adapter.known
+
+        common = Common(self.division, rank, known)
         return GlobalSelector(
             Exchange(self._exchange_group, rank, world), self.shards[rank], sample=common.sample
         )

@@ -41,11 +41,11 @@ class GlobalSelector(Selector):
         shard: int,
         *,
         patience: float = PATIENCE,
-        sample: Callable[[int], torch.Tensor | None] = lambda step: None,
+        sample: Callable[[int], torch.Tensor | None] = lambda number: None,
     ) -> None:
         """Use an exchange, which this selector closes. shard: this rank's. patience: seconds, see `Exchange.wait`.
 
-        sample: returns values that all ranks have in common after a step; see `Common`.
+        sample: returns values that all ranks have in common, given a number that grows; see `Common.sample`.
         """
         self._rounds: deque[Round] = deque()
         self.late = 0
@@ -56,10 +56,14 @@ class GlobalSelector(Selector):
         self._books = Books()
         self._expected: tuple[int, int] | None = None  # step, budget
         self._sample = sample
-        self._due: int | None = None
-        """Step of the newest expected checkpoint, until it is sampled."""
+        self._joined = 0
+        """Rounds joined: the same number on all ranks that have settled the same checkpoints."""
+        self._due = False
+        """Whether the newest expected checkpoint is still to be sampled."""
         self._sampled: torch.Tensor | None = None
         """Sample of the newest settled checkpoint, for the next round."""
+        self._digest = 0
+        """Digest of a sample for the present round; 0 without one."""
         self._spent = 0
         """Bytes picked since the last round, for the next one."""
         self._credit: int | None = None
@@ -67,10 +71,11 @@ class GlobalSelector(Selector):
 
     def expect(self, step: int, budget: int) -> None:
         """Announce that a regular checkpoint is due at `step`, on all ranks. budget: bytes that this rank may save."""
-        self._due = None
+        if self._due:  # it ended without having settled
+            self._due, self._sampled = False, None
         self.settle()
         self._exchange.hurry(False)
-        self._expected, self._due = (step, budget), step
+        self._expected, self._due = (step, budget), True
 
     @property
     def expecting(self) -> bool:
@@ -87,16 +92,16 @@ class GlobalSelector(Selector):
         if expected is not None:
             step, budget = expected
             self._join(step, self._turn(no_offer(), budget))
-        due, self._due = self._due, None
-        if due is not None:
+        due, self._due = self._due, False
+        if due:
             # Only now, because a loop may clip or replace weights after the step.
             try:
-                self._sampled = self._sample(due)
+                self._sampled = self._sample(self._joined)
             except Exception as error:  # raised here it would end the training
                 log.warning(
                     "rank %d cannot compare its parameters with other ranks: %s", self._exchange.rank, error
                 )
-                self._sample = lambda step: None
+                self._sample = lambda number: None
 
     def agreed(self) -> int:
         """Return the largest request of the round `LAG` rounds ago, and set `interval`. Call once before each `expect`.
@@ -126,28 +131,33 @@ class GlobalSelector(Selector):
 
         After a common selection the result's credit is that of all ranks.
         """
+        if self._expected is not None:
+            sampled, self._sampled = self._sampled, None
+            self._digest = digest_of(sampled)  # if this fails, `settle` joins the round
         if policy == "full":
             return select(policy, among, budget, credit=credit, cursor=cursor)
         offer = Offer(policy, among, shard=self._shard)
         if self._credit is None:
             self._credit = max(0, credit)
-        sampled, self._sampled = digest_of(self._sampled), None  # if this fails, `settle` joins the round
         expected, self._expected = self._expected, None
         if expected is None:
             ids, left = self._alone(offer, budget)
         else:
-            ids, left = self._with_others(offer, expected[0], budget, sampled)
+            ids, left = self._with_others(offer, expected[0], budget)
         return Selection(ids, int(among.nbytes[ids].sum()), left, cursor, offer.nonfinite)
 
-    def _join(self, step: int, turn: Turn, samples: tuple[int, int] = (_UNKNOWN, _UNKNOWN)) -> Round:
+    def _join(self, step: int, turn: Turn) -> Round:
+        sampled, self._digest = self._digest, 0
+        samples = (sampled, -sampled) if sampled else (_UNKNOWN, _UNKNOWN)
         joined = self._exchange.join(step, turn, (self.request, self.proposed, *samples))
         self._rounds.append(joined)
+        self._joined += 1
         return joined
 
-    def _with_others(self, offer: Offer, step: int, budget: int, sampled: int) -> tuple[Ids, int]:
-        """Return the picks of a common selection, and the credit that they leave. sampled: see `digest_of`."""
+    def _with_others(self, offer: Offer, step: int, budget: int) -> tuple[Ids, int]:
+        """Return the picks of a common selection, and the credit that they leave."""
         books, turn = self._books, self._turn(offer, budget)
-        joined = self._join(step, turn, (sampled, -sampled) if sampled else (_UNKNOWN, _UNKNOWN))
+        joined = self._join(step, turn)
         if self._exchange.wait(joined, self._patience):
             ids = pick(offer, turn.threshold)
             self._spent = int(offer.nbytes[ids].sum())

@@ -79,7 +79,7 @@ class Opening:
             settings,
             arena_folder(settings.arena_dir, self.store.run_id),
             self._saver,
-            selector=self._together.selector(),
+            selector=self._together.selector(self._caveats),
             caveats=self._caveats,
             resuming=resuming,
         )

@@ -11,12 +11,34 @@ import fcntl
 import os
 import socket
 import stat
+import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from scarctl.errors import Contention, MissingGuarantee
 from scarctl.store.backends.local_files import os_error
 from scarctl.store.format import corrupt
+
+_T = TypeVar("_T")
+_MOMENT = 0.5
+"""Seconds for which a writer tries to get the lock."""
+
+
+def for_a_writer(take: Callable[[], _T]) -> _T:
+    """Return `take()`, which is repeated for a moment while it raises Contention.
+
+    `scarctl prune` takes the lock only to find out whether a writer is alive. Its look must not stop a new writer.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            return take()
+        except Contention:
+            if time.monotonic() - began > _MOMENT:
+                raise
+        time.sleep(0.01)
 
 
 class StoreLock:

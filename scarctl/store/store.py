@@ -45,7 +45,7 @@ from scarctl.store.format import (
     shard_of_folder,
 )
 from scarctl.store.line import number_of
-from scarctl.store.lock import BothLocks, NoLock, StoreLock
+from scarctl.store.lock import BothLocks, NoLock, StoreLock, for_a_writer
 from scarctl.store.log import ShardLog
 from scarctl.store.read import Batch, Room, read_unit, units
 from scarctl.store.record import Record, now, who
@@ -230,7 +230,7 @@ class Store:
 
         A remote store has no lock: there the epoch shows an older writer that a newer one exists.
         """
-        self._lock = self.take_lock()
+        self._lock = for_a_writer(self.take_lock)
         self._locked = True
 
     def unlock(self) -> None:

@@ -24,6 +24,7 @@ from scarctl.store.format import record_path, segment_name, segment_path, shard_
 from scarctl.store.index import INDEX_BYTES, INDEX_LEAST, INDEX_RECORDS
 from scarctl.store.ledger import Ledger
 from scarctl.store.line import Companion
+from scarctl.store.lock import for_a_writer
 from scarctl.store.record import Record
 from scarctl.store.segment import Pieces, SegmentRef, Source, Tail
 from scarctl.store.segment_writer import write_segment
@@ -82,7 +83,7 @@ class StoreWriter:
         self._floor: dict[int, int] = {}  # the step of the newest commit in this epoch
         self._closed = False
         self.epoch, self.states, self.ledger = 0, {}, Ledger()
-        self._lock = store.take_lock()
+        self._lock = for_a_writer(store.take_lock)
         try:
             refuse_ranks(store)
             current = store.current_layout()

@@ -182,7 +182,7 @@ def settings(folder: str) -> scarctl.Settings:
     return scarctl.Settings(daemon=False, arena_dir=str(arena))
 
 
-def protected(rank: int, world: int, folder: str, wrapper: bool) -> dict[str, Any]:
+def protected(rank: int, world: int, folder: str, wrapper: bool, interval: int) -> dict[str, Any]:
     """Check that a state with a lent gradient is not exact, and one that is settled within its step is."""
     found: dict[str, Any] = {}
     for settle in (False, True):
@@ -192,7 +192,9 @@ def protected(rank: int, world: int, folder: str, wrapper: bool) -> dict[str, An
             elastic = schedule(ddp, optimizer, beta=0.5, resync=4 if settle else None)
             store = str(Path(folder, f"store-{settle}"))
             model = ddp if wrapper else ddp.module
-            session = scarctl.attach(model, optimizer, store=store, interval=2, settings=settings(folder))
+            session = scarctl.attach(
+                model, optimizer, store=store, interval=interval, settings=settings(folder)
+            )
             start = session.resume()
             if again:
                 found[f"exact-{settle}"], found[f"reasons-{settle}"] = start.exact, list(start.reasons)

@@ -67,9 +67,9 @@ def test_a_program_that_ends_right_after_a_gradient_was_lent_does_not_abort() ->
     assert [program.returncode for program in programs] == [0, 0], said
 
 
-@pytest.mark.parametrize("wrapper", [True, False])
-def test_a_state_with_something_lent_is_not_exact(tmp_path: Path, wrapper: bool) -> None:
-    found = launch(f"{RANKS}:protected", 2, str(tmp_path), wrapper)
+@pytest.mark.parametrize(("wrapper", "interval"), [(True, 2), (True, 1), (False, 2)])
+def test_a_state_with_something_lent_is_not_exact(tmp_path: Path, wrapper: bool, interval: int) -> None:
+    found = launch(f"{RANKS}:protected", 2, str(tmp_path), wrapper, interval)
     assert not found[0]["settled-False"]
     assert "communication-hook" in found[0]["caveats-False"]
     assert not found[0]["exact-False"]

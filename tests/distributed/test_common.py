@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from scarctl.adapter import StateGroup
@@ -42,6 +43,25 @@ def test_one_value_that_differs_is_found_in_time() -> None:
     parts, groups, others = division(3), replica(3), replica(3)
     others[1].tensors[""][1, 3] = float("nan")
     assert any(sampled(parts, groups, step) != sampled(parts, others, step) for step in range(100))
+
+
+@pytest.mark.parametrize("count", [3, 64, 128, 200])
+def test_every_parameter_that_differs_is_found_in_its_turn(count: int) -> None:
+    parts, groups = division(count), replica(count)
+    for n in range(count):
+        others = [*groups]
+        others[n] = replica(count, 1.0)[n]
+        assert any(sampled(parts, groups, k, 0) != sampled(parts, others, k) for k in range(4)), n
+
+
+def test_every_value_of_a_parameter_is_sampled_in_time() -> None:
+    groups, others = replica(1), replica(1)
+    groups[0].tensors[""] = torch.zeros(8, 8)
+    parts = divide([holdings_of(groups)] * 2)
+    for at in range(64):
+        others[0].tensors[""] = torch.zeros(8, 8)
+        others[0].tensors[""].view(-1)[at] = 1
+        assert any(sampled(parts, groups, k) != sampled(parts, others, k) for k in range(150)), at
 
 
 def test_ranks_may_have_their_parameters_in_another_order() -> None:

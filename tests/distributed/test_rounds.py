@@ -287,6 +287,19 @@ def test_a_rank_that_never_comes_counts_as_gone_after_a_while(tmp_path: Path) ->
     assert [failed for _, failed in got][::2] == [True, True]
 
 
+@pytest.mark.parametrize("policy", ["priority", "full"])
+@pytest.mark.parametrize("differ", [False, True])
+def test_samples_are_compared_with_every_policy(tmp_path: Path, policy: str, differ: bool) -> None:
+    def body(member: Member) -> bool:
+        member.selector._sample = lambda number: torch.full((1,), float(number + differ * member.rank))
+        for step in range(5):
+            member.selector.agreed()
+            member.checkpoint(step, policy=policy)
+        return member.selector.differs
+
+    assert results(tmp_path, [body] * 2) == [differ] * 2
+
+
 def test_a_sample_that_fails_is_said_and_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
     def fails(step: int) -> torch.Tensor:
         raise RuntimeError("its memory is gone")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,16 @@ def test_partitions_never_saved_are_reported(store: Store, writer: StoreWriter, 
 
 
 # --- one writer ---------------------------------------------------------------------------------------------
+
+
+def test_a_look_for_a_writer_does_not_stop_a_new_one(tmp_path: Path, layout: Layout) -> None:
+    """`scarctl prune` holds the lock for a moment to find out whether a writer is alive."""
+    store = Store.create(tmp_path / "run")
+    for begin in (lambda: open_writer(store, layout=layout).close(), store.lock):
+        look = StoreLock(store.root / "lock")
+        threading.Timer(0.05, look.release).start()
+        begin()
+    store.unlock()
 
 
 def test_a_second_writer_is_told_who_writes(store: Store, writer: StoreWriter, layout: Layout) -> None:
