@@ -205,8 +205,14 @@ def arena_for(folder: Path, layout: Layout, store: Store, *, sparse: bool = Fals
     """
     arena = take(folder, store)
     if arena is not None and arena.layout == layout:
-        disown(folder)
-        arena.take_over()
+        try:
+            # The process that created it may have died before it reserved the rows' space.
+            arena.reserve_rows()
+            disown(folder)
+            arena.take_over()
+        except BaseException:
+            arena.close()
+            raise
         return arena
     if arena is not None:
         log.warning("the arena in %s has another layout, and is replaced", folder)

@@ -257,12 +257,7 @@ class Checkpoints:
 
         hook: whether a hook waits for it. A call of the loop's own may wait as well, which does not count as a stall.
         """
-        if self._fill is not None:
-            fill, self._fill = self._fill, None
-            try:
-                fill.wait()
-            except Exception as error:
-                self._fault(error)
+        self._end_filling(engine)
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return None
@@ -283,6 +278,21 @@ class Checkpoints:
             self._failed(under_way, engine, error)
             return None
         return copied
+
+    def _end_filling(self, engine: Engine) -> None:
+        fill, self._fill = self._fill, None
+        if fill is None:
+            return
+        try:
+            fill.wait()
+            # Copies that are newer than the extras were labelled anew, and have to be saved again.
+            engine.adopt_orphans()
+        except BaseException as error:
+            # After Ctrl-C the filling itself continues, and the arena may be about to be closed.
+            fill.settle()
+            if not isinstance(error, Exception):
+                raise
+            self._fault(error)
 
     def _wait(self, job: Job[Copied], *, hook: bool) -> Copied:
         """Wait for the copy. On a GPU that is time lost only while the GPU has nothing to do."""

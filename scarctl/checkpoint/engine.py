@@ -208,7 +208,7 @@ class Engine:
         """
         version = pack(self.arena.epoch, step)
         self._look(live, step)
-        first = not (self.arena.version >= 0).any()
+        first = not (self.filling.lacks_copies or (self.arena.version >= 0).any())
         if first:
             distance = np.zeros(self.layout.partitions)
             ids, nonfinite = np.arange(self.layout.partitions), _NONE

@@ -19,7 +19,7 @@ class Evacuated(Document):
     """The result of evacuating one process's state: what is safe, and what a loss of the host would cost."""
 
     step: int
-    """The newest step with copies in this host's memory."""
+    """The newest step with copies, in this host's memory or in the store."""
     total_partitions: int
     total_bytes: int
     written_bytes: int

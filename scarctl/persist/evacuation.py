@@ -300,13 +300,13 @@ class Evacuation:
         stored = self._tier.stored()
         waiting, lacking = arena.pending() | ~arena.intact(), arena.encoding_error
         unsaved = waiting | (lacking >= 0)  # an encoded copy is not the copy in memory
-        unsaved &= ~((arena.version < 0) & (stored == NEVER))  # never copied anywhere
+        unsaved &= arena.version >= 0  # without a copy here, the newest one is the store's, if there is any
         there = unsaved & self._elsewhere()
         ids = np.flatnonzero(unsaved & ~there)
         sizes = arena.layout.partition_bytes
         parameters = parameters_of(arena.layout)
         mine = ids[parameters[ids]]
-        newest = step_of(int(arena.newest().max(initial=NEVER)))
+        newest = step_of(int(max(arena.newest().max(initial=NEVER), stored.max(initial=NEVER))))
         peers = () if self._copies is None else self._copies.hosts()
         exact = bool(peers) and not ids.size and self._copies is not None and bool(self._copies.whole())
         ages, counts = grouped(np.maximum(newest - np.maximum(step_of(stored[mine]), 0), 0))

@@ -16,9 +16,12 @@ from torch import nn
 
 import scarctl
 from scarctl.arena.arena import Arena
+from scarctl.arena.folder import arena_folder
+from scarctl.arena.kinship import arena_for
 from scarctl.checkpoint import filling
 from scarctl.checkpoint.filling import Filling
 from scarctl.errors import Unavailable
+from scarctl.state.version import pack
 from tests.session.test_beginning import attached, stopped
 
 State = dict[str, torch.Tensor]
@@ -319,3 +322,116 @@ def test_a_damaged_copy_is_replaced_and_the_arena_full_at_once(store: Path, save
     other = {name.split("/")[0] for name, value in run.state().items() if not torch.equal(value, newer[name])}
     assert len(other) == 1
     run.session.close(seal=False)
+
+
+def test_copies_newer_than_the_extras_are_saved_again(store: Path) -> None:
+    run = Run(store, 1, "first")
+    run.step()
+    run.session.checkpoint(full=True, wait=True)
+    engine, live = run.session._started(), run.session._binding.live(run.arena)
+    run.arena.reach(2)
+    live.save(np.arange(2), pack(run.arena.epoch, 2))
+    engine.adopt_orphans()  # as if the process had died after the copy: the extras are of step 1
+    run.session.close(seal=False)
+    run = Run(store, 2, "second")
+    assert run.session.resume().step == 1
+    run.session._finish()
+    assert run.session._started().saver.drain(10)
+    assert not run.arena.pending().any()
+    run.session.close(seal=False)
+    assert not list(store.parent.glob("second/*/*/arena"))
+
+
+def test_an_arena_whose_owner_died_before_it_had_space_gets_it(store: Path, saved: State) -> None:
+    run = Run(store, 2, "second")
+    layout, folder = run.session.store.current_layout(), arena_folder(str(store.parent / "second"), "run")
+    assert layout is not None
+
+    def blocks() -> int:
+        return os.stat(folder / "arena").st_blocks * 512
+
+    Arena.create(
+        folder, layout, run_id=run.session.store.run_id, epoch=1, populate=False, sparse=True
+    ).close()
+    assert blocks() < layout.nbytes // 2
+    arena = arena_for(folder, layout, run.session.store)
+    assert blocks() >= layout.nbytes
+    arena.remove()
+    run.session.close()
+
+
+def test_after_ctrl_c_the_arena_is_not_closed_before_it_is_full(
+    store: Path, saved: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, gate, files, put_rows = threading.Event(), threading.Event(), list[int](), Arena.put_rows
+
+    def held(self: Arena, *arguments: Any) -> None:
+        begun.set()
+        assert gate.wait(60)
+        files.append(self._file)
+        put_rows(self, *arguments)
+
+    monkeypatch.setattr(Arena, "put_rows", held)
+    run = Run(store, 2, "second", flush_on_signal=False)
+    run.session.resume()
+    assert begun.wait(60)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    threading.Timer(1.5, gate.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        run.step()
+    run.session.close(seal=False)
+    assert min(files) >= 0
+    again = Run(store, 3, "third")
+    assert again.session.resume().exact
+    again.session.close()
+
+
+def test_an_evacuation_does_not_count_what_the_store_has_as_lost(
+    store: Path, saved: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Arena) -> None:
+        raise Unavailable("no room", kind="arena-full")
+
+    run = Run(store, 2, "second")
+    with monkeypatch.context() as patch:
+        patch.setattr(Arena, "reserve_rows", refuse)
+        run.session.resume()
+        found = run.session.evacuate(5)
+    assert not found.flushed
+    assert not found.safe
+    assert (found.step, found.lost_partitions, found.lost_bytes) == (3, 0, 0)
+    run.session.close(seal=False)
+
+
+def test_values_that_are_not_finite_never_replace_the_stores_copies(
+    store: Path, gate: threading.Event
+) -> None:
+    def attach(host: str) -> tuple[nn.Linear, scarctl.Session]:
+        (store.parent / host).mkdir()
+        model = nn.Linear(30, 700)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        settings = scarctl.Settings(daemon=False, arena_dir=store.parent / host)
+        session = scarctl.attach(model, optimizer, store=store, interval=1 << 30, settings=settings)
+        if session.resume().new:
+            optimizer.step()
+        return model, session
+
+    gate.set()
+    attach("first")[1].close()
+    gate.clear()
+    model, session = attach("second")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)  # so that memory gets none of the store's copies
+    gate.set()
+    session._finish()
+    assert not session._started().arena.intact().any()
+    with torch.no_grad():
+        model.weight[0] = torch.nan
+    session.checkpoint(full=True, wait=True)
+    assert session.stats.nonfinite_partitions == 1
+    assert not session._started().is_sealed()
+    session.close(seal=False)
+    model, session = attach("third")
+    assert model.weight.isfinite().all()
+    session.close()
