@@ -64,7 +64,7 @@ class Witness:
         self._modules = modules
         self._rank = rank
         self._world = 1
-        """Number of processes at the newest step: a loop may leave its group before it closes the session."""
+        """Number of processes at the first step: a loop may leave its group before it closes the session."""
         self._ids: frozenset[int] = frozenset()
         self._gpu = False
         """Whether a parameter is on a GPU."""
@@ -101,11 +101,11 @@ class Witness:
         if self._modules is None:
             return
         self._gaps.append(_Gap(step, now or raw()))
-        self._world = _world()
         if not self._changes.settled:
             self._changes.iteration_ends()
         self._seen = seen
         if not self._ids:
+            self._world = _world()
             self._ids = frozenset(map(id, self._modules()))
             self._gpu = any(p.is_cuda for module in self._modules() for p in module.parameters(recurse=False))
         self._look_on()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -23,29 +23,28 @@ def untraced(hook: Hook) -> Hook:
     torch's own wrapper takes seven calls for that. They are left out where nothing is compiled.
     """
     kept: Hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-    compiler, skip = _compiler()
-    if compiler is None:
+    try:
+        from torch._C._dynamo.eval_frame import get_eval_frame_callback
+    except ImportError:
         return kept
 
     def quick(*args: Any) -> Any:
         # The first condition holds while this is traced, the second one while a compiled function runs.
-        if torch.compiler.is_compiling() or compiler() is not None:
+        if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
             return kept(*args)
         return hook(*args)
 
-    skip(quick.__code__)
-    return quick  # type: ignore[return-value]
+    return uncompiled(quick)  # type: ignore[return-value]
 
 
-def _compiler() -> tuple[Callable[[], Any] | None, Callable[[CodeType], None]]:
-    """Return two functions of torch. One returns the compiler of this thread's frames, None without one. The other
-    excludes a function from compilation, as when a backward pass calls it.
-    """
+def uncompiled(hook: Hook) -> Hook:
+    """Return the hook, excluded from compilation where a backward pass calls it while a compiled step runs."""
     try:
-        from torch._C._dynamo.eval_frame import get_eval_frame_callback, skip_code  # type: ignore[attr-defined]
+        from torch._dynamo.eval_frame import skip_code
     except ImportError:
-        return None, lambda code: None
-    return get_eval_frame_callback, skip_code
+        return hook
+    skip_code(hook.__code__)
+    return hook
 
 
 def running() -> Iterator[Optimizer]:

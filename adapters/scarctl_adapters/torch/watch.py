@@ -21,7 +21,7 @@ from scarctl_adapters.torch.homes import Home
 from scarctl_adapters.torch.outside import Outside
 from scarctl_adapters.torch.packing import is_plain_tensor
 from scarctl_adapters.torch.sharding import params_of
-from scarctl_adapters.torch.stepping import running, untraced
+from scarctl_adapters.torch.stepping import running, uncompiled
 
 SLACK = 20
 """Backward passes beyond the usual number between two steps, after which parameters are compared. Five times as many
@@ -175,7 +175,7 @@ class Watch:
             elif over >= SLACK and over % SLACK == 0:
                 self._compare()
 
-        return untraced(passed)
+        return uncompiled(passed)
 
     def _compare(self) -> None:
         for parameter, seen in zip(self._looked_at, self._seen, strict=False):
