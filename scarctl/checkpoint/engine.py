@@ -223,7 +223,7 @@ class Engine:
             ids, nonfinite = np.flatnonzero(changed & good), np.flatnonzero(changed & ~good)
         self._save(live, ids, distance, version, sealed=not nonfinite.size)
         self.tracker.saved_all(but=nonfinite)
-        self.filling.lacks_copies = False
+        self.filling.lacks_copies &= bool(nonfinite.size)
         ids = self.leaving.gather(ids, nonfinite, version)
         return Copied(version, ids, sealed=not nonfinite.size, nonfinite=nonfinite)
 

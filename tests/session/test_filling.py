@@ -431,9 +431,12 @@ def test_values_that_are_not_finite_never_replace_the_stores_copies(
     session._finish()
     assert not session._started().arena.intact().any()
     with torch.no_grad():
-        model.weight[0] = torch.nan
-    session.checkpoint(full=True, wait=True)
-    assert session.stats.nonfinite_partitions == 1
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    for checkpoints in (1, 2):
+        session.checkpoint(full=True, wait=True)
+        assert session.stats.nonfinite_partitions == checkpoints * session.layout.partitions
+    assert session._started().owes_seal()
     assert not session._started().is_sealed()
     session.close(seal=False)
     model, session = attach("third")
