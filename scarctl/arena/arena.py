@@ -287,6 +287,8 @@ class Arena(Fields):
 
     def reserve_rows(self) -> None:
         """Reserve the space of rows that no one has written. Raises Unavailable (`kind` "arena-full")."""
+        if not COHERENT:
+            return  # `create` has reserved it, with zeros
         fd = open_file(self.folder / FILE)
         try:
             reserve(fd, self._geometry.size, self.folder)

@@ -29,8 +29,6 @@ LOCK_SECONDS = 1.0
 _PAUSE = 0.01
 _SHARED_MEMORY = Path("/dev/shm")
 _ZEROS = bytes(1 << 20)
-_BLOCK = 512
-"""Bytes of a block in `st_blocks`, on every file system."""
 
 
 def arena_folder(base: str | None, run_id: str) -> Path:
@@ -175,13 +173,13 @@ def reserve(fd: int, size: int, folder: Path, gap: tuple[int, int] | None = None
     Raises Unavailable (`kind` "arena-full").
     """
     try:
-        if gap is None and os.fstat(fd).st_blocks * _BLOCK >= size:
-            return
         if gap is not None:
             if _free_bytes(folder) < size:
                 raise _no_room(folder, size)
             os.ftruncate(fd, size)
         for at, end in ((0, size),) if gap is None else ((0, gap[0]), (gap[1], size)):
+            if at == end:
+                continue  # which the system refuses to reserve
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(fd, at, end - at)
             else:

@@ -25,6 +25,7 @@ from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.view import ArenaView, peek
 from scarctl.errors import AccessDenied, Contention, Corruption, Fenced, ScarError, Unavailable
 from scarctl.state.layout import Layout
+from scarctl.state.version import NEVER
 from scarctl.store import Store
 from scarctl.store.line import number_of
 from scarctl.store.log import ShardLog
@@ -206,8 +207,9 @@ def arena_for(folder: Path, layout: Layout, store: Store, *, sparse: bool = Fals
     arena = take(folder, store)
     if arena is not None and arena.layout == layout:
         try:
-            # The process that created it may have died before it reserved the rows' space.
-            arena.reserve_rows()
+            if (arena.newest() == NEVER).all():
+                # The process that created it may have died before it reserved the rows' space.
+                arena.reserve_rows()
             disown(folder)
             arena.take_over()
         except BaseException:

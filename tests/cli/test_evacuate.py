@@ -14,7 +14,7 @@ import pytest
 from scarctl.cli.evacuate import _lines
 from scarctl.ops.evacuate import Host, Process, Store
 from scarctl.persist.evacuated import Evacuated
-from scarctl.session.departure import said
+from scarctl.session.departure import sentence
 from tests.cli.conftest import Done
 from tests.support import stepper
 from tests.support.process import Forked, Tell
@@ -101,7 +101,7 @@ def test_extras_that_are_lost_are_said() -> None:
     assert "  rank 2: its newest step counters, random states and other extras are lost as well" in _lines(
         host
     )
-    assert "the newest extras are lost as well" in said(found)
+    assert "the newest extras are lost as well" in sentence(found)
 
 
 def test_nothing_to_evacuate(tmp_path: Path) -> None:

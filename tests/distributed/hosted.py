@@ -100,6 +100,7 @@ def train(
     return {
         "step": resumed.step,
         "exact": resumed.exact,
+        "whole": resumed.whole,
         "tiers": None if resumed.report is None else resumed.report.tiers,
         "errors": session.stats.errors,
         "peers": peers,

@@ -103,7 +103,7 @@ def test_another_number_of_ranks_takes_over_what_copies_have(hosts: Path) -> Non
     with pytest.raises(AssertionError, match="ended with -9"):
         launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
     found = launch(TRAIN, 3, "fsdp", str(hosts), 14, {"homes": ["north", "west", "west"]})
-    assert [(report["step"], report["exact"]) for report in found] == [(13, True)] * 3
+    assert [(report["step"], report["whole"], report["exact"]) for report in found] == [(13, True, False)] * 3
 
 
 def test_an_original_comes_before_its_copy(hosts: Path) -> None:
@@ -112,7 +112,7 @@ def test_an_original_comes_before_its_copy(hosts: Path) -> None:
     with pytest.raises(AssertionError, match="ended with -9"):
         launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
     found = launch(TRAIN, 3, "fsdp", str(hosts), 14, {"homes": ["east", "west", "west"]})
-    assert [(report["step"], report["exact"]) for report in found] == [(13, True)] * 3
+    assert [(report["step"], report["whole"], report["exact"]) for report in found] == [(13, True, False)] * 3
 
 
 def test_a_survivor_brings_the_copy_of_a_lost_host_to_the_newest_step(hosts: Path, calm: Any) -> None:

@@ -104,7 +104,7 @@ def test_idx_files_are_read(tmp_path: Path, data: ModuleType) -> None:
 
 def test_files_that_are_no_idx_are_refused(tmp_path: Path, data: ModuleType) -> None:
     write_idx(tmp_path / "floats.gz", np.zeros(4, dtype=np.uint8), kind=13)
-    with pytest.raises(ValueError, match="no IDX file of unsigned bytes"):
+    with pytest.raises(ValueError, match="not an IDX file of unsigned bytes"):
         data.read_idx(tmp_path / "floats.gz")
     (tmp_path / "short.gz").write_bytes(gzip.compress(struct.pack(">HBBI", 0, 8, 1, 9) + b"123"))
     with pytest.raises(ValueError, match="3 values"):
