@@ -371,8 +371,7 @@ class Arena(Fields):
     def acknowledge(self, ids: Ids, version: int | Ids, generation: NDArray[np.uint64] | None = None) -> None:
         """Note that `version`, one for all or one for each, of these partitions is durable.
 
-        generation: generations of `ids` when they were read. A partition that was copied again since then stays
-            pending, even if its version is the same.
+        generation: those of `ids` when they were read. What was copied since stays pending, even at the same version.
         """
         self.durable[adjacent(ids)] = version
         if generation is not None:
@@ -434,9 +433,8 @@ class Arena(Fields):
         Does nothing after `close`, and in a forked child: another process may own the arena by then.
         """
         if self._folder is not None and self._lock >= 0:
-            remove_files(
-                self._folder, (MOVEMENTS, FILE, LINES, OWNER)
-            )  # movements without an arena are ignored
+            # Movements without an arena are ignored.
+            remove_files(self._folder, (MOVEMENTS, FILE, LINES, OWNER))
         self.close()
 
 

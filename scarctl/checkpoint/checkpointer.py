@@ -153,6 +153,10 @@ class Checkpoints:
         """Have the worker fill the arena after a resume: see `Filling`. `finish` waits for it."""
         self._fill = self._worker.submit(engine.filling.run)
 
+    def filled(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds until the arena is filled after a resume. Return whether that has ended."""
+        return self._fill is None or self._fill.settle(timeout)
+
     @property
     def unfinished(self) -> bool:
         """Whether `finish` has something to wait for."""

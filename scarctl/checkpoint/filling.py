@@ -89,20 +89,18 @@ class Staged:
             if not np.may_share_memory(target, data):
                 target[rows] = data
 
-    def source(self, live: LiveState) -> list[list[Bytes]]:
-        """Return what to fill the arena from, by group and tensor: uint8 of shape (rows, bytes per row).
+    def source(self, live: LiveState) -> list[list[torch.Tensor]]:
+        """Return what to fill the arena from, by group and tensor, plain memory in the shapes of the live tensors.
 
-        Those are the live tensors, but private copies of the buffers, which the next forward pass may change.
+        Those are aliases of the live tensors, but copies of the buffers, which the next forward pass may change.
         """
         buffers = set(live.buffers)
         return [
             [
-                self._rows[g, t].copy()
-                if g in buffers
-                else bytes_of(tensor).reshape(spec.rows, spec.row_bytes)
-                for t, (tensor, spec) in enumerate(zip(live.tensors[g], group.tensors, strict=True))
+                staged.clone() if g in buffers and staged is not None else tensor.detach()
+                for tensor, staged in zip(live.tensors[g], self.tensors[g], strict=True)
             ]
-            for g, group in enumerate(self._layout.groups)
+            for g in range(len(self._layout.groups))
         ]
 
 
@@ -113,14 +111,21 @@ class Filling:
         self.lacks_copies = False
         """The arena lacks copies that the store has: a regular checkpoint has to save the whole state."""
         self._arena = arena
-        self._later: tuple[Plan, list[list[Bytes]], int] | None = None
+        self._later: tuple[Plan, list[list[torch.Tensor]], int] | None = None
 
-    def later(self, plan: Plan, source: list[list[Bytes]], step: int) -> None:
+    def later(self, plan: Plan, source: list[list[torch.Tensor]], step: int) -> None:
         """Have `run` write the copies of `plan`, all of them the store's and exact.
 
         source: see `Staged.source`. step: the step from which the run continues.
         """
+        # So that the store is not reported as empty until then. A copy counts only once it has a version.
+        self._arena.acknowledge(plan.ids, plan.version)
         self._later = plan, source, step
+
+    @property
+    def since(self) -> int | None:
+        """The step of the resume whose copies the arena lacks, all of which the store has; None without one."""
+        return None if self._later is None else self._later[2]
 
     def run(self) -> None:
         """Reserve the arena's space, and write the copies. Does nothing the second time.
@@ -139,7 +144,7 @@ class Filling:
             age_after(self._arena, step)
         self._arena.end_filling()
 
-    def _write(self, plan: Plan, source: list[list[Bytes]]) -> bool:
+    def _write(self, plan: Plan, source: list[list[torch.Tensor]]) -> bool:
         """Return whether all copies were written: the bytes of a partition may no longer be those of the store."""
         arena, wanted = self._arena, np.zeros(plan.layout.partitions, np.uint64)
         for state in plan.states.values():
@@ -149,8 +154,10 @@ class Filling:
         for g, part in pieces(plan.layout, plan.ids):
             ids = plan.ids[part]
             rows = rows_of(plan.layout, g, ids)
-            for t, tensor in enumerate(source[g]):
-                arena.put_rows(g, t, rows, tensor[rows])
+            for t, spec in enumerate(plan.layout.groups[g].tensors):
+                # Not looked up earlier: `share_memory` moves a tensor's memory, and frees the old one.
+                there = bytes_of(source[g][t]).reshape(spec.rows, spec.row_bytes)
+                arena.put_rows(g, t, rows, there[rows])
             # Read from the arena: a write to the live tensors between two reads would not show.
             right[part] = checksums(arena, g, ids) == wanted[ids]
         # All copies appear last: if the process dies before, the store's state is exact as it was.

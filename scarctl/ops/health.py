@@ -278,8 +278,9 @@ def _losses(view: Survey) -> dict[str, Loss]:
     if kept is None:
         left = nowhere
     else:
-        # A live process has the values; a dead one's arena has its copies.
-        left = np.full_like(saved, np.maximum(view.head, 0)) if alive and (kept >= 0).all() else kept
+        # A live process has the values, even while a resume fills its arena; a dead one's arena has its copies.
+        has = (kept >= 0).all() or (view.topology is None and view.run is not None and view.run.head_step > 0)
+        left = np.full_like(saved, np.maximum(view.head, 0)) if alive and has else kept
     return {
         "process": _loss(
             view, near, view.distance if kept is not None else None, hidden=view.hidden and kept is None

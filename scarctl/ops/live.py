@@ -196,8 +196,13 @@ def _ask_ranks(store: Store, topology: Topology, request: _Request) -> LiveRanks
 def _under_way(store: Store, arena_dir: str | None) -> int:
     """Return the version of the current checkpoint. The session saves after its next step: its answer is newer."""
     before = peek(arena_dir, store.run_id)
-    newest = int(before.version.max(initial=NEVER)) if before is not None else NEVER
-    return pack(epoch_of(newest), before.head_step) if before is not None and newest >= 0 else NEVER
+    if before is None:
+        return NEVER
+    newest = int(before.version.max(initial=NEVER))
+    if newest >= 0:
+        return pack(epoch_of(newest), before.head_step)
+    # An arena without copies: the first ones answer. Those that a resume gets from the store are of earlier epochs.
+    return pack(before.epoch, max(0, before.head_step - 1))
 
 
 def _ask(store: Store, request: _Request) -> int:

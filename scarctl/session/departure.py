@@ -55,7 +55,7 @@ class Departure:
             if not quiet or self._inert():
                 return False
             engine.leaving.begin(deadline)
-            return self._saving.flush()
+            return self._saving.flush(patience)
 
     def _evacuate(self, deadline: float, *, flushed: bool, to: str | None = None) -> Evacuated:
         engine = self._opening.engine
@@ -93,7 +93,7 @@ class Departure:
             if grace is not None:
                 engine.leaving.begin(began + grace)
             if quiet:
-                flushed = self._saving.before_signal(fatal=fatal)
+                flushed = self._saving.before_signal(fatal=fatal, patience=patience)
             else:
                 log.warning("a signal arrived in a step that did not end: the state is not flushed")
             if fatal:

@@ -16,6 +16,8 @@ import time
 from enum import Enum
 from typing import Literal
 
+import numpy as np
+
 from scarctl.arena.durability import durability
 from scarctl.checkpoint.checkpointer import Checkpoints, Stats
 from scarctl.checkpoint.copied import Extent
@@ -246,8 +248,13 @@ class Saving:
                 kind="peers-late",
             )
 
-    def flush(self) -> bool:
-        """Seal the state of the newest step's end. Return whether that succeeded."""
+    def flush(self, patience: float) -> bool:
+        """Seal the state of the newest step's end. Return whether that succeeded.
+
+        patience: seconds to wait while a resume still fills the arena. Until then the store has what it restored.
+        """
+        if not self._checkpoints.filled(patience):
+            return False
         with self.streams.joined():
             return self._flush(self.moment or self.take())
 
@@ -302,15 +309,16 @@ class Saving:
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    def before_signal(self, *, fatal: bool) -> bool:
+    def before_signal(self, *, fatal: bool, patience: float) -> bool:
         """Flush before SIGTERM or SIGINT takes effect, inside `quiet`. fatal: the signal then ends this process.
 
+        patience: seconds to wait for the current copy.
         Returns whether the newest step is sealed in memory.
         """
         engine = self._opening.engine
         assert engine is not None, "nothing is flushed before the first step"
         errors = self.stats.errors
-        if not self._ready(engine):
+        if not self._ready(engine, patience):
             log.warning("a signal arrived, but the current copy does not end: the state is not flushed")
         elif self.moment is not None and self._flush(self.moment):
             log.info("a signal arrived: step %d is kept in shared memory", self._progress.head_step)
@@ -326,11 +334,20 @@ class Saving:
 
         failed: an error is the reason, not `why`.
         """
+        head, reason = self._progress.head_step, (failed and self.stats.last_error) or why
+        if engine.filling.since == head:
+            log.error(
+                "the run ends at step %d, from which it resumed, and changes since then are not saved: %s. The store "
+                "has what was resumed",
+                head,
+                reason,
+            )
+            return
         log.error(
             "the run ends, and step %d is not saved as a whole: %s. The newest copies are of step %d",
-            self._progress.head_step,
-            (failed and self.stats.last_error) or why,
-            step_of(int(engine.arena.newest().max(initial=NEVER))),
+            head,
+            reason,
+            step_of(int(np.maximum(engine.arena.newest(), engine.arena.durable).max(initial=NEVER))),
         )
 
     def end_now(self, *, wait: bool) -> None:
@@ -385,10 +402,10 @@ class Saving:
         """Wait for the current `look_ahead`, and release arena and state."""
         self._checkpoints.rest(self._opening.engine)
 
-    def _ready(self, engine: Engine) -> bool:
-        """Wait a while for the current copy. Return whether it has ended."""
+    def _ready(self, engine: Engine, patience: float) -> bool:
+        """Wait up to `patience` seconds for the current copy. Return whether it has ended."""
         engine.selector.hurry()
-        return self._checkpoints.ready(FLUSH_SECONDS)
+        return self._checkpoints.ready(patience)
 
     def _rescue(self, engine: Engine, moment: Moment) -> None:
         """Update the arenas of dead ranks, once the state of `moment` is saved after a failure."""

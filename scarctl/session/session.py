@@ -231,13 +231,13 @@ class Session:
 
         A process that restarts on this host resumes from it exactly. The checkpoint becomes durable as usual. Its
         extras are those of the step's end, if they are kept (`flush_on_signal`). May be called from any thread.
-        timeout: seconds to wait for a running step to end.
+        timeout: seconds to wait for a running step, and after a resume for this host's memory to have its copies.
         Returns whether the state was sealed. It cannot be sealed while a step runs, or if values are not finite.
         Raises UsageError before the first step.
         """
         self._started()
         with self._gate.quiet(timeout) as quiet:
-            return quiet and not self._closed and self._saving.flush()
+            return quiet and not self._closed and self._saving.flush(timeout)
 
     def evacuate(self, seconds: float, to: str | None = None) -> Evacuated:
         """Flush, then save to `peers` and the store what the time allows, most changed first. For any thread.

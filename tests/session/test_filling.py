@@ -274,6 +274,7 @@ def test_a_resumed_epoch_begins_with_a_full_arena(
         ("put_rows", 9),
         ("end", 0),
         ("acknowledge", 0),
+        ("acknowledge", 1),
         ("end_filling", 0),
     ],
 )
