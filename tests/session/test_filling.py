@@ -25,6 +25,7 @@ from scarctl.peers.follower import Follower
 from scarctl.peers.frames import Kind
 from scarctl.state.version import pack
 from tests.session.test_beginning import attached, stopped
+from tests.support.training import state_of
 
 State = dict[str, torch.Tensor]
 
@@ -61,13 +62,7 @@ class Run:
         self.optimizer.step()
 
     def state(self) -> State:
-        slots = {
-            f"{n}/{slot}": self.optimizer.state[p][slot].clone()
-            for n, p in self.model.named_parameters()
-            for slot in ("exp_avg", "exp_avg_sq")
-            if slot in self.optimizer.state[p]
-        }
-        return slots | {n: t.clone() for n, t in self.model.state_dict().items()}
+        return state_of(self.model, self.optimizer)
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.loading import NewSlots
 from scarctl.checkpoint.row_copies import copy_rows
 from scarctl.errors import NoIntactCopy
+from tests.support.training import state_of
 
 State = dict[str, torch.Tensor]
 
@@ -45,13 +46,7 @@ class Run:
         self.optimizer.step()
 
     def state(self) -> State:
-        slots = {
-            f"{n}/{slot}": self.optimizer.state[p][slot].clone()
-            for n, p in self.model.named_parameters()
-            for slot in ("exp_avg", "exp_avg_sq")
-            if slot in self.optimizer.state[p]
-        }
-        return slots | {n: p.detach().clone() for n, p in self.model.named_parameters()}
+        return state_of(self.model, self.optimizer)
 
 
 def saved(store: Path, steps: int = 3) -> State:

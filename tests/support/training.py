@@ -85,3 +85,14 @@ def drained(sessions: Iterable[scarctl.Session]) -> None:
 def drain(session: scarctl.Session, seconds: float = 30.0) -> bool:
     """Wait until all copies are durable; return whether they are. True before the first step."""
     return session._engine is None or session._engine.saver.drain(seconds)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return copies of a model's tensors, and of Adam's slots as far as they exist."""
+    slots = {
+        f"{name}/{slot}": optimizer.state[parameter][slot].clone()
+        for name, parameter in model.named_parameters()
+        for slot in ("exp_avg", "exp_avg_sq")
+        if slot in optimizer.state[parameter]
+    }
+    return slots | {name: tensor.clone() for name, tensor in model.state_dict().items()}
