@@ -18,7 +18,9 @@ _NO_COMMIT = (
     "all copies are of this step, but no commit has the whole state: the step was saved several times, with changes in "
     "between, or in parts"
 )
-_DOUBTFUL = "newer copies may be lost, because files of the store that may have had them are damaged or missing"
+_DOUBTFUL = (
+    "newer copies may be lost, because files of the store that may have had them are damaged or missing"
+)
 _ENCODED = ""
 """Encoded copies are a reason of their own."""
 _BEFORE = "it was not exact when it was resumed before: "

@@ -94,9 +94,7 @@ class Outside:
         with contextlib.suppress(RuntimeError):
             saved = {t.data_ptr() for owner in self._saved for t in _tensors_of(owner)}
             saved |= {t.data_ptr() for t in _readable(self._parameters)}
-            places = [
-                (owner, name) for owner, name, t in _places_of(module) if t.data_ptr() not in saved
-            ]
+            places = [(owner, name) for owner, name, t in _places_of(module) if t.data_ptr() not in saved]
             if places:
                 self._others.append(_Other(module, places))
 
