@@ -127,10 +127,11 @@ class Changes:
 
     def _prunings(self) -> int:
         """Return how many times the model's parameters have been pruned."""
-        hooks = [h for m in self._modules() for h in m._forward_pre_hooks.values()] if self._modules else []
-        return sum(
-            len(h) if isinstance(h, PruningContainer) else isinstance(h, BasePruningMethod) for h in hooks
-        )  # type: ignore[arg-type]
+        modules = () if self._modules is None else self._modules()
+        hooks = [hook for module in modules for hook in module._forward_pre_hooks.values()]
+        containers = [hook for hook in hooks if isinstance(hook, PruningContainer)]
+        alone = [hook for hook in hooks if isinstance(hook, BasePruningMethod)]
+        return len(alone) + sum(len(container) - 1 for container in containers)
 
     def _pruned_since(self) -> list[str]:
         if self._prunings() == self._pruned:

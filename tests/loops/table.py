@@ -82,8 +82,8 @@ DOUBTED = {
     ("replay", "close"),
     ("sharpness", "SIGTERM"),
 }
-"""Cases in which nothing after the saved state would show how the loop continues, or in which a busy machine handles the
-signal while disturbed weights are in place of the trained ones."""
+"""Cases in which nothing after the saved state would show how the loop continues, or in which a busy machine handles
+the signal while disturbed weights are in place of the trained ones."""
 
 
 def program(folder: Path, name: str, store: str, stop: str = "none", at: int = 0, **env: str) -> Any:
