@@ -35,6 +35,8 @@ GRACE_SECONDS = 3.0
 """Seconds that an ending daemon gives to fetches under way."""
 PIECE_SECONDS = 30.0
 """Seconds in which the other side has to take, or send, a piece or a small file. A daemon saves nothing meanwhile."""
+_LATE_SECONDS = 1.0
+"""Seconds after that, in which those that are not finished are refused."""
 _IDLE_SECONDS = 10.0
 _MOST_LOANS = 16
 
@@ -106,8 +108,7 @@ class Lender:
         """Let fetches under way end within some seconds, and refuse all others."""
         with self._changed:
             self._until = time.monotonic() + GRACE_SECONDS
-            # A second more, in which those that are late are refused.
-            self._changed.wait_for(lambda: not self._channels, GRACE_SECONDS + 1.0)
+            self._changed.wait_for(lambda: not self._channels, GRACE_SECONDS + _LATE_SECONDS)
             late = list(self._channels)
         for channel in late:
             channel.shut()

@@ -28,14 +28,14 @@ from scarctl.peers.lender import Lend, lent_without_runs
 from scarctl.peers.sender import Candidate
 from scarctl.peers.tls import Tls
 from scarctl.persist.saver import LocalSaver
-from scarctl.state.version import step_of
+from scarctl.state.layout import Layout
+from scarctl.state.version import pack, step_of
 from scarctl.store import Store
 from scarctl.store.members import join_members
 from tests.daemon.rig import fill, small_layout
 
 START, SECRET = "11" * 16, secrets.token_bytes(SECRET_BYTES)
 LAYOUT = small_layout()
-EVERYTHING = np.arange(LAYOUT.partitions)
 DEAD = 0x7FFFFFF0
 """An id that no process has."""
 MEMBER = 3
@@ -44,8 +44,11 @@ MEMBER = 3
 class Site:
     """One host: its folder for arenas, and the daemon's end for other hosts."""
 
-    def __init__(self, folder: Path, store: Path, lend: Lend = lent_without_runs) -> None:
+    def __init__(
+        self, folder: Path, store: Path, lend: Lend = lent_without_runs, layout: Layout = LAYOUT
+    ) -> None:
         folder.mkdir()
+        self.layout, self.everything = layout, np.arange(layout.partitions)
         self.name, self.base = folder.name, str(folder)
         self.store = store
         self.home = host_folder(self.base)
@@ -78,19 +81,19 @@ class Site:
         saver = LocalSaver(view)
         saver.claim()
         arena = Arena.open_existing(self.place, run_id=view.run_id) or Arena.create(
-            self.place, LAYOUT, run_id=view.run_id, epoch=1
+            self.place, self.layout, run_id=view.run_id, epoch=1
         )
         disown(self.place)
         arena.take_over()
         saver.open(arena)
         whole = uuid.uuid4().hex
-        arena.begin(EVERYTHING)
-        fill(arena, EVERYTHING, step)
-        arena.end(EVERYTHING, arena.epoch << 40 | step)
+        arena.begin(self.everything)
+        fill(arena, self.everything, step)
+        arena.end(self.everything, pack(arena.epoch, step))
         arena.reach(step)
         arena.name_whole(whole)
         queue = HandOverQueue(arena.folder)
-        queue.put(version=int(arena.version[0]), ids=EVERYTHING, whole=whole, extras={"step": step})
+        queue.put(version=int(arena.version[0]), ids=self.everything, whole=whole, extras={"step": step})
         copied()
         if durable:
             saver.resume()
@@ -117,7 +120,7 @@ class Site:
         (version,) = set(arena.version.tolist())
         assert arena.intact().all()
         step = step_of(version)
-        assert set(arena.rows(0, 0).reshape(-1).tolist()) == {step % 251}
+        assert np.unique(arena.rows(0, 0)).tolist() == [step % 251]
         for handover in HandOverQueue(self.place).pending():
             assert handover.extras == {"step": step_of(handover.version)}
         return step
@@ -168,13 +171,13 @@ class Liar:
 
 
 @contextlib.contextmanager
-def sites(folder: Path, *names: str) -> Iterator[list[Site]]:
+def sites(folder: Path, *names: str, layout: Layout = LAYOUT) -> Iterator[list[Site]]:
     """Yield hosts, and a store of some members."""
     store = folder / "store"
     made_store = Store.create(str(store), shards=1)
     assert join_members(made_store, MEMBER + 1).shards[MEMBER] == MEMBER
     made_store.close()
-    made = [Site(folder / name, store) for name in names]
+    made = [Site(folder / name, store, layout=layout) for name in names]
     try:
         yield made
     finally:
