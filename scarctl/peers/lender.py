@@ -144,7 +144,7 @@ class Lender:
 
     def _send(self, channel: Channel, outgoing: Outgoing, offer: Offer) -> None:
         if outgoing.count > MAX_FILES:
-            raise Contention(f"{outgoing.count} hand-overs wait: too many to be sent", kind="too-many-files")
+            raise Contention(f"{outgoing.count} hand-overs wait: too many to be sent")
         whole = Offer(
             offer.age,
             offer.epoch,
@@ -177,7 +177,7 @@ class Lender:
             if self._until is not None:
                 raise _ending()
             if len(self._channels) >= _MOST_LOANS:
-                raise Contention(f"{_MOST_LOANS} other hosts are fetching from this one", kind="lender-busy")
+                raise Contention(f"{_MOST_LOANS} other hosts are fetching from this one", kind="run-busy")
             self._channels.append(channel)
         try:
             yield

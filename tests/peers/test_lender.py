@@ -118,7 +118,7 @@ def test_there_are_not_many_borrowers_at_once(two: list[Site], monkeypatch: pyte
             channel.send(encode(Kind.FETCH, {}))
             with pytest.raises(Contention) as caught:
                 channel.expect(Kind.FETCH)
-        assert caught.value.kind == "lender-busy"
+        assert caught.value.kind == "run-busy"
     wait_until(lambda: not east.host.busy)
     assert west.fetch(east.candidate) is not None
 
