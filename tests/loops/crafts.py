@@ -252,12 +252,12 @@ def contrast(run: Run) -> None:
             run.iterated()
 
 
-def double_average(run: Run, *, saved: bool) -> None:
+def double_average(run: Run) -> None:
     """An average of the model in float64, made by a deep copy; its weights are those of the evaluation."""
     model = net()
     average = copy.deepcopy(model).double().requires_grad_(False)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    session = run.attach(model, optimizer, extras={"average": average} if saved else {})
+    session = run.attach(model, optimizer, extras={"average": average})
     run._models.append(average)
     run.resume()
     for _ in session.epochs(EPOCHS):
@@ -316,12 +316,12 @@ def folds(run: Run) -> None:
             session.close()
 
 
-def stopped_early(run: Run, *, saved: bool) -> None:
+def stopped_early(run: Run) -> None:
     """Stop when the loss of an evaluation has not fallen for two epochs, and load the best weights."""
     model = net()
     best: dict[str, Any] = {"loss": 1e9, "waited": 0, "weights": copy.deepcopy(model.state_dict())}
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
-    session = run.attach(model, optimizer, extras={"best": best} if saved else {})
+    session = run.attach(model, optimizer, extras={"best": best})
     run.resume()
     data = Digits()
     for _ in session.epochs(2 * EPOCHS):
@@ -387,21 +387,6 @@ def curriculum(run: Run) -> None:
             run.iterated()
 
 
-def harder(run: Run) -> None:
-    """Let the dataset become harder when the loss of an epoch has fallen, by an attribute that is not saved."""
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    session = run.attach(model, optimizer)
-    run.resume()
-    data = Digits()
-    scale = 1.0
-    for _ in session.epochs(EPOCHS):
-        for x, y in session.batches(DataLoader(data, batch_size=4, shuffle=True)):
-            train(model, optimizer, (x * scale, y))
-            scale *= 1.1
-            run.iterated()
-
-
 CRAFTS: dict[str, Callable[[Run], None]] = {
     "functional gradients": functional_gradients,
     "reentrant": reentrant,
@@ -416,13 +401,11 @@ CRAFTS: dict[str, Callable[[Run], None]] = {
     "replay, not saved": lambda run: replay(run, saved=False),
     "replay by hand": lambda run: replay(run, saved=True, ours=False),
     "contrast": contrast,
-    "double average": lambda run: double_average(run, saved=True),
-    "double average, not saved": lambda run: double_average(run, saved=False),
+    "double average": double_average,
     "finder": finder,
     "folds": folds,
-    "stopped early": lambda run: stopped_early(run, saved=True),
+    "stopped early": stopped_early,
     "workers and sampler": lambda run: workers_and_sampler(run, extras=False),
     "workers and saved sampler": lambda run: workers_and_sampler(run, extras=True),
     "curriculum": curriculum,
-    "harder": harder,
 }

@@ -66,11 +66,10 @@ REPORTED = {
     "pruned",
     "replay, not saved",
     "replay by hand",
-    "double average, not saved",
     "workers and sampler",
     "workers and saved sampler",
     "finder",
-    "harder",
+    "contrast",
 }
 """Programs that resume exactly only if they were stopped between two epochs, and get a report otherwise."""
 DOUBTED = {

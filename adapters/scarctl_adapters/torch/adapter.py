@@ -375,6 +375,8 @@ class TorchAdapter:
 
             def enter(number: int = number) -> None:
                 self._stepping = number
+                if self._watching is not None:
+                    self._watching.step_begins()
                 before()
 
             if after is None:

@@ -15,7 +15,9 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from scarctl.checkpoint.randomness import untransformed
 from scarctl.state.caveats import Caveats
+from scarctl_adapters.torch.following import Following
 
 _STEPS = 3
 """Number of first iterations in which forward passes are checked."""
@@ -81,11 +83,17 @@ class Outside:
         self._others: list[_Other] = []
         self._ddp = weakref.WeakSet(m for m in self._saved if isinstance(m, DistributedDataParallel))
         self._given = {id(item) for item in saved}
+        self.following = Following(model, self._parameters, caveats)
         self._steps = 0
         self._handle: Any = nn.modules.module.register_module_forward_pre_hook(self._runs)
 
     def _runs(self, module: nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling() or id(module) in self._known:
+        if torch.compiler.is_compiling():
+            return
+        if torch.is_grad_enabled():
+            with untransformed():
+                self.following.forward_begins()
+        if id(module) in self._known:
             return
         if isinstance(module, DistributedDataParallel):
             self._ddp.add(module)

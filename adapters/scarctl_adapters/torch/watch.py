@@ -97,6 +97,11 @@ class Watch:
         for number in self._counting.keys() - wanted:
             self._counting.pop(number).remove()
 
+    def step_begins(self) -> None:
+        """Note that an optimizer is about to step."""
+        if self._steps < FIRST:
+            self.outside.following.step_begins()
+
     def stepped(self) -> None:
         self._steps += 1
         self._foreign = 0
