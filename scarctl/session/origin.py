@@ -15,8 +15,8 @@ from scarctl.util.text import counted
 
 _SEVERAL = "partitions are of several steps"
 _NO_COMMIT = (
-    "all copies are of this step, but no commit has the whole state: the step was saved several times, with changes in "
-    "between, or in parts"
+    "all copies are of this step, but no commit has the whole state: the step was saved several times, and "
+    "changed meanwhile, or in parts"
 )
 _DOUBTFUL = (
     "newer copies may be lost, because files of the store that may have had them are damaged or missing"

@@ -132,7 +132,7 @@ class Words(nn.Module):
 
 
 def sparse(run: Run) -> None:
-    """A sparse table with SparseAdam, and Adam for the rest; rows are drawn for each batch."""
+    """Train a sparse table with SparseAdam, and the rest with Adam; rows are drawn for each batch."""
     model = Words()
     optimizers: list[Any] = [
         torch.optim.SparseAdam(model.table.parameters(), lr=0.01),
@@ -253,7 +253,7 @@ def contrast(run: Run) -> None:
 
 
 def double_average(run: Run) -> None:
-    """An average of the model in float64, made by a deep copy; its weights are those of the evaluation."""
+    """Keep an average of the model in float64, made by a deep copy."""
     model = net()
     average = copy.deepcopy(model).double().requires_grad_(False)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -433,8 +433,7 @@ TORCHDATA: dict[str, Program] = {
     "stateful loader by hand, 2 workers": lambda run: stateful(run, ours=False, workers=2),
 }
 PROGRAMS |= CRAFTS | HABITS | OVERSIGHTS | DETOURS | TURNS
-if find_spec("torchdata") is not None:
-    PROGRAMS |= TORCHDATA
+PROGRAMS |= TORCHDATA if find_spec("torchdata") is not None else {}
 
 
 def main() -> None:

@@ -56,6 +56,6 @@ class Following:
         self._caveats.say(
             "changed-in-forward",
             f"{name!r} and perhaps other parameters that no optimizer trains change within forward passes. A "
-            "checkpoint is copied alongside the next forward pass, and may have them as it left them. Change them right after "
-            "the optimizer's step, or make them buffers",
+            "checkpoint is copied alongside the next forward pass, and may have them as it left them. Change them "
+            "right after the optimizer's step, or make them buffers",
         )
