@@ -52,9 +52,8 @@ class Origin:
         why = tuple(dict.fromkeys([*mixed, *(reason for _, theirs in gathered for reason in theirs)]))
         if why:
             # If it is saved again before a step, it is the same state: then whole, but no more exact.
-            known = [reason for reason in why if reason.startswith(_BEFORE)]
-            new = "; ".join(reason for reason in why if reason not in known)
-            self._caveats.keep("resumed", "; ".join([*known, *([_BEFORE + new] if new else [])]))
+            text = "; ".join(why)
+            self._caveats.keep("resumed", text if resumed.exact else _BEFORE + text)
         resumed = replace(resumed, exact=resumed.exact and not why, whole=resumed.exact, reasons=why)
         self.resumed = logged(resumed, store, loud=together.leads)
         return self.resumed
