@@ -24,7 +24,7 @@ from scarctl.state.version import NEVER, pack, step_of
 from scarctl.store import Collector, ShardState, StoreWriter
 from scarctl.store.encoder import Encoder
 from scarctl.store.segment import Source
-from scarctl.util.arrays import Ids
+from scarctl.util.arrays import Ids, distinct
 
 log = logging.getLogger("scarctl")
 
@@ -334,7 +334,7 @@ def adopt_orphans(arena: Arena, queue: HandOverQueue) -> int:
         orphans[handover.ids[arena.version[handover.ids] == handover.version]] = False
     ids = np.flatnonzero(orphans)
     versions = arena.version[ids]
-    for version in np.unique(versions).tolist():
+    for version in distinct(versions).tolist():
         queue.put(version=version, ids=ids[versions == version], extras=None)
     return int(ids.size)
 

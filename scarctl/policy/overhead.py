@@ -93,6 +93,8 @@ class Overhead:
         self._any: deque[tuple[float, float]] = deque(maxlen=_QUIET)
         self._enough = False
         """Whether there are enough of them."""
+        self._known_usual: _Usual | None = None
+        """The usual iteration, until another one is noted."""
         self._without_quiet = 0
         self._probe = _PROBE
         self._open = False
@@ -142,6 +144,7 @@ class Overhead:
         one = seconds - stalled if seconds > stalled else 0.0, stalled
         self._iterations += 1
         self._all_iterations += 1
+        self._known_usual = None
         if not self._enough:
             self._any.append(one)
         if busy:
@@ -224,11 +227,13 @@ class Overhead:
         return max(self.budget - hooks, LEAST_SHARE * self.budget)
 
     def _usual(self) -> _Usual:
-        known = self._quiet if self._enough else self._any
-        middle = median(own for own, _ in known)
-        most = max(_OUTLIER * middle, middle + _OUTLIER_SECONDS)
-        hooks = median(stalled for _, stalled in known)
-        return _Usual(fmean(min(own, most) for own, _ in known), hooks, most)
+        if self._known_usual is None:
+            known = self._quiet if self._enough else self._any
+            middle = median([own for own, _ in known])
+            most = max(_OUTLIER * middle, middle + _OUTLIER_SECONDS)
+            hooks = median([stalled for _, stalled in known])
+            self._known_usual = _Usual(fmean([min(own, most) for own, _ in known]), hooks, most)
+        return self._known_usual
 
     def _cost(self, usual: _Usual) -> Cost:
         """Return the cost of the newest checkpoint so far."""
