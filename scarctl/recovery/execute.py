@@ -38,7 +38,7 @@ from scarctl.store.read import Room
 from scarctl.store.saved import last_saved
 from scarctl.theory.extrapolation import Extrapolation
 from scarctl.theory.rework import Cost
-from scarctl.util.arrays import Bytes, Ids, distinct, places
+from scarctl.util.arrays import Bytes, Ids, distinct, places, union
 
 _BATCH_BYTES = 64 << 20
 

@@ -384,7 +384,9 @@ def test_a_session_that_compares_ahead_soon_knows_an_undisturbed_iteration(
     loop.train(1)
     engine = loop.session._engine
     assert engine is not None
-    with engine.nothing_saved():  # the store takes long for the first state, so that these iterations are not quiet
+    with (
+        engine.nothing_saved()
+    ):  # the store takes long for the first state, so that these iterations are not quiet
         for _ in range(25):
             clock.now += 1.0
             loop.train(1)
