@@ -74,7 +74,7 @@ class Training:
         self.optimizer.step()
 
     def steps(self, seconds: float) -> float:
-        """As `per_step`. Also keep the seconds of this thread's own time per step in `own`."""
+        """Train as `per_step` does. Keep also the seconds of this thread's own time per step in `own`."""
         start, before = time.thread_time(), self.count
         taken = self.per_step(seconds)
         self.own.append((time.thread_time() - start) / (self.count - before))
