@@ -51,10 +51,6 @@ from scarctl.util.arrays import Ids, distinct, union
 
 log = logging.getLogger("scarctl")
 _NONE = np.empty(0, dtype=np.int64)
-_DIFFERS = (
-    "ranks have different values of parameters that they should have in common, as under DistributedDataParallel: one "
-    "rank's are saved, and all ranks resume with them. Name only equal ones in scarctl.Ranks(replicated=...)"
-)
 
 
 class Engine:
@@ -313,8 +309,6 @@ class Engine:
     def expect(self, step: int) -> None:
         """Announce the regular checkpoint of `step`, which is due, to all ranks."""
         self.cadence.agree(self.selector.interval)
-        if self.selector.differs:
-            self._caveats.say("ranks-differ", _DIFFERS)
         self.selector.expect(step, self.budget_now)
 
     def require_saving(self) -> ScarError | None:
