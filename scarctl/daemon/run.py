@@ -196,7 +196,7 @@ class Run:
             possible = sum(
                 sender.has_acknowledged(number) or not sender.link.ended for sender, number in asked
             )
-            if have >= count or possible < count or time.monotonic() >= until:
+            if have >= count or have == possible < count or time.monotonic() >= until:
                 return have, [sender.describe() for sender, _ in asked]
             time.sleep(_ACK_PAUSE)
 

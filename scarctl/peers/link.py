@@ -99,7 +99,9 @@ class Link:
 
     def refused(self, now: float) -> None:
         """Note that the peer cannot keep a replica: it has no room, or a live process uses its place."""
-        if self.state is State.CONNECTING or self.state in CONNECTED:
+        if self.candidates == 1:
+            self.lost(now)
+        elif self.state is State.CONNECTING or self.state in CONNECTED:
             self._replace(now)
 
     def overtaken(self, _now: float) -> None:

@@ -139,7 +139,7 @@ class Sender:
         self._wake = threading.Event()
         self._done = False
         self._said: dict[Candidate, str] = {}
-        """The newest warning about each host since the newest mark."""
+        """The kind of the newest warning about each host since the newest mark."""
         self._lacked = False
         """Whether the newest acknowledged mark lacked a hand-over."""
         self._thread = threading.Thread(target=self._run, name="scarctl-sender", daemon=True)
@@ -286,14 +286,16 @@ class Sender:
             if error.kind == "unknown-start":
                 self._handle(self.link.lost)  # the peer's ranks begin later than these
             else:
-                self._lost(peer, str(error), self.link.refused if error.kind in _FINAL else self.link.lost)
+                event = self.link.refused if error.kind in _FINAL else self.link.lost
+                self._lost(peer, str(error), event, error.kind)
         except Exception as error:
             log.exception("sending to a peer failed unexpectedly")
             self._lost(peer, repr(error)[:200], self.link.lost)
 
-    def _lost(self, peer: Candidate, why: str, event: Callable[[float], None]) -> None:
-        if self._said.get(peer) != why and not self._closing.is_set():
-            self._said[peer] = why
+    def _lost(self, peer: Candidate, why: str, event: Callable[[float], None], kind: str = "") -> None:
+        said = kind or why  # the text of an error may name another file each time
+        if self._said.get(peer) != said and not self._closing.is_set():
+            self._said[peer] = said
             self._warn(f"the copy of this rank's memory on {peer.host} is not kept up to date: {why}")
         self._handle(event)
 

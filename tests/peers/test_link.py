@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -117,6 +119,21 @@ def test_a_refusal_goes_to_the_next_candidate_at_once_and_pauses_after_the_last(
     assert not link.tick(1.0)
     assert link.tick(2.0)
     assert link.at == 0
+
+
+def test_the_only_host_keeps_its_age_when_it_refuses() -> None:
+    """It has a complete replica, and no room for a hand-over. It is asked again after growing pauses."""
+    link = following(1)
+    pauses, now = [], 10.0
+    for _ in range(5):
+        link.refused(now)
+        assert (link.state, link.complete) == (State.LOST, True)
+        began = now
+        while not link.tick(now):
+            now += 0.05
+        link.accepted(now, complete=True)
+        pauses.append(now - began)
+    assert all(one < other for one, other in itertools.pairwise(pauses)), pauses
 
 
 def test_a_host_that_goes_is_not_kept_waiting_by_an_earlier_loss() -> None:
