@@ -62,7 +62,9 @@ def training(hosts: Networks, folder: Path, **options: Any) -> Iterator[Callable
         return [report for _, report in ended]
 
     try:
-        wait_until(lambda: "up to date" in str(run_of(folder, "east").get("peers")))
+        for rank, home in enumerate(HOMES[: len(ranks)]):
+            wait_until(lambda home=home: "up to date" in link_of(folder, home))  # type: ignore[misc]
+            wait_until(lambda rank=rank: step_at(folder, rank) >= INTERVAL)  # type: ignore[misc]
         yield end
     finally:
         for rank in ranks:
