@@ -46,8 +46,8 @@ class Departure:
     def flush(self, deadline: float, seconds: float) -> bool:
         """Bring the newest step into memory, and keep training from saving until the deadline.
 
-        Returns whether it is sealed there, or no newer than what the store has. It waits for a running step for a third of
-        `seconds` at most.
+        Returns whether it is sealed there, or no newer than what the store has. It waits for a running step for a third
+        of `seconds` at most.
         """
         engine = self._opening.engine
         if engine is None:
@@ -81,6 +81,11 @@ class Departure:
         if not self._settings.flush_on_signal:
             return lambda: None
         return signals.watch(self.before_signal, patience=self._grace or 0.0)
+
+    def settle(self) -> None:
+        """Wait for an evacuation after SIGTERM. The loop may fail meanwhile, as its workers got the signal, too."""
+        if self._grace is not None and self._settings.flush_on_signal:
+            signals.settle()
 
     def before_signal(self, signum: int, fatal: bool) -> None:
         """Flush, after SIGTERM or SIGINT. After SIGTERM also evacuate, if there is a grace period. Called in a thread.

@@ -377,8 +377,7 @@ class Session:
     def _after_step(self) -> None:
         if self._inert():
             return
-        # While the gate is held, no flush can run between these parts.
-        with self._held:
+        with self._held:  # no flush can run between these parts
             request = self._steps.end()
             if request is not None:
                 self._grant(request)
@@ -416,12 +415,13 @@ class Session:
                 "this is a forked child's copy of the session", hint="call it in the process that attached it"
             )
 
-    def _at_exit(self) -> None:
-        # The interpreter keeps an exception that was not caught.
+    def _at_exit(self) -> None:  # the interpreter keeps an exception that was not caught
         self._close(Ending.EXIT if getattr(sys, "last_value", None) is None else Ending.FAILED)
 
     def _close(self, ending: Ending, *, seal: bool = True) -> None:
         """Save the whole state, and release all resources."""
+        if os.getpid() == self._pid:
+            self._departure.settle()
         if self._inert():
             return
         atexit.unregister(self._at_exit)

@@ -117,15 +117,17 @@ class Networks:
             command = ["-c", ENTER, f"/run/netns/{network}", module, *arguments]
             return Program(command, env=env, stdout=file, stderr=file)
 
-    def start(self, function: str, folder: Path, *arguments: Any, world: int = 0) -> list[Program]:
-        """Start a job with one rank per host, on the first `world` of them."""
+    def start(
+        self, function: str, folder: Path, *arguments: Any, world: int = 0, seconds: float = 100
+    ) -> list[Program]:
+        """Start a job with one rank per host, on the first `world` of them. It ends after `seconds` at the latest."""
         world = world or len(self.names)
         ranks = []
         for rank in range(world):
             env = environment(rank, world, PORT)
             env |= {"MASTER_ADDR": self.address(0), "GLOO_SOCKET_IFNAME": "cabled"}
             (folder / f"{rank}.json").unlink(missing_ok=True)
-            words = [function, str(folder), "100", json.dumps(arguments)]
+            words = [function, str(folder), str(seconds), json.dumps(arguments)]
             errors = folder / f"{rank}.err"
             ranks.append(self.run(rank, "tests.distributed.launch", *words, env=env, errors=errors))
         return ranks
