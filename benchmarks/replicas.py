@@ -48,7 +48,7 @@ def host(folder: str, secret: bytes, told: Connection, files: list[str] | None) 
 
 
 def sink(told: Connection) -> None:
-    """Receive what plain connections bring, until None is told.
+    """Receive what plain connections bring, until None comes.
 
     A path that came before is that of a new file for it.
     """

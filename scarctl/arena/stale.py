@@ -203,5 +203,5 @@ def _age(path: Path) -> float:
 
 
 def _uptime() -> float:
-    """Return the seconds since this machine was started; infinity if this system does not tell."""
+    """Return the seconds since this machine was started; infinity if this system does not report it."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else math.inf

@@ -283,7 +283,7 @@ class Run:
 
 
 def _distinguished(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Return the candidates with names that differ: hosts that share a name are told apart by their addresses."""
+    """Return the candidates with names that differ: hosts that share a name get their addresses as well."""
     names = Counter(one.host for one in candidates)
     places = Counter((one.host, one.address) for one in candidates)
     return tuple(
