@@ -48,12 +48,14 @@ def host(folder: str, secret: bytes, told: Connection, files: list[str] | None) 
 
 
 def sink(told: Connection) -> None:
-    """Receive what plain connections bring, and write it to the new file whose path came before, if one did."""
+    """Receive what plain connections bring, until None comes.
+
+    A path that came before is that of a new file for it.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         told.send(listener.getsockname()[1])
         buffer = memoryview(bytearray(8 << 20))
-        while True:
-            path = told.recv()
+        while (path := told.recv()) is not None:
             began = time.process_time()
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) if path else -1
             connection, _ = listener.accept()
@@ -138,7 +140,8 @@ def main() -> None:
         for name in ("east", "west"):
             (Path(base) / name).mkdir(mode=0o700)
         ours, theirs = context.Pipe()
-        context.Process(target=sink, args=(theirs,), daemon=True).start()
+        receiver = context.Process(target=sink, args=(theirs,), daemon=True)
+        receiver.start()
         raw_port = ours.recv()
         for round_number in range(arguments.rounds):
             arena = Arena.create(Path(base, "east", RUN), layout, run_id=RUN, epoch=1)
@@ -180,6 +183,8 @@ def main() -> None:
                 there[:] = arena.memory()[: layout.nbytes]
             note(results, "plain copy in memory: GiB/s", gib / (time.perf_counter() - began))
             arena.remove()
+        ours.send(None)
+        receiver.join()
     print(
         f"{arguments.mib} MiB in {layout.partitions} partitions, {os.cpu_count()} cores, loopback; median (all rounds)"
     )

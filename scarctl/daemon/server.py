@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from scarctl.arena.stale import DAY, reap
+from scarctl.config.checks import LONGEST_NOTICE
 from scarctl.daemon import protocol
 from scarctl.daemon.crowd import BACKLOG, listen, most_connections, turn_away
 from scarctl.daemon.outlet import Outlet
@@ -132,9 +133,11 @@ class Daemon:
         if now < self._reap_at:
             return
         self._reap_at = now + _REAP_SECONDS
+        live = frozenset(replica["id"] for replica in self.host.status())
+        old = {"older_than": DAY, "live": live}
         with contextlib.suppress(RuntimeError):  # out of threads
             threading.Thread(
-                target=reap, args=(self.folder,), kwargs={"older_than": DAY}, name="scarctl-reap", daemon=True
+                target=reap, args=(self.folder,), kwargs=old, name="scarctl-reap", daemon=True
             ).start()
 
     # -- one connection -----------------------------------------------------------------------------------------
@@ -313,11 +316,11 @@ class Daemon:
 
     def brace(self, peer: _Peer, message: dict[str, Any]) -> None:
         """Stay for some seconds, even after a SIGTERM, because the host is about to shut down."""
-        self.runs.brace(min(protocol.number(message, "milliseconds") / 1000, _MAX_HOLD))
+        self.runs.brace(min(protocol.number(message, "milliseconds") / 1000, LONGEST_NOTICE))
 
     def evacuate(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """Evacuate a run, even a dead process's, to other hosts and the store within some time. Return the report."""
-        seconds = min(protocol.number(message, "milliseconds") / 1000, _MAX_HOLD)
+        seconds = min(protocol.number(message, "milliseconds") / 1000, LONGEST_NOTICE)
         run = self.runs.known(protocol.text(message, "run"))
         if run is None:
             raise UsageError("there is no such run", kind="not-claimed")
