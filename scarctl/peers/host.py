@@ -24,6 +24,7 @@ from scarctl.peers.frames import (
     decode_batch,
     decode_mark,
     encode,
+    hex_of,
     number_of,
     text_of,
 )
@@ -264,7 +265,9 @@ class Host:
 
     def _begin(self, channel: Channel, hello: Hello) -> Replica:
         head, body = channel.expect(Kind.LAYOUT, most_body=MAX_BODY)
-        owner = Owner(text_of(head, "host", 300), hello.start, number_of(head, "base_epoch", 1, MAX_EPOCH))
+        # Members have one start for ever: its processes have names of their own.
+        process = hex_of(head, "process", 32) if "process" in head else hello.start
+        owner = Owner(text_of(head, "host", 300), process, number_of(head, "base_epoch", 1, MAX_EPOCH))
         require_newest(self._folder / hello.run, hello.run, owner, hello.epoch)
         return Replica.begin(
             self._folder, hello.run, body.tobytes(), owner, hello.epoch, text_of(head, "store", 4000)

@@ -44,6 +44,7 @@ from scarctl.store.format import (
     shard_folder,
     shard_of_folder,
 )
+from scarctl.store.hosts import HOSTS
 from scarctl.store.line import number_of
 from scarctl.store.lock import BothLocks, NoLock, StoreLock, for_a_writer
 from scarctl.store.log import ShardLog
@@ -435,7 +436,7 @@ class Store:
         """Return `bytes` of all files, `live_bytes` of newest copies, numbers of `segments` and of `records`."""
         total = segments = records = live = 0
         own = (f"shards/{s}/{f}" for s in self.shards() for f in ("seg", "log", "index"))
-        folders = ["layout", SNAPSHOTS, TOPOLOGIES, *own]
+        folders = ["layout", SNAPSHOTS, TOPOLOGIES, HOSTS, *own]
         for folder, files in zip(folders, self.blobs.each(self.blobs.files, folders), strict=True):
             sizes = [size for _, size in files]
             total += sum(sizes)
