@@ -165,6 +165,12 @@ def require_room(folder: Path, nbytes: int) -> None:
         raise _no_room(existing, nbytes, least=True)
 
 
+def require_free(folder: Path, nbytes: int) -> None:
+    """Raise Unavailable (`kind` "arena-full") unless so many bytes are free in an existing folder. Reserves nothing."""
+    if _free_bytes(folder) < nbytes:
+        raise _no_room(folder, nbytes)
+
+
 def reserve(fd: int, size: int, folder: Path, gap: tuple[int, int] | None = None) -> None:
     """Reserve the space: if a tmpfs is full when a page is touched, SIGBUS kills the process.
 
@@ -174,8 +180,7 @@ def reserve(fd: int, size: int, folder: Path, gap: tuple[int, int] | None = None
     """
     try:
         if gap is not None:
-            if _free_bytes(folder) < size:
-                raise _no_room(folder, size)
+            require_free(folder, size)
             os.ftruncate(fd, size)
         for at, end in ((0, size),) if gap is None else ((0, gap[0]), (gap[1], size)):
             if at == end:

@@ -148,9 +148,10 @@ class BeforeBoot(Corruption):
     """The arena is from before the machine's last boot: its generations do not show which copies are intact."""
 
 
-def stamp_boot(fd: int) -> None:
-    """Mark an arena's file as belonging to this boot: it arrived complete from another host."""
+def naturalize(fd: int) -> None:
+    """Mark an arena's file, which arrived complete from another host, as of this boot, and of no process here."""
     os.pwrite(fd, boot_id(), _FIXED.size - 16)
+    os.pwrite(fd, bytes(8), FIELDS_AT + 8 * FIELDS.index("pid"))
 
 
 def boot_id() -> bytes:

@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder, folder_error
@@ -31,6 +32,8 @@ from scarctl.store.line import number_of
 from scarctl.store.log import ShardLog
 
 log = logging.getLogger("scarctl")
+
+T = TypeVar("T")
 
 _MOST_RECORDS = 10_000
 """Most records that are read to decide whether a log continues a line."""
@@ -49,6 +52,14 @@ def belongs(lines: Callable[[], Noted], store: Store) -> bool:
     there = store.lines()
     after = lines()
     return fit(before, there) or fit(after, there) or before != after
+
+
+def descends(noted: Noted, epoch: int, store: Store) -> bool:
+    """Return whether an arena on another host, with these lines and this epoch, belongs to the store.
+
+    Its run may be saved meanwhile, so that the store's lines are later than those. Raises as `follows` does.
+    """
+    return fit(noted, store.lines()) or follows(noted, epoch, store)
 
 
 def follows(noted: Noted, epoch: int, store: Store) -> bool:
@@ -225,9 +236,9 @@ def arena_for(folder: Path, layout: Layout, store: Store, *, sparse: bool = Fals
 
 def _create(folder: Path, layout: Layout, store: Store, *, sparse: bool) -> Arena:
     """Create an arena. If there is no room, delete an arena that was set aside."""
-
-    def make() -> Arena:
-        return Arena.create(
+    return with_room(
+        folder,
+        lambda: Arena.create(
             folder,
             layout,
             run_id=store.run_id,
@@ -235,8 +246,15 @@ def _create(folder: Path, layout: Layout, store: Store, *, sparse: bool) -> Aren
             place=store.where,
             populate=not sparse,
             sparse=sparse,
-        )
+        ),
+    )
 
+
+def with_room(folder: Path, make: Callable[[], T]) -> T:
+    """Return the result of `make`, which needs room for an arena in `folder`.
+
+    If there is no room (Unavailable, `kind` "arena-full"), delete an arena that was set aside there, and repeat it.
+    """
     try:
         return make()
     except Unavailable as error:
@@ -268,13 +286,23 @@ def _aside_of(folder: Path) -> Path:
     return folder.with_name(folder.name + ASIDE)
 
 
-def put_aside(folder: Path) -> Path:
-    """Rename an arena's folder. An earlier folder of that name is deleted: a run has at most one."""
+def put_aside(folder: Path, successor: Path | None = None) -> Path:
+    """Rename an arena's folder. An earlier folder of that name is deleted: a run has at most one.
+
+    successor: a folder that takes the arena's place. If it cannot, the arena stays.
+    """
     aside = _aside_of(folder)
     try:
         if os.path.lexists(aside):
             shutil.rmtree(aside)
         os.rename(folder, aside)
+        if successor is not None:
+            # A process that is killed in between leaves both, and none in the place.
+            try:
+                os.rename(successor, folder)
+            except OSError:
+                os.rename(aside, folder)
+                raise
     except OSError as error:
         raise folder_error(error, aside) from error
     return aside

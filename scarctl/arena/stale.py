@@ -18,6 +18,7 @@ from scarctl.arena.kinship import ASIDE
 from scarctl.arena.lines import FILE as LINES
 from scarctl.arena.lines import fit
 from scarctl.arena.owner import read_owner
+from scarctl.arena.transfer import sweep_incoming
 from scarctl.arena.view import ArenaView, peek
 from scarctl.errors import Contention, ScarError
 from scarctl.state.version import step_of
@@ -82,7 +83,8 @@ def survey(folder: Path, live: frozenset[str] = frozenset()) -> list[StaleArena]
 def reap(folder: Path, *, older_than: float = 0.0) -> list[StaleArena]:
     """Remove the arenas of dead runs in the host folder that are durable or were set aside. Return them.
 
-    Also removes replicas of other hosts' arenas, a day after their last change.
+    Also removes replicas of other hosts' arenas, a day after their last change, and what killed processes have left
+    that were receiving an arena.
 
     older_than: only arenas without a change for that many seconds.
 
@@ -94,6 +96,7 @@ def reap(folder: Path, *, older_than: float = 0.0) -> list[StaleArena]:
             if _age(path) >= older_than and (arena := _remove(path)) is not None:
                 log.info("removed the arena of a dead run: %s, %d bytes", path, arena.bytes)
                 removed.append(arena)
+        sweep_incoming(folder)
     except (ScarError, OSError) as error:
         log.warning("the search for arenas of dead runs failed: %s", error)
     return removed

@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Mapping
-from typing import Any
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.folder import arena_folder, clear_queue, folder_error, lock_folder, private, reserve
-from scarctl.arena.header import FILE, read_header, stamp_boot
-from scarctl.arena.kinship import put_aside, take
+from scarctl.arena.folder import (
+    arena_folder,
+    folder_error,
+    lock_folder,
+    no_links,
+    private,
+    require_free,
+    reserve,
+)
+from scarctl.arena.header import FILE, naturalize, read_header
+from scarctl.arena.kinship import put_aside, take, with_room
 from scarctl.arena.lines import FILE as LINES
 from scarctl.arena.mapping import create_file
-from scarctl.errors import Corruption
+from scarctl.arena.owner import Owner, write_owner
+from scarctl.arena.view import ArenaView, peek_in
+from scarctl.errors import Corruption, ScarError
+from scarctl.state.version import MAX_EPOCH, MAX_STEP, NEVER, pack
 from scarctl.store import Store
 from scarctl.util.arrays import Bytes
 
 log = logging.getLogger("scarctl")
 
+PIECE = 8 << 20
+"""Bytes that are sent at a time."""
+INCOMING = ".incoming"
+"""Suffix of the folder in which an arena is received until it is complete."""
 _SMALL = re.compile(rf"handover-[0-9]{{20}}\.safetensors|{LINES}", re.ASCII)
 """Names of files that are sent with an arena. Movements are not sent: extrapolation starts learning again."""
 _RECEIVED = ".arena-received"
@@ -31,13 +48,35 @@ _RECEIVED = ".arena-received"
 class Outgoing:
     """An arena that a dead process left, locked while it is sent."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, *, most: int | None = None) -> None:
+        """Prepare. The arena stays open, and so locked, until `close`.
+
+        most: bytes of the largest small file that can be sent; larger ones are left out, with a warning.
+
+        Raises Unavailable, AccessDenied.
+        """
         self._arena = arena
-        self._fd = os.open(arena.folder / FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._owned: Arena | None = None
+        self._digest = xxhash.xxh3_128()
+        self._complete = True
+        self._buffer = np.empty(0, np.uint8)
+        folder = arena.folder
+        try:
+            sizes = {
+                name: os.stat(folder / name, follow_symlinks=False).st_size
+                for name in sorted(os.listdir(folder))
+                if _SMALL.fullmatch(name)
+            }
+            self._fd = os.open(folder / FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise folder_error(error, folder) from error
+        self.withheld = [name for name, size in sizes.items() if most is not None and size > most]
+        """Names of small files that are left out."""
+        if self.withheld:
+            log.warning("%s: %d hand-overs are too large to be sent", folder, len(self.withheld))
+        self._files = {name: size for name, size in sizes.items() if name not in self.withheld}
         self.size = os.fstat(self._fd).st_size
         """Bytes of the arena's file."""
-        self._digest = hashlib.sha256()
-        self._complete = True
 
     @classmethod
     def open(cls, store: Store, base: str | None) -> Outgoing | None:
@@ -49,29 +88,44 @@ class Outgoing:
         if arena is None:
             return None
         try:
-            return cls(arena)
-        except OSError as error:
+            made = cls(arena)
+        except BaseException:
             arena.close()
-            raise folder_error(error, arena.folder / FILE) from error
+            raise
+        made._owned = arena
+        return made
 
-    def head(self) -> dict[str, Any]:
-        """Return the size and the small files, for `Incoming`. Call it before `read`. Raises Unavailable."""
-        folder = self._arena.folder
-        try:
-            names = sorted(name for name in os.listdir(folder) if _SMALL.fullmatch(name))
-            files = {name: (folder / name).read_bytes() for name in names}
-        except OSError as error:
-            raise folder_error(error, folder) from error
-        for data in files.values():
-            self._digest.update(data)
-        return {"size": self.size, "files": files}
+    @property
+    def count(self) -> int:
+        """Number of the small files."""
+        return len(self._files)
+
+    @property
+    def files_size(self) -> int:
+        """Bytes of the small files."""
+        return sum(self._files.values())
+
+    def files(self) -> Iterator[tuple[str, bytes]]:
+        """Yield names and contents of the small files, for `Incoming.keep`, before `read`. Raises Unavailable."""
+        for name in self._files:
+            path = self._arena.folder / name
+            try:
+                with open(path, "rb", opener=no_links) as file:
+                    data = file.read()
+            except OSError as error:
+                raise folder_error(error, path) from error
+            _digest_file(self._digest, name, data)
+            yield name, data
 
     def read(self, at: int, size: int) -> Bytes:
-        """Return bytes of the arena's file, in order: uint8 of shape (size,). Call it until the file's end.
+        """Return bytes of the arena's file, in order: uint8 of shape (size,), valid until the next call.
 
-        After a failure they differ from the file's, which `digest` reports: the receiver waits for them anyway.
+        Call it until the file's end. After a failure the bytes differ from the file's, which `digest` reports: the
+        receiver waits for them anyway.
         """
-        data = np.zeros(size, np.uint8)
+        if self._buffer.size < size:
+            self._buffer = np.zeros(size, np.uint8)
+        data = self._buffer[:size]
         try:
             self._complete &= os.preadv(self._fd, [data], at) == size
         except OSError as error:
@@ -81,76 +135,120 @@ class Outgoing:
         return data
 
     def digest(self) -> str:
-        """Return the SHA-256 of all bytes, in hex; "" if some could not be read."""
+        """Return the XXH3 (128 bits) of all bytes, in hex; "" if some were not read. It shows damage, not malice."""
         return self._digest.hexdigest() if self._complete else ""
 
     def close(self) -> None:
-        """Release the arena."""
+        """End reading, and release the arena if `open` has opened it."""
         os.close(self._fd)
-        self._arena.close()
+        if self._owned is not None:
+            self._owned.close()
 
 
 class Incoming:
-    """An arena that is being received. It appears in its folder only when it is complete."""
+    """An arena that is being received, next to its place. It takes the place when it is complete and verified.
 
-    def __init__(self, store: Store, base: str | None, head: Mapping[str, Any]) -> None:
-        """Reserve the space. An existing arena is set aside.
+    An arena in the place stays until then, locked, and is set aside: see `scarctl.arena.kinship.put_aside`.
+    """
 
-        head: the result of `Outgoing.head`. Raises Contention if the existing arena is in use, Unavailable if there is
-        no room, Corruption if the head is malformed.
+    def __init__(self, store: Store, base: str | None, size: int, files_size: int) -> None:
+        """Reserve the space.
+
+        size: bytes of the arena's file. files_size: bytes of the small files.
+
+        Raises Contention if the existing arena is in use, Unavailable (`kind` "arena-full") if there is no room.
         """
+        assert size >= 0
+        assert files_size >= 0
         self.folder = arena_folder(base, store.run_id)
-        size = head.get("size")
-        self._files: dict[str, bytes] = dict(head.get("files", {}))
-        if type(size) is not int or size <= 0 or not all(map(_SMALL.fullmatch, self._files)):
-            raise Corruption(
-                "another rank announced something other than an arena", hint="the store is not affected"
-            )
         self.size = size
         """Bytes of the arena's file."""
+        self._growing = self.folder.with_name(self.folder.name + INCOMING)
         self._run_id = store.run_id
-        self._digest = hashlib.sha256()
-        for name in sorted(self._files):
-            self._digest.update(self._files[name])
+        self._digest = xxhash.xxh3_128()
         self._complete = True
+        self._left = files_size
+        self._fd = self._growing_lock = -1
         self._lock = lock_folder(self.folder)
-        self._fd = -1
         try:
-            if os.path.lexists(self.folder / FILE):
-                put_aside(self.folder)
-                os.close(self._lock)
-                self._lock = lock_folder(self.folder)
-            self._fd = create_file(self.folder / _RECEIVED)
-            reserve(self._fd, self.size, self.folder)
+            self._growing_lock = lock_folder(self._growing)
+            self._clear()  # what a killed process has left
+            self._fd = create_file(self._growing / _RECEIVED)
+            with_room(self.folder, lambda: self._reserve(size + files_size))
         except BaseException:
             self.close()
             raise
+
+    def _reserve(self, needed: int) -> None:
+        # Asked first: a size that no file can have might be refused differently, or be written byte by byte.
+        require_free(self._growing, needed)
+        if self.size:
+            reserve(self._fd, self.size, self._growing)
+
+    def keep(self, name: str, data: bytes | Bytes) -> None:
+        """Keep a small file of the arena, in the order of `Outgoing.files`, before `write`.
+
+        Raises Corruption for any other file, or more bytes than announced; Unavailable.
+        """
+        self._left -= len(data)
+        if not _SMALL.fullmatch(name) or self._left < 0:
+            raise Corruption(
+                "another host sends something other than an arena", hint="the store is not affected"
+            )
+        _digest_file(self._digest, name, data)
+        try:
+            with open(self._growing / name, "xb", opener=private) as file:
+                file.write(data)
+        except OSError as error:
+            raise folder_error(error, self._growing / name) from error
 
     def write(self, at: int, data: Bytes) -> None:
         """Write bytes of the file, in order. data: uint8 of any length. A failure is raised by `install`."""
         self._digest.update(data)
         try:
-            self._complete &= os.pwritev(self._fd, [data], at) == data.size
+            self._complete &= at + data.size <= self.size and os.pwritev(self._fd, [data], at) == data.size
         except OSError as error:
-            log.warning("%s cannot be written: %s", self.folder / _RECEIVED, error.strerror)
+            log.warning("%s cannot be written: %s", self._growing, error.strerror)
             self._complete = False
 
-    def install(self, digest: str) -> None:
-        """Give the arena its name. digest: the sender's.
+    def install(
+        self,
+        digest: str,
+        owner: Owner | None = None,
+        check: Callable[[ArenaView], None] = lambda view: None,
+    ) -> None:
+        """Give the arena its place. An earlier one there is set aside.
+
+        digest: the sender's. owner: if the arena is a replica here, whose.
+        check: called before that; raises an error if this arena is not the one that was asked for.
 
         Raises Corruption if the received bytes differ from those sent, or are not an arena of this run; Unavailable.
+        The earlier arena then stays.
         """
         if not self._complete or digest != self._digest.hexdigest():
             raise Corruption("the arena was damaged on its way", hint="the store is not affected")
-        stamp_boot(self._fd)
-        read_header(self._fd, self.folder / _RECEIVED, self._run_id)
+        path = self._growing / _RECEIVED
+        naturalize(self._fd)
+        read_header(self._fd, path, self._run_id)
         try:
-            clear_queue(self.folder)
-            for name, data in self._files.items():
-                with open(self.folder / name, "wb", opener=private) as file:
-                    file.write(data)
-            # In this order a process that is killed meanwhile leaves no arena, and `Arena.create` clears the rest.
-            os.rename(self.folder / _RECEIVED, self.folder / FILE)
+            os.rename(path, self._growing / FILE)
+        except OSError as error:
+            raise folder_error(error, path) from error
+        view = peek_in(self._growing, self._run_id)
+        if view is None or not _possible(view):
+            raise Corruption(
+                f"{path} has impossible versions of its copies", hint="the store is not affected"
+            )
+        check(view)
+        if owner is not None:
+            write_owner(self._growing, owner)
+        if os.path.lexists(self.folder / FILE):
+            put_aside(self.folder, self._growing)
+            return
+        try:
+            for obsolete in self.folder.iterdir():  # hand-overs without an arena
+                obsolete.unlink()
+            os.rename(self._growing, self.folder)
         except OSError as error:
             raise folder_error(error, self.folder) from error
 
@@ -158,7 +256,39 @@ class Incoming:
         """Release the folder. An arena that was not installed is deleted."""
         if self._fd >= 0:
             os.close(self._fd)
-            (self.folder / _RECEIVED).unlink(missing_ok=True)
+        if self._growing_lock >= 0:
+            # The lock follows an installed arena to its place: then there is no folder of this name.
+            shutil.rmtree(self._growing, ignore_errors=True)
+            os.close(self._growing_lock)
         if self._lock >= 0:
+            with contextlib.suppress(OSError):
+                os.rmdir(self.folder)  # if this made it
             os.close(self._lock)
-        self._fd = self._lock = -1
+        self._fd = self._growing_lock = self._lock = -1
+
+    def _clear(self) -> None:
+        for path in self._growing.iterdir():
+            path.unlink()
+
+
+def sweep_incoming(folder: Path) -> None:
+    """Delete incomplete arenas that killed processes have left in the host folder. Failures are logged."""
+    for path in folder.glob(f"*{INCOMING}"):
+        try:
+            lock = lock_folder(path, patience=0.0)
+        except ScarError as error:
+            log.info("%s stays: %s", path, error)
+            continue
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _digest_file(digest: xxhash.xxh3_128, name: str, data: bytes | Bytes) -> None:
+    digest.update(f"{name} {len(data)} ".encode())
+    digest.update(data)
+
+
+def _possible(view: ArenaView) -> bool:
+    """Return whether a run can have written these versions."""
+    newest = pack(MAX_EPOCH, MAX_STEP)
+    return all(bool(((a >= NEVER) & (a <= newest)).all()) for a in (view.version, view.durable))

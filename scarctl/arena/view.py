@@ -26,6 +26,8 @@ class ArenaView:
     """Copies of an arena's small arrays at one moment (`scarctl.arena.arena`). The state itself is not read."""
 
     layout: Layout
+    size: int
+    """Bytes of the file."""
     epoch: int
     head_step: int
     pid: int
@@ -75,7 +77,11 @@ def peek(base: str | None, run_id: str) -> ArenaView | None:
     Takes no lock, so the numbers of a live run may be of slightly different moments. `kinship.view_of` also checks
     that the arena belongs to its store. `base` as for `arena_folder`.
     """
-    folder = arena_folder(base, run_id)
+    return peek_in(arena_folder(base, run_id), run_id)
+
+
+def peek_in(folder: Path, run_id: str) -> ArenaView | None:
+    """Read the arena in `folder`: see `peek`."""
     path = folder / FILE
     try:
         check_both(folder)
@@ -103,6 +109,7 @@ def peek(base: str | None, run_id: str) -> ArenaView | None:
     named = dict(zip(FIELDS, fields.tolist(), strict=True))
     return ArenaView(
         layout,
+        geometry.size,
         named["epoch"],
         named["head_step"],
         named["pid"],

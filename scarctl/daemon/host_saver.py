@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from scarctl.arena.arena import Arena
@@ -33,6 +34,8 @@ class HostSaver(LocalSaver):
         self._folder = folder
         self._lock = threading.Lock()
         self._released = self._adopted = self._looked = False
+        self._loans = 0
+        """Number of hosts to which the arena is being sent: nothing is saved meanwhile, so it does not change."""
         self.gives_way = False
         """A new training process waits for the store: `release` puts the unfinished hand-over back."""
 
@@ -111,6 +114,8 @@ class HostSaver(LocalSaver):
         if not self._lock.acquire(blocking=False):
             return False  # the training process's last request is still being served
         try:
+            if self._loans:
+                return False
             if self.arena is None:
                 return self._adopted
             super().resume()
@@ -128,6 +133,29 @@ class HostSaver(LocalSaver):
             return thread is None or thread.failure is not None or thread.settled
         finally:
             self._lock.release()
+
+    @property
+    def can_lend(self) -> bool:
+        """Whether the arena may be lent: `adopt` will not open the arena any more."""
+        return self.arena is not None or self._adopted
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Leave a dead process's arena as it is inside. Interrupts the current write; `finish` continues afterwards."""
+        with self._lock:
+            self._loans += 1
+        try:
+            with self._lock:
+                if self.thread is not None and not self.stopped and not self._released:
+                    self.store.blobs.hurry()
+                    try:
+                        super().stop()
+                    finally:
+                        self.store.blobs.close()  # ends the effect of `hurry`
+            yield
+        finally:
+            with self._lock:
+                self._loans -= 1
 
     def release(self) -> None:
         """Finish the hand-over that is being written, and release the store. The arena stays for the next session."""

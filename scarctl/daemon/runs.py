@@ -14,6 +14,7 @@ from scarctl.daemon.lifecycle import Instruction, Lifecycle, Phase, Release
 from scarctl.daemon.run import Owner, Run
 from scarctl.daemon.status import RunStatus
 from scarctl.errors import Contention, UsageError
+from scarctl.peers.lender import Loan
 from scarctl.store import Store
 
 log = logging.getLogger("scarctl")
@@ -40,6 +41,10 @@ class Runs:
         self._folder = folder
         self._runs: dict[str, Run] = {}
         self._look_at = 0.0
+        self._loans: dict[str, list[Loan]] = {}
+        """Arenas that other hosts are fetching, by the id of their run."""
+        self._wanted: list[str] = []
+        """Runs that training processes of this host are about to claim."""
         self._claiming = 0
         """Claims in progress: opening a remote store may take longer than the idle timeout."""
         self.claims = 0
@@ -96,7 +101,7 @@ class Runs:
         it is ending. Raises Unavailable if there are too many sessions.
         """
         deadline = time.monotonic() + _PATIENCE
-        with self.changed:
+        with self.changed, self._recalled(store.run_id, store.url, deadline):
             while (known := self._runs.get(store.run_id)) is not None:
                 if self.life.runs[store.run_id] is Phase.ATTACHED and known.in_use():
                     raise Contention(
@@ -121,6 +126,65 @@ class Runs:
             self.claims += 1
         log.info("%s: process %d saves to it", store.url, pid)
         return run
+
+    @contextlib.contextmanager
+    def _recalled(self, name: str, url: str, deadline: float) -> Iterator[None]:
+        """End all loans of a run's arena, and allow no other one inside. The caller holds the lock."""
+        self._wanted.append(name)
+        try:
+            while loans := self._loans.get(name):
+                for loan in loans:
+                    loan.recall()
+                if not self.changed.wait(deadline - time.monotonic()):
+                    raise Contention(
+                        f"{url}: another host is fetching this run's memory", hint="retry", kind="run-busy"
+                    )
+            yield
+        finally:
+            self._wanted.remove(name)
+
+    @contextlib.contextmanager
+    def lent(self, name: str, recall: Callable[[], None]) -> Iterator[Loan]:
+        """Leave a dead process's arena as it is inside, while another host fetches it. See `scarctl.peers.lender`.
+
+        recall: ends the loan soon: a training process of this host needs the arena.
+
+        If the other host has the arena at the end, the run is released, so that a process there can claim the store.
+        Otherwise saving continues. Raises Contention if the run's process lives, or the daemon is ending.
+        """
+        loan = Loan(recall)
+        run = self._begin_loan(name, loan)
+        try:
+            with contextlib.nullcontext() if run is None else run.saver.lent():
+                yield loan
+                if loan.fetched and run is not None:
+                    with self.changed:
+                        run.saver.gives_way = True
+                        self.detach(run)
+        finally:
+            with self.changed:
+                self._loans[name].remove(loan)
+                if not self._loans[name]:
+                    del self._loans[name]
+                self.changed.notify_all()
+
+    def _begin_loan(self, name: str, loan: Loan) -> Run | None:
+        """Note a loan, and return the run that the daemon still saves, if it has it."""
+        deadline = time.monotonic() + _PATIENCE
+        with self.changed:
+            while True:
+                self._require_staying()
+                run = self._runs.get(name)
+                phase = self.life.runs.get(name)
+                if name in self._wanted or (run is not None and phase is Phase.ATTACHED and run.in_use()):
+                    raise Contention(f"{name}: a process on this host saves to this store", kind="run-lives")
+                if run is None or (phase is Phase.ORPHANED and run.saver.can_lend):
+                    self._loans.setdefault(name, []).append(loan)
+                    return run
+                # Its process has just died, or it is being released.
+                if time.monotonic() >= deadline:
+                    raise Contention(f"{name}: the daemon does not release it", hint="retry", kind="run-busy")
+                self.changed.wait(_LOOK_SECONDS / 10)
 
     def owned(self, name: str | None, owner: object) -> Run | None:
         """Return the run of this name, if the connection `owner` has claimed it."""

@@ -55,8 +55,8 @@ class Daemon:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.started = time.time()
-        self.host = Host(folder)
         self.runs = Runs(folder, lambda: self.host.busy)
+        self.host = Host(folder, self.runs.lent)
         self._terminated = False
         self._warn_at = self._reap_at = 0.0
         self._peers: dict[threading.Thread, socket.socket] = {}

@@ -8,30 +8,36 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from scarctl.arena.age import Age, age_of
 from scarctl.arena.folder import host_folder
 from scarctl.arena.header import boot_id
 from scarctl.arena.kinship import view_of
-from scarctl.arena.transfer import Incoming, Outgoing
+from scarctl.arena.transfer import PIECE, Incoming, Outgoing
 from scarctl.config import SessionSettings
 from scarctl.daemon.claim import claim_saver
 from scarctl.distributed.collectives import Team
 from scarctl.errors import ScarError
-from scarctl.state.version import epoch_of, step_of
 from scarctl.store import Store
 
 log = logging.getLogger("scarctl")
 
-_CHUNK = 8 << 20
-"""Bytes that are sent at a time."""
+Inventory = Mapping[int, Age]
+"""Age of the arena in memory by shard. The newest is chosen."""
 
-Inventory = Mapping[int, tuple[int, ...]]
-"""By shard: epoch and step of the newest state in memory, and the sum of its copies' steps. The greatest is chosen."""
+
+class _Head(TypedDict):
+    """What precedes the pieces of an arena's file."""
+
+    size: int
+    """Bytes of the arena's file."""
+    files: dict[str, bytes]
+    """The small files, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +99,17 @@ def place_of(settings: SessionSettings) -> str:
     return f"{socket.gethostname()}:{boot_id().hex()}:{folder}"
 
 
-def _inventory(store: Store, settings: SessionSettings, shards: Sequence[int]) -> dict[int, tuple[int, ...]]:
+def _inventory(store: Store, settings: SessionSettings, shards: Sequence[int]) -> dict[int, Age]:
     """Return the age of each shard's arena in this host's memory, if it belongs to the store."""
-    found: dict[int, tuple[int, ...]] = {}
+    found: dict[int, Age] = {}
     for shard in shards:
         try:
-            view = view_of(settings.arena_dir, store.of_shard(shard))
+            age = age_of(view_of(settings.arena_dir, store.of_shard(shard)))
         except ScarError as error:
             log.warning("%s: this host's memory of shard %d is not offered to other ranks", error, shard)
             continue
-        if view is not None and not view.alive and (view.version >= 0).any():
-            steps = int(step_of(view.version[view.version >= 0]).sum())
-            found[shard] = int(epoch_of(view.version.max())), view.head_step, steps
+        if age is not None:
+            found[shard] = age
     return found
 
 
@@ -131,7 +136,7 @@ def _carry_out(transfer: Transfer, store: Store, settings: SessionSettings, team
 
 def _outgoing(
     view: Store, settings: SessionSettings, undo: contextlib.ExitStack
-) -> tuple[Outgoing | None, Mapping[str, Any] | None]:
+) -> tuple[Outgoing | None, _Head | None]:
     """Open an arena to send, and return its head, too. No daemon saves it until `undo`, so it does not change."""
     try:
         saver = claim_saver(view, settings, lambda request: None)
@@ -140,16 +145,23 @@ def _outgoing(
         if (outgoing := Outgoing.open(view, settings.arena_dir)) is None:
             return None, None
         undo.callback(outgoing.close)
-        return outgoing, outgoing.head()
+        return outgoing, {"size": outgoing.size, "files": dict(outgoing.files())}
     except ScarError as error:
         log.warning("this host's memory of %s cannot be sent: %s", view.url, error)
         return None, None
 
 
-def _incoming(view: Store, settings: SessionSettings, head: Mapping[str, Any]) -> Incoming | None:
+def _incoming(view: Store, settings: SessionSettings, head: _Head) -> Incoming | None:
+    incoming = None
     try:
-        return Incoming(view, settings.arena_dir, head)
+        files = head["files"]
+        incoming = Incoming(view, settings.arena_dir, head["size"], sum(map(len, files.values())))
+        for name, data in files.items():
+            incoming.keep(name, data)
+        return incoming
     except ScarError as error:
+        if incoming is not None:
+            incoming.close()
         log.warning("another host's memory of %s cannot be received: %s", view.url, error)
         return None
 
@@ -167,13 +179,13 @@ def _install(incoming: Incoming, digest: str, view: Store) -> bool:
 
 
 def _send(outgoing: Outgoing, target: int, team: Team) -> None:
-    for at in range(0, outgoing.size, _CHUNK):
-        chunk = torch.from_numpy(outgoing.read(at, min(_CHUNK, outgoing.size - at)))
+    for at in range(0, outgoing.size, PIECE):
+        chunk = torch.from_numpy(outgoing.read(at, min(PIECE, outgoing.size - at)))
         team.collectively(lambda chunk=chunk: dist.send(chunk, target, group=team.group))  # type: ignore[misc]
 
 
 def _receive(incoming: Incoming, source: int, team: Team) -> None:
-    for at in range(0, incoming.size, _CHUNK):
-        chunk = torch.from_numpy(np.empty(min(_CHUNK, incoming.size - at), np.uint8))
+    for at in range(0, incoming.size, PIECE):
+        chunk = torch.from_numpy(np.empty(min(PIECE, incoming.size - at), np.uint8))
         team.collectively(lambda chunk=chunk: dist.recv(chunk, source, group=team.group))  # type: ignore[misc]
         incoming.write(at, chunk.numpy())

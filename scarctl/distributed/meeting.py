@@ -11,7 +11,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 
@@ -311,7 +311,7 @@ class Meeting:
         log.info("%s: copies of this host's memory: %s", self._url, names or "no host yet")
 
     def _report(self, hosts: int) -> None:
-        """Say after a minute that there are too few hosts. Withdraw it once there are enough, and a copy is complete."""
+        """Say after a minute that there are too few hosts. Withdraw it once enough are there, and a copy is complete."""
         copies, now = self._settings.peers, self._now()
         if hosts >= copies:
             self._alone_since = None

@@ -48,13 +48,14 @@ class Channel:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._deadline: float | None = time.monotonic() + (STRANGER_SECONDS if seconds is None else seconds)
         self._trusted = False
+        self._patience: float | None = None
         self._staging: Bytes = np.empty(0, np.uint8)
 
     def trust(self, seconds: float | None) -> None:
         """Accept larger frames from now on. seconds: time to wait for each piece; None: forever, while the host
         answers.
         """
-        self._trusted, self._deadline = True, None
+        self._trusted, self._deadline, self._patience = True, None, seconds
         # A dead host does not end the connection.
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (
@@ -66,6 +67,12 @@ class Channel:
             if hasattr(socket, name):
                 self._connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._connection.settimeout(seconds)
+
+    def within(self, seconds: float | None) -> None:
+        """Give the other side this time for all that follows, from now on. None: no limit, until a piece is late."""
+        self._deadline = None if seconds is None else time.monotonic() + seconds
+        if seconds is None:
+            self._connection.settimeout(self._patience)
 
     def limit_rate(self, rate: float) -> None:
         """Send at most `rate` bytes per second. Raises Unavailable if this system cannot do so."""
@@ -89,15 +96,20 @@ class Channel:
         except OSError as error:
             raise Gone(str(error)) from error
 
-    def receive(self, *, most_body: int = MAX_BODY) -> tuple[Kind, dict[str, Any], Bytes]:
-        """Return the next frame: kind, head, and body, which is valid until the next call. Raises Gone, Corruption."""
+    def receive(
+        self, *, most_body: int = MAX_BODY, strictly: bool = False
+    ) -> tuple[Kind, dict[str, Any], Bytes]:
+        """Return the next frame: kind, head, and body, which is valid until the next call. Raises Gone, Corruption.
+
+        most_body: bytes of the largest batch; strictly: of the largest body of any kind.
+        """
         strange = not self._trusted
         data = np.empty(PREFIX.size, np.uint8)
         self._fill(data)
         prefix = decode_prefix(
             data.tobytes(),
             most_head=MAX_STRANGER if strange else MAX_HEAD,
-            most_body=0 if strange else max(most_body, MAX_BODY),
+            most_body=0 if strange else most_body if strictly else max(most_body, MAX_BODY),
         )
         text = np.empty(prefix.head, np.uint8)
         self._fill(text)
@@ -107,12 +119,14 @@ class Channel:
         self._fill(body)
         return prefix.kind, decode_head(prefix, text.tobytes(), body), body
 
-    def expect(self, kind: Kind, *, most_body: int = MAX_BODY) -> tuple[dict[str, Any], Bytes]:
-        """Return head and body of the next frame, which must be of this kind.
+    def expect(
+        self, kind: Kind, *, most_body: int = MAX_BODY, strictly: bool = False
+    ) -> tuple[dict[str, Any], Bytes]:
+        """Return head and body of the next frame, which must be of this kind. The limits are those of `receive`.
 
         Raises the error of a refusal; Corruption for another kind, Gone.
         """
-        found, head, body = self.receive(most_body=most_body)
+        found, head, body = self.receive(most_body=most_body, strictly=strictly)
         if found is Kind.REFUSED:
             raise error_from(head.get("error"))
         if found is not kind:
@@ -163,7 +177,12 @@ class Channel:
         if self._deadline is not None:
             left = self._deadline - time.monotonic()
             if left <= 0:
-                raise Gone("a peer did not prove its identity in time")
+                late = (
+                    "it did not continue in time"
+                    if self._trusted
+                    else "a peer did not prove its identity in time"
+                )
+                raise Gone(late)
             self._connection.settimeout(left)
 
 

@@ -18,6 +18,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from scarctl.arena.age import Age
+from scarctl.arena.lines import Noted
 from scarctl.errors import Corruption
 from scarctl.state.version import MAX_EPOCH, MAX_STEP, NEVER, pack
 from scarctl.store.format import MAX_SHARD, is_hex
@@ -44,6 +46,16 @@ class Kind(IntEnum):
     REFUSED = 10
     DONE = 11
     """The run has ended, and the store has its whole state: the replica is no longer needed."""
+    INVENTORY = 12
+    """Asks for the age of the run's arena on the other host. The answer is of the same kind."""
+    FETCH = 13
+    """Asks for that arena. The answer, of the same kind, precedes its small files and its pieces."""
+    FILE = 14
+    """A small file of the arena that is fetched."""
+    PIECE = 15
+    """The next bytes of that arena's file."""
+    END = 16
+    """That arena is complete: the digest of all its bytes."""
 
 
 PREFIX = struct.Struct("<B3xIQQ")
@@ -184,6 +196,59 @@ def decode_batch(head: Mapping[str, Any], body: Bytes, partitions: int) -> Batch
     return Batch(ids, generation, version, durable, table["distance"].copy(), body[at:])
 
 
+# -- offers --------------------------------------------------------------------------------------------------------
+
+MAX_SIZE = 1 << 62
+MAX_FILES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """An arena of a dead process, or a replica, that another host may fetch."""
+
+    age: Age
+    epoch: int
+    """The arena's epoch. Its copies may all be of earlier ones."""
+    size: int
+    """Bytes of the arena's file."""
+    lines: Noted
+    """See `Arena.lines`."""
+    files: int = 0
+    """Number of the small files that follow; 0 in the answer to INVENTORY."""
+    files_size: int = 0
+    """Bytes of those files."""
+    withheld: int = 0
+    """Number of files that are too large to be sent."""
+
+    def frame(self, kind: Kind) -> list[Buffer]:
+        """Return the frame of this offer, of kind INVENTORY or FETCH."""
+        numbers = {"newest": self.age[0], "head_step": self.age[1], "steps": self.age[2], "epoch": self.epoch}
+        sizes = {name: getattr(self, name) for name in ("size", "files", "files_size", "withheld")}
+        return encode(kind, {"found": True, **numbers, **sizes}, _pack_lines(self.lines))
+
+
+def decode_offer(head: Mapping[str, Any], body: Bytes) -> Offer | None:
+    """Decode the offer in a frame; None if the other host has nothing. Raises Corruption for impossible numbers."""
+    if head.get("found") is False:
+        return None
+    if head.get("found") is not True or body.size % 8:
+        raise Corruption("a frame does not say whether an arena was found")
+    age = (
+        number_of(head, "newest", 1, MAX_EPOCH),
+        number_of(head, "head_step", NEVER, MAX_STEP),
+        number_of(head, "steps", 0, MAX_SIZE),
+    )
+    return Offer(
+        age,
+        number_of(head, "epoch", 1, MAX_EPOCH),
+        number_of(head, "size", 1, MAX_SIZE),
+        _unpack_lines(body.view("<i8").tolist()),
+        number_of(head, "files", 0, MAX_FILES),
+        number_of(head, "files_size", 0, MAX_SIZE),
+        number_of(head, "withheld", 0, MAX_FILES),
+    )
+
+
 # -- marks ---------------------------------------------------------------------------------------------------------
 
 MAX_NUMBER = 1 << 62
@@ -209,26 +274,20 @@ class Mark:
         head = {
             name: getattr(self, name) for name in ("epoch", "base_epoch", "head_step", "errors", "sealed")
         }
-        rows = [(shard, *both) for shard, both in sorted(self.lines.items())]
-        numbers = np.array([*self.handovers, *(n for row in rows for n in row)], dtype="<i8")
+        numbers = np.array(self.handovers, dtype="<i8").view(np.uint8)
         counts = {"whole": self.whole, "handovers": len(self.handovers)}
-        return encode(Kind.MARK, {**head, **counts}, numbers.view(np.uint8))
+        return encode(Kind.MARK, {**head, **counts}, numbers, _pack_lines(self.lines))
 
 
 def decode_mark(head: Mapping[str, Any], body: Bytes) -> Mark:
     """Decode the mark in a frame. Raises Corruption for impossible numbers."""
     count = number_of(head, "handovers", 0, body.size // 8)
-    if body.size % 8 or (body.size // 8 - count) % 3:
+    if body.size % 8:
         raise Corruption("a mark's body differs in length from its head")
     numbers = body.view("<i8").tolist()
-    handovers, flat = numbers[:count], numbers[count:]
-    lines = {flat[i]: (flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)}
+    handovers, lines = numbers[:count], _unpack_lines(numbers[count:])
     if not all(0 < number < MAX_NUMBER for number in handovers) or handovers != sorted(set(handovers)):
         raise Corruption("a mark names impossible hand-overs")
-    if len(lines) != len(flat) // 3 or not all(
-        0 <= shard <= MAX_SHARD and min(both) >= 0 for shard, both in lines.items()
-    ):
-        raise Corruption("a mark has impossible lines")
     whole = text_of(head, "whole")
     if whole and not is_hex(whole, 32):
         raise Corruption("a mark's name of the whole state is not valid")
@@ -242,3 +301,21 @@ def decode_mark(head: Mapping[str, Any], body: Bytes) -> Mark:
         handovers,
         lines,
     )
+
+
+# -- lines ---------------------------------------------------------------------------------------------------------
+
+
+def _pack_lines(lines: Noted) -> Bytes:
+    rows = [(shard, *both) for shard, both in sorted(lines.items())]
+    return np.array(rows, dtype="<i8").reshape(-1).view(np.uint8)
+
+
+def _unpack_lines(flat: Sequence[int]) -> Noted:
+    """Return lines by shard from three numbers each. Raises Corruption for impossible ones."""
+    lines = {flat[i]: (flat[i + 1], flat[i + 2]) for i in range(0, len(flat) - 2, 3)}
+    if len(lines) * 3 != len(flat) or not all(
+        0 <= shard <= MAX_SHARD and min(both) >= 0 for shard, both in lines.items()
+    ):
+        raise Corruption("a frame has impossible lines")
+    return lines

@@ -24,20 +24,21 @@ from scarctl.errors import AccessDenied
 from scarctl.peers.frames import hex_of, number_of, text_of
 from scarctl.state.version import MAX_EPOCH
 
-VERSION = 2
+VERSION = 3
 SECRET_BYTES = 32
 _NONCE_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The greeting of a sender."""
+    """The greeting of a sender, or of a host that fetches."""
 
     start: str
     """Public name of this start of the job: 32 hex digits."""
     run: str
-    """Id of the run whose arena is sent."""
+    """Id of the run whose arena is sent, or fetched."""
     epoch: int
+    """Epoch of that arena; 1 if it is fetched."""
     nonce: str
     version: int = VERSION
 

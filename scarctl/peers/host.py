@@ -1,4 +1,7 @@
-"""Keep replicas of other hosts: listen for their daemons, require a proof, and write the copies that they send."""
+"""Keep replicas of other hosts: listen for their daemons, require a proof, and write the copies that they send.
+
+Hosts that fetch an arena are passed on to `scarctl.peers.lender`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,7 @@ import numpy as np
 
 from scarctl.arena.owner import Owner
 from scarctl.errors import AccessDenied, Contention, Corruption, ScarError, Unavailable
-from scarctl.peers.channel import STRANGER_SECONDS, Channel, Gone, readable
+from scarctl.peers.channel import REPLY_SECONDS, STRANGER_SECONDS, Channel, Gone, readable
 from scarctl.peers.follower import most_body
 from scarctl.peers.frames import (
     MAX_BODY,
@@ -29,9 +33,11 @@ from scarctl.peers.frames import (
     text_of,
 )
 from scarctl.peers.handshake import VERSION, Hello, challenge, verify
+from scarctl.peers.lender import Lend, Lender, lent_without_runs
 from scarctl.peers.replica import Replica, require_newest, sweep
 from scarctl.peers.tls import Tls
 from scarctl.state.version import MAX_EPOCH
+from scarctl.util.arrays import Bytes
 from scarctl.util.niceness import be_polite
 
 log = logging.getLogger("scarctl")
@@ -65,9 +71,10 @@ class _Listener:
 class Host:
     """The replicas that one daemon keeps. The socket opens with the first start of a job that requests it."""
 
-    def __init__(self, folder: Path) -> None:
-        """Prepare, without a socket. folder: folder of the daemon."""
+    def __init__(self, folder: Path, lend: Lend = lent_without_runs) -> None:
+        """Prepare, without a socket. folder: folder of the daemon. lend: see `Lender`."""
         self._folder = folder
+        self._lender = Lender(folder, lend)
         self._lock = threading.Lock()
         self._secrets: dict[str, _Start] = {}
         """Starts by name."""
@@ -110,9 +117,9 @@ class Host:
 
     @property
     def busy(self) -> bool:
-        """Whether a peer sends to a replica of this host."""
+        """Whether a peer sends to a replica of this host, or fetches an arena from it."""
         with self._lock:
-            return bool(self._writing)
+            return bool(self._writing) or self._lender.busy
 
     def status(self) -> list[dict[str, Any]]:
         """Return the replicas being written: run, owner's host, and step."""
@@ -129,7 +136,7 @@ class Host:
         ]
 
     def close(self) -> None:
-        """End all connections. The replicas stay."""
+        """End all connections: those of hosts that fetch after some seconds. The replicas stay."""
         with self._lock:
             self._closing = True
             for listener in self._listeners.values():
@@ -139,6 +146,7 @@ class Host:
             writing = list(self._writing.values())
         for channel, _, _ in writing:
             channel.shut()
+        self._lender.close()
 
     # -- threads ------------------------------------------------------------------------------------------------
 
@@ -185,7 +193,13 @@ class Host:
                 strange = False
                 self._strangers.release()
                 channel.trust(None)
-                self._write(channel, hello)
+                channel.within(REPLY_SECONDS)
+                kind, head, body = channel.receive(most_body=MAX_BODY)
+                if kind is not Kind.LAYOUT:
+                    self._lender.serve(channel, hello.run, kind)
+                    return
+                channel.within(None)
+                self._write(channel, hello, head, body)
         except Gone:
             pass  # the usual end
         except ScarError as error:
@@ -214,12 +228,12 @@ class Host:
             raise AccessDenied(f"a peer of {start.runs} names a run of another store: {hello.run!r:.80}")
         return hello
 
-    def _write(self, channel: Channel, hello: Hello) -> None:
-        """Write one replica from the peer's frames. Refusals are sent to the peer."""
+    def _write(self, channel: Channel, hello: Hello, head: Mapping[str, Any], layout: Bytes) -> None:
+        """Write one replica from the peer's frames: head and body of the first are given. Refusals are sent to it."""
         run = hello.run
         self._replace(channel, run)
         try:
-            replica = self._begin(channel, hello)
+            replica = self._begin(hello, head, layout)
             with self._lock:
                 self._writing[run] = channel, threading.current_thread(), replica
             most, partitions = most_body(replica.arena), replica.arena.layout.partitions
@@ -263,14 +277,13 @@ class Host:
             if time.monotonic() >= until:
                 raise Contention(f"{run}: an earlier connection does not end", kind="replica-busy")
 
-    def _begin(self, channel: Channel, hello: Hello) -> Replica:
-        head, body = channel.expect(Kind.LAYOUT, most_body=MAX_BODY)
+    def _begin(self, hello: Hello, head: Mapping[str, Any], layout: Bytes) -> Replica:
         # Members have one start for ever: its processes have names of their own.
         process = hex_of(head, "process", 32) if "process" in head else hello.start
         owner = Owner(text_of(head, "host", 300), process, number_of(head, "base_epoch", 1, MAX_EPOCH))
         require_newest(self._folder / hello.run, hello.run, owner, hello.epoch)
         return Replica.begin(
-            self._folder, hello.run, body.tobytes(), owner, hello.epoch, text_of(head, "store", 4000)
+            self._folder, hello.run, layout.tobytes(), owner, hello.epoch, text_of(head, "store", 4000)
         )
 
     def _warn(self, text: str, error: Exception) -> None:

@@ -29,6 +29,7 @@ from scarctl.arena.mapping import populate
 from scarctl.arena.owner import Owner, read_owner, write_owner
 from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.rows import write_fields, write_rows
+from scarctl.arena.transfer import sweep_incoming
 from scarctl.errors import Corruption, Fenced, ScarError, Unavailable
 from scarctl.peers.frames import Batch, Mark
 from scarctl.state.layout import Layout
@@ -42,7 +43,8 @@ SUCCESSOR = ".successor"
 """Suffix of the folder in which a replica grows until it is complete."""
 _MAPPED_AT_ONCE = 4 << 20
 """Bytes: about a millisecond, for which a frame may wait."""
-_RUN = re.compile(r"[0-9a-f]{32}(\.[0-9a-f]{16})?-[0-9]{1,6}", re.ASCII)
+RUN_ID = re.compile(r"[0-9a-f]{32}(\.[0-9a-f]{16})?-[0-9]{1,6}", re.ASCII)
+"""The id of a run that is one of several: a rank's, or a member's."""
 
 
 class Replica:
@@ -72,7 +74,7 @@ class Replica:
         Raises Fenced if this host has seen a later epoch of the run; Unavailable (`kind` "arena-full") without room.
         Raises Contention if a live process uses the place; Corruption, AccessDenied.
         """
-        if not _RUN.fullmatch(run):
+        if not RUN_ID.fullmatch(run):
             raise Corruption(f"a peer names a run that is not a rank's: {run!r:.80}")
         place = base / run
         require_newest(place, run, owner, epoch)
@@ -284,7 +286,8 @@ def require_newest(place: Path, run: str, owner: Owner, epoch: int) -> None:
 
 
 def sweep(base: Path) -> None:
-    """Delete incomplete replicas that killed daemons have left."""
+    """Delete incomplete replicas, and arenas, that killed processes have left."""
+    sweep_incoming(base)
     for path in [*base.glob(f"*{SUCCESSOR}"), *base.glob("*.old")]:
         with contextlib.suppress(ScarError):
             _remove(path)

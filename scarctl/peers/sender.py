@@ -3,10 +3,8 @@ lost."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,10 +14,11 @@ import numpy as np
 
 from scarctl.arena.arena import Arena
 from scarctl.errors import Fenced, ScarError
-from scarctl.peers.channel import REPLY_SECONDS, STRANGER_SECONDS, Channel, Gone, readable
+from scarctl.peers.channel import Channel, Gone, readable
+from scarctl.peers.connect import connected
 from scarctl.peers.follower import BATCH_BYTES, Counters, Follower
 from scarctl.peers.frames import Kind, encode
-from scarctl.peers.handshake import Hello, answer
+from scarctl.peers.handshake import Hello
 from scarctl.peers.link import CONNECTED, Link, State
 from scarctl.peers.tls import Tls
 from scarctl.state.version import NEVER
@@ -273,23 +272,10 @@ class Sender:
 
     def _converse(self, peer: Candidate) -> None:
         source, arena, follower = self._source, self._arena, self._follower
-        with contextlib.ExitStack() as closing:
-            connection = closing.enter_context(
-                socket.create_connection((peer.address, peer.port), STRANGER_SECONDS)
-            )
-            binding = ""
-            if source.tls is not None:
-                secured = source.tls.secure(connection, server=False, seconds=STRANGER_SECONDS)
-                connection = closing.enter_context(secured)
-                binding = source.tls.binding(secured, server=False)
-            channel = Channel(connection)
-            if source.rate is not None:
-                channel.limit_rate(source.rate)
-            hello = Hello.new(source.start, source.run, arena.epoch)
-            channel.send(encode(Kind.HELLO, hello.to_json()))
-            head, _ = channel.expect(Kind.CHALLENGE)
-            channel.send(encode(Kind.PROOF, answer(source.secret, hello, head, binding)))
-            channel.trust(REPLY_SECONDS)
+        hello = Hello.new(source.start, source.run, arena.epoch)
+        with connected(
+            peer.address, peer.port, hello, source.secret, source.tls, rate=source.rate
+        ) as channel:
             layout = arena.layout_json()
             about = {"host": source.host, "store": source.store, "base_epoch": arena.base_epoch}
             about |= {"process": source.process} if source.process else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scarctl.arena import folder as folders
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder
 from scarctl.arena.header import FILE
-from scarctl.arena.kinship import ASIDE
+from scarctl.arena.kinship import ASIDE, put_aside
 from scarctl.arena.queue import HandOverQueue
-from scarctl.arena.transfer import Incoming, Outgoing
-from scarctl.errors import Contention, Corruption, ScarError
-from scarctl.state.version import pack
+from scarctl.arena.stale import reap
+from scarctl.arena.transfer import INCOMING, Incoming, Outgoing, sweep_incoming
+from scarctl.arena.view import ArenaView
+from scarctl.errors import Contention, Corruption, Unavailable
+from scarctl.state.version import pack, step_of
 from scarctl.store import Store
 from tests.daemon.rig import fill, small_layout
 
@@ -53,13 +57,40 @@ def leave(store: Store, host: str, step: int) -> np.ndarray[Any, Any]:
     return rows
 
 
-def move(outgoing: Outgoing, incoming: Incoming, *, damage: bool = False, chunk: int = 5000) -> None:
+def folder_of(store: Store, host: str) -> Path:
+    return arena_folder(host, store.run_id)
+
+
+def step_of_arena(store: Store, host: str, *, in_use: bool = False) -> int:
+    """Return the step of all copies in the arena on a host. in_use: a process holds its lock."""
+    folder = folder_of(store, host)
+    find = Arena.share if in_use else Arena.open_existing
+    arena = find(folder, run_id=store.run_id)
+    assert arena is not None
+    (version,) = set(arena.version.tolist())
+    arena.close()
+    return step_of(version)
+
+
+def receive(outgoing: Outgoing, store: Store, host: str) -> Incoming:
+    """Begin to receive an arena, with its small files."""
+    incoming = Incoming(store, host, outgoing.size, outgoing.files_size)
+    files = list(outgoing.files())
+    assert len(files) == outgoing.count
+    for name, data in files:
+        incoming.keep(name, data)
+    return incoming
+
+
+def move(
+    outgoing: Outgoing, incoming: Incoming, *, damage: bool = False, chunk: int = 5000, **install: Any
+) -> None:
     for at in range(0, outgoing.size, chunk):
         data = outgoing.read(at, min(chunk, outgoing.size - at))
         if damage and at:
             data[0] ^= 1
         incoming.write(at, data)
-    incoming.install(outgoing.digest())
+    incoming.install(outgoing.digest(), **install)
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -70,7 +101,7 @@ def test_it_arrives_as_it_was(store: Store, hosts: tuple[str, str], there: bool)
         leave(store, west, 3)
     outgoing = Outgoing.open(store, east)
     assert outgoing is not None
-    incoming = Incoming(store, west, outgoing.head())
+    incoming = receive(outgoing, store, west)
     move(outgoing, incoming)
     outgoing.close()
     incoming.close()
@@ -94,7 +125,7 @@ def test_what_did_not_arrive_whole_is_not_used(
     outgoing = Outgoing.open(store, east)
     assert outgoing is not None
     target = Store.create(str(tmp_path / "other"), shards=2) if fault == "another run" else store
-    incoming = Incoming(target, west, outgoing.head())
+    incoming = receive(outgoing, target, west)
     if fault == "shorter":
         os.truncate(arena_folder(east, store.run_id) / FILE, outgoing.size // 2)
     with pytest.raises(Corruption):
@@ -106,15 +137,176 @@ def test_what_did_not_arrive_whole_is_not_used(
         target.close()
 
 
+@pytest.mark.parametrize("size", [1 << 50, 1 << 60, 1 << 62])
+def test_more_than_there_is_room_for_is_refused_before_the_first_byte(
+    store: Store, hosts: tuple[str, str], size: int
+) -> None:
+    leave(store, hosts[1], 3)
+    for sizes in ((size, 0), (1000, size)):
+        with pytest.raises(Unavailable, match=r"bytes in .*, .* are free") as caught:
+            Incoming(store, hosts[1], *sizes)
+        assert caught.value.kind == "arena-full"
+    assert step_of_arena(store, hosts[1]) == 3
+    assert [path.name for path in folder_of(store, hosts[1]).parent.iterdir()] == [store.run_id]
+
+
 @pytest.mark.parametrize(
-    "head",
-    [{}, {"size": -1}, {"size": 1 << 62}, {"size": True}, {"size": 9, "files": {"../x": b""}}],
-    ids=str,
+    ("name", "size"),
+    [("../x", 1), ("arena", 1), ("owner", 1), ("handover-1.safetensors", 1), ("lines", 101), ("lines\n", 1)],
 )
-def test_what_is_no_arena_is_refused(store: Store, hosts: tuple[str, str], head: dict[str, Any]) -> None:
-    with pytest.raises(ScarError):
-        Incoming(store, hosts[1], head)
-    assert not (arena_folder(hosts[1], store.run_id) / FILE).exists()
+def test_other_files_than_those_of_an_arena_are_refused(
+    store: Store, hosts: tuple[str, str], name: str, size: int
+) -> None:
+    incoming = Incoming(store, hosts[1], 1000, 100)
+    with pytest.raises(Corruption):
+        incoming.keep(name, bytes(size))
+    incoming.close()
+    assert [path.name for path in folder_of(store, hosts[1]).parent.iterdir()] == []
+
+
+def test_more_bytes_than_announced_are_refused(store: Store, hosts: tuple[str, str]) -> None:
+    """The second piece would lie behind the file's end."""
+    leave(store, hosts[0], 7)
+    outgoing = Outgoing.open(store, hosts[0])
+    assert outgoing is not None
+    incoming = receive(outgoing, store, hosts[1])
+    incoming.write(0, outgoing.read(0, outgoing.size))
+    more = np.zeros(5, np.uint8)
+    outgoing._digest.update(more)
+    incoming.write(outgoing.size, more)
+    with pytest.raises(Corruption):
+        incoming.install(outgoing.digest())
+    outgoing.close()
+    incoming.close()
+    assert not folder_of(store, hosts[1]).exists()
+
+
+def test_a_hand_over_that_is_too_large_is_left_out(
+    store: Store, hosts: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    east, west = hosts
+    leave(store, east, 7)
+    arena = Arena.open_existing(folder_of(store, east), run_id=store.run_id)
+    assert arena is not None
+    outgoing = Outgoing(arena, most=100)
+    assert len(outgoing.withheld) == 1
+    assert "too large" in caplog.text
+    incoming = receive(outgoing, store, west)
+    move(outgoing, incoming)
+    outgoing.close()
+    incoming.close()
+    arena.close()
+    assert step_of_arena(store, west) == 7
+    assert HandOverQueue(folder_of(store, west)).numbers() == []
+
+
+@pytest.mark.parametrize("fault", ["damaged", "cut", "refused", "versions"])
+def test_the_older_arena_stays_until_the_new_one_is_verified(
+    store: Store, hosts: tuple[str, str], fault: str
+) -> None:
+    """A transfer that fails leaves this host's own arena as it was, hand-overs included."""
+    east, west = hosts
+    leave(store, east, 7)
+    leave(store, west, 3)
+    if fault == "versions":
+        broken = Arena.open_existing(folder_of(store, east), run_id=store.run_id)
+        assert broken is not None
+        broken.durable[0] = -7
+        broken.close()
+    before = {path.name: path.read_bytes() for path in folder_of(store, west).iterdir()}
+    outgoing = Outgoing.open(store, east)
+    assert outgoing is not None
+    incoming = receive(outgoing, store, west)
+    if fault == "cut":
+        incoming.write(0, outgoing.read(0, 5000))
+    elif fault == "refused":
+        with pytest.raises(Corruption, match="another one"):
+            move(outgoing, incoming, check=_refuse)
+    else:
+        with pytest.raises(Corruption):
+            move(outgoing, incoming, damage=fault == "damaged")
+    outgoing.close()
+    incoming.close()
+    assert {path.name: path.read_bytes() for path in folder_of(store, west).iterdir()} == before
+    assert [path.name for path in folder_of(store, west).parent.iterdir()] == [store.run_id]
+    assert step_of_arena(store, west) == 3
+
+
+def _refuse(_: ArenaView) -> None:
+    raise Corruption("it is another one")
+
+
+def test_the_older_arena_stays_if_the_new_one_cannot_take_its_place(
+    store: Store, hosts: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    east, west = hosts
+    leave(store, east, 7)
+    leave(store, west, 3)
+    outgoing = Outgoing.open(store, east)
+    assert outgoing is not None
+    incoming = receive(outgoing, store, west)
+    rename = os.rename
+
+    def fail(source: Path, target: Path) -> None:
+        if str(source).endswith(INCOMING):
+            raise OSError(errno.EIO, "input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(Unavailable):
+        move(outgoing, incoming)
+    outgoing.close()
+    incoming.close()
+    assert step_of_arena(store, west) == 3
+    assert [path.name for path in folder_of(store, west).parent.iterdir()] == [store.run_id]
+
+
+def test_an_arena_that_was_set_aside_makes_room(
+    store: Store, hosts: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arena in its place does not."""
+    east, west = hosts
+    leave(store, east, 7)
+    leave(store, west, 2)
+    aside = put_aside(folder_of(store, west))
+    leave(store, west, 3)
+    monkeypatch.setattr(folders, "_free_bytes", lambda _: 1 << 40 if not aside.exists() else 0)
+    outgoing = Outgoing.open(store, east)
+    assert outgoing is not None
+    incoming = receive(outgoing, store, west)
+    assert not aside.exists()
+    assert step_of_arena(store, west, in_use=True) == 3
+    monkeypatch.setattr(folders, "_free_bytes", lambda _: 0)
+    incoming.close()
+    with pytest.raises(Unavailable):
+        receive(outgoing, store, west)
+    assert step_of_arena(store, west) == 3
+    outgoing.close()
+
+
+def test_what_a_killed_process_was_receiving_is_swept(store: Store, hosts: tuple[str, str]) -> None:
+    east, west = hosts
+    leave(store, east, 7)
+    outgoing = Outgoing.open(store, east)
+    assert outgoing is not None
+    place = folder_of(store, west)
+    left = place.with_name(place.name + INCOMING)
+    incoming = receive(outgoing, store, west)
+    sweep_incoming(place.parent)
+    assert left.exists()  # it is being received
+    incoming.write(0, outgoing.read(0, 100))
+    for fd in (incoming._lock, incoming._growing_lock, incoming._fd):
+        os.close(fd)  # as the system does for a killed process
+    again = receive(outgoing, store, west)
+    assert sorted(path.name for path in left.iterdir()) == sorted(
+        [".arena-received", *(name for name, _ in outgoing.files())]
+    )
+    again.close()
+    left.mkdir(mode=0o700)
+    (left / ".arena-received").write_bytes(b"x")
+    assert reap(place.parent) == []
+    assert not left.exists()
+    outgoing.close()
 
 
 def test_an_arena_in_use_is_neither_sent_nor_replaced(store: Store, hosts: tuple[str, str]) -> None:
@@ -124,8 +316,7 @@ def test_an_arena_in_use_is_neither_sent_nor_replaced(store: Store, hosts: tuple
     assert outgoing is not None
     with pytest.raises(Contention):
         Outgoing.open(store, east)
-    head = outgoing.head()
     with pytest.raises(Contention):
-        Incoming(store, east, head)
+        Incoming(store, east, outgoing.size, outgoing.files_size)
     outgoing.close()
     assert Outgoing.open(store, west) is None

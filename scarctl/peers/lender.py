@@ -1,0 +1,213 @@
+"""Send arenas of dead processes, and replicas, to hosts that fetch them: the other side of `scarctl.peers.fetch`.
+
+    other host -> INVENTORY                 -> the arena's age and lines, or nothing
+    other host -> FETCH                     -> the same, with the number and bytes of its small files
+    other host -> ACK, it has reserved room -> FILE for each small file, PIECE for each piece, END with the digest
+    other host -> ACK, it has the arena     -> ACK, once no process here saves the run
+
+An arena is lent, not given: it stays, locked so that it does not change meanwhile. The daemon does not save a lent run.
+If the fetch fails, it continues. A process of this host that needs the arena ends the loan at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from scarctl.arena.age import age_of
+from scarctl.arena.arena import Arena
+from scarctl.arena.transfer import PIECE, Outgoing
+from scarctl.arena.view import peek_in
+from scarctl.errors import Contention, Corruption, NoIntactCopy, ScarError
+from scarctl.peers.channel import REPLY_SECONDS, Channel
+from scarctl.peers.frames import MAX_BODY, MAX_FILES, Buffer, Kind, Offer, encode
+from scarctl.peers.replica import RUN_ID
+
+log = logging.getLogger("scarctl")
+
+GRACE_SECONDS = 3.0
+"""Seconds that an ending daemon gives to fetches under way."""
+PIECE_SECONDS = 30.0
+"""Seconds in which the other side has to take, or send, a piece or a small file. A daemon saves nothing meanwhile."""
+_IDLE_SECONDS = 10.0
+_MOST_LOANS = 16
+
+
+@dataclass(eq=False, slots=True)
+class Loan:
+    """An arena that another host is fetching."""
+
+    recall: Callable[[], None]
+    """Ends the loan soon."""
+    fetched: bool = False
+    """Whether the other host has all of the arena, in its place."""
+
+
+class Lend(Protocol):
+    """Keeps a run's arena from changing: see `scarctl.daemon.runs.Runs.lent`."""
+
+    def __call__(self, name: str, recall: Callable[[], None]) -> contextlib.AbstractContextManager[Loan]: ...
+
+
+@contextlib.contextmanager
+def lent_without_runs(name: str, recall: Callable[[], None]) -> Iterator[Loan]:
+    """Lend an arena of a daemon that saves no runs."""
+    yield Loan(recall)
+
+
+class Lender:
+    """Lends the arenas of one daemon's folder."""
+
+    def __init__(self, folder: Path, lend: Lend = lent_without_runs) -> None:
+        """Prepare. folder: folder of the daemon."""
+        self._folder = folder
+        self._lend = lend
+        self._changed = threading.Condition()
+        self._open: dict[str, tuple[Arena, int]] = {}
+        """Arenas by run, each with the number of hosts that fetch it."""
+        self._channels: list[Channel] = []
+        self._until: float | None = None
+        """Time at which all loans end; None while the daemon stays."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether another host is fetching an arena."""
+        with self._changed:
+            return bool(self._channels)
+
+    def serve(self, channel: Channel, run: str, kind: Kind) -> None:
+        """Answer a host that fetches. kind: that of its first frame, INVENTORY or FETCH.
+
+        Raises Gone, Corruption; after a refusal its reason.
+        """
+        if not RUN_ID.fullmatch(run):
+            raise Corruption(f"a peer names a run that is not a rank's: {run!r:.80}")
+        while kind is Kind.INVENTORY:
+            channel.send(self._inventory(run))
+            channel.within(_IDLE_SECONDS)
+            kind, _, _ = channel.receive(most_body=0, strictly=True)
+        if kind is not Kind.FETCH:
+            raise Corruption(f"a peer sends {kind.name} to a host from which it fetches")
+        try:
+            self._serve_fetch(channel, run)
+        except ScarError as error:
+            channel.refuse(error)
+            raise
+        channel.within(PIECE_SECONDS)
+        channel.send(encode(Kind.ACK, {}))
+
+    def close(self) -> None:
+        """Let fetches under way end within some seconds, and refuse all others."""
+        with self._changed:
+            self._until = time.monotonic() + GRACE_SECONDS
+            # A second more, in which those that are late are refused.
+            self._changed.wait_for(lambda: not self._channels, GRACE_SECONDS + 1.0)
+            late = list(self._channels)
+        for channel in late:
+            channel.shut()
+
+    def _inventory(self, run: str) -> list[Buffer]:
+        offer = None if self._until is not None else self._offer(run)
+        return encode(Kind.INVENTORY, {"found": False}) if offer is None else offer.frame(Kind.INVENTORY)
+
+    def _offer(self, run: str) -> Offer | None:
+        """Return the arena of a run that may be fetched, without its files; None without one."""
+        view = peek_in(self._folder / run, run)
+        age = age_of(view)
+        if view is None or age is None:
+            return None
+        return Offer(age, view.epoch, view.size, view.lines)
+
+    def _serve_fetch(self, channel: Channel, run: str) -> None:
+        with self._counted(channel), self._lend(run, channel.shut) as loan, self._locked(run) as arena:
+            offer = self._offer(run)
+            if offer is None:
+                raise NoIntactCopy(
+                    f"there is no arena of {run} on this host that could be fetched", kind="no-arena"
+                )
+            outgoing = Outgoing(arena, most=MAX_BODY)
+            try:
+                self._send(channel, outgoing, offer)
+            finally:
+                outgoing.close()
+            channel.within(PIECE_SECONDS)
+            channel.expect(Kind.ACK)
+            loan.fetched = True
+            log.info("%s: another host has fetched %d bytes of this host's memory", run, outgoing.size)
+
+    def _send(self, channel: Channel, outgoing: Outgoing, offer: Offer) -> None:
+        if outgoing.count > MAX_FILES:
+            raise Contention(f"{outgoing.count} hand-overs wait: too many to be sent", kind="too-many-files")
+        whole = Offer(
+            offer.age,
+            offer.epoch,
+            outgoing.size,
+            offer.lines,
+            outgoing.count,
+            outgoing.files_size,
+            len(outgoing.withheld),
+        )
+        channel.within(REPLY_SECONDS)
+        channel.send(whole.frame(Kind.FETCH))
+        channel.expect(Kind.ACK)
+        for name, data in outgoing.files():
+            self._require_time(channel)
+            channel.send(encode(Kind.FILE, {"name": name}, data))
+        for at in range(0, outgoing.size, PIECE):
+            self._require_time(channel)
+            channel.send(encode(Kind.PIECE, {}, outgoing.read(at, min(PIECE, outgoing.size - at))))
+        channel.send(encode(Kind.END, {"digest": outgoing.digest()}))
+
+    def _require_time(self, channel: Channel) -> None:
+        """Give the other side time for the next piece. Raises Contention if the daemon does not wait any longer."""
+        if self._until is not None and time.monotonic() > self._until:
+            raise _ending()
+        channel.within(PIECE_SECONDS)
+
+    @contextlib.contextmanager
+    def _counted(self, channel: Channel) -> Iterator[None]:
+        with self._changed:
+            if self._until is not None:
+                raise _ending()
+            if len(self._channels) >= _MOST_LOANS:
+                raise Contention(f"{_MOST_LOANS} other hosts are fetching from this one", kind="lender-busy")
+            self._channels.append(channel)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._channels.remove(channel)
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def _locked(self, run: str) -> Iterator[Arena]:
+        """Open a dead process's arena, and hold its lock. Several hosts may fetch it at once.
+
+        Raises Contention if a live process uses it, NoIntactCopy without an arena, AccessDenied, Corruption.
+        """
+        with self._changed:
+            arena, users = self._open.get(run, (None, 0))
+            if arena is None:
+                arena = Arena.open_existing(self._folder / run, run_id=run)
+            if arena is None:
+                raise NoIntactCopy(f"there is no arena of {run} on this host", kind="no-arena")
+            self._open[run] = arena, users + 1
+        try:
+            yield arena
+        finally:
+            with self._changed:
+                _, users = self._open.pop(run)
+                if users > 1:
+                    self._open[run] = arena, users - 1
+                else:
+                    arena.close()
+
+
+def _ending() -> Contention:
+    return Contention("the daemon is ending", hint="retry", kind="daemon-ending")
