@@ -68,5 +68,5 @@ def credentials_of(store: Store, settings: SessionSettings) -> Credentials | Non
 
 
 def digest_of_place(settings: SessionSettings) -> str:
-    """Return a digest of the place of this process's arenas: 16 hex digits, other ones on each host and after a boot."""
+    """Return a digest of the place of this process's arenas: 16 hex digits, others on each host and after a boot."""
     return hashlib.sha256(place_of(settings).encode()).hexdigest()[:16]

@@ -311,7 +311,7 @@ class Meeting:
         log.info("%s: copies of this host's memory: %s", self._url, names or "no host yet")
 
     def _report(self, hosts: int) -> None:
-        """Say after a minute that there are too few hosts. Withdraw it once enough are there, and a copy is complete."""
+        """Say after a minute that hosts are too few. Withdraw it once enough are there, and a copy is complete."""
         copies, now = self._settings.peers, self._now()
         if hosts >= copies:
             self._alone_since = None
