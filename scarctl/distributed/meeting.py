@@ -40,6 +40,8 @@ _GROWTH = 2.0
 """Factor by which the first pauses grow, up to `_LACKING`."""
 _ALONE = 60.0
 """Seconds without enough hosts after which a warning says so."""
+_TRIED = 10.0
+"""Seconds for which a host that was never connected is tried, before others are. It has nothing that would be lost."""
 _FAILED = 600.0
 """Seconds for which a host that could not be reached is asked last."""
 _MOST = 128
@@ -95,6 +97,8 @@ class Meeting:
         self._links: list[_Linked] = []
         self._deaf = self._idle = self._fenced = False
         """Whether the daemon cannot listen; whether it sends to nobody; whether this run has continued elsewhere."""
+        self._met: set[str] = set()
+        """Places of hosts that have been connected."""
         self._missing: dict[str, float] = {}
         """By place: time since which a chosen host has not been connected."""
         self._pause = _FIRST
@@ -275,8 +279,9 @@ class Meeting:
         self._report(len(candidates))
 
     def _failing(self, connected: Collection[str], records: Mapping[str, HostRecord]) -> set[str]:
-        """Return the places that were asked for a minute without a connection, and those that use TLS differently."""
+        """Return the places that were asked for some time without a connection, and those that use TLS differently."""
         now, missing = self._now(), self._missing
+        self._met.update(connected)
         for place in self._chosen:
             missing.setdefault(place, now)
         for place, since in list(missing.items()):
@@ -284,7 +289,9 @@ class Meeting:
                 del missing[place]
         own = self._credentials.files is not None
         return {place for place, one in records.items() if one.tls != own} | {
-            place for place, since in missing.items() if now > since + REPLACED_AFTER
+            place
+            for place, since in missing.items()
+            if now > since + (REPLACED_AFTER if place in self._met else _TRIED)
         }
 
     def _should_ask(self, candidates: Sequence[Candidate]) -> bool:

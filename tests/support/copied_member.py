@@ -52,9 +52,10 @@ def main(store: str, folder: str, number: str, count: str, options: str) -> int:
     for name, seconds in given.pop("seconds", {}).items():
         setattr(known_hosts if hasattr(known_hosts, name) else meeting, name, seconds)
     member = scarctl.Member(int(number), int(count), **given.pop("member", {}))
-    usual = {"interval": INTERVAL, "rows": {"rows": 1}, "daemon": True, "timeout": 20.0}
+    pace = given.pop("pace", 0.02)
+    usual = {"interval": INTERVAL, "fraction": 0.25, "rows": {"rows": 1}, "daemon": True, "timeout": 20.0}
     try:
-        session = scarctl.attach(state, store=store, fraction=1.0, member=member, **grouped(**usual | given))
+        session = scarctl.attach(state, store=store, member=member, **grouped(**usual | given))
         with contextlib.closing(session):
             resumed = session.resume()
             tiers = {} if resumed.report is None else dict(resumed.report.tiers)
@@ -67,9 +68,11 @@ def main(store: str, folder: str, number: str, count: str, options: str) -> int:
                     if order == ["end"]:
                         return 0
                     tell(answer=obey(session, *order), head=session.head_step)
+                    if order[0].endswith("and stopped"):
+                        threading.Event().wait()
                 obeyed = len(lines)
                 train(session, state, 1)
-                time.sleep(0.02)  # others need the processor, too
+                time.sleep(pace)  # others need the processor, too
     except ScarError as error:
         tell(error=error.kind, message=str(error))
         return error.exit_code
@@ -82,7 +85,7 @@ def obey(session: scarctl.Session, order: str, *arguments: Any) -> Any:
             session._saver.stop()
         elif order == "flush":
             return session.flush()
-        elif order == "copied":
+        elif order in ("copied", "copied and stopped"):
             session.checkpoint(full=True, wait="peers")
         elif order == "evacuate":
             found = session.evacuate(*arguments)
@@ -126,7 +129,14 @@ class Hosts:
         self.secret = folder / "secret"
         self.secret.write_text("planted-0123456789abcdef-0123456789abcdef")
         self.secret.chmod(0o600)
-        quick = {"_FIRST": 0.3, "_LACKING": 0.5, "_USUAL": 0.5, "_REWRITE": 1.0, "_REREAD": 1.0}
+        quick = {
+            "_FIRST": 0.3,
+            "_LACKING": 0.5,
+            "_USUAL": 0.5,
+            "_TRIED": 2.0,
+            "_REWRITE": 1.0,
+            "_REREAD": 1.0,
+        }
         self.options: dict[str, Any] = {
             "peers": 1,
             "peer_secret_file": str(self.secret),
@@ -162,6 +172,12 @@ class Hosts:
         with (self.told_in / f"{number}.do").open("a") as file:
             file.write(json.dumps(order) + "\n")
         return self._next(number, before, ("answer",))
+
+    def copy(self, number: int, *, stopped: bool = False) -> int:
+        """Have a member save its state and wait until other hosts have it. Return its step. stopped: take no other."""
+        said = self.order(number, "copied and stopped" if stopped else "copied")
+        assert said["answer"] is None, said
+        return int(said["head"])
 
     def told(self, number: int) -> list[dict[str, Any]]:
         file = self.told_in / f"{number}.jsonl"
