@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,15 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
+from safetensors.numpy import load_file
 
 import scarctl
 from scarctl.arena.view import ArenaView, peek
+from scarctl.cli.main import cli
 from scarctl.errors import UsageError
 from scarctl.ops.survey import survey
 from scarctl.state.version import step_of
 from scarctl.store import Store, verify
 from scarctl.store.hosts import HOSTS, HostRecord, host_path, read_hosts
 from tests.support.copied_member import INTERVAL, Hosts, hosts
+from tests.support.forkserver import Program
 from tests.support.member import ROWS, state_of
 from tests.support.waiting import wait_until
 
@@ -59,6 +67,10 @@ def put(hosts: Hosts, place: str, data: bytes) -> None:
     folder = Path(hosts.store) / HOSTS
     folder.mkdir(parents=True, exist_ok=True)
     (Path(hosts.store) / host_path(place)).write_bytes(data)
+
+
+def scarctl_command(*words: str) -> Result:
+    return CliRunner().invoke(cli, words)
 
 
 def memory_of(hosts: Hosts, number: int, home: str) -> ArenaView:
@@ -161,10 +173,10 @@ def test_a_member_goes_to_another_host_and_back(two: Hosts) -> None:
     two.order(0, "stop store")
     head = two.copy(0)
     two.lose("north", 0)
-    copies = [home for home in ("east", "west") if two.copies_on(home)]
+    here = Store.open(two.store).of_shard(0).run_id in two.copies_on("east")
     found = two.start(0, "east")
     assert found["step"] >= head
-    assert found["tiers"].keys() == {"memory" if copies == ["east"] else "peer"}, (found, copies)
+    assert found["tiers"].keys() == {"memory" if here else "peer"}, found
 
 
 def test_two_copies_survive_two_hosts(alone: Hosts) -> None:
@@ -364,3 +376,103 @@ def test_a_forked_child_has_no_thread_and_changes_nothing(two: Hosts) -> None:
 def test_a_run_that_ends_leaves_no_copy(two: Hosts) -> None:
     assert two.end(0) == two.end(1) == 0
     wait_until(lambda: two.copies_on("east") == two.copies_on("west") == [])
+
+
+# -- a host with notice -------------------------------------------------------------------------------------------
+
+
+def test_an_evacuation_brings_a_member_to_the_other_host(two: Hosts) -> None:
+    two.order(0, "stop store")
+    found = two.order(0, "evacuate", 20.0, "west")["answer"]
+    assert found["error"] == "unknown-host", "hosts have the names of their records"
+    name = records(two)["west"].host
+    found = two.order(0, "evacuate", 20.0, name)["answer"]
+    assert found["peers"] == [name], found
+    assert found["safe"], found
+
+
+def test_the_command_evacuates_members(two: Hosts) -> None:
+    two.order(0, "stop store")
+    done = scarctl_command("evacuate", "--deadline", "20s", "--arena-dir", str(two.home("east")), "--json")
+    assert done.exit_code == 0, done.output
+    (store,) = json.loads(done.stdout)["stores"]
+    assert [process["safe"] for process in store["processes"]] == [True]
+    assert store["processes"][0]["peers"] == [records(two)["west"].host]
+
+
+def test_after_sigterm_a_member_has_time_to_reach_the_other_host(alone: Hosts) -> None:
+    alone.options["grace"] = "20s"
+    two = both(alone)
+    two.order(0, "stop store")
+    until_head(two, 0, "east", 4)
+    two.programs[0].terminate()
+    assert two.programs.pop(0).wait() == -signal.SIGTERM
+    shutil.rmtree(two.home("east") / f"scarctl-{os.getuid()}" / Store.open(two.store).of_shard(0).run_id)
+    found = two.start(0, "north")
+    assert (found["exact"], found["tiers"].keys()) == (True, {"peer"}), found
+
+
+# -- without a process --------------------------------------------------------------------------------------------
+
+
+def test_a_lost_member_is_recovered_into_a_file_from_the_copy(two: Hosts, tmp_path: Path) -> None:
+    two.order(0, "stop store")
+    head = two.copy(0, stopped=True)
+    two.lose("east", 0)
+    output = tmp_path / "lost.safetensors"
+    done = scarctl_command(
+        *("recover", "--store", str(two.store), "--lost", "member:0", "--output", str(output)),
+        *("--arena-dir", str(two.home("west")), "--json"),
+    )
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["tiers"] == {"peer": ROWS + 1}
+    assert (load_file(output)["rows@0"] == head).all()
+
+
+def test_a_command_gives_its_member_copies(alone: Hosts, tmp_path: Path) -> None:
+    """As with ranks: `scarctl run --peers 1`."""
+    alone.start(1, "west")
+    (alone.home("east")).mkdir()
+    alone.homes.add("east")
+    options = {name: value for name, value in alone.options.items() if name != "peers"}
+    words = [str(alone.store), str(alone.told_in), "0", "2", json.dumps(options)]
+    env = {**os.environ, "SCARCTL_ARENA_DIR": str(alone.home("east"))}
+    command = ["-m", "scarctl", "run", "--peers", "1", "--", sys.executable, "-m"]
+    program = Program([*command, "tests.support.copied_member", *words], env=env)
+    alone.everyone.append(program)
+    alone.until_copied(0, "east")
+    (alone.told_in / "0.do").write_text('["end"]\n')
+    assert program.wait(60) == 0
+
+
+# -- another number of members ------------------------------------------------------------------------------------
+
+
+def test_copies_of_members_that_are_replaced(alone: Hosts) -> None:
+    """What only copies have is taken over. They are never taken for memory of the new members."""
+    alone.options["divided"] = 48
+    two = both(alone)
+    for number in (0, 1):
+        two.order(number, "stop store")
+    heads = [two.copy(number, stopped=True) for number in (0, 1)]
+    two.kill(0)  # the daemon saves what it has
+    two.lose("west", 1)
+    wait_until(lambda: two.run_of(0, "east") == {})
+    begun = [two.start(n, home, count=3, replaces=2) for n, home in enumerate(("north", "east", "south"))]
+    assert [line["exact"] for line in begun] == [False] * 3
+    for number, line in enumerate(begun):
+        steps = line["steps"]  # of each row, from the whole table's row 16 * number on
+        assert steps == [heads[(16 * number + row) // 24] for row in range(16)], number
+    new = {Store.open(two.store).of_shard(shard).run_id for shard in (2, 3, 4)}
+    for number, home in enumerate(("north", "east", "south")):
+        two.until_copied(number + 2, home)
+    assert {run for home in ("north", "east", "south") for run in two.copies_on(home)} >= new
+    two.count = 3
+    two.order(2, "stop store")
+    head = two.copy(2)
+    two.kill_daemon("south")
+    two.kill(2)
+    shutil.rmtree(two.home("south"))
+    found = two.start(2, "west", replaces=2)
+    assert found["step"] >= head
+    assert found["tiers"].keys() == {"peer"}

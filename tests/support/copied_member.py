@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import scarctl
 from scarctl.arena.folder import host_folder
 from scarctl.arena.owner import read_owner
@@ -40,7 +42,9 @@ PATIENCE = 90.0
 
 def main(store: str, folder: str, number: str, count: str, options: str) -> int:
     log, orders = Path(folder, f"{number}.jsonl"), Path(folder, f"{number}.do")
-    state, given = state_of(int(number)), json.loads(options)
+    given = json.loads(options)
+    whole, place = given.pop("divided", 0), (int(number), int(count))
+    state = divided_state(whole, *place) if whole else state_of(int(number))
 
     def tell(**what: Any) -> None:
         with log.open("a") as file:
@@ -51,7 +55,8 @@ def main(store: str, folder: str, number: str, count: str, options: str) -> int:
     logging.getLogger("scarctl").addHandler(handler)
     for name, seconds in given.pop("seconds", {}).items():
         setattr(known_hosts if hasattr(known_hosts, name) else meeting, name, seconds)
-    member = scarctl.Member(int(number), int(count), **given.pop("member", {}))
+    rows = {"rows": (whole * place[0] // place[1], whole)} if whole else {}
+    member = scarctl.Member(*place, rows, given.pop("replaces", None))
     pace = given.pop("pace", 0.02)
     usual = {"interval": INTERVAL, "fraction": 0.25, "rows": {"rows": 1}, "daemon": True, "timeout": 20.0}
     try:
@@ -59,7 +64,8 @@ def main(store: str, folder: str, number: str, count: str, options: str) -> int:
         with contextlib.closing(session):
             resumed = session.resume()
             tiers = {} if resumed.report is None else dict(resumed.report.tiers)
-            tell(step=resumed.step, exact=resumed.exact, tiers=tiers, torn=torn(state))
+            steps = {"steps": state["rows"][:, 0].astype(int).tolist()} if whole else {}
+            tell(step=resumed.step, exact=resumed.exact, tiers=tiers, torn=torn(state), **steps)
             obeyed = 0
             while True:
                 lines = orders.read_text().splitlines() if orders.exists() else []
@@ -76,6 +82,11 @@ def main(store: str, folder: str, number: str, count: str, options: str) -> int:
     except ScarError as error:
         tell(error=error.kind, message=str(error))
         return error.exit_code
+
+
+def divided_state(whole: int, number: int, count: int) -> dict[str, np.ndarray]:
+    """Return a member's part of a table of `whole` rows, whose values are steps."""
+    return {"rows": np.zeros((whole * (number + 1) // count - whole * number // count, 4))}
 
 
 def obey(session: scarctl.Session, order: str, *arguments: Any) -> Any:
