@@ -276,14 +276,14 @@ class Meeting:
         if self._should_ask(candidates):
             self._ask(candidates)
         self._chosen = tuple(places[:copies])
+        for place in self._chosen:
+            self._missing.setdefault(place, self._now())  # until it is seen to be connected
         self._report(len(candidates))
 
     def _failing(self, connected: Collection[str], records: Mapping[str, HostRecord]) -> set[str]:
         """Return the places that were asked for some time without a connection, and those that use TLS differently."""
         now, missing = self._now(), self._missing
         self._met.update(connected)
-        for place in self._chosen:
-            missing.setdefault(place, now)
         for place, since in list(missing.items()):
             if place in connected or place not in records or now > since + REPLACED_AFTER + _FAILED:
                 del missing[place]
