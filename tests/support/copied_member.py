@@ -171,11 +171,15 @@ class Hosts:
         count = given.pop("count", self.count)
         words = [str(self.store), str(self.told_in), str(number), str(count), json.dumps(given)]
         before = len(self.told(number))
-        with (self.told_in / f"{number}.err").open("ab") as errors:
-            program = Program(["-m", "tests.support.copied_member", *words], stdout=errors, stderr=errors)
+        program = self.run(home, words, self.told_in / f"{number}.err")
         self.programs[number] = program
         self.everyone.append(program)
         return self._next(number, before, ("step", "error"))
+
+    def run(self, home: str, words: list[str], errors: Path) -> Program:
+        """Run a member on a host."""
+        with errors.open("ab") as file:
+            return Program(["-m", "tests.support.copied_member", *words], stdout=file, stderr=file)
 
     def order(self, number: int, *order: Any) -> Any:
         """Have a member do something, and return its answer."""
