@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from scarctl.config import SessionSettings
 from scarctl.daemon.saver import DaemonSaver
 from scarctl.distributed.collectives import Team
-from scarctl.distributed.host_address import is_local, name_of, reaching
-from scarctl.distributed.host_memory import place_of
+from scarctl.distributed.host_address import is_local, name_of, place_of, reaching
 from scarctl.errors import ScarError, UsageError
 from scarctl.peers.handshake import SECRET_BYTES
 from scarctl.peers.placement import place

@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 
 from scarctl.config import SessionSettings
-from scarctl.distributed.host_memory import place_of
+from scarctl.distributed.host_address import place_of
 from scarctl.errors import UsageError
 from scarctl.peers.secret import read_secret, secret_of_start
 from scarctl.peers.tls import Tls

@@ -1,4 +1,4 @@
-"""Find the address at which this host's daemon listens for other hosts, and the name by which users know this host."""
+"""Find the place of this host's arenas, its name for display, and the address at which its daemon listens."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ import socket
 from collections.abc import Iterable
 from ipaddress import ip_address
 
+from scarctl.arena.folder import host_folder
+from scarctl.arena.header import boot_id
 from scarctl.config import SessionSettings
 
 log = logging.getLogger("scarctl")
 
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses that belong to nobody: the way to them is the default route."""
+"""Addresses of documentation, which no host has: the way to them is the default route."""
+
+
+def place_of(settings: SessionSettings) -> str:
+    """Return a name for the place of this process's arenas: equal for two processes exactly if they share arenas."""
+    folder = os.path.realpath(host_folder(settings.arena_dir))
+    return f"{socket.gethostname()}:{boot_id().hex()}:{folder}"
 
 
 def name_of(settings: SessionSettings) -> str:

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from scarctl.errors import ScarError, Unavailable
 from scarctl.store import Store
 from scarctl.store.backends.connect import blobs_at
-from scarctl.store.format import SETTINGS
+from scarctl.store.format import HOSTS, SETTINGS
 from scarctl.store.hosts import (
-    HOSTS,
     HostRecord,
     gone_hosts,
     host_marks,

@@ -96,7 +96,7 @@ class Meeting:
         self._asked_at = 0.0
         self._links: list[_Linked] = []
         self._deaf = self._idle = self._fenced = False
-        """Whether the daemon cannot listen; whether it sends to nobody; whether this run has continued elsewhere."""
+        """Whether the daemon cannot listen; whether it has no link; whether this run has continued elsewhere."""
         self._met: set[str] = set()
         """Places of hosts that have been connected."""
         self._missing: dict[str, float] = {}
@@ -301,7 +301,7 @@ class Meeting:
         copies = self._settings.peers
         if set(candidates[:copies]) != set(self._asked[:copies]) or (self._idle and candidates):
             return True
-        # A new reserve alone is no reason to connect again, unless those before have failed.
+        # For a new reserve alone the links stay as they are, unless those before have failed.
         late = self._complete < copies and self._now() > self._asked_at + REPLACED_AFTER
         return late and not set(candidates) <= set(self._asked)
 

@@ -166,7 +166,7 @@ def _gain(
 
 
 def _together(own: Site, sites: Mapping[str, Site], keeps: Mapping[str, set[str]], copies: int) -> list[str]:
-    """Return the hosts for a host that nobody has chosen, if others are in the same situation; otherwise none."""
+    """Return the hosts for a host that no other one has chosen, if others are in the same situation; otherwise none."""
     new = sorted(p for p, site in sites.items() if site.fresh and not site.to and not keeps[p])
     if own.place not in new or len(new) <= copies:
         return []

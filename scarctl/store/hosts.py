@@ -15,7 +15,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from scarctl.errors import Corruption
-from scarctl.store.format import FORMAT, Fields, corrupt, dump_json, is_hex, load_json
+from scarctl.store.format import FORMAT, HOSTS, Fields, corrupt, dump_json, is_hex, load_json
 from scarctl.util.text import printable
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("scarctl")
 
-HOSTS = "peers"
 STALE = 600.0
 """Seconds after which a host that has not written its record again may be gone."""
 GONE = 86_400.0

@@ -25,6 +25,7 @@ from scarctl.store.backends.probe import exclusive_here, probe
 from scarctl.store.foreign import damaged_settings, keep_copy, no_store, refuse_foreign
 from scarctl.store.format import (
     FORMAT,
+    HOSTS,
     LOCK,
     MAX_LAYOUT,
     MAX_LAYOUT_VALUES,
@@ -44,7 +45,6 @@ from scarctl.store.format import (
     shard_folder,
     shard_of_folder,
 )
-from scarctl.store.hosts import HOSTS
 from scarctl.store.line import number_of
 from scarctl.store.lock import BothLocks, NoLock, StoreLock, for_a_writer
 from scarctl.store.log import ShardLog

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from scarctl.errors import Corruption
 from scarctl.store import Store, open_writer, verify
-from scarctl.store.format import dump_json
+from scarctl.store.format import HOSTS, dump_json
 from scarctl.store.hosts import (
     GONE,
-    HOSTS,
     MAX_HOST,
     MOST_HOSTS,
     HostRecord,

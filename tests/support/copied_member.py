@@ -27,10 +27,13 @@ import numpy as np
 import scarctl
 from scarctl.arena.folder import host_folder
 from scarctl.arena.owner import read_owner
+from scarctl.arena.view import ArenaView, peek
 from scarctl.config import grouped
 from scarctl.daemon.client import ask_status
 from scarctl.distributed import known_hosts, meeting
 from scarctl.errors import ScarError
+from scarctl.store import Store
+from scarctl.store.hosts import HostRecord, read_hosts
 from tests.daemon.trainer import stop
 from tests.support.forkserver import Program
 from tests.support.member import state_of, torn, train
@@ -239,6 +242,31 @@ class Hosts:
         """Return the runs whose replicas a host keeps."""
         folder = host_folder(str(self.home(home)))
         return sorted(path.name for path in folder.glob("*-*") if read_owner(path) is not None)
+
+    def both(self) -> Hosts:
+        """Start two members on a host each, and wait until each has a copy on the other's. Return the hosts."""
+        for number, home in ((0, "east"), (1, "west")):
+            self.start(number, home)
+        for number, home in ((0, "east"), (1, "west")):
+            self.until_copied(number, home)
+        return self
+
+    def records(self) -> dict[str, HostRecord]:
+        """Return the records in the store by the name of the host."""
+        found = read_hosts(Store.open(self.store)).values()
+        return {record.host.rpartition(":")[2]: record for record in found}
+
+    def memory_of(self, number: int, home: str) -> ArenaView:
+        """Return a member's memory on a host: its own, or a copy."""
+        found = peek(str(self.home(home)), Store.open(self.store).of_shard(number).run_id)
+        assert found is not None
+        return found
+
+    def until_head(self, number: int, home: str, more: int = 20) -> int:
+        """Wait until a member has taken some more steps, and return its step then."""
+        goal = int(self.run_of(number, home).get("head_step", 0)) + more
+        wait_until(lambda: self.run_of(number, home).get("head_step", 0) >= goal)
+        return goal
 
     def kill(self, number: int) -> None:
         self.programs[number].kill()
