@@ -297,7 +297,7 @@ def put_aside(folder: Path, successor: Path | None = None) -> Path:
             shutil.rmtree(aside)
         os.rename(folder, aside)
         if successor is not None:
-            # A process that is killed in between leaves both, and none in the place.
+            # A process that is killed before the second one leaves both folders, and none in the place.
             try:
                 os.rename(successor, folder)
             except OSError:

@@ -136,7 +136,7 @@ class HostSaver(LocalSaver):
 
     @property
     def can_lend(self) -> bool:
-        """Whether the arena may be lent: `adopt` will not open the arena any more."""
+        """Whether the arena may be lent: `adopt` no longer opens it."""
         return self.arena is not None or self._adopted
 
     @contextlib.contextmanager

@@ -177,7 +177,7 @@ class Runs:
                 run = self._runs.get(name)
                 phase = self.life.runs.get(name)
                 if name in self._wanted or (run is not None and phase is Phase.ATTACHED and run.in_use()):
-                    raise Contention(f"{name}: a process on this host saves to this store", kind="run-lives")
+                    raise Contention(f"{name}: a process on this host saves to this store")
                 if run is None or (phase is Phase.ORPHANED and run.saver.can_lend):
                     self._loans.setdefault(name, []).append(loan)
                     return run

@@ -133,7 +133,7 @@ class _Fetch:
         return False
 
     def bring(self, host: Candidate) -> Fetched | None:
-        """Fetch one host's arena; None if it is not wanted any more. Raises ScarError, Gone, OSError."""
+        """Fetch one host's arena; None if it is no longer wanted. Raises ScarError, Gone, OSError."""
         with contextlib.ExitStack() as closing:
             channel = closing.enter_context(self._connected(host))
             channel.within(PIECE_SECONDS)

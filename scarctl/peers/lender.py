@@ -35,6 +35,8 @@ GRACE_SECONDS = 3.0
 """Seconds that an ending daemon gives to fetches under way."""
 PIECE_SECONDS = 30.0
 """Seconds in which the other side has to take, or send, a piece or a small file. A daemon saves nothing meanwhile."""
+_LATE_SECONDS = 1.0
+"""Seconds after that, in which those that are not finished are refused."""
 _IDLE_SECONDS = 10.0
 _MOST_LOANS = 16
 
@@ -106,8 +108,7 @@ class Lender:
         """Let fetches under way end within some seconds, and refuse all others."""
         with self._changed:
             self._until = time.monotonic() + GRACE_SECONDS
-            # A second more, in which those that are late are refused.
-            self._changed.wait_for(lambda: not self._channels, GRACE_SECONDS + 1.0)
+            self._changed.wait_for(lambda: not self._channels, GRACE_SECONDS + _LATE_SECONDS)
             late = list(self._channels)
         for channel in late:
             channel.shut()
@@ -143,7 +144,7 @@ class Lender:
 
     def _send(self, channel: Channel, outgoing: Outgoing, offer: Offer) -> None:
         if outgoing.count > MAX_FILES:
-            raise Contention(f"{outgoing.count} hand-overs wait: too many to be sent", kind="too-many-files")
+            raise Contention(f"{outgoing.count} hand-overs wait: too many to be sent")
         whole = Offer(
             offer.age,
             offer.epoch,
@@ -176,7 +177,7 @@ class Lender:
             if self._until is not None:
                 raise _ending()
             if len(self._channels) >= _MOST_LOANS:
-                raise Contention(f"{_MOST_LOANS} other hosts are fetching from this one", kind="lender-busy")
+                raise Contention(f"{_MOST_LOANS} other hosts are fetching from this one", kind="run-busy")
             self._channels.append(channel)
         try:
             yield

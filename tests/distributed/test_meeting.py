@@ -15,10 +15,9 @@ from scarctl.config import SessionSettings
 from scarctl.daemon.saver import DaemonSaver
 from scarctl.distributed import meeting as module
 from scarctl.distributed.credentials import Credentials, digest_of_place
-from scarctl.distributed.host_address import address_among, is_local, reaching
 from scarctl.distributed.known_hosts import KnownHosts
 from scarctl.distributed.meeting import Meeting
-from scarctl.distributed.memory_search import candidates_of, search_memory
+from scarctl.distributed.memory_search import search_memory
 from scarctl.errors import Contention, ScarError, Unavailable
 from scarctl.peers.link import REPLACED_AFTER
 from scarctl.state.caveats import Caveats
@@ -432,15 +431,6 @@ def test_records_that_do_not_concern_this_host_are_read_now_and_then(table: Tabl
 # -- addresses ----------------------------------------------------------------------------------------------------
 
 
-def test_the_address_is_local_only_if_all_are_on_this_machine() -> None:
-    assert address_among(["127.0.0.1", "127.0.0.1"]) == "127.0.0.1"
-    alone = address_among([])
-    if not is_local(alone):  # this machine has a network
-        assert address_among(["127.0.0.1", alone]) == alone
-    assert is_local(reaching("127.0.0.1"))
-    assert is_local("::1")
-
-
 def test_an_address_of_the_internet_is_warned_of(
     table: Table, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,11 +441,6 @@ def test_an_address_of_the_internet_is_warned_of(
 
 
 # -- searching ----------------------------------------------------------------------------------------------------
-
-
-def test_hosts_are_searched_newest_first_and_this_one_never() -> None:
-    found = candidates_of([record(A, 1, age=50), record(B, 2), record(C, 3, age=700)], C, NOW)
-    assert [one.port for one in found] == [2, 1]
 
 
 def test_a_search_that_fails_costs_a_warning(

@@ -44,12 +44,22 @@ class Forked:
         """Wait for this line from the child."""
         deadline = time.monotonic() + timeout
         while line not in self._lines:
-            ready, _, _ = select.select([self._told], [], [], max(0.0, deadline - time.monotonic()))
-            data = os.read(self._told, 65536) if ready else b""
-            assert data, f"{line!r} was not told, only {self._lines}"
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            self._lines += [text.decode() for text in lines]
+            self._read(deadline, repr(line))
         self._lines.remove(line)
+
+    def _read(self, deadline: float, wanted: str) -> None:
+        ready, _, _ = select.select([self._told], [], [], max(0.0, deadline - time.monotonic()))
+        data = os.read(self._told, 65536) if ready else b""
+        assert data, f"{wanted} was not told, only {self._lines}"
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        self._lines += [text.decode() for text in lines]
+
+    def line(self, timeout: float = 30.0) -> str:
+        """Return the next line from the child."""
+        deadline = time.monotonic() + timeout
+        while not self._lines:
+            self._read(deadline, "a line")
+        return self._lines.pop(0)
 
     def wait(self, timeout: float = 30.0) -> int:
         """Return its exit code, or minus the signal that ended it."""

@@ -1,0 +1,315 @@
+"""Test that a daemon lends a dead process's arena: it does not change meanwhile, and nothing is given up for it."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scarctl.arena.arena import Arena
+from scarctl.arena.folder import arena_folder
+from scarctl.arena.queue import HandOverQueue
+from scarctl.arena.transfer import Outgoing
+from scarctl.daemon import client
+from scarctl.daemon.saver import DaemonSaver
+from scarctl.daemon.server import Daemon
+from scarctl.errors import Contention
+from scarctl.peers import fetch as fetching
+from scarctl.peers import lender as lenders
+from scarctl.peers.connect import connected
+from scarctl.peers.fetch import Fetched, fetch_memory
+from scarctl.peers.frames import Kind, encode
+from scarctl.peers.handshake import SECRET_BYTES, Hello
+from scarctl.peers.sender import Candidate
+from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.state.version import step_of
+from scarctl.store import Store
+from scarctl.store.store import Part
+from tests.daemon.trainer import Trainer, assert_sound, status
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.leaves_arena
+PART = Part(3, 1)
+START, SECRET = "11" * 16, secrets.token_bytes(SECRET_BYTES)
+
+
+def many_tensors() -> Layout:
+    return build_layout(
+        [(f"layers.{i}", "parameter", (TensorSpec("", "F32", (8, 8)),)) for i in range(60)], rows={"*": 4}
+    )
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Let no hand-over be saved until this event is set: reading a tensor takes a while, and there are many."""
+    fast, source = threading.Event(), Arena.source
+
+    def reading(self: Arena, g: int, t: int, start: int, stop: int) -> memoryview:
+        fast.wait(1.0)
+        return source(self, g, t, start, stop)
+
+    monkeypatch.setattr(Arena, "source", reading)
+    yield fast
+    fast.set()
+
+
+class Sending:
+    """Holds all pieces of arenas back until `go` is set. `began`: one is about to be sent."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.go = threading.Event(), threading.Event()
+        read = Outgoing.read
+
+        def held(outgoing: Outgoing, at: int, size: int) -> Any:
+            self.began.set()
+            assert self.go.wait(60.0)
+            return read(outgoing, at, size)
+
+        monkeypatch.setattr(Outgoing, "read", held)
+
+
+@pytest.fixture
+def sending(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sending]:
+    made = Sending(monkeypatch)
+    yield made
+    made.go.set()
+
+
+class Elsewhere:
+    """Another host, to which the run's memory is fetched, in a thread if necessary."""
+
+    def __init__(self, folder: Path, trainer: Trainer) -> None:
+        folder.mkdir()
+        self.base, self.store = str(folder), str(trainer.store.root)
+        port = trainer.saver.admit(START, SECRET.hex(), "127.0.0.1", None)
+        self.host = Candidate("here", "127.0.0.1", port)
+        self.found: list[Fetched | None] = []
+        self._thread = threading.Thread(target=lambda: self.found.append(self.fetch()))
+
+    def view(self) -> Store:
+        return Store.open(self.store).of_part(PART)
+
+    def fetch(self) -> Fetched | None:
+        view = self.view()
+        try:
+            return fetch_memory(view, self.base, [self.host], START, SECRET, None, seconds=20.0)
+        finally:
+            view.close()
+
+    def begin(self) -> None:
+        self._thread.start()
+
+    def end(self) -> Fetched | None:
+        self._thread.join(60.0)
+        (found,) = self.found
+        return found
+
+    def arena(self) -> Arena:
+        run = self.view().run_id
+        found = Arena.share(arena_folder(self.base, run), run_id=run)
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def trainer(daemon: Daemon, arena_dir: Path, tmp_path: Path) -> Trainer:
+    """Return a training process whose step 1 is in the store."""
+    made = Trainer(tmp_path / "store", arena_dir, shards=1, part=PART, layout=many_tensors())
+    made.save_durably(1)
+    return made
+
+
+def die_with_pending_copies(trainer: Trainer) -> None:
+    """Let the training process die right after step 2, of which nothing is in the store."""
+    trainer.save(trainer.everything, 2, sealed=True)
+    trainer.die()
+
+
+def test_a_run_that_is_attached_is_not_lent(daemon: Daemon, trainer: Trainer, tmp_path: Path) -> None:
+    elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
+    assert elsewhere.fetch() is None
+    trainer.arena.take_over(0x7FFFFFF0)  # even if its process seems to be dead
+    assert elsewhere.fetch() is None
+    trainer.save_durably(2)
+    trainer.close()
+
+
+def test_saving_stops_for_it_and_the_store_is_free_afterwards(
+    daemon: Daemon, trainer: Trainer, tmp_path: Path, stuck: threading.Event, sending: Sending
+) -> None:
+    elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
+    die_with_pending_copies(trainer)
+    elsewhere.begin()
+    assert sending.began.wait(60.0)
+    stuck.set()
+    before = {path.name: path.read_bytes() for path in trainer.arena.folder.iterdir()}
+    assert trainer.phases() == ["orphaned"]
+    assert not (trainer.arena.durable == trainer.arena.version).any()
+    sending.go.set()
+    found = elsewhere.end()
+    assert found is not None
+    assert found.host == "here"
+    arena = elsewhere.arena()
+    assert arena.memory().tobytes() == trainer.arena.memory().tobytes()
+    assert set(step_of(arena.version)) == {2}
+    assert [one.extras for one in HandOverQueue(arena.folder).pending()] == [{"step": 2}]
+    # Nothing was saved since, and the daemon has let go: a process elsewhere can claim the store at once.
+    assert trainer.phases() == []
+    assert {path.name: path.read_bytes() for path in trainer.arena.folder.iterdir()} == before
+    assert set(trainer.stored()[0]) == {1}
+    view = elsewhere.view()
+    view.lock()
+    view.close()
+
+
+def test_saving_continues_after_a_fetch_that_failed(
+    daemon: Daemon, trainer: Trainer, tmp_path: Path, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here its bytes are damaged on the way."""
+    elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
+    die_with_pending_copies(trainer)
+    read = Outgoing.read
+
+    def damaged(outgoing: Outgoing, at: int, size: int) -> Any:
+        data = read(outgoing, at, size)
+        data[-1] ^= 1
+        return data
+
+    monkeypatch.setattr(Outgoing, "read", damaged)
+    assert elsewhere.fetch() is None
+    stuck.set()
+    wait_until(lambda: trainer.phases() == [])
+    assert set(trainer.stored()[0]) == {2}
+    assert_sound(tmp_path / "store")
+
+
+def test_who_does_not_read_is_not_waited_for(
+    daemon: Daemon,
+    trainer: Trainer,
+    tmp_path: Path,
+    stuck: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another host asks for the arena, and then says nothing: saving continues, and the arena's lock is free."""
+
+    monkeypatch.setattr(lenders, "REPLY_SECONDS", 0.5)
+    elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
+    die_with_pending_copies(trainer)
+    hello = Hello.new(START, trainer.store.run_id, 1)
+    with connected("127.0.0.1", elsewhere.host.port, hello, SECRET, None) as channel:
+        channel.send(encode(Kind.FETCH, {}))
+        channel.expect(Kind.FETCH)
+        assert not (trainer.arena.durable == trainer.arena.version).any()
+        stuck.set()
+        wait_until(lambda: trainer.phases() == [])
+    assert set(trainer.stored()[0]) == {2}
+    run = trainer.store.run_id
+    again = Arena.open_existing(trainer.arena.folder, run_id=run)
+    assert again is not None
+    again.close()
+
+
+def test_a_process_of_this_host_ends_the_loan(
+    daemon: Daemon,
+    trainer: Trainer,
+    arena_dir: Path,
+    tmp_path: Path,
+    stuck: threading.Event,
+    sending: Sending,
+) -> None:
+    elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
+    die_with_pending_copies(trainer)
+    elsewhere.begin()
+    assert sending.began.wait(60.0)
+    claimed: list[Trainer] = []
+    again = threading.Thread(
+        target=lambda: claimed.append(
+            Trainer(tmp_path / "store", arena_dir, shards=1, part=PART, layout=many_tensors())
+        )
+    )
+    again.start()
+    wait_until(lambda: daemon.runs._wanted)
+    sending.go.set()
+    again.join(60.0)
+    stuck.set()
+    assert elsewhere.end() is None
+    (next_one,) = claimed
+    assert next_one.arena.pending().all()
+    next_one.drained()
+    assert set(next_one.stored()[0]) == {2}
+    next_one.close()
+
+
+def test_a_run_that_was_released_is_lent_too(daemon: Daemon, trainer: Trainer, tmp_path: Path) -> None:
+    """The daemon has saved everything. The memory is still what a process elsewhere needs to resume quickly."""
+    elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
+    die_with_pending_copies(trainer)
+    wait_until(lambda: trainer.phases() == [])
+    assert elsewhere.fetch() is not None
+    assert set(step_of(elsewhere.arena().version)) == {2}
+    assert not elsewhere.arena().pending().any()
+
+
+def test_a_claimed_run_that_was_never_opened_is_lent_once_the_daemon_has_looked_at_it(
+    daemon: Daemon, trainer: Trainer, tmp_path: Path, stuck: threading.Event
+) -> None:
+    """The next process died before it opened its arena: the daemon opens it, in a new epoch."""
+    elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
+    die_with_pending_copies(trainer)
+    run, folder = trainer.store.run_id, trainer.folder
+    next_one = DaemonSaver(str(trainer.store.root), run, folder, lambda _: None, part=PART)
+    next_one.claim()
+    assert elsewhere.fetch() is None
+    next_one.abandon()
+    wait_until(lambda: trainer.phases() in (["orphaned"], []))
+    found = elsewhere.fetch()
+    stuck.set()
+    assert found is not None
+    assert set(step_of(elsewhere.arena().version)) == {2}
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_daemon_that_ends_finishes_a_fetch_within_seconds_or_refuses_it(
+    daemon: Daemon,
+    trainer: Trainer,
+    tmp_path: Path,
+    stuck: threading.Event,
+    sending: Sending,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    in_time: bool,
+) -> None:
+    monkeypatch.setattr(lenders, "GRACE_SECONDS", 60.0 if in_time else 0.0)
+    monkeypatch.setattr(lenders, "_LATE_SECONDS", 60.0)
+    # So that the first check after the first piece comes too late.
+    monkeypatch.setattr(lenders, "PIECE", 4096)
+    monkeypatch.setattr(fetching, "PIECE", 4096)
+    elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
+    die_with_pending_copies(trainer)
+    elsewhere.begin()
+    assert sending.began.wait(60.0)
+    client.ask(daemon.folder, "stop")
+    wait_until(lambda: daemon.host._lender._until is not None)
+    assert elsewhere.fetch() is None  # nobody else begins
+    sending.go.set()
+    found = elsewhere.end()
+    assert (found is not None) == in_time
+    if not in_time:
+        assert "the daemon is ending" in caplog.text
+    wait_until(lambda: status(daemon.folder) is None)
+    stuck.set()
+    assert set(trainer.stored()[0]) == {1}
+
+
+def test_a_run_cannot_be_lent_while_a_process_waits_for_it(daemon: Daemon) -> None:
+    daemon.runs._wanted.append("x")
+    with pytest.raises(Contention), daemon.runs.lent("x", lambda: None):
+        pass
+    daemon.runs._wanted.clear()
+    with daemon.runs.lent("x", lambda: None):
+        assert daemon.runs._loans.keys() == {"x"}
+    assert daemon.runs._loans == {}

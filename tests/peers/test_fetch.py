@@ -1,0 +1,261 @@
+"""Test fetching a member's memory from other hosts: the newest of the store's own, complete, or nothing at all."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scarctl.arena.arena import Arena
+from scarctl.arena.header import OWNER
+from scarctl.arena.kinship import ASIDE, take
+from scarctl.arena.lines import fit
+from scarctl.arena.owner import Owner, read_owner, write_owner
+from scarctl.arena.queue import HandOverQueue
+from scarctl.arena.transfer import Outgoing
+from scarctl.errors import Contention
+from scarctl.peers.sender import Candidate
+from scarctl.peers.tls import Tls
+from tests.peers.lending import LAYOUT, SECRET, Liar, Site, sites
+from tests.support.certificates import Authority
+
+pytestmark = pytest.mark.leaves_arena
+NOBODY = Candidate("nobody", "127.0.0.1", 1)
+"""A host that refuses connections."""
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[list[Site]]:
+    with sites(tmp_path, "east", "west", "north") as made:
+        yield made
+
+
+# -- which one -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_it_is_brought_with_its_hand_overs_and_stays_where_it_was(three: list[Site], there: bool) -> None:
+    east, west, _ = three
+    if there:
+        west.train(2, durable=True)
+    east.train(3, durable=True)
+    east.train(5)
+    before = east.files()
+    found = west.fetch(NOBODY, east.listen())
+    assert found is not None
+    assert (found.host, found.bytes) == ("east", (east.place / "arena").stat().st_size)
+    assert west.step() == 5
+    assert [one.extras for one in HandOverQueue(west.place).pending()] == [{"step": 5}]
+    assert east.files() == before
+    assert west.place.with_name(west.place.name + ASIDE).exists() == there
+    # A session takes it as it takes a replica.
+    assert read_owner(west.place) == Owner("east", "", 2 + there)
+    west.train(6)
+    assert west.step() == 6
+
+
+def test_of_several_the_newest_by_epoch_and_step_is_brought(three: list[Site]) -> None:
+    east, west, north = three
+    east.train(9)
+    north.train(4)  # of a later epoch: no process has continued from step 9
+    hosts = east.listen(), north.listen()
+    found = west.fetch(*hosts)
+    assert found is not None
+    assert found.host == "north"
+    assert west.step() == 4
+    assert west.fetch(*hosts) is None  # it has that one now
+
+
+def test_an_older_one_and_one_of_the_same_age_are_not_brought(three: list[Site]) -> None:
+    east, west, _ = three
+    east.train(4)
+    shutil.copytree(east.place, west.place)
+    before = west.files()
+    assert west.fetch(east.listen()) is None
+    assert west.files() == before
+    west.train(5)
+    assert west.fetch(east.candidate) is None
+    assert west.step() == 5
+
+
+def test_an_abandoned_future_is_never_brought(three: list[Site], caplog: pytest.LogCaptureFixture) -> None:
+    """East was cut off at step 9. The job has continued elsewhere, from the store, and has committed step 4."""
+    east, west, north = three
+    east.train(3, durable=True)
+    east.train(9)
+    north.train(4, durable=True)
+    assert west.fetch(east.listen()) is None
+    assert "no longer belongs to this store" in caplog.text
+    assert west.step() == -1
+    assert not west.place.exists()
+    west.train(4, durable=True)
+    assert west.fetch(east.candidate, north.listen()) is None  # north's is over, too
+    assert west.step() == 4
+
+
+def test_a_replica_whose_lines_are_behind_the_store_is_brought_and_believed(three: list[Site]) -> None:
+    """Records of its own epoch were created since the copy was made: the next session still finds it to be kin."""
+    east, west, north = three
+
+    def copy() -> None:
+        shutil.copytree(east.place, north.place)
+        write_owner(north.place, Owner("east", "22" * 16, 1))
+        arena = Arena.share(north.place, run_id=north.view().run_id)
+        assert arena is not None
+        arena.take_over(0)
+
+    east.train(3, durable=True, copied=copy)
+    behind = Arena.share(north.place, run_id=north.view().run_id)
+    assert behind is not None
+    assert not fit(behind.lines, north.view().lines())
+    found = west.fetch(north.listen())
+    assert found is not None
+    arena = take(west.place, west.view())
+    assert arena is not None
+    assert arena.replica_of == "north"
+    arena.close()
+
+
+def test_a_run_whose_process_lives_is_not_served(three: list[Site]) -> None:
+    east, west, _ = three
+    east.train(5)
+    host = east.listen()
+    run = east.view().run_id
+    arena = Arena.open_existing(east.place, run_id=run)
+    assert arena is not None
+    arena.take_over()  # this process
+    assert west.fetch(host) is None
+    arena.close()  # it still lives: it only has no lock
+    assert west.fetch(host) is None
+    arena.take_over(0)
+    held = Arena.open_existing(east.place, run_id=run)
+    assert held is not None
+    assert west.fetch(host) is None  # its lock is held, whatever the header says
+    held.close()
+    assert west.fetch(host) is not None
+
+
+def test_nothing_is_brought_over_a_live_process_of_this_host(three: list[Site]) -> None:
+    east, west, _ = three
+    west.train(2)
+    shutil.copytree(west.place, east.place)
+    east.train(5)
+    host = east.listen()
+    arena = Arena.open_existing(west.place, run_id=west.view().run_id)
+    assert arena is not None
+    assert west.fetch(host) is None  # locked
+    arena.take_over()
+    assert west.fetch(host) is None  # alive
+    arena.close()
+    assert west.step() == 2
+
+
+# -- who may ask, and who is believed ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", [{"secret": bytes(32)}, {"start": "33" * 16}])
+def test_another_secret_or_start_is_refused_and_learns_nothing(
+    three: list[Site], other: dict[str, Any]
+) -> None:
+    east, west, _ = three
+    east.train(5)
+    before = east.files()
+    assert west.fetch(east.listen(), **other) is None
+    assert east.files() == before
+    assert west.files() == {}
+
+
+def test_another_run_is_refused(three: list[Site], tmp_path: Path) -> None:
+    """Its daemon admits the start of another store."""
+    east, west, _ = three
+    east.train(5)
+    with sites(tmp_path / "other", "south") as (south,):
+        south.train(7)
+        south.host.admit("11" * 16, SECRET, "ee" * 16, "127.0.0.1", 0)
+        port = south.host.admit("11" * 16, SECRET, south.view().run_id.partition("-")[0], "127.0.0.1", 0)
+        assert west.fetch(Candidate("south", "127.0.0.1", port)) is None
+    assert west.files() == {}
+
+
+def test_a_host_without_the_secret_is_not_believed(three: list[Site]) -> None:
+    _, west, _ = three
+
+    def never(*_: object) -> None:
+        raise AssertionError("it was asked for something")
+
+    with Liar(never, secret=bytes(32)) as liar:
+        assert west.fetch(liar) is None
+
+
+def test_with_tls(three: list[Site], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    east, west, _ = three
+    authority, other = Authority(tmp_path), Authority(tmp_path / "west", "other")
+    east.train(5)
+    host = east.listen(tls=Tls(authority.host("east")))
+    assert west.fetch(host) is None
+    assert west.fetch(host, tls=Tls(other.host("west"))) is None
+    assert "certificate" in caplog.text
+    assert west.fetch(host, tls=Tls(authority.host("west"))) is not None
+    assert west.step() == 5
+
+
+def test_all_of_many_hosts_are_asked(three: list[Site]) -> None:
+    east, west, _ = three
+    east.train(5)
+    hosts = [Candidate(f"host{n}", "127.0.0.1", 1) for n in range(100)]
+    assert west.fetch(*hosts, east.listen(), *hosts) is not None
+
+
+def test_two_hosts_fetch_the_same_at_once(three: list[Site], monkeypatch: pytest.MonkeyPatch) -> None:
+    east, west, north = three
+    east.train(5)
+    host = east.listen()
+    both = threading.Barrier(2, timeout=60.0)
+    read = Outgoing.read
+
+    def together(self: Outgoing, at: int, size: int) -> Any:
+        both.wait()
+        return read(self, at, size)
+
+    monkeypatch.setattr(Outgoing, "read", together)
+    found: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda site=site: found.append(site.fetch(host))) for site in (west, north)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [one.host for one in found] == ["east", "east"]
+    assert (west.step(), north.step()) == (5, 5)
+    again = Arena.open_existing(east.place, run_id=east.view().run_id)  # the lock is free
+    assert again is not None
+    again.close()
+
+
+def test_the_arena_does_not_change_while_it_is_sent(
+    three: list[Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    east, west, _ = three
+    east.train(5)
+    read, tried = Outgoing.read, []
+
+    def meanwhile(self: Outgoing, at: int, size: int) -> Any:
+        with pytest.raises(Contention):
+            Arena.open_existing(east.place, run_id=east.view().run_id, patience=0.0)
+        tried.append(at)
+        return read(self, at, size)
+
+    monkeypatch.setattr(Outgoing, "read", meanwhile)
+    assert west.fetch(east.listen()) is not None
+    assert tried
+    assert not (east.place / OWNER).exists()
+
+
+def test_the_layout_has_several_kinds_of_tensors() -> None:
+    """So that a mistake in one of them would show."""
+    assert len({spec.dtype for group in LAYOUT.groups for spec in group.tensors}) == 4

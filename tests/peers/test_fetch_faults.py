@@ -1,0 +1,235 @@
+"""Test that a host which fails, lies or stalls while memory is fetched from it costs a line in the log, no more."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scarctl.arena import folder as folders
+from scarctl.arena.arena import Arena
+from scarctl.arena.transfer import PIECE, Outgoing
+from scarctl.peers import fetch as fetching
+from scarctl.peers.channel import Channel
+from scarctl.peers.frames import MAX_FILES, PREFIX, Kind, Offer, encode
+from tests.peers.lending import Liar, Site, sites
+
+pytestmark = pytest.mark.leaves_arena
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[list[Site]]:
+    with sites(tmp_path, "east", "west", "north") as made:
+        yield made
+
+
+def lend(site: Site) -> Offer:
+    """Return what a host offers."""
+    offer = site.host._lender._offer(site.view().run_id)
+    assert offer is not None
+    return offer
+
+
+def newer(offer: Offer, **changed: Any) -> Offer:
+    """Return an offer of a later step."""
+    epoch, step, steps = offer.age
+    age = changed.pop("age", (epoch, step + 1, steps))
+    size = changed.pop("size", offer.size)
+    return Offer(age, offer.epoch, size, offer.lines, **changed)
+
+
+Answer = Callable[[Channel, Kind], object]
+
+
+def offering(offer: Offer, then: Callable[[Channel], object]) -> Answer:
+    """Return the behaviour of a host that makes this offer, and then does something."""
+
+    def answer(channel: Channel, kind: Kind) -> None:
+        channel.send(offer.frame(kind))
+        if kind is Kind.FETCH:
+            channel.expect(Kind.ACK)
+            then(channel)
+
+    return answer
+
+
+def pieces(channel: Channel, data: bytes, digest: str = "0" * 32) -> None:
+    for at in range(0, len(data), PIECE):
+        channel.send(encode(Kind.PIECE, {}, data[at : at + PIECE]))
+    channel.send(encode(Kind.END, {"digest": digest}))
+    channel.receive()
+
+
+def honest(site: Site) -> tuple[bytes, str]:
+    """Return the bytes of a host's arena without its small files, and their digest."""
+    arena = Arena.open_existing(site.place, run_id=site.view().run_id)
+    assert arena is not None
+    outgoing = Outgoing(arena, most=-1)
+    data = outgoing.read(0, outgoing.size).tobytes()
+    digest = outgoing.digest()
+    outgoing.close()
+    arena.close()
+    return data, digest
+
+
+def test_a_host_that_fails_midway_is_followed_by_the_next_best(
+    three: list[Site], caplog: pytest.LogCaptureFixture
+) -> None:
+    east, west, north = three
+    west.train(2)
+    north.train(4)
+    east.train(5)
+    data, _ = honest(east)
+    cut = offering(newer(lend(east)), lambda channel: channel.send([data[:100]]))
+    with Liar(cut) as liar:
+        found = west.fetch(north.listen(), liar, east.listen())
+    assert found is not None
+    assert found.host == "east"
+    assert west.step() == 5
+    assert "memory on liar is not used" in caplog.text
+
+
+LIES: dict[str, Callable[[Offer, bytes, str], Answer]] = {
+    "2**60 bytes": lambda offer, data, digest: offering(newer(offer, size=1 << 60), lambda channel: None),
+    "2**60 bytes of hand-overs": lambda offer, data, digest: offering(
+        newer(offer, files=1, files_size=1 << 60), lambda channel: None
+    ),
+    "more files than it sends": lambda offer, data, digest: offering(
+        newer(offer, files=MAX_FILES), lambda channel: pieces(channel, data)
+    ),
+    "a file of another name": lambda offer, data, digest: offering(
+        newer(offer, files=1, files_size=4),
+        lambda channel: channel.send(encode(Kind.FILE, {"name": "../../x"}, b"1234")),
+    ),
+    "a longer file": lambda offer, data, digest: offering(
+        newer(offer, files=2, files_size=4),
+        lambda channel: channel.send(encode(Kind.FILE, {"name": "lines"}, b"12345")),
+    ),
+    "a longer piece": lambda offer, data, digest: offering(
+        newer(offer), lambda channel: pieces(channel, data + bytes(1), digest)
+    ),
+    "a shorter piece": lambda offer, data, digest: offering(
+        newer(offer), lambda channel: pieces(channel, data[:-1], digest)
+    ),
+    "more pieces": lambda offer, data, digest: offering(
+        newer(offer), lambda channel: channel.send(encode(Kind.PIECE, {}, data) * 3)
+    ),
+    "a piece of 200 MiB": lambda offer, data, digest: offering(
+        newer(offer), lambda channel: channel.send([PREFIX.pack(Kind.PIECE, 2, 200 << 20, 0) + b"{}"])
+    ),
+    "another digest": lambda offer, data, digest: offering(
+        newer(offer), lambda channel: pieces(channel, data)
+    ),
+    "no digest": lambda offer, data, digest: offering(
+        newer(offer), lambda channel: pieces(channel, data, "x")
+    ),
+    "another age than the arena has": lambda offer, data, digest: offering(
+        newer(offer), lambda channel: pieces(channel, data, digest)
+    ),
+    "another file": lambda offer, data, digest: offering(
+        newer(offer, size=8192), lambda channel: pieces(channel, bytes(8192), digest)
+    ),
+    "frames that are not expected": lambda offer, data, digest: offering(
+        newer(offer), lambda channel: channel.send(encode(Kind.BATCH, {"count": 1}, bytes(40)))
+    ),
+    "an answer of 200 MiB": lambda offer, data, digest: (
+        lambda channel, kind: channel.send([PREFIX.pack(kind, 2, 200 << 20, 0) + b"{}"])
+    ),
+    "an impossible offer": lambda offer, data, digest: (
+        lambda channel, kind: channel.send(encode(kind, {"found": True, "newest": -1}))
+    ),
+    "no offer": lambda offer, data, digest: lambda channel, kind: channel.send(encode(kind, {})),
+    "bytes": lambda offer, data, digest: lambda channel, kind: channel.send([b"x" * 5000]),
+}
+"""What an authenticated host may send, from a true offer and the bytes and digest of a true arena."""
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_authenticated_host_that_lies_costs_a_line_in_the_log(
+    three: list[Site], caplog: pytest.LogCaptureFixture, lie: str
+) -> None:
+    east, west, _ = three
+    west.train(2)
+    shutil.copytree(west.place, east.place)
+    east.train(5)
+    before = west.files()
+    with Liar(LIES[lie](lend(east), *honest(east))) as liar:
+        assert west.fetch(liar) is None
+    assert west.files() == before
+    assert [record.levelname for record in caplog.records if "liar" in record.message] == ["WARNING"]
+    assert "unexpectedly" not in caplog.text
+    assert west.fetch(east.listen()) is not None
+
+
+@pytest.mark.parametrize("stage", ["an offer", "the head", "a piece", "the end", "byte by byte"])
+def test_a_host_that_stalls_is_not_waited_for(
+    three: list[Site], monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    east, west, _ = three
+    west.train(2)
+    shutil.copytree(west.place, east.place)
+    east.train(5)
+    before = west.files()
+    offer, (data, _) = newer(lend(east)), honest(east)
+    done = threading.Event()
+
+    def answer(channel: Channel, kind: Kind) -> None:
+        if kind is Kind.INVENTORY and stage != "an offer":
+            channel.send(offer.frame(kind))
+            return
+        if kind is Kind.FETCH and stage not in ("an offer", "the head"):
+            channel.send(offer.frame(kind))
+            channel.expect(Kind.ACK)
+            if stage == "the end":
+                channel.send(encode(Kind.PIECE, {}, data))
+        if stage == "byte by byte":
+            while True:  # until the other side has closed the connection
+                channel.send([PREFIX.pack(Kind.PIECE, 2, len(data), 0)[:1]])
+                done.wait(0.05)
+        done.wait(60.0)
+
+    monkeypatch.setattr(fetching, "PIECE_SECONDS", 0.5)
+    seconds = 0.5 if stage == "an offer" else 20.0
+    with Liar(answer) as liar:
+        assert west.fetch(liar, seconds=seconds) is None
+        done.set()
+    assert west.files() == before
+
+
+def test_bytes_that_are_damaged_on_the_way_are_refused(
+    three: list[Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After they were read, and before a frame has its checksum."""
+    east, west, _ = three
+    east.train(5)
+    read = Outgoing.read
+
+    def damaged(self: Outgoing, at: int, size: int) -> Any:
+        data = read(self, at, size)
+        data[-1] ^= 1
+        return data
+
+    monkeypatch.setattr(Outgoing, "read", damaged)
+    host = east.listen()
+    assert west.fetch(host) is None
+    assert west.files() == {}
+    monkeypatch.undo()
+    assert west.fetch(host) is not None
+
+
+def test_without_room_there_is_a_warning_and_nothing_is_lost(
+    three: list[Site], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    east, west, _ = three
+    west.train(2)
+    shutil.copytree(west.place, east.place)
+    east.train(5)
+    before = west.files(), east.files()
+    monkeypatch.setattr(folders, "_free_bytes", lambda _: 1000)
+    assert west.fetch(east.listen()) is None
+    assert "1,000 are free" in caplog.text
+    assert (west.files(), east.files()) == before
