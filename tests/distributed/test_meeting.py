@@ -15,7 +15,6 @@ from scarctl.config import SessionSettings
 from scarctl.daemon.saver import DaemonSaver
 from scarctl.distributed import meeting as module
 from scarctl.distributed.credentials import Credentials, digest_of_place
-from scarctl.distributed.known_hosts import KnownHosts
 from scarctl.distributed.meeting import Meeting
 from scarctl.distributed.memory_search import search_memory
 from scarctl.errors import Contention, ScarError, Unavailable
@@ -407,25 +406,6 @@ def test_the_secret_is_not_shown(table: Table, caplog: pytest.LogCaptureFixture)
     table.look()
     table.look(1.0)
     assert "ab" * 32 not in caplog.text + repr(table.meeting._credentials)
-
-
-def test_records_that_do_not_concern_this_host_are_read_now_and_then(table: Table) -> None:
-    """While all copies are kept, one listing shows what has changed."""
-    passed = [0.0]
-    known = KnownHosts(table.store, table.place, lambda: NOW + passed[0], lambda: passed[0])
-    table.put(record(A, 1), record(B, 2))
-    known.read((), (), all_of_them=True)
-    table.put(record(A, 11), record(B, 12))
-    passed[0] = 60.0
-    known.read({A}, (), all_of_them=False)
-    assert {one.port for one in known.records.values()} == {11, 2}
-    passed[0] = 301.0
-    known.read({A}, (), all_of_them=False)
-    assert {one.port for one in known.records.values()} == {11, 12}
-    table.put(record(B, 22))
-    known.read((), (), all_of_them=True)
-    assert {one.port for one in known.records.values()} == {11, 22}
-    known.close()
 
 
 # -- addresses ----------------------------------------------------------------------------------------------------

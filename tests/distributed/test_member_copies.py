@@ -13,7 +13,7 @@ from tests.support.copied_member import INTERVAL, Hosts
 from tests.support.member import ROWS
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.leaves_arena]
+pytestmark = [pytest.mark.slow, pytest.mark.leaves_arena, pytest.mark.timeout(300)]
 
 
 def test_a_host_dies_and_its_member_starts_on_another(alone: Hosts) -> None:

@@ -19,7 +19,7 @@ from tests.support.copied_member import Hosts
 from tests.support.forkserver import Program
 from tests.support.member import ROWS
 
-pytestmark = [pytest.mark.slow, pytest.mark.leaves_arena]
+pytestmark = [pytest.mark.slow, pytest.mark.leaves_arena, pytest.mark.timeout(300)]
 
 
 def scarctl_command(*words: str) -> Result:

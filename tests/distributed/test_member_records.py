@@ -21,7 +21,7 @@ from tests.support.copied_member import Hosts
 from tests.support.member import state_of
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.leaves_arena]
+pytestmark = [pytest.mark.slow, pytest.mark.leaves_arena, pytest.mark.timeout(300)]
 
 
 def put(hosts: Hosts, place: str, data: bytes) -> None:
