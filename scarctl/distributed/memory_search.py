@@ -16,6 +16,9 @@ from scarctl.store.hosts import HostRecord, read_hosts
 
 log = logging.getLogger("scarctl")
 
+_MOST = 128
+"""Most hosts that are asked: those that do not answer delay a start, by 3 s for each 32."""
+
 
 def search_memory(views: Sequence[Store], settings: SessionSettings, credentials: Credentials) -> int:
     """Bring the newest memory of these shards to this host, if other hosts have it. Return of how many it was brought.
@@ -44,6 +47,9 @@ def search_memory(views: Sequence[Store], settings: SessionSettings, credentials
 
 
 def candidates_of(records: Iterable[HostRecord], own: str, now: float) -> list[Candidate]:
-    """Return the daemons of all hosts but that of place `own`, those first that wrote their record lately."""
+    """Return the daemons of other hosts than `own`, at most 128: those first that wrote their record lately.
+
+    own: place of this host.
+    """
     others = sorted((one for one in records if one.place != own), key=lambda one: one.age(now))
-    return [Candidate(one.host, one.address, one.port) for one in others]
+    return [Candidate(one.host, one.address, one.port) for one in others[:_MOST]]

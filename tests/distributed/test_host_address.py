@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from scarctl.distributed.host_address import address_among, is_local, reaching
 from scarctl.distributed.memory_search import candidates_of
 from scarctl.store.hosts import HostRecord
@@ -24,3 +26,6 @@ def test_hosts_are_searched_newest_first_and_this_one_never() -> None:
     ]
     found = candidates_of(records, "c" * 16, now)
     assert [one.port for one in found] == [2, 1]
+    many = [replace(records[0], place=f"{number:016x}", port=1 + number) for number in range(200)]
+    assert len(candidates_of([*many, records[1]], "c" * 16, now)) == 128
+    assert candidates_of([*many, records[1]], "c" * 16, now)[0].port == 2
