@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -175,7 +174,8 @@ def _send(outgoing: Outgoing, target: int, team: Team) -> None:
 
 
 def _receive(incoming: Incoming, source: int, team: Team) -> None:
+    buffer = torch.empty(min(PIECE, incoming.size), dtype=torch.uint8)
     for at in range(0, incoming.size, PIECE):
-        chunk = torch.from_numpy(np.empty(min(PIECE, incoming.size - at), np.uint8))
+        chunk = buffer[: min(PIECE, incoming.size - at)]
         team.collectively(lambda chunk=chunk: dist.recv(chunk, source, group=team.group))  # type: ignore[misc]
         incoming.write(at, chunk.numpy())
