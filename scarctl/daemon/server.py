@@ -299,8 +299,13 @@ class Daemon:
             secret,
             rate,
             protocol.tls(message),
+            protocol.process(message),
         )
         run.send_to(source, protocol.candidates(message), protocol.number(message, "copies"))
+
+    def links(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
+        """Return the copies of the run's memory on other hosts: see `Run.links`."""
+        return {"links": self._run(peer).links()}
 
     def await_peers(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """Wait until `count` peers have the run's memory of this moment."""
@@ -409,6 +414,7 @@ _OPERATIONS: dict[str, _Operation] = {
     "leave": Daemon.leave,
     "admit": Daemon.admit,
     "follow": Daemon.follow,
+    "links": Daemon.links,
     "await_peers": Daemon.await_peers,
     "watch": Daemon.watch,
     "brace": Daemon.brace,

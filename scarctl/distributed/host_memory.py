@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
@@ -14,8 +12,6 @@ import torch
 import torch.distributed as dist
 
 from scarctl.arena.age import Age, age_of
-from scarctl.arena.folder import host_folder
-from scarctl.arena.header import boot_id
 from scarctl.arena.kinship import view_of
 from scarctl.arena.transfer import PIECE, Incoming, Outgoing
 from scarctl.config import SessionSettings
@@ -90,16 +86,6 @@ def bring_memory(
         for transfer in plan_transfers(places, inventories, shards)
     ]
     return any(done)
-
-
-def place_of(settings: SessionSettings) -> str:
-    """Return a name for the place of this process's arenas: equal for two processes exactly if they share arenas."""
-    folder = os.path.realpath(host_folder(settings.arena_dir))
-    there = folder
-    while not os.path.exists(there):
-        there = os.path.dirname(there)
-    # Containers of one machine may share its name and boot id, but each has its own shared memory.
-    return f"{socket.gethostname()}:{boot_id().hex()}:{os.stat(there).st_dev}:{folder}"
 
 
 def _inventory(store: Store, settings: SessionSettings, shards: Sequence[int]) -> dict[int, Age]:
