@@ -47,7 +47,7 @@ from scarctl.state.layout import Layout
 from scarctl.state.version import ages_of, pack, step_of
 from scarctl.store import Store
 from scarctl.theory.history import History
-from scarctl.util.arrays import Ids, distinct
+from scarctl.util.arrays import Ids, distinct, union
 
 log = logging.getLogger("scarctl")
 _NONE = np.empty(0, dtype=np.int64)
@@ -171,7 +171,7 @@ class Engine:
         whole = exact.size == self.layout.partitions
         changed = (weighed.distance_sq > 0) & np.isfinite(weighed.distance_sq)
         missed = not chosen.ids.size and bool(changed.any())
-        return Copied(version, ids, whole, np.union1d(chosen.nonfinite, bad), exact, missed)
+        return Copied(version, ids, whole, union(chosen.nonfinite, bad), exact, missed)
 
     @property
     def may_copy(self) -> bool:
@@ -269,7 +269,7 @@ class Engine:
             copied.version,
             copied.ids[finite],
             sealed=False,
-            nonfinite=np.union1d(copied.nonfinite, bad),
+            nonfinite=union(copied.nonfinite, bad),
             exact=copied.exact,
         )
 

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from ipaddress import ip_address
 
 from scarctl.config.options import NORMS, POLICIES
 from scarctl.errors import UsageError
@@ -69,6 +70,21 @@ def check_norm(norm: object) -> None:
         raise UsageError(f"unknown norm {norm!r}", hint=f"use one of {', '.join(NORMS)}, or a function")
 
 
+def check_peer_address(address: object) -> None:
+    """Raise UsageError unless the address is an IP address of one host, or None."""
+    if address is None:
+        return
+    try:
+        found = ip_address(str(address).partition("%")[0])
+    except ValueError:
+        found = None
+    if found is None or found.is_unspecified or found.is_multicast:
+        raise UsageError(
+            f"peer_address is {address!r:.80}, not an IP address of this host",
+            hint="give the address at which other hosts reach this one, such as 10.0.0.7",
+        )
+
+
 def check_peer_files(tls: object, secret: object) -> None:
     """Raise UsageError unless `tls` is three paths, `secret` is one, or None. The files are read later."""
     if secret is not None and not (isinstance(secret, str | os.PathLike) and os.fspath(secret)):
@@ -113,6 +129,21 @@ def _parse_share(name: str, text: str, hint: str) -> float:
     if not 0 < value <= 1:
         raise UsageError(f"the {name} is {text!r}, not a number above 0 and up to 1", hint=hint)
     return value
+
+
+LONGEST_NOTICE = 86400.0
+"""Most seconds until a host shuts down: training makes no checkpoints meanwhile."""
+
+
+def notice_of(name: str, value: object) -> float:
+    """Return the time until a host shuts down, in seconds: see `seconds_of`. Raises UsageError, also for over a day."""
+    found = seconds_of(name, value)
+    if found > LONGEST_NOTICE:
+        raise UsageError(
+            f"{name} is {value!r:.40}, more than a day",
+            hint="evacuate shortly before the host shuts down: no checkpoints are made meanwhile",
+        )
+    return found
 
 
 def seconds_of(name: str, value: object) -> float:

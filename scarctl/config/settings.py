@@ -18,16 +18,17 @@ from scarctl.config.checks import (
     check_fraction,
     check_norm,
     check_overhead,
+    check_peer_address,
     check_peer_files,
     check_policy,
     check_rate,
     check_storage_options,
     check_store,
+    notice_of,
     parse_bytes,
     parse_fraction,
     parse_overhead,
     parse_paths,
-    seconds_of,
 )
 from scarctl.config.file import read_file
 from scarctl.config.options import (
@@ -96,6 +97,7 @@ class SessionSettings:
     validate: bool = False
     timeout: float = 60.0
     peers: int = 0
+    peer_address: str | None = None
     peer_domain: str | None = None
     peer_bandwidth: float | None = None
     peer_ack: PeerAck = "next"
@@ -144,7 +146,7 @@ class SessionSettings:
         if self.on_error not in ("warn", "raise"):
             raise UsageError(f"on_error is {self.on_error!r}", hint='use "warn" or "raise"')
         if self.grace is not None:
-            seconds_of("grace", self.grace)
+            notice_of("grace", self.grace)
             if not self.flush_on_signal:
                 raise UsageError(
                     "grace is the time after SIGTERM, and flush_on_signal=False lets it pass at once",
@@ -156,6 +158,7 @@ class SessionSettings:
 
     def _check_peers(self) -> None:
         at_least("peers", self.peers, 0)
+        check_peer_address(self.peer_address)
         if self.peer_domain is not None and not (
             isinstance(self.peer_domain, str) and len(self.peer_domain) < 200
         ):
@@ -208,7 +211,7 @@ class SessionSettings:
             elif name in in_file:
                 values[name] = in_file[name]
         if "grace" in values:
-            values["grace"] = seconds_of("grace", values["grace"])
+            values["grace"] = notice_of("grace", values["grace"])
         if isinstance(values.get("peer_tls"), list):
             values["peer_tls"] = tuple(values["peer_tls"])
         # A file may spell these as the command line does: "1/8", "4KiB".
@@ -306,7 +309,7 @@ _FROM_TEXT: dict[str, Callable[[str], object]] = {
     **dict.fromkeys(
         ("store", "policy", "norm", "tracker", "encoding", "grace", "on_error", "arena_dir"), str
     ),
-    **dict.fromkeys(("peer_domain", "peer_ack", "peer_secret_file"), str),
+    **dict.fromkeys(("peer_address", "peer_domain", "peer_ack", "peer_secret_file"), str),
     **dict.fromkeys(("assume_single_writer", "extrapolate", "by_layer"), _flag),
     **dict.fromkeys(("flush_on_signal", "daemon", "pin_memory", "validate"), _flag),
     **dict.fromkeys(("max_staleness", "shards", "seed", "peers"), int),

@@ -28,7 +28,8 @@ from scarctl.daemon.request import Request
 from scarctl.distributed.collectives import Team
 from scarctl.distributed.common import Common
 from scarctl.distributed.copies import check_files, keep_copies
-from scarctl.distributed.host_memory import bring_memory, place_of
+from scarctl.distributed.host_address import place_of
+from scarctl.distributed.host_memory import bring_memory
 from scarctl.distributed.leftover_arenas import fence, save_leftovers
 from scarctl.distributed.own_extras import Early, completed, with_own
 from scarctl.distributed.owned_adapter import OwnedAdapter, broadcast_over, holdings_of, slots_of, spread
