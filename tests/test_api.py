@@ -259,6 +259,11 @@ def test_a_variable_that_nothing_reads_is_named(
         {"peers": -1},
         {"peers": True},
         {"peers": 1, "daemon": False},
+        {"peer_address": "node7"},
+        {"peer_address": "0.0.0.0"},
+        {"peer_address": "::"},
+        {"peer_address": "224.0.0.1"},
+        {"peer_address": 7},
         {"peer_domain": 7},
         {"peer_bandwidth": 0},
         {"peer_ack": "some"},
@@ -278,7 +283,7 @@ def test_a_process_that_trains_alone_has_no_peers(tmp_path: Path, monkeypatch: p
     monkeypatch.delenv("SCARCTL_DAEMON")
     with pytest.raises(UsageError, match="trains alone"):
         scarctl.attach(nn.Linear(2, 2), store=str(tmp_path / "ckpt"), settings=scarctl.Settings(peers=1))
-    with pytest.raises(UsageError, match="trains alone"):
+    with pytest.raises(UsageError, match="members need the file of a secret"):
         scarctl.attach(
             nn.Linear(2, 2), store=str(tmp_path / "ckpt"), member=(0, 2), settings=scarctl.Settings(peers=1)
         )

@@ -24,7 +24,7 @@ class Owner:
     host: str
     """Name of the owner's host, for display."""
     start: str
-    """Name of the start of the job: see `Together`."""
+    """Name of its training process's start: see `Together`."""
     base_epoch: int
     """First epoch of its training process. With `start`, generations mean the same copies as in the owner's arena."""
 

@@ -95,7 +95,7 @@ def delete_old(store: str, retention: Retention, *, dry_run: bool, yes: bool) ->
     opened = open_store(store)
     plan = plan_prune(opened, retention)
     if dry_run:
-        done = Pruned(len(plan.files), plan.bytes)
+        done = Pruned(len(plan.files) + len(plan.hosts), plan.bytes)
     else:
         if not yes and not plan.empty:
             _ask(plan)
@@ -137,6 +137,9 @@ def _lines(plan: PrunePlan, verb: str) -> list[str]:
         if sets:
             steps = ", ".join(str(s.step) for s in sets[:20]) + (", ..." if len(sets) > 20 else "")
             lines.append(f"sealed states that {word}: {'step' if len(sets) == 1 else 'steps'} {steps}")
+    if plan.hosts:
+        verbs = "were" if verb == "was" else verb
+        lines.append(f"records of hosts that are gone, which {verbs} deleted: {len(plan.hosts)}")
     if plan.retire:
         lines.append(f"shards of earlier ranks that {gone}: {', '.join(map(str, plan.retire))}")
     return lines

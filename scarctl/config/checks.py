@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
+from ipaddress import ip_address
 
 from scarctl.config.options import NORMS, POLICIES
 from scarctl.errors import UsageError
@@ -67,6 +68,21 @@ def check_norm(norm: object) -> None:
     """Raise UsageError unless `norm` is one of `NORMS` or a callable."""
     if not callable(norm) and norm not in NORMS:
         raise UsageError(f"unknown norm {norm!r}", hint=f"use one of {', '.join(NORMS)}, or a function")
+
+
+def check_peer_address(address: object) -> None:
+    """Raise UsageError unless the address is an IP address of one host, or None."""
+    if address is None:
+        return
+    try:
+        found = ip_address(str(address).partition("%")[0])
+    except ValueError:
+        found = None
+    if found is None or found.is_unspecified or found.is_multicast:
+        raise UsageError(
+            f"peer_address is {address!r:.80}, not an IP address of this host",
+            hint="give the address at which other hosts reach this one, such as 10.0.0.7",
+        )
 
 
 def check_peer_files(tls: object, secret: object) -> None:

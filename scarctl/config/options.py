@@ -112,7 +112,9 @@ class Settings:
         writers apart. Default: False.
     timeout: Seconds that closing the session waits for the store. Default: 60.
     peers: Number of other hosts that keep a copy of this host's memory, each as large as the state. Needs several
-        ranks, on several hosts, and the daemon. Default: 0; then no socket is open.
+        ranks or members, on several hosts, and the daemon. Default: 0; then no socket is open.
+    peer_address: IP address of this host at which its daemon listens for other hosts. Default: for ranks the one that
+        reaches the master (MASTER_ADDR); for members the one that reaches other hosts in the store.
     peer_domain: Name of the rack, zone or the like whose hosts fail together. Copies go to other domains.
         Default: each host is a domain of its own.
     peer_bandwidth: Bytes per second that each copy may send, at most. Default: no limit.
@@ -122,7 +124,7 @@ class Settings:
         hosts. Then all traffic between hosts is encrypted, and both sides verify each other. As text: the three
         paths, separated by commas. Default: none; copies cross the network unencrypted.
     peer_secret_file: File with the secret by which hosts recognize each other, the same on all of them. Only this user
-        may read it. Default: rank 0 draws a secret at each start, and sends it over the process group.
+        may read it. Members need it. Default: rank 0 draws a secret at each start, and sends it over the process group.
     """
 
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
@@ -138,6 +140,7 @@ class Settings:
     assume_single_writer: bool | None = None
     timeout: float | None = None
     peers: int | None = None
+    peer_address: str | None = None
     peer_domain: str | None = None
     peer_bandwidth: float | None = None
     peer_ack: PeerAck | None = None

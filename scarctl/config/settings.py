@@ -18,6 +18,7 @@ from scarctl.config.checks import (
     check_fraction,
     check_norm,
     check_overhead,
+    check_peer_address,
     check_peer_files,
     check_policy,
     check_rate,
@@ -96,6 +97,7 @@ class SessionSettings:
     validate: bool = False
     timeout: float = 60.0
     peers: int = 0
+    peer_address: str | None = None
     peer_domain: str | None = None
     peer_bandwidth: float | None = None
     peer_ack: PeerAck = "next"
@@ -156,6 +158,7 @@ class SessionSettings:
 
     def _check_peers(self) -> None:
         at_least("peers", self.peers, 0)
+        check_peer_address(self.peer_address)
         if self.peer_domain is not None and not (
             isinstance(self.peer_domain, str) and len(self.peer_domain) < 200
         ):
@@ -306,7 +309,7 @@ _FROM_TEXT: dict[str, Callable[[str], object]] = {
     **dict.fromkeys(
         ("store", "policy", "norm", "tracker", "encoding", "grace", "on_error", "arena_dir"), str
     ),
-    **dict.fromkeys(("peer_domain", "peer_ack", "peer_secret_file"), str),
+    **dict.fromkeys(("peer_address", "peer_domain", "peer_ack", "peer_secret_file"), str),
     **dict.fromkeys(("assume_single_writer", "extrapolate", "by_layer"), _flag),
     **dict.fromkeys(("flush_on_signal", "daemon", "pin_memory", "validate"), _flag),
     **dict.fromkeys(("max_staleness", "shards", "seed", "peers"), int),

@@ -25,7 +25,7 @@ from scarctl.state.version import MAX_EPOCH
 from scarctl.store import Part
 from scarctl.store.format import MAX_SHARD, is_hex
 
-VERSION = 5
+VERSION = 6
 EVERY_VERSION = ("status", "stop")
 """Requests that a daemon answers in every version of the protocol, so that each scarctl can end it."""
 MAX_MESSAGE = 64 << 10
@@ -216,6 +216,14 @@ def secret(message: dict[str, Any]) -> tuple[str, bytes]:
     if not is_hex(start, 32) or not is_hex(found, 2 * SECRET_BYTES):
         raise UsageError("start and secret are hex digits")
     return str(start), bytes.fromhex(str(found))
+
+
+def process(message: dict[str, Any]) -> str:
+    """Return the name of a training process's start, "" if it is that of the job's. Raises UsageError."""
+    found = message.get("process", "")
+    if found != "" and not is_hex(found, 32):
+        raise UsageError("process is 32 hex digits")
+    return str(found)
 
 
 def tls(message: dict[str, Any]) -> Tls | None:

@@ -22,8 +22,9 @@ from scarctl.daemon.host_saver import HostSaver
 from scarctl.daemon.lifecycle import Phase
 from scarctl.daemon.request import Request
 from scarctl.daemon.status import RunStatus, ShardSteps
-from scarctl.errors import ScarError, Unavailable, UsageError
+from scarctl.errors import Contention, ScarError, Unavailable, UsageError
 from scarctl.peers.evacuation import HEAD_START, PeerCopies
+from scarctl.peers.link import State
 from scarctl.peers.sender import Candidate, Places, Sender, Source
 from scarctl.persist.evacuated import Evacuated
 from scarctl.persist.evacuation import STORE_ONLY, not_evacuated, unknown_host
@@ -40,6 +41,7 @@ MAX_SHARDS_SHOWN = 1024
 _ANSWERS = 16
 _SPARE = 8
 """Candidates in reserve for hosts that cannot keep copies. Further hosts only serve evacuations."""
+_NOBODY = f"no host yet: {State.ABSENT.value}"
 _LAST_ROUND = 5.0
 """Seconds to bring the peers up to date when a run ends."""
 _ACK_PAUSE = 0.002
@@ -94,6 +96,9 @@ class Run:
         """All hosts that may keep copies."""
         self._source: Source | None = None
         self._places = Places()
+        self._copies = 0
+        """Number of hosts that are to keep copies."""
+        self._evacuating = 0
         self._senders_lock = threading.Lock()
         self._rank: int | None = None
 
@@ -125,13 +130,19 @@ class Run:
             del self.answers[old]
 
     def send_to(self, source: Source, candidates: Sequence[Candidate], copies: int) -> None:
-        """Keep copies of the arena on other hosts, by the best of the candidates. Raises UsageError before `open`."""
+        """Keep copies of the arena on other hosts, by the best of the candidates. Raises UsageError before `open`.
+
+        Raises Contention during an evacuation, which needs the links as they are.
+        """
         arena = self.saver.arena
         if arena is None:
             raise UsageError("open the run before its memory is sent to peers")
+        if self._evacuating:
+            raise Contention(f"{self.id}: its memory is evacuated", hint="retry later")
         self._stop_senders(done=False, patience=0.0)
         with self._senders_lock:
-            self._source, self._others, self._places = source, _distinguished(candidates), Places()
+            self._source, self._others, self._copies = source, _distinguished(candidates), copies
+            self._places = Places()
             first, spare = self._others[:copies], self._others[copies : copies + _SPARE]
             for n, host in enumerate(first):
                 # Any spare host may replace any of the first ones, and a first one that has become free another.
@@ -148,6 +159,13 @@ class Run:
 
         Raises UsageError (`kind` "unknown-host"); without peers Unavailable while nothing is saved.
         """
+        self._evacuating += 1
+        try:
+            return self._evacuate(seconds, to)
+        finally:
+            self._evacuating -= 1
+
+    def _evacuate(self, seconds: float, to: str | None) -> Evacuated:
         until = time.monotonic() + seconds
         senders = self._senders_to(to)
         arena = self.saver.arena
@@ -183,6 +201,18 @@ class Run:
             if self._source is None or arena is None:
                 return []
             return [self._send(self._source, [host], arena)]
+
+    def links(self) -> list[dict[str, Any]]:
+        """Return address, port and state of each link, and whether the host there has a complete copy."""
+        return [
+            {
+                "address": sender.host.address,
+                "port": sender.host.port,
+                "state": sender.state.value,
+                "complete": sender.link.complete,
+            }
+            for sender in self._senders
+        ]
 
     def await_peers(self, count: int, seconds: float) -> tuple[int, list[str]]:
         """Wait until `count` peers have the arena's present content, or clearly will not get it.
@@ -232,7 +262,7 @@ class Run:
             "pid": self.pid,
             "phase": phase.value,
             "open": False,
-            "peers": [sender.describe() for sender in self._senders],
+            "peers": self._described(),
         }
         if self.store.part is not None:
             status["shard"], status["rank"] = self.store.part.shard, self._rank
@@ -264,6 +294,11 @@ class Run:
             "stopped": self.saver.failure is not None,
         }
         return figures
+
+    def _described(self) -> list[str]:
+        """Return the copies on other hosts in words, also those for which there is no host yet."""
+        found = [sender.describe() for sender in self._senders]
+        return found + [_NOBODY] * (self._copies - len(found))
 
     def _shards(self, durable: NDArray[np.int64]) -> list[ShardSteps] | None:
         """Return the newest and oldest durable step of every shard; None if there are too many to list."""

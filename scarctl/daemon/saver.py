@@ -179,17 +179,28 @@ class DaemonSaver:
 
         start: name of this start of the job. secret: hex digits, which all ranks have. address: of this host.
         tls: see `Tls`.
+        May be called again: with another address, or to learn the port of a daemon that has replaced another.
         Raises Unavailable if the daemon cannot listen there.
         """
         asked = {"start": start, "secret": secret, "address": address, "tls": tls}
-        port = int(self._done("admit", **asked, port=0)["port"])
-        self._copied = {**asked, "port": port}, {}
+        before, followed = self._copied or ({}, {})
+        port = int(self._done("admit", **asked, port=before.get("port", 0))["port"])
+        self._copied = {**asked, "port": port}, followed
         return port
 
-    def follow(self, host: str, peers: Sequence[Mapping[str, Any]], copies: int, rate: float | None) -> None:
+    def follow(
+        self,
+        host: str,
+        peers: Sequence[Mapping[str, Any]],
+        copies: int,
+        rate: float | None,
+        process: str = "",
+    ) -> None:
         """Have the daemon keep copies of this run's memory on other hosts. Call it after `open` and `admit`.
 
         host: name of this host. peers: host, address and port of each candidate, best first. rate: bytes per second.
+        process: see `Source`.
+        May be called again: copies on hosts that stay are not sent again. Raises Contention during an evacuation.
         """
         assert self._copied is not None
         admitted, _ = self._copied
@@ -201,9 +212,14 @@ class DaemonSaver:
             "peers": [dict(peer) for peer in peers],
             "copies": copies,
             "rate": rate,
+            "process": process,
         }
         self._copied = admitted, asked
         self._done("follow", **asked)
+
+    def links(self) -> list[dict[str, Any]]:
+        """Return address, port, state (see `scarctl.peers.link.State`) and completeness of each copy of this memory."""
+        return [dict(link) for link in self._ask("links")["links"]]
 
     def await_peers(self, count: int, timeout: float) -> Acknowledged:
         """See `Saver`. If the daemon has ended, also waits for its replacement."""

@@ -47,6 +47,8 @@ _FAREWELL = 2.0
 _REQUESTS = "fsspecIO"
 """Name of the thread in which fsspec sends all requests to remote stores: it encrypts them, and computes checksums."""
 _MAX_HOLD = 3600
+_FOR_LOANS = 0.1
+"""Part of an evacuation's time in which another host may still fetch the memory."""
 _WARN_SECONDS = 60.0
 
 
@@ -95,6 +97,8 @@ class Daemon:
             except (OSError, RuntimeError) as error:  # out of descriptors, or of threads
                 self._warn("a connection was refused: %s", error)
                 self.runs.ended.wait(_TICK)
+            if self._terminated:
+                self.host.hurry()
             self.runs.look_after(terminated=self._terminated)
             self._urgency.rest()
             self._reap()
@@ -299,8 +303,13 @@ class Daemon:
             secret,
             rate,
             protocol.tls(message),
+            protocol.process(message),
         )
         run.send_to(source, protocol.candidates(message), protocol.number(message, "copies"))
+
+    def links(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
+        """Return the copies of the run's memory on other hosts: see `Run.links`."""
+        return {"links": self._run(peer).links()}
 
     def await_peers(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """Wait until `count` peers have the run's memory of this moment."""
@@ -326,7 +335,9 @@ class Daemon:
             raise UsageError("there is no such run", kind="not-claimed")
         self.runs.brace(seconds)
         to = protocol.text(message, "to") if message.get("to") is not None else None
-        return {"report": run.evacuate(seconds, to).to_json()}
+        until = time.monotonic() + seconds
+        with self.runs.kept(run.id, seconds * _FOR_LOANS):
+            return {"report": run.evacuate(max(0.0, until - time.monotonic()), to).to_json()}
 
     def ask(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """Pass a request on to a running session."""
@@ -409,6 +420,7 @@ _OPERATIONS: dict[str, _Operation] = {
     "leave": Daemon.leave,
     "admit": Daemon.admit,
     "follow": Daemon.follow,
+    "links": Daemon.links,
     "await_peers": Daemon.await_peers,
     "watch": Daemon.watch,
     "brace": Daemon.brace,

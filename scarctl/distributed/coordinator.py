@@ -28,7 +28,8 @@ from scarctl.daemon.request import Request
 from scarctl.distributed.collectives import Team
 from scarctl.distributed.common import Common
 from scarctl.distributed.copies import check_files, keep_copies
-from scarctl.distributed.host_memory import bring_memory, place_of
+from scarctl.distributed.host_address import place_of
+from scarctl.distributed.host_memory import bring_memory
 from scarctl.distributed.leftover_arenas import fence, save_leftovers
 from scarctl.distributed.own_extras import Early, completed, with_own
 from scarctl.distributed.owned_adapter import OwnedAdapter, broadcast_over, holdings_of, slots_of, spread
@@ -226,9 +227,8 @@ class Crew(Together):
             return () if hooked else self.adapter.known
 
         common = Common(self.division, rank, known)
-        return GlobalSelector(
-            Exchange(self._exchange_group, rank, world), self.shards[rank], sample=common.sample
-        )
+        exchange = Exchange(self._exchange_group, rank, world)
+        return GlobalSelector(exchange, self.shards[rank], sample=common.sample, turns=common.turns)
 
     def keep_copies(self, saver: Saver, settings: SessionSettings, caveats: Caveats) -> None:
         if settings.peers:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
 
 from scarctl.config import SessionSettings
 from scarctl.daemon.saver import DaemonSaver
 from scarctl.distributed.collectives import Team
-from scarctl.distributed.host_memory import place_of
+from scarctl.distributed.host_address import is_local, name_of, place_of, reaching
 from scarctl.errors import ScarError, UsageError
 from scarctl.peers.handshake import SECRET_BYTES
 from scarctl.peers.placement import place
@@ -21,8 +19,6 @@ from scarctl.peers.secret import fingerprint, read_secret, secret_of_start
 from scarctl.peers.tls import Tls
 from scarctl.persist.saver import Saver
 from scarctl.state.caveats import Caveats
-
-log = logging.getLogger("scarctl")
 
 _KIND = "peers"
 
@@ -46,11 +42,10 @@ def keep_copies(saver: Saver, settings: SessionSettings, team: Team, start: str,
     A copy that cannot be kept becomes a caveat: training continues without it. Raises Unavailable if a rank is gone.
     """
     secret = _secret(settings, team, start)
-    address = _address(team)
+    address = _address(settings, team)
     files = None if settings.peer_tls is None else [os.path.abspath(path) for path in settings.peer_tls]
     port = _admit(saver, start, secret, address, files, caveats)
-    name = f"{socket.gethostname()}" if settings.arena_dir is None else _shown(settings.arena_dir)
-    mine = [place_of(settings), name, settings.peer_domain or "", address, port]
+    mine = [place_of(settings), name_of(settings), settings.peer_domain or "", address, port]
     members = [Member(*fields) for fields in team.gather(mine)]
     hosts = _hosts(members)
     own = [host.place for host in hosts].index(members[team.rank].place)
@@ -131,29 +126,11 @@ def _hosts(members: Sequence[Member]) -> list[Member]:
     return list(found.values())
 
 
-def _address(team: Team) -> str:
-    """Return the address of this host that reaches the master; on the master's host, the one that reaches others."""
-    own = _reaching(os.environ.get("MASTER_ADDR") or socket.gethostname())
-    others = [address for address in team.gather(own) if not _is_local(address)]
-    return _reaching(others[0]) if _is_local(own) and others else own
-
-
-def _reaching(host: str) -> str:
-    """Return the local address of packets to `host`. Sends no packet."""
-    try:
-        family, kind, protocol, _, to = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(to)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        log.warning("%s cannot be reached from this host: %s", host, error.strerror or error)
-        return "127.0.0.1"
-
-
-def _is_local(address: str) -> bool:
-    return ip_address(address.partition("%")[0]).is_loopback
-
-
-def _shown(arena_dir: str) -> str:
-    """Return a display name of this host. Several on one machine differ by their arenas' folders."""
-    return f"{socket.gethostname()}:{os.path.basename(os.path.abspath(arena_dir))}"
+def _address(settings: SessionSettings, team: Team) -> str:
+    """Return the address given for this host. Without one: the address of this host that reaches the master; on the
+    master's host, the one that reaches others.
+    """
+    given = settings.peer_address
+    own = given or reaching(os.environ.get("MASTER_ADDR") or socket.gethostname())
+    others = [address for address in team.gather(own) if not is_local(address)]
+    return reaching(others[0]) if is_local(own) and others and given is None else own

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
@@ -14,8 +12,6 @@ import torch
 import torch.distributed as dist
 
 from scarctl.arena.age import Age, age_of
-from scarctl.arena.folder import host_folder
-from scarctl.arena.header import boot_id
 from scarctl.arena.kinship import view_of
 from scarctl.arena.transfer import PIECE, Incoming, Outgoing
 from scarctl.config import SessionSettings
@@ -92,16 +88,6 @@ def bring_memory(
     return any(done)
 
 
-def place_of(settings: SessionSettings) -> str:
-    """Return a name for the place of this process's arenas: equal for two processes exactly if they share arenas."""
-    folder = os.path.realpath(host_folder(settings.arena_dir))
-    there = folder
-    while not os.path.exists(there):
-        there = os.path.dirname(there)
-    # Containers of one machine may share its name and boot id, but each has its own shared memory.
-    return f"{socket.gethostname()}:{boot_id().hex()}:{os.stat(there).st_dev}:{folder}"
-
-
 def _inventory(store: Store, settings: SessionSettings, shards: Sequence[int]) -> dict[int, Age]:
     """Return the age of each shard's arena in this host's memory, if it belongs to the store."""
     found: dict[int, Age] = {}
@@ -130,9 +116,9 @@ def _carry_out(transfer: Transfer, store: Store, settings: SessionSettings, team
         if not team.from_rank(transfer.target, incoming is not None):
             return False
         if outgoing is not None:
-            _send(outgoing, transfer.target, team)
+            send(outgoing, transfer.target, team)
         if incoming is not None:
-            _receive(incoming, transfer.source, team)
+            receive(incoming, transfer.source, team)
         digest = team.from_rank(transfer.source, None if outgoing is None else outgoing.digest())
         return incoming is not None and _install(incoming, digest, view)
 
@@ -181,13 +167,15 @@ def _install(incoming: Incoming, digest: str, view: Store) -> bool:
     return True
 
 
-def _send(outgoing: Outgoing, target: int, team: Team) -> None:
+def send(outgoing: Outgoing, target: int, team: Team) -> None:
+    """Send the pieces of an arena's file to another rank, which calls `receive`. Raises Unavailable if it is gone."""
     for at in range(0, outgoing.size, PIECE):
         chunk = torch.from_numpy(outgoing.read(at, min(PIECE, outgoing.size - at)))
         team.collectively(lambda chunk=chunk: dist.send(chunk, target, group=team.group))  # type: ignore[misc]
 
 
-def _receive(incoming: Incoming, source: int, team: Team) -> None:
+def receive(incoming: Incoming, source: int, team: Team) -> None:
+    """Receive the pieces that another rank sends with `send`. Raises Unavailable if it is gone."""
     buffer = torch.empty(min(PIECE, incoming.size), dtype=torch.uint8)
     for at in range(0, incoming.size, PIECE):
         chunk = buffer[: min(PIECE, incoming.size - at)]

@@ -15,7 +15,7 @@ from scarctl.arena.view import peek
 from scarctl.config import SessionSettings
 from scarctl.daemon.claim import claim_saver
 from scarctl.distributed.collectives import Team
-from scarctl.distributed.host_memory import place_of
+from scarctl.distributed.host_address import place_of
 from scarctl.errors import ScarError, Unavailable
 from scarctl.persist.persister import adopt_orphans
 from scarctl.store import Store, newest_topology, open_writer, topology_epochs

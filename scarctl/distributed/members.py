@@ -1,7 +1,8 @@
 """Implement a session's questions for a member: one of several processes that share a store and nothing else.
 
 Each member starts, dies and starts again alone, without a process group. It saves to its own shard, and its state is
-whole without the others (`scarctl.store.members`). If another number of members has saved to the store, each takes over
+whole without the others (`scarctl.store.members`). Other hosts that keep copies of its memory are found in the store
+(`scarctl.distributed.meeting`). If another number of members has saved to the store, each takes over
 the rows that are its own now (`scarctl.distributed.heir`).
 """
 
@@ -15,14 +16,20 @@ from numpy.typing import NDArray
 
 from scarctl.adapter import Adapter
 from scarctl.config import Member, SessionSettings
+from scarctl.daemon.saver import DaemonSaver
+from scarctl.distributed.credentials import Credentials, credentials_of, require_secret
 from scarctl.distributed.heir import Heir, end_earlier, groups_of
 from scarctl.distributed.leftover_arenas import save_own
+from scarctl.distributed.meeting import Meeting
+from scarctl.distributed.memory_search import search_memory
 from scarctl.distributed.placed_adapter import PlacedAdapter
 from scarctl.errors import UsageError
+from scarctl.persist.saver import Saver
 from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
 from scarctl.recovery.members import heritage
 from scarctl.recovery.shares import as_member
-from scarctl.session.peers import Together, refuse_peers
+from scarctl.session.peers import Together
+from scarctl.state.caveats import Caveats
 from scarctl.state.layout import Layout
 from scarctl.store import Store, Topology
 from scarctl.store.members import EPOCH, MAX_MEMBERS, earlier, join_members
@@ -89,15 +96,19 @@ class Membership(Together):
         self._own_extras = own_extras
         self._settings: SessionSettings | None = None
         self._topology: Topology | None = None
+        self._view: Store | None = None
+        self._credentials: Credentials | None = None
+        self._meeting: Meeting | None = None
 
     def open_store(self, settings: SessionSettings) -> Store:
         """See `Together`. Raises as `scarctl.store.members.join_members` does, and as `Heritage.check` does."""
         if settings.shards not in (None, 1):
             raise UsageError(f"shards={settings.shards}: each member is one shard", hint="omit shards")
-        refuse_peers(settings)
+        require_secret(settings)
         self._settings = settings
         store = Store.create(settings.store, **settings.fixed(), **settings.place())
         try:
+            self._credentials = credentials_of(store, settings)
             self._topology = join_members(
                 store,
                 self.count,
@@ -105,20 +116,46 @@ class Membership(Together):
                 self._after,
                 before=lambda before: self._prepare(store, before),
             )
+            view = store.of_shard(self._topology.shards[self.rank], current=True)
+            if self._credentials is not None:
+                self.brought = search_memory([view], settings, self._credentials) > 0
         except BaseException:
             store.close()
             raise
-        return store.of_shard(self._topology.shards[self.rank], current=True)
+        self._view = view
+        return view
 
     def _prepare(self, store: Store, before: Topology) -> None:
-        """Save earlier members' copies on this host to the store, and check that this member can take over."""
+        """Save earlier members' copies to the store, and check that this member can take over.
+
+        Copies on this host are saved, and newer ones of hosts that can be asked. A replica here may be older than them.
+        """
         assert self._settings is not None, "the store is being opened"
         settings = self._settings
-        save_own([store.of_shard(shard) for shard in before.shards], settings)
+        views = [store.of_shard(shard) for shard in before.shards]
+        if self._credentials is not None:
+            search_memory(views, settings, self._credentials)
+        save_own(views, settings)
         found = heritage(store, [before, *earlier(store, before)])
         if found is not None and found.saved:
             found.check(self.rank, self.count, groups_of(self.adapter), self.adapter.optimizer)
             found.check_complete()
+
+    def keep_copies(self, saver: Saver, settings: SessionSettings, caveats: Caveats) -> None:
+        """See `Together`. Other hosts are found in the store, by a thread: members start at any time."""
+        if not settings.peers or self._credentials is None:
+            return
+        if not isinstance(saver, DaemonSaver):
+            why = "this host's memory has no copy on another host, and keeps none: there is no daemon"
+            caveats.say("peers", why, inexact=False)
+            return
+        assert self._view is not None, "the store is open"
+        self._meeting = Meeting(self._view, saver, settings, self._credentials, self.start, caveats)
+        self._meeting.start()
+
+    def end_copies(self) -> None:
+        if self._meeting is not None:
+            self._meeting.close()
 
     def holds_earlier_run(self, store: Store) -> bool:
         """See `Together`. Members that take over have to resume."""

@@ -28,6 +28,7 @@ from scarctl.peers.frames import (
     decode_batch,
     decode_mark,
     encode,
+    hex_of,
     number_of,
     text_of,
 )
@@ -133,6 +134,10 @@ class Host:
             }
             for run, replica in replicas
         ]
+
+    def hurry(self) -> None:
+        """Give hosts that fetch some seconds: the daemon is about to end."""
+        self._lender.hurry()
 
     def close(self) -> None:
         """End all connections: those of hosts that fetch after some seconds. The replicas stay."""
@@ -277,7 +282,9 @@ class Host:
                 raise Contention(f"{run}: an earlier connection does not end", kind="replica-busy")
 
     def _begin(self, hello: Hello, head: Mapping[str, Any], layout: Bytes) -> Replica:
-        owner = Owner(text_of(head, "host", 300), hello.start, number_of(head, "base_epoch", 1, MAX_EPOCH))
+        # A store's members always have the same start: its processes have names of their own.
+        process = hex_of(head, "process", 32) if "process" in head else hello.start
+        owner = Owner(text_of(head, "host", 300), process, number_of(head, "base_epoch", 1, MAX_EPOCH))
         require_newest(self._folder / hello.run, hello.run, owner, hello.epoch)
         return Replica.begin(
             self._folder, hello.run, layout.tobytes(), owner, hello.epoch, text_of(head, "store", 4000)
@@ -305,7 +312,7 @@ def _listen(address: str, port: int) -> socket.socket:
             if wanted == 0:
                 raise Unavailable(
                     f"the daemon cannot listen at {address}: {error.strerror}",
-                    hint="the address is the one that reaches the master (MASTER_ADDR)",
+                    hint="it is peer_address, or the address that reaches the master (MASTER_ADDR) or other hosts",
                     kind="no-address",
                 ) from error
     raise AssertionError

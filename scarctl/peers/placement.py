@@ -1,4 +1,6 @@
-"""Choose the hosts that keep copies of each other's memory: a pure function of the hosts and their failure domains.
+"""Choose the hosts that keep copies of each other's memory: pure functions of the hosts and their failure domains.
+
+`place` decides for all hosts of a job that start together, `choose` for one host among others that join at any time.
 
 Hosts form groups of `copies + 1`, in which each has a copy of all others. The remaining hosts form a ring. With groups,
 more simultaneous losses of several hosts are survived than with one ring (Wang et al., Gemini, SOSP 2023).
@@ -6,9 +8,12 @@ more simultaneous losses of several hosts are survived than with one ring (Wang 
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import comb
+from typing import Any
 
 
 def place(domains: Sequence[str], copies: int) -> list[list[int]]:
@@ -48,6 +53,134 @@ def survival(hosts: int, copies: int, lost: int) -> float:
     if ring:
         ways = _product(ways, _of_ring(len(ring), copies))
     return (ways[lost] if lost < len(ways) else 0) / comb(hosts, lost)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A host that can keep copies, as it describes itself to hosts that join at any time."""
+
+    place: str
+    """Identifies the host."""
+    domain: str = ""
+    """Failure domain; "" if the host is its own domain."""
+    to: tuple[str, ...] = ()
+    """Places of the hosts that keep its copies."""
+    fresh: bool = True
+    """Whether it has described itself lately: if not, it may be gone."""
+
+
+def choose(
+    own: Site, others: Iterable[Site], copies: int, *, kept: Sequence[str] = (), failing: Container[str] = ()
+) -> list[str]:
+    """Return the places of the hosts that may keep the copies of `own`, best first: the first `copies` of them do.
+
+    own: its `to` is the present choice. others: all other hosts. kept: places that have a complete copy, or receive
+    one. failing: places that cannot be reached, or refuse.
+
+    Hosts join one by one, and each chooses alone, so `place` cannot decide for all. Each host that keeps a copy stays,
+    as far as possible, because another one would need all of the state again. Another host that keeps fewer copies
+    than `copies` replaces it in three cases: it keeps more than `copies`; it is in the same domain; or, with one copy,
+    the other one has chosen this host, because pairs survive more simultaneous losses than rings. All hosts that see
+    the same descriptions find the same replacements. Hosts without any copy yet are placed together, as by `place`.
+    Otherwise a host takes one that keeps few copies, best one of a group that has chosen it.
+    """
+    sites = {site.place: site for site in others if site.place != own.place}
+    present = [p for p in dict.fromkeys([*kept, *own.to]) if p in sites and p not in failing][:copies]
+    own = Site(own.place, own.domain, tuple(present))
+    sites[own.place] = own
+    keeps = _keepers(sites.values())
+    old, new = _replacements(sites, keeps, copies).get(own.place, ("", ""))
+    if new and new not in failing:
+        present[present.index(old)] = new
+    elif not present:
+        present = [p for p in _together(own, sites, keeps, copies) if p not in failing]
+
+    # Those that have chosen this host, and those that they have chosen with it.
+    group = {p for site in sites.values() if own.place in site.to for p in (site.place, *site.to)}
+
+    def rank(place: str) -> tuple[Any, ...]:
+        site, burden = sites[place], len(keeps[place] - {own.place})
+        burden -= copies if place in group else 0
+        return place in failing, not site.fresh, _same(own, site), burden, _draw(own.place, place)
+
+    rest = sorted((p for p in sites if p != own.place and p not in present), key=rank)
+    return [*present, *rest]
+
+
+def _keepers(sites: Iterable[Site]) -> dict[str, set[str]]:
+    """Return by place the hosts whose copies it keeps.
+
+    A host that has not chosen yet is expected to choose one that has chosen it.
+    """
+    sites = list(sites)
+    keeps: dict[str, set[str]] = {site.place: set() for site in sites}
+    for site in sites:
+        for place in site.to if site.fresh else ():
+            if place in keeps:
+                keeps[place].add(site.place)
+    found = {place: set(hosts) for place, hosts in keeps.items()}
+    for site in sites:
+        if site.fresh and not site.to and keeps[site.place]:
+            found[min(keeps[site.place], key=lambda place: _draw(site.place, place))].add(site.place)
+    return found
+
+
+def _replacements(
+    sites: Mapping[str, Site], keeps: Mapping[str, set[str]], copies: int
+) -> dict[str, tuple[str, str]]:
+    """Return by place the host that is to keep its copy no longer, and the one that is to keep it from now on."""
+    keeps = {place: set(hosts) for place, hosts in keeps.items()}
+    found: dict[str, tuple[str, str]] = {}
+    idle = [place for place, site in sites.items() if site.fresh and len(keeps[place]) < copies]
+    for new in sorted(idle, key=lambda place: (len(keeps[place]), place)):
+        while len(keeps[new]) < copies:
+            moves = [
+                (new_key, site.place, old)
+                for site in sites.values()
+                if site.fresh and site.place != new and new not in site.to and site.place not in found
+                for old in site.to
+                if (new_key := _gain(site, old, sites, new, keeps, copies)) is not None
+            ]
+            if not moves:
+                break
+            _, place, old = min(moves)
+            found[place] = old, new
+            keeps[new].add(place)
+            keeps[old].discard(place)
+    return found
+
+
+def _gain(
+    site: Site, old: str, sites: Mapping[str, Site], new: str, keeps: Mapping[str, set[str]], copies: int
+) -> tuple[Any, ...] | None:
+    """Return the order in which `new` replaces `old` for a host, best first; None if that improves nothing."""
+    if old not in sites:
+        return None
+    near, far = _same(site, sites[old]), not _same(site, sites[new])
+    crowded = len(keeps[old]) > copies and (far or near)
+    chosen, mutual = site.place in sites[new].to, site.place in sites[old].to
+    paired = copies == 1 and chosen and not mutual and (far or near)
+    if not crowded and not paired and not (near and far):
+        return None
+    return not chosen, mutual, not crowded, _draw(site.place, new)
+
+
+def _together(own: Site, sites: Mapping[str, Site], keeps: Mapping[str, set[str]], copies: int) -> list[str]:
+    """Return the hosts for a host that no other one has chosen, if others are in the same situation; otherwise none."""
+    new = sorted(p for p, site in sites.items() if site.fresh and not site.to and not keeps[p])
+    if own.place not in new or len(new) <= copies:
+        return []
+    at = new.index(own.place)
+    return [new[other] for other in place([sites[p].domain for p in new], copies)[at][:copies]]
+
+
+def _same(first: Site, second: Site) -> bool:
+    return bool(first.domain) and first.domain == second.domain
+
+
+def _draw(first: str, second: str) -> bytes:
+    """Return a value for two hosts, equal for both, so that choices at the same moment differ."""
+    return hashlib.blake2b("\0".join(sorted((first, second))).encode(), digest_size=8).digest()
 
 
 def _product(first: Sequence[int], second: Sequence[int]) -> list[int]:

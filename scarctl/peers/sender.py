@@ -64,6 +64,8 @@ class Source:
     rate: float | None
     """Most bytes per second; None: no limit."""
     tls: Tls | None = None
+    process: str = ""
+    """Name of the training process's start, "" if it is `start`. With its first epoch it says what generations mean."""
 
     def __repr__(self) -> str:
         return f"Source({self.run})"  # the secret must not appear in logs
@@ -306,6 +308,7 @@ class Sender:
         ) as channel:
             layout = arena.layout_json()
             about = {"host": source.host, "store": source.store, "base_epoch": arena.base_epoch}
+            about |= {"process": source.process} if source.process else {}
             channel.send(encode(Kind.LAYOUT, about, layout))
             head, body = channel.expect(Kind.ACK)
             follower.has(_have(body, arena.layout.partitions))

@@ -119,6 +119,7 @@ class Opening:
 
         Raises ScarError if the store cannot be closed.
         """
+        self._together.end_copies()
         engine = self.opened
         if engine is None:
             self._saver.close()

@@ -80,7 +80,7 @@ def refuse_peers(settings: SessionSettings) -> None:
     if settings.peers:
         raise UsageError(
             f"peers={settings.peers}: a process that trains alone has no peers",
-            hint="leave it out, or train with several ranks of torch.distributed",
+            hint="leave it out, or train with several ranks of torch.distributed, or with members",
         )
 
 
@@ -173,6 +173,9 @@ class Together:
 
         A copy that cannot be kept becomes a caveat. Raises Unavailable if a rank is gone.
         """
+
+    def end_copies(self) -> None:
+        """End what `keep_copies` has begun in this process, before its saver is closed. The copies stay."""
 
     def begin(self, store: Store) -> None:
         """Note in the store which ranks write to it. Called before a session writes."""

@@ -24,6 +24,7 @@ from scarctl.store.format import (
     snapshot_path,
     topology_path,
 )
+from scarctl.store.hosts import host_marks, host_path
 from scarctl.store.index import Index, parse_index, read_index
 from scarctl.store.log import ShardLog
 from scarctl.store.record import Record
@@ -126,6 +127,8 @@ class _Check:
                 shards = read_topology(self.store, epoch).shards
             ranked = None if ranked is None or shards is None else ranked.union(shards)
             self._count(topology_path(epoch))
+        for place in host_marks(self.store):  # hints, on which nothing depends
+            self._count(host_path(place))
         for shard in self.store.shards():
             self._shard(self.store.log(shard))
         if ranked is not None:

@@ -44,8 +44,7 @@ MAX_SEQ = 10**18
 SETTINGS = "scarctl.json"
 LOCK = "lock"
 TEMPORARY = ".tmp-"
-SNAPSHOTS = "snapshots"
-TOPOLOGIES = "topology"
+SNAPSHOTS, TOPOLOGIES, HOSTS = "snapshots", "topology", "peers"
 RESERVED = "scarctl/"
 """Prefix of tensor names that belong to the store; a model's own names may not begin with it."""
 

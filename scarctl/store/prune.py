@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +30,7 @@ from scarctl.store.format import (
     shard_folder,
 )
 from scarctl.store.gc import FLOOR, RATIO, Collector, dead_uploads, orphans
+from scarctl.store.hosts import gone_hosts, read_hosts, remove_hosts
 from scarctl.store.members import taken_over
 from scarctl.store.shard_state import ShardState
 from scarctl.store.snapshot import SealedSet, Snapshot, delete_snapshot, sealed_sets, snapshots
@@ -76,6 +78,8 @@ class PrunePlan:
     """Topology of the ranks that save to the store, if there are several."""
     retire: tuple[int, ...] = ()
     """Shards of earlier ranks that no state needs."""
+    hosts: tuple[str, ...] = ()
+    """Places of hosts whose records are to be deleted: see `scarctl.store.hosts`."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values."""
@@ -91,7 +95,12 @@ class PrunePlan:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.files or self.delete_snapshots)
+        return not (self.collects or self.hosts)
+
+    @property
+    def collects(self) -> bool:
+        """Whether the state in the store needs less than it has."""
+        return bool(self.files or self.delete_snapshots)
 
 
 @dataclass
@@ -166,6 +175,7 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
         writer,
         topology,
         tuple(retire),
+        tuple(gone_hosts(read_hosts(store), time.time())),
     )
 
 
@@ -188,11 +198,11 @@ def prune(store: Store, plan: PrunePlan) -> Pruned:
             done.files += 1
     elif plan.topology is not None:
         _delete_names(store, plan)
-        if not plan.empty or not _is_small(store, states):
+        if plan.collects or not _is_small(store, states):
             _prune_ranks(store, plan, plan.topology, states, done)
     else:
         layout = store.current_layout()
-        if layout is None or (plan.empty and _is_small(store, states)):
+        if layout is None or (not plan.collects and _is_small(store, states)):
             _delete_names(store, plan)
         else:
             with open_writer(store, layout=layout) as writer:
@@ -205,6 +215,7 @@ def prune(store: Store, plan: PrunePlan) -> Pruned:
         # While a job is alive, the holder of the shard's lock may still save copies from memory to it.
         with contextlib.suppress(*([Contention] if plan.writer is not None else [])):
             _retire(store, states[shard], done)
+    done.files += remove_hosts(store, plan.hosts)
     if plan.topology is not None:
         states = store.states(states)
     done.sizes = store.usage(states)

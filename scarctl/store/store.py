@@ -25,6 +25,7 @@ from scarctl.store.backends.probe import exclusive_here, probe
 from scarctl.store.foreign import damaged_settings, keep_copy, no_store, refuse_foreign
 from scarctl.store.format import (
     FORMAT,
+    HOSTS,
     LOCK,
     MAX_LAYOUT,
     MAX_LAYOUT_VALUES,
@@ -435,7 +436,7 @@ class Store:
         """Return `bytes` of all files, `live_bytes` of newest copies, numbers of `segments` and of `records`."""
         total = segments = records = live = 0
         own = (f"shards/{s}/{f}" for s in self.shards() for f in ("seg", "log", "index"))
-        folders = ["layout", SNAPSHOTS, TOPOLOGIES, *own]
+        folders = ["layout", SNAPSHOTS, TOPOLOGIES, HOSTS, *own]
         for folder, files in zip(folders, self.blobs.each(self.blobs.files, folders), strict=True):
             sizes = [size for _, size in files]
             total += sum(sizes)

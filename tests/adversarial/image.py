@@ -82,6 +82,9 @@ class MemoryBlobs:
     def names(self, folder: str) -> list[str]:
         return [name for name, _ in self.files(folder)]
 
+    def marks(self, folder: str) -> list[tuple[str, str]]:
+        return [(name, "") for name in self.names(folder)]
+
     def each(self, work: Callable[[T], R], items: Iterable[T], size: object = None) -> Iterator[R]:
         return map(work, items)
 

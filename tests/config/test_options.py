@@ -51,6 +51,7 @@ VALUES: dict[str, tuple[Any, str]] = {
     "assume_single_writer": (True, "1"),
     "timeout": (4.0, "4"),
     "peers": (1, "1"),
+    "peer_address": ("10.0.0.7", "10.0.0.7"),
     "peer_domain": ("rack 7", "rack 7"),
     "peer_bandwidth": (5e7, "50MB"),
     "peer_ack": ("all", "all"),

@@ -129,6 +129,30 @@ def test_a_link_that_is_lost_comes_back(
     again.close()
 
 
+def test_another_process_of_the_same_start_sends_everything_again(
+    west: Host, arena: Arena, senders: list[Sender], tmp_path: Path
+) -> None:
+    """Members have one start for ever. After the store's backup was put back, an epoch's number comes again."""
+    port = west.admit(START, SECRET, STORE, "127.0.0.1", 0)
+    first, _ = follow(senders, arena, port, process="aa" * 16)
+    wait_until(lambda: "up to date" in first.describe())
+    first.close(done=False, patience=30.0)
+    generations = arena.generation.copy()
+    fill(arena, EVERYTHING, 9)  # the other process's copies, under the same generations and versions
+    second, _ = follow(senders, arena, port, process="bb" * 16)
+    wait_until(lambda: "up to date" in second.describe())
+    assert (replica(tmp_path).generation == generations).all()
+    assert replica(tmp_path).memory().tobytes() == arena.memory().tobytes()
+
+
+@pytest.mark.parametrize("process", ["", "x" * 32, "a" * 31, 7, None])
+def test_a_process_without_a_good_name_is_refused(west: Host, arena: Arena, process: Any) -> None:
+    channel = meet(west.admit(START, SECRET, STORE, "127.0.0.1", 0))
+    about = {"host": "x", "store": "", "base_epoch": 1, "process": process}
+    with pytest.raises(ScarError, match="process"):
+        begin(channel, encode(Kind.LAYOUT, about, arena.layout_json()))
+
+
 def test_a_host_that_does_not_know_the_start_yet_is_tried_again(
     west: Host, arena: Arena, senders: list[Sender]
 ) -> None:

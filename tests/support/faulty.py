@@ -26,8 +26,10 @@ OTHERS = (
     "reader",
     "read_ranges",
     "files",
+    "marks",
     "folders",
     "prepare",
+    "replace",
 )
 """The other operations of opening, reading and collecting."""
 
@@ -125,6 +127,14 @@ class FaultyBlobs:
     def files(self, folder: str) -> list[tuple[str, int]]:
         self._call("files", folder)
         return self.inner.files(folder)
+
+    def marks(self, folder: str) -> list[tuple[str, str]]:
+        self._call("marks", folder)
+        return self.inner.marks(folder)
+
+    def replace(self, name: str, data: bytes) -> None:
+        self._call("replace", name)
+        self.inner.replace(name, data)
 
     def folders(self, folder: str) -> list[str]:
         self._call("folders", folder)

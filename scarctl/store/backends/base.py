@@ -144,6 +144,15 @@ class Blobs(Protocol):
         created. A remote store takes a file with the same bytes for its own, so unique files need unique bytes.
         """
 
+    def replace(self, name: str, data: bytes) -> None:
+        """Create a small file, or give it other content, all at once but perhaps not durably.
+
+        Only for files that no guarantee depends on. The last of several writers wins.
+        """
+
+    def marks(self, folder: str) -> list[tuple[str, str]]:
+        """Return (name, mark) of the files that `files` lists. A mark changes with the content; "" if unknown."""
+
     def settle(self, name: str, data: bytes) -> bool:
         """Decide after InDoubt: True if `name` holds `data` durably, False if it is absent and stays so.
 

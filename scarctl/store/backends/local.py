@@ -137,6 +137,14 @@ class LocalBlobs:
             if not entry.name.startswith(TEMPORARY) and not entry.is_dir(follow_symlinks=False)
         ]
 
+    def marks(self, folder: str) -> list[tuple[str, str]]:
+        found = []
+        for name in self.names(folder):
+            with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
+                status = os.lstat(self._path(f"{folder}/{name}"))
+                found.append((name, f"{status.st_ino}.{status.st_mtime_ns}.{status.st_size}"))
+        return sorted(found)
+
     def folders(self, folder: str) -> list[str]:
         # Symbolic links stay in the list: opening them raises an error that names them.
         return sorted(
@@ -195,6 +203,14 @@ class LocalBlobs:
                     ) from error
                 raise os_error(error, path, "create") from error
             self._sync_visible(path)
+
+    def replace(self, name: str, data: bytes) -> None:
+        path = self._path(name)
+        with self._temporary(path, [data]) as temporary:
+            try:
+                os.replace(temporary, path)
+            except OSError as error:
+                raise os_error(error, path, "replace") from error
 
     def settle(self, name: str, data: bytes) -> bool:
         path = self._path(name)

@@ -21,6 +21,8 @@ from scarctl.store.backends.client import Client, Refused
 from scarctl.store.backends.remote_errors import Fault, Meaning, Patience, fault_error, in_doubt
 from scarctl.store.format import TEMPORARY, corrupt
 
+_TAGS = ("ETag", "etag", "md5Hash")
+"""Fields of an entry that identify the content, by file system."""
 RANGE = 8 << 20
 """Most bytes of one request: a longer range is read as several."""
 
@@ -109,18 +111,23 @@ class FsspecBlobs(Client):
         return memoryview(data)
 
     def files(self, folder: str) -> list[tuple[str, int]]:
-        found = self._list(folder)
-        return sorted((name, size) for name, size in found if size >= 0 and not name.startswith(TEMPORARY))
+        return sorted((name, size) for name, size, _ in self._files(folder))
+
+    def marks(self, folder: str) -> list[tuple[str, str]]:
+        return sorted((name, mark) for name, _, mark in self._files(folder))
+
+    def _files(self, folder: str) -> list[tuple[str, int, str]]:
+        return [one for one in self._list(folder) if one[1] >= 0 and not one[0].startswith(TEMPORARY)]
 
     def names(self, folder: str) -> list[str]:
         return [name for name, _ in self.files(folder)]
 
     def folders(self, folder: str) -> list[str]:
-        return sorted(name for name, size in self._list(folder) if size < 0)
+        return sorted(name for name, size, _ in self._list(folder) if size < 0)
 
     def top(self) -> list[str]:
         try:
-            return sorted(name for name, _ in self._list("", whole=False))
+            return sorted(name for name, _, _ in self._list("", whole=False))
         except Unavailable as error:
             if error.kind != "no-bucket":
                 raise
@@ -130,8 +137,11 @@ class FsspecBlobs(Client):
             kind="no-bucket",
         )
 
-    def _list(self, folder: str, *, whole: bool = True) -> list[tuple[str, int]]:
-        """Return (name, bytes) of the entries in a folder, -1 for folders. whole=False: the first ones are enough."""
+    def _list(self, folder: str, *, whole: bool = True) -> list[tuple[str, int, str]]:
+        """Return (name, bytes, mark) of the entries in a folder, with -1 bytes for folders. See `marks`.
+
+        whole=False: the first ones are enough.
+        """
         try:
             found = self._request("ls", self._folder(folder), detail=True)
         except Refused as refused:
@@ -142,6 +152,7 @@ class FsspecBlobs(Client):
             (
                 entry["name"].rstrip("/").rpartition("/")[2],
                 -1 if entry["type"] == "directory" else _length(entry),
+                next((str(entry[key]) for key in _TAGS if entry.get(key)), ""),
             )
             for entry in found
         ]
@@ -215,6 +226,15 @@ class FsspecBlobs(Client):
         except Refused as refused:
             return b"" if refused.fault.meaning is Meaning.EMPTY else None
         return data
+
+    def replace(self, name: str, data: bytes) -> None:
+        try:
+            self._request("pipe_file", self._path(name), data)
+        except Refused as refused:
+            fault = refused.fault
+            if fault.meaning is Meaning.ABSENT:  # the bucket, because the file need not exist
+                fault = Fault(Meaning.NO_PLACE, fault.detail)
+            raise fault_error(fault, self.where(name), "write") from None
 
     def settle(self, name: str, data: bytes) -> bool:
         # A delayed request may still create the file, so absence proves nothing. Creating it settles the doubt.

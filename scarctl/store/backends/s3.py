@@ -81,11 +81,11 @@ class S3Blobs(FsspecBlobs):
             raise self._error(refused, name, "look at") from None
         return int(found["ContentLength"])
 
-    def _list(self, folder: str, *, whole: bool = True) -> list[tuple[str, int]]:
+    def _list(self, folder: str, *, whole: bool = True) -> list[tuple[str, int, str]]:
         bucket, _, prefix = self._folder(folder).partition("/")
         asked: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{prefix}/" if prefix else "", "Delimiter": "/"}
         asked["MaxKeys"] = PAGE
-        found: list[tuple[str, int]] = []
+        found: list[tuple[str, int, str]] = []
         while True:
             try:
                 page = self._request("call_s3", "list_objects_v2", **asked)
@@ -95,10 +95,13 @@ class S3Blobs(FsspecBlobs):
                     fault = Fault(Meaning.NO_PLACE, fault.detail)
                 raise fault_error(fault, self.where(folder), "list") from None
             start = len(asked["Prefix"])
-            found += [(entry["Prefix"][start:-1], -1) for entry in page.get("CommonPrefixes", ())]
-            found += [(entry["Key"][start:], entry["Size"]) for entry in page.get("Contents", ())]
+            found += [(entry["Prefix"][start:-1], -1, "") for entry in page.get("CommonPrefixes", ())]
+            found += [
+                (entry["Key"][start:], entry["Size"], str(entry.get("ETag", "")))
+                for entry in page.get("Contents", ())
+            ]
             if not (whole and page.get("IsTruncated")):
-                return [(name, size) for name, size in found if name]
+                return [one for one in found if one[0]]
             asked["ContinuationToken"] = page["NextContinuationToken"]
 
     def uploads(self) -> list[tuple[str, str]]:

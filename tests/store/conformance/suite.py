@@ -97,11 +97,24 @@ class BlobsConformance:
         for use in (
             lambda: blobs.read(name, 1),
             lambda: blobs.create_exclusive(name, [b"x"]),
+            lambda: blobs.replace(name, b"x"),
             lambda: blobs.delete(name),
             lambda: blobs.writer(name).__enter__(),
         ):
             with pytest.raises(Corruption, match="not the name"):
                 use()
+
+    def test_a_file_is_replaced_whole(self, blobs: Blobs, place: Place) -> None:
+        assert blobs.marks("a") == blobs.marks("none") == []
+        blobs.replace("a/x.json", b"first")
+        (before,) = blobs.marks("a")
+        assert before[0] == "x.json"
+        assert blobs.marks("a") == [before]
+        blobs.replace("a/x.json", b"another, longer")
+        assert place.raw.get("a/x.json") == b"another, longer"
+        assert place.raw.names() == ["a/x.json"]
+        (after,) = blobs.marks("a")
+        assert after != before or after[1] == "", "a place without marks says so"
 
     def test_ranges(self, blobs: Blobs, place: Place) -> None:
         data = noise(self.large)

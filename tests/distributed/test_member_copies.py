@@ -1,0 +1,145 @@
+"""Test members whose hosts keep copies of each other's memory: no process group, real daemons, folders as hosts."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+
+import pytest
+
+from scarctl.state.version import step_of
+from scarctl.store import Store, verify
+from tests.support.copied_member import INTERVAL, Hosts
+from tests.support.member import ROWS
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.leaves_arena, pytest.mark.timeout(300)]
+
+
+def test_a_host_dies_and_its_member_starts_on_another(alone: Hosts) -> None:
+    """The store has had nothing for some time. What the other host has is two intervals older than the memory, at most.
+
+    Training is so slow that even a busy machine sends a copy within an interval, of 1 s.
+    """
+    alone.options |= {"pace": 0.5}
+    two = alone.both()
+    two.order(0, "stop store")
+    two.until_head(0, "east", 4 * INTERVAL)
+    two.programs[0].send_signal(signal.SIGSTOP)
+    memory = step_of(two.memory_of(0, "east").version)
+    two.lose("east", 0)
+    behind = memory - step_of(two.memory_of(0, "west").version)
+    assert behind.min() >= 0
+    assert behind.max() <= 2 * INTERVAL, behind
+    found = two.start(0, "north")
+    assert found["tiers"].keys() == {"peer"}, found
+    assert found["step"] >= memory.max() - 2 * INTERVAL
+    assert found["torn"] == 0
+    assert two.end(0) == two.end(1) == 0
+    store = Store.open(two.store)
+    assert verify(store, read_data=True).problems == []
+
+
+def test_after_a_flush_that_the_other_host_has_it_is_exact(two: Hosts) -> None:
+    two.order(0, "stop store")
+    two.until_head(0, "east", 10)
+    head = two.copy(0, stopped=True)
+    two.lose("east", 0)
+    found = two.start(0, "north")
+    assert found == {"step": head, "exact": True, "tiers": {"peer": ROWS + 1}, "torn": 0}
+
+
+def test_a_member_that_is_stopped_at_a_flush_is_exact_elsewhere(two: Hosts) -> None:
+    two.order(0, "stop store")
+    two.until_head(0, "east", 10)
+    two.programs[0].terminate()  # it flushes, and dies by the signal
+    assert two.programs[0].wait() == -signal.SIGTERM
+    wait_until(lambda: "west" in str(two.run_of(0, "east").get("peers", "west")))
+    two.programs.pop(0)
+    found = two.start(0, "north")
+    assert (found["exact"], found["tiers"].keys()) == (True, {"peer"}), found
+    assert two.end(0) == 0
+
+
+def test_a_member_whose_process_died_fetches_its_own_memory(two: Hosts) -> None:
+    """Its host lives. The memory there is newer than the copy of it."""
+    two.order(0, "stop store")
+    two.until_head(0, "east")
+    two.kill(0)
+    step = two.run_of(0, "east").get("head_step", 0)
+    found = two.start(0, "north")
+    assert found["step"] >= step - 2 * INTERVAL
+    assert found["tiers"].keys() <= {"peer", "store"}, "a dead process's daemon may save it meanwhile"
+
+
+def test_a_member_that_comes_back_to_its_host_has_its_own_memory(two: Hosts) -> None:
+    for _ in range(2):
+        two.order(0, "stop store")
+        two.until_head(0, "east")
+        two.kill(0)
+        found = two.start(0, "east")
+        assert "memory" in found["tiers"], found
+        two.until_copied(0, "east")
+    assert two.copies_on("west") == [Store.open(two.store).of_shard(0).run_id]
+
+
+def test_a_member_goes_to_another_host_and_back(two: Hosts) -> None:
+    """What its first host still has of its own is older than the copy, wherever that is."""
+    two.kill(0)
+    assert two.start(0, "north")["step"] > 0
+    two.until_copied(0, "north")
+    two.order(0, "stop store")
+    head = two.copy(0)
+    two.lose("north", 0)
+    here = Store.open(two.store).of_shard(0).run_id in two.copies_on("east")
+    found = two.start(0, "east")
+    assert found["step"] >= head
+    assert found["tiers"].keys() == {"memory" if here else "peer"}, found
+
+
+def test_two_copies_survive_two_hosts(alone: Hosts) -> None:
+    alone.count = 3
+    alone.options |= {"peers": 2, "peer_ack": "all"}
+    for number, home in enumerate(("east", "west", "south")):
+        alone.start(number, home)
+    for number, home in enumerate(("east", "west", "south")):
+        assert len(alone.until_copied(number, home, 2)) == 2
+    for number in (0, 1):
+        alone.order(number, "stop store")
+    heads = [alone.copy(number) for number in (0, 1)]
+    alone.lose("east", 0)
+    alone.lose("west", 1)
+    for number in (0, 1):
+        found = alone.start(number, "north")
+        assert found["tiers"].keys() == {"peer"}, found
+        assert found["step"] >= heads[number]
+
+
+def test_copies_of_members_that_are_replaced(alone: Hosts) -> None:
+    """What only copies have is taken over. They are never taken for memory of the new members."""
+    alone.options["divided"] = 48
+    two = alone.both()
+    for number in (0, 1):
+        two.order(number, "stop store")
+    heads = [two.copy(number, stopped=True) for number in (0, 1)]
+    two.kill(0)  # the daemon saves what it has
+    two.lose("west", 1)
+    wait_until(lambda: two.run_of(0, "east") == {})
+    begun = [two.start(n, home, count=3, replaces=2) for n, home in enumerate(("north", "east", "south"))]
+    assert [line["exact"] for line in begun] == [False] * 3
+    for number, line in enumerate(begun):
+        steps = line["steps"]  # of each row, from the whole table's row 16 * number on
+        assert steps == [heads[(16 * number + row) // 24] for row in range(16)], number
+    new = {Store.open(two.store).of_shard(shard).run_id for shard in (2, 3, 4)}
+    for number, home in enumerate(("north", "east", "south")):
+        two.until_copied(number + 2, home)
+    assert {run for home in ("north", "east", "south") for run in two.copies_on(home)} >= new
+    two.count = 3
+    two.order(2, "stop store")
+    head = two.copy(2)
+    two.kill_daemon("south")
+    two.kill(2)
+    shutil.rmtree(two.home("south"))
+    found = two.start(2, "west", replaces=2)
+    assert found["step"] >= head
+    assert found["tiers"].keys() == {"peer"}
