@@ -79,7 +79,7 @@ def test_several_at_once(tmp_path: Path, both_savers: str) -> None:
         thread.start()
     for thread in threads:
         thread.join(100)
-    assert [(found.step, found.safe, found.sealed) for found in made] == [(5, True, True)] * 4
+    assert [(found.step, found.safe, found.sealed) for found in made] == [(5, True, True)] * 4, made
     loop.train(2)
     assert loop.session.flush()
     loop.session.close()
