@@ -136,7 +136,7 @@ class Run:
         if arena is None:
             raise UsageError("open the run before its memory is sent to peers")
         if self._evacuating:
-            raise Contention(f"{self.id}: its memory is evacuated", hint="retry later", kind="evacuating")
+            raise Contention(f"{self.id}: its memory is evacuated", hint="retry later")
         self._stop_senders(done=False, patience=0.0)
         with self._senders_lock:
             self._source, self._others, self._copies = source, tuple(candidates), copies
