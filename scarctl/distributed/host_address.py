@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import socket
@@ -11,6 +12,7 @@ from ipaddress import ip_address
 from scarctl.arena.folder import host_folder
 from scarctl.arena.header import boot_id
 from scarctl.config import SessionSettings
+from scarctl.store.hosts import MOST_TEXT
 
 log = logging.getLogger("scarctl")
 
@@ -19,9 +21,30 @@ _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 
 
 def place_of(settings: SessionSettings) -> str:
-    """Return a name for the place of this process's arenas: equal for two processes exactly if they share arenas."""
+    """Return a name for the place of this process's arenas: equal for two processes exactly if they share arenas.
+
+    Containers of one machine may have the same name and path, but other file systems there.
+    """
     folder = os.path.realpath(host_folder(settings.arena_dir))
-    return f"{socket.gethostname()}:{boot_id().hex()}:{folder}"
+    try:
+        device = os.stat(os.path.dirname(folder)).st_dev
+    except OSError:
+        device = 0  # opening the arena raises the reason
+    return f"{socket.gethostname()}:{boot_id().hex()}:{device}:{folder}"
+
+
+def domain_of(settings: SessionSettings) -> str:
+    """Return the failure domain of this host: the given one, otherwise its machine, which may have several containers.
+
+    "" if the system does not identify its machine: the host is its own domain then.
+    """
+    return (settings.peer_domain or machine())[:MOST_TEXT]
+
+
+def machine() -> str:
+    """Return a name for this machine, which all of its containers share until it boots again; "" if unknown."""
+    boot = boot_id()
+    return f"machine {hashlib.sha256(boot).hexdigest()[:16]}" if any(boot) else ""
 
 
 def name_of(settings: SessionSettings) -> str:

@@ -226,11 +226,11 @@ class Host:
         return hello
 
     def _start_of(self, hello: Hello) -> tuple[str, _Start | None]:
-        """Return the start that a greeting names, and the prefix of its runs: those of the greeting's run, if it can."""
+        """Return the start that a greeting names, and the prefix of its runs, which should be that of the greeting's."""
         with self._lock:
             known = [(runs, start) for runs, start in self._starts.items() if start.name == hello.start]
         named = [one for one in known if hello.run.startswith(one[0])]
-        return (named or known or [("", None)])[0]
+        return (named or known)[0] if known else ("", None)
 
     def _write(self, channel: Channel, hello: Hello, head: Mapping[str, Any], layout: Bytes) -> None:
         """Write one replica from the peer's frames: head and body of the first are given. Refusals are sent to it."""

@@ -186,9 +186,7 @@ def test_copies_of_one_store_at_two_places_do_not_lock_each_other_out(
     assert warned == []
 
 
-def test_a_stranger_cannot_say_that_a_run_is_over(
-    west: Host, arena: Arena, senders: list[Sender]
-) -> None:
+def test_a_stranger_cannot_say_that_a_run_is_over(west: Host, arena: Arena, senders: list[Sender]) -> None:
     """An invented record may lead to it. Only a host that has proved its identity ends a link for good."""
     said = Fenced("the run has continued elsewhere", kind="unknown-start")
 
