@@ -341,7 +341,8 @@ class Meeting:
             why = f"{there} keep copies of this host's memory"
         elif linked < copies:
             there = f"only {linked}" if linked else "none"
-            why = f"of {counted(hosts, 'other host')} {there} keeps a copy of this host's memory: no answer, or a refusal"
+            others = counted(hosts, "other host")
+            why = f"of {others} {there} keeps a copy of this host's memory: no answer, or a refusal"
         elif self._complete:
             self._caveats.withdraw(_COPIES)
         lacking = "" if not why else "hosts" if few else "links"

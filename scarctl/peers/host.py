@@ -10,7 +10,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,12 @@ class _Listener:
 class Host:
     """The replicas that one daemon keeps. The socket opens with the first start of a job that requests it."""
 
-    def __init__(self, folder: Path, lend: Lend = lent_without_runs) -> None:
-        """Prepare, without a socket. folder: folder of the daemon. lend: see `Lender`."""
+    def __init__(
+        self, folder: Path, lend: Lend = lent_without_runs, lives: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        """Prepare, without a socket. folder: folder of the daemon. lend, lives: see `Lender`."""
         self._folder = folder
-        self._lender = Lender(folder, lend)
+        self._lender = Lender(folder, lend, lives)
         self._lock = threading.Lock()
         self._starts: dict[str, _Start] = {}
         """Starts by the common prefix of their runs' ids. Copies of one store have the same start at several places."""
@@ -226,7 +228,7 @@ class Host:
         return hello
 
     def _start_of(self, hello: Hello) -> tuple[str, _Start | None]:
-        """Return the start that a greeting names, and the prefix of its runs, which should be that of the greeting's."""
+        """Return the start that a greeting names, and the prefix of its runs: the one of the greeting's run, if any."""
         with self._lock:
             known = [(runs, start) for runs, start in self._starts.items() if start.name == hello.start]
         named = [one for one in known if hello.run.startswith(one[0])]
