@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from scarctl.daemon.crowd import full, most_sessions
-from scarctl.daemon.lifecycle import Instruction, Lifecycle, Phase, Release
+from scarctl.daemon.lifecycle import LAST_SAVES, Instruction, Lifecycle, Phase, Release
 from scarctl.daemon.run import Owner, Run
 from scarctl.daemon.status import RunStatus
 from scarctl.errors import Contention, UsageError
@@ -23,6 +23,8 @@ _LOOK_SECONDS = 1.0
 """Seconds after which a hand-over is found although its announcement was lost."""
 _PATIENCE = 10.0
 """Seconds that a peer waits for a run to be released."""
+_LENT_SECONDS = LAST_SAVES / 2
+"""Seconds after a SIGTERM in which other hosts may still fetch. The rest is for saving to the store."""
 
 
 class Runs:
@@ -56,6 +58,9 @@ class Runs:
         with self.changed:
             if terminated:
                 self._obey(self.life.terminate(now))
+                if self.life.terminated is not None and now >= self.life.terminated + _LENT_SECONDS:
+                    for loan in [loan for name in self._runs for loan in self._loans.get(name, ())]:
+                        loan.recall()
             for run in list(self._runs.values()):
                 phase = self.life.runs[run.id]
                 if phase is Phase.ATTACHED and not run.trainer_lives():

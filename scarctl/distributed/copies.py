@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from scarctl.config import SessionSettings
 from scarctl.daemon.saver import DaemonSaver
 from scarctl.distributed.collectives import Team
-from scarctl.distributed.host_address import domain_of, is_local, name_of, place_of, reaching
+from scarctl.distributed.host_address import NEAR, domain_of, is_local, is_near, name_of, place_of, reaching
 from scarctl.errors import ScarError, UsageError
 from scarctl.peers.handshake import SECRET_BYTES
 from scarctl.peers.placement import place
@@ -51,6 +51,9 @@ def keep_copies(saver: Saver, settings: SessionSettings, team: Team, start: str,
     own = [host.place for host in hosts].index(members[team.rank].place)
     chosen = place([host.domain for host in hosts], settings.peers)[own]
     _say_missing(hosts, settings, caveats)
+    keepers = [hosts[n] for n in chosen[: settings.peers]]
+    if keepers and all(is_near(host.domain, host.address) for host in keepers):
+        caveats.say("peer-machine", NEAR, inexact=False)
     if not port or not isinstance(saver, DaemonSaver):
         return
     peers = [

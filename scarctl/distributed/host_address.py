@@ -18,6 +18,8 @@ log = logging.getLogger("scarctl")
 
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses of documentation, which no host has: the way to them is the default route."""
+NEAR = "all copies of this host's memory are in other containers of its own machine: they are lost with it"
+"""Text of a caveat."""
 
 
 def place_of(settings: SessionSettings) -> str:
@@ -45,6 +47,11 @@ def machine() -> str:
     """Return a name for this machine, which all of its containers share until it boots again; "" if unknown."""
     boot = boot_id()
     return f"machine {hashlib.sha256(boot).hexdigest()[:16]}" if any(boot) else ""
+
+
+def is_near(domain: str, address: str) -> bool:
+    """Return whether a host of this domain and address is a container of this machine. At a local address all are."""
+    return bool(domain) and domain == machine() and not is_local(address)
 
 
 def name_of(settings: SessionSettings) -> str:

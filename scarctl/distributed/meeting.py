@@ -18,7 +18,7 @@ from ipaddress import ip_address
 from scarctl.config import SessionSettings
 from scarctl.daemon.saver import DaemonSaver
 from scarctl.distributed.credentials import Credentials, digest_of_place
-from scarctl.distributed.host_address import address_among, domain_of, is_local, machine, name_of
+from scarctl.distributed.host_address import NEAR, address_among, domain_of, is_local, is_near, name_of
 from scarctl.distributed.known_hosts import KnownHosts
 from scarctl.errors import ScarError
 from scarctl.peers.link import CONNECTED, REPLACED_AFTER, State
@@ -168,7 +168,8 @@ class Meeting:
     def _listen(self) -> bool:
         """Have this host's daemon listen, and learn its port. Return whether it does."""
         now = self._clock()
-        others = [one.address for one in self._others().values() if one.fresh(now)]
+        # In the same order for all members of this host: one record has the address.
+        others = [one.address for _, one in sorted(self._others().items()) if one.fresh(now)]
         address = self._settings.peer_address or address_among(others)
         if address != self._address and ip_address(address.partition("%")[0]).is_global:
             log.warning(
@@ -245,9 +246,7 @@ class Meeting:
             if State(link["state"]) in CONNECTED:
                 record = records.get((link["address"], link["port"]))
                 place, domain = ("", "") if record is None else (record.place, record.domain)
-                # At a local address there is no other machine.
-                near = bool(domain) and domain == machine() and not is_local(link["address"])
-                self._links.append(_Linked(place, link["complete"] is True, near))
+                self._links.append(_Linked(place, link["complete"] is True, is_near(domain, link["address"])))
 
     @property
     def _complete(self) -> int:
@@ -353,10 +352,7 @@ class Meeting:
 
     def _report_machine(self) -> None:
         if self._links and all(link.near for link in self._links):
-            self._say(
-                _MACHINE,
-                "all copies of this host's memory are in other containers of its own machine: they are lost with it",
-            )
+            self._say(_MACHINE, NEAR)
         elif self._links:
             self._caveats.withdraw(_MACHINE)
 

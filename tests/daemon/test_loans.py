@@ -14,7 +14,7 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder
 from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.transfer import Outgoing
-from scarctl.daemon import client
+from scarctl.daemon import client, runs
 from scarctl.daemon.saver import DaemonSaver
 from scarctl.daemon.server import Daemon
 from scarctl.errors import Contention
@@ -306,6 +306,29 @@ def test_a_daemon_that_ends_finishes_a_fetch_within_seconds_or_refuses_it(
     wait_until(lambda: status(daemon.folder) is None)
     stuck.set()
     assert set(trainer.stored()[0]) == {1}
+
+
+def test_after_a_sigterm_a_fetch_that_stalls_leaves_time_for_saving(
+    daemon: Daemon,
+    trainer: Trainer,
+    tmp_path: Path,
+    stuck: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The host shuts down. The other one waited for longer than the daemon stays."""
+    monkeypatch.setattr(lenders, "REPLY_SECONDS", 600.0)
+    monkeypatch.setattr(runs, "_LENT_SECONDS", 0.5)
+    elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
+    die_with_pending_copies(trainer)
+    hello = Hello.new(START, trainer.store.run_id, 1)
+    with connected("127.0.0.1", elsewhere.host.port, hello, SECRET, None) as channel:
+        channel.send(encode(Kind.FETCH, {}))
+        channel.expect(Kind.FETCH)
+        stuck.set()
+        daemon.terminate()
+        wait_until(lambda: status(daemon.folder) is None)
+    daemon._terminated = False  # the second signal, which every test sends, would end this process
+    assert set(trainer.stored()[0]) == {2}
 
 
 def test_a_run_cannot_be_lent_while_a_process_waits_for_it(daemon: Daemon) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scarctl.distributed.host_address import address_among, is_local, reaching
+from scarctl.distributed.host_address import address_among, is_local, is_near, machine, reaching
 from scarctl.distributed.memory_search import candidates_of
 from scarctl.store.hosts import HostRecord
 
@@ -22,6 +22,13 @@ def test_the_address_is_local_only_if_all_are_on_this_machine() -> None:
         assert address_among(["127.0.0.1", alone]) == alone
     assert is_local(reaching("127.0.0.1"))
     assert is_local("::1")
+
+
+def test_a_container_of_this_machine_is_near_unless_its_address_is_local() -> None:
+    assert is_near(machine(), "10.0.0.7")
+    assert not is_near(machine(), "127.0.0.1")
+    assert not is_near("rack 7", "10.0.0.7")
+    assert not is_near("", "10.0.0.7")
 
 
 def test_hosts_are_searched_newest_first_and_this_one_never() -> None:
@@ -48,12 +55,8 @@ print(place_of(SessionSettings(store="x", arena_dir=sys.argv[1])), machine(), se
 def test_containers_with_the_same_name_and_path_are_two_places(tmp_path: Path) -> None:
     """They have the same boot, too, but other file systems at that path: each has a daemon, and arenas, of its own."""
     own_mounts = ["unshare", "--user", "--map-root-user", "--mount"]
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(
-            [*own_mounts, "mount", "-t", "tmpfs", "x", tmp_path], capture_output=True
-        ).returncode
-    ):
+    mount = [*own_mounts, "mount", "-t", "tmpfs", "x", str(tmp_path)]
+    if shutil.which("unshare") is None or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("this user may not mount file systems")
 
     def found(*mounted: str) -> list[str]:
@@ -62,8 +65,8 @@ def test_containers_with_the_same_name_and_path_are_two_places(tmp_path: Path) -
         return said.strip().split("|")
 
     inside = [*own_mounts, "sh", "-c", 'mount -t tmpfs x "$0" && exec "$@"', str(tmp_path)]
-    (place, machine), (other, same) = found(), found(*inside)
-    assert found() == [place, machine]
+    (place, own), (other, same) = found(), found(*inside)
+    assert found() == [place, own]
     assert other.split(":")[:2] == place.split(":")[:2]
     assert other.split(":")[2] != place.split(":")[2]
-    assert machine == same != ""
+    assert own == same != ""

@@ -78,13 +78,13 @@ def test_containers_of_one_machine_are_used_last_and_are_a_caveat(table: Table) 
 
 
 def test_one_of_two_hosts_is_too_few(tmp_path: Path) -> None:
-    for table in made(tmp_path, peers=2):
-        table.put(record(A, 1))
-        table.look()
-        table.look(1.0)
-        table.daemon.has(1)
-        table.look(70.0)
-        assert [c.message for c in table.caveats] == [
+    for seat in made(tmp_path, peers=2):
+        seat.put(record(A, 1))
+        seat.look()
+        seat.look(1.0)
+        seat.daemon.has(1)
+        seat.look(70.0)
+        assert [c.message for c in seat.caveats] == [
             "peers=2, but only 1 other host can keep copies of this host's memory"
         ]
 
