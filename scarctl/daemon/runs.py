@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from scarctl.daemon.crowd import full, most_sessions
-from scarctl.daemon.lifecycle import LAST_SAVES, Instruction, Lifecycle, Phase, Release
+from scarctl.daemon.lifecycle import Instruction, Lifecycle, Phase, Release
 from scarctl.daemon.run import Owner, Run
 from scarctl.daemon.status import RunStatus
 from scarctl.errors import Contention, UsageError
@@ -23,8 +23,6 @@ _LOOK_SECONDS = 1.0
 """Seconds after which a hand-over is found although its announcement was lost."""
 _PATIENCE = 10.0
 """Seconds that a peer waits for a run to be released."""
-_LENT_SECONDS = LAST_SAVES / 2
-"""Seconds after a SIGTERM in which other hosts may still fetch. The rest is for saving to the store."""
 
 
 class Runs:
@@ -58,9 +56,6 @@ class Runs:
         with self.changed:
             if terminated:
                 self._obey(self.life.terminate(now))
-                if self.life.terminated is not None and now >= self.life.terminated + _LENT_SECONDS:
-                    for loan in [loan for name in self._runs for loan in self._loans.get(name, ())]:
-                        loan.recall()
             for run in list(self._runs.values()):
                 phase = self.life.runs[run.id]
                 if phase is Phase.ATTACHED and not run.trainer_lives():
@@ -106,7 +101,7 @@ class Runs:
         it is ending. Raises Unavailable if there are too many sessions.
         """
         deadline = time.monotonic() + _PATIENCE
-        with self.changed, self._recalled(store.run_id, store.url, deadline):
+        with self.kept(store.run_id), self.changed:
             while (known := self._runs.get(store.run_id)) is not None:
                 if self.life.runs[store.run_id] is Phase.ATTACHED and known.in_use():
                     raise Contention(
@@ -133,20 +128,30 @@ class Runs:
         return run
 
     @contextlib.contextmanager
-    def _recalled(self, name: str, url: str, deadline: float) -> Iterator[None]:
-        """End all loans of a run's arena, and allow no other one inside. The caller holds the lock."""
-        self._wanted.append(name)
+    def kept(self, name: str, grace: float = 0.0) -> Iterator[None]:
+        """Lend a run's arena to no other host inside, because this host needs it.
+
+        grace: seconds in which a fetch under way may succeed. Raises Contention if one does not end.
+        """
+        with self.changed:
+            self._wanted.append(name)
         try:
-            while loans := self._loans.get(name):
-                for loan in loans:
-                    loan.recall()
-                if not self.changed.wait(deadline - time.monotonic()):
-                    raise Contention(
-                        f"{url}: another host is fetching this run's memory", hint="retry", kind="run-busy"
-                    )
+            with self.changed:
+                self._end_loans(name, grace)
             yield
         finally:
-            self._wanted.remove(name)
+            with self.changed:
+                self._wanted.remove(name)
+
+    def _end_loans(self, name: str, grace: float) -> None:
+        for loan in self._loans.get(name, ()):
+            loan.until = time.monotonic() + grace
+        if grace:
+            self.changed.wait_for(lambda: name not in self._loans, grace)
+        for loan in self._loans.get(name, ()):
+            loan.recall()
+        if not self.changed.wait_for(lambda: name not in self._loans, _PATIENCE):
+            raise Contention(f"{name}: another host is fetching this memory", hint="retry", kind="run-busy")
 
     @contextlib.contextmanager
     def lent(self, name: str, recall: Callable[[], None]) -> Iterator[Loan]:

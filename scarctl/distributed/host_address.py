@@ -28,11 +28,11 @@ def place_of(settings: SessionSettings) -> str:
     Containers of one machine may have the same name and path, but other file systems there.
     """
     folder = os.path.realpath(host_folder(settings.arena_dir))
-    try:
-        device = os.stat(os.path.dirname(folder)).st_dev
-    except OSError:
-        device = 0  # opening the arena raises the reason
-    return f"{socket.gethostname()}:{boot_id().hex()}:{device}:{folder}"
+    there = folder
+    while not os.path.exists(there):
+        there = os.path.dirname(there)
+    # Containers of one machine may share its name and boot id, but each has its own shared memory.
+    return f"{socket.gethostname()}:{boot_id().hex()}:{os.stat(there).st_dev}:{folder}"
 
 
 def domain_of(settings: SessionSettings) -> str:
