@@ -17,7 +17,7 @@ from scarctl.distributed import meeting as module
 from scarctl.distributed.credentials import Credentials, digest_of_place
 from scarctl.distributed.meeting import Meeting
 from scarctl.distributed.memory_search import search_memory
-from scarctl.errors import Contention, ScarError, Unavailable
+from scarctl.errors import Contention, ScarError
 from scarctl.peers.link import REPLACED_AFTER
 from scarctl.state.caveats import Caveats
 from scarctl.store import Store
@@ -253,6 +253,8 @@ def test_a_run_that_continued_elsewhere_asks_for_nothing(table: Table) -> None:
     for _ in range(3):
         table.look(60.0)
     assert table.daemon.followed == [[1]]
+    (caveat,) = table.caveats
+    assert "this member has continued elsewhere" in caveat.message, "it is not protected any more"
 
 
 def test_a_daemon_that_lost_its_links_is_asked_again(table: Table) -> None:
@@ -304,48 +306,6 @@ def test_a_host_with_tls_is_asked_last_without_it(table: Table) -> None:
     table.look()
     table.look(1.0)
     assert table.daemon.followed == [[2, 1]]
-
-
-def test_too_few_hosts_are_a_caveat_after_a_minute(table: Table, caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(5):
-        table.look(10.0)
-    assert list(table.caveats) == []
-    for _ in range(5):
-        table.look(30.0)
-    (caveat,) = table.caveats
-    assert caveat.message == "peers=1, but no other host can yet keep copies of this host's memory"
-    assert not caveat.inexact
-    assert caplog.messages.count(caveat.message) == 1
-    table.put(record(A, 1, age=-table.passed))
-    table.look(1.0)
-    assert list(table.caveats) == [caveat], "nothing is protected yet"
-    table.daemon.has(1)
-    table.look(1.0)
-    assert list(table.caveats) == []
-
-
-def test_one_of_two_hosts_is_too_few(tmp_path: Path) -> None:
-    for table in made(tmp_path, peers=2):
-        table.put(record(A, 1))
-        table.look()
-        table.look(1.0)
-        table.daemon.has(1)
-        table.look(70.0)
-        assert [c.message for c in table.caveats] == [
-            "peers=2, but only 1 other host can keep copies of this host's memory"
-        ]
-
-
-def test_a_daemon_that_cannot_listen_is_a_caveat_until_it_can(table: Table) -> None:
-    table.daemon.refusal = Unavailable("the daemon cannot listen at 10.0.0.7")
-    table.look()
-    (caveat,) = table.caveats
-    assert "keeps none: the daemon cannot listen" in caveat.message
-    assert read_hosts(table.store) == {}
-    table.daemon.refusal = None
-    table.look(1.0)
-    assert list(table.caveats) == []
-    assert table.own.port == 4000
 
 
 def test_a_store_that_is_away_changes_nothing(table: Table, caplog: pytest.LogCaptureFixture) -> None:
