@@ -85,7 +85,7 @@ def test_the_store_has_gone_on(tmp_path: Path) -> None:
     again.die()
 
 
-def test_another_process_has_saved_since(tmp_path: Path) -> None:
+def test_another_process_has_saved_since(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     host = Host(tmp_path / "store", tmp_path / "east")
     host.save(2)
     place = send(host, tmp_path / "west")
@@ -94,6 +94,9 @@ def test_another_process_has_saved_since(tmp_path: Path) -> None:
     third = Host(tmp_path / "store", tmp_path / "north")
     third.save(1)
     lose(third)
+    with contextlib.closing(Store.open(str(tmp_path / "store"))) as store:
+        assert view_of(str(tmp_path / "west"), store) is None
+    assert f"{tmp_path / 'store'}: the copy of east's memory on this host is not shown" in caplog.text
     again = Host(tmp_path / "store", tmp_path / "west")
     assert not (again.arena.version >= 0).any(), "an abandoned future came back"
     assert place.with_name(place.name + ASIDE).exists()
