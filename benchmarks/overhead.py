@@ -1,11 +1,12 @@
 """Measure a session's cost: per step, per hook, and with ten thousand parameters; each compared with its limit.
 
-    python benchmarks/overhead.py [--rounds 9] [--seconds 1] [--only steps|hooks|many] [--folder DIR]
+    python benchmarks/overhead.py [--rounds 9] [--seconds 1] [--only steps|hooks|many] [--after N] [--folder DIR]
 
 steps: forward, backward and AdamW of square linear layers on the host, bare and with a session of default options (a
 checkpoint every ten steps; `--interval` for another), in blocks of `--seconds` that take turns. "limit" is the same
 model without a session once more: what the machine itself adds between two blocks. More time per step, in percent;
-medians over rounds with the range.
+medians over rounds with the range. `--after N` begins when the session has made N checkpoints: its first eight may
+take eight times its budget. The next row has the training thread's own time, and the checkpoints in these blocks.
 
 hooks: microseconds that a step takes longer in the training thread's own time, which other processes disturb less than
 the clock: with a session in which no checkpoint is due, next to a pair of empty hooks; the least of all rounds, also
@@ -50,6 +51,8 @@ class Training:
         self.data = data
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
         self.session: scarctl.Session | None = None
+        self.count = 0
+        self.own: list[float] = []
         if data is None:
             for parameter in model.parameters():
                 parameter.grad = torch.randn_like(parameter)
@@ -70,12 +73,20 @@ class Training:
             self.model(self.data).square().mean().backward()
         self.optimizer.step()
 
+    def steps(self, seconds: float) -> float:
+        """Train as `per_step` does. Keep also the seconds of this thread's own time per step in `own`."""
+        start, before = time.thread_time(), self.count
+        taken = self.per_step(seconds)
+        self.own.append((time.thread_time() - start) / (self.count - before))
+        return taken
+
     def per_step(self, seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
         """Train for about so many seconds. Return seconds per step."""
         end, count, start = time.perf_counter() + seconds, 0, clock()
         while time.perf_counter() < end or not count:
             self.step()
             count += 1
+        self.count += count
         taken = (clock() - start) / count
         if self.data is not None:
             self.model(self.data)  # what waits for this model's next forward ends here, and not in another's
@@ -116,12 +127,19 @@ def steps(folder: Path, arena_dir: str, args: Any) -> list[Row]:
         for count, width, batch in SIZES:
             kinds = {name: layers(count, width, batch) for name in ("bare", "limit", "session")}
             options = {} if args.interval is None else {"interval": args.interval}
-            kinds["session"].attach(folder / f"{threads}-{width}", arena_dir, **options)
-            cases = {name: lambda t=t: t.per_step(args.seconds) for name, t in kinds.items()}  # type: ignore[misc]
+            session = kinds["session"].attach(folder / f"{threads}-{width}", arena_dir, **options)
+            while session.stats.checkpoints < args.after:
+                kinds["session"].step()
+            before = session.stats.checkpoints
+            cases = {name: lambda t=t: t.steps(args.seconds) for name, t in kinds.items()}  # type: ignore[misc]
             taken = interleaved(cases, args.rounds)
+            made = session.stats.checkpoints - before
             kinds["session"].close()
             what = f"{statistics.median(taken['bare']) * 1e3:.2f} ms, {count} layers of {width}, threads: {threads}"
             rows.append((f"step of {what}", more(taken, "session"), more(taken, "limit")))
+            own = {name: t.own[1:] for name, t in kinds.items()}
+            what = f"the same, CPU of the training thread; {made} checkpoints"
+            rows.append((what, more(own, "session"), more(own, "limit")))
     torch.set_num_threads(default)
     return rows
 
@@ -247,6 +265,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=9)
     options.add_argument("--seconds", type=float, default=1.0, help="of training per block")
+    options.add_argument("--after", type=int, default=0, help="checkpoints before the first block of steps")
     options.add_argument("--only", choices=("steps", "hooks", "many"))
     options.add_argument("--interval", type=int, help="iterations; default: that of attach")
     options.add_argument("--parameters", type=int, default=10_000)

@@ -1,10 +1,11 @@
-"""Measure the cost of a copy of memory on another host: throughput, compared with raw TCP, and CPU per GiB.
+"""Measure the cost of a copy of memory on another host, and of fetching it: throughput, and CPU per GiB.
 
     python benchmarks/replicas.py --mib 512 --rounds 3
 
 Both ends are processes of this machine, over the loopback interface. Each round sends the whole state to a host that
 has nothing, then all of it, when all has changed, then a quarter of it that has changed. Then it sends the same bytes
 over a plain connection, whose receiver drops them, and over another one, whose receiver writes them to a new file.
+Before that it is fetched to a third host, and the owner's arena is moved as ranks move it, over a group of gloo.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import multiprocessing
 import os
 import secrets
+import shutil
 import socket
 import statistics
 import tempfile
@@ -23,37 +25,45 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.folder import host_folder
 from scarctl.arena.header import FILE
+from scarctl.arena.transfer import Incoming, Outgoing
+from scarctl.distributed.collectives import Team
+from scarctl.distributed.host_memory import receive, send
+from scarctl.peers.fetch import fetch_memory
 from scarctl.peers.handshake import SECRET_BYTES
 from scarctl.peers.host import Host
 from scarctl.peers.sender import Candidate, Sender, Source
 from scarctl.peers.tls import Tls
 from scarctl.state.layout import TensorSpec, build_layout
 from scarctl.state.version import pack
+from scarctl.store import Store
 
-STORE, START = "ab" * 16, "11" * 16
-RUN = f"{STORE}-0"
+START = "11" * 16
 GIB = 1 << 30
 
 
-def host(folder: str, secret: bytes, told: Connection, files: list[str] | None) -> None:
+def host(folder: str, secret: bytes, runs: str, told: Connection, files: list[str] | None) -> None:
     """Keep replicas until asked to end. Then report the CPU time."""
     kept = Host(Path(folder))
-    told.send(kept.admit(START, secret, STORE, "127.0.0.1", 0, None if files is None else Tls(files)))
+    told.send(kept.admit(START, secret, runs, "127.0.0.1", 0, None if files is None else Tls(files)))
     while told.recv():
         told.send(time.process_time())
     kept.close()
 
 
 def sink(told: Connection) -> None:
-    """Receive what plain connections bring, and write it to the new file whose path came before, if one did."""
+    """Receive what plain connections bring, until None comes.
+
+    A path that came before is that of a new file for it.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         told.send(listener.getsockname()[1])
         buffer = memoryview(bytearray(8 << 20))
-        while True:
-            path = told.recv()
+        while (path := told.recv()) is not None:
             began = time.process_time()
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600) if path else -1
             connection, _ = listener.accept()
@@ -84,6 +94,33 @@ def plain(
     note(results, f"{name}: CPU s per GiB, receiver", receiver / gib)
 
 
+def rank(number: int, port: int, store: str, base: str, told: Connection) -> None:
+    """Move the arena of shard 0 from rank 0 to rank 1 whenever asked to, and report the seconds."""
+    options = {"rank": number, "world_size": 2, "init_method": f"tcp://127.0.0.1:{port}"}
+    dist.init_process_group("gloo", **options)
+    team, view = Team(), Store.open(store).of_shard(0)
+    while told.recv():
+        dist.barrier()
+        began = time.perf_counter()
+        if number == 0:
+            outgoing = Outgoing.open(view, base)
+            assert outgoing is not None
+            team.from_rank(0, [outgoing.size, dict(outgoing.files())])
+            send(outgoing, 1, team)
+            team.from_rank(0, outgoing.digest())
+            outgoing.close()
+        else:
+            size, files = team.from_rank(0, None)
+            incoming = Incoming(view, base, size, sum(map(len, files.values())))
+            for name, data in files.items():
+                incoming.keep(name, data)
+            receive(incoming, 0, team)
+            incoming.install(team.from_rank(0, None))
+            incoming.close()
+            shutil.rmtree(incoming.folder)
+        told.send(time.perf_counter() - began)
+
+
 def spent(told: Connection) -> float:
     told.send(True)
     return float(told.recv())
@@ -105,17 +142,22 @@ def until_current(sender: Sender) -> None:
 
 @contextlib.contextmanager
 def measured(
-    results: dict[str, list[float]], name: str, gib: float, told: Connection, after: float = 0.0
+    results: dict[str, list[float]],
+    name: str,
+    gib: float,
+    told: Connection,
+    after: float = 0.0,
+    here: str = "sender",
 ) -> Iterator[None]:
     """Note the throughput of sending so many GiB, and the CPU time of both ends per GiB.
 
-    after: seconds that count for the CPU time alone: the host maps new memory when nothing comes.
+    here: name of this process. after: seconds that count for the CPU time alone: memory is mapped when nothing comes.
     """
-    there, here, began = spent(told), time.process_time(), time.perf_counter()
+    there, used, began = spent(told), time.process_time(), time.perf_counter()
     yield
     note(results, f"{name}: GiB/s", gib / (time.perf_counter() - began))
     time.sleep(after)
-    note(results, f"{name}: CPU s per GiB, sender", (time.process_time() - here) / gib)
+    note(results, f"{name}: CPU s per GiB, {here}", (time.process_time() - used) / gib)
     note(results, f"{name}: CPU s per GiB, host", (spent(told) - there) / gib)
 
 
@@ -135,24 +177,37 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     results: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as base:
-        for name in ("east", "west"):
-            (Path(base) / name).mkdir(mode=0o700)
+        store = Store.create(str(Path(base, "store")), shards=1)
+        view = store.of_shard(0)
+        run, runs = view.run_id, view.run_id.partition("-")[0]
+        homes = {name: host_folder(str(Path(base, name))) for name in ("east", "west", "north", "south")}
+        for home in homes.values():
+            home.mkdir(parents=True, mode=0o700)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            group_port = int(free.getsockname()[1])
+        pipes = [context.Pipe() for _ in range(2)]
+        for number, name in enumerate(("east", "south")):
+            words = (number, group_port, str(store.root), str(Path(base, name)), pipes[number][1])
+            context.Process(target=rank, args=words, daemon=True).start()
         ours, theirs = context.Pipe()
-        context.Process(target=sink, args=(theirs,), daemon=True).start()
+        receiver = context.Process(target=sink, args=(theirs,), daemon=True)
+        receiver.start()
         raw_port = ours.recv()
         for round_number in range(arguments.rounds):
-            arena = Arena.create(Path(base, "east", RUN), layout, run_id=RUN, epoch=1)
+            arena = Arena.create(homes["east"] / run, layout, run_id=run, epoch=1)
+            arena.take_over(0)  # no process: so it may move
+            arena.begin_lines({})
+            arena.close()  # the lock
             arena.memory()[:] = round_number + 1
             copy(arena, everything, 1)
             told, other = context.Pipe()
             process = context.Process(
-                target=host, args=(str(Path(base, "west")), secret, other, arguments.tls), daemon=True
+                target=host, args=(str(homes["west"]), secret, runs, other, arguments.tls), daemon=True
             )
             process.start()
             port = told.recv()
-            source = Source(
-                RUN, "", "east", START, secret, None, None if arguments.tls is None else Tls(arguments.tls)
-            )
+            tls = None if arguments.tls is None else Tls(arguments.tls)
+            source = Source(run, "", "east", START, secret, None, tls)
             sender = Sender(source, [Candidate("west", "127.0.0.1", port)], arena)
             gib = layout.nbytes / GIB
             with measured(results, "first copy", gib, told, 0.5 + 2 * gib):
@@ -166,8 +221,16 @@ def main() -> None:
             with measured(results, "a quarter changed", gib * quarter.size / everything.size, told):
                 copy(arena, quarter, 3)
                 until_current(sender)
-            used = (Path(base, "west", RUN, FILE).stat().st_blocks << 9) - layout.nbytes
+            used = (Path(homes["west"], run, FILE).stat().st_blocks << 9) - layout.nbytes
             note(results, "a replica: MiB more than the state", used / (1 << 20))
+            with measured(results, "fetched to a third host", gib, told, here="receiver"):
+                places = [Candidate("west", "127.0.0.1", port)]
+                found = fetch_memory(view, str(Path(base, "north")), places, START, secret, tls, seconds=60.0)
+            assert found is not None
+            shutil.rmtree(homes["north"] / run)
+            for pipe, _ in pipes:
+                pipe.send(True)
+            note(results, "moved over gloo: GiB/s", gib / max(float(pipe.recv()) for pipe, _ in pipes))
             sender.close(done=True, patience=30.0)
             told.send(False)
             process.join()
@@ -179,7 +242,11 @@ def main() -> None:
                 began = time.perf_counter()
                 there[:] = arena.memory()[: layout.nbytes]
             note(results, "plain copy in memory: GiB/s", gib / (time.perf_counter() - began))
-            arena.remove()
+            shutil.rmtree(homes["east"] / run)
+        ours.send(None)
+        receiver.join()
+        for pipe, _ in pipes:
+            pipe.send(False)
     print(
         f"{arguments.mib} MiB in {layout.partitions} partitions, {os.cpu_count()} cores, loopback; median (all rounds)"
     )

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import scarctl
+from scarctl.config.checks import LONGEST_NOTICE
 from scarctl.errors import UsageError
 from scarctl.persist.evacuated import Evacuated
 from scarctl.session.session import Session
@@ -146,5 +147,6 @@ class Preemption:
             return None
         self._seen |= nodes
         seconds = NOTICE if notice.deadline_ms is None else max(0.0, notice.deadline_ms / 1000 - time.time())
+        seconds = min(seconds, LONGEST_NOTICE)
         log.warning("Ray is about to shut down %d nodes of this run in %.0f s", len(nodes), seconds)
         return self._session.evacuate(seconds, to="store" if len(nodes) > 1 else None)

@@ -238,7 +238,15 @@ def clear_queue(folder: Path) -> None:
 
 
 def folder_error(error: OSError, path: Path) -> ScarError:
-    """Return the scarctl error for a failed system call on something in the arena's folder."""
+    """Return the scarctl error for a failed system call on something in the arena's folder.
+
+    Its `kind` is "arena-full" if there was no room.
+    """
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return AccessDenied(f"{path}: {error.strerror}", hint="set an arena_dir that you can write to")
-    return Unavailable(f"{path}: {error.strerror or error}", hint="set another arena_dir, or free some space")
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return Unavailable(
+        f"{path}: {error.strerror or error}",
+        hint="set another arena_dir, or free some space",
+        kind="arena-full" if full else None,
+    )

@@ -148,6 +148,14 @@ class BeforeBoot(Corruption):
     """The arena is from before the machine's last boot: its generations do not show which copies are intact."""
 
 
+def inode_in(folder: Path) -> int:
+    """Return the inode of the arena's file in a folder; 0 without one."""
+    try:
+        return os.stat(folder / FILE).st_ino
+    except FileNotFoundError:
+        return 0
+
+
 def naturalize(fd: int) -> None:
     """Mark an arena's file, which arrived complete from another host, as of this boot, and of no process here."""
     os.pwrite(fd, boot_id(), _FIXED.size - 16)

@@ -99,6 +99,8 @@ class HandOverQueue:
         self._taken = taken
         self._lock = threading.Lock()
         self._next = 1
+        self._damaged: set[int] = set()
+        """Hand-overs that were logged as damaged."""
 
     def put(
         self,
@@ -257,7 +259,10 @@ class HandOverQueue:
         return HandOver(number, version, ids, whole, tree, unsaved, encoding)
 
     def pending(self) -> list[HandOver]:
-        """Return all hand-overs. A damaged one is logged and set aside as `*.bad`; its copies stay pending."""
+        """Return all hand-overs. A damaged one is left out, and logged once; its copies stay pending.
+
+        The persister sets it aside: only so it knows that not all of what was handed over is durable.
+        """
         found = []
         for number in self.numbers():
             try:
@@ -265,8 +270,9 @@ class HandOverQueue:
             except FileNotFoundError:
                 continue  # the persister was faster
             except Corruption as error:
-                log.error("a hand-over cannot be read and is set aside: %s", error)
-                self.set_aside(number)
+                if number not in self._damaged:
+                    log.error("a hand-over cannot be read, and is left out: %s", error)
+                    self._damaged.add(number)
         return found
 
     def set_aside(self, number: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import shutil
@@ -64,8 +65,11 @@ class StaleArena(Document):
 
     @property
     def expired(self) -> bool:
-        """Whether it is a replica that was unchanged for a day: its host is gone, and no job has requested it."""
-        return self.owner is not None and self.idle_seconds >= DAY
+        """Whether it is a replica that was unchanged for a day: its host is gone, and no job has requested it.
+
+        A clock that is set after the machine has booted makes a replica of a moment ago look years old.
+        """
+        return self.owner is not None and min(self.idle_seconds, _uptime()) >= DAY
 
 
 def survey(folder: Path, live: frozenset[str] = frozenset()) -> list[StaleArena]:
@@ -80,20 +84,20 @@ def survey(folder: Path, live: frozenset[str] = frozenset()) -> list[StaleArena]
     ]
 
 
-def reap(folder: Path, *, older_than: float = 0.0) -> list[StaleArena]:
+def reap(folder: Path, *, older_than: float = 0.0, live: frozenset[str] = frozenset()) -> list[StaleArena]:
     """Remove the arenas of dead runs in the host folder that are durable or were set aside. Return them.
 
     Also removes replicas of other hosts' arenas, a day after their last change, and what killed processes have left
     that were receiving an arena.
 
-    older_than: only arenas without a change for that many seconds.
+    older_than: only arenas without a change for that many seconds. live: replicas that their owners now send to.
 
     Failures are logged, never raised.
     """
     removed = []
     try:
         for path in run_folders(folder):
-            if _age(path) >= older_than and (arena := _remove(path)) is not None:
+            if path.name not in live and _age(path) >= older_than and (arena := _remove(path)) is not None:
                 log.info("removed the arena of a dead run: %s, %d bytes", path, arena.bytes)
                 removed.append(arena)
         sweep_incoming(folder)
@@ -196,3 +200,8 @@ def _age(path: Path) -> float:
         return max(0.0, time.time() - path.stat(follow_symlinks=False).st_mtime)
     except FileNotFoundError:
         return 0.0
+
+
+def _uptime() -> float:
+    """Return the seconds since this machine was started; infinity if this system does not report it."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else math.inf

@@ -212,8 +212,8 @@ def _states_of(there: Sequence[StateGroup], layout: Layout) -> list[StateGroup]:
             # A resumed run could not continue without these slots.
             raise LayoutMismatch(
                 f"group {group.name!r} has gained optimizer state since the layout was fixed: {', '.join(new)}",
-                hint="to train a parameter that was frozen at first, start a session with a new store; "
-                "earlier checkpoints are safe",
+                hint="to thaw parameters in mid-run, give them to the optimizer before the first step, frozen, or "
+                "start a session with a new store; earlier checkpoints are safe",
             )
     return [by_name[group.name] for group in layout.groups]
 

@@ -47,14 +47,10 @@ from scarctl.state.layout import Layout
 from scarctl.state.version import ages_of, pack, step_of
 from scarctl.store import Store
 from scarctl.theory.history import History
-from scarctl.util.arrays import Ids, distinct
+from scarctl.util.arrays import Ids, distinct, union
 
 log = logging.getLogger("scarctl")
 _NONE = np.empty(0, dtype=np.int64)
-_DIFFERS = (
-    "ranks have different values of parameters that they should have in common, as under DistributedDataParallel: one "
-    "rank's are saved, and all ranks resume with them. Name only equal ones in scarctl.Ranks(replicated=...)"
-)
 
 
 class Engine:
@@ -175,7 +171,7 @@ class Engine:
         whole = exact.size == self.layout.partitions
         changed = (weighed.distance_sq > 0) & np.isfinite(weighed.distance_sq)
         missed = not chosen.ids.size and bool(changed.any())
-        return Copied(version, ids, whole, np.union1d(chosen.nonfinite, bad), exact, missed)
+        return Copied(version, ids, whole, union(chosen.nonfinite, bad), exact, missed)
 
     @property
     def may_copy(self) -> bool:
@@ -273,7 +269,7 @@ class Engine:
             copied.version,
             copied.ids[finite],
             sealed=False,
-            nonfinite=np.union1d(copied.nonfinite, bad),
+            nonfinite=union(copied.nonfinite, bad),
             exact=copied.exact,
         )
 
@@ -313,8 +309,6 @@ class Engine:
     def expect(self, step: int) -> None:
         """Announce the regular checkpoint of `step`, which is due, to all ranks."""
         self.cadence.agree(self.selector.interval)
-        if self.selector.differs:
-            self._caveats.say("ranks-differ", _DIFFERS)
         self.selector.expect(step, self.budget_now)
 
     def require_saving(self) -> ScarError | None:

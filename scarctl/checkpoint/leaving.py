@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
-from scarctl.util.arrays import Ids
+from scarctl.util.arrays import Ids, union
 
 
 class Leaving:
@@ -57,4 +57,4 @@ class Leaving:
         older[nonfinite] = False
         waiting = np.flatnonzero(older)
         arena.relabel(waiting, version)
-        return np.union1d(copied, waiting)
+        return union(copied, waiting)

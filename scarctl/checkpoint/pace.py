@@ -71,8 +71,8 @@ class Pace:
 
     @property
     def looks(self) -> bool:
-        """Whether the next checkpoint is near enough for computing distances ahead."""
-        return self.cadence.left(self._arena.head_step) <= LOOKS
+        """Whether the next checkpoint is near enough for computing distances ahead, and iterations may be disturbed."""
+        return not self.cadence.overhead.probing and self.cadence.left(self._arena.head_step) <= LOOKS
 
     def look(self) -> float:
         """Note that distances are computed alongside the next iteration; return the share of them that is due there."""

@@ -7,10 +7,13 @@ import functools
 import hashlib
 import random
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from scarctl.state.torch_dtypes import Deferred
 from scarctl.stateful import host_rng_of, restore_host_rng
@@ -159,3 +162,17 @@ def generators_of(loader: Any) -> list[torch.Generator]:
         inner = (getattr(owner, name, None) for name in ("sampler", "batch_sampler", "base_dataloader"))
         owners += [item for item in inner if item is not None and all(item is not other for other in owners)]
     return found
+
+
+def untransformed() -> AbstractContextManager[object]:
+    """Leave the transformations of `torch.func` that run in this thread: inside them no operation has plain results."""
+    if peek_interpreter_stack() is None:
+        return nullcontext()
+    return temporarily_clear_interpreter_stack()
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a transformation of `torch.func` has wrapped: the wrapper cannot be read once its function ends."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor

@@ -40,7 +40,7 @@ from scarctl.checkpoint.touched import Touches
 from scarctl.config import SessionSettings
 from scarctl.errors import UsageError
 from scarctl.state.layout import Layout
-from scarctl.util.arrays import Ids
+from scarctl.util.arrays import Ids, union
 
 _NONE = np.empty(0, dtype=np.int64)
 _OTHERS = 512
@@ -250,7 +250,7 @@ class Tracker:
                 distance[mine] = live.distances_of(g, mine, self._norm)
         finite = np.isfinite(distance[ids])
         bad = ids[~finite]
-        self._suspects = np.union1d(self._suspects, bad)
+        self._suspects = union(self._suspects, bad)
         return ids[finite], bad
 
     def _span(self, g: int) -> slice:

@@ -58,10 +58,10 @@ def command(deadline: str, store: str | None, to: str | None, arena_dir: str | N
 
     Exit code 0: all is safe. 3: partly safe; the command reports what would be lost, and the predicted rework.
     """
-    from scarctl.config.checks import seconds_of
+    from scarctl.config.checks import notice_of
     from scarctl.ops.evacuate import evacuate_host
 
-    seconds = seconds_of("--deadline", deadline)
+    seconds = notice_of("--deadline", deadline)
     run_id = None if store is None else open_store(store).run_id
     host = evacuate_host(seconds, arena_dir=arena_dir, run_id=run_id, to=to)
     fields = {

@@ -129,7 +129,11 @@ def command(
     ]
     if state_bytes is None or step_time is None:
         where = f": {source} does not contain it" if source is not None else ", or --from a store"
-        raise UsageError(f"give {' and '.join(missing)}{where}", hint="see `scarctl plan --help`")
+        example = {"--state-bytes": "--state-bytes 120GB", "--step-time": "--step-time 0.5"}
+        raise UsageError(
+            f"give {' and '.join(missing)}{where}",
+            hint=f"such as {' '.join(example[name] for name in missing)}; see `scarctl plan --help`",
+        )
     job = Job(
         state_bytes=state_bytes,
         step_seconds=step_time,

@@ -50,7 +50,7 @@ Examples:
     "--output",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="New file for the rows: .pt, .pth, otherwise safetensors.",
+    help="New file for the rows: .safetensors, .pt or .pth.",
 )
 @click.option(
     "--mode",

@@ -239,6 +239,8 @@ def _event_cells(event: Event) -> tuple[str, ...]:
     facts = event.facts
     if event.kind == "started":
         return "", str(facts.get("process", "")), "", "", ""
+    if event.kind in ("ranks differ", "ranks agree"):
+        return ("of parameters that all ranks should have in common",)
     label = next((f", {name}" for name in ("exact", "whole") if facts.get(name) is True), "")
     restored = f"{facts.get('partitions', 'all')}{label}"
     tiers = ", ".join(f"{facts[tier]} {tier}" for tier in ("memory", "peer", "store") if facts.get(tier))

@@ -131,6 +131,21 @@ def _parse_share(name: str, text: str, hint: str) -> float:
     return value
 
 
+LONGEST_NOTICE = 86400.0
+"""Most seconds until a host shuts down: training makes no checkpoints meanwhile."""
+
+
+def notice_of(name: str, value: object) -> float:
+    """Return the time until a host shuts down, in seconds: see `seconds_of`. Raises UsageError, also for over a day."""
+    found = seconds_of(name, value)
+    if found > LONGEST_NOTICE:
+        raise UsageError(
+            f"{name} is {value!r:.40}, more than a day",
+            hint="evacuate shortly before the host shuts down: no checkpoints are made meanwhile",
+        )
+    return found
+
+
 def seconds_of(name: str, value: object) -> float:
     """Return a duration in seconds, given as a number or as text: 25, "25", "25s", "2m". Raises UsageError."""
     found: float = math.nan

@@ -24,11 +24,11 @@ from scarctl.config.checks import (
     check_rate,
     check_storage_options,
     check_store,
+    notice_of,
     parse_bytes,
     parse_fraction,
     parse_overhead,
     parse_paths,
-    seconds_of,
 )
 from scarctl.config.file import read_file
 from scarctl.config.options import (
@@ -146,7 +146,7 @@ class SessionSettings:
         if self.on_error not in ("warn", "raise"):
             raise UsageError(f"on_error is {self.on_error!r}", hint='use "warn" or "raise"')
         if self.grace is not None:
-            seconds_of("grace", self.grace)
+            notice_of("grace", self.grace)
             if not self.flush_on_signal:
                 raise UsageError(
                     "grace is the time after SIGTERM, and flush_on_signal=False lets it pass at once",
@@ -211,7 +211,7 @@ class SessionSettings:
             elif name in in_file:
                 values[name] = in_file[name]
         if "grace" in values:
-            values["grace"] = seconds_of("grace", values["grace"])
+            values["grace"] = notice_of("grace", values["grace"])
         if isinstance(values.get("peer_tls"), list):
             values["peer_tls"] = tuple(values["peer_tls"])
         # A file may spell these as the command line does: "1/8", "4KiB".

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scarctl.config.checks import LONGEST_NOTICE
 from scarctl.errors import UsageError
 from scarctl.util.document import Document
 
 KINDS = ("partial", "full", "recover", "flush")
-MAX_SECONDS = 86400.0
+MAX_SECONDS = LONGEST_NOTICE
 MAX_LOST = 1024
 """Most parts that one request can name."""
 

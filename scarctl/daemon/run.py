@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from scarctl.daemon.request import Request
 from scarctl.daemon.status import NO_HOST, RunStatus, ShardSteps
 from scarctl.errors import Contention, ScarError, Unavailable, UsageError
 from scarctl.peers.evacuation import HEAD_START, PeerCopies
-from scarctl.peers.sender import Candidate, Sender, Source
+from scarctl.peers.sender import Candidate, Places, Sender, Source
 from scarctl.persist.evacuated import Evacuated
 from scarctl.persist.evacuation import STORE_ONLY, not_evacuated, unknown_host
 from scarctl.persist.speed import Speed
@@ -92,6 +93,7 @@ class Run:
         self._others: tuple[Candidate, ...] = ()
         """All hosts that may keep copies."""
         self._source: Source | None = None
+        self._places = Places()
         self._copies = 0
         """Number of hosts that are to keep copies."""
         self._evacuating = 0
@@ -135,17 +137,18 @@ class Run:
         if arena is None:
             raise UsageError("open the run before its memory is sent to peers")
         if self._evacuating:
-            raise Contention(f"{self.id}: its memory is evacuated", hint="retry later", kind="evacuating")
+            raise Contention(f"{self.id}: its memory is evacuated", hint="retry later")
         self._stop_senders(done=False, patience=0.0)
         with self._senders_lock:
-            self._source, self._others, self._copies = source, tuple(candidates), copies
-            best = candidates[: copies + _SPARE]
-            for n in range(min(copies, len(best))):
-                # Each copy has its own candidates, so that no host gets two.
-                self._send(source, best[n::copies], arena)
+            self._source, self._others, self._copies = source, _distinguished(candidates), copies
+            self._places = Places()
+            first, spare = self._others[:copies], self._others[copies : copies + _SPARE]
+            for n, host in enumerate(first):
+                # Any spare host may replace any of the first ones, and a first one that has become free another.
+                self._send(source, [host, *spare, *first[n + 1 :], *first[:n]], arena)
 
     def _send(self, source: Source, candidates: Sequence[Candidate], arena: Arena) -> Sender:
-        sender = Sender(source, candidates, arena, lambda text: self.events.put({"warn": text}))
+        sender = Sender(source, candidates, arena, lambda text: self.events.put({"warn": text}), self._places)
         sender.start()
         self._senders.append(sender)
         return sender
@@ -185,17 +188,17 @@ class Run:
         with self._senders_lock:
             if to is None:
                 return list(self._senders)
-            host = next((one for one in self._others if to in (one.host, one.address)), None)
-            if host is None:
-                raise unknown_host(to, [one.host for one in self._others])
-            for sender in self._senders:
-                if sender.host == host:
-                    return [sender]
+            known = [
+                one for one in self._others if to in (one.host, one.address, f"{one.address}:{one.port}")
+            ]
+            if len(known) != 1:
+                raise unknown_host(to, [one.host for one in known or self._others])
+            (host,) = known
+            if (sender := self._places.user_of(host)) is not None:
+                return [sender]
             arena = self.saver.arena
             if self._source is None or arena is None:
                 return []
-            for sender in self._senders:
-                sender.avoided.add(host)  # two copies of one run on a host would replace each other
             return [self._send(self._source, [host], arena)]
 
     def links(self) -> list[dict[str, Any]]:
@@ -222,7 +225,7 @@ class Run:
             possible = sum(
                 sender.has_acknowledged(number) or not sender.link.ended for sender, number in asked
             )
-            if have >= count or possible < count or time.monotonic() >= until:
+            if have >= count or have == possible < count or time.monotonic() >= until:
                 return have, [sender.describe() for sender, _ in asked]
             time.sleep(_ACK_PAUSE)
 
@@ -312,6 +315,20 @@ class Run:
                 shards.tolist(), step_of(newest).tolist(), step_of(oldest).tolist(), strict=True
             )
         ]
+
+
+def _distinguished(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Return the candidates with names that differ: hosts that share a name get their addresses as well."""
+    names = Counter(one.host for one in candidates)
+    places = Counter((one.host, one.address) for one in candidates)
+    return tuple(
+        one
+        if names[one.host] == 1
+        else replace(one, host=f"{one.host} ({one.address})")
+        if places[one.host, one.address] == 1
+        else replace(one, host=f"{one.host} ({one.address}:{one.port})")
+        for one in candidates
+    )
 
 
 def _waits(arena: Arena) -> bool:

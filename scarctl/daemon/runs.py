@@ -101,7 +101,7 @@ class Runs:
         it is ending. Raises Unavailable if there are too many sessions.
         """
         deadline = time.monotonic() + _PATIENCE
-        with self.changed, self._recalled(store.run_id, store.url, deadline):
+        with self.kept(store.run_id), self.changed:
             while (known := self._runs.get(store.run_id)) is not None:
                 if self.life.runs[store.run_id] is Phase.ATTACHED and known.in_use():
                     raise Contention(
@@ -128,20 +128,30 @@ class Runs:
         return run
 
     @contextlib.contextmanager
-    def _recalled(self, name: str, url: str, deadline: float) -> Iterator[None]:
-        """End all loans of a run's arena, and allow no other one inside. The caller holds the lock."""
-        self._wanted.append(name)
+    def kept(self, name: str, grace: float = 0.0) -> Iterator[None]:
+        """Lend a run's arena to no other host inside, because this host needs it.
+
+        grace: seconds in which a fetch under way may succeed. Raises Contention if one does not end.
+        """
+        with self.changed:
+            self._wanted.append(name)
         try:
-            while loans := self._loans.get(name):
-                for loan in loans:
-                    loan.recall()
-                if not self.changed.wait(deadline - time.monotonic()):
-                    raise Contention(
-                        f"{url}: another host is fetching this run's memory", hint="retry", kind="run-busy"
-                    )
+            with self.changed:
+                self._end_loans(name, grace)
             yield
         finally:
-            self._wanted.remove(name)
+            with self.changed:
+                self._wanted.remove(name)
+
+    def _end_loans(self, name: str, grace: float) -> None:
+        for loan in self._loans.get(name, ()):
+            loan.until = time.monotonic() + grace
+        if grace:
+            self.changed.wait_for(lambda: name not in self._loans, grace)
+        for loan in self._loans.get(name, ()):
+            loan.recall()
+        if not self.changed.wait_for(lambda: name not in self._loans, _PATIENCE):
+            raise Contention(f"{name}: another host is fetching this memory", hint="retry", kind="run-busy")
 
     @contextlib.contextmanager
     def lent(self, name: str, recall: Callable[[], None]) -> Iterator[Loan]:

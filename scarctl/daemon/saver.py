@@ -232,7 +232,8 @@ class DaemonSaver:
                 reply = self._ask(
                     "await_peers", patience=part + _MARGIN, count=count, milliseconds=int(part * 1000)
                 )
-                known = Acknowledged(int(reply["have"]), tuple(reply["links"]))
+                # The last question may be too late to be answered, and asks for no more than an earlier one.
+                known = Acknowledged(max(known.have, int(reply["have"])), tuple(reply["links"]))
             except ScarError as error:
                 self._last = error
                 if error.kind != "daemon-gone":

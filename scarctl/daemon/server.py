@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from scarctl.arena.stale import DAY, reap
+from scarctl.config.checks import LONGEST_NOTICE
 from scarctl.daemon import protocol
 from scarctl.daemon.crowd import BACKLOG, listen, most_connections, turn_away
 from scarctl.daemon.outlet import Outlet
@@ -46,6 +47,8 @@ _FAREWELL = 2.0
 _REQUESTS = "fsspecIO"
 """Name of the thread in which fsspec sends all requests to remote stores: it encrypts them, and computes checksums."""
 _MAX_HOLD = 3600
+_FOR_LOANS = 0.1
+"""Part of an evacuation's time in which another host may still fetch the memory."""
 _WARN_SECONDS = 60.0
 
 
@@ -94,6 +97,8 @@ class Daemon:
             except (OSError, RuntimeError) as error:  # out of descriptors, or of threads
                 self._warn("a connection was refused: %s", error)
                 self.runs.ended.wait(_TICK)
+            if self._terminated:
+                self.host.hurry()
             self.runs.look_after(terminated=self._terminated)
             self._urgency.rest()
             self._reap()
@@ -132,9 +137,11 @@ class Daemon:
         if now < self._reap_at:
             return
         self._reap_at = now + _REAP_SECONDS
+        live = frozenset(replica["id"] for replica in self.host.status())
+        old = {"older_than": DAY, "live": live}
         with contextlib.suppress(RuntimeError):  # out of threads
             threading.Thread(
-                target=reap, args=(self.folder,), kwargs={"older_than": DAY}, name="scarctl-reap", daemon=True
+                target=reap, args=(self.folder,), kwargs=old, name="scarctl-reap", daemon=True
             ).start()
 
     # -- one connection -----------------------------------------------------------------------------------------
@@ -318,17 +325,19 @@ class Daemon:
 
     def brace(self, peer: _Peer, message: dict[str, Any]) -> None:
         """Stay for some seconds, even after a SIGTERM, because the host is about to shut down."""
-        self.runs.brace(min(protocol.number(message, "milliseconds") / 1000, _MAX_HOLD))
+        self.runs.brace(min(protocol.number(message, "milliseconds") / 1000, LONGEST_NOTICE))
 
     def evacuate(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """Evacuate a run, even a dead process's, to other hosts and the store within some time. Return the report."""
-        seconds = min(protocol.number(message, "milliseconds") / 1000, _MAX_HOLD)
+        seconds = min(protocol.number(message, "milliseconds") / 1000, LONGEST_NOTICE)
         run = self.runs.known(protocol.text(message, "run"))
         if run is None:
             raise UsageError("there is no such run", kind="not-claimed")
         self.runs.brace(seconds)
         to = protocol.text(message, "to") if message.get("to") is not None else None
-        return {"report": run.evacuate(seconds, to).to_json()}
+        until = time.monotonic() + seconds
+        with self.runs.kept(run.id, seconds * _FOR_LOANS):
+            return {"report": run.evacuate(max(0.0, until - time.monotonic()), to).to_json()}
 
     def ask(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """Pass a request on to a running session."""

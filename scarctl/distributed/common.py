@@ -28,6 +28,11 @@ class Common:
         self._numbers = [number for _, number in sorted(everywhere.items())]
         self._groups = groups
 
+    @property
+    def turns(self) -> int:
+        """Number of samples in a row that have a value of each parameter."""
+        return -(-len(self._numbers) // _MOST)
+
     @torch.no_grad()
     def sample(self, number: int) -> torch.Tensor | None:
         """Return single values, float64 of shape (values,), equal on ranks that agree; None without any.

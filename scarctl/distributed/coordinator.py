@@ -227,9 +227,8 @@ class Crew(Together):
             return () if hooked else self.adapter.known
 
         common = Common(self.division, rank, known)
-        return GlobalSelector(
-            Exchange(self._exchange_group, rank, world), self.shards[rank], sample=common.sample
-        )
+        exchange = Exchange(self._exchange_group, rank, world)
+        return GlobalSelector(exchange, self.shards[rank], sample=common.sample, turns=common.turns)
 
     def keep_copies(self, saver: Saver, settings: SessionSettings, caveats: Caveats) -> None:
         if settings.peers:

@@ -21,7 +21,11 @@ _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 def place_of(settings: SessionSettings) -> str:
     """Return a name for the place of this process's arenas: equal for two processes exactly if they share arenas."""
     folder = os.path.realpath(host_folder(settings.arena_dir))
-    return f"{socket.gethostname()}:{boot_id().hex()}:{folder}"
+    there = folder
+    while not os.path.exists(there):
+        there = os.path.dirname(there)
+    # Containers of one machine may share its name and boot id, but each has its own shared memory.
+    return f"{socket.gethostname()}:{boot_id().hex()}:{os.stat(there).st_dev}:{folder}"
 
 
 def name_of(settings: SessionSettings) -> str:

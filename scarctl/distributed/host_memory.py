@@ -116,9 +116,9 @@ def _carry_out(transfer: Transfer, store: Store, settings: SessionSettings, team
         if not team.from_rank(transfer.target, incoming is not None):
             return False
         if outgoing is not None:
-            _send(outgoing, transfer.target, team)
+            send(outgoing, transfer.target, team)
         if incoming is not None:
-            _receive(incoming, transfer.source, team)
+            receive(incoming, transfer.source, team)
         digest = team.from_rank(transfer.source, None if outgoing is None else outgoing.digest())
         return incoming is not None and _install(incoming, digest, view)
 
@@ -167,13 +167,15 @@ def _install(incoming: Incoming, digest: str, view: Store) -> bool:
     return True
 
 
-def _send(outgoing: Outgoing, target: int, team: Team) -> None:
+def send(outgoing: Outgoing, target: int, team: Team) -> None:
+    """Send the pieces of an arena's file to another rank, which calls `receive`. Raises Unavailable if it is gone."""
     for at in range(0, outgoing.size, PIECE):
         chunk = torch.from_numpy(outgoing.read(at, min(PIECE, outgoing.size - at)))
         team.collectively(lambda chunk=chunk: dist.send(chunk, target, group=team.group))  # type: ignore[misc]
 
 
-def _receive(incoming: Incoming, source: int, team: Team) -> None:
+def receive(incoming: Incoming, source: int, team: Team) -> None:
+    """Receive the pieces that another rank sends with `send`. Raises Unavailable if it is gone."""
     buffer = torch.empty(min(PIECE, incoming.size), dtype=torch.uint8)
     for at in range(0, incoming.size, PIECE):
         chunk = buffer[: min(PIECE, incoming.size - at)]

@@ -21,6 +21,9 @@ LAG = 2
 """Rounds between a request and its fulfilment."""
 _UNKNOWN = -(1 << 63)
 """A sample that was not taken, which no other one is compared with."""
+_AGREED = 8
+"""Fewest samples in a row that must be equal until ranks which differed count as equal again. It is doubled each time
+that they differ once more, as between the rounds of an average."""
 PATIENCE = 0.05
 """Seconds that a training thread may wait for other ranks at a checkpoint."""
 
@@ -42,10 +45,12 @@ class GlobalSelector(Selector):
         *,
         patience: float = PATIENCE,
         sample: Callable[[int], torch.Tensor | None] = lambda number: None,
+        turns: int = 1,
     ) -> None:
         """Use an exchange, which this selector closes. shard: this rank's. patience: seconds, see `Exchange.wait`.
 
         sample: returns values that all ranks have in common, given a number that grows; see `Common.sample`.
+        turns: number of samples that have a value of each parameter.
         """
         self._rounds: deque[Round] = deque()
         self.late = 0
@@ -56,6 +61,9 @@ class GlobalSelector(Selector):
         self._books = Books()
         self._expected: tuple[int, int] | None = None  # step, budget
         self._sample = sample
+        self._needed = max(turns, _AGREED)
+        """Equal samples in a row after which ranks that differed count as equal."""
+        self._equal = 0
         self._joined = 0
         """Rounds joined: the same number on all ranks that have settled the same checkpoints."""
         self._due = False
@@ -114,8 +122,17 @@ class GlobalSelector(Selector):
             return 0
         request, self.interval, largest, negated = reported
         if _UNKNOWN not in (largest, negated):
-            self.differs = self.differs or largest != -negated
+            self._compared(equal=largest == -negated)
         return request
+
+    def _compared(self, *, equal: bool) -> None:
+        """Note the comparison of one sample. All ranks get the same ones."""
+        if not equal:
+            self.differs, self._equal = True, 0
+        elif self.differs:
+            self._equal += 1
+            if self._equal >= self._needed:
+                self.differs, self._needed = False, 2 * self._needed
 
     def close(self) -> None:
         """Close the exchange. Never hangs; see `Exchange.close`."""

@@ -22,7 +22,8 @@ _KINDS: tuple[tuple[bytes, str, str], ...] = (
     (b"\x80", "a pickle", "save its tensors with torch.save or safetensors: scarctl never unpickles objects"),
 )
 _PAGES = (b"<!doctype", b"<html", b"<?xml", b"<head")
-_WRITTEN = {"npz", "npy", "h5", "hdf5", "gguf", "onnx", "html", "json", "zip", "gz", "tar"}
+_WRITTEN = ("", "safetensors", "pt", "pth")
+"""Endings of the state files that scarctl writes."""
 
 
 def foreign(path: Path, start: bytes) -> UsageError:
@@ -58,9 +59,9 @@ def foreign_folder(path: Path) -> UsageError:
 
 
 def check_new(path: Path) -> None:
-    """Raise UsageError if the name of a new file promises a format that is not written."""
+    """Raise UsageError if the name of a new file promises a format that is not written. A number promises none."""
     ending = path.suffix.lower().removeprefix(".")
-    if ending in _WRITTEN:
+    if ending not in _WRITTEN and not ending.isdigit():
         raise UsageError(
             f"{path}: scarctl writes no .{ending} files", hint="give a name that ends in .safetensors or .pt"
         )

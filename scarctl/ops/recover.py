@@ -54,7 +54,7 @@ class RecoverSettings:
     into: Path | None = None
     """State file to patch."""
     output: Path | None = None
-    """File to write: in torch's format if it ends in .pt or .pth, otherwise safetensors."""
+    """File to write: in torch's format if it ends in .pt or .pth, otherwise (.safetensors, no ending) safetensors."""
     arena_dir: str | None = None
     """Folder of arenas, None for the default."""
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)

@@ -11,14 +11,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.header import FILE
+from scarctl.arena.header import inode_in
 from scarctl.arena.queue import HandOverQueue, Identity
 from scarctl.arena.rows import read_rows
 from scarctl.errors import Corruption, Fenced
@@ -40,14 +39,6 @@ _NO_IDS: Ids = np.empty(0, np.int64)
 _NO_COPIES = (_NO_IDS, _NO_IDS, np.empty(0, np.uint64))
 
 
-def _inode_in(folder: Path) -> int:
-    """Return the inode of the arena's file in a folder; 0 without one."""
-    try:
-        return os.stat(folder / FILE).st_ino
-    except FileNotFoundError:
-        return 0
-
-
 def most_body(arena: Arena) -> int:
     """Return the bytes of the largest batch of an arena."""
     largest = int(arena.layout.partition_bytes.max(initial=0))
@@ -64,7 +55,7 @@ class Follower:
         self._arena = arena
         self._clock = clock
         self._queue = HandOverQueue(arena.folder)
-        self._inode = _inode_in(arena.folder)
+        self._inode = inode_in(arena.folder)
         n = arena.layout.partitions
         self._generation = np.zeros(n, np.uint64)
         self._version = np.full(n, NEVER, np.int64)
@@ -175,7 +166,7 @@ class Follower:
 
     def _require_place(self) -> None:
         """Raise Fenced unless the arena is in its place: a replica of the job's next start may have taken it."""
-        if _inode_in(self._arena.folder) != self._inode:
+        if inode_in(self._arena.folder) != self._inode:
             raise Fenced(
                 f"{self._arena.folder}: another arena has taken the place",
                 hint="the run has continued elsewhere",

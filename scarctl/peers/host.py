@@ -135,6 +135,10 @@ class Host:
             for run, replica in replicas
         ]
 
+    def hurry(self) -> None:
+        """Give hosts that fetch some seconds: the daemon is about to end."""
+        self._lender.hurry()
+
     def close(self) -> None:
         """End all connections: those of hosts that fetch after some seconds. The replicas stay."""
         with self._lock:

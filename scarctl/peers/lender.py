@@ -47,6 +47,8 @@ class Loan:
 
     recall: Callable[[], None]
     """Ends the loan soon."""
+    until: float | None = None
+    """Time at which the loan ends, on the monotonic clock; None: once the other host has the arena."""
     fetched: bool = False
     """Whether the other host has all of the arena, in its place."""
 
@@ -104,11 +106,19 @@ class Lender:
         channel.within(PIECE_SECONDS)
         channel.send(encode(Kind.ACK, {}))
 
-    def close(self) -> None:
-        """Let fetches under way end within some seconds, and refuse all others."""
+    def hurry(self) -> None:
+        """Give fetches under way some seconds, and refuse all others: the daemon is about to end."""
         with self._changed:
-            self._until = time.monotonic() + GRACE_SECONDS
-            self._changed.wait_for(lambda: not self._channels, GRACE_SECONDS + _LATE_SECONDS)
+            if self._until is None:
+                self._until = time.monotonic() + GRACE_SECONDS
+
+    def close(self) -> None:
+        """End all fetches, those under way within some seconds."""
+        self.hurry()
+        with self._changed:
+            assert self._until is not None
+            left = max(0.0, self._until - time.monotonic())
+            self._changed.wait_for(lambda: not self._channels, left + _LATE_SECONDS)
             late = list(self._channels)
         for channel in late:
             channel.shut()
@@ -134,7 +144,7 @@ class Lender:
                 )
             outgoing = Outgoing(arena, most=MAX_BODY)
             try:
-                self._send(channel, outgoing, offer)
+                self._send(channel, outgoing, offer, loan)
             finally:
                 outgoing.close()
             channel.within(PIECE_SECONDS)
@@ -142,7 +152,7 @@ class Lender:
             loan.fetched = True
             log.info("%s: another host has fetched %d bytes of this host's memory", run, outgoing.size)
 
-    def _send(self, channel: Channel, outgoing: Outgoing, offer: Offer) -> None:
+    def _send(self, channel: Channel, outgoing: Outgoing, offer: Offer, loan: Loan) -> None:
         if outgoing.count > MAX_FILES:
             raise Contention(f"{outgoing.count} hand-overs wait: too many to be sent")
         whole = Offer(
@@ -158,16 +168,17 @@ class Lender:
         channel.send(whole.frame(Kind.FETCH))
         channel.expect(Kind.ACK)
         for name, data in outgoing.files():
-            self._require_time(channel)
+            self._require_time(channel, loan)
             channel.send(encode(Kind.FILE, {"name": name}, data))
         for at in range(0, outgoing.size, PIECE):
-            self._require_time(channel)
+            self._require_time(channel, loan)
             channel.send(encode(Kind.PIECE, {}, outgoing.read(at, min(PIECE, outgoing.size - at))))
         channel.send(encode(Kind.END, {"digest": outgoing.digest()}))
 
-    def _require_time(self, channel: Channel) -> None:
-        """Give the other side time for the next piece. Raises Contention if the daemon does not wait any longer."""
-        if self._until is not None and time.monotonic() > self._until:
+    def _require_time(self, channel: Channel, loan: Loan) -> None:
+        """Give the other side time for the next piece. Raises Contention once the loan has to end."""
+        ends = [until for until in (self._until, loan.until) if until is not None]
+        if ends and time.monotonic() > min(ends):
             raise _ending()
         channel.within(PIECE_SECONDS)
 
@@ -211,4 +222,4 @@ class Lender:
 
 
 def _ending() -> Contention:
-    return Contention("the daemon is ending", hint="retry", kind="daemon-ending")
+    return Contention("the daemon is ending, or its host needs the memory itself", kind="daemon-ending")

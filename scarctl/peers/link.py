@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 REPLACED_AFTER = 60.0
-"""Seconds without a connection after which the next candidate is tried."""
+"""Seconds without an answer, in which a connection was lost, after which the next candidate is tried."""
 BEHIND_AFTER = 10.0
 """Seconds since the last mark, while there is something to send, after which a link counts as behind."""
 _PAUSE, _LONGEST_PAUSE = 0.25, 8.0
@@ -55,7 +55,7 @@ class Link:
     """Whether the candidate has a complete replica of this start."""
     marked_at: float = 0.0
     lost_at: float | None = None
-    """Time at which the present candidate was disconnected; None while it is connected."""
+    """Time at which the present candidate was disconnected; None once it has answered a frame since."""
     retry_at: float = 0.0
     pause: float = _PAUSE
 
@@ -75,12 +75,18 @@ class Link:
         """Note that the peer waits for copies. complete: it has a complete replica of this start."""
         if self.state is State.CONNECTING:
             self.state, self.complete = State.FOLLOWING if complete else State.FULL, complete
-            self.lost_at, self.pause, self.marked_at = None, _PAUSE, now
+            self.marked_at = now
+
+    def answered(self, _now: float) -> None:
+        """Note that the peer has acknowledged a frame: an accepted connection alone may never carry any."""
+        if self.state in CONNECTED:
+            self.lost_at = None
 
     def marked(self, now: float) -> None:
         """Note that the peer has acknowledged a mark."""
         if self.state in CONNECTED:
             self.state, self.complete, self.marked_at = State.FOLLOWING, True, now
+            self.lost_at, self.pause = None, _PAUSE
 
     def lost(self, now: float) -> None:
         """Note that the connection has ended, or could not be opened."""
@@ -93,7 +99,9 @@ class Link:
 
     def refused(self, now: float) -> None:
         """Note that the peer cannot keep a replica: it has no room, or a live process uses its place."""
-        if self.state is State.CONNECTING or self.state in CONNECTED:
+        if self.candidates == 1:
+            self.lost(now)
+        elif self.state is State.CONNECTING or self.state in CONNECTED:
             self._replace(now)
 
     def overtaken(self, _now: float) -> None:
@@ -110,14 +118,14 @@ class Link:
         """Make the next attempt to connect due at once: the owner's host is about to shut down."""
         self.retry_at, self.pause = 0.0, _PAUSE
 
-    def tick(self, now: float, *, waiting: bool = False) -> bool:
-        """Note the time. waiting: some changes are not sent yet."""
+    def tick(self, now: float, *, waiting: bool = False, spare: bool = True) -> bool:
+        """Note the time. waiting: some changes are not sent yet. spare: another candidate has no copy of this run."""
         if self.state is State.FOLLOWING and waiting and now >= self.marked_at + BEHIND_AFTER:
             self.state = State.BEHIND
         elif self.state is State.REPLACED and now >= self.retry_at:
             return self._connect()
         elif self.state is State.LOST and self.lost_at is not None:
-            if self.candidates > 1 and now >= self.lost_at + REPLACED_AFTER:
+            if spare and self.candidates > 1 and now >= self.lost_at + REPLACED_AFTER:
                 self._replace(now)
             elif now >= self.retry_at:
                 return self._connect()

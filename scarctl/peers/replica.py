@@ -143,8 +143,8 @@ class Replica:
         return self._mapped < memory.size
 
     def keep(self, number: int, data: bytes) -> None:
-        """Keep a hand-over's file until a mark names it. Raises Unavailable, Fenced."""
-        with self._held():
+        """Keep a hand-over's file until a mark names it. Raises Fenced; Unavailable ("arena-full" without room)."""
+        with self._held(), self._growing():
             path = self._folder / f".handover-of-peer-{number:020d}"
             try:
                 path.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,6 +75,32 @@ class _RolledBack(Exception):
     """The run has restarted in the same arena."""
 
 
+class Places:
+    """The hosts that the copies of one run are on, or are tried: two copies on one host would replace each other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken: dict[Sender, Candidate] = {}
+
+    def take(self, sender: Sender, host: Candidate) -> bool:
+        """Have a sender use this host, and no longer its former one. Return False if another sender uses it."""
+        with self._lock:
+            if any(one == host for other, one in self._taken.items() if other is not sender):
+                return False
+            self._taken[sender] = host
+            return True
+
+    def has_free(self, hosts: Iterable[Candidate]) -> bool:
+        """Return whether no sender uses one of these hosts."""
+        with self._lock:
+            return not set(hosts) <= set(self._taken.values())
+
+    def user_of(self, host: Candidate) -> Sender | None:
+        """Return the sender that uses this host; None if none does."""
+        with self._lock:
+            return next((sender for sender, one in self._taken.items() if one == host), None)
+
+
 class Sender:
     """One copy of one run, which the first able candidate keeps."""
 
@@ -84,8 +110,9 @@ class Sender:
         candidates: Sequence[Candidate],
         arena: Arena,
         warn: Callable[[str], None] = lambda _: None,
+        places: Places | None = None,
     ) -> None:
-        """Prepare, without a connection. warn: called with warnings for the run's user."""
+        """Prepare, without a connection. warn: called with warnings for the run's user. places: those of the run."""
         self._source = source
         self._candidates = tuple(candidates)
         self._arena = arena
@@ -99,8 +126,9 @@ class Sender:
         """Counters of the newest acknowledged mark."""
         self._whole = ""
         """Name of the whole state in the newest acknowledged mark."""
-        self.avoided: set[Candidate] = set()
-        """Candidates that another copy of this run has taken."""
+        self._places = places or Places()
+        if self._candidates:
+            self._places.take(self, self._candidates[0])
         self._channel: Channel | None = None
         self._begun = self._ended = self._acknowledged = self._wanted = 0
         """Numbers of rounds: the newest begun, the newest ended with a mark, the newest that sent everything, and the
@@ -111,7 +139,8 @@ class Sender:
         self._closing = threading.Event()
         self._wake = threading.Event()
         self._done = False
-        self._said = ""
+        self._said: dict[Candidate, str] = {}
+        """The kind of the newest warning about each host since the newest mark."""
         self._lacked = False
         """Whether the newest acknowledged mark lacked a hand-over."""
         self._thread = threading.Thread(target=self._run, name="scarctl-sender", daemon=True)
@@ -223,7 +252,7 @@ class Sender:
             if self._hurrying:
                 self._hurrying = False
                 self._handle(self.link.hurry)
-            connect = self._handle(self.link.tick)
+            connect = self._handle(self.link.tick, spare=self._places.has_free(self._candidates))
             if not connect:
                 self._wake.wait(_PAUSE)
                 self._wake.clear()
@@ -241,7 +270,7 @@ class Sender:
     def _connect(self) -> None:
         """Send to the present candidate until the connection ends, and report the reason to the link."""
         peer = self.host
-        if peer in self.avoided:
+        if not self._places.take(self, peer):
             self._handle(self.link.refused)
             return
         try:
@@ -258,15 +287,16 @@ class Sender:
             if error.kind == "unknown-start":
                 self._handle(self.link.lost)  # the peer's ranks begin later than these
             else:
-                self._lost(peer, str(error), self.link.refused if error.kind in _FINAL else self.link.lost)
+                event = self.link.refused if error.kind in _FINAL else self.link.lost
+                self._lost(peer, str(error), event, error.kind)
         except Exception as error:
             log.exception("sending to a peer failed unexpectedly")
             self._lost(peer, repr(error)[:200], self.link.lost)
 
-    def _lost(self, peer: Candidate, why: str, event: Callable[[float], None]) -> None:
-        said = f"{peer.host}: {why}"
-        if said != self._said and not self._closing.is_set():
-            self._said = said
+    def _lost(self, peer: Candidate, why: str, event: Callable[[float], None], kind: str = "") -> None:
+        said = kind or why  # the text of an error may name another file each time
+        if self._said.get(peer) != said and not self._closing.is_set():
+            self._said[peer] = said
             self._warn(
                 f"the copy of this process's memory on {peer.host} ({peer.address}) is not kept up to date: {why}"
             )
@@ -355,13 +385,14 @@ class Sender:
                 self._acknowledged, self._current = number, self._follower.marked
             self._marked = self._follower.marked_step
             self._whole = self._follower.marked_whole
-            self._said = ""
+            self._said.clear()
             self._handle(self.link.marked)
 
     def _confirm(self, channel: Channel) -> None:
         channel.expect(Kind.ACK)
         self._follower.confirm()
         self._vouched_at = time.monotonic()
+        self._handle(self.link.answered)
 
 
 def _batch_bytes(rate: float | None) -> int:

@@ -66,10 +66,10 @@ STORE_ONLY = "store"
 
 
 def unknown_host(name: str, known: Iterable[str]) -> UsageError:
-    """Return the error for a host that an evacuation cannot use. known: names of usable hosts."""
+    """Return the error for a host that an evacuation cannot use. known: names of usable hosts, or all that it names."""
     names = ", ".join(sorted(set(known)))
     return UsageError(
-        f"to={name!r:.200}: no host of this name takes copies of this run's memory",
+        f"to={name!r:.200}: not the name or address of one host that takes copies of this run's memory",
         hint=f"one of: {names}"
         if names
         else "with Settings(peers=1), hosts keep copies of each other's memory",

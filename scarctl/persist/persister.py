@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.header import inode_in
 from scarctl.arena.queue import HandOver, HandOverQueue
-from scarctl.errors import Corruption, Overwritten, ScarError
+from scarctl.errors import Corruption, Fenced, Overwritten, ScarError
 from scarctl.persist.space import SpaceFields
 from scarctl.persist.speed import Meter
 from scarctl.state.encoding import stored_as
@@ -24,7 +25,7 @@ from scarctl.state.version import NEVER, pack, step_of
 from scarctl.store import Collector, ShardState, StoreWriter
 from scarctl.store.encoder import Encoder
 from scarctl.store.segment import Source
-from scarctl.util.arrays import Ids
+from scarctl.util.arrays import Ids, distinct
 
 log = logging.getLogger("scarctl")
 
@@ -49,6 +50,7 @@ class Persister:
         self.interrupt = threading.Event()
         """Set by another thread to end the current write with `Interrupted`."""
         self._arena = arena
+        self._inode = inode_in(arena.folder)
         self._writer = writer
         self._collector = Collector(writer)
         self._tidy_at = 0.0
@@ -62,7 +64,15 @@ class Persister:
         """Number and version of the hand-over whose extras were saved last."""
 
     def check(self, handover: HandOver) -> None:
-        """Raise Corruption if the hand-over names partitions that the layout does not have."""
+        """Raise Corruption if the hand-over names partitions that the layout does not have.
+
+        Raises Fenced if another arena, fetched from another host, has taken the place: the hand-over is of its copies.
+        """
+        if inode_in(self._arena.folder) != self._inode:
+            raise Fenced(
+                f"{self._arena.folder}: another arena has taken the place of the one that is saved",
+                hint="the run has continued elsewhere",
+            )
         if handover.ids.size and handover.ids[-1] >= self._arena.layout.partitions:
             raise Corruption(f"hand-over {handover.number} names partitions that do not exist")
 
@@ -334,7 +344,7 @@ def adopt_orphans(arena: Arena, queue: HandOverQueue) -> int:
         orphans[handover.ids[arena.version[handover.ids] == handover.version]] = False
     ids = np.flatnonzero(orphans)
     versions = arena.version[ids]
-    for version in np.unique(versions).tolist():
+    for version in distinct(versions).tolist():
         queue.put(version=version, ids=ids[versions == version], extras=None)
     return int(ids.size)
 

@@ -79,8 +79,8 @@ class Cadence:
         """Shortest interval that the store allows."""
         self._copying = False
         """Whether a regular checkpoint was due after the newest iteration, so that it is copied alongside the next."""
-        self._foreign = False
-        """Whether something other than a regular checkpoint is being saved."""
+        self._foreign: set[int] = set()
+        """Numbers of the waiting hand-overs that do not come from regular checkpoints."""
         self._divisible = divisible
         self.shared = shared
         self._bytes = checkpoint_bytes
@@ -117,7 +117,8 @@ class Cadence:
 
         regular: it comes from a regular checkpoint.
         """
-        self._foreign = self._foreign or not regular
+        if not regular:
+            self._foreign.add(number)
         if self._busy_since is None:
             self._busy_since = now
         self._waiting[number] = nbytes
@@ -164,7 +165,7 @@ class Cadence:
             return
         if self._foreign:
             self.overhead.skip()
-            self._foreign = bool(self._waiting)
+            self._foreign &= self._waiting.keys()
         else:
             self.overhead.step(
                 now - self._looked_at, stalled, busy=busy or self._copying or bool(self._waiting)

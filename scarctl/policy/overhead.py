@@ -81,18 +81,20 @@ class Overhead:
         """
         self.budget = budget
         self._longest = longest
-        self.interval = 1
+        self.interval = 1 if math.isinf(budget) else _PROBE
         """Shortest interval that the budget allows, in iterations."""
         self.slowed_seconds = 0.0
         """Estimated total seconds by which iterations alongside checkpoints took longer."""
-        self.probing = False
-        """Whether the interval is longer than the budget requires, to measure an undisturbed iteration."""
+        self.probing = not math.isinf(budget)
+        """Whether undisturbed iterations are missing: the interval is longer than the budget requires, to get some."""
         self.bounded = False
         """Whether the longest time sets the interval, and the budget is exceeded."""
         self._quiet: deque[tuple[float, float]] = deque(maxlen=_QUIET)
         self._any: deque[tuple[float, float]] = deque(maxlen=_QUIET)
         self._enough = False
         """Whether there are enough of them."""
+        self._known_usual: _Usual | None = None
+        """The usual iteration, until another one is noted."""
         self._without_quiet = 0
         self._probe = _PROBE
         self._open = False
@@ -142,6 +144,7 @@ class Overhead:
         one = seconds - stalled if seconds > stalled else 0.0, stalled
         self._iterations += 1
         self._all_iterations += 1
+        self._known_usual = None
         if not self._enough:
             self._any.append(one)
         if busy:
@@ -193,7 +196,7 @@ class Overhead:
         costs = [*self._costs]
         if self._known:
             costs.append(self._cost(usual))
-        found = 1.0
+        found = 1.0 if costs else _PROBE
         if costs and allowed:
             expected = _mean(costs).seconds
             if len(costs) > len(self._costs):
@@ -207,9 +210,11 @@ class Overhead:
         self.interval = max(1, math.ceil(min(found, longest, 1e9)))
         stale = self._without_quiet > max(_STALE, _CHECKPOINTS * self.interval)
         self.probing = not self._enough or stale
-        if self.probing:
+        if self.probing and not self._over:
             self.interval = max(self.interval, self._probe)
-            self._probe = min(2 * self._probe, _MOST_PROBE) if not self._over else self._probe
+            self._probe = min(2 * self._probe, _MOST_PROBE)
+        elif self.probing:  # the store has caught up, which is rare: stay undisturbed until there are enough
+            self.interval = max(self.interval, self._iterations + _ENOUGH - len(self._quiet))
 
     @property
     def _known(self) -> bool:
@@ -222,11 +227,13 @@ class Overhead:
         return max(self.budget - hooks, LEAST_SHARE * self.budget)
 
     def _usual(self) -> _Usual:
-        known = self._quiet if self._enough else self._any
-        middle = median(own for own, _ in known)
-        most = max(_OUTLIER * middle, middle + _OUTLIER_SECONDS)
-        hooks = median(stalled for _, stalled in known)
-        return _Usual(fmean(min(own, most) for own, _ in known), hooks, most)
+        if self._known_usual is None:
+            known = self._quiet if self._enough else self._any
+            middle = median([own for own, _ in known])
+            most = max(_OUTLIER * middle, middle + _OUTLIER_SECONDS)
+            hooks = median([stalled for _, stalled in known])
+            self._known_usual = _Usual(fmean([min(own, most) for own, _ in known]), hooks, most)
+        return self._known_usual
 
     def _cost(self, usual: _Usual) -> Cost:
         """Return the cost of the newest checkpoint so far."""

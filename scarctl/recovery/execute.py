@@ -38,7 +38,7 @@ from scarctl.store.read import Room
 from scarctl.store.saved import last_saved
 from scarctl.theory.extrapolation import Extrapolation
 from scarctl.theory.rework import Cost
-from scarctl.util.arrays import Bytes, Ids, distinct, places
+from scarctl.util.arrays import Bytes, Ids, distinct, places, union
 
 _BATCH_BYTES = 64 << 20
 
@@ -293,7 +293,7 @@ class _Run:
         for log, state in self.plan.states.items():
             found = differing(arena, near[log_of == log], state)
             self._settle(found, STORE, versions_of(state, found))
-            bad = np.union1d(bad, found) if found.size else bad
+            bad = union(bad, found)
         if bad.size:
             self.changed[places(self.plan.ids, bad)] = True
             self.memory_fault = fault(arena, bad)
@@ -331,7 +331,7 @@ class _Run:
                 yield _Piece(STORE, batch.group, batch.ids, batch.versions, batch.tensors)
             left = [ids[~found], *(bad for bad, _ in corrupt)]
             self.problems += [reason for _, reason in corrupt]
-            ids = np.unique(np.concatenate(left))
+            ids = distinct(np.concatenate(left))
             if not ids.size:
                 return
             if self.plan.mode == "rollback":

@@ -15,6 +15,7 @@ from itertools import chain
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.prune import BasePruningMethod, PruningContainer
 
 _MOST = 1000
 """Most changes that are saved by name."""
@@ -45,6 +46,8 @@ class Changes:
         """Hyperparameters at the newest end."""
         self._within: list[dict[str, Any]] = []
         """Hyperparameters at each later reading."""
+        self._pruned = 0
+        """Prunings of parameters when the run was resumed."""
 
     def _read(self) -> dict[str, Any]:
         if self._modules is None:
@@ -107,6 +110,7 @@ class Changes:
 
         The argument may be hostile input.
         """
+        self._pruned = self._prunings()
         self._toggled |= _toggled(saved) & self._first.keys()
         for name in _names(saved, "moving") & self._first.keys():
             self._moves[name] = _MOVING
@@ -119,6 +123,27 @@ class Changes:
         saved: the result of `found` in the earlier run; it may be hostile input. read: the result of `within` in this
         one. followed: whether `saved` was read after the next iteration began. Otherwise a change may have followed.
         """
+        return [*self._pruned_since(), *self._other(saved, read, followed=followed)]
+
+    def _prunings(self) -> int:
+        """Return how many times the model's parameters have been pruned."""
+        modules = () if self._modules is None else self._modules()
+        hooks = [hook for module in modules for hook in module._forward_pre_hooks.values()]
+        containers = [hook for hook in hooks if isinstance(hook, PruningContainer)]
+        alone = [hook for hook in hooks if isinstance(hook, BasePruningMethod)]
+        return len(alone) + sum(len(container) - 1 for container in containers)
+
+    def _pruned_since(self) -> list[str]:
+        if self._prunings() == self._pruned:
+            return []
+        return [
+            "parameters were pruned between resume() and the first forward pass, and their mask comes from weights of "
+            "the forward pass before, which are not saved: prune after a forward pass, or pass importance_scores"
+        ]
+
+    def _other(
+        self, saved: Mapping[str, Any], read: Mapping[str, Any] | None, *, followed: bool
+    ) -> list[str]:
         earlier = saved.get("changed")
         if not isinstance(earlier, Mapping):
             return []

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from scarctl.checkpoint.engine import Engine
 from scarctl.daemon.request import Request
 from scarctl.errors import ScarError
 from scarctl.persist.evacuated import Evacuated
@@ -29,6 +30,7 @@ class Departure:
     def __init__(self, parts: Parts, saving: Saving, inert: Callable[[], bool]) -> None:
         """Use the session's parts. inert: returns whether the session is closed, or belongs to another process."""
         self._gate = parts.gate
+        self._progress = parts.progress
         self._opening = parts.opening
         self._settings = parts.settings
         self._grace = parts.settings.grace
@@ -44,7 +46,8 @@ class Departure:
     def flush(self, deadline: float, seconds: float) -> bool:
         """Bring the newest step into memory, and keep training from saving until the deadline.
 
-        Returns whether it is sealed there. It waits for a running step for a third of `seconds` at most.
+        Returns whether it is sealed there, or no newer than what the store has. It waits for a running step for a third
+        of `seconds` at most.
         """
         engine = self._opening.engine
         if engine is None:
@@ -55,7 +58,7 @@ class Departure:
             if not quiet or self._inert():
                 return False
             engine.leaving.begin(deadline)
-            return self._saving.flush(patience)
+            return self._saving.flush(patience) or self._is_in_store(engine)
 
     def _evacuate(self, deadline: float, *, flushed: bool, to: str | None = None) -> Evacuated:
         engine = self._opening.engine
@@ -69,11 +72,20 @@ class Departure:
             found = not_evacuated(engine.arena, engine.queue, error)
         return replace(found, flushed=flushed)
 
+    def _is_in_store(self, engine: Engine) -> bool:
+        """Return whether no step has ended since a resume, whose copies the store has: the arena may be empty."""
+        return engine.filling.since == self._progress.head_step
+
     def watch_signals(self) -> Callable[[], None]:
         """Flush and evacuate before signals take effect, if the settings allow it; return a function that ends this."""
         if not self._settings.flush_on_signal:
             return lambda: None
         return signals.watch(self.before_signal, patience=self._grace or 0.0)
+
+    def settle(self) -> None:
+        """Wait for an evacuation after SIGTERM. The loop may fail meanwhile, as its workers got the signal, too."""
+        if self._grace is not None and self._settings.flush_on_signal:
+            signals.settle()
 
     def before_signal(self, signum: int, fatal: bool) -> None:
         """Flush, after SIGTERM or SIGINT. After SIGTERM also evacuate, if there is a grace period. Called in a thread.
@@ -93,7 +105,9 @@ class Departure:
             if grace is not None:
                 engine.leaving.begin(began + grace)
             if quiet:
-                flushed = self._saving.before_signal(fatal=fatal, patience=patience)
+                flushed = self._saving.before_signal(fatal=fatal, patience=patience) or self._is_in_store(
+                    engine
+                )
             else:
                 log.warning("a signal arrived in a step that did not end: the state is not flushed")
             if fatal:

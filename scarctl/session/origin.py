@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from scarctl.session.peers import Together
@@ -9,11 +10,20 @@ from scarctl.session.recover import Resumed, logged
 from scarctl.state.caveats import Caveats
 from scarctl.state.version import step_of
 from scarctl.store import Store
+from scarctl.util.arrays import distinct
 from scarctl.util.text import counted
 
-_SAVED_AGAIN = (
-    "the step was saved several times, with changes between two of them, and copies of both are mixed"
+_SEVERAL = "partitions are of several steps"
+_NO_COMMIT = (
+    "all copies are of this step, but no commit has the whole state: the step was saved several times, and "
+    "changed meanwhile, or in parts"
 )
+_DOUBTFUL = (
+    "newer copies may be lost, because files of the store that may have had them are damaged or missing"
+)
+_ENCODED = ""
+"""Encoded copies are a reason of their own."""
+_BEFORE = "it was not exact when it was resumed before: "
 
 
 class Origin:
@@ -33,15 +43,18 @@ class Origin:
         encoded = 0 if resumed.report is None else resumed.report.plan.encoded
         if encoded:
             verb = "comes" if encoded == 1 else "come"
-            stored = (f"{counted(encoded, 'partition')} {verb} from encoded copies", *stored)
-        gathered = together.gather([_of_one_step(resumed), list(stored)])
-        mixed: tuple[str, ...] = ()
+            text = f"{counted(encoded, 'partition')} {verb} from encoded copies, which have fewer bits"
+            stored = (text, *stored)
+        gathered = together.gather([_mixed(resumed, encoded, several=together.several), list(stored)])
+        mixed: list[str] = []
         if not resumed.exact and resumed.step:
-            mixed = (_SAVED_AGAIN if all(one for one, _ in gathered) else "partitions are of several steps",)
+            mixed = _worst([theirs for theirs, _ in gathered])
         why = tuple(dict.fromkeys([*mixed, *(reason for _, theirs in gathered for reason in theirs)]))
         if why:
-            # If it is saved again before a step, it is the same state, and no more exact.
-            self._caveats.keep("resumed", "; ".join(why))
+            # If it is saved again before a step, it is the same state: then whole, but no more exact.
+            known = [reason for reason in why if reason.startswith(_BEFORE)]
+            new = "; ".join(reason for reason in why if reason not in known)
+            self._caveats.keep("resumed", "; ".join([*known, *([_BEFORE + new] if new else [])]))
         resumed = replace(resumed, exact=resumed.exact and not why, whole=resumed.exact, reasons=why)
         self.resumed = logged(resumed, store, loud=together.leads)
         return self.resumed
@@ -61,7 +74,30 @@ class Origin:
         self.resumed = replace(resumed, exact=False, reasons=(*resumed.reasons, *found))
 
 
-def _of_one_step(resumed: Resumed) -> bool:
-    """Return whether all copies are of the step from which the run continues."""
+def _mixed(resumed: Resumed, encoded: int, *, several: bool) -> str:
+    """Return why the copies and extras of this process are not those of one commit of the whole state, if they are not.
+
+    encoded: number of encoded copies. several: other ranks train with this process.
+    """
     report = resumed.report
-    return report is not None and bool((step_of(report.plan.version) == resumed.step).all())
+    if report is None:
+        return _SEVERAL
+    steps = distinct(step_of(report.plan.version)).tolist()
+    if len(steps) > 1 or (several and steps not in ([], [resumed.step])):
+        return _SEVERAL
+    if steps not in ([], [resumed.step]):
+        return (
+            f"all partitions are of step {steps[0]}, but step counts, random generators and other extras of step "
+            f"{resumed.step}"
+        )
+    if report.degraded:
+        return _DOUBTFUL
+    return _ENCODED if encoded else _NO_COMMIT
+
+
+def _worst(found: Sequence[str]) -> list[str]:
+    """Return what to say of the results of `_mixed`, by rank."""
+    if _SEVERAL in found:
+        return [_SEVERAL]
+    others = dict.fromkeys(text for text in found if text != _NO_COMMIT)
+    return [text for text in others or [_NO_COMMIT] if text]

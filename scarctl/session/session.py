@@ -18,7 +18,7 @@ from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.step_end import check_step
 from scarctl.checkpoint.tracker import touched_of
 from scarctl.config import Hooks, SessionSettings
-from scarctl.config.checks import seconds_of
+from scarctl.config.checks import notice_of
 from scarctl.daemon.request import Request
 from scarctl.errors import UsageError
 from scarctl.persist.evacuated import Evacuated
@@ -242,12 +242,12 @@ class Session:
     def evacuate(self, seconds: float, to: str | None = None) -> Evacuated:
         """Flush, then save to `peers` and the store what the time allows, most changed first. For any thread.
 
-        seconds: time until the host shuts down, 0 or more. The call returns earlier, even if the store hangs.
+        seconds: time until the host shuts down, 0 to 86,400. The call returns earlier, even if the store hangs.
         to: name or address of a host of the job: its memory, then the store. "store": the store alone.
         Returns what is safe, what would be lost, and the predicted rework. Raises UsageError for any other host.
         """
         self._started()
-        return self._departure.evacuate(seconds_of("seconds", seconds), to)
+        return self._departure.evacuate(notice_of("seconds", seconds), to)
 
     def snapshot(self, name: str) -> int:
         """Save the whole state, sealed, under a name that keeps it until deleted. Return its step once durable.
@@ -377,8 +377,7 @@ class Session:
     def _after_step(self) -> None:
         if self._inert():
             return
-        # While the gate is held, no flush can run between these parts.
-        with self._held:
+        with self._held:  # no flush can run between these parts
             request = self._steps.end()
             if request is not None:
                 self._grant(request)
@@ -416,12 +415,13 @@ class Session:
                 "this is a forked child's copy of the session", hint="call it in the process that attached it"
             )
 
-    def _at_exit(self) -> None:
-        # The interpreter keeps an exception that was not caught.
+    def _at_exit(self) -> None:  # the interpreter keeps an exception that was not caught
         self._close(Ending.EXIT if getattr(sys, "last_value", None) is None else Ending.FAILED)
 
     def _close(self, ending: Ending, *, seal: bool = True) -> None:
         """Save the whole state, and release all resources."""
+        if os.getpid() == self._pid:
+            self._departure.settle()
         if self._inert():
             return
         atexit.unregister(self._at_exit)

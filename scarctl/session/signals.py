@@ -34,6 +34,8 @@ TOGETHER = 0.2
 """Seconds within which the same signal counts once: launchers forward signals that the whole process group received."""
 REMINDER = 1.0
 """Seconds after which a signal that was passed on, and whose handler has not run, is sent once more."""
+_POLL, _PASSED = 0.02, 2.0
+"""Seconds between two looks of `settle`, and for which it waits for the effect of a signal that was passed on."""
 LONGEST = 120.0
 """Seconds after which a signal has its effect even if callbacks still run, unless they may take longer."""
 
@@ -177,6 +179,8 @@ class _Watch:
         self._machine = Machine()
         self._through: set[int] = set()
         """Signals that the next run of the handler passes on."""
+        self._handled = self._heard = 0
+        """Counts of the handler's runs, and of those that the reader's thread knows."""
         self._fatal: set[int] = set()
         """Signals announced to the callbacks as fatal, which therefore must end the process."""
         self._reading, self._writing = socket.socketpair()
@@ -197,6 +201,27 @@ class _Watch:
     def allow(self, patience: float) -> None:
         """Allow callbacks at least `seconds` seconds."""
         self._machine.patience = max(self._machine.patience, patience + TOGETHER)
+
+    def settle(self) -> None:
+        """Wait while callbacks run for a signal that has come, and until it has had its effect. In the main thread.
+
+        An exception of another signal's handler does not end this, and is raised afterwards.
+        """
+        failed: Exception | None = None
+        passing = 0.0
+        while self._reader.is_alive() and (
+            self._heard < self._handled or self._machine.phase is not Phase.QUIET
+        ):
+            try:
+                if self._machine.phase is Phase.PASSING:
+                    passing += _POLL
+                    if passing > _PASSED:
+                        break
+                time.sleep(_POLL)
+            except Exception as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def uninstall(self) -> None:
         """Restore everything, in the main thread. Signals still waiting take effect now."""
@@ -240,6 +265,7 @@ class _Watch:
         previous = self._previous[signum]
         through = signum in self._through
         self._through.discard(signum)
+        self._handled += 1
         self._write((_RAN_THROUGH if through else _RAN) | signum)
         if through or not self._is_ours(signum) or not self._reader.is_alive():
             # A handler that was installed after ours and calls ours decides for itself when the process ends.
@@ -268,6 +294,7 @@ class _Watch:
                 if token == _STOP:
                     return
                 self._obey(self._event(token, now))
+                self._heard += token not in (_SAVED, _STOP) and bool(token & _RAN)
             self._obey(self._machine.tick(now))
 
     def _event(self, token: int, now: float) -> list[Instruction]:
@@ -361,6 +388,12 @@ def watch(callback: Callback, *, patience: float = 0.0) -> Callable[[], None]:
     number = next(_numbers)
     _callbacks[number] = callback
     return lambda: _end(number)
+
+
+def settle() -> None:
+    """Wait in the main thread while callbacks run for a signal: a loop that fails must not cut them short."""
+    if _watch is not None and threading.current_thread() is threading.main_thread():
+        _watch.settle()
 
 
 def _end(number: int) -> None:

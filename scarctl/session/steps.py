@@ -17,6 +17,11 @@ from scarctl.session.requests import Requests
 from scarctl.session.saving import Saving
 from scarctl.util.collection import without_collection
 
+_DIFFER = (
+    "ranks have different values of parameters that they should have in common, as under DistributedDataParallel: one "
+    "rank's are saved, and all ranks resume with them. Name only equal ones in scarctl.Ranks(replicated=...)"
+)
+
 
 class Steps:
     """The beginnings and ends of one session's iterations."""
@@ -35,6 +40,7 @@ class Steps:
         self._binding = parts.binding
         self._progress = parts.progress
         self._gate = parts.gate
+        self._journal = parts.journal
         self._requests = requests
         self._saving = saving
         self._watch = watch
@@ -45,6 +51,8 @@ class Steps:
         """A regular checkpoint is due after the newest step."""
         self._stalls = 0.0
         """Seconds in hooks and waiting when the newest step had ended."""
+        self._differ = False
+        """Ranks were found to differ, and not yet to agree again."""
 
     def begin(self) -> None:
         """Finish the current copy, right before an optimizer changes parameters."""
@@ -144,7 +152,18 @@ class Steps:
             return Extent.WHOLE
         if self._regular:
             engine.expect(step)
+            self._compare_ranks(differ=engine.selector.differs)
         return self._requests.due(engine, regular=self._regular)
+
+    def _compare_ranks(self, *, differ: bool) -> None:
+        """Say when ranks begin to differ, and withdraw it once they agree again. The journal keeps both."""
+        if differ:
+            self._progress.caveats.say("ranks-differ", _DIFFER)
+        elif self._differ:
+            self._progress.caveats.withdraw("ranks-differ")
+        if differ != self._differ:
+            self._journal.add("ranks differ" if differ else "ranks agree", self._progress.head_step)
+        self._differ = differ
 
     def _note_touched(self) -> None:
         engine = self._opening.engine

@@ -20,7 +20,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from scarctl.checkpoint.randomness import Raw, digests, draws, raw
+from scarctl.checkpoint.randomness import Raw, digests, draws, raw, untransformed, unwrapped
 from scarctl.checkpoint.streams import is_capturing
 from scarctl.session.changes import Changes
 from scarctl.session.loader import iterators
@@ -153,6 +153,12 @@ class Witness:
             return
         if id(module) not in self._ids and id(getattr(module, "_orig_mod", None)) not in self._ids:
             return
+        trains = torch.is_grad_enabled()
+        with untransformed():
+            self._note(args, trains=trains)
+
+    def _note(self, args: Any, *, trains: bool) -> None:
+        """Note the beginning of a forward pass. trains: it records gradients."""
         gap = self._gaps[-1]
         if gap.ended is None:
             if self.first is not None:
@@ -163,10 +169,10 @@ class Witness:
         if known:
             pass  # a pass without gradients came first: frozen layers, or statistics that are measured again
         elif len(args) == 1 and isinstance(args[0], torch.Tensor):  # as for `_tensors`, which takes longer
-            gap.inputs = [(args[0], args[0]._version)]
+            gap.inputs = [_input(args[0])]
         else:
-            gap.inputs = [(tensor, tensor._version) for tensor in _tensors(args)]
-        gap.trains = gap.trains or torch.is_grad_enabled()
+            gap.inputs = list(map(_input, _tensors(args)))
+        gap.trains = gap.trains or trains
         if not known:  # a long pass without gradients must not end the search for the one with them
             self._left -= 1
         # If the inputs are keywords, an inner module gets them unchanged.
@@ -271,6 +277,12 @@ def _tensors(args: Any) -> Iterator[torch.Tensor]:
             yield from (item for item in arg if isinstance(item, torch.Tensor))
         elif isinstance(arg, Mapping):
             yield from (item for item in arg.values() if isinstance(item, torch.Tensor))
+
+
+def _input(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return an input with its count of writes."""
+    tensor = unwrapped(tensor)
+    return tensor, tensor._version
 
 
 def _digest(inputs: list[tuple[torch.Tensor, int]]) -> str | None:

@@ -28,7 +28,7 @@ class Event:
     """One event of a run."""
 
     kind: str
-    """"started", "resumed" or "recovered"."""
+    """"started", "resumed", "recovered", "ranks differ" or "ranks agree"."""
     at: str
     """UTC time, in ISO 8601, for display."""
     step: int

@@ -26,6 +26,15 @@ def distinct(values: NDArray[Integer]) -> NDArray[Integer]:
     return ordered[first]
 
 
+def union(first: Ids, second: Ids) -> Ids:
+    """Return the ids in either of two arrays of ascending, distinct ids: ascending and distinct, without a copy if one
+    is empty.
+    """
+    if not first.size or not second.size:
+        return first if first.size else second
+    return distinct(np.concatenate([first, second]))
+
+
 def adjacent(at: NDArray[np.int64]) -> slice | NDArray[np.int64]:
     """Return ascending indices, as a slice when they are adjacent: numpy then copies instead of gathering."""
     if at.size and at[-1] - at[0] == at.size - 1:

@@ -73,6 +73,8 @@ class World:
     """By life: the state with which it began, and its ancestors."""
     left: dict[tuple[str, str], tuple[tuple[str, ...], Values]] = field(default_factory=dict)
     """By store and host: the store's state when a process died there, and the process's memory."""
+    names: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
+    """By identity of a pruned store's state: the identity of the same state before. Copies may have either one."""
     begun: set[tuple[int, Values]] = field(default_factory=set)
     """Mixed states from which lives have continued, with their steps."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -94,7 +96,7 @@ class World:
         self.journal.append(f"life {self.lives}: {store} on {host}: {plan}")
         path, base = self.folder / store, self.folder / host
         base.mkdir(exist_ok=True, mode=0o700)
-        alone, mark = stored(path)
+        alone, mark = self._stored(store)
         told = live(path, base, self.lives, plan)
         self.journal.append(f"    from {told.step}, exact: {told.exact}{told.error}")
         self.counts["lives"] += 1
@@ -113,8 +115,12 @@ class World:
         elif NEVER not in alone:
             raise Violation("the store has a whole state, and nothing was resumed")
         if plan.end == "kill" and not told.error and any(v != NEVER for v in told.left):
-            self.left[store, host] = stored(path)[1], told.left
+            self.left[store, host] = self._stored(store)[1], told.left
         return told
+
+    def _stored(self, store: str) -> tuple[Values, tuple[str, ...]]:
+        values, mark = stored(self.folder / store)
+        return values, self.names.get(mark, mark)
 
     def _judge(self, told: Told, alone: Values, memory: Values, plan: Plan) -> None:
         known = [self.way(v) for v in (*alone, *memory) if v != NEVER]
@@ -153,14 +159,12 @@ class World:
         """Prune as the command does: with a new epoch, compaction, and the removal of old records."""
         self.journal.append(f"{store} is pruned")
         opened = Store.open(self.folder / store)
-        before = stored(self.folder / store)[1]
+        before = self._stored(store)[1]
         prune(opened, plan_prune(opened, Retention()))
         opened.close()
         after = stored(self.folder / store)[1]
-        # The state has not changed, though the record that names it may be collected.
-        for key, (mark, values) in list(self.left.items()):
-            if key[0] == store and mark == before:
-                self.left[key] = after, values
+        if after != before:  # the record that names the state may be collected
+            self.names[after] = before
         self.counts["prunes"] += 1
 
 

@@ -59,6 +59,17 @@ class Link(NamedTuple):
     """A batch that the peer is copying."""
 
 
+class Loan(NamedTuple):
+    """An arena that life `life` is fetching."""
+
+    life: int
+    source: str
+    arena: Arena
+    """Its header, with the copies that have arrived."""
+    rows: int = 0
+    """Number of partitions that have arrived."""
+
+
 class World(NamedTuple):
     epoch: int = 0
     records: int = 0
@@ -72,6 +83,7 @@ class World(NamedTuple):
     lost: frozenset[str] = frozenset()
     lives: tuple[Life, ...] = ()
     link: Link = Link()
+    loan: Loan | None = None
     promised: Version = NONE
     """The version that a flush has reported to be on the other host."""
     fate: tuple[str, ...] = ()
@@ -87,6 +99,14 @@ def comes(world: World, host: str) -> bool:
 
 def arena_of(world: World, host: str) -> Arena:
     return dict(world.hosts).get(host, Arena())
+
+
+def lives_on(world: World, host: str) -> bool:
+    """Return whether the process lives whose arena a host has, perhaps cut off from all others."""
+    seen = arena_of(world, host).seen
+    return any(
+        life.host == host and life.epoch == seen and life.at != "over" for life in world.lives if life.epoch
+    )
 
 
 def with_arena(world: World, host: str, arena: Arena) -> World:

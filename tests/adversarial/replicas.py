@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tests.adversarial.replica_fetch import Fetching
 from tests.adversarial.replica_world import (
     ALL,
     MIXED,
@@ -70,6 +71,10 @@ SHORT = (
         "lose:b lose:c",
     ),
     Scenario("another start", (("a", "open train flush"), ("a", "open train"), ("b", "open")), "join lose:a"),
+    Scenario("fetched while its owner sends", (("a", "open train train"), ("c", "open")), "part:0"),
+    Scenario(
+        "back on its host", (("a", "open train train"), ("b", "open train"), ("b", "open")), "far:a near:a"
+    ),
     Scenario("a commit comes in between", (("a", "open train commit"), ("b", "open train commit")), "part:0"),
 )
 LONG = (
@@ -93,18 +98,19 @@ MUTANTS = {
     "5: a replica goes when its successor begins": "another start",
     "6: a flush is acknowledged when it is sent": "a host is lost",
     "6: training waits for its peer": "the cable is cut in a batch",
+    "fetch: an older epoch wins": "back on its host",
+    "fetch: from a live run": "fetched while its owner sends",
+    "fetch: an arena may change meanwhile": "fetched while its owner sends",
+    "fetch: the own arena goes first": "a host is lost",
     "an epoch's record is put, not created": "a commit comes in between",
 }
 """Rules left out, each with its number in the design, and the scenario that shows the consequence."""
 
 
-class Model:
+class Model(Fetching):
     def __init__(self, mutant: str = "") -> None:
         assert mutant in ("", *MUTANTS)
         self.mutant = mutant
-
-    def _without(self, rule: str) -> bool:
-        return self.mutant.startswith(rule)
 
     def begin(self, scenario: Scenario) -> World:
         lives = [Life(host, tuple(words.split()), i - 1) for i, (host, words) in enumerate(scenario.cast)]
@@ -127,7 +133,8 @@ class Model:
         if life.epoch == 0 and not life.at and before is not None and before.at not in ("over", "parted"):
             return
         if life.epoch and life.at != "parted":
-            yield f"{i} dies", with_life(world, i, life._replace(at="over"))
+            loan = None if world.loan is not None and world.loan.life == i else world.loan
+            yield f"{i} dies", with_life(world._replace(loan=loan), i, life._replace(at="over"))
         at = life.at if life.at not in ("", "parted") else (life.todo[0] if life.todo else "ends")
         if life.at in ("", "parted") and life.todo:
             life = life._replace(todo=life.todo[1:])
@@ -141,38 +148,17 @@ class Model:
         yield f"{i} reads the store", with_life(world, i, life._replace(at="look", step=world.records))
 
     def _look(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """Model host_memory.plan_transfers: choose the newest arena of the available hosts, by epoch and step."""
+        """Model fetch_memory: all hosts are asked. The newest arena is fetched, unless this host has it."""
         if world.link.staged is not None:
             return  # the folder is locked while a batch is copied
-        hosts = {
-            name: arena
-            for name, arena in world.hosts
-            if name not in world.lost and arena.complete and max(arena.copies) > NONE
-        }
-        if not self._without("4: peers are believed"):
-            hosts = {name: arena for name, arena in hosts.items() if arena.seen >= world.committed}
-        by_step = self._without("4: the order")
-        best = max(
-            hosts,
-            key=lambda name: (
-                (hosts[name].head[1], name)
-                if by_step
-                else (hosts[name].seen, hosts[name].head, name == life.host)
-            ),
-            default="",
-        )
-        found = [world.durable[p] for p in ALL]
-        if best:
-            arena = hosts[best]
-            for p in ALL:
-                newer = arena.copies[p] > found[p] or arena.copies[p] == MIXED
-                if p not in arena.odd and newer and not (by_step and arena.copies[p][1] <= found[p][1]):
-                    found[p] = arena.copies[p]
-            for version in arena.handovers:
-                if any(p not in arena.odd and arena.copies[p] < version for p in ALL):
-                    raise Broken(f"host {best} has a hand-over of {version}, and copies {arena.copies}")
-        self._check(world, (found[0], found[1]), torn=bool(best and hosts[best].odd))
-        life = life._replace(at="record", found=(found[0], found[1]), source=best)
+        best = self._best(world, life)
+        if best not in ("", life.host):
+            yield f"{i} asks {best}", with_life(world, i, life._replace(at="header", source=best))
+            return
+        arena = arena_of(world, best) if best else Arena()
+        found = self._found(world, arena)
+        self._check(world, found, torn=bool(arena.odd))
+        life = life._replace(at="record", found=found, source=best)
         yield f"{i} finds {found} on {best or 'no host'}", with_life(world, i, life)
 
     def _check(self, world: World, found: tuple[Version, Version], *, torn: bool) -> None:
@@ -197,8 +183,8 @@ class Model:
         bases = (*world.bases, (epoch, max(life.found)))
         made = world._replace(epoch=epoch, records=world.records + 1, bases=bases)
         made = with_arena(made, life.host, arena)
-        if life.source not in ("", life.host) and self._without("5: fetching"):
-            made = with_arena(made, life.source, Arena())
+        if made.loan is not None and made.loan.source == life.host:
+            made = made._replace(loan=None)  # as Runs.claim does
         life = life._replace(at="", epoch=epoch, step=max(life.found)[1])
         yield f"{i} begins epoch {epoch} on {life.host}", with_life(made, i, life)
 
@@ -318,6 +304,9 @@ class Model:
         link = world.link
         if "b" in world.lost:
             return
+        lent = world.loan is not None and world.loan.source == "b"
+        if lent and not self._without("fetch: an arena may change"):
+            return  # its folder is locked
         if link.staged is not None:
             arena, place = self._target(world, link.staged.epoch)
             if arena is not None:
@@ -375,7 +364,8 @@ class Model:
         )
         # The peer of a lost host still has the batch that it copies.
         wire = {"a": Link(staged=world.link.staged), "b": Link()}.get(host, world.link)
-        made = world._replace(hosts=hosts, lost=world.lost | {host}, lives=lives, link=wire)
+        loan = world.loan if world.loan and lives[world.loan.life].at != "over" else None
+        made = world._replace(hosts=hosts, lost=world.lost | {host}, lives=lives, link=wire, loan=loan)
         # Lives that start later do so on a new machine of that name.
         yield (
             f"host {host} is lost",

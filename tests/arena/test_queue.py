@@ -90,15 +90,18 @@ def test_anything_else_is_corruption(tmp_path_factory: pytest.TempPathFactory, d
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 100, -1])
-def test_a_truncated_file_is_set_aside_and_the_others_stay(
+def test_a_truncated_file_is_left_out_and_the_others_stay(
     tmp_path: Path, length: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     queue = HandOverQueue(tmp_path)
     bad, good = put(queue), put(queue)
     path = Path(queue._path(bad))
     path.write_bytes(path.read_bytes()[:length])
-    assert [h.number for h in queue.pending()] == [good]
-    assert "set aside" in caplog.text
+    assert [[h.number for h in queue.pending()] for _ in range(2)] == [[good]] * 2
+    assert caplog.text.count("cannot be read") == 1
+    # The persister has to find it: only then it counts as not saved.
+    assert queue.numbers() == [bad, good]
+    queue.set_aside(bad)
     assert [p.suffix for p in sorted(tmp_path.iterdir())] == [".bad", ".safetensors"]
     queue.clear()
     assert list(tmp_path.iterdir()) == []
@@ -122,7 +125,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder", "sparse"])
-def test_what_is_no_plain_file_is_set_aside(tmp_path: Path, kind: str) -> None:
+def test_what_is_no_plain_file_is_left_out_and_can_be_set_aside(tmp_path: Path, kind: str) -> None:
     queue = HandOverQueue(tmp_path)
     path = Path(queue._path(1))
     if kind == "link":
@@ -136,6 +139,8 @@ def test_what_is_no_plain_file_is_set_aside(tmp_path: Path, kind: str) -> None:
             file.truncate(1 << 43)
     good = put(queue)
     assert [h.number for h in queue.pending()] == [good]
+    assert os.path.lexists(path)
+    queue.set_aside(1)
     assert os.path.lexists(path.with_suffix(".bad"))
 
 

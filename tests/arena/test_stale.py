@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scarctl.arena import stale
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder, host_folder, lock_folder
+from scarctl.arena.owner import Owner, write_owner
 from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.stale import DAY, reap, survey
 from scarctl.daemon import client
@@ -104,6 +106,22 @@ def test_only_what_has_been_quiet_for_long_enough(arena_dir: Path) -> None:
     assert [Path(arena.folder) for arena in reap(old.parent, older_than=DAY)] == [old]
     assert young.exists()
     assert reap(young.parent)
+
+
+def test_a_clock_that_was_set_after_the_boot_makes_nothing_old(
+    arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine often boots with a wrong date. A replica of a minute ago is no memory of years ago."""
+    replica = left(arena_dir, pending=2, age=900 * DAY)
+    write_owner(replica, Owner("b", "11" * 16, 1))
+    past = time.time() - 900 * DAY
+    os.utime(replica, (past, past))
+    monkeypatch.setattr(stale, "_uptime", lambda: DAY / 2)
+    assert reap(replica.parent, older_than=DAY) == []
+    monkeypatch.setattr(stale, "_uptime", lambda: 2 * DAY)
+    assert reap(replica.parent, older_than=DAY, live=frozenset({ID})) == [], "its owner sends to it now"
+    assert len(reap(replica.parent, older_than=DAY)) == 1
+    assert not replica.exists()
 
 
 @pytest.mark.leaves_arena

@@ -173,6 +173,7 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "--store ckpt --lost 0": (2, "this host has no arena of a stopped run"),
         "--store ckpt --lost 0 --into state.safetensors --output o.pt": (2, "exclude each other"),
         "--store ckpt --lost 0 --output o.npz": (2, "scarctl writes no .npz files"),
+        "--store ckpt --lost 0 --output o.txt": (2, "scarctl writes no .txt files"),
         "--store ckpt --lost 0 --output folder": (2, "not a regular file"),
         "--store ckpt --lost 0 --output ckpt/o.safetensors": (2, "inside the store"),
         "--store ckpt --lost 0 --into x.npz": (2, "an archive of numpy arrays"),

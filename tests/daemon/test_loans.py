@@ -15,6 +15,7 @@ from scarctl.arena.folder import arena_folder
 from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.transfer import Outgoing
 from scarctl.daemon import client
+from scarctl.daemon import server as servers
 from scarctl.daemon.saver import DaemonSaver
 from scarctl.daemon.server import Daemon
 from scarctl.errors import Contention
@@ -303,6 +304,62 @@ def test_a_daemon_that_ends_finishes_a_fetch_within_seconds_or_refuses_it(
     wait_until(lambda: status(daemon.folder) is None)
     stuck.set()
     assert set(trainer.stored()[0]) == {1}
+
+
+def test_a_fetch_does_not_keep_a_host_that_shuts_down_from_saving(
+    daemon: Daemon,
+    trainer: Trainer,
+    tmp_path: Path,
+    stuck: threading.Event,
+    sending: Sending,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The daemon has received SIGTERM, and saves what it can. Another host has not even got the first piece."""
+    monkeypatch.setattr(lenders, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("scarctl.daemon.lifecycle.LAST_SAVES", 120.0)
+    monkeypatch.setattr(lenders, "PIECE", 4096)
+    monkeypatch.setattr(fetching, "PIECE", 4096)
+    elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
+    die_with_pending_copies(trainer)
+    elsewhere.begin()
+    assert sending.began.wait(60.0)
+    daemon._terminated = True
+    wait_until(lambda: daemon.host._lender._until is not None)
+    sending.go.set()
+    assert elsewhere.end() is None
+    stuck.set()
+    wait_until(lambda: status(daemon.folder) is None)
+    daemon._terminated = False  # the fixture ends it once more
+    assert set(trainer.stored()[0]) == {2}
+
+
+def test_an_evacuation_ends_a_fetch_and_saves_everything(
+    daemon: Daemon,
+    trainer: Trainer,
+    tmp_path: Path,
+    stuck: threading.Event,
+    sending: Sending,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The time for the fetch is over before its first piece was sent."""
+    monkeypatch.setattr(servers, "_FOR_LOANS", 0.0)
+    elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
+    die_with_pending_copies(trainer)
+    elsewhere.begin()
+    assert sending.began.wait(60.0)
+    stuck.set()
+    reports: list[Any] = []
+    run = trainer.store.run_id
+    evacuation = threading.Thread(target=lambda: reports.append(client.evacuate(daemon.folder, run, 60.0)))
+    evacuation.start()
+    wait_until(lambda: daemon.runs._wanted)
+    sending.go.set()
+    assert elsewhere.end() is None
+    evacuation.join(120.0)
+    assert [report.lost_partitions for report in reports] == [0]
+    wait_until(lambda: trainer.phases() == [])
+    assert set(trainer.stored()[0]) == {2}
+    assert daemon.runs._wanted == []
 
 
 def test_a_run_cannot_be_lent_while_a_process_waits_for_it(daemon: Daemon) -> None:

@@ -110,6 +110,25 @@ def diverged(rank: int, world: int, folder: str, ranks: list[int], clips: bool =
         return [caveat.kind for caveat in session.caveats]
 
 
+def agreeing(rank: int, world: int, folder: str) -> tuple[list[bool], list[str]]:
+    """Take steps in which the replicas differ for a while. Return whether each step had the caveat, and the events."""
+    job = Job("ddp", folder)
+    found = []
+    with job.session as session:
+        session.resume()
+        for number in range(1, 26):
+            step(job.model, job.optimizer, number)
+            drained([session])
+            found.append("ranks-differ" in [caveat.kind for caveat in session.caveats])
+            if number == 2 and rank:
+                put(job.model, 0.5, behind=False)
+            if number == 4:
+                for parameter in job.model.parameters():
+                    dist.broadcast(parameter.data, 0)
+        kinds = [event.kind for event in session._journal]
+    return found, kinds
+
+
 def regrouped(rank: int, world: int, folder: str, ranks: list[int]) -> dict[str, Any]:
     """Take eight steps; these ranks add a param_group after the second."""
     job = Job("ddp", folder)

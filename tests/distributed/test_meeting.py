@@ -273,7 +273,7 @@ def test_an_evacuation_puts_changes_off(table: Table) -> None:
     original = table.daemon.follow
 
     def refuse(*_: Any) -> None:
-        raise Contention("its memory is evacuated", kind="evacuating")
+        raise Contention("its memory is evacuated")
 
     table.daemon.follow = refuse  # type: ignore[method-assign, assignment]
     table.look(1.0)

@@ -9,6 +9,7 @@ import pytest
 from tests.distributed.launch import launch
 
 FLUSHED, RESUMED = "tests.distributed.replaced:flushed", "tests.distributed.replaced:resumed"
+AGREEING = "tests.distributed.replaced:agreeing"
 DIVERGED, REGROUPED = "tests.distributed.replaced:diverged", "tests.distributed.replaced:regrouped"
 ALONE = "tests.distributed.replaced:alone"
 
@@ -44,6 +45,14 @@ def test_replicas_that_diverge_are_said(tmp_path: Path, ranks: list[int]) -> Non
     assert [one["exact"] for one in again] == [not ranks] * 2
     for one in again:
         assert not ranks or any("ranks have different values" in reason for reason in one["reasons"])
+
+
+def test_replicas_that_agree_again_are_believed_and_the_report_keeps_both(tmp_path: Path) -> None:
+    for differed, events in launch(AGREEING, 2, str(tmp_path)):
+        assert any(differed)
+        assert not differed[-1]
+        assert [kind for kind in events if "ranks" in kind] == ["ranks differ", "ranks agree"]
+    assert all(one["exact"] for one in launch(RESUMED, 2, "ddp", str(tmp_path)))
 
 
 def test_replicas_that_all_ranks_clip_after_a_step_are_equal(tmp_path: Path) -> None:

@@ -300,6 +300,26 @@ def test_samples_are_compared_with_every_policy(tmp_path: Path, policy: str, dif
     assert results(tmp_path, [body] * 2) == [differ] * 2
 
 
+def test_ranks_that_agree_again_are_believed_after_a_while_and_later_ones_less(tmp_path: Path) -> None:
+    """As with an average of the replicas now and then: one equal sample proves little."""
+    differing = {3, 4, 17}
+
+    def body(member: Member) -> list[bool]:
+        member.selector._sample = lambda number: torch.full((1,), float((number in differing) * member.rank))
+        found = []
+        for step in range(45):
+            member.selector.agreed()
+            found.append(member.selector.differs)
+            member.checkpoint(step)
+        return found
+
+    (first, second) = results(tmp_path, [body] * 2)
+    assert first == second
+    changes = [step for step in range(1, 45) if first[step] != first[step - 1]]
+    # Found two rounds later; believed again after 8 equal samples, and then after 16.
+    assert changes == [5, 14, 19, 35]
+
+
 def test_a_sample_that_fails_is_said_and_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
     def fails(step: int) -> torch.Tensor:
         raise RuntimeError("its memory is gone")

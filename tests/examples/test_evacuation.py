@@ -88,26 +88,46 @@ def test_a_clouds_notice(tmp_path: Path, metadata: str, cloud: str) -> None:
         child.signal(signal.SIGKILL)
 
 
+STAND_INS = """
+srun() { "$@"; }
+python() { until [ -e "$GO" ]; do sleep 0.05; done; return 7; }
+scarctl() { "$PYTHON" -m scarctl "$@" --json; }
+"""
+
+
+@pytest.mark.parametrize("options", ["", "set -eu"])
 @pytest.mark.usefixtures("daemon_folder")
-def test_slurms_signal_to_the_batch_script(tmp_path: Path) -> None:
-    """The trap of the recipe runs in a real shell, which gets a real USR1 and waits for its training."""
+def test_slurms_signal_to_the_batch_script(tmp_path: Path, options: str) -> None:
+    """The recipe of the page runs in a real shell, which gets a real USR1. Then its training fails."""
+    text = (ROOT / "docs" / "evacuation.md").read_text()
+    recipe = text[text.index("#SBATCH --signal") :].partition("```")[0]
+    assert "srun python train.py" in recipe
+    recipe = recipe.replace("--deadline 50s", "--deadline 60s" + " || true" * bool(options)).replace(
+        "wait $training ||", "echo ready; wait $training ||"
+    )
+    go = tmp_path / "go"
     with Forked(lambda tell: trains(tmp_path / "store", tell)) as child:
         child.expect("ready")
-        leave = " ".join(EVACUATE)
-        job = "sleep 600 >&2 & training=$!\necho ready\nwait; wait"
-        script = f"trap '{leave}; kill $training' USR1\n{job}"
-        shell = subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, text=True)
+        shell = subprocess.Popen(
+            ["bash", "-c", f"{options}\n{STAND_INS}{recipe}"],
+            env={**os.environ, "GO": str(go), "PYTHON": sys.executable},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert shell.stdout is not None
         assert shell.stdout.readline() == "ready\n"
         os.kill(shell.pid, signal.SIGUSR1)
         assert json.loads(shell.stdout.readline())["safe"]
+        go.touch()
+        assert shell.wait(60) == 7, "the job's exit code is that of its training"
         shell.stdout.close()
-        shell.wait(60)
         child.signal(signal.SIGKILL)
 
 
+@pytest.mark.parametrize("container", [False, True], ids=["a process", "process 1"])
 @pytest.mark.usefixtures("daemon_folder")
-def test_kubernetes_sigterm_to_the_first_process_and_then_sigkill(tmp_path: Path) -> None:
+def test_kubernetes_sigterm_to_the_first_process_and_then_sigkill(tmp_path: Path, container: bool) -> None:
+    """As process 1 of a container it gets only signals that it handles, and all others die with it, by SIGKILL."""
     program = (
         "import sys, time\nfrom tests.support import stepper\n"
         "model, optimizer = stepper.build()\nsession = stepper.attach(model, optimizer, sys.argv[1])\n"
@@ -115,16 +135,26 @@ def test_kubernetes_sigterm_to_the_first_process_and_then_sigkill(tmp_path: Path
         "print('ready', flush=True)\ntime.sleep(600)\n"
     )
     command = [sys.executable, "-m", "scarctl", "run", "--timeout", "5", "--", sys.executable, "-c", program]
-    first = subprocess.Popen(
-        [*command, str(tmp_path / "store")],
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"] if container else []
+    if container and subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not make containers")
+    outer = subprocess.Popen(
+        [*inside, *command, str(tmp_path / "store")],
         cwd=ROOT,
         env={**os.environ, "SCARCTL_GRACE": "50s", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert first.stdout is not None
-    assert first.stdout.readline() == "ready\n"
-    first.send_signal(signal.SIGTERM)
-    assert first.wait(100) == 128 + signal.SIGTERM
-    first.stdout.close()
+    assert outer.stdout is not None
+    try:
+        assert outer.stdout.readline() == "ready\n"
+        first = outer.pid
+        if container:
+            (first,) = map(int, Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split())
+        os.kill(first, signal.SIGTERM)
+        assert outer.wait(100) == 128 + signal.SIGTERM
+        outer.stdout.close()
+    finally:
+        outer.kill()
+        outer.wait()
     assert set(stored_steps(tmp_path / "store")) == {7}

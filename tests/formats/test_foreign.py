@@ -45,9 +45,9 @@ def test_a_store_is_no_state_file(tmp_path: Path) -> None:
     assert "is a store" in foreign_folder(tmp_path).message
 
 
-@pytest.mark.parametrize("name", ["a.npz", "a.H5", "a.gguf", "a.json", "a.tar"])
+@pytest.mark.parametrize("name", ["a.npz", "a.H5", "a.gguf", "a.json", "a.tar", "a.txt", "a.bin", "a.ckpt"])
 def test_a_new_file_promises_no_format_that_is_not_written(name: str) -> None:
     with pytest.raises(UsageError, match="scarctl writes no"):
         check_new(Path(name))
-    for good in ("a.safetensors", "a.pt", "a.bin", "folder"):
+    for good in ("a.safetensors", "a.PT", "a.pth", "run-1.5", "run"):
         check_new(Path(good))

@@ -23,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 import scarctl
+from tests.loops.crafts import CRAFTS
 from tests.loops.detours import DETOURS
 from tests.loops.habits import HABITS
 from tests.loops.oversights import OVERSIGHTS
@@ -431,9 +432,8 @@ TORCHDATA: dict[str, Program] = {
     "stateful loader by hand, extras": lambda run: stateful(run, ours=False),
     "stateful loader by hand, 2 workers": lambda run: stateful(run, ours=False, workers=2),
 }
-PROGRAMS |= HABITS | OVERSIGHTS | DETOURS | TURNS
-if find_spec("torchdata") is not None:
-    PROGRAMS |= TORCHDATA
+PROGRAMS |= CRAFTS | HABITS | OVERSIGHTS | DETOURS | TURNS
+PROGRAMS |= TORCHDATA if find_spec("torchdata") is not None else {}
 
 
 def main() -> None:

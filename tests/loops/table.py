@@ -63,6 +63,13 @@ REPORTED = {
     "cycled",
     "counting",
     "two sessions",
+    "pruned",
+    "replay, not saved",
+    "replay by hand",
+    "workers and sampler",
+    "workers and saved sampler",
+    "finder",
+    "contrast",
 }
 """Programs that resume exactly only if they were stopped between two epochs, and get a report otherwise."""
 DOUBTED = {
@@ -71,8 +78,11 @@ DOUBTED = {
     ("byol by hand", "close"),
     ("phases", "close"),
     ("thawed", "close"),
+    ("replay", "close"),
+    ("sharpness", "SIGTERM"),
 }
-"""Cases in which nothing after the saved state would show how the loop continues."""
+"""Cases in which nothing after the saved state would show how the loop continues, or in which a busy machine handles
+the signal while disturbed weights are in place of the trained ones."""
 
 
 def program(folder: Path, name: str, store: str, stop: str = "none", at: int = 0, **env: str) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +20,10 @@ from scarctl.peers import fetch as fetching
 from scarctl.peers.channel import Channel
 from scarctl.peers.frames import MAX_FILES, PREFIX, Kind, Offer, encode
 from tests.peers.lending import Liar, Site, sites
+from tests.peers.test_hostile import mutated
 
 pytestmark = pytest.mark.leaves_arena
+CASES = int(os.environ.get("SCARCTL_HOSTILE_CASES", "60"))
 
 
 @pytest.fixture
@@ -163,6 +168,75 @@ def test_an_authenticated_host_that_lies_costs_a_line_in_the_log(
     assert [record.levelname for record in caplog.records if "liar" in record.message] == ["WARNING"]
     assert "unexpectedly" not in caplog.text
     assert west.fetch(east.listen()) is not None
+
+
+def joined(frame: Any) -> bytes:
+    return b"".join(bytes(memoryview(part)) for part in frame)
+
+
+def conversation(site: Site) -> list[bytes]:
+    """Return the frames with which a host lends its arena."""
+    offer = lend(site)
+    arena = Arena.open_existing(site.place, run_id=site.view().run_id)
+    assert arena is not None
+    outgoing = Outgoing(arena)
+    files = [encode(Kind.FILE, {"name": name}, data) for name, data in outgoing.files()]
+    piece = outgoing.read(0, outgoing.size).copy()
+    head = replace(offer, files=len(files), files_size=outgoing.files_size)
+    frames = [head.frame(Kind.FETCH), *files, encode(Kind.PIECE, {}, piece)]
+    frames += [encode(Kind.END, {"digest": outgoing.digest()}), encode(Kind.ACK, {})]
+    outgoing.close()
+    arena.close()
+    return [joined(frame) for frame in frames]
+
+
+def corrupted(frames: list[bytes], chance: random.Random) -> list[bytes]:
+    """Return a conversation with something changed, missing, repeated or swapped."""
+    found, at, other = list(frames), chance.randrange(len(frames)), chance.randrange(len(frames))
+    what = chance.randrange(8)
+    if what == 0:
+        del found[at]
+    elif what == 1:
+        found.insert(other, found[at])
+    elif what == 2:
+        found[at], found[other] = found[other], found[at]
+    elif what == 3:
+        found[at] = chance.randbytes(chance.randrange(400))
+    else:
+        found[at] = mutated(found[at], chance)
+    return found
+
+
+def test_any_change_of_the_conversation_brings_nothing_or_all_of_it(
+    three: list[Site], caplog: pytest.LogCaptureFixture
+) -> None:
+    east, west, _ = three
+    west.train(2)
+    shutil.copytree(west.place, east.place)
+    east.train(5)
+    before, frames, brought = west.files(), conversation(east), 0
+    kept = west.home.with_name("kept")
+    shutil.copytree(west.home, kept)
+    for number in range(CASES):
+        chance = random.Random(f"lender/{number}")
+        inventory = joined(lend(east).frame(Kind.INVENTORY))
+        inventory = mutated(inventory, chance) if chance.random() < 0.2 else inventory
+        sent = corrupted(frames, chance)
+
+        def answer(channel: Channel, kind: Kind, inventory: bytes = inventory, sent: Any = sent) -> None:
+            channel.send([inventory] if kind is Kind.INVENTORY else sent)
+
+        with Liar(answer) as liar:
+            found = west.fetch(liar)
+        assert "unexpectedly" not in caplog.text, (number, caplog.text)
+        if found is None:
+            assert west.files() == before, number
+        else:
+            assert west.step() == 5, number
+            brought += 1
+            shutil.rmtree(west.home)
+            shutil.copytree(kept, west.home)
+    assert 0 < brought < CASES
 
 
 @pytest.mark.parametrize("stage", ["an offer", "the head", "a piece", "the end", "byte by byte"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,19 @@ from hypothesis import strategies as st
 from scarctl.errors import Corruption
 from scarctl.peers.frames import (
     MAX_BODY,
+    MAX_FILES,
     MAX_HEAD,
+    MAX_SIZE,
     MAX_STRANGER,
     PREFIX,
     Batch,
     Kind,
     Mark,
+    Offer,
     decode_batch,
     decode_head,
     decode_mark,
+    decode_offer,
     decode_prefix,
     encode,
 )
@@ -43,6 +48,8 @@ def decode(data: bytes) -> Any:
     head = decode_head(prefix, text, array)
     if prefix.kind in (Kind.BATCH, Kind.FIELDS):
         return decode_batch(head, array, PARTITIONS)
+    if prefix.kind in (Kind.INVENTORY, Kind.FETCH):
+        return decode_offer(head, array)
     return decode_mark(head, array) if prefix.kind is Kind.MARK else head
 
 
@@ -77,6 +84,20 @@ def marks(draw: st.DrawFn) -> Mark:
     )
 
 
+@st.composite
+def offers(draw: st.DrawFn) -> Offer:
+    numbers, counts = st.integers(1, 1 << 50), st.integers(0, 1 << 20)
+    return Offer(
+        (draw(st.integers(1, 99)), draw(st.integers(-1, 1 << 30)), draw(st.integers(0, 1 << 50))),
+        draw(st.integers(1, 99)),
+        draw(numbers),
+        draw(st.dictionaries(st.integers(0, 999_999), st.tuples(numbers, numbers), max_size=5)),
+        draw(counts),
+        draw(st.integers(0, 1 << 50)),
+        draw(counts),
+    )
+
+
 def batch_frame(batch: Batch) -> bytes:
     return joined(encode(Kind.BATCH, {"count": len(batch.ids)}, *batch.parts()))
 
@@ -94,7 +115,23 @@ def test_a_mark_comes_back(mark: Mark) -> None:
     assert found == mark
 
 
-@given(st.one_of(batches().map(batch_frame), marks().map(lambda mark: joined(mark.frame()))), st.data())
+@given(offers(), st.sampled_from([Kind.INVENTORY, Kind.FETCH]))
+def test_an_offer_comes_back(offer: Offer, kind: Kind) -> None:
+    assert decode(joined(offer.frame(kind))) == offer
+
+
+def test_no_offer_comes_back() -> None:
+    assert decode(joined(encode(Kind.INVENTORY, {"found": False}))) is None
+
+
+@given(
+    st.one_of(
+        batches().map(batch_frame),
+        marks().map(lambda mark: joined(mark.frame())),
+        offers().map(lambda offer: joined(offer.frame(Kind.FETCH))),
+    ),
+    st.data(),
+)
 def test_a_cut_or_flipped_frame_is_refused(frame: bytes, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(frame) - 1))
     with pytest.raises(Corruption):
@@ -118,7 +155,10 @@ def test_random_bytes_raise_nothing_but_corruption(data: bytes) -> None:
     st.sampled_from(list(Kind)),
     st.dictionaries(
         st.sampled_from(
-            ["count", "epoch", "base_epoch", "head_step", "errors", "sealed", "whole", "handovers"]
+            [
+                *("count", "epoch", "base_epoch", "head_step", "errors", "sealed", "whole", "handovers"),
+                *("found", "newest", "steps", "size", "files", "files_size", "withheld"),
+            ]
         ),
         st.one_of(
             st.integers(), st.text(max_size=40), st.none(), st.booleans(), st.lists(st.integers(), max_size=3)
@@ -134,6 +174,28 @@ def test_any_head_and_body_is_decoded_or_refused(kind: Kind, head: dict[str, Any
         return
     if isinstance(found, Batch):
         assert 0 <= found.ids[0] <= found.ids[-1] < PARTITIONS
+    if isinstance(found, Offer):
+        assert 0 < found.size <= MAX_SIZE
+        assert 0 <= found.files_size <= MAX_SIZE
+        assert 0 <= found.files <= MAX_FILES
+
+
+@given(
+    offers(),
+    st.sampled_from(
+        ["found", "newest", "head_step", "steps", "epoch", "size", "files", "files_size", "withheld"]
+    ),
+    st.sampled_from([-2, 1 << 63, 1.5, "7", None, [], True]),
+)
+def test_an_offer_with_an_impossible_number_is_refused(offer: Offer, name: str, value: Any) -> None:
+    frame = joined(offer.frame(Kind.FETCH))
+    prefix = decode_prefix(frame[: PREFIX.size])
+    head = json.loads(frame[PREFIX.size :][: prefix.head])
+    body = frame[PREFIX.size + prefix.head :]
+    if name == "found" and value is True:
+        return
+    with pytest.raises(Corruption):
+        decode(joined(encode(Kind.FETCH, {**head, name: value}, body)))
 
 
 def test_sizes_are_refused_before_anything_is_read() -> None:

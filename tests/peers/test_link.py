@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,6 +62,44 @@ def test_a_short_interruption_replaces_nobody() -> None:
     assert link.at == 0
 
 
+def test_a_host_that_accepts_and_never_answers_is_replaced() -> None:
+    """A connection may open and carry nothing: large packets are lost on the way, or the host fails at each frame."""
+    link = following()
+    link.lost(10.0)
+    now, tries = 10.0, 0
+    while link.state is not State.REPLACED:
+        now += 0.1
+        if link.tick(now):
+            link.accepted(now, complete=True)
+            link.lost(now)
+            tries += 1
+    assert REPLACED_AFTER <= now - 10.0 < REPLACED_AFTER + 1
+    assert 5 < tries < 20, "the pauses grow"
+
+
+def test_a_host_that_answers_is_not_replaced_before_its_first_mark() -> None:
+    """A first copy may take long, over a network that is cut now and then."""
+    link = following()
+    for now in range(10, 1000, 50):
+        link.lost(float(now))
+        assert link.tick(now + 20.0)
+        link.accepted(now + 20.0)
+        link.answered(now + 21.0)
+    assert link.at == 0
+
+
+def test_a_lost_host_is_kept_while_no_other_is_free() -> None:
+    """Its copy has an age, which others would not have."""
+    link = following()
+    link.lost(0.0)
+    for now in range(1, 2000):
+        if link.tick(float(now), spare=False):
+            link.lost(float(now))
+    assert (link.at, link.complete) == (0, True)
+    link.tick(2000.0, spare=True)
+    assert link.state is State.REPLACED
+
+
 def test_the_only_candidate_is_tried_for_ever() -> None:
     link = following(candidates=1)
     link.lost(0.0)
@@ -79,6 +119,21 @@ def test_a_refusal_goes_to_the_next_candidate_at_once_and_pauses_after_the_last(
     assert not link.tick(1.0)
     assert link.tick(2.0)
     assert link.at == 0
+
+
+def test_the_only_host_keeps_its_age_when_it_refuses() -> None:
+    """It has a complete replica, and no room for a hand-over. It is asked again after growing pauses."""
+    link = following(1)
+    pauses, now = [], 10.0
+    for _ in range(5):
+        link.refused(now)
+        assert (link.state, link.complete) == (State.LOST, True)
+        began = now
+        while not link.tick(now):
+            now += 0.05
+        link.accepted(now, complete=True)
+        pauses.append(now - began)
+    assert all(one < other for one, other in itertools.pairwise(pauses)), pauses
 
 
 def test_a_host_that_goes_is_not_kept_waiting_by_an_earlier_loss() -> None:
@@ -109,7 +164,7 @@ def test_without_candidates_nothing_is_tried() -> None:
 
 
 TIMES = st.floats(0, 1000)
-NAMES = ("begin", "accepted", "marked", "lost", "refused", "overtaken", "close", "hurry", "tick")
+NAMES = ("begin", "accepted", "answered", "marked", "lost", "refused", "overtaken", "close", "hurry", "tick")
 EVENTS = st.lists(st.tuples(st.sampled_from(NAMES), TIMES, st.booleans()), max_size=60)
 
 

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scarctl.arena.header import FILE
 from scarctl.arena.queue import HandOver, HandOverQueue
-from scarctl.errors import AccessDenied, Corruption, Overwritten, ScarError, Unavailable
+from scarctl.errors import AccessDenied, Corruption, Fenced, Overwritten, ScarError, Unavailable
 from scarctl.persist.persister import adopt_orphans, reconcile
+from scarctl.persist.thread import PersisterThread
 from scarctl.state.version import step_of
 from scarctl.store import Store, complete_sets
 from tests.daemon.rig import Rig
@@ -420,3 +422,22 @@ def test_any_order_of_copies_hand_overs_and_failures(tmp_path_factory: Any, data
                     assert (batch.tensors[0][rows : rows + b - a] == at_step[step][i]).all()
                     rows += int(b - a)
     rig.close()
+
+
+def test_hand_overs_of_another_arena_are_left_alone(rig: Rig) -> None:
+    """It was fetched from another host into the place of this one, whose saver still runs."""
+    rig.persist(rig.save(rig.everything, 1))
+    number = rig.save(SOME, 2)
+    rig.persister.check(rig.queue.read(number))
+    place = rig.arena.folder / FILE
+    content = place.read_bytes()
+    place.unlink()
+    place.write_bytes(content)
+    with pytest.raises(Fenced, match="has taken the place"):
+        rig.persister.check(rig.queue.read(number))
+    thread = PersisterThread(rig.persister, rig.queue)
+    assert not thread.drain(30.0)
+    assert isinstance(thread.failure, Fenced)
+    thread.close()
+    assert rig.queue.numbers() == [number]
+    assert set(rig.stored()[0]) == {1}

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import AccessDenied, Corruption, Fenced, Unavailable
 from scarctl.persist.persister import adopt_orphans
 from scarctl.persist.thread import PersisterThread
@@ -295,6 +296,19 @@ def test_a_store_that_fails_behind_a_damaged_hand_over_is_worth_waiting_for(rig:
     assert thread.fault().retryable
     rig.blobs.mend()
     assert thread.drain(20)
+    thread.close()
+
+
+def test_a_damaged_hand_over_that_training_finds_first_is_not_durable(rig: Rig) -> None:
+    """As a close does, which asks whether the newest state is sealed before it waits for the store."""
+    damage_one(rig)
+    assert not HandOverQueue(rig.arena.folder).pending()
+    thread = PersisterThread(rig.persister, rig.queue)
+    assert not thread.drain(10)
+    assert isinstance(thread.fault(), Corruption)
+    rig.save(SOME, 3)
+    thread.notify()
+    assert thread.drain(10)
     thread.close()
 
 

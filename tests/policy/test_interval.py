@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import scarctl.checkpoint.pace
+import scarctl.checkpoint.tracker
 from scarctl.config import SessionSettings
 from scarctl.errors import UsageError
 from scarctl.policy.interval import FIRST_INTERVAL, LONG_INTERVAL, LONGEST_INTERVAL, Cadence
@@ -362,6 +363,38 @@ def test_a_session_finds_its_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     before = loop.session.stats.checkpoints
     train(20)
     assert loop.session.stats.checkpoints == before + 20
+    loop.session.close()
+
+
+def test_a_session_that_compares_ahead_soon_knows_an_undisturbed_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Distances are computed in the 16 iterations before a checkpoint: in all of them, if checkpoints are frequent."""
+    clock = Clock()
+    monkeypatch.setattr(scarctl.checkpoint.pace, "time", clock)
+    monkeypatch.setattr(scarctl.checkpoint.tracker, "SMALL", 0)
+    loop = Loop(
+        tmp_path / "store",
+        interval="auto",
+        overhead=1.0,
+        fraction=0.25,
+        tracker="overlapped",
+        on_error="raise",
+    )
+    loop.train(1)
+    engine = loop.session._engine
+    assert engine is not None
+    with (
+        engine.nothing_saved()
+    ):  # the store takes long for the first state, so that these iterations are not quiet
+        for _ in range(25):
+            clock.now += 1.0
+            loop.train(1)
+    for _ in range(25):
+        clock.now += 1.0
+        loop.train(1, settle=True)
+    assert engine.tracker.overlaps
+    assert not engine.cadence.overhead.probing
     loop.session.close()
 
 

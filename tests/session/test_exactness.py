@@ -14,6 +14,8 @@ from scarctl.checkpoint.engine import Engine
 from tests.support import stepper
 from tests.support.process import Forked, Tell
 
+MIXED = "partitions are of several steps"
+
 
 @pytest.mark.usefixtures("both_savers")
 def test_copies_newer_than_their_extras_never_pass_for_exact(tmp_path: Path) -> None:
@@ -49,4 +51,11 @@ def test_copies_newer_than_their_extras_never_pass_for_exact(tmp_path: Path) -> 
             assert child.wait() == -signal.SIGKILL
     model, optimizer = stepper.build()
     with stepper.attach(model, optimizer, store) as session:
-        assert not session.resume().exact
+        resumed = session.resume()
+        assert (resumed.exact, resumed.whole, resumed.reasons) == (False, False, (MIXED,))
+    for _ in range(2):  # closed without a step: from then on the same state is in one commit
+        model, optimizer = stepper.build()
+        with stepper.attach(model, optimizer, store) as session:
+            resumed = session.resume()
+            assert (resumed.step, resumed.exact, resumed.whole) == (4, False, True)
+            assert resumed.reasons == (f"it was not exact when it was resumed before: {MIXED}",)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.func import functional_call, grad, vmap
 
 import scarctl
 from scarctl.config import grouped
@@ -55,3 +56,38 @@ def test_only_a_forward_with_gradients_begins_the_next_iteration(tmp_path: Path)
             moment = session._saving.moment
             assert moment is not None
             assert (moment.begun is not None) is gradients
+
+
+def test_a_forward_within_transformations_is_compared_and_disturbs_nothing(tmp_path: Path) -> None:
+    """Gradients of each sample by torch.func, under dropout: no tensor in there can be read like others."""
+    data = torch.rand(9, 4, 8, generator=torch.Generator().manual_seed(1))
+
+    def trained(store: str, until: int) -> tuple[list[float], scarctl.Session]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        session = scarctl.attach(model, optimizer, store=tmp_path / store, **grouped(daemon=False))
+        session.resume()
+
+        def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            return functional_call(model, parameters, (x,)).square().mean()
+
+        each = vmap(grad(loss), in_dims=(None, 0), randomness="different")
+        for x in session.batches(data):
+            found = each(dict(model.named_parameters()), x)
+            for name, parameter in model.named_parameters():
+                parameter.grad = found[name].mean(0)
+            optimizer.step()
+            if session.head_step == until:
+                session.checkpoint(full=True)
+                break
+        session.close()
+        assert session.stats.last_error == ""
+        return [value for p in model.parameters() for value in p.detach().ravel().tolist()], session
+
+    undisturbed, _ = trained("undisturbed", 9)
+    trained("store", 4)
+    values, session = trained("store", 9)
+    assert session.resumed is not None
+    assert (session.resumed.step, session.resumed.reasons) == (4, ())
+    assert values == undisturbed

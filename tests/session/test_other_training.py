@@ -18,6 +18,8 @@ import scarctl
 import scarctl.session.departure
 from scarctl.config import grouped
 from scarctl.errors import UsageError
+from scarctl.ops.survey import survey
+from scarctl.store import Store
 from tests.support.process import Forked, Tell
 from tests.support.training import drained
 
@@ -160,6 +162,75 @@ def test_an_optimizer_within_the_backward_pass_is_said(tmp_path: Path) -> None:
         loop.backward()
     assert loop.kinds() == ["no-step"]
     loop.session.close()
+
+
+class InBackward:
+    """A loop with one optimizer for each parameter, which steps as soon as the parameter has its gradient."""
+
+    def __init__(self, store: Path, *, backwards: bool = True, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.optimizers = {p: torch.optim.Adam([p], 0.1) for p in self.model.parameters()}
+        for parameter in self.model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.step)
+        given = list(self.optimizers.values())
+        self.session = scarctl.attach(
+            self.model,
+            given[::-1] if backwards else given,
+            store=store,
+            interval=1,
+            fraction=1.0,
+            settings=scarctl.Settings(daemon=False),
+            **options,
+        )
+        self.resumed = self.session.resume()
+
+    def step(self, parameter: torch.Tensor) -> None:
+        self.optimizers[parameter].step()
+        self.optimizers[parameter].zero_grad()
+
+    def train(self, until: int, *, stepping: bool = False) -> None:
+        for x in self.session.batches(torch.rand(9, 3, 4, generator=torch.Generator().manual_seed(1))):
+            self.model(x).square().sum().backward()
+            if stepping:
+                self.session.step()
+            if self.session.head_step == until:
+                break
+
+    def values(self) -> list[float]:
+        return [value for p in self.model.parameters() for value in p.detach().ravel().tolist()]
+
+
+@pytest.mark.leaves_arena
+def test_optimizers_within_the_backward_pass_in_another_order_are_said_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = InBackward(tmp_path / "s", backwards=False)
+    loop.train(2)
+    assert "steps-in-backward" in [caveat.kind for caveat in loop.session.caveats]
+    assert "in the order in which they step" in caplog.text
+    drained([loop.session])  # a seal that was not read keeps its copies, so that no later ones are made
+    loop.train(4)
+    loop.session.close()
+    found = survey(Store.open(tmp_path / "s"), None)
+    assert "steps-in-backward" in [caveat.kind for caveat in found.caveats]
+
+
+@pytest.mark.parametrize("hooks", ["auto", "off"])
+def test_optimizers_within_the_backward_pass_resume_exactly(tmp_path: Path, hooks: str) -> None:
+    stepping = hooks == "off"
+    undisturbed = InBackward(tmp_path / "u", hooks=hooks, backwards=not stepping)
+    undisturbed.train(9, stepping=stepping)
+    undisturbed.session.close()
+    first = InBackward(tmp_path / "s", hooks=hooks, backwards=not stepping)
+    first.train(5, stepping=stepping)
+    first.session.close()
+    second = InBackward(tmp_path / "s", hooks=hooks, backwards=not stepping)
+    assert (second.resumed.step, second.resumed.exact, second.resumed.reasons) == (5, True, ())
+    second.train(9, stepping=stepping)
+    assert second.values() == undisturbed.values()
+    assert second.session.resumed.exact
+    second.session.close()
 
 
 class Around(torch.optim.Optimizer):

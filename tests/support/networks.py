@@ -16,6 +16,7 @@ from tests.support.forkserver import Program
 
 CONTROL, COLLECTIVE = "10.213.77", "10.213.78"
 PORT = 29511
+WEATHER = "tests.support.weather"
 ENTER = """
 import ctypes, os, runpy, sys
 network, sys.argv[:] = sys.argv[1], sys.argv[2:]
@@ -94,21 +95,39 @@ class Networks:
             ["tc", "-n", self.names[n], "qdisc", "delete", "dev", "cablec", "root"], check=True, timeout=20
         )
 
+    def weather(self, settings: Path, errors: Path) -> Program:
+        """Have a program carry the frames of daemons in place of the switch: see `tests.support.weather`."""
+        settings.write_text("{}")
+        ports = [f"portc{n}" for n in range(len(self.names))]
+        for n, port in enumerate(ports):
+            assert self.run(n, WEATHER, "plain", "cablec", env=dict(os.environ), errors=errors).wait() == 0, (
+                errors.read_text()
+            )
+            ip("-n", self._hub, "link", "set", port, "nomaster")
+        return self._run_in(self._hub, WEATHER, str(settings), *ports, env=dict(os.environ), errors=errors)
+
     def run(self, n: int, module: str, *arguments: str, env: dict[str, str], errors: Path) -> Program:
         """Run a module on a host."""
+        return self._run_in(self.names[n], module, *arguments, env=env, errors=errors)
+
+    def _run_in(
+        self, network: str, module: str, *arguments: str, env: dict[str, str], errors: Path
+    ) -> Program:
         with errors.open("wb") as file:
-            command = ["-c", ENTER, f"/run/netns/{self.names[n]}", module, *arguments]
+            command = ["-c", ENTER, f"/run/netns/{network}", module, *arguments]
             return Program(command, env=env, stdout=file, stderr=file)
 
-    def start(self, function: str, folder: Path, *arguments: Any, world: int = 0) -> list[Program]:
-        """Start a job with one rank per host, on the first `world` of them."""
+    def start(
+        self, function: str, folder: Path, *arguments: Any, world: int = 0, seconds: float = 100
+    ) -> list[Program]:
+        """Start a job with one rank per host, on the first `world` of them. It ends after `seconds` at the latest."""
         world = world or len(self.names)
         ranks = []
         for rank in range(world):
             env = environment(rank, world, PORT)
             env |= {"MASTER_ADDR": self.address(0), "GLOO_SOCKET_IFNAME": "cabled"}
             (folder / f"{rank}.json").unlink(missing_ok=True)
-            words = [function, str(folder), "100", json.dumps(arguments)]
+            words = [function, str(folder), str(seconds), json.dumps(arguments)]
             errors = folder / f"{rank}.err"
             ranks.append(self.run(rank, "tests.distributed.launch", *words, env=env, errors=errors))
         return ranks

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scarctl.util.arrays import adjacent, distinct, places
+from scarctl.util.arrays import adjacent, distinct, places, union
 
 ascending = st.sets(st.integers(0, 40)).map(lambda found: np.array(sorted(found), np.int64))
 
@@ -14,6 +14,13 @@ ascending = st.sets(st.integers(0, 40)).map(lambda found: np.array(sorted(found)
 @given(st.lists(st.integers(-2, 2)))
 def test_the_different_values_ascend(values: list[int]) -> None:
     assert distinct(np.array(values, np.int64)).tolist() == sorted(set(values))
+
+
+@given(ascending, ascending)
+def test_a_union_is_that_of_numpy(first: np.ndarray, second: np.ndarray) -> None:
+    found = union(first, second)
+    assert found.tolist() == np.union1d(first, second).tolist()
+    assert found.dtype == np.int64
 
 
 @given(ascending, st.data())

@@ -19,12 +19,13 @@ from scarctl.state.caveats import Caveats
 from scarctl.state.layout import Layout, Place
 from scarctl.stateful import check_names, check_stateful, restore_state, state_of
 from scarctl_adapters.torch.checking import check_trained
+from scarctl_adapters.torch.derived import recompute
 from scarctl_adapters.torch.homes import Holder, homes_of
 from scarctl_adapters.torch.identity import Tensors, tensors_now
 from scarctl_adapters.torch.light import changing, light_of, with_light
 from scarctl_adapters.torch.lost import restore_lost
 from scarctl_adapters.torch.mixing import mix_late
-from scarctl_adapters.torch.names import model_names
+from scarctl_adapters.torch.names import model_names, persistent_buffers
 from scarctl_adapters.torch.optimizer_state import OptimizerState
 from scarctl_adapters.torch.sharding import (
     Wrapping,
@@ -202,7 +203,7 @@ class TorchAdapter:
 
     def _buffer_groups(self) -> list[StateGroup]:
         groups, places = [], []
-        for wrapped, module, key in _buffers(self._model):
+        for wrapped, module, key in persistent_buffers(self._model):
             name, buffer = self._wrapping.clean(wrapped), module._buffers[key]
             places.append((name, module, key))
             if buffer is not None and not is_elsewhere(buffer):
@@ -330,10 +331,8 @@ class TorchAdapter:
 
     def restore(self, early: Any, late: Any) -> None:
         """Restore everything, the random number generators last."""
-        if len(late["optimizers"]) != len(self._optimizers):
-            raise UsageError(
-                f"the store has {len(late['optimizers'])} optimizers, not {len(self._optimizers)}"
-            )
+        if (count := len(late["optimizers"])) != len(self._optimizers):
+            raise UsageError(f"the store has {count} optimizers, not {len(self._optimizers)}")
         check_names("schedulers or scaler", late["objects"], self._late)
         check_names("extras", early["extras"], self._early)
         for state, saved in zip(self._states, late["optimizers"], strict=True):
@@ -345,7 +344,11 @@ class TorchAdapter:
                 module.set_extra_state(late["modules"][name])
         for name, item in self._early.items():
             restore_state(item, early["extras"][name])
+        recompute(self._model)
         restore_rng(early["rng"])
+
+    def derive(self) -> None:
+        recompute(self._model)
 
     @torch.no_grad()
     def restore_lost(self, lost: Mapping[str, NDArray[np.bool_]], saved: Callable[[], Any]) -> None:
@@ -372,6 +375,8 @@ class TorchAdapter:
 
             def enter(number: int = number) -> None:
                 self._stepping = number
+                if self._watching is not None:
+                    self._watching.step_begins()
                 before()
 
             if after is None:
@@ -426,7 +431,7 @@ class TorchAdapter:
 
     def _resident(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         """Return the sharded parameter of a gathered one: FSDP2 replaces them from a forward to the next backward."""
-        known = self._sharded.get(name) if self._sharded else None
+        known = self._sharded.get(name)
         return known if known is not None and is_gathered(parameter, known) else parameter
 
     def _is_gathered(self) -> bool:
@@ -438,13 +443,3 @@ class TorchAdapter:
         for name, module in self._model.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 yield self._wrapping.clean(name), module
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield persistent buffers as name, module, and name in the module. Modules rebuild the others themselves."""
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield (f"{prefix}.{name}" if prefix else name), module, name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,3 +40,13 @@ def model_names(
                 if owner != name:
                     tied[name] = owner
     return {"tied": tied, "outside": [name for name in groups if name not in inside]}
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield persistent buffers as name, module, and name in the module. Modules rebuild the others themselves."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield (f"{prefix}.{name}" if prefix else name), module, name

@@ -7,36 +7,45 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from scarctl.checkpoint.randomness import untransformed
 from scarctl.state.caveats import Caveats
+from scarctl_adapters.torch.following import Following
 
 _STEPS = 3
 """Number of first iterations in which forward passes are checked."""
 _SAMPLES = 8
 """Number of a module's tensors that are compared, one value of each."""
 
+_Place: TypeAlias = tuple[nn.Module, str]
+"""A module and the name of one of its own tensors."""
+
 
 class _Other:
     """A module that is not saved, as it was when it was first seen."""
 
-    def __init__(self, module: nn.Module, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, module: nn.Module, places: Sequence[_Place]) -> None:
         self.module = weakref.ref(module)
-        step = max(1, len(tensors) // _SAMPLES)
-        self._tensors = [weakref.ref(t) for t in tensors[::step][:_SAMPLES]]
+        step = max(1, len(places) // _SAMPLES)
+        # Not references to the tensors: torch swaps no tensor that has a weak one.
+        self._places = [(weakref.ref(owner), name) for owner, name in places[::step][:_SAMPLES]]
         self._first = self._now()
 
-    def _now(self) -> list[Any]:
-        found: list[Any] = []
-        for known in self._tensors:
-            tensor = known()
-            if tensor is None:
+    def _now(self) -> list[tuple[int, float | None] | None]:
+        """Return the count of writes and one value of each tensor; None for a tensor that is gone."""
+        found: list[tuple[int, float | None] | None] = []
+        for known, name in self._places:
+            owner = known()
+            tensor = None if owner is None else _tensor_at(owner, name)
+            if tensor is None or not _is_readable(tensor):
+                found.append(None)
                 continue
             # Writes through `.data` are not counted. A GPU is not waited for.
             value = tensor.detach().reshape(-1)[tensor.numel() // 2] if tensor.device.type == "cpu" else None
@@ -44,8 +53,13 @@ class _Other:
         return found
 
     def changed(self) -> bool:
-        """Return whether one of its tensors has changed."""
-        return self._now() != self._first
+        """Return whether one of its tensors has changed. Moving a module to another device changes nothing."""
+        return any(
+            first is not None
+            and now is not None
+            and (first[0] != now[0] or (None not in (first[1], now[1]) and first[1] != now[1]))
+            for first, now in zip(self._first, self._now(), strict=True)
+        )
 
 
 class Outside:
@@ -69,11 +83,17 @@ class Outside:
         self._others: list[_Other] = []
         self._ddp = weakref.WeakSet(m for m in self._saved if isinstance(m, DistributedDataParallel))
         self._given = {id(item) for item in saved}
+        self.following = Following(model, self._parameters, caveats)
         self._steps = 0
         self._handle: Any = nn.modules.module.register_module_forward_pre_hook(self._runs)
 
     def _runs(self, module: nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling() or id(module) in self._known:
+        if torch.compiler.is_compiling():
+            return
+        if torch.is_grad_enabled():
+            with untransformed():
+                self.following.forward_begins()
+        if id(module) in self._known:
             return
         if isinstance(module, DistributedDataParallel):
             self._ddp.add(module)
@@ -82,9 +102,9 @@ class Outside:
         with contextlib.suppress(RuntimeError):
             saved = {t.data_ptr() for owner in self._saved for t in _tensors_of(owner)}
             saved |= {t.data_ptr() for t in _readable(self._parameters)}
-            tensors = [t for t in _tensors_of(module) if t.data_ptr() not in saved]
-            if tensors:
-                self._others.append(_Other(module, tensors))
+            places = [(owner, name) for owner, name, t in _places_of(module) if t.data_ptr() not in saved]
+            if places:
+                self._others.append(_Other(module, places))
 
     def stepped(self) -> None:
         """Note that an iteration has ended."""
@@ -150,10 +170,24 @@ def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
     return _readable((*module.parameters(), *module.buffers()))
 
 
+def _places_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Yield owner, name and tensor of the readable parameters, then of the readable buffers."""
+    for kind in (nn.Module.named_parameters, nn.Module.named_buffers):
+        for owner in module.modules():
+            for name, tensor in kind(owner, recurse=False):
+                if _is_readable(tensor):
+                    yield owner, name, tensor
+
+
+def _tensor_at(owner: nn.Module, name: str) -> torch.Tensor | None:
+    return owner._parameters.get(name, owner._buffers.get(name))
+
+
 def _readable(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the plain strided tensors that have elements."""
-    return [
-        t
-        for t in tensors
-        if type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided and t.numel()
-    ]
+    return [t for t in tensors if _is_readable(t)]
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is plain, strided, and has elements."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    return plain and tensor.layout is torch.strided and tensor.numel() > 0

@@ -7,7 +7,7 @@ backward pass, are found by comparing them between backward passes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ _LARGEST = 1 << 16
 """Largest number of elements of such a parameter."""
 _ALIKE = 3
 """Steps after which two of the parameters are enough to count backward passes."""
+_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the number of the backward pass that runs in this thread, -1 without one."""
 _HINT = "pass hooks='off' to attach, and call session.step() at the end of every iteration"
 
 
@@ -52,6 +54,10 @@ class Watch:
         self._model, self._caveats = model, caveats
         self._ours = {id(o) for o in optimizers} | {id(home.optimizer) for home in homes}
         self._given = {id(o) for o in optimizers}
+        self._last = id(optimizers[-1]) if optimizers else 0
+        """The optimizer whose step ends an iteration."""
+        self._ended_in = -1
+        """The backward pass in which the newest iteration has ended; -1: in none, or not one of the first."""
         self._trained = {id(p) for o in optimizers for p in params_of(o)}
         self._strangers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         """Other optimizers: whether they have parameters of the model."""
@@ -91,6 +97,11 @@ class Watch:
         for number in self._counting.keys() - wanted:
             self._counting.pop(number).remove()
 
+    def step_begins(self) -> None:
+        """Note that an optimizer is about to step."""
+        if self._steps < FIRST:
+            self.outside.following.step_begins()
+
     def stepped(self) -> None:
         self._steps += 1
         self._foreign = 0
@@ -102,7 +113,9 @@ class Watch:
         if self._seen:
             self._seen = []
         self._caveats.withdraw("no-step")
+        self._ended_in = -1
         if self._steps <= FIRST:
+            self._ended_in = _backward()
             self._carried.stepped()
             self.outside.stepped()
 
@@ -136,6 +149,8 @@ class Watch:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
+        if self._ended_in >= 0 and id(optimizer) != self._last and self._ended_in == _backward():
+            self._say_too_early(optimizer)
         if id(optimizer) in self._given or any(id(other) in self._given for other in running()):
             return  # an attached optimizer, or one inside it
         if id(optimizer) in self._ours:
@@ -159,6 +174,16 @@ class Watch:
                 f"optimizers that attach was not given have taken {5 * SLACK} steps, and the attached ones none. "
                 "If the model or its parameters were replaced, close the session and attach again",
                 inexact=False,
+            )
+
+    def _say_too_early(self, optimizer: Optimizer) -> None:
+        if id(optimizer) in self._given:
+            self._caveats.say(
+                "steps-in-backward",
+                "optimizers step within the backward pass, and the last one given to attach is not the last to step. "
+                "Iterations count as ended too early, so no step can be saved as a whole. Pass the optimizers to "
+                "attach in the order in which they step, usually that of the parameters reversed, or "
+                f"{_HINT}",
             )
 
     # -- backward passes -----------------------------------------------------------------------------------------

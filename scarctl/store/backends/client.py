@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -26,6 +27,8 @@ from scarctl.store.backends.parallel import Helpers, no_bytes
 from scarctl.store.backends.remote_errors import Fault, Meaning, Patience, fault_error, understand
 from scarctl.store.format import check_name
 
+log = logging.getLogger("scarctl")
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -33,6 +36,8 @@ _GRACE = 0.5
 """Seconds that a request may take to notice that it is cancelled."""
 _HURRIED = 0.2
 """Seconds that a request may take after `hurry`."""
+_SILENT = 5.0
+"""Seconds without any answer after which a new client warns: its address may be wrong."""
 
 
 _NAME = re.compile(r"[a-z_]{1,40}")
@@ -82,6 +87,10 @@ class Client:
         self._made: tuple[int, _Opened, str] | None = None
         self._helpers = Helpers()
         self._running: set[Future[Any]] = set()
+        self._answered = self._warned = False
+        """Whether the service has ever answered, and whether a warning has said that it did not."""
+        self._fault = ""
+        """The newest fault before its first answer."""
         self._hurry = threading.Event()
 
     def close(self) -> None:
@@ -229,6 +238,7 @@ class Client:
                 return self._call(method, args, kwargs, patience)
             except Refused as refused:
                 fault = refused.fault
+            self._note_fault(fault, patience)
             pause = patience.pause() if fault.passing else None
             if pause is None or self._hurry.wait(pause):
                 raise Refused(fault)
@@ -280,6 +290,7 @@ class Client:
                 return await asyncio.wait_for(call(), patience.left)
             except Exception as error:
                 fault = understand(error)
+            self._note_fault(fault, patience)
             pause = patience.pause() if fault.passing else None
             if pause is None:
                 raise Refused(fault)
@@ -288,8 +299,15 @@ class Client:
     def _wait(self, future: Future[T], patience: Patience) -> T:
         """Return the result of current work. Raises its error; Refused after the deadline."""
         try:
+            elapsed = patience.seconds - patience.left
+            if not (self._answered or self._hurried) and patience.left > _SILENT:
+                wait([future], max(0.0, _SILENT - elapsed))
+                if not future.done():
+                    self._warn_silent(patience)
             # A later `hurry` cancels the future.
-            return future.result(_HURRIED if self._hurried else patience.left + _GRACE)
+            found = future.result(_HURRIED if self._hurried else patience.left + _GRACE)
+            self._answered = True
+            return found
         except BaseException as error:
             if future.done() and not future.cancelled():
                 raise
@@ -297,6 +315,25 @@ class Client:
             if not isinstance(error, Exception):
                 raise
         raise Refused(Fault(Meaning.BROKEN, "TimeoutError"))
+
+    def _note_fault(self, fault: Fault, patience: Patience) -> None:
+        """Note a failed attempt. A fault that will not pass is the service's own answer."""
+        self._answered |= not fault.passing
+        self._fault = fault.detail
+        if not self._answered and patience.seconds - patience.left >= _SILENT:
+            self._warn_silent(patience)
+
+    def _warn_silent(self, patience: Patience) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "%s: the service has not answered for %.0f s%s. Waiting for another %.0f s at most: if it should "
+                "answer, check the address, the storage options (endpoint_url) and the network",
+                self.address.shown,
+                patience.seconds - patience.left,
+                f" ({self._fault})" if self._fault else "",
+                patience.left,
+            )
 
 
 _open_lock = threading.Lock()
