@@ -166,9 +166,18 @@ def view_of(base: str | None, store: Store) -> ArenaView | None:
     except Corruption as error:
         log.warning("%s", _unproven(error, "copies in this host's memory are not shown"))
         return None
-    if read_owner(arena_folder(base, store.run_id)) is not None and follows(found.lines, found.epoch, store):
+    owner = read_owner(arena_folder(base, store.run_id))
+    if owner is not None and follows(found.lines, found.epoch, store):
         return found
-    log.warning("%s", _stranger(store, "copies in this host's memory are not shown"))
+    if owner is None:
+        log.warning("%s", _stranger(store, "copies in this host's memory are not shown"))
+    else:
+        log.warning(
+            "%s: the copy of %s's memory on this host is not shown: it is too old to be compared with the store's "
+            "newest records, or another process has continued there",
+            store.url,
+            owner.host,
+        )
     return None
 
 

@@ -62,6 +62,11 @@ def name_of(settings: SessionSettings) -> str:
     return f"{name}:{os.path.basename(os.path.abspath(settings.arena_dir))}"
 
 
+def is_elsewhere(name: str) -> bool:
+    """Return whether a host is another machine. name: its display name, as of `name_of`."""
+    return name.partition(":")[0] != socket.gethostname()
+
+
 def address_among(others: Iterable[str]) -> str:
     """Return the address of this host that reaches others. others: IP addresses of other hosts, perhaps none.
 

@@ -18,7 +18,15 @@ from ipaddress import ip_address
 from scarctl.config import SessionSettings
 from scarctl.daemon.saver import DaemonSaver
 from scarctl.distributed.credentials import Credentials, digest_of_place
-from scarctl.distributed.host_address import NEAR, address_among, domain_of, is_local, is_near, name_of
+from scarctl.distributed.host_address import (
+    NEAR,
+    address_among,
+    domain_of,
+    is_elsewhere,
+    is_local,
+    is_near,
+    name_of,
+)
 from scarctl.distributed.known_hosts import KnownHosts
 from scarctl.errors import ScarError
 from scarctl.peers.link import CONNECTED, REPLACED_AFTER, State
@@ -48,8 +56,9 @@ _MOST = 128
 """Most candidates that the daemon gets."""
 _END = 5.0
 """Seconds that closing waits for a look."""
-_COPIES, _RECORD, _MACHINE = "peers", "peer-record", "peer-machine"
-"""Kinds of the caveats: too few hosts keep copies; this host cannot be found; all copies are on this machine."""
+_COPIES, _RECORD, _ADDRESS, _MACHINE = "peers", "peer-record", "peer-address", "peer-machine"
+"""Kinds of the caveats: too few hosts keep copies; this host cannot be found; it cannot be reached; all copies are on
+this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +178,8 @@ class Meeting:
         """Have this host's daemon listen, and learn its port. Return whether it does."""
         now = self._clock()
         # In the same order for all members of this host: one record has the address.
-        others = [one.address for _, one in sorted(self._others().items()) if one.fresh(now)]
-        address = self._settings.peer_address or address_among(others)
+        others = [one for _, one in sorted(self._others().items()) if one.fresh(now)]
+        address = self._settings.peer_address or address_among(one.address for one in others)
         if address != self._address and ip_address(address.partition("%")[0]).is_global:
             log.warning(
                 "the daemon listens for other hosts at %s, an address of the internet: set peer_address to one of a "
@@ -188,6 +197,15 @@ class Meeting:
             self._deaf = False
             self._caveats.withdraw(_COPIES)
         self._address = address
+        away = sorted(one.host for one in others if is_elsewhere(one.host))
+        if away and is_local(address) and self._settings.peer_address is None:
+            self._say(
+                _ADDRESS,
+                f"the daemon listens at {address}, which {away[0]} cannot reach, because no other address of this host "
+                "was found: set peer_address (SCARCTL_PEER_ADDRESS) on each host to one that the others reach",
+            )
+        else:
+            self._caveats.withdraw(_ADDRESS)
         return True
 
     def _write(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -378,6 +379,31 @@ def test_an_address_of_the_internet_is_warned_of(
     table.look()
     table.look(1.0)
     assert sum("an address of the internet" in text for text in caplog.messages) == 1
+
+
+def test_a_local_address_is_warned_of_once_there_is_another_machine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each host of a network without a default route, whose names are local, finds only its loopback address."""
+    monkeypatch.setattr(module, "address_among", lambda others: min(others, default="127.0.0.1"))
+    for table in made(tmp_path, peer_address=None):
+        here = f"{socket.gethostname()}:folder"
+        table.put(record(A, 1, host=here))
+        table.look()
+        table.look(1.0)
+        assert not list(table.caveats), "a host on this machine is reached"
+        table.put(record(B, 2, host="node7"))
+        for _ in range(3):
+            table.look(20.0)
+        (caveat,) = table.caveats
+        assert (caveat.kind, caveat.inexact) == ("peer-address", False)
+        assert "listens at 127.0.0.1, which node7 cannot reach" in caveat.message
+        assert "SCARCTL_PEER_ADDRESS" in caveat.message
+        assert caplog.messages.count(caveat.message) == 1
+        table.put(*(record(place, 1, host="node7", address="10.0.0.7") for place in (A, B)))
+        table.look(20.0)
+        assert table.daemon.admitted[-1] == "10.0.0.7"
+        assert not list(table.caveats)
 
 
 # -- searching ----------------------------------------------------------------------------------------------------
