@@ -172,6 +172,7 @@ def test_a_replica_goes_a_day_after_its_last_change(tmp_path: Path, monkeypatch:
     assert reap(place.parent) == []
     now = os.stat(place).st_mtime
     monkeypatch.setattr("scarctl.arena.stale.time.time", lambda: now + DAY + 1)
+    monkeypatch.setattr("scarctl.arena.stale._uptime", lambda: DAY + 1)
     assert [Path(arena.folder) for arena in reap(place.parent, older_than=DAY)] == [place]
     assert not place.exists()
     assert not (place / FILE).exists()
