@@ -158,11 +158,13 @@ class Run:
 
         Raises UsageError (`kind` "unknown-host"); without peers Unavailable while nothing is saved.
         """
-        self._evacuating += 1
+        with self._senders_lock:
+            self._evacuating += 1
         try:
             return self._evacuate(seconds, to)
         finally:
-            self._evacuating -= 1
+            with self._senders_lock:
+                self._evacuating -= 1
 
     def _evacuate(self, seconds: float, to: str | None) -> Evacuated:
         until = time.monotonic() + seconds

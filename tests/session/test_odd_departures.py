@@ -191,7 +191,7 @@ def test_a_worker_that_gets_the_signal_alone_evacuates_nothing(tmp_path: Path, c
     def body(tell: Tell) -> None:
         try:
             loads(store, tell, context)
-        except (RuntimeError, OSError):  # torch's, for a worker that has died
+        except (RuntimeError, OSError, EOFError):  # torch's, for a worker that has died
             tell("raised")
         for other in multiprocessing.active_children():
             other.kill()
