@@ -1,7 +1,8 @@
 """Decide whether an arena belongs to a store in the store's present state.
 
 A replica of another host's arena may be older than the store, because records were created since. It belongs to the
-store if all of these are of the arena's own epoch: then no other process has saved, and nothing was rolled back.
+store if all of these that changed the state are of the arena's own epoch: then no other process has saved, and nothing
+was rolled back. Processes that began an epoch, and died before they saved, do not count.
 
 The run may have continued on another host. The store may have been rolled back there, copied, or replaced by its own
 backup. Then the arena's copies, and its durable versions, are of another state than the store's. So an arena notes the
@@ -30,6 +31,7 @@ from scarctl.state.version import NEVER
 from scarctl.store import Store
 from scarctl.store.line import number_of
 from scarctl.store.log import ShardLog
+from scarctl.store.record import Record
 
 log = logging.getLogger("scarctl")
 
@@ -63,7 +65,7 @@ def descends(noted: Noted, epoch: int, store: Store) -> bool:
 
 
 def follows(noted: Noted, epoch: int, store: Store) -> bool:
-    """Return whether each log of the store continues the noted lines, with records of this epoch only.
+    """Return whether each log of the store continues the noted lines, with changes of this epoch only.
 
     Raises Corruption, AccessDenied, or Unavailable if the store does not answer.
     """
@@ -74,19 +76,34 @@ def follows(noted: Noted, epoch: int, store: Store) -> bool:
 
 
 def _continues(records: ShardLog, lines: tuple[int, int], epoch: int) -> bool:
+    newest, reached = None, False
+    for record in _back(records):
+        newest = record.line if newest is None else newest
+        if not reached:
+            # Records of later epochs have changed nothing if all of them, and the one before them, have one line.
+            reached = record.epoch == epoch
+            if record.line != newest or not (reached or (record.epoch > epoch and newest)):
+                return False
+        elif record.epoch != epoch:
+            return False
+        if reached and number_of(record.line) in lines:
+            return True
+    return False
+
+
+def _back(records: ShardLog) -> Iterator[Record]:
+    """Yield the newest records of a log, newest first, as far as they are there."""
     record = records.newest()
     for _ in range(_MOST_RECORDS):
-        if record is None or record.epoch != epoch:
-            return False
-        if number_of(record.line) in lines:
-            return True
+        if record is None:
+            return
+        yield record
         if record.seq <= record.boundary:
-            return False
+            return
         try:
             record = records.record(record.seq - 1)
         except FileNotFoundError:
-            return False
-    return False
+            return
 
 
 def is_kin(arena: Arena, store: Store) -> bool:
@@ -149,9 +166,18 @@ def view_of(base: str | None, store: Store) -> ArenaView | None:
     except Corruption as error:
         log.warning("%s", _unproven(error, "copies in this host's memory are not shown"))
         return None
-    if read_owner(arena_folder(base, store.run_id)) is not None and follows(found.lines, found.epoch, store):
+    owner = read_owner(arena_folder(base, store.run_id))
+    if owner is not None and follows(found.lines, found.epoch, store):
         return found
-    log.warning("%s", _stranger(store, "copies in this host's memory are not shown"))
+    if owner is None:
+        log.warning("%s", _stranger(store, "copies in this host's memory are not shown"))
+    else:
+        log.warning(
+            "%s: the copy of %s's memory on this host is not shown: it is too old to be compared with the store's "
+            "newest records, or another process has continued there",
+            store.url,
+            owner.host,
+        )
     return None
 
 

@@ -233,15 +233,13 @@ def _no_daemon() -> ScarError:
 
 
 def _run_lines(run: RunStatus) -> list[str]:
+    from scarctl.daemon.status import part_of
     from scarctl.store.saved import describe
 
     part = ""
     if run.get("shard") is not None:
-        part = (
-            f", shard {run['shard']}"
-            if run.get("rank") is None
-            else f", rank {run['rank']} (shard {run['shard']})"
-        )
+        who = part_of(run)
+        part = f", {who} (shard {run['shard']})" if who else f", shard {run['shard']}"
     head = f"{run['store']}{part}: process {run['pid']}, {run['phase']}"
     if not run["open"]:
         return [f"{head}, nothing saved yet"]
@@ -267,8 +265,9 @@ def _replica_line(replica: ReplicaStatus) -> str:
 
 def _stale_line(arena: StaleArena) -> str:
     if arena.owner:
-        what = f"step {arena.head_step}, a copy of the memory of {arena.owner}"
-    elif arena.pending_partitions is None:
+        size = human_bytes(arena.bytes)
+        return f"{arena.store or arena.folder}: copy of the memory of {arena.owner}, {size}, step {arena.head_step}"
+    if arena.pending_partitions is None:
         what = "cannot be read"
     elif arena.aside:
         what = f"step {arena.head_step}, set aside: it no longer matches the store's state"

@@ -91,10 +91,11 @@ def _of_store(store: Store) -> list[str]:
     total, lost = sum(one.total_bytes for one in found), sum(one.lost_bytes for one in found)
     written = sum(one.written_bytes for one in found)
     step = max((one.step for one in found), default=-1)
-    how = " (exact)" if store.exact else ""
+    there = sum(one.peer_bytes for one in found)
+    stored = not there and (not store.exact or all(one.sealed for one in found))
+    how = f"{' in the store' if stored else ''}{' (exact)' if store.exact else ''}"
     head = f"{store.url}: step {step}: {human_bytes(total - lost)} of {human_bytes(total)} are safe{how}"
     lines = [f"{head}; {human_bytes(written)} written now"]
-    there = sum(one.peer_bytes for one in found)
     if there:
         hosts = ", ".join(sorted({host for one in found for host in one.peers}))
         lines.append(f"  {human_bytes(there)} of it only in the memory of {hosts}: not in the store yet")
@@ -103,7 +104,7 @@ def _of_store(store: Store) -> list[str]:
         what = f"{partitions} partitions, {human_bytes(lost)}"
         lines.append(f"  lost with this host: {what}; predicted rework {_rework(store)}")
     for process in store.processes:
-        who = f"process {process.pid}" if process.rank is None else f"rank {process.rank}"
+        who = process.name
         if process.found is None:
             lines.append(f"  {who}: {process.error}")
             continue

@@ -101,7 +101,7 @@ def _progress(one: Health, width: int) -> Iterator[str]:
     rows = [("saving", "step", "behind", "waiting", "store's speed", "errors")]
     rows += [
         (
-            "process" if saving.rank is None else f"rank {saving.rank}",
+            saving.name,
             str(saving.step),
             counted(saving.lag, "step"),
             human_bytes(saving.pending_bytes),

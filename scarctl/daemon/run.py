@@ -21,10 +21,9 @@ from scarctl.arena.queue import HandOverQueue
 from scarctl.daemon.host_saver import HostSaver
 from scarctl.daemon.lifecycle import Phase
 from scarctl.daemon.request import Request
-from scarctl.daemon.status import RunStatus, ShardSteps
+from scarctl.daemon.status import NO_HOST, RunStatus, ShardSteps
 from scarctl.errors import Contention, ScarError, Unavailable, UsageError
 from scarctl.peers.evacuation import HEAD_START, PeerCopies
-from scarctl.peers.link import State
 from scarctl.peers.sender import Candidate, Places, Sender, Source
 from scarctl.persist.evacuated import Evacuated
 from scarctl.persist.evacuation import STORE_ONLY, not_evacuated, unknown_host
@@ -41,7 +40,6 @@ MAX_SHARDS_SHOWN = 1024
 _ANSWERS = 16
 _SPARE = 8
 """Candidates in reserve for hosts that cannot keep copies. Further hosts only serve evacuations."""
-_NOBODY = f"no host yet: {State.ABSENT.value}"
 _LAST_ROUND = 5.0
 """Seconds to bring the peers up to date when a run ends."""
 _ACK_PAUSE = 0.002
@@ -101,11 +99,12 @@ class Run:
         self._evacuating = 0
         self._senders_lock = threading.Lock()
         self._rank: int | None = None
+        self._is_member = False
 
     def open(self, *, again: bool) -> int:
         """Open the store for writing, and return the epoch. See `HostSaver.open_shared`."""
         epoch = self.saver.open_shared(again=again)
-        self._rank = _rank_in(self.store)
+        self._rank, self._is_member = _rank_in(self.store)
         return epoch
 
     def ask(self, request: Request, token: str = "") -> int:
@@ -159,11 +158,13 @@ class Run:
 
         Raises UsageError (`kind` "unknown-host"); without peers Unavailable while nothing is saved.
         """
-        self._evacuating += 1
+        with self._senders_lock:
+            self._evacuating += 1
         try:
             return self._evacuate(seconds, to)
         finally:
-            self._evacuating -= 1
+            with self._senders_lock:
+                self._evacuating -= 1
 
     def _evacuate(self, seconds: float, to: str | None) -> Evacuated:
         until = time.monotonic() + seconds
@@ -266,6 +267,7 @@ class Run:
         }
         if self.store.part is not None:
             status["shard"], status["rank"] = self.store.part.shard, self._rank
+            status["member"] = self._is_member
         arena = self.saver.arena
         if arena is None:
             return status
@@ -298,7 +300,7 @@ class Run:
     def _described(self) -> list[str]:
         """Return the copies on other hosts in words, also those for which there is no host yet."""
         found = [sender.describe() for sender in self._senders]
-        return found + [_NOBODY] * (self._copies - len(found))
+        return found + [NO_HOST] * (self._copies - len(found))
 
     def _shards(self, durable: NDArray[np.int64]) -> list[ShardSteps] | None:
         """Return the newest and oldest durable step of every shard; None if there are too many to list."""
@@ -339,14 +341,15 @@ def _waits(arena: Arena) -> bool:
         return arena.folder.exists()  # a closing session removes the folder once everything is durable
 
 
-def _rank_in(store: Store) -> int | None:
-    """Return the rank that saves to this part of a store, for display; None if unknown."""
+def _rank_in(store: Store) -> tuple[int | None, bool]:
+    """Return the rank or member that saves to this part of a store, None if unknown; and whether it is a member."""
     if store.part is None:
-        return None
+        return None, False
     try:
         topology = newest_topology(store)
     except ScarError as error:
         log.warning("%s: %s", store.url, error)
-        return None
-    known = topology is not None and store.part.shard in topology.shards
-    return topology.shards.index(store.part.shard) if topology is not None and known else None
+        return None, False
+    if topology is None or store.part.shard not in topology.shards:
+        return None, False
+    return topology.shards.index(store.part.shard), topology.independent

@@ -196,6 +196,12 @@ class Runs:
                     raise Contention(f"{name}: the daemon does not release it", hint="retry", kind="run-busy")
                 self.changed.wait(_LOOK_SECONDS / 10)
 
+    def lives(self, name: str) -> bool:
+        """Return whether the training process of this run is alive on this host."""
+        with self.changed:
+            run = self._runs.get(name)
+            return run is not None and self.life.runs[name] is Phase.ATTACHED and run.in_use()
+
     def owned(self, name: str | None, owner: object) -> Run | None:
         """Return the run of this name, if the connection `owner` has claimed it."""
         with self.changed:

@@ -59,7 +59,7 @@ class Daemon:
         self.folder = folder
         self.started = time.time()
         self.runs = Runs(folder, lambda: self.host.busy)
-        self.host = Host(folder, self.runs.lent)
+        self.host = Host(folder, self.runs.lent, self.runs.lives)
         self._terminated = False
         self._warn_at = self._reap_at = 0.0
         self._peers: dict[threading.Thread, socket.socket] = {}

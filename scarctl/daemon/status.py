@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import TypedDict
 
+from scarctl.peers.link import State
 from scarctl.persist.space import SpaceFields
 from scarctl.persist.speed import Speed
+
+NO_HOST = f"no host yet: {State.ABSENT.value}"
+"""A copy in `RunStatus` for which there is no host."""
 
 
 class ShardSteps(TypedDict):
@@ -31,10 +35,13 @@ class _Claimed(TypedDict):
 
 
 class RunStatus(_Claimed, total=False):
-    """One run. `shard` and `rank` are present for one of several ranks, the other fields once the run is open."""
+    """One run. The first three fields are present for one of several ranks or members, the others once it is open."""
 
     shard: int
     rank: int | None
+    """Number of the rank or member; None if unknown."""
+    member: bool
+    """Whether it is a member."""
     head_step: int
     durable_step: int
     oldest_durable_step: int
@@ -54,6 +61,13 @@ class RunStatus(_Claimed, total=False):
     last_error: str | None
     stopped: bool
     """Whether saving has stopped permanently."""
+
+
+def part_of(run: RunStatus) -> str:
+    """Return "rank 2" or "member 2"; "" for a process that trains alone, or if its number is unknown."""
+    if run.get("rank") is None:
+        return ""
+    return f"{'member' if run.get('member') else 'rank'} {run['rank']}"
 
 
 class ReplicaStatus(TypedDict):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from scarctl.config import SessionSettings
 from scarctl.daemon.saver import DaemonSaver
 from scarctl.distributed.collectives import Team
-from scarctl.distributed.host_address import is_local, name_of, place_of, reaching
+from scarctl.distributed.host_address import NEAR, domain_of, is_local, is_near, name_of, place_of, reaching
 from scarctl.errors import ScarError, UsageError
 from scarctl.peers.handshake import SECRET_BYTES
 from scarctl.peers.placement import place
@@ -45,12 +45,15 @@ def keep_copies(saver: Saver, settings: SessionSettings, team: Team, start: str,
     address = _address(settings, team)
     files = None if settings.peer_tls is None else [os.path.abspath(path) for path in settings.peer_tls]
     port = _admit(saver, start, secret, address, files, caveats)
-    mine = [place_of(settings), name_of(settings), settings.peer_domain or "", address, port]
+    mine = [place_of(settings), name_of(settings), domain_of(settings), address, port]
     members = [Member(*fields) for fields in team.gather(mine)]
     hosts = _hosts(members)
     own = [host.place for host in hosts].index(members[team.rank].place)
     chosen = place([host.domain for host in hosts], settings.peers)[own]
     _say_missing(hosts, settings, caveats)
+    keepers = [hosts[n] for n in chosen[: settings.peers]]
+    if keepers and all(is_near(host.domain, host.address) for host in keepers):
+        caveats.say("peer-machine", NEAR, inexact=False)
     if not port or not isinstance(saver, DaemonSaver):
         return
     peers = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import socket
@@ -11,15 +12,21 @@ from ipaddress import ip_address
 from scarctl.arena.folder import host_folder
 from scarctl.arena.header import boot_id
 from scarctl.config import SessionSettings
+from scarctl.store.hosts import MOST_TEXT
 
 log = logging.getLogger("scarctl")
 
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses of documentation, which no host has: the way to them is the default route."""
+NEAR = "all copies of this host's memory are in other containers of its own machine: they are lost with it"
+"""Text of a caveat."""
 
 
 def place_of(settings: SessionSettings) -> str:
-    """Return a name for the place of this process's arenas: equal for two processes exactly if they share arenas."""
+    """Return a name for the place of this process's arenas: equal for two processes exactly if they share arenas.
+
+    Containers of one machine may have the same name and path, but other file systems there.
+    """
     folder = os.path.realpath(host_folder(settings.arena_dir))
     there = folder
     while not os.path.exists(there):
@@ -28,12 +35,36 @@ def place_of(settings: SessionSettings) -> str:
     return f"{socket.gethostname()}:{boot_id().hex()}:{os.stat(there).st_dev}:{folder}"
 
 
+def domain_of(settings: SessionSettings) -> str:
+    """Return the failure domain of this host: the given one, otherwise its machine, which may have several containers.
+
+    "" if the system does not identify its machine: the host is its own domain then.
+    """
+    return (settings.peer_domain or machine())[:MOST_TEXT]
+
+
+def machine() -> str:
+    """Return a name for this machine, which all of its containers share until it boots again; "" if unknown."""
+    boot = boot_id()
+    return f"machine {hashlib.sha256(boot).hexdigest()[:16]}" if any(boot) else ""
+
+
+def is_near(domain: str, address: str) -> bool:
+    """Return whether a host of this domain and address is a container of this machine. At a local address all are."""
+    return bool(domain) and domain == machine() and not is_local(address)
+
+
 def name_of(settings: SessionSettings) -> str:
     """Return a display name of this host. Several on one machine differ by their arenas' folders."""
     name = socket.gethostname()
     if settings.arena_dir is None:
         return name
     return f"{name}:{os.path.basename(os.path.abspath(settings.arena_dir))}"
+
+
+def is_elsewhere(name: str) -> bool:
+    """Return whether a host is another machine. name: its display name, as of `name_of`."""
+    return name.partition(":")[0] != socket.gethostname()
 
 
 def address_among(others: Iterable[str]) -> str:

@@ -118,12 +118,12 @@ class KnownHosts:
                     raise Unavailable(f"{self._store.url} is away")
                 self._store.blobs.prepare(HOSTS)
                 self._prepared = True
-            write_host(self._store, record)
+            write_host(self._store, wanted)
         except ScarError:
             self._prepared = False
             raise
-        self._written = record
-        self._known[self._place] = _Read("", record, self._now())
+        self._written = record  # with this process's own choice
+        self._known[self._place] = _Read("", wanted, self._now())
         self._rewrite = _REWRITE * random.uniform(0.75, 1.0)
 
     def hurry(self) -> None:

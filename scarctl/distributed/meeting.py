@@ -18,7 +18,15 @@ from ipaddress import ip_address
 from scarctl.config import SessionSettings
 from scarctl.daemon.saver import DaemonSaver
 from scarctl.distributed.credentials import Credentials, digest_of_place
-from scarctl.distributed.host_address import address_among, is_local, name_of
+from scarctl.distributed.host_address import (
+    NEAR,
+    address_among,
+    domain_of,
+    is_elsewhere,
+    is_local,
+    is_near,
+    name_of,
+)
 from scarctl.distributed.known_hosts import KnownHosts
 from scarctl.errors import ScarError
 from scarctl.peers.link import CONNECTED, REPLACED_AFTER, State
@@ -26,7 +34,7 @@ from scarctl.peers.placement import Site, choose
 from scarctl.peers.sender import Candidate
 from scarctl.state.caveats import Caveats
 from scarctl.store import Store
-from scarctl.store.hosts import HostRecord
+from scarctl.store.hosts import MOST_TEXT, HostRecord
 from scarctl.util.niceness import be_polite
 from scarctl.util.text import counted
 
@@ -39,7 +47,7 @@ _LACKING, _USUAL = 15.0, 60.0
 _GROWTH = 2.0
 """Factor by which the first pauses grow, up to `_LACKING`."""
 _ALONE = 60.0
-"""Seconds without enough hosts after which a warning says so."""
+"""Seconds without enough hosts, or links to them, after which a warning says so."""
 _TRIED = 10.0
 """Seconds for which a host that was never connected is tried, before others are. It has nothing that would be lost."""
 _FAILED = 600.0
@@ -48,8 +56,9 @@ _MOST = 128
 """Most candidates that the daemon gets."""
 _END = 5.0
 """Seconds that closing waits for a look."""
-_COPIES, _RECORD = "peers", "peer-record"
-"""Kinds of the caveats: too few hosts keep copies; this host cannot be found."""
+_COPIES, _RECORD, _ADDRESS, _MACHINE = "peers", "peer-record", "peer-address", "peer-machine"
+"""Kinds of the caveats: too few hosts keep copies; this host cannot be found; it cannot be reached; all copies are on
+this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,8 @@ class _Linked:
     """Its place, "" if its record has changed."""
     complete: bool
     """Whether it has a complete copy."""
+    near: bool = False
+    """Whether it is a container of this machine."""
 
 
 class Meeting:
@@ -78,7 +89,7 @@ class Meeting:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare, without a request. process: name of the training process's start. clock, now: see `KnownHosts`."""
-        self._place = digest_of_place(settings)
+        self._place, self._domain = digest_of_place(settings), domain_of(settings)
         self._hosts = KnownHosts(store, self._place, clock, now)
         self._url = store.url
         self._saver = saver
@@ -102,7 +113,8 @@ class Meeting:
         self._missing: dict[str, float] = {}
         """By place: time since which a chosen host has not been connected."""
         self._pause = _FIRST
-        self._alone_since: float | None = None
+        self._lacking, self._lacking_since = "", 0.0
+        """Why copies are lacking: "hosts", "links", or "" if they are not; and since when."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scarctl-hosts", daemon=True)
 
@@ -165,8 +177,9 @@ class Meeting:
     def _listen(self) -> bool:
         """Have this host's daemon listen, and learn its port. Return whether it does."""
         now = self._clock()
-        others = [one.address for one in self._others().values() if one.fresh(now)]
-        address = self._settings.peer_address or address_among(others)
+        # In the same order for all members of this host: one record has the address.
+        others = [one for _, one in sorted(self._others().items()) if one.fresh(now)]
+        address = self._settings.peer_address or address_among(one.address for one in others)
         if address != self._address and ip_address(address.partition("%")[0]).is_global:
             log.warning(
                 "the daemon listens for other hosts at %s, an address of the internet: set peer_address to one of a "
@@ -184,14 +197,23 @@ class Meeting:
             self._deaf = False
             self._caveats.withdraw(_COPIES)
         self._address = address
+        away = sorted(one.host for one in others if is_elsewhere(one.host))
+        if away and is_local(address) and self._settings.peer_address is None:
+            self._say(
+                _ADDRESS,
+                f"the daemon listens at {address}, which {away[0]} cannot reach, because no other address of this host "
+                "was found: set peer_address (SCARCTL_PEER_ADDRESS) on each host to one that the others reach",
+            )
+        else:
+            self._caveats.withdraw(_ADDRESS)
         return True
 
     def _write(self) -> None:
         """Write this host's record. If the store cannot be written, training continues with a caveat."""
         record = HostRecord(
             self._place,
-            name_of(self._settings)[:300],
-            self._settings.peer_domain or "",
+            name_of(self._settings)[:MOST_TEXT],
+            self._domain,
             self._address,
             self._port,
             self._credentials.files is not None,
@@ -234,14 +256,15 @@ class Meeting:
         except ScarError as error:
             log.debug("the daemon does not report its links: %s", error)
             links = []
-        places = {(one.address, one.port): place for place, one in self._hosts.records.items()}
+        records = {(one.address, one.port): one for one in self._hosts.records.values()}
         self._idle = not links
         self._fenced = any(link["state"] == State.FENCED.value for link in links)
-        self._links = [
-            _Linked(places.get((link["address"], link["port"]), ""), link["complete"] is True)
-            for link in links
-            if State(link["state"]) in CONNECTED
-        ]
+        self._links = []
+        for link in links:
+            if State(link["state"]) in CONNECTED:
+                record = records.get((link["address"], link["port"]))
+                place, domain = ("", "") if record is None else (record.place, record.domain)
+                self._links.append(_Linked(place, link["complete"] is True, is_near(domain, link["address"])))
 
     @property
     def _complete(self) -> int:
@@ -257,6 +280,11 @@ class Meeting:
         """Choose hosts, and ask for copies there if the choice has changed. Raises ScarError."""
         self._look_at_links()
         if self._fenced:
+            self._say(
+                _COPIES,
+                "another host no longer keeps copies of this host's memory: according to it, this member has continued "
+                "elsewhere",
+            )
             return
         copies, records, own = self._settings.peers, self._others(), self._hosts.own
         connected = [place for place in self._connected if place in records]
@@ -264,7 +292,7 @@ class Meeting:
         places = choose(
             Site(
                 self._place,
-                self._settings.peer_domain or "",
+                self._domain,
                 self._chosen or (() if own is None else own.to),
             ),
             [Site(place, one.domain, one.to, one.fresh(wall)) for place, one in records.items()],
@@ -318,18 +346,33 @@ class Meeting:
         log.info("%s: copies of this host's memory: %s", self._url, names or "no host yet")
 
     def _report(self, hosts: int) -> None:
-        """Say after a minute that hosts are too few. Withdraw it once enough are there, and a copy is complete."""
-        copies, now = self._settings.peers, self._now()
-        if hosts >= copies:
-            self._alone_since = None
-            if self._complete:
-                self._caveats.withdraw(_COPIES)
-            return
-        if self._alone_since is None:
-            self._alone_since = now
-        if now >= self._alone_since + _ALONE:
+        """Say after a minute that hosts are too few, or do not keep copies. Withdraw it once the first is complete.
+
+        hosts: number of those that may keep copies.
+        """
+        copies, linked = self._settings.peers, len(self._links)
+        self._report_machine()
+        few, why = hosts < copies, ""
+        if few:
             there = f"only {counted(hosts, 'other host')} can" if hosts else "no other host can yet"
-            self._say(_COPIES, f"peers={copies}, but {there} keep copies of this host's memory")
+            why = f"{there} keep copies of this host's memory"
+        elif linked < copies:
+            there = f"only {linked}" if linked else "none"
+            others = counted(hosts, "other host")
+            why = f"of {others} {there} keeps a copy of this host's memory: no answer, or a refusal"
+        elif self._complete:
+            self._caveats.withdraw(_COPIES)
+        lacking = "" if not why else "hosts" if few else "links"
+        if lacking != self._lacking:
+            self._lacking, self._lacking_since = lacking, self._now()
+        if why and self._now() >= self._lacking_since + _ALONE:
+            self._say(_COPIES, f"peers={copies}, but {why}")
+
+    def _report_machine(self) -> None:
+        if self._links and all(link.near for link in self._links):
+            self._say(_MACHINE, NEAR)
+        elif self._links:
+            self._caveats.withdraw(_MACHINE)
 
 
 def _jittered(seconds: float) -> float:

@@ -42,6 +42,15 @@ class Process:
     found: Evacuated | None
     """None if no answer came: `error` says why."""
     error: str | None = None
+    member: bool = False
+    """Whether `rank` is the number of a member."""
+
+    @property
+    def name(self) -> str:
+        """Return its name among others: "rank 2", "member 2" or "process 812"."""
+        if self.rank is None:
+            return f"process {self.pid}"
+        return f"{'member' if self.member else 'rank'} {self.rank}"
 
     @property
     def safe(self) -> bool:
@@ -192,6 +201,7 @@ def _evacuate(
 
     def one(run: RunStatus) -> None:
         who = {"store": run["store"], "rank": run.get("rank"), "pid": run["pid"]}
+        who["member"] = run.get("member", False)
 
         def gone() -> bool:
             return run["phase"] == "closing" or _has_ended(folder, run["id"])

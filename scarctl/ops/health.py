@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.daemon.status import RunStatus
+from scarctl.daemon.status import NO_HOST, RunStatus, part_of
 from scarctl.errors import ScarError, UsageError
 from scarctl.ops.surveyed import ShardLine, Survey
 from scarctl.recovery.forecast import rework_of
@@ -69,9 +69,11 @@ class Loss(Document):
 
 @dataclass(frozen=True, slots=True)
 class Saving(Document):
-    """The progress of the daemon with one rank, or with a process that trains alone."""
+    """The progress of the daemon with one rank or member, or with a process that trains alone."""
 
     rank: int | None
+    member: bool
+    """Whether `rank` is the number of a member."""
     step: int
     """Newest step that training has handed over."""
     lag: int
@@ -81,6 +83,13 @@ class Saving(Document):
     bandwidth: int
     """Bytes per second while the store is written."""
     errors: int
+
+    @property
+    def name(self) -> str:
+        """Return "rank 2", "member 2" or "process"."""
+        if self.rank is None:
+            return "process"
+        return f"{'member' if self.member else 'rank'} {self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +174,7 @@ def _saving(runs: Iterable[RunStatus]) -> tuple[Saving, ...]:
     found = [
         Saving(
             run.get("rank"),
+            run.get("member", False),
             run["head_step"],
             max(run["head_step"] - run["durable_step"], 0),
             run["queued_bytes"],
@@ -182,7 +192,7 @@ def _of_saving(view: Survey, runs: Iterable[RunStatus]) -> Iterable[Finding]:
         yield from _of_links(run)
         if run.get("last_error") is None:
             continue
-        who = "" if run.get("rank") is None else f"rank {run['rank']}: "
+        who = f"{name}: " if (name := part_of(run)) else ""
         what = "saving has stopped" if run["stopped"] else "saving fails, and is retried"
         message = f"{who}{what}: {run['last_error']} ({counted(run['errors'], 'error')})"
         yield Finding(LOSING, "stopped" if run["stopped"] else "failing", message, _doctor(view.url))
@@ -190,11 +200,12 @@ def _of_saving(view: Survey, runs: Iterable[RunStatus]) -> Iterable[Finding]:
 
 def _of_links(run: RunStatus) -> Iterable[Finding]:
     """Yield the copies of a run's memory that no other host keeps up to date. A new run has nothing to send yet."""
-    who = "" if run.get("rank") is None else f"rank {run['rank']}: "
+    who = f"{name}: " if (name := part_of(run)) else ""
     for link in run.get("peers", ()) if "head_step" in run else ():
         state = link.rpartition(": ")[2].partition(",")[0]
         if state in _UNPROTECTED:
-            text = f"{who}the copy on {link}: the loss of this host may lose what is not durable"
+            what = "no other host keeps a copy yet" if link == NO_HOST else f"the copy on {link}"
+            text = f"{who}{what}: the loss of this host may lose what is not durable"
             yield Finding(AT_RISK, "copy", text, "scarctl daemon status")
 
 

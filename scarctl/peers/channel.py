@@ -124,11 +124,18 @@ class Channel:
     ) -> tuple[dict[str, Any], Bytes]:
         """Return head and body of the next frame, which must be of this kind. The limits are those of `receive`.
 
-        Raises the error of a refusal; Corruption for another kind, Gone.
+        Raises the error of a refusal; Corruption for another kind, Gone. A stranger's refusal is believed only if it
+        does not know this start of the job (Unavailable, `kind` "unknown-start"). Otherwise it is Gone: anyone may say
+        that a run has continued elsewhere.
         """
         found, head, body = self.receive(most_body=most_body, strictly=strictly)
         if found is Kind.REFUSED:
-            raise error_from(head.get("error"))
+            error = error_from(head.get("error"))
+            if self._trusted:
+                raise error
+            if error.kind == "unknown-start":
+                raise unknown_start()
+            raise Gone("it refuses, and has not proved its identity")
         if found is not kind:
             raise Corruption(f"a peer sends {found.name}, not {kind.name}")
         return head, body
@@ -184,6 +191,11 @@ class Channel:
                 )
                 raise Gone(late)
             self._connection.settimeout(left)
+
+
+def unknown_start() -> Unavailable:
+    """Return the refusal of a daemon that does not know a start of the job."""
+    return Unavailable("that host does not know this start of the job", kind="unknown-start")
 
 
 def readable(channel: Channel) -> bool:

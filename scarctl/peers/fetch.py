@@ -66,7 +66,8 @@ def fetch_memory(
 
     Return the host that it came from, and its bytes; None if nothing was brought. An arena that was here is set aside
     once the new one is complete, verified, and in its place as a replica of that host's. The other host keeps its own.
-    If a host cannot be used, or there is no room, a line in the log says so.
+    If a host cannot be used, or there is no room, a line in the log says so. The same if the run's process lives on
+    another host, and the store has a lock, which that process has: the run cannot start here.
 
     Call it before the run's arena is opened here. Raises Unavailable, AccessDenied, Corruption if the store cannot be
     read: without it no memory is believed.
@@ -76,7 +77,12 @@ def fetch_memory(
         return None  # its process would be in the way of this one's session, too
     own = age_of(here)
     fetch = _Fetch(view, base, own, start, secret, tls, seconds)
-    for host, offer in fetch.offers(hosts):
+    offers = fetch.offers(hosts)
+    if fetch.alive_on and view.address.root is not None:
+        # It has the store's lock. A copy of its memory would be taken from it, and its process would lose the link.
+        log.warning("%s: its process lives on %s, so no memory is fetched", view.url, fetch.alive_on)
+        return None
+    for host, offer in offers:
         try:
             if fetch.is_wanted(offer):
                 return fetch.bring(host)
@@ -102,6 +108,8 @@ class _Fetch:
     ) -> None:
         self._view, self._base, self._own = view, base, own
         self._start, self._secret, self._tls, self._seconds = start, secret, tls, seconds
+        self.alive_on = ""
+        """Name of a host on which the run's process lives."""
 
     def offers(self, hosts: Sequence[Candidate]) -> list[tuple[Candidate, Offer]]:
         """Return the hosts whose arena is newer than this one's, with what they offer, the newest first."""
@@ -163,7 +171,10 @@ class _Fetch:
         try:
             with self._connected(host) as channel:
                 channel.send(encode(Kind.INVENTORY, {}))
-                return decode_offer(*channel.expect(Kind.INVENTORY, most_body=_MOST_LINES, strictly=True))
+                head, body = channel.expect(Kind.INVENTORY, most_body=_MOST_LINES, strictly=True)
+                if head.get("alive") is True:
+                    self.alive_on = host.host
+                return decode_offer(head, body)
         except (Gone, OSError) as error:
             self._say(logging.INFO, host, error)
         except ScarError as error:

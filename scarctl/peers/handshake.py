@@ -93,7 +93,8 @@ def verify(secret: bytes, hello: Hello, nonce: str, head: Mapping[str, Any], bin
 def _compare(expected: str, head: Mapping[str, Any]) -> None:
     if not hmac.compare_digest(expected, hex_of(head, "proof", 64)):
         raise AccessDenied(
-            "a peer does not have this job's secret", hint="it belongs to another job, or is an intruder"
+            "a peer does not have this job's secret",
+            hint="peer_secret_file must be the same on all hosts; or it belongs to another job, or is an intruder",
         )
 
 

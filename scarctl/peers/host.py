@@ -10,7 +10,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 
 from scarctl.arena.owner import Owner
 from scarctl.errors import AccessDenied, Contention, Corruption, ScarError, Unavailable
-from scarctl.peers.channel import REPLY_SECONDS, STRANGER_SECONDS, Channel, Gone, readable
+from scarctl.peers.channel import REPLY_SECONDS, STRANGER_SECONDS, Channel, Gone, readable, unknown_start
 from scarctl.peers.follower import most_body
 from scarctl.peers.frames import (
     MAX_BODY,
@@ -51,9 +51,8 @@ _WARN_SECONDS = 60.0
 class _Start:
     """A start of a job whose daemons are admitted. Never displayed, because it has the secret."""
 
+    name: str
     secret: bytes
-    runs: str
-    """Common prefix of its runs' ids."""
     files: tuple[str, ...] | None
     """Files for TLS, if its links use it."""
 
@@ -71,13 +70,15 @@ class _Listener:
 class Host:
     """The replicas that one daemon keeps. The socket opens with the first start of a job that requests it."""
 
-    def __init__(self, folder: Path, lend: Lend = lent_without_runs) -> None:
-        """Prepare, without a socket. folder: folder of the daemon. lend: see `Lender`."""
+    def __init__(
+        self, folder: Path, lend: Lend = lent_without_runs, lives: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        """Prepare, without a socket. folder: folder of the daemon. lend, lives: see `Lender`."""
         self._folder = folder
-        self._lender = Lender(folder, lend)
+        self._lender = Lender(folder, lend, lives)
         self._lock = threading.Lock()
-        self._secrets: dict[str, _Start] = {}
-        """Starts by name."""
+        self._starts: dict[str, _Start] = {}
+        """Starts by the common prefix of their runs' ids. Copies of one store have the same start at several places."""
         self._listeners: dict[tuple[str, int], _Listener] = {}
         self._strangers = threading.Semaphore(_MOST_STRANGERS)
         self._writing: dict[str, tuple[Channel, threading.Thread, Replica | None]] = {}
@@ -98,10 +99,9 @@ class Host:
         with self._lock:
             if self._closing:
                 raise Contention("the daemon is ending", hint="retry", kind="daemon-ending")
-            # An earlier start of the same runs is over: its daemons are no longer admitted.
-            others = {name: known for name, known in self._secrets.items() if known.runs != runs}
             files = None if tls is None else tls.files
-            self._secrets = {**others, start: _Start(secret, runs, files)}
+            # An earlier start of the same runs is over: its daemons are no longer admitted.
+            self._starts = {**self._starts, runs: _Start(start, secret, files)}
             for (bound, at), known in self._listeners.items():
                 if bound == address and known.files == files:
                     known.tls = tls  # certificates may have been renewed
@@ -218,19 +218,25 @@ class Host:
         """Return the greeting of a peer that has proved to be of the same start. Raises AccessDenied, Corruption."""
         head, _ = channel.expect(Kind.HELLO)
         hello = Hello.from_json(head)
-        with self._lock:
-            start = self._secrets.get(hello.start)
+        runs, start = self._start_of(hello)
         if hello.version != VERSION or start is None or start.files != files:
             # This is temporary: the ranks of this host have not reached their daemon yet.
-            channel.refuse(Unavailable("this host does not know this start of the job", kind="unknown-start"))
+            channel.refuse(unknown_start())
             raise Gone
         asked = challenge(start.secret, hello, binding)
         channel.send(encode(Kind.CHALLENGE, asked))
         head, _ = channel.expect(Kind.PROOF)
         verify(start.secret, hello, asked["nonce"], head, binding)
-        if not hello.run.startswith(start.runs):
-            raise AccessDenied(f"a peer of {start.runs} names a run of another store: {hello.run!r:.80}")
+        if not hello.run.startswith(runs):
+            raise AccessDenied(f"a peer of {runs} names a run of another store: {hello.run!r:.80}")
         return hello
+
+    def _start_of(self, hello: Hello) -> tuple[str, _Start | None]:
+        """Return the start that a greeting names, and the prefix of its runs: the one of the greeting's run, if any."""
+        with self._lock:
+            known = [(runs, start) for runs, start in self._starts.items() if start.name == hello.start]
+        named = [one for one in known if hello.run.startswith(one[0])]
+        return (named or known)[0] if known else ("", None)
 
     def _write(self, channel: Channel, hello: Hello, head: Mapping[str, Any], layout: Bytes) -> None:
         """Write one replica from the peer's frames: head and body of the first are given. Refusals are sent to it."""

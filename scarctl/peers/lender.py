@@ -1,6 +1,6 @@
 """Send arenas of dead processes, and replicas, to hosts that fetch them: the other side of `scarctl.peers.fetch`.
 
-    other host -> INVENTORY                 -> the arena's age and lines, or nothing
+    other host -> INVENTORY                 -> the arena's age and lines, or nothing, and whether its process lives
     other host -> FETCH                     -> the same, with the number and bytes of its small files
     other host -> ACK, it has reserved room -> FILE for each small file, PIECE for each piece, END with the digest
     other host -> ACK, it has the arena     -> ACK, once no process here saves the run
@@ -68,10 +68,12 @@ def lent_without_runs(name: str, recall: Callable[[], None]) -> Iterator[Loan]:
 class Lender:
     """Lends the arenas of one daemon's folder."""
 
-    def __init__(self, folder: Path, lend: Lend = lent_without_runs) -> None:
-        """Prepare. folder: folder of the daemon."""
+    def __init__(
+        self, folder: Path, lend: Lend = lent_without_runs, lives: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        """Prepare. folder: folder of the daemon. lives: see `scarctl.daemon.runs.Runs.lives`."""
         self._folder = folder
-        self._lend = lend
+        self._lend, self._lives = lend, lives
         self._changed = threading.Condition()
         self._open: dict[str, tuple[Arena, int]] = {}
         """Arenas by run, each with the number of hosts that fetch it."""
@@ -124,8 +126,13 @@ class Lender:
             channel.shut()
 
     def _inventory(self, run: str) -> list[Buffer]:
-        offer = None if self._until is not None else self._offer(run)
-        return encode(Kind.INVENTORY, {"found": False}) if offer is None else offer.frame(Kind.INVENTORY)
+        alive = self._lives(run)
+        offer = None if alive or self._until is not None else self._offer(run)
+        return (
+            encode(Kind.INVENTORY, {"found": False, "alive": alive})
+            if offer is None
+            else offer.frame(Kind.INVENTORY)
+        )
 
     def _offer(self, run: str) -> Offer | None:
         """Return the arena of a run that may be fetched, without its files; None without one."""

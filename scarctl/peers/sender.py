@@ -297,7 +297,9 @@ class Sender:
         said = kind or why  # the text of an error may name another file each time
         if self._said.get(peer) != said and not self._closing.is_set():
             self._said[peer] = said
-            self._warn(f"the copy of this rank's memory on {peer.host} is not kept up to date: {why}")
+            self._warn(
+                f"the copy of this process's memory on {peer.host} ({peer.address}) is not kept up to date: {why}"
+            )
         self._handle(event)
 
     def _converse(self, peer: Candidate) -> None:
@@ -375,7 +377,7 @@ class Sender:
             if lacks:
                 host = self.host.host
                 self._warn(
-                    f"the copy of this rank's memory on {host} lacks extras, which are too large to be sent"
+                    f"the copy of this process's memory on {host} lacks extras, which are too large to be sent"
                 )
             if self._follower.withheld:
                 self._current = ()

@@ -94,6 +94,8 @@ class PersisterThread:
         self._changed = threading.Condition()
         self._refusals = 0
         self._obeying = self._ended = False
+        self._evacuating: _Evacuate | None = None
+        """The evacuation under way."""
         self._events: list[_Event | _Look | _Evacuate] = [_Look()]
         self._thread = threading.Thread(target=self._run, name="scarctl-persister", daemon=True)
         self._thread.start()
@@ -124,8 +126,9 @@ class PersisterThread:
         copies: the arena's copies on other hosts. Copies that these lack are saved first; the others count as safe.
         """
         request = _Evacuate(before(time.monotonic() + seconds, seconds), copies)
-        self._persister.interrupt.set()
         with self._changed:
+            if self._evacuating is None or request.deadline < self._evacuating.deadline:
+                self._persister.interrupt.set()  # one that ends earlier is waited for
             # Before all waiting events except the thread's end, and after the result of the interrupted one.
             self._events.insert(int(self._events[:1] == [self._machine.stop]), request)
             self._changed.notify_all()
@@ -240,33 +243,59 @@ class PersisterThread:
             return partial(self._machine.tick, time.monotonic())
 
     def _evacuate(self, request: _Evacuate) -> None:
-        """Carry out an evacuation, independently of the hand-over that the machine counts as being saved."""
-        self._persister.interrupt.clear()
-        try:
-            made = request.made = Evacuation(
-                self._persister.arena,
-                self._queue,
-                self._persister,
-                request.deadline,
-                speed=self.speed,
-                copies=request.copies,
-            )
-            if self.failure is not None:
-                made.error = self.failure.message
-            else:
-                made.run(lambda: bool(self._events[:1] == [self._machine.stop]))
-                self.stats.nbytes += made.written_bytes
-        except Interrupted:
-            pass  # the thread is about to end
-        except Exception as error:
-            log.exception("evacuating failed unexpectedly")
-            self._note(_defect(error))
-            if request.made is not None:
-                request.made.error = _defect(error).message
+        """Carry out an evacuation, independently of the hand-over that the machine counts as being saved.
+
+        One with an earlier deadline that comes meanwhile is carried out first.
+        """
+        outer, again = self._evacuating, True
+        while again:
+            with self._changed:
+                urgent = self._take_evacuation(before=request.deadline)
+                if urgent is None:
+                    self._evacuating = request
+                    self._persister.interrupt.clear()
+            if urgent is not None:
+                self._evacuate(urgent)
+                continue
+            again = False
+            try:
+                self._evacuate_once(request)
+            except Interrupted:
+                with self._changed:  # otherwise the thread is about to end
+                    again = bool(self._events) and isinstance(self._events[0], _Evacuate)
+            except Exception as error:
+                log.exception("evacuating failed unexpectedly")
+                self._note(_defect(error))
+                if request.made is not None:
+                    request.made.error = _defect(error).message
         with self._changed:
+            self._evacuating = outer
             request.ended = True
             self._events.append(self._machine.hurry)
             self._changed.notify_all()
+
+    def _evacuate_once(self, request: _Evacuate) -> None:
+        made = request.made = Evacuation(
+            self._persister.arena,
+            self._queue,
+            self._persister,
+            request.deadline,
+            speed=self.speed,
+            copies=request.copies,
+        )
+        if self.failure is not None:
+            made.error = self.failure.message
+        else:
+            made.run(lambda: bool(self._events[:1] == [self._machine.stop]))
+            self.stats.nbytes += made.written_bytes
+
+    def _take_evacuation(self, before: float) -> _Evacuate | None:
+        """Take a waiting evacuation with an earlier deadline; None without one. Inside `_changed`."""
+        for event in self._events:
+            if isinstance(event, _Evacuate) and event.deadline < before:
+                self._events.remove(event)
+                return event
+        return None
 
     def _wait(self, wake_at: float | None) -> _Event | _Look | _Evacuate:
         """Return the next event, or a tick at `wake_at`."""

@@ -30,7 +30,9 @@ GONE = 86_400.0
 MOST_HOSTS = 1024
 """Most records that are read."""
 MAX_HOST = 16 << 10
-_MOST_TO, _MOST_TEXT, _MOST_TIME = 64, 300, 1 << 40
+MOST_TEXT = 300
+"""Most characters of a name in a record."""
+_MOST_TO, _MOST_TIME = 64, 1 << 40
 _NAME = re.compile(r"([0-9a-f]{16})\.json", re.ASCII)
 
 
@@ -43,7 +45,7 @@ class HostRecord:
     host: str
     """Name, for display."""
     domain: str
-    """Failure domain; "" if the host is its own domain."""
+    """Failure domain: the given one, or the host's machine; "" if the host is its own domain."""
     address: str
     """IP address of its daemon."""
     port: int
@@ -79,12 +81,14 @@ class HostRecord:
         if f.text("kind") != "host" or f.hex("place", 16) != place:
             raise corrupt(what, "it is the record of another host")
         host, domain, address = (f.text(name) for name in ("host", "domain", "address"))
-        if max(map(len, (host, domain, address))) > _MOST_TEXT:
+        if max(map(len, (host, domain, address))) > MOST_TEXT:
             raise corrupt(what, "a name in it is too long")
         try:
-            ip_address(address.partition("%")[0])
+            found = ip_address(address.partition("%")[0])
         except ValueError:
             raise corrupt(what, "it has no IP address") from None
+        if found.is_unspecified or found.is_multicast:
+            raise corrupt(what, "its address is not that of one host")  # the first would be the reader's own
         to = f.raw("to")
         if not isinstance(to, list) or len(to) > _MOST_TO or not all(is_hex(one, 16) for one in to):
             raise corrupt(what, "its hosts are malformed")

@@ -40,6 +40,11 @@ def test_at_random() -> None:
     assert counts["memory of another line"]
 
 
+def test_a_pruned_copy_of_a_store_is_the_same_state() -> None:
+    """A restored copy was pruned, so the record that names its state is gone. Memory of that state counts."""
+    assert hosts.episode(70022)["from memory"]
+
+
 def test_who_was_stopped_while_the_run_was_rolled_back_elsewhere_is_fenced(tmp_path: Path) -> None:
     """Its daemon is dead and nothing was saved, so there is only the roll-back."""
     here, elsewhere = tmp_path / "a", tmp_path / "b"

@@ -85,7 +85,7 @@ def test_the_store_has_gone_on(tmp_path: Path) -> None:
     again.die()
 
 
-def test_another_process_has_saved_since(tmp_path: Path) -> None:
+def test_another_process_has_saved_since(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     host = Host(tmp_path / "store", tmp_path / "east")
     host.save(2)
     place = send(host, tmp_path / "west")
@@ -94,9 +94,33 @@ def test_another_process_has_saved_since(tmp_path: Path) -> None:
     third = Host(tmp_path / "store", tmp_path / "north")
     third.save(1)
     lose(third)
+    lose(Host(tmp_path / "store", tmp_path / "north"))  # begins an epoch, and changes nothing
+    with contextlib.closing(Store.open(str(tmp_path / "store"))) as store:
+        assert view_of(str(tmp_path / "west"), store) is None
+    assert f"{tmp_path / 'store'}: the copy of east's memory on this host is not shown" in caplog.text
     again = Host(tmp_path / "store", tmp_path / "west")
     assert not (again.arena.version >= 0).any(), "an abandoned future came back"
     assert place.with_name(place.name + ASIDE).exists()
+    again.die()
+
+
+def test_a_process_that_died_before_it_saved_takes_nothing_away(tmp_path: Path) -> None:
+    """It has begun an epoch on a third host, and was lost with it. The replica is older than the store."""
+    host = Host(tmp_path / "store", tmp_path / "east")
+    host.save(2)
+    host.saver.stop()
+    copy(host, HALF, 3, wait=False)
+    place = send(host, tmp_path / "west")
+    host.saver.resume()
+    copy(host, REST, 4, wait=True)
+    lose(host)
+    for _ in range(2):
+        lose(Host(tmp_path / "store", tmp_path / "north"))
+    again = Host(tmp_path / "store", tmp_path / "west")
+    assert again.arena.folder == place
+    assert again.arena.intact()[HALF].all()
+    assert (step_of(again.arena.version[HALF]) == 3).all()
+    assert not again.arena.intact()[REST].any()
     again.die()
 
 
@@ -151,6 +175,7 @@ def test_a_replica_goes_a_day_after_its_last_change(tmp_path: Path, monkeypatch:
     assert reap(place.parent) == []
     now = os.stat(place).st_mtime
     monkeypatch.setattr("scarctl.arena.stale.time.time", lambda: now + DAY + 1)
+    monkeypatch.setattr("scarctl.arena.stale._uptime", lambda: DAY + 1)
     assert [Path(arena.folder) for arena in reap(place.parent, older_than=DAY)] == [place]
     assert not place.exists()
     assert not (place / FILE).exists()

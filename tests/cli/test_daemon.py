@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from safetensors.numpy import load_file
 
 import scarctl
 from scarctl.arena.folder import host_folder
+from scarctl.arena.stale import StaleArena
+from scarctl.cli.daemon import _stale_line
 from scarctl.daemon import protocol
 from scarctl.errors import Unavailable
 from scarctl.ops import live
@@ -334,3 +337,13 @@ class TestLive:
     def test_wrong_calls(self, run: Run, arguments: list[str]) -> None:
         error = run(*arguments, "--store", "ckpt", "--json", code=2).error
         assert error["kind"] == "usage"
+
+
+def test_a_replica_without_a_daemon_is_a_copy_of_another_hosts_memory() -> None:
+    """No process of this host left it, so none is named."""
+    replica = StaleArena("ab-1", "/s", "/m/ab-1", 2048, 1.0, 0, 619, 610, 4, 2, False, False, False, "node1")
+    assert _stale_line(replica) == "/s: copy of the memory of node1, 2.0 KiB, step 619"
+    own = replace(replica, owner=None, pid=812)
+    assert _stale_line(own).startswith(
+        "/s: left by process 812, 2.0 KiB, step 619, 4 partitions not in the store"
+    )

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,23 @@ def test_extras_that_are_lost_are_said() -> None:
         host
     )
     assert "the newest extras are lost as well" in sentence(found)
+
+
+def test_members_and_the_place_that_is_safe_are_named() -> None:
+    def said(found: Evacuated) -> list[str]:
+        return _lines(Host((Store("/s", (Process("/s", 2, 12, found, member=True),)),)))
+
+    sealed = Evacuated(7, 10, 100, 100, 1, 0, 0, 0.0, True)
+    assert said(sealed) == ["/s: step 7: 100 B of 100 B are safe in the store (exact); 100 B written now"]
+    on_a_peer = Evacuated(
+        7, 10, 100, 0, 0, 0, 0, 0.0, False, peer_partitions=10, peer_bytes=100, peers=("b",)
+    )
+    assert said(on_a_peer)[0] == "/s: step 7: 100 B of 100 B are safe; 0 B written now"
+    # The seal is on the peer only, although the store has the partitions.
+    exact_there = replace(on_a_peer, peer_partitions=0, peer_bytes=0, peer_exact=True)
+    assert said(exact_there) == ["/s: step 7: 100 B of 100 B are safe (exact); 0 B written now"]
+    late = replace(sealed, sealed=False, flushed=False)
+    assert said(late)[-1].startswith("  member 2: its newest step was not brought into memory")
 
 
 def test_nothing_to_evacuate(tmp_path: Path) -> None:

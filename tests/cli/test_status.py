@@ -18,7 +18,7 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder, host_folder
 from scarctl.arena.owner import Owner, write_owner
 from scarctl.cli.status_view import page
-from scarctl.daemon.status import RunStatus
+from scarctl.daemon.status import NO_HOST, RunStatus
 from scarctl.errors import NoStore
 from scarctl.ops.health import AT_RISK, LOSING, health_of, unreadable, worst_first
 from scarctl.ops.known import daemon_here, runs_of
@@ -318,6 +318,10 @@ def test_a_copy_on_another_host_that_is_not_kept(saved: Model, state: str) -> No
     assert (finding.severity, finding.kind, finding.command) == (AT_RISK, "copy", "scarctl daemon status")
     assert finding.message.startswith(f"rank 1: the copy on lost: b: {state}: the loss of this host may lose")
     assert health_of(view, [{**run, "peers": run["peers"][:1]}]).well
+    (finding,) = health_of(view, [{**run, "member": True, "peers": [NO_HOST]}]).findings
+    assert finding.message.startswith(
+        "member 1: no other host keeps a copy yet: the loss of this host may lose"
+    )
     begun = {name: run[name] for name in ("store", "id", "pid", "phase", "peers")}
     assert health_of(view, [{**begun, "open": False}]).well  # type: ignore[list-item]
 

@@ -130,9 +130,12 @@ def die_with_pending_copies(trainer: Trainer) -> None:
     trainer.die()
 
 
-def test_a_run_that_is_attached_is_not_lent(daemon: Daemon, trainer: Trainer, tmp_path: Path) -> None:
+def test_a_run_that_is_attached_is_not_lent(
+    daemon: Daemon, trainer: Trainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
     assert elsewhere.fetch() is None
+    assert "its process lives on here" in caplog.text
     trainer.arena.take_over(0x7FFFFFF0)  # even if its process seems to be dead
     assert elsewhere.fetch() is None
     trainer.save_durably(2)

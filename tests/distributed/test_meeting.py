@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from scarctl.distributed import meeting as module
 from scarctl.distributed.credentials import Credentials, digest_of_place
 from scarctl.distributed.meeting import Meeting
 from scarctl.distributed.memory_search import search_memory
-from scarctl.errors import Contention, ScarError, Unavailable
+from scarctl.errors import Contention, ScarError
 from scarctl.peers.link import REPLACED_AFTER
 from scarctl.state.caveats import Caveats
 from scarctl.store import Store
@@ -253,6 +254,8 @@ def test_a_run_that_continued_elsewhere_asks_for_nothing(table: Table) -> None:
     for _ in range(3):
         table.look(60.0)
     assert table.daemon.followed == [[1]]
+    (caveat,) = table.caveats
+    assert "this member has continued elsewhere" in caveat.message, "it is not protected any more"
 
 
 def test_a_daemon_that_lost_its_links_is_asked_again(table: Table) -> None:
@@ -304,48 +307,6 @@ def test_a_host_with_tls_is_asked_last_without_it(table: Table) -> None:
     table.look()
     table.look(1.0)
     assert table.daemon.followed == [[2, 1]]
-
-
-def test_too_few_hosts_are_a_caveat_after_a_minute(table: Table, caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(5):
-        table.look(10.0)
-    assert list(table.caveats) == []
-    for _ in range(5):
-        table.look(30.0)
-    (caveat,) = table.caveats
-    assert caveat.message == "peers=1, but no other host can yet keep copies of this host's memory"
-    assert not caveat.inexact
-    assert caplog.messages.count(caveat.message) == 1
-    table.put(record(A, 1, age=-table.passed))
-    table.look(1.0)
-    assert list(table.caveats) == [caveat], "nothing is protected yet"
-    table.daemon.has(1)
-    table.look(1.0)
-    assert list(table.caveats) == []
-
-
-def test_one_of_two_hosts_is_too_few(tmp_path: Path) -> None:
-    for table in made(tmp_path, peers=2):
-        table.put(record(A, 1))
-        table.look()
-        table.look(1.0)
-        table.daemon.has(1)
-        table.look(70.0)
-        assert [c.message for c in table.caveats] == [
-            "peers=2, but only 1 other host can keep copies of this host's memory"
-        ]
-
-
-def test_a_daemon_that_cannot_listen_is_a_caveat_until_it_can(table: Table) -> None:
-    table.daemon.refusal = Unavailable("the daemon cannot listen at 10.0.0.7")
-    table.look()
-    (caveat,) = table.caveats
-    assert "keeps none: the daemon cannot listen" in caveat.message
-    assert read_hosts(table.store) == {}
-    table.daemon.refusal = None
-    table.look(1.0)
-    assert list(table.caveats) == []
-    assert table.own.port == 4000
 
 
 def test_a_store_that_is_away_changes_nothing(table: Table, caplog: pytest.LogCaptureFixture) -> None:
@@ -418,6 +379,31 @@ def test_an_address_of_the_internet_is_warned_of(
     table.look()
     table.look(1.0)
     assert sum("an address of the internet" in text for text in caplog.messages) == 1
+
+
+def test_a_local_address_is_warned_of_once_there_is_another_machine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each host of a network without a default route, whose names are local, finds only its loopback address."""
+    monkeypatch.setattr(module, "address_among", lambda others: min(others, default="127.0.0.1"))
+    for table in made(tmp_path, peer_address=None):
+        here = f"{socket.gethostname()}:folder"
+        table.put(record(A, 1, host=here))
+        table.look()
+        table.look(1.0)
+        assert not list(table.caveats), "a host on this machine is reached"
+        table.put(record(B, 2, host="node7"))
+        for _ in range(3):
+            table.look(20.0)
+        (caveat,) = (one for one in table.caveats if one.kind == "peer-address")
+        assert not caveat.inexact
+        assert "listens at 127.0.0.1, which node7 cannot reach" in caveat.message
+        assert "SCARCTL_PEER_ADDRESS" in caveat.message
+        assert caplog.messages.count(caveat.message) == 1
+        table.put(*(record(place, 1, host="node7", address="10.0.0.7") for place in (A, B)))
+        table.look(20.0)
+        assert table.daemon.admitted[-1] == "10.0.0.7"
+        assert "peer-address" not in [one.kind for one in table.caveats]
 
 
 # -- searching ----------------------------------------------------------------------------------------------------

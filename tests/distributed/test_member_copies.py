@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
 from scarctl.state.version import step_of
 from scarctl.store import Store, verify
+from tests.support.certificates import Authority
 from tests.support.copied_member import INTERVAL, Hosts
 from tests.support.member import ROWS
 from tests.support.waiting import wait_until
@@ -41,6 +43,30 @@ def test_a_host_dies_and_its_member_starts_on_another(alone: Hosts) -> None:
 
 
 def test_after_a_flush_that_the_other_host_has_it_is_exact(two: Hosts) -> None:
+    two.order(0, "stop store")
+    two.until_head(0, "east", 10)
+    head = two.copy(0, stopped=True)
+    two.lose("east", 0)
+    found = two.start(0, "north")
+    assert found == {"step": head, "exact": True, "tiers": {"peer": ROWS + 1}, "torn": 0}
+
+
+def test_a_host_without_tls_gets_nothing(alone: Hosts, tmp_path: Path) -> None:
+    alone.options["peer_tls"] = Authority(tmp_path).host("any")
+    two = alone.both()
+    two.order(0, "stop store")
+    two.until_head(0, "east", 10)
+    head = two.copy(0, stopped=True)
+    two.lose("east", 0)
+    del two.options["peer_tls"]
+    older = two.start(0, "south")
+    assert older["step"] < head
+    assert older["tiers"].keys() == {"store"}, older
+
+
+def test_what_was_sent_with_tls_is_fetched_with_it(alone: Hosts, tmp_path: Path) -> None:
+    alone.options["peer_tls"] = Authority(tmp_path).host("any")
+    two = alone.both()
     two.order(0, "stop store")
     two.until_head(0, "east", 10)
     head = two.copy(0, stopped=True)

@@ -7,11 +7,12 @@ import socket
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import scarctl
+from scarctl.daemon.status import RunStatus, part_of
 from scarctl.errors import UsageError
 from scarctl.ops.survey import survey
 from scarctl.store import Store
@@ -178,6 +179,7 @@ def test_without_another_host_a_warning_says_so_until_one_has_a_copy(alone: Host
     alone.options["seconds"] |= {"_ALONE": 1.0}
     alone.start(0, "east")
     wait_until(lambda: alone.run_of(0, "east").get("peers") == ["no host yet: absent"])
+    assert part_of(cast(RunStatus, alone.run_of(0, "east"))) == "member 0"
     text = "peers=1, but no other host can yet keep copies of this host's memory"
     wait_until(lambda: text in alone.warned(0))
     assert ["peers", text, False] in alone.order(0, "caveats")["answer"]

@@ -136,7 +136,7 @@ def test_a_hand_over_that_is_too_large_is_not_acknowledged(
     assert [hosts.step(0), hosts.step(1)] == [2, 2]
     assert [sender.whole for sender in run._senders] == ["", ""]
     said = [run.events.get(timeout=30.0)["warn"] for _ in run._senders]
-    text = "the copy of this rank's memory on {} lacks extras, which are too large to be sent"
+    text = "the copy of this process's memory on {} lacks extras, which are too large to be sent"
     assert sorted(said) == [text.format("host0"), text.format("host1")]
     begun = [sender._begun for sender in run._senders]
     time.sleep(0.5)

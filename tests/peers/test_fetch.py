@@ -18,6 +18,8 @@ from scarctl.arena.owner import Owner, read_owner, write_owner
 from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.transfer import Outgoing
 from scarctl.errors import Contention
+from scarctl.peers.channel import Channel
+from scarctl.peers.frames import Kind, encode
 from scarctl.peers.sender import Candidate
 from scarctl.peers.tls import Tls
 from tests.peers.lending import LAYOUT, SECRET, Liar, Site, sites
@@ -189,6 +191,30 @@ def test_a_host_without_the_secret_is_not_believed(three: list[Site]) -> None:
 
     with Liar(never, secret=bytes(32)) as liar:
         assert west.fetch(liar) is None
+
+
+@pytest.mark.parametrize("where", ["there", "nowhere"])
+def test_memory_of_a_live_process_is_not_fetched_from_its_replica(
+    three: list[Site], caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    """It has the store's lock, so this start is a mistake. Each one would fetch everything, and interrupt the copy."""
+    _, west, north = three
+    west.train(5)
+    write_owner(west.place, Owner("liar", "22" * 16, 1))
+    before = west.files()
+
+    def answer(channel: Channel, kind: Kind) -> None:
+        channel.send(encode(kind, {"found": False, "alive": where == "there"}))
+
+    with Liar(answer) as liar:
+        found = north.fetch(liar, west.listen())
+    assert west.files() == before
+    if where == "there":
+        assert found is None
+        assert north.files() == {}
+        assert "its process lives on liar" in caplog.text
+    else:
+        assert found is not None
 
 
 def test_with_tls(three: list[Site], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
