@@ -46,8 +46,8 @@ class Changes:
         """Hyperparameters at the newest end."""
         self._within: list[dict[str, Any]] = []
         """Hyperparameters at each later reading."""
-        self._pruned = 0
-        """Prunings of parameters when the run was resumed."""
+        self._pruned: dict[tuple[int, str], int] = {}
+        """See `_prunings`, when the run was resumed."""
 
     def _read(self) -> dict[str, Any]:
         if self._modules is None:
@@ -125,16 +125,20 @@ class Changes:
         """
         return [*self._pruned_since(), *self._other(saved, read, followed=followed)]
 
-    def _prunings(self) -> int:
-        """Return how many times the model's parameters have been pruned."""
+    def _prunings(self) -> dict[tuple[int, str], int]:
+        """Return how many times each pruned parameter was pruned, by number of its module and name."""
         modules = () if self._modules is None else self._modules()
-        hooks = [hook for module in modules for hook in module._forward_pre_hooks.values()]
-        containers = [hook for hook in hooks if isinstance(hook, PruningContainer)]
-        alone = [hook for hook in hooks if isinstance(hook, BasePruningMethod)]
-        return len(alone) + sum(len(container) - 1 for container in containers)
+        return {
+            (number, hook._tensor_name): len(hook) if isinstance(hook, PruningContainer) else 1
+            for number, module in enumerate(modules)
+            for hook in module._forward_pre_hooks.values()
+            if isinstance(hook, BasePruningMethod)
+        }
 
     def _pruned_since(self) -> list[str]:
-        if self._prunings() == self._pruned:
+        # A parameter's first mask comes from the parameter itself.
+        now = self._prunings()
+        if all(now.get(place, count) == count for place, count in self._pruned.items()):
             return []
         return [
             "parameters were pruned between resume() and the first forward pass, and their mask comes from weights of "
