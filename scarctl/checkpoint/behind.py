@@ -119,7 +119,7 @@ class Behind:
         text = (
             f"step {step}: the store is {counted(lag, 'iteration')} behind. "
             f"The whole state should be saved every {turn}. "
-            "Newer copies are in this host's memory only, and lost if the host fails."
+            "Newer copies are in memory only: lost if this host fails, unless another host has them."
         )
         period = interval * self._step_seconds if self._step_seconds else None
         if speed is None or period is None:
