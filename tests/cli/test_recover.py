@@ -170,7 +170,7 @@ class TestIntoAFile:
 
 
 class TestToAFile:
-    @pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out.dat"])
+    @pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "out.100"])
     def test_everything_is_the_state_itself(self, run: Run, saved: Model, name: str) -> None:
         Path(name).write_bytes(b"older")
         done = recover(run, "--lost", "all", "--output", name).document
