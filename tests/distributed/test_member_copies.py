@@ -42,7 +42,11 @@ def test_a_host_dies_and_its_member_starts_on_another(alone: Hosts) -> None:
     assert verify(store, read_data=True).problems == []
 
 
-def test_after_a_flush_that_the_other_host_has_it_is_exact(two: Hosts) -> None:
+@pytest.mark.parametrize("tls", [False, True])
+def test_after_a_flush_that_the_other_host_has_it_is_exact(alone: Hosts, tmp_path: Path, tls: bool) -> None:
+    if tls:
+        alone.options["peer_tls"] = Authority(tmp_path).host("any")
+    two = alone.both()
     two.order(0, "stop store")
     two.until_head(0, "east", 10)
     head = two.copy(0, stopped=True)
@@ -62,17 +66,6 @@ def test_a_host_without_tls_gets_nothing(alone: Hosts, tmp_path: Path) -> None:
     older = two.start(0, "south")
     assert older["step"] < head
     assert older["tiers"].keys() == {"store"}, older
-
-
-def test_what_was_sent_with_tls_is_fetched_with_it(alone: Hosts, tmp_path: Path) -> None:
-    alone.options["peer_tls"] = Authority(tmp_path).host("any")
-    two = alone.both()
-    two.order(0, "stop store")
-    two.until_head(0, "east", 10)
-    head = two.copy(0, stopped=True)
-    two.lose("east", 0)
-    found = two.start(0, "north")
-    assert found == {"step": head, "exact": True, "tiers": {"peer": ROWS + 1}, "torn": 0}
 
 
 def test_a_member_that_is_stopped_at_a_flush_is_exact_elsewhere(two: Hosts) -> None:
