@@ -106,6 +106,21 @@ def reap(folder: Path, *, older_than: float = 0.0, live: frozenset[str] = frozen
     return removed
 
 
+def has_unsaved(folder: Path, runs: tuple[str, ...]) -> bool:
+    """Return whether the host folder has memory of dead processes that their store lacks, changed within a day.
+
+    runs: beginnings of the ids of the runs that count. Asks no store, so that memory of another line may count.
+
+    Raises AccessDenied if the folder belongs to another user.
+    """
+    for path in run_folders(folder):
+        if path.name.startswith(runs) and not path.name.endswith(ASIDE) and _age(path) < DAY:
+            view = peek(str(path.parents[1]), path.name)
+            if view is not None and not view.alive and (view.pending or any(path.glob(_HANDOVER))):
+                return True
+    return False
+
+
 def run_folders(folder: Path) -> Iterator[Path]:
     """Yield the folders of arenas, in order of their names. Yields nothing without a host folder."""
     if os.path.lexists(folder):

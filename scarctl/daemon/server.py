@@ -58,7 +58,7 @@ class Daemon:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.started = time.time()
-        self.runs = Runs(folder, lambda: self.host.busy)
+        self.runs = Runs(folder, lambda: self.host.busy, lambda: self.host.wanted())
         self.host = Host(folder, self.runs.lent, self.runs.lives)
         self._terminated = False
         self._warn_at = self._reap_at = 0.0

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from scarctl.arena.owner import Owner
+from scarctl.arena.stale import has_unsaved
 from scarctl.errors import AccessDenied, Contention, Corruption, ScarError, Unavailable
 from scarctl.peers.channel import REPLY_SECONDS, STRANGER_SECONDS, Channel, Gone, readable, unknown_start
 from scarctl.peers.follower import most_body
@@ -34,7 +35,7 @@ from scarctl.peers.frames import (
 )
 from scarctl.peers.handshake import VERSION, Hello, challenge, verify
 from scarctl.peers.lender import Lend, Lender, lent_without_runs
-from scarctl.peers.replica import Replica, require_newest, sweep
+from scarctl.peers.replica import Replica, require_epoch, require_newest, sweep
 from scarctl.peers.tls import Tls
 from scarctl.state.version import MAX_EPOCH
 from scarctl.util.arrays import Bytes
@@ -120,6 +121,19 @@ class Host:
         """Whether a peer sends to a replica of this host, or fetches an arena from it."""
         with self._lock:
             return bool(self._writing) or self._lender.busy
+
+    def wanted(self) -> bool:
+        """Return whether a later start may come for memory here, which the store lacks, and has the secret for it.
+
+        A secret that was drawn for one start is known to no later one.
+        """
+        with self._lock:
+            lasting = tuple(runs for runs, start in self._starts.items() if runs.startswith(start.name))
+        try:
+            return bool(lasting) and has_unsaved(self._folder, lasting)
+        except (ScarError, OSError) as error:
+            log.warning("this host's memory is no longer kept for other hosts: %s", error)
+            return False
 
     def status(self) -> list[dict[str, Any]]:
         """Return the replicas being written: run, owner's host, and step."""
@@ -241,7 +255,7 @@ class Host:
     def _write(self, channel: Channel, hello: Hello, head: Mapping[str, Any], layout: Bytes) -> None:
         """Write one replica from the peer's frames: head and body of the first are given. Refusals are sent to it."""
         run = hello.run
-        self._replace(channel, run)
+        self._replace(channel, hello)
         try:
             replica = self._begin(hello, head, layout)
             with self._lock:
@@ -273,15 +287,20 @@ class Host:
                 if self._writing.get(run, (None,))[0] is channel:
                     del self._writing[run]
 
-    def _replace(self, channel: Channel, run: str) -> None:
-        """End an earlier connection for the same run: its sender has lost it. Raises Contention if it does not end."""
-        until = time.monotonic() + STRANGER_SECONDS
+    def _replace(self, channel: Channel, hello: Hello) -> None:
+        """End an earlier connection for the same run: its sender has lost it. Raises Contention if it does not end.
+
+        Raises Fenced if a process of a later epoch sends: the replica of its run is not complete yet, perhaps.
+        """
+        run, until = hello.run, time.monotonic() + STRANGER_SECONDS
         while True:
             with self._lock:
                 earlier = self._writing.get(run)
                 if earlier is None:
                     self._writing[run] = channel, threading.current_thread(), None
                     return
+            if earlier[2] is not None:
+                require_epoch(earlier[2].arena, hello.epoch)
             earlier[0].shut()
             earlier[1].join(max(0.0, until - time.monotonic()))
             if time.monotonic() >= until:
