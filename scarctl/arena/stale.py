@@ -20,7 +20,7 @@ from scarctl.arena.lines import FILE as LINES
 from scarctl.arena.lines import fit
 from scarctl.arena.owner import read_owner
 from scarctl.arena.transfer import sweep_incoming
-from scarctl.arena.view import ArenaView, peek
+from scarctl.arena.view import ArenaView, peek, peek_in
 from scarctl.errors import Contention, ScarError
 from scarctl.state.version import step_of
 from scarctl.store import Store
@@ -115,7 +115,7 @@ def has_unsaved(folder: Path, runs: tuple[str, ...]) -> bool:
     """
     for path in run_folders(folder):
         if path.name.startswith(runs) and not path.name.endswith(ASIDE) and _age(path) < DAY:
-            view = peek(str(path.parents[1]), path.name)
+            view = peek_in(path, path.name)
             if view is not None and not view.alive and (view.pending or any(path.glob(_HANDOVER))):
                 return True
     return False

@@ -255,8 +255,8 @@ class Host:
     def _write(self, channel: Channel, hello: Hello, head: Mapping[str, Any], layout: Bytes) -> None:
         """Write one replica from the peer's frames: head and body of the first are given. Refusals are sent to it."""
         run = hello.run
-        self._replace(channel, hello)
         try:
+            self._replace(channel, hello)
             replica = self._begin(hello, head, layout)
             with self._lock:
                 self._writing[run] = channel, threading.current_thread(), replica

@@ -37,10 +37,10 @@ def train(
     """Resume and train up to iteration `steps`. Each of `homes` is a host: its arenas and its daemon.
 
     Options: `store_stops_at` an iteration; `flush_at` one; `copied_at` one, after which it waits until its peers have
-    all, and with `verify` compares the copies with the store, with `recorded` waits for the records of all hosts; `wait_at` one, after which its checkpoint waits for the
-    peers; `peers_stop_at` one, from which on nothing is sent; `daemon_dies_at` one, that of rank 1; `host_dies` (a
-    rank): at iteration `dies_at` its daemon, its memory and itself; `all_die_at` one; a file to `keep` the end in;
-    arguments of `attach` (`settings`).
+    all, with `recorded` for the records of all hosts, and with `verify` compares the copies with the store; `wait_at`
+    one, after which its checkpoint waits for the peers; `peers_stop_at` one, from which on nothing is sent;
+    `daemon_dies_at` one, that of rank 1; `host_dies` (a rank): at iteration `dies_at` its daemon, its memory and
+    itself; `all_die_at` one; a file to `keep` the end in; arguments of `attach` (`settings`).
     """
     warned: list[str] = []
     handler = logging.Handler(logging.WARNING)

@@ -26,7 +26,14 @@ from tests.distributed.launch import launch
 TRAIN = "tests.distributed.hosted:train"
 HOMES, ELSEWHERE = ["east", "west"], ["north", "south"]
 INTERVAL = 5
-CUT = {"homes": HOMES, "store_stops_at": 7, "copied_at": 13, "recorded": True, "host_dies": 0, "all_die_at": 13}
+CUT = {
+    "homes": HOMES,
+    "store_stops_at": 7,
+    "copied_at": 13,
+    "recorded": True,
+    "host_dies": 0,
+    "all_die_at": 13,
+}
 """The store has nothing after step 7, and both hosts have copies of step 13. Then both ranks are killed."""
 
 
@@ -192,9 +199,8 @@ def test_a_future_that_was_left_never_returns(hosts: Hosts) -> None:
     assert warned(found, "no longer belongs to this store")
 
 
-def test_the_newest_is_used_wherever_it_is(hosts: Hosts) -> None:
-    """East has step 13 of its own, West a copy of step 9 of it; each of the two is once outside of the job."""
+@pytest.mark.parametrize("homes", [["west", "north"], ["north", "east"]], ids=["East is outside", "West is"])
+def test_the_newest_is_used_wherever_it_is(hosts: Hosts, homes: list[str]) -> None:
+    """East's memory of rank 0 is of step 13, West's copy of it of step 9. West alone has rank 1's memory."""
     hosts.cut_short(copied_at=9, peers_stop_at=9, flush_at=13, host_dies=None)
-    # Rank 0: the copy on its host is older than East's memory. Rank 1: West takes part, and has it.
-    found = hosts.start(["west", "north"], 13)
-    assert resumed(found) == [(13, True, {"peer"})] * 2
+    assert resumed(hosts.start(homes)) == [(13, True, {"peer"})] * 2
