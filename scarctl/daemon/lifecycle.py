@@ -115,7 +115,7 @@ class Lifecycle:
     ) -> list[Instruction]:
         """Note the time. hosting: a peer sends to a replica on this host.
 
-        wanted: asked before the daemon ends by itself: whether other hosts may still come for this host's memory.
+        wanted: asked before the idle daemon ends: whether other hosts may still come for this host's memory.
         """
         if self.terminated is not None and not self.stopping:
             attached = Phase.ATTACHED in self.runs.values()

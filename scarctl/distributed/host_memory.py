@@ -152,7 +152,7 @@ def _fetch(
     takers: Sequence[int],
     inventories: Sequence[Inventory],
 ) -> list[bool]:
-    """Fetch what hosts outside of the job have newer than its own. Return which ranks have got an arena. A collective.
+    """Fetch newer memory from hosts outside of the job. Return which ranks have received an arena. A collective.
 
     takers: rank that fetches each shard. Each host is asked by one rank, about all shards.
     """

@@ -23,7 +23,6 @@ from scarctl.peers.frames import MAX_STRANGER, PREFIX, Kind, encode
 from scarctl.peers.handshake import SECRET_BYTES, Hello, answer
 from scarctl.peers.host import Host
 from scarctl.peers.link import State
-from scarctl.peers.replica import SUCCESSOR
 from scarctl.peers.sender import Candidate, Sender, Source
 from scarctl.state.version import pack
 from tests.daemon.rig import fill, small_layout
@@ -173,52 +172,6 @@ def test_an_earlier_start_of_the_job_is_not_let_in_again(
     sender, _ = follow(senders, arena, port)
     wait_until(lambda: sender.state is State.LOST)
     assert not west.status()
-
-
-def test_an_earlier_epoch_does_not_interrupt_the_first_copy_of_a_later_one(
-    west: Host, arena: Arena, tmp_path: Path
-) -> None:
-    """A process that was cut off has the secret, too, and a complete replica here."""
-    port = west.admit(START, SECRET, STORE, "127.0.0.1", 0)
-    first: list[Sender] = []
-    sender, _ = follow(first, arena, port)
-    wait_until(lambda: "up to date" in sender.describe())
-    sender.close(done=False, patience=30.0)
-    channel = meet(port, Hello.new(START, RUN, 2))
-    about = {"host": "east", "store": "", "base_epoch": 2, "process": "cc" * 16}
-    begin(channel, encode(Kind.LAYOUT, about, arena.layout_json()))
-    # It has sent no mark yet.
-    for connected in (True, False):
-        if not connected:
-            channel.shut()
-            wait_until(lambda: not west.busy)
-        late, warned = follow(first, arena, port)
-        wait_until(lambda: first[-1].state is State.FENCED)
-        assert "epoch 1 is over" in warned[0]
-        late.close(done=False, patience=30.0)
-        assert len(west.status()) == connected, "the later one's connection"
-        assert (tmp_path / "west" / f"{RUN}{SUCCESSOR}").exists()
-
-
-@pytest.mark.parametrize("lasting", [True, False])
-def test_memory_is_kept_for_those_who_can_prove_that_it_is_theirs(
-    west: Host, arena: Arena, senders: list[Sender], tmp_path: Path, lasting: bool
-) -> None:
-    """A start that has the store's id has a secret that later ones have, too."""
-    start = STORE[:32] if lasting else START
-    port = west.admit(start, SECRET, STORE, "127.0.0.1", 0)
-    assert not west.wanted()
-    sender, _ = follow(senders, arena, port, start=start, process="aa" * 16)
-    wait_until(lambda: "up to date" in sender.describe())
-    sender.close(done=False, patience=30.0)
-    assert west.wanted() == lasting
-    west.admit(start, SECRET, "ff" * 16, "127.0.0.1", port)
-    arena.durable[:] = arena.version
-    HandOverQueue(arena.folder).clear()
-    again, _ = follow(senders, arena, port, start=start, process="aa" * 16)
-    wait_until(lambda: (replica(tmp_path).durable == arena.version).all())
-    wait_until(lambda: "up to date" in again.describe())
-    assert not west.wanted(), "the store has everything"
 
 
 def test_a_replica_that_a_process_takes_ends_the_link_for_good(
