@@ -99,7 +99,7 @@ class Run:
         self._copies = 0
         """Number of hosts that are to keep copies."""
         self._evacuating = 0
-        self._senders_lock = threading.Lock()
+        self._senders_lock = threading.RLock()
         self._rank: int | None = None
         self._is_member = False
 
@@ -141,8 +141,7 @@ class Run:
         with self._senders_lock:
             if self._evacuating:
                 raise Contention(f"{self.id}: its memory is evacuated", hint="retry later")
-            former, self._senders = self._senders, []
-            _close(former, done=False, patience=0.0)
+            self._stop_senders(done=False, patience=0.0)
             self._source, self._others, self._copies = source, _distinguished(candidates), copies
             self._places = Places()
             first, spare = self._others[:copies], self._others[copies : copies + _SPARE]
@@ -244,9 +243,14 @@ class Run:
         """End the links once the peers are up to date, or after some seconds."""
         arena = self.saver.arena
         done = self.closed and arena is not None and not arena.pending().any() and not _waits(arena)
+        self._stop_senders(done=done, patience=0.0 if self.saver.gives_way else _LAST_ROUND)
+
+    def _stop_senders(self, *, done: bool, patience: float) -> None:
         with self._senders_lock:
             senders, self._senders = self._senders, []
-        _close(senders, done=done, patience=0.0 if self.saver.gives_way else _LAST_ROUND)
+        until = time.monotonic() + patience
+        for sender in senders:
+            sender.close(done=done, patience=max(0.0, until - time.monotonic()))
 
     def trainer_lives(self) -> bool:
         """Return whether the training process exists; True if its process id is unknown."""
@@ -321,13 +325,6 @@ class Run:
                 shards.tolist(), step_of(newest).tolist(), step_of(oldest).tolist(), strict=True
             )
         ]
-
-
-def _close(senders: Sequence[Sender], *, done: bool, patience: float) -> None:
-    """Close all senders within `patience` seconds: see `Sender.close`."""
-    until = time.monotonic() + patience
-    for sender in senders:
-        sender.close(done=done, patience=max(0.0, until - time.monotonic()))
 
 
 def _distinguished(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
