@@ -286,7 +286,8 @@ class Daemon:
         start, secret = protocol.secret(message)
         address, port = protocol.text(message, "address"), protocol.number(message, "port")
         tls = protocol.tls(message)
-        return {"port": self.host.admit(start, secret, run.id.partition("-")[0], address, port, tls)}
+        runs, lasting = run.id.partition("-")[0], message.get("lasting") is True
+        return {"port": self.host.admit(start, secret, runs, address, port, tls, lasting=lasting)}
 
     def follow(self, peer: _Peer, message: dict[str, Any]) -> None:
         """Send the run's arena to peers from now on."""

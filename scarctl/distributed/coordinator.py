@@ -27,7 +27,7 @@ from scarctl.distributed.alike import check_alike, settings_of
 from scarctl.distributed.collectives import Team
 from scarctl.distributed.common import Common
 from scarctl.distributed.copies import keep_copies
-from scarctl.distributed.credentials import Credentials, check_files, credentials_of, require_same_secret
+from scarctl.distributed.credentials import Credentials, agreed_credentials, check_files, identity_of
 from scarctl.distributed.host_address import place_of
 from scarctl.distributed.host_memory import bring_leftovers, bring_memory
 from scarctl.distributed.leftover_arenas import fence, save_leftovers
@@ -154,9 +154,8 @@ class Crew(Together):
                 store = store or make()
                 undo.callback(store.close)
                 refuse_members(store)
-                self._credentials = credentials_of(store, settings)
-                secret = None if self._credentials is None else self._credentials.fingerprint
-                return [store.id, self._is_divided_otherwise(store), place_of(settings), secret]
+                identity = identity_of(store, settings)
+                return [store.id, self._is_divided_otherwise(store), place_of(settings), identity]
 
             found = self.team.collect(look)
             assert store is not None
@@ -167,15 +166,14 @@ class Crew(Together):
     def _view(self, store: Store, settings: SessionSettings, found: list[Any]) -> Store:
         """Return the view of the store with this rank's shard, once all ranks have received their shards.
 
-        found: by rank, the store's id, whether it is divided otherwise, the place of the rank's arenas, and the
-        fingerprint of its secret.
+        found: by rank, the store's id, whether it is divided otherwise, the place of the rank's arenas, and `Identity`.
         """
-        identities, otherwise, places, secrets = zip(*found, strict=True)
-        if len(set(identities)) > 1:
+        ids, otherwise, places, identities = zip(*found, strict=True)
+        if len(set(ids)) > 1:
             raise UsageError(
                 f"{store.url} is not the same store on all ranks", hint="put it where every host can reach it"
             )
-        require_same_secret(secrets)
+        self._credentials = agreed_credentials(store, settings, identities)
         if any(otherwise):
             self.moved = True
             bring_leftovers(store, settings, self.team, places, self._credentials)

@@ -67,10 +67,9 @@ def keep_copies(
 
     Raises Unavailable if a rank is gone.
     """
-    lasting = credentials is not None
     if credentials is None:
         drawn = team.from_rank(0, secrets.token_hex(SECRET_BYTES))
-        credentials = Credentials(start, drawn, tls_files(settings))
+        credentials = Credentials(start, drawn, tls_files(settings), lasting=False)
     address = _address(settings, team)
     port = _admit(saver, credentials, address, caveats)
     mine = [place_of(settings), name_of(settings), domain_of(settings), address, port]
@@ -90,7 +89,7 @@ def keep_copies(
         if host.port
     ]
     saver.follow(hosts[own].host, peers, settings.peers, settings.peer_bandwidth, start)
-    if not lasting or [one.place for one in members].index(hosts[own].place) != team.rank:
+    if not credentials.lasting or [one.place for one in members].index(hosts[own].place) != team.rank:
         return None
     keeping = tuple(digest_of_place(host.place) for host in keepers)
     return Presence(store, saver, settings, credentials, caveats, address, keeping)
@@ -101,7 +100,9 @@ def _admit(saver: Saver, credentials: Credentials, address: str, caveats: Caveat
     why = "there is no daemon"
     if isinstance(saver, DaemonSaver):
         try:
-            return saver.admit(credentials.start, credentials.secret, address, credentials.files)
+            return saver.admit(
+                credentials.start, credentials.secret, address, credentials.files, credentials.lasting
+            )
         except ScarError as error:
             why = str(error)
     caveats.say(COPIES, f"{NO_COPY}: {why}", inexact=False)

@@ -15,7 +15,7 @@ from ipaddress import ip_address
 
 from scarctl.config import SessionSettings
 from scarctl.daemon.saver import DaemonSaver
-from scarctl.distributed.credentials import Credentials
+from scarctl.distributed.credentials import Credentials, disk_of
 from scarctl.distributed.host_address import (
     NEAR,
     address_among,
@@ -83,6 +83,7 @@ class Meeting(Presence):
     ) -> None:
         """Prepare, without a request. process: name of the training process's start. clock, now: see `KnownHosts`."""
         super().__init__(store, saver, settings, credentials, caveats, clock=clock, now=now)
+        self._disk = disk_of(store)
         self._process = process
         self._looked = False
         self._asked: list[Candidate] | None = None
@@ -284,6 +285,8 @@ class Meeting(Presence):
             why = f"of {others} {there} keeps a copy of this host's memory: no answer, or a refusal"
         elif self._complete:
             self._caveats.withdraw(COPIES)
+        if why and self._disk:
+            why += f". The store is on a disk of this machine ({self._disk}): hosts of other machines are not met"
         lacking = "" if not why else "hosts" if few else "links"
         if lacking != self._lacking:
             self._lacking, self._lacking_since = lacking, self._now()

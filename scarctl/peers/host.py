@@ -56,6 +56,8 @@ class _Start:
     secret: bytes
     files: tuple[str, ...] | None
     """Files for TLS, if its links use it."""
+    lasting: bool
+    """Whether a later start has the secret, too."""
 
 
 @dataclass(slots=True)
@@ -88,12 +90,21 @@ class Host:
         self._warn_at = 0.0
 
     def admit(
-        self, start: str, secret: bytes, runs: str, address: str, port: int, tls: Tls | None = None
+        self,
+        start: str,
+        secret: bytes,
+        runs: str,
+        address: str,
+        port: int,
+        tls: Tls | None = None,
+        *,
+        lasting: bool = False,
     ) -> int:
         """Accept replicas of a start's runs, and return the port. runs: common prefix of their ids.
 
         address: this host's address to listen at; no other one is bound. port: port to listen at if it is free, or 0.
-        tls: TLS settings, with which peers have to show certificates; None: links without TLS.
+        tls: TLS settings, with which peers have to show certificates; None: links without TLS. lasting: a later start
+        has this secret, too, so that it may come for memory.
 
         Raises Unavailable if that address cannot be bound.
         """
@@ -102,7 +113,7 @@ class Host:
                 raise Contention("the daemon is ending", hint="retry", kind="daemon-ending")
             files = None if tls is None else tls.files
             # An earlier start of the same runs is over: its daemons are no longer admitted.
-            self._starts = {**self._starts, runs: _Start(start, secret, files)}
+            self._starts = {**self._starts, runs: _Start(start, secret, files, lasting)}
             for (bound, at), known in self._listeners.items():
                 if bound == address and known.files == files:
                     known.tls = tls  # certificates may have been renewed
@@ -128,7 +139,7 @@ class Host:
         A secret that was drawn for one start is known to no later one.
         """
         with self._lock:
-            lasting = tuple(runs for runs, start in self._starts.items() if runs.startswith(start.name))
+            lasting = tuple(runs for runs, start in self._starts.items() if start.lasting)
         try:
             return bool(lasting) and has_unsaved(self._folder, lasting)
         except (ScarError, OSError) as error:

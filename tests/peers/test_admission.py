@@ -109,18 +109,17 @@ def test_an_earlier_epoch_does_not_interrupt_the_first_copy_of_a_later_one(
 def test_memory_is_kept_for_those_who_can_prove_that_it_is_theirs(
     west: Host, arena: Arena, senders: list[Sender], tmp_path: Path, lasting: bool
 ) -> None:
-    """A start that has the store's id has a secret that later ones have, too."""
-    start = STORE[:32] if lasting else START
-    port = west.admit(start, SECRET, STORE, "127.0.0.1", 0)
+    """A secret that is in a file is the same at the next start."""
+    port = west.admit(START, SECRET, STORE, "127.0.0.1", 0, lasting=lasting)
     assert not west.wanted()
-    sender, _ = follow(senders, arena, port, start=start, process="aa" * 16)
+    sender, _ = follow(senders, arena, port)
     wait_until(lambda: "up to date" in sender.describe())
     sender.close(done=False, patience=30.0)
     assert west.wanted() == lasting
-    west.admit(start, SECRET, "ff" * 16, "127.0.0.1", port)
+    west.admit(START, SECRET, "ff" * 16, "127.0.0.1", port)
     arena.durable[:] = arena.version
     HandOverQueue(arena.folder).clear()
-    again, _ = follow(senders, arena, port, start=start, process="aa" * 16)
+    again, _ = follow(senders, arena, port)
     wait_until(lambda: (replica(tmp_path).durable == arena.version).all())
     wait_until(lambda: "up to date" in again.describe())
     assert not west.wanted(), "the store has everything"

@@ -76,10 +76,12 @@ def main(store: str, folder: str, number: str, count: str, options: str) -> int:
                     order = json.loads(line)
                     if order == ["end"]:
                         return 0
+                    if order == ["stop store"] and not is_in_store(session):
+                        break  # the store is to have something older
+                    obeyed += 1
                     tell(answer=obey(session, *order), head=session.head_step)
                     if order[0].endswith("and stopped"):
                         threading.Event().wait()
-                obeyed = len(lines)
                 train(session, state, 1)
                 time.sleep(pace)  # others need the processor, too
     except ScarError as error:
@@ -90,6 +92,12 @@ def main(store: str, folder: str, number: str, count: str, options: str) -> int:
 def divided_state(whole: int, number: int, count: int) -> dict[str, np.ndarray]:
     """Return a member's part of a table of `whole` rows, whose values are steps."""
     return {"rows": np.zeros((whole * (number + 1) // count - whole * number // count, 4))}
+
+
+def is_in_store(session: scarctl.Session) -> bool:
+    """Return whether the store has a copy of everything."""
+    engine = session._engine
+    return engine is not None and bool((engine.arena.durable >= 0).all())
 
 
 def obey(session: scarctl.Session, order: str, *arguments: Any) -> Any:
