@@ -44,7 +44,7 @@ def keep_copies(saver: Saver, settings: SessionSettings, team: Team, start: str,
     secret = _secret(settings, team, start)
     address = _address(settings, team)
     files = None if settings.peer_tls is None else [os.path.abspath(path) for path in settings.peer_tls]
-    port = _admit(saver, start, secret, address, files, caveats)
+    port = _admit(saver, start, secret, address, files, settings.peer_bandwidth, caveats)
     mine = [place_of(settings), name_of(settings), domain_of(settings), address, port]
     members = [Member(*fields) for fields in team.gather(mine)]
     hosts = _hosts(members)
@@ -95,13 +95,19 @@ def _secret(settings: SessionSettings, team: Team, start: str) -> str:
 
 
 def _admit(
-    saver: Saver, start: str, secret: str, address: str, files: list[str] | None, caveats: Caveats
+    saver: Saver,
+    start: str,
+    secret: str,
+    address: str,
+    files: list[str] | None,
+    rate: float | None,
+    caveats: Caveats,
 ) -> int:
     """Return the port at which this host's daemon takes copies; 0 if it cannot."""
     why = "there is no daemon"
     if isinstance(saver, DaemonSaver):
         try:
-            return saver.admit(start, secret, address, files)
+            return saver.admit(start, secret, address, files, rate)
         except ScarError as error:
             why = str(error)
     caveats.say(

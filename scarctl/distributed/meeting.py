@@ -189,7 +189,8 @@ class Meeting:
             )
         try:
             own = self._credentials
-            self._port = self._saver.admit(own.start, own.secret, address, own.files)
+            rate = self._settings.peer_bandwidth
+            self._port = self._saver.admit(own.start, own.secret, address, own.files, rate)
         except ScarError as error:
             self._deaf = True
             self._say(_COPIES, f"this host's memory has no copy on another host, and keeps none: {error}")
