@@ -12,7 +12,7 @@ import logging
 import platform
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ from scarctl.daemon.request import Request
 from scarctl.distributed.collectives import Team
 from scarctl.distributed.common import Common
 from scarctl.distributed.copies import check_files, keep_copies
+from scarctl.distributed.digests import Digests
 from scarctl.distributed.host_address import place_of
 from scarctl.distributed.host_memory import bring_memory
 from scarctl.distributed.leftover_arenas import fence, save_leftovers
@@ -100,6 +101,7 @@ class Crew(Together):
         """Shard of every rank, once the store is open."""
         self.rank, self.start = team.rank, ""
         self._digest = _digest_of(division)
+        self._digests = Digests(division, team.rank)
         self._parameters: list[torch.Tensor] | None = None
         self._epoch = 0
         self._exchange_group = team.subgroup() if team.world > 1 else None
@@ -215,6 +217,9 @@ class Crew(Together):
             groups = self._whole.groups()
             self._parameters = [group.tensors[""] for group in groups if group.kind == "parameter"]
         return sum(parameter._version for parameter in self._parameters)
+
+    def common(self) -> Callable[[], Mapping[str, str]]:
+        return self._digests.of(self.adapter.known or self._whole.groups())
 
     def selector(self, caveats: Caveats) -> Selector:
         rank, world = self.team.rank, self.team.world
