@@ -84,6 +84,7 @@ class Saving:
             self.stats,
             self.fault,
             self.extras,
+            parts.together,
             validate=parts.settings.validate,
         )
         beginning = Beginning(parts, self.finish)
