@@ -110,6 +110,7 @@ class _UnderWay:
     live: LiveState
     counters: list[int]
     snapshot: list[list[torch.Tensor]] | None
+    torn: bool
     copied: Copied | None = None
     """The copy, if it has ended and is not to be repeated."""
 
@@ -167,8 +168,10 @@ class Checkpoints:
         """Whether a first half waits for its second."""
         return self._under_way is not None
 
-    def begin(self, engine: Engine, live: LiveState, moment: Moment, extent: Extent) -> None:
-        """Start the first half: copy the state of `moment`."""
+    def begin(
+        self, engine: Engine, live: LiveState, moment: Moment, extent: Extent, *, torn: bool = False
+    ) -> None:
+        """Start the first half: copy the state of `moment`. torn: it is not sealed, as an iteration is incomplete."""
         if (trouble := engine.require_saving()) is not None:
             self._fault(trouble)  # copying continues, because another process may take over these copies
         self._live = live
@@ -191,7 +194,7 @@ class Checkpoints:
         counters = live.all_counters()
         snapshot = [[t.clone() for t in group] for group in live.tensors] if self._validate else None
         engine.tracker.interrupt()
-        self._under_way = _UnderWay(moment, self._worker.submit(copy), live, counters, snapshot)
+        self._under_way = _UnderWay(moment, self._worker.submit(copy), live, counters, snapshot, torn)
 
     def look(self, engine: Engine, current: Callable[[], LiveState] | None = None) -> None:
         """Have the worker compute distances for coming checkpoints, after a step and after its current work.
@@ -337,7 +340,7 @@ class Checkpoints:
                             hint="do not write through .data between optimizer steps; the copy was repeated",
                         )
                     )
-        if copied.sealed and (_misses(copied, under_way) or self._uncounted.misses(live)):
+        if copied.sealed and (under_way.torn or _misses(copied, under_way) or self._uncounted.misses(live)):
             copied = replace(copied, sealed=False)
         return copied
 
