@@ -120,7 +120,10 @@ class Departure:
                     "a signal arrived: nothing has changed since step %d was saved", engine.arena.head_step
                 )
             else:
-                log.warning("a signal arrived in a step that did not end: the state is not flushed")
+                log.warning(
+                    "a signal arrived in a step that did not end: the state is not flushed%s",
+                    ". If no step was running, use session.iteration()" if self._gate.implied else "",
+                )
             if fatal:
                 self._saving.end_now(wait=grace is None)
         if grace is not None:

@@ -122,7 +122,7 @@ class Gate:
 
     @contextmanager
     def outside(self, call: str) -> Iterator[None]:
-        """As `held`, once a block in another thread has ended. Raises UsageError inside one of this thread."""
+        """Wait for the end of a block in another thread, then do as `held`. Raises UsageError in one of this thread."""
         with self._changed:
             if self._stepping:  # a recovery that was requested comes at a block's end
                 self.require_outside(call)
