@@ -156,6 +156,7 @@ def test_a_step_that_runs_is_not_taken_for_rest(tmp_path: Path) -> None:
 
     def body(tell: Tell) -> None:
         never_waits()
+        scarctl.session.departure._AT_REST = 0.0
         server = Server(tmp_path / "s")
         server.change()
         server.session.step()
