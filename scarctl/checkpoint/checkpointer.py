@@ -115,6 +115,7 @@ class _UnderWay:
     """Counted writes to parameters, those of other ranks' rows included, when the copy began."""
     common: Callable[[], Mapping[str, str]]
     """Digests what ranks have in common."""
+    torn: bool
     copied: Copied | None = None
     """The copy, if it has ended and is not to be repeated."""
 
@@ -174,8 +175,10 @@ class Checkpoints:
         """Whether a first half waits for its second."""
         return self._under_way is not None
 
-    def begin(self, engine: Engine, live: LiveState, moment: Moment, extent: Extent) -> None:
-        """Start the first half: copy the state of `moment`."""
+    def begin(
+        self, engine: Engine, live: LiveState, moment: Moment, extent: Extent, *, torn: bool = False
+    ) -> None:
+        """Start the first half: copy the state of `moment`. torn: it is not sealed, as an iteration is incomplete."""
         if (trouble := engine.require_saving()) is not None:
             self._fault(trouble)  # copying continues, because another process may take over these copies
         self._live = live
@@ -202,7 +205,7 @@ class Checkpoints:
         snapshot = [[t.clone() for t in group] for group in live.tensors] if self._validate else None
         engine.tracker.interrupt()
         job = self._worker.submit(copy)
-        self._under_way = _UnderWay(moment, job, live, counters, snapshot, writes, common)
+        self._under_way = _UnderWay(moment, job, live, counters, snapshot, writes, common, torn)
 
     def look(self, engine: Engine, current: Callable[[], LiveState] | None = None) -> None:
         """Have the worker compute distances for coming checkpoints, after a step and after its current work.
@@ -349,7 +352,7 @@ class Checkpoints:
                             hint="do not write through .data between optimizer steps; the copy was repeated",
                         )
                     )
-        if copied.sealed and (_misses(copied, under_way) or self._uncounted.misses(live)):
+        if copied.sealed and (under_way.torn or _misses(copied, under_way) or self._uncounted.misses(live)):
             copied = replace(copied, sealed=False)
         elif copied.sealed and (
             copied.common is None or written or under_way.writes != self._lockstep.writes()
