@@ -11,7 +11,7 @@ import hashlib
 import logging
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from scarctl.distributed.collectives import Team
 from scarctl.distributed.common import Common
 from scarctl.distributed.copies import keep_copies
 from scarctl.distributed.credentials import Credentials, agreed_credentials, check_files, identity_of
+from scarctl.distributed.digests import Digests
 from scarctl.distributed.host_address import place_of
 from scarctl.distributed.host_memory import bring_leftovers, bring_memory
 from scarctl.distributed.leftover_arenas import fence, save_leftovers
@@ -96,6 +97,7 @@ class Crew(Together):
         """Shard of every rank, once the store is open."""
         self.rank, self.start = team.rank, ""
         self._digest = _digest_of(division)
+        self._digests = Digests(division, team.rank)
         self._parameters: list[torch.Tensor] | None = None
         self._epoch = 0
         self._exchange_group = team.subgroup() if team.world > 1 else None
@@ -217,6 +219,9 @@ class Crew(Together):
             groups = self._whole.groups()
             self._parameters = [group.tensors[""] for group in groups if group.kind == "parameter"]
         return sum(parameter._version for parameter in self._parameters)
+
+    def common(self) -> Callable[[], Mapping[str, str]]:
+        return self._digests.of(self.adapter.known or self._whole.groups())
 
     def selector(self, caveats: Caveats) -> Selector:
         rank, world = self.team.rank, self.team.world

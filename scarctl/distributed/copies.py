@@ -71,7 +71,7 @@ def keep_copies(
         drawn = team.from_rank(0, secrets.token_hex(SECRET_BYTES))
         credentials = Credentials(start, drawn, tls_files(settings), lasting=False)
     address = _address(settings, team)
-    port = _admit(saver, credentials, address, caveats)
+    port = _admit(saver, credentials, address, settings.peer_bandwidth, caveats)
     mine = [place_of(settings), name_of(settings), domain_of(settings), address, port]
     members = [Location(*fields) for fields in team.gather(mine)]
     hosts = _hosts(members)
@@ -95,13 +95,13 @@ def keep_copies(
     return Presence(store, saver, settings, credentials, caveats, address, keeping)
 
 
-def _admit(saver: Saver, credentials: Credentials, address: str, caveats: Caveats) -> int:
+def _admit(saver: Saver, credentials: Credentials, address: str, rate: float | None, caveats: Caveats) -> int:
     """Return the port at which this host's daemon takes copies; 0 if it cannot."""
     why = "there is no daemon"
     if isinstance(saver, DaemonSaver):
         try:
             return saver.admit(
-                credentials.start, credentials.secret, address, credentials.files, credentials.lasting
+                credentials.start, credentials.secret, address, credentials.files, rate, credentials.lasting
             )
         except ScarError as error:
             why = str(error)

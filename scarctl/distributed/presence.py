@@ -107,7 +107,8 @@ class Presence:
         """
         own = self._credentials
         try:
-            self._port = self._saver.admit(own.start, own.secret, address, own.files, own.lasting)
+            rate = self._settings.peer_bandwidth
+            self._port = self._saver.admit(own.start, own.secret, address, own.files, rate, own.lasting)
         except ScarError as error:
             self._deaf = True
             self._say(COPIES, f"{NO_COPY}: {error}")

@@ -26,7 +26,7 @@ from scarctl.peers.channel import Channel, Gone
 from scarctl.peers.connect import connected
 from scarctl.peers.frames import MAX_BODY, Kind, Offer, decode_offer, encode, hex_of, text_of
 from scarctl.peers.handshake import Hello
-from scarctl.peers.lender import PIECE_SECONDS
+from scarctl.peers.lender import PIECE_SECONDS, seconds_for
 from scarctl.peers.sender import Candidate
 from scarctl.peers.tls import Tls
 from scarctl.store import Store
@@ -234,12 +234,12 @@ def _receive(channel: Channel, incoming: Incoming, offer: Offer) -> str:
     channel.within(PIECE_SECONDS)
     channel.send(encode(Kind.ACK, {}))
     for _ in range(offer.files):
-        channel.within(PIECE_SECONDS)
+        channel.within(seconds_for(min(MAX_BODY, offer.files_size), offer.rate))
         head, body = channel.expect(Kind.FILE, most_body=min(MAX_BODY, offer.files_size), strictly=True)
         incoming.keep(text_of(head, "name", 100), body)
     for at in range(0, offer.size, PIECE):
-        channel.within(PIECE_SECONDS)
         size = min(PIECE, offer.size - at)
+        channel.within(seconds_for(size, offer.rate))
         _, body = channel.expect(Kind.PIECE, most_body=size, strictly=True)
         if body.size != size:
             raise Corruption(f"a piece has {body.size} bytes, not {size}")

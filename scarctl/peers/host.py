@@ -56,6 +56,8 @@ class _Start:
     secret: bytes
     files: tuple[str, ...] | None
     """Files for TLS, if its links use it."""
+    rate: float | None
+    """Most bytes per second that this host sends to one that fetches; None: no limit."""
     lasting: bool
     """Whether a later start has the secret, too."""
 
@@ -97,14 +99,16 @@ class Host:
         address: str,
         port: int,
         tls: Tls | None = None,
+        rate: float | None = None,
         *,
         lasting: bool = False,
     ) -> int:
         """Accept replicas of a start's runs, and return the port. runs: common prefix of their ids.
 
         address: this host's address to listen at; no other one is bound. port: port to listen at if it is free, or 0.
-        tls: TLS settings, with which peers have to show certificates; None: links without TLS. lasting: a later start
-        has this secret, too, so that it may come for memory.
+        tls: TLS settings, with which peers have to show certificates; None: links without TLS.
+        rate: most bytes per second to send to each host that fetches; None: no limit. lasting: a later start has this
+        secret, too, so that it may come for memory.
 
         Raises Unavailable if that address cannot be bound.
         """
@@ -113,7 +117,7 @@ class Host:
                 raise Contention("the daemon is ending", hint="retry", kind="daemon-ending")
             files = None if tls is None else tls.files
             # An earlier start of the same runs is over: its daemons are no longer admitted.
-            self._starts = {**self._starts, runs: _Start(start, secret, files, lasting)}
+            self._starts = {**self._starts, runs: _Start(start, secret, files, rate, lasting)}
             for (bound, at), known in self._listeners.items():
                 if bound == address and known.files == files:
                     known.tls = tls  # certificates may have been renewed
@@ -218,14 +222,14 @@ class Host:
                     connection = closing.enter_context(secured)
                     binding = tls.binding(secured, server=True)
                 channel = Channel(connection)
-                hello = self._meet(channel, None if tls is None else tls.files, binding)
+                hello, start = self._meet(channel, None if tls is None else tls.files, binding)
                 strange = False
                 self._strangers.release()
                 channel.trust(None)
                 channel.within(REPLY_SECONDS)
                 kind, head, body = channel.receive(most_body=MAX_BODY)
                 if kind is not Kind.LAYOUT:
-                    self._lender.serve(channel, hello.run, kind)
+                    self._lender.serve(channel, hello.run, kind, start.rate)
                     return
                 channel.within(None)
                 self._write(channel, hello, head, body)
@@ -239,8 +243,11 @@ class Host:
             if strange:
                 self._strangers.release()
 
-    def _meet(self, channel: Channel, files: tuple[str, ...] | None, binding: str) -> Hello:
-        """Return the greeting of a peer that has proved to be of the same start. Raises AccessDenied, Corruption."""
+    def _meet(self, channel: Channel, files: tuple[str, ...] | None, binding: str) -> tuple[Hello, _Start]:
+        """Return the greeting of a peer that has proved to be of the same start, and that start.
+
+        Raises AccessDenied, Corruption.
+        """
         head, _ = channel.expect(Kind.HELLO)
         hello = Hello.from_json(head)
         runs, start = self._start_of(hello)
@@ -254,7 +261,7 @@ class Host:
         verify(start.secret, hello, asked["nonce"], head, binding)
         if not hello.run.startswith(runs):
             raise AccessDenied(f"a peer of {runs} names a run of another store: {hello.run!r:.80}")
-        return hello
+        return hello, start
 
     def _start_of(self, hello: Hello) -> tuple[str, _Start | None]:
         """Return the start that a greeting names, and the prefix of its runs: the one of the greeting's run, if any."""

@@ -23,7 +23,7 @@ import numpy as np
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import folder_error, lock_folder, private
 from scarctl.arena.header import FILE, OWNER
-from scarctl.arena.kinship import put_aside
+from scarctl.arena.kinship import put_aside, replace_folder
 from scarctl.arena.lines import write_lines
 from scarctl.arena.mapping import populate
 from scarctl.arena.owner import Owner, read_owner, write_owner
@@ -207,11 +207,10 @@ class Replica:
         try:
             require_newest(self._place, self._place.name, self.owner, self.arena.epoch)
             if os.path.lexists(self._place / FILE) and read_owner(self._place) is None:
-                put_aside(self._place)
+                put_aside(self._place, self._folder)
             else:
                 shutil.rmtree(old, ignore_errors=True)
-                os.rename(self._place, old)
-            os.rename(self._folder, self._place)
+                replace_folder(self._place, self._folder, old)
         except OSError as error:
             raise folder_error(error, self._place) from error
         finally:

@@ -56,9 +56,16 @@ class Site:
         self.host = Host(self.home, lend)
         self.port = 0
 
-    def listen(self, *, start: str = START, secret: bytes = SECRET, tls: Tls | None = None) -> Candidate:
+    def listen(
+        self,
+        *,
+        start: str = START,
+        secret: bytes = SECRET,
+        tls: Tls | None = None,
+        rate: float | None = None,
+    ) -> Candidate:
         runs = self.view().run_id.partition("-")[0]
-        self.port = self.host.admit(start, secret, runs, "127.0.0.1", 0, tls)
+        self.port = self.host.admit(start, secret, runs, "127.0.0.1", 0, tls, rate)
         return self.candidate
 
     @property

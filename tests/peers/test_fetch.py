@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from scarctl.errors import Contention
 from scarctl.peers.channel import Channel
 from scarctl.peers.fetch import Asker, fetch_memory
 from scarctl.peers.frames import Kind, encode
+from scarctl.peers.lender import PIECE_SECONDS
 from scarctl.peers.sender import Candidate
 from scarctl.peers.tls import Tls
 from tests.peers.lending import LAYOUT, MEMBER, SECRET, START, Liar, Site, sites
@@ -37,6 +39,39 @@ NOBODY = Candidate("nobody", "127.0.0.1", 1)
 def three(tmp_path: Path) -> Iterator[list[Site]]:
     with sites(tmp_path, "east", "west", "north") as made:
         yield made
+
+
+# -- how fast ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rate", "paced"), [(None, -1), (1e6, 1_000_000), (10.0, 65_536)])
+def test_the_other_host_keeps_its_rate(
+    three: list[Site], monkeypatch: pytest.MonkeyPatch, rate: float | None, paced: int
+) -> None:
+    """The kernel paces the connection on which the memory is sent. This host gives each piece time for that rate."""
+    east, west, _ = three
+    east.train(5)
+    kept: list[int] = []
+    patience: list[float] = []
+    send, within = Channel.send, Channel.within
+
+    def sending(self: Channel, frame: Any) -> None:
+        if bytes(memoryview(frame[0])[:1]) == bytes([Kind.PIECE]):
+            kept.append(self._connection.getsockopt(socket.SOL_SOCKET, 47))
+        send(self, frame)
+
+    def waiting(self: Channel, seconds: float | None) -> None:
+        patience.append(seconds or 0.0)
+        within(self, seconds)
+
+    monkeypatch.setattr(Channel, "send", sending)
+    monkeypatch.setattr(Channel, "within", waiting)
+    found = west.fetch(east.listen(rate=rate))
+    assert found is not None
+    assert west.step() == 5
+    assert kept == [paced], "-1 is no limit"
+    slowest = PIECE_SECONDS + (found.bytes / paced if rate else 0.0)
+    assert patience.count(pytest.approx(slowest)) >= 2, "on both sides"
 
 
 # -- which one -----------------------------------------------------------------------------------------------------
