@@ -26,7 +26,7 @@ from scarctl.errors import Contention, ScarError, Unavailable, UsageError
 from scarctl.peers.evacuation import HEAD_START, PeerCopies
 from scarctl.peers.sender import Candidate, Places, Sender, Source
 from scarctl.persist.evacuated import Evacuated
-from scarctl.persist.evacuation import STORE_ONLY, not_evacuated, unknown_host
+from scarctl.persist.evacuation import STORE_ONLY, before, not_evacuated, unknown_host
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import PersisterStats
 from scarctl.state.version import NEVER, step_of
@@ -44,6 +44,8 @@ _LAST_ROUND = 5.0
 """Seconds to bring the peers up to date when a run ends."""
 _ACK_PAUSE = 0.002
 """Seconds between two checks whether a peer has acknowledged."""
+_RETRY_SECONDS, _RETRY_PAUSE = 1.0, 0.05
+"""Seconds for which an evacuation waits for peers until it checks again whether the store is saved to; and at least."""
 _SPEED_PAUSE = 0.25
 """Least time between two messages to the session about the speed of saving."""
 
@@ -97,7 +99,7 @@ class Run:
         self._copies = 0
         """Number of hosts that are to keep copies."""
         self._evacuating = 0
-        self._senders_lock = threading.Lock()
+        self._senders_lock = threading.RLock()
         self._rank: int | None = None
         self._is_member = False
 
@@ -136,10 +138,10 @@ class Run:
         arena = self.saver.arena
         if arena is None:
             raise UsageError("open the run before its memory is sent to peers")
-        if self._evacuating:
-            raise Contention(f"{self.id}: its memory is evacuated", hint="retry later")
-        self._stop_senders(done=False, patience=0.0)
         with self._senders_lock:
+            if self._evacuating:
+                raise Contention(f"{self.id}: its memory is evacuated", hint="retry later")
+            self._stop_senders(done=False, patience=0.0)
             self._source, self._others, self._copies = source, _distinguished(candidates), copies
             self._places = Places()
             first, spare = self._others[:copies], self._others[copies : copies + _SPARE]
@@ -167,7 +169,7 @@ class Run:
                 self._evacuating -= 1
 
     def _evacuate(self, seconds: float, to: str | None) -> Evacuated:
-        until = time.monotonic() + seconds
+        ends = time.monotonic() + seconds
         senders = self._senders_to(to)
         arena = self.saver.arena
         if arena is None or not senders:
@@ -175,11 +177,17 @@ class Run:
         copies = PeerCopies(arena, senders)
         copies.hurry()
         try:
-            copies.wait(HEAD_START * seconds)
-            return self.saver.save_in_time(max(0.0, until - time.monotonic()), copies)
-        except Unavailable as error:  # nothing is saved now, and the peers continue
-            copies.wait(until - time.monotonic())
-            return not_evacuated(arena, HandOverQueue(arena.folder), error, copies)
+            copies.head_start(HEAD_START * seconds)
+            while True:
+                try:
+                    return self.saver.save_in_time(max(0.0, ends - time.monotonic()), copies)
+                except Unavailable as error:  # nothing is saved now, and the peers continue
+                    found = not_evacuated(arena, HandOverQueue(arena.folder), error, copies)
+                left = before(ends, seconds) - time.monotonic()
+                if found.safe or left <= 0:
+                    return found
+                copies.wait(min(left, _RETRY_SECONDS))
+                time.sleep(min(left, _RETRY_PAUSE))
         finally:
             copies.rest()
 

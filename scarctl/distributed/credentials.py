@@ -1,7 +1,8 @@
 """Read what daemons of other hosts need to recognize this host: the secret in a file, and the files of TLS.
 
 Members have no process group over which a secret could travel. So each host has the same file, and the store's id takes
-the place of a start's name.
+the place of a start's name. For a store on a disk of one machine it is the id of the store on this machine: a copy of
+the folder on another machine has the same id, but a future of its own.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import hashlib
 import os
 from dataclasses import dataclass
 
+from scarctl.arena.header import boot_id
 from scarctl.config import SessionSettings
 from scarctl.distributed.host_address import place_of
 from scarctl.errors import UsageError
 from scarctl.peers.secret import read_secret, secret_of_start
 from scarctl.peers.tls import Tls
 from scarctl.store import Store
+from scarctl.util.file_system import disk_type
 
 MAKE_SECRET = "(umask 077; openssl rand -hex 32 > peer-secret)"
 """A command that makes a file with a secret."""
@@ -63,8 +66,21 @@ def credentials_of(store: Store, settings: SessionSettings) -> Credentials | Non
     path, files = settings.peer_secret_file, settings.peer_tls
     if path is None:
         return None
-    secret = secret_of_start(read_secret(os.path.abspath(path)), store.id)
-    return Credentials(store.id, secret, None if files is None else [os.path.abspath(one) for one in files])
+    start = _start_of(store)
+    secret = secret_of_start(read_secret(os.path.abspath(path)), start)
+    return Credentials(start, secret, None if files is None else [os.path.abspath(one) for one in files])
+
+
+def disk_of(store: Store) -> str:
+    """Return the type of the file system that has the store, if only this machine has it; "" otherwise."""
+    return "" if store.address.root is None else disk_type(store.address.root)
+
+
+def _start_of(store: Store) -> str:
+    boot = boot_id()
+    if not disk_of(store) or not any(boot):
+        return store.id
+    return hashlib.sha256(f"{store.id} {boot.hex()}".encode()).hexdigest()[:32]
 
 
 def digest_of_place(settings: SessionSettings) -> str:

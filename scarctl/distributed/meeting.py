@@ -17,7 +17,7 @@ from ipaddress import ip_address
 
 from scarctl.config import SessionSettings
 from scarctl.daemon.saver import DaemonSaver
-from scarctl.distributed.credentials import Credentials, digest_of_place
+from scarctl.distributed.credentials import Credentials, digest_of_place, disk_of
 from scarctl.distributed.host_address import (
     NEAR,
     address_among,
@@ -90,6 +90,7 @@ class Meeting:
     ) -> None:
         """Prepare, without a request. process: name of the training process's start. clock, now: see `KnownHosts`."""
         self._place, self._domain = digest_of_place(settings), domain_of(settings)
+        self._disk = disk_of(store)
         self._hosts = KnownHosts(store, self._place, clock, now)
         self._url = store.url
         self._saver = saver
@@ -362,6 +363,8 @@ class Meeting:
             why = f"of {others} {there} keeps a copy of this host's memory: no answer, or a refusal"
         elif self._complete:
             self._caveats.withdraw(_COPIES)
+        if why and self._disk:
+            why += f". The store is on a disk of this machine ({self._disk}): hosts of other machines are not met"
         lacking = "" if not why else "hosts" if few else "links"
         if lacking != self._lacking:
             self._lacking, self._lacking_since = lacking, self._now()

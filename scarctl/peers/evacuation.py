@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -52,16 +52,28 @@ class PeerCopies:
         for sender in self._rounds:
             sender.hurry(None)
 
+    def head_start(self, seconds: float) -> None:
+        """Wait at most `seconds` until every host has all of this memory that it can get, or is not reached at once."""
+        self._wait(seconds, lambda sender, number: self._has_ended(sender, number) or self._is_lost(sender))
+
     def wait(self, seconds: float) -> None:
-        """Wait at most `seconds` until every connected host has all of this memory that it can get."""
+        """Wait at most `seconds` until a host has all of this memory, or none can get more.
+
+        Hosts that are not reached may be reached again until then.
+        """
+        self._wait(seconds, lambda sender, number: self._has_ended(sender, number) or self.complete())
+
+    def _wait(self, seconds: float, done: Callable[[Sender, int], bool]) -> None:
         until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            if all(
-                sender.has_ended(number) or sender.state not in _MOVING
-                for sender, number in self._rounds.items()
-            ):
-                return
+        while time.monotonic() < until and not all(done(*one) for one in self._rounds.items()):
             time.sleep(_POLL)
+
+    def _has_ended(self, sender: Sender, number: int) -> bool:
+        return sender.has_ended(number) or sender.link.ended
+
+    def _is_lost(self, sender: Sender) -> bool:
+        """Return whether the host was not reached since `hurry`. An attempt that began before says nothing."""
+        return sender.state not in _MOVING and sender.failed_at >= self._began
 
     def versions(self) -> Ids:
         """Return the version of every copy that would survive unchanged: int64 (partitions,), -1 for none.

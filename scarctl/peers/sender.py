@@ -135,7 +135,10 @@ class Sender:
         newest that a caller wants."""
         self._asking = threading.Lock()
         self._hurrying = False
-        self._vouched_at = -math.inf
+        self._vouched_at = self.failed_at = -math.inf
+        """Times on the monotonic clock: of the peer's last word; of the beginning of the newest attempt to connect
+        that has failed, or whose connection has ended.
+        """
         self._closing = threading.Event()
         self._wake = threading.Event()
         self._done = False
@@ -269,12 +272,12 @@ class Sender:
 
     def _connect(self) -> None:
         """Send to the present candidate until the connection ends, and report the reason to the link."""
-        peer = self.host
-        if not self._places.take(self, peer):
-            self._handle(self.link.refused)
-            return
+        peer, began = self.host, time.monotonic()
         try:
-            self._converse(peer)
+            if self._places.take(self, peer):
+                self._converse(peer)
+            else:
+                self._handle(self.link.refused)
         except _RolledBack:
             self._handle(self.link.lost)
         except Gone as error:
@@ -292,6 +295,7 @@ class Sender:
         except Exception as error:
             log.exception("sending to a peer failed unexpectedly")
             self._lost(peer, repr(error)[:200], self.link.lost)
+        self.failed_at = began
 
     def _lost(self, peer: Candidate, why: str, event: Callable[[float], None], kind: str = "") -> None:
         said = kind or why  # the text of an error may name another file each time

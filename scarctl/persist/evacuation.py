@@ -81,7 +81,7 @@ class Copies(Protocol):
     """The copies of one arena in the memory of other hosts."""
 
     def wait(self, seconds: float) -> None:
-        """Wait at most `seconds` until the other hosts have all of this memory, or cannot get more."""
+        """Wait at most `seconds` until another host has all of this memory, or none can get more."""
 
     def versions(self) -> Ids:
         """Return the version of every copy that another host has unchanged: int64 (partitions,), -1 for none."""

@@ -140,8 +140,10 @@ class PersisterThread:
         )
         if not request.ended:
             made.error = made.error or self.fault().message
-        if copies is not None and self._persister.arena.pending().any():
-            copies.wait(request.deadline - time.monotonic())
+        found = made.report()
+        if copies is None or found.safe:
+            return found
+        copies.wait(request.deadline - time.monotonic())
         return made.report()
 
     def close(self, current: Current = Current.FINISH) -> None:

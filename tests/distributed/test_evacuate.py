@@ -42,7 +42,7 @@ def resume(folder: Path, homes: list[str]) -> list[tuple[int, bool]]:
 
 def test_to_the_host_that_keeps_the_copies(hosts: Path) -> None:
     said = die(hosts, ["east", "west"], evacuate=[13, 0, None], lost=[0])
-    assert said["safe"], said
+    assert said["safe"], json.dumps(said)
     assert said["peer_exact"]
     assert not said["sealed"]
     assert said["peer_partitions"] > 0, "the store stopped before"
@@ -55,7 +55,7 @@ def test_to_a_host_that_had_no_copy_when_the_one_that_has_goes_as_well(hosts: Pa
     homes = ["east", "west", "north"]
     named = f"{socket.gethostname()}:north"
     said = die(hosts, homes, evacuate=[13, 0, named], lost=[0, 1])
-    assert said["safe"], said
+    assert said["safe"], json.dumps(said)
     assert said["peers"] == [named]
     assert all(name in said["known"] for name in ("west", "north"))
     assert resume(hosts, ["south", "middle", "north"]) == [(13, True)] * 3
@@ -64,7 +64,7 @@ def test_to_a_host_that_had_no_copy_when_the_one_that_has_goes_as_well(hosts: Pa
 def test_ray_takes_one_node(hosts: Path) -> None:
     """Other hosts count: the copy is not on that node."""
     said = die(hosts, ["east", "west"], notice=[13, 1, 60], lost=[0])
-    assert said["safe"], said
+    assert said["safe"], json.dumps(said)
     assert said["peer_exact"]
     assert resume(hosts, ["north", "west"]) == [(13, True)] * 2
 
@@ -72,7 +72,7 @@ def test_ray_takes_one_node(hosts: Path) -> None:
 def test_ray_takes_both_nodes(hosts: Path) -> None:
     """Only the store counts, although each node has the other one's copy. It has all of it afterwards."""
     said = die(hosts, ["east", "west"], notice=[13, 2, 60], lost=[0, 1], store_stops_at=0)
-    assert said["safe"], said
+    assert said["safe"], json.dumps(said)
     assert said["sealed"]
     assert (said["peers"], said["peer_partitions"]) == ([], 0)
     assert resume(hosts, ["north", "south"]) == [(13, True)] * 2
@@ -81,7 +81,7 @@ def test_ray_takes_both_nodes(hosts: Path) -> None:
 def test_ray_takes_both_nodes_while_the_store_is_away(hosts: Path) -> None:
     """The copies are not called safe. The store may come back until the deadline."""
     said = die(hosts, ["east", "west"], notice=[13, 2, 4], lost=[])
-    assert not said["safe"], said
+    assert not said["safe"], json.dumps(said)
     assert said["lost_partitions"] > 0
     assert said["peers"] == []
 

@@ -6,12 +6,31 @@ from pathlib import Path
 
 import pytest
 
+from scarctl.distributed.credentials import disk_of
 from scarctl.distributed.host_address import machine
 from scarctl.errors import Unavailable
 from scarctl.store.hosts import read_hosts
 from tests.distributed.test_meeting import A, B, Table, made, record, table
 
 __all__ = ["table"]
+
+
+def disk_sentence(table: Table) -> str:
+    """Return what a warning adds if only this machine has the store."""
+    disk = disk_of(table.store)
+    return (
+        f". The store is on a disk of this machine ({disk}): hosts of other machines are not met"
+        if disk
+        else ""
+    )
+
+
+def test_of_a_shared_store_the_warning_names_no_disk(table: Table) -> None:
+    table.meeting._disk = ""
+    for _ in range(10):
+        table.look(30.0)
+    (caveat,) = table.caveats
+    assert caveat.message == "peers=1, but no other host can yet keep copies of this host's memory"
 
 
 def test_too_few_hosts_are_a_caveat_after_a_minute(table: Table, caplog: pytest.LogCaptureFixture) -> None:
@@ -21,7 +40,8 @@ def test_too_few_hosts_are_a_caveat_after_a_minute(table: Table, caplog: pytest.
     for _ in range(5):
         table.look(30.0)
     (caveat,) = table.caveats
-    assert caveat.message == "peers=1, but no other host can yet keep copies of this host's memory"
+    text = "peers=1, but no other host can yet keep copies of this host's memory"
+    assert caveat.message.removeprefix(text) == disk_sentence(table)
     assert not caveat.inexact
     assert caplog.messages.count(caveat.message) == 1
     table.put(record(A, 1, age=-table.passed))
@@ -42,9 +62,8 @@ def test_hosts_that_keep_no_copy_are_a_caveat_after_a_minute(table: Table) -> No
         table.look(20.0)
         table.daemon.has()
     (caveat,) = table.caveats
-    assert caveat.message == (
-        "peers=1, but of 2 other hosts none keeps a copy of this host's memory: no answer, or a refusal"
-    )
+    text = "peers=1, but of 2 other hosts none keeps a copy of this host's memory: no answer, or a refusal"
+    assert caveat.message.removeprefix(text) == disk_sentence(table)
     table.daemon.has(1, state="full", complete=False)
     table.look(1.0)
     assert list(table.caveats) == [caveat]
@@ -84,9 +103,9 @@ def test_one_of_two_hosts_is_too_few(tmp_path: Path) -> None:
         seat.look(1.0)
         seat.daemon.has(1)
         seat.look(70.0)
-        assert [c.message for c in seat.caveats] == [
-            "peers=2, but only 1 other host can keep copies of this host's memory"
-        ]
+        (caveat,) = seat.caveats
+        text = "peers=2, but only 1 other host can keep copies of this host's memory"
+        assert caveat.message.removeprefix(text) == disk_sentence(seat)
 
 
 def test_a_daemon_that_cannot_listen_is_a_caveat_until_it_can(table: Table) -> None:

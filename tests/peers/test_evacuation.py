@@ -302,3 +302,73 @@ def test_a_lost_link_is_tried_at_once_when_the_host_goes(
     assert sender.link.pause < 4.0, "the pause of a link that was lost for long is over"
     assert set(at_west(tmp_path)) == {7}
     assert time.monotonic() - began < 60
+
+
+def test_a_link_that_has_not_begun_yet_is_waited_for(slow: Slow, relay: Relay, tmp_path: Path) -> None:
+    """On a busy host its thread runs late."""
+    (tmp_path / "west").mkdir(mode=0o700)
+    host = Host(tmp_path / "west")
+    relay.target = host.admit(START, SECRET, "ab" * 16, "127.0.0.1", 0)
+    source = Source(RUN, "", "east", START, SECRET, rate=None)
+    sender = Sender(source, [Candidate("west", "127.0.0.1", relay.port)], slow.arena)
+    slow.flush(7, RISING)
+    copies = PeerCopies(slow.arena, [sender])
+    copies.hurry()
+    late = threading.Timer(0.5, sender.start)
+    late.start()
+    copies.head_start(60.0)
+    found = slow.evacuation(0.0, copies=copies).report()
+    late.join()
+    relay.close()
+    sender.close(done=False, patience=30.0)
+    host.close()
+    assert found.safe, found.to_json()
+    assert found.peer_exact
+
+
+def test_a_lost_link_leaves_the_network_to_the_store_once_it_was_tried(
+    slow: Slow, relay: Relay, sender: Sender
+) -> None:
+    relay.refuse()
+    wait_until(lambda: sender.state is State.LOST)
+    slow.flush(7, RISING)
+    copies = PeerCopies(slow.arena, [sender])
+    copies.hurry()
+    began = time.monotonic()
+    copies.head_start(600.0)
+    assert sender.failed_at >= began - 1.0
+    assert copies.hosts() == ()
+
+
+def test_a_store_that_fails_leaves_the_time_to_a_lost_link(slow: Slow, relay: Relay, sender: Sender) -> None:
+    """The host is reached again before the deadline."""
+    relay.refuse()
+    wait_until(lambda: sender.state is State.LOST)
+    slow.flush(7, RISING)
+    copies = PeerCopies(slow.arena, [sender])
+    copies.hurry()
+    slow.blobs.break_down("writer", 13)
+    thread = PersisterThread(slow.persister, slow.queue)
+    back = threading.Timer(1.0, relay.accept)
+    back.start()
+    found = thread.evacuate(60.0, copies)
+    back.join()
+    assert found.safe, found.to_json()
+    assert found.peers == ("west",)
+    thread.close()
+
+
+def test_one_host_that_has_all_is_enough(slow: Slow, relay: Relay, sender: Sender, tmp_path: Path) -> None:
+    """The other one is not reached any more, and is not waited for."""
+    with Relay() as other, sending(slow, other, tmp_path, "north") as second:
+        other.refuse()
+        wait_until(lambda: second.state is State.LOST)
+        slow.flush(7, RISING)
+        slow.blobs.break_down("writer", 13)
+        thread = PersisterThread(slow.persister, slow.queue)
+        copies = PeerCopies(slow.arena, [sender, second])
+        copies.hurry()
+        found = thread.evacuate(600.0, copies)
+        thread.close()
+    assert found.safe, found.to_json()
+    assert found.peers == ("west",)

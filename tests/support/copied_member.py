@@ -77,10 +77,12 @@ def main(store: str, folder: str, number: str, count: str, options: str) -> int:
                     order = json.loads(line)
                     if order == ["end"]:
                         return 0
+                    if order == ["stop store"] and not is_in_store(session):
+                        break  # the store is to have something older
+                    obeyed += 1
                     tell(answer=obey(session, *order), head=session.head_step)
                     if order[0].endswith("stopped"):
                         threading.Event().wait()
-                obeyed = len(lines)
                 if blocks:
                     serve(session, state)
                 else:
@@ -100,6 +102,12 @@ def serve(session: scarctl.Session, state: dict[str, np.ndarray]) -> None:
     with session.iteration():
         for values in state.values():
             values += 1
+
+
+def is_in_store(session: scarctl.Session) -> bool:
+    """Return whether the store has a copy of everything."""
+    engine = session._engine
+    return engine is not None and bool((engine.arena.durable >= 0).all())
 
 
 def obey(session: scarctl.Session, order: str, *arguments: Any) -> Any:
