@@ -32,6 +32,7 @@ from scarctl.store import Store
 from scarctl.store.line import number_of
 from scarctl.store.log import ShardLog
 from scarctl.store.record import Record
+from scarctl.util.exchange import exchange
 
 log = logging.getLogger("scarctl")
 
@@ -321,17 +322,33 @@ def put_aside(folder: Path, successor: Path | None = None) -> Path:
     try:
         if os.path.lexists(aside):
             shutil.rmtree(aside)
-        os.rename(folder, aside)
-        if successor is not None:
-            # A process that is killed before the second one leaves both folders, and none in the place.
-            try:
-                os.rename(successor, folder)
-            except OSError:
-                os.rename(aside, folder)
-                raise
+        if successor is None:
+            os.rename(folder, aside)
+        else:
+            replace_folder(folder, successor, aside)
     except OSError as error:
         raise folder_error(error, aside) from error
     return aside
+
+
+def replace_folder(folder: Path, successor: Path, former: Path) -> None:
+    """Rename `folder` to `former`, and `successor` to `folder`. If that fails, both stay. Raises OSError.
+
+    A process that is killed meanwhile leaves one of them in the place. Without `exchange` it may leave none.
+    """
+    if exchange(folder, successor):
+        try:
+            os.rename(successor, former)
+        except OSError:
+            exchange(folder, successor)
+            raise
+        return
+    os.rename(folder, former)
+    try:
+        os.rename(successor, folder)
+    except OSError:
+        os.rename(former, folder)
+        raise
 
 
 def _report_others(folder: Path, store: Store) -> None:

@@ -233,7 +233,7 @@ def _no_daemon() -> ScarError:
 
 
 def _run_lines(run: RunStatus) -> list[str]:
-    from scarctl.daemon.status import part_of
+    from scarctl.daemon.status import kept_copies, part_of
     from scarctl.store.saved import describe
 
     part = ""
@@ -247,8 +247,10 @@ def _run_lines(run: RunStatus) -> list[str]:
         f"{head}, step {run['head_step']}, durable {run['durable_step']} (oldest {run['oldest_durable_step']}), "
         f"{describe(run['saved_at'])}, "
         f"queued {human_bytes(run['queued_bytes'])}, {human_bytes(run['bytes_per_second'])}/s, "
-        f"{counted(run['errors'], 'error')}, {counted(len(run['peers']), 'peer')}"
+        f"{counted(run['errors'], 'error')}"
     ]
+    if run["peers"]:
+        lines[0] += f", {kept_copies(run)} of {counted(len(run['peers']), 'copy', 'copies')} on other hosts"
     lines += [f"  copy on {peer}" for peer in run["peers"]]
     if run["shards"] is not None and 1 < len(run["shards"]) <= _SHARDS_SHOWN:
         steps = (f"{shard['shard']}: {shard['oldest_durable_step']}" for shard in run["shards"])

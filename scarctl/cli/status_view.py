@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from scarctl.cli.inspect_view import pace_of
 from scarctl.cli.output import in_iterations
-from scarctl.ops.health import AT_RISK, LOSING, NOTE, Finding, Health, Loss
+from scarctl.ops.health import AT_RISK, LOSING, NOTE, Finding, Health, Loss, Saving
 from scarctl.ops.surveyed import ShardLine
 from scarctl.store.saved import describe
 from scarctl.util.text import aligned, counted, human_bytes
@@ -94,11 +94,11 @@ def _table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
 
 
 def _progress(one: Health, width: int) -> Iterator[str]:
-    """Yield a table of this host's daemon's progress, the farthest behind first."""
+    """Yield a table of this host's daemon's progress: errors first, then lacking copies, then the farthest behind."""
     if not one.saving:
         return
-    shown = sorted(one.saving, key=lambda saving: (-saving.errors, -saving.lag))[:_RANKS]
-    rows = [("saving", "step", "behind", "waiting", "store's speed", "errors")]
+    shown = sorted(one.saving, key=_urgency)[:_RANKS]
+    rows: list[tuple[str, ...]] = [("saving", "step", "behind", "waiting", "store's speed", "errors")]
     rows += [
         (
             saving.name,
@@ -110,9 +110,16 @@ def _progress(one: Health, width: int) -> Iterator[str]:
         )
         for saving in shown
     ]
+    if any(saving.copies_wanted for saving in one.saving):
+        cells = (f"{saving.copies} of {saving.copies_wanted}" for saving in shown)
+        rows = [(*row, cell) for row, cell in zip(rows, ("on other hosts", *cells), strict=True)]
     yield from _table(rows, width)
     if len(one.saving) > len(shown):
         yield f"  and {counted(len(one.saving) - len(shown), 'more rank')}: `scarctl daemon status` lists all"
+
+
+def _urgency(saving: Saving) -> tuple[int, ...]:
+    return -saving.errors, saving.copies - saving.copies_wanted, -saving.lag
 
 
 def loss_cells(what: str, loss: Loss) -> tuple[str, ...]:

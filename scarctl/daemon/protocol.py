@@ -236,6 +236,14 @@ def tls(message: dict[str, Any]) -> Tls | None:
     return Tls(files)
 
 
+def rate(message: dict[str, Any]) -> float | None:
+    """Return the bytes per second to send at most, None for no limit. Raises UsageError."""
+    found = message.get("rate")
+    if found is not None and not (isinstance(found, int | float) and found > 0):
+        raise UsageError("a rate is a number above 0")
+    return found
+
+
 def candidates(message: dict[str, Any]) -> list[Candidate]:
     """Return the candidate daemons in a message. Raises UsageError."""
     found = message.get("peers")

@@ -58,7 +58,7 @@ class Daemon:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.started = time.time()
-        self.runs = Runs(folder, lambda: self.host.busy)
+        self.runs = Runs(folder, lambda: self.host.busy, lambda: self.host.wanted())
         self.host = Host(folder, self.runs.lent, self.runs.lives)
         self._terminated = False
         self._warn_at = self._reap_at = 0.0
@@ -286,22 +286,21 @@ class Daemon:
         start, secret = protocol.secret(message)
         address, port = protocol.text(message, "address"), protocol.number(message, "port")
         tls = protocol.tls(message)
-        return {"port": self.host.admit(start, secret, run.id.partition("-")[0], address, port, tls)}
+        rate = protocol.rate(message)
+        runs, lasting = run.id.partition("-")[0], message.get("lasting") is True
+        return {"port": self.host.admit(start, secret, runs, address, port, tls, rate, lasting=lasting)}
 
     def follow(self, peer: _Peer, message: dict[str, Any]) -> None:
         """Send the run's arena to peers from now on."""
         run = self._run(peer)
         start, secret = protocol.secret(message)
-        rate = message.get("rate")
-        if rate is not None and not (isinstance(rate, int | float) and rate > 0):
-            raise UsageError("a rate is a number above 0")
         source = Source(
             run.id,
             run.store.where,
             protocol.text(message, "host"),
             start,
             secret,
-            rate,
+            protocol.rate(message),
             protocol.tls(message),
             protocol.process(message),
         )

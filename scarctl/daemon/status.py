@@ -10,6 +10,10 @@ from scarctl.persist.speed import Speed
 
 NO_HOST = f"no host yet: {State.ABSENT.value}"
 """A copy in `RunStatus` for which there is no host."""
+_UNPROTECTED = frozenset(state.value for state in (State.ABSENT, State.LOST, State.REPLACED, State.FENCED))
+"""States of a link in which the other host receives no new copies."""
+_COMPLETE = ("up to date", " behind", "too large")
+"""Ends of the copies in words that are complete: see `Sender.describe`."""
 
 
 class ShardSteps(TypedDict):
@@ -68,6 +72,16 @@ def part_of(run: RunStatus) -> str:
     if run.get("rank") is None:
         return ""
     return f"{'member' if run.get('member') else 'rank'} {run['rank']}"
+
+
+def is_unprotected(link: str) -> bool:
+    """Return whether the other host of a copy in `RunStatus.peers` receives no new copies."""
+    return link.rpartition(": ")[2].partition(",")[0] in _UNPROTECTED
+
+
+def kept_copies(run: RunStatus) -> int:
+    """Return how many of the copies in `peers` are complete, and receive what changes."""
+    return sum(link.endswith(_COMPLETE) and not is_unprotected(link) for link in run.get("peers", ()))
 
 
 class ReplicaStatus(TypedDict):

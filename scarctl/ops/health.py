@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.daemon.status import NO_HOST, RunStatus, part_of
+from scarctl.daemon.status import NO_HOST, RunStatus, is_unprotected, kept_copies, part_of
 from scarctl.errors import ScarError, UsageError
 from scarctl.ops.surveyed import ShardLine, Survey
 from scarctl.recovery.forecast import rework_of
@@ -28,10 +28,6 @@ AT_RISK: Final = "at-risk"
 NOTE: Final = "note"
 """Worth knowing."""
 _RANK: dict[Severity, int] = {NOTE: 0, AT_RISK: 1, LOSING: 2}
-
-_UNPROTECTED = frozenset(("absent", "lost", "replaced", "fenced"))
-"""States of a link (`scarctl.peers.link.State`) in which the other host receives no new copies."""
-
 
 _AGAIN = "start it again with the command that started it"
 _GONE = (
@@ -83,6 +79,10 @@ class Saving(Document):
     bandwidth: int
     """Bytes per second while the store is written."""
     errors: int
+    copies: int
+    """Hosts that have a complete copy of its memory, and receive what changes."""
+    copies_wanted: int
+    """Hosts that are to have one."""
 
     @property
     def name(self) -> str:
@@ -180,6 +180,8 @@ def _saving(runs: Iterable[RunStatus]) -> tuple[Saving, ...]:
             run["queued_bytes"],
             run["bytes_per_second"],
             run["errors"],
+            kept_copies(run),
+            len(run["peers"]),
         )
         for run in opened
     ]
@@ -202,8 +204,7 @@ def _of_links(run: RunStatus) -> Iterable[Finding]:
     """Yield the copies of a run's memory that no other host keeps up to date. A new run has nothing to send yet."""
     who = f"{name}: " if (name := part_of(run)) else ""
     for link in run.get("peers", ()) if "head_step" in run else ():
-        state = link.rpartition(": ")[2].partition(",")[0]
-        if state in _UNPROTECTED:
+        if is_unprotected(link):
             what = "no other host keeps a copy yet" if link == NO_HOST else f"the copy on {link}"
             text = f"{who}{what}: the loss of this host may lose what is not durable"
             yield Finding(AT_RISK, "copy", text, "scarctl daemon status")

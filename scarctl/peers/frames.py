@@ -219,11 +219,13 @@ class Offer:
     """Bytes of those files."""
     withheld: int = 0
     """Number of files that are too large to be sent."""
+    rate: int = 0
+    """Most bytes per second that the host sends; 0: no limit."""
 
     def frame(self, kind: Kind) -> list[Buffer]:
         """Return the frame of this offer, of kind INVENTORY or FETCH."""
         numbers = {"newest": self.age[0], "head_step": self.age[1], "steps": self.age[2], "epoch": self.epoch}
-        sizes = {name: getattr(self, name) for name in ("size", "files", "files_size", "withheld")}
+        sizes = {name: getattr(self, name) for name in ("size", "files", "files_size", "withheld", "rate")}
         return encode(kind, {"found": True, **numbers, **sizes}, _pack_lines(self.lines))
 
 
@@ -246,6 +248,7 @@ def decode_offer(head: Mapping[str, Any], body: Bytes) -> Offer | None:
         number_of(head, "files", 0, MAX_FILES),
         number_of(head, "files_size", 0, MAX_SIZE),
         number_of(head, "withheld", 0, MAX_FILES),
+        number_of(head, "rate", 0, MAX_SIZE) if "rate" in head else 0,
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from scarctl.arena.owner import Owner
+from scarctl.arena.stale import has_unsaved
 from scarctl.errors import AccessDenied, Contention, Corruption, ScarError, Unavailable
 from scarctl.peers.channel import REPLY_SECONDS, STRANGER_SECONDS, Channel, Gone, readable, unknown_start
 from scarctl.peers.follower import most_body
@@ -34,7 +35,7 @@ from scarctl.peers.frames import (
 )
 from scarctl.peers.handshake import VERSION, Hello, challenge, verify
 from scarctl.peers.lender import Lend, Lender, lent_without_runs
-from scarctl.peers.replica import Replica, require_newest, sweep
+from scarctl.peers.replica import Replica, require_epoch, require_newest, sweep
 from scarctl.peers.tls import Tls
 from scarctl.state.version import MAX_EPOCH
 from scarctl.util.arrays import Bytes
@@ -55,6 +56,10 @@ class _Start:
     secret: bytes
     files: tuple[str, ...] | None
     """Files for TLS, if its links use it."""
+    rate: float | None
+    """Most bytes per second that this host sends to one that fetches; None: no limit."""
+    lasting: bool
+    """Whether a later start has the secret, too."""
 
 
 @dataclass(slots=True)
@@ -87,12 +92,23 @@ class Host:
         self._warn_at = 0.0
 
     def admit(
-        self, start: str, secret: bytes, runs: str, address: str, port: int, tls: Tls | None = None
+        self,
+        start: str,
+        secret: bytes,
+        runs: str,
+        address: str,
+        port: int,
+        tls: Tls | None = None,
+        rate: float | None = None,
+        *,
+        lasting: bool = False,
     ) -> int:
         """Accept replicas of a start's runs, and return the port. runs: common prefix of their ids.
 
         address: this host's address to listen at; no other one is bound. port: port to listen at if it is free, or 0.
         tls: TLS settings, with which peers have to show certificates; None: links without TLS.
+        rate: most bytes per second to send to each host that fetches; None: no limit. lasting: a later start has this
+        secret, too, so that it may come for memory.
 
         Raises Unavailable if that address cannot be bound.
         """
@@ -101,7 +117,7 @@ class Host:
                 raise Contention("the daemon is ending", hint="retry", kind="daemon-ending")
             files = None if tls is None else tls.files
             # An earlier start of the same runs is over: its daemons are no longer admitted.
-            self._starts = {**self._starts, runs: _Start(start, secret, files)}
+            self._starts = {**self._starts, runs: _Start(start, secret, files, rate, lasting)}
             for (bound, at), known in self._listeners.items():
                 if bound == address and known.files == files:
                     known.tls = tls  # certificates may have been renewed
@@ -120,6 +136,19 @@ class Host:
         """Whether a peer sends to a replica of this host, or fetches an arena from it."""
         with self._lock:
             return bool(self._writing) or self._lender.busy
+
+    def wanted(self) -> bool:
+        """Return whether a later start may come for memory here, which the store lacks, and has the secret for it.
+
+        A secret that was drawn for one start is known to no later one.
+        """
+        with self._lock:
+            lasting = tuple(runs for runs, start in self._starts.items() if start.lasting)
+        try:
+            return bool(lasting) and has_unsaved(self._folder, lasting)
+        except (ScarError, OSError) as error:
+            log.warning("this host's memory is no longer kept for other hosts: %s", error)
+            return False
 
     def status(self) -> list[dict[str, Any]]:
         """Return the replicas being written: run, owner's host, and step."""
@@ -193,14 +222,14 @@ class Host:
                     connection = closing.enter_context(secured)
                     binding = tls.binding(secured, server=True)
                 channel = Channel(connection)
-                hello = self._meet(channel, None if tls is None else tls.files, binding)
+                hello, start = self._meet(channel, None if tls is None else tls.files, binding)
                 strange = False
                 self._strangers.release()
                 channel.trust(None)
                 channel.within(REPLY_SECONDS)
                 kind, head, body = channel.receive(most_body=MAX_BODY)
                 if kind is not Kind.LAYOUT:
-                    self._lender.serve(channel, hello.run, kind)
+                    self._lender.serve(channel, hello.run, kind, start.rate)
                     return
                 channel.within(None)
                 self._write(channel, hello, head, body)
@@ -214,8 +243,11 @@ class Host:
             if strange:
                 self._strangers.release()
 
-    def _meet(self, channel: Channel, files: tuple[str, ...] | None, binding: str) -> Hello:
-        """Return the greeting of a peer that has proved to be of the same start. Raises AccessDenied, Corruption."""
+    def _meet(self, channel: Channel, files: tuple[str, ...] | None, binding: str) -> tuple[Hello, _Start]:
+        """Return the greeting of a peer that has proved to be of the same start, and that start.
+
+        Raises AccessDenied, Corruption.
+        """
         head, _ = channel.expect(Kind.HELLO)
         hello = Hello.from_json(head)
         runs, start = self._start_of(hello)
@@ -229,7 +261,7 @@ class Host:
         verify(start.secret, hello, asked["nonce"], head, binding)
         if not hello.run.startswith(runs):
             raise AccessDenied(f"a peer of {runs} names a run of another store: {hello.run!r:.80}")
-        return hello
+        return hello, start
 
     def _start_of(self, hello: Hello) -> tuple[str, _Start | None]:
         """Return the start that a greeting names, and the prefix of its runs: the one of the greeting's run, if any."""
@@ -241,8 +273,8 @@ class Host:
     def _write(self, channel: Channel, hello: Hello, head: Mapping[str, Any], layout: Bytes) -> None:
         """Write one replica from the peer's frames: head and body of the first are given. Refusals are sent to it."""
         run = hello.run
-        self._replace(channel, run)
         try:
+            self._replace(channel, hello)
             replica = self._begin(hello, head, layout)
             with self._lock:
                 self._writing[run] = channel, threading.current_thread(), replica
@@ -273,15 +305,20 @@ class Host:
                 if self._writing.get(run, (None,))[0] is channel:
                     del self._writing[run]
 
-    def _replace(self, channel: Channel, run: str) -> None:
-        """End an earlier connection for the same run: its sender has lost it. Raises Contention if it does not end."""
-        until = time.monotonic() + STRANGER_SECONDS
+    def _replace(self, channel: Channel, hello: Hello) -> None:
+        """End an earlier connection for the same run: its sender has lost it. Raises Contention if it does not end.
+
+        Raises Fenced if a process of a later epoch sends: the replica of its run is not complete yet, perhaps.
+        """
+        run, until = hello.run, time.monotonic() + STRANGER_SECONDS
         while True:
             with self._lock:
                 earlier = self._writing.get(run)
                 if earlier is None:
                     self._writing[run] = channel, threading.current_thread(), None
                     return
+            if earlier[2] is not None:
+                require_epoch(earlier[2].arena, hello.epoch)
             earlier[0].shut()
             earlier[1].join(max(0.0, until - time.monotonic()))
             if time.monotonic() >= until:

@@ -38,7 +38,15 @@ PIECE_SECONDS = 30.0
 _LATE_SECONDS = 1.0
 """Seconds after that, in which those that are not finished are refused."""
 _IDLE_SECONDS = 10.0
-_MOST_LOANS = 16
+_MOST_LOANS = 64
+"""Most hosts, or ranks of them, that fetch at the same time."""
+_LEAST_RATE = 64 << 10
+"""Bytes per second that a host sends at least: a piece must not take minutes, in which no one sees progress."""
+
+
+def seconds_for(size: int, rate: int) -> float:
+    """Return the seconds in which both sides expect a piece, or a small file. rate: see `Offer`."""
+    return PIECE_SECONDS + (size / max(rate, _LEAST_RATE) if rate else 0.0)
 
 
 @dataclass(eq=False, slots=True)
@@ -87,8 +95,10 @@ class Lender:
         with self._changed:
             return bool(self._channels)
 
-    def serve(self, channel: Channel, run: str, kind: Kind) -> None:
+    def serve(self, channel: Channel, run: str, kind: Kind, rate: float | None = None) -> None:
         """Answer a host that fetches. kind: that of its first frame, INVENTORY or FETCH.
+
+        rate: most bytes per second to send, but at least 64 KiB; None: no limit.
 
         Raises Gone, Corruption; after a refusal its reason.
         """
@@ -101,7 +111,7 @@ class Lender:
         if kind is not Kind.FETCH:
             raise Corruption(f"a peer sends {kind.name} to a host from which it fetches")
         try:
-            self._serve_fetch(channel, run)
+            self._serve_fetch(channel, run, 0 if rate is None else max(int(rate), _LEAST_RATE))
         except ScarError as error:
             channel.refuse(error)
             raise
@@ -142,7 +152,9 @@ class Lender:
             return None
         return Offer(age, view.epoch, view.size, view.lines)
 
-    def _serve_fetch(self, channel: Channel, run: str) -> None:
+    def _serve_fetch(self, channel: Channel, run: str, rate: int) -> None:
+        if rate:
+            channel.limit_rate(rate)
         with self._counted(channel), self._lend(run, channel.shut) as loan, self._locked(run) as arena:
             offer = self._offer(run)
             if offer is None:
@@ -151,7 +163,7 @@ class Lender:
                 )
             outgoing = Outgoing(arena, most=MAX_BODY)
             try:
-                self._send(channel, outgoing, offer, loan)
+                self._send(channel, outgoing, offer, loan, rate)
             finally:
                 outgoing.close()
             channel.within(PIECE_SECONDS)
@@ -159,7 +171,7 @@ class Lender:
             loan.fetched = True
             log.info("%s: another host has fetched %d bytes of this host's memory", run, outgoing.size)
 
-    def _send(self, channel: Channel, outgoing: Outgoing, offer: Offer, loan: Loan) -> None:
+    def _send(self, channel: Channel, outgoing: Outgoing, offer: Offer, loan: Loan, rate: int) -> None:
         if outgoing.count > MAX_FILES:
             raise Contention(f"{outgoing.count} hand-overs wait: too many to be sent")
         whole = Offer(
@@ -170,24 +182,26 @@ class Lender:
             outgoing.count,
             outgoing.files_size,
             len(outgoing.withheld),
+            rate,
         )
         channel.within(REPLY_SECONDS)
         channel.send(whole.frame(Kind.FETCH))
         channel.expect(Kind.ACK)
         for name, data in outgoing.files():
-            self._require_time(channel, loan)
+            self._require_time(channel, loan, seconds_for(len(data), rate))
             channel.send(encode(Kind.FILE, {"name": name}, data))
         for at in range(0, outgoing.size, PIECE):
-            self._require_time(channel, loan)
-            channel.send(encode(Kind.PIECE, {}, outgoing.read(at, min(PIECE, outgoing.size - at))))
+            size = min(PIECE, outgoing.size - at)
+            self._require_time(channel, loan, seconds_for(size, rate))
+            channel.send(encode(Kind.PIECE, {}, outgoing.read(at, size)))
         channel.send(encode(Kind.END, {"digest": outgoing.digest()}))
 
-    def _require_time(self, channel: Channel, loan: Loan) -> None:
-        """Give the other side time for the next piece. Raises Contention once the loan has to end."""
+    def _require_time(self, channel: Channel, loan: Loan, seconds: float) -> None:
+        """Give the other side `seconds` for the next piece. Raises Contention once the loan has to end."""
         ends = [until for until in (self._until, loan.until) if until is not None]
         if ends and time.monotonic() > min(ends):
             raise _ending()
-        channel.within(PIECE_SECONDS)
+        channel.within(seconds)
 
     @contextlib.contextmanager
     def _counted(self, channel: Channel) -> Iterator[None]:

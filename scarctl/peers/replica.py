@@ -23,7 +23,7 @@ import numpy as np
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import folder_error, lock_folder, private
 from scarctl.arena.header import FILE, OWNER
-from scarctl.arena.kinship import put_aside
+from scarctl.arena.kinship import put_aside, replace_folder
 from scarctl.arena.lines import write_lines
 from scarctl.arena.mapping import populate
 from scarctl.arena.owner import Owner, read_owner, write_owner
@@ -83,6 +83,7 @@ class Replica:
         except RecursionError as error:
             raise Corruption(f"a peer's layout cannot be read: {error}") from error
         growing = place.with_name(place.name + SUCCESSOR)
+        require_newest(growing, run, owner, epoch)
         for folder in (place, growing):
             if read_owner(folder) == owner and (arena := _continued(folder, run, layout)) is not None:
                 return cls(place, folder, arena, owner)
@@ -206,11 +207,10 @@ class Replica:
         try:
             require_newest(self._place, self._place.name, self.owner, self.arena.epoch)
             if os.path.lexists(self._place / FILE) and read_owner(self._place) is None:
-                put_aside(self._place)
+                put_aside(self._place, self._folder)
             else:
                 shutil.rmtree(old, ignore_errors=True)
-                os.rename(self._place, old)
-            os.rename(self._folder, self._place)
+                replace_folder(self._place, self._folder, old)
         except OSError as error:
             raise folder_error(error, self._place) from error
         finally:
@@ -278,9 +278,14 @@ def require_newest(place: Path, run: str, owner: Owner, epoch: int) -> None:
     blank = not (present.version >= 0).any()
     if own and owner.base_epoch <= present.epoch <= epoch and not blank:
         raise _taken(place)
+    require_epoch(present, epoch)
+
+
+def require_epoch(present: Arena, epoch: int) -> None:
+    """Raise Fenced if this arena, which is on this host, is of a later epoch of the run."""
     if present.epoch > epoch:
         raise Fenced(
-            f"{place}: this host has seen epoch {present.epoch} of the run, and epoch {epoch} is over",
+            f"{present.folder}: this host has seen epoch {present.epoch} of the run, and epoch {epoch} is over",
             hint="the run has continued elsewhere",
         )
 

@@ -87,6 +87,7 @@ class Saving:
             self.stats,
             self.fault,
             self.extras,
+            parts.together,
             validate=parts.settings.validate,
         )
         beginning = Beginning(parts, self.finish)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from scarctl.arena import folder as folders
+from scarctl.arena import kinship
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder
 from scarctl.arena.header import FILE
@@ -236,9 +238,13 @@ def _refuse(_: ArenaView) -> None:
     raise Corruption("it is another one")
 
 
+@pytest.mark.parametrize("at_once", [True, False])
 def test_the_older_arena_stays_if_the_new_one_cannot_take_its_place(
-    store: Store, hosts: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    store: Store, hosts: tuple[str, str], monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
+    """at_once: whether the file system can exchange two folders."""
+    if not at_once:
+        monkeypatch.setattr(kinship, "exchange", lambda first, second: False)
     east, west = hosts
     leave(store, east, 7)
     leave(store, west, 3)
@@ -259,6 +265,39 @@ def test_the_older_arena_stays_if_the_new_one_cannot_take_its_place(
     incoming.close()
     assert step_of_arena(store, west) == 3
     assert [path.name for path in folder_of(store, west).parent.iterdir()] == [store.run_id]
+
+
+@pytest.mark.parametrize("death", [1, 2])
+def test_a_process_that_is_killed_leaves_an_arena_in_the_place(
+    store: Store, hosts: tuple[str, str], death: int
+) -> None:
+    """It is killed right before each of its renames, or after the last."""
+    east, west = hosts
+    leave(store, east, 7)
+    leave(store, west, 3)
+    child = os.fork()
+    if not child:
+        try:
+            outgoing = Outgoing.open(store, east)
+            assert outgoing is not None
+            incoming = receive(outgoing, store, west)
+            rename, left = os.rename, [1 + death]  # the first one names the received file
+
+            def dying(source: Path, target: Path) -> None:
+                left[0] -= 1
+                if not left[0]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                rename(source, target)
+
+            os.rename = dying  # type: ignore[assignment]
+            move(outgoing, incoming)
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    sweep_incoming(folder_of(store, west).parent)
+    assert step_of_arena(store, west) == 7
 
 
 def test_an_arena_that_was_set_aside_makes_room(

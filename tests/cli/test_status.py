@@ -326,6 +326,35 @@ def test_a_copy_on_another_host_that_is_not_kept(saved: Model, state: str) -> No
     assert health_of(view, [{**begun, "open": False}]).well  # type: ignore[list-item]
 
 
+def test_a_rank_whose_copies_lack_is_listed_first(saved: Model) -> None:
+    """Only complete copies that receive what changes count."""
+    links = [
+        ["a: following, up to date", "b: behind, 9 behind"],
+        ["a: following, 1 behind", "b: full"],
+        ["a: lost, 4 behind", "b: connecting"],
+        ["a: following, up to date, without a hand-over that is too large", NO_HOST],
+    ]
+    runs: list[Any] = [
+        {
+            "store": "ckpt", "id": "x", "pid": 1, "phase": "attached", "open": True, "peers": peers, "errors": 0,
+            "last_error": None, "stopped": False, "rank": k, "head_step": 9, "durable_step": 9, "queued_bytes": 0,
+            "bytes_per_second": 0,
+        }
+        for k, peers in enumerate(links)
+    ]  # fmt: skip
+    health = health_of(survey(Store.open("ckpt"), None), runs)
+    fields = health.to_json()["saving"]
+    assert [(one["copies"], one["copies_wanted"]) for one in fields] == [(2, 2), (1, 2), (0, 2), (1, 2)]
+    lines = page([health], 100)
+    start = next(k for k, line in enumerate(lines) if line.split()[:2] == ["saving", "step"])
+    assert lines[start].endswith("on other hosts")
+    assert [line.split()[1] for line in lines[start + 1 : start + 5]] == ["2", "1", "3", "0"]
+    assert [line.split()[-3:] for line in lines[start + 1 : start + 3]] == [
+        ["0", "of", "2"],
+        ["1", "of", "2"],
+    ]
+
+
 @pytest.mark.leaves_arena
 def test_a_process_that_has_ended_with_everything_saved(
     run: Run, trainer: Trainer, tmp_path: Path, arena_dir: Path

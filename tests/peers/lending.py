@@ -20,7 +20,7 @@ from scarctl.arena.folder import arena_folder, host_folder
 from scarctl.arena.owner import disown
 from scarctl.arena.queue import HandOverQueue
 from scarctl.peers.channel import Channel
-from scarctl.peers.fetch import Fetched, fetch_memory
+from scarctl.peers.fetch import Asker, Fetched, fetch_memory
 from scarctl.peers.frames import Kind, encode
 from scarctl.peers.handshake import SECRET_BYTES, Hello, challenge, verify
 from scarctl.peers.host import Host
@@ -56,9 +56,16 @@ class Site:
         self.host = Host(self.home, lend)
         self.port = 0
 
-    def listen(self, *, start: str = START, secret: bytes = SECRET, tls: Tls | None = None) -> Candidate:
+    def listen(
+        self,
+        *,
+        start: str = START,
+        secret: bytes = SECRET,
+        tls: Tls | None = None,
+        rate: float | None = None,
+    ) -> Candidate:
         runs = self.view().run_id.partition("-")[0]
-        self.port = self.host.admit(start, secret, runs, "127.0.0.1", 0, tls)
+        self.port = self.host.admit(start, secret, runs, "127.0.0.1", 0, tls, rate)
         return self.candidate
 
     @property
@@ -106,9 +113,9 @@ class Site:
     def fetch(self, *hosts: Candidate, **other: Any) -> Fetched | None:
         """Fetch the member's memory to this host."""
         view = self.view()
-        known = {"start": START, "secret": SECRET, "tls": None, "seconds": 20.0, **other}
+        asker = Asker(**{"start": START, "secret": SECRET, "tls": None, "seconds": 20.0, **other})
         try:
-            return fetch_memory(view, self.base, hosts, **known)
+            return fetch_memory(view, self.base, hosts, asker)
         finally:
             view.close()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from scarctl.arena import kinship
 from scarctl.arena.arena import Arena
 from scarctl.arena.header import FILE
 from scarctl.arena.queue import HandOverQueue
@@ -34,7 +35,7 @@ def arm(death: str, patch: pytest.MonkeyPatch) -> None:
     name, _, count = death.partition(" ")
     if name == "rows":
         return patch.setattr(replicas, "write_rows", half_of_the_rows)
-    owner = {"replace": os, "rename": os, "remove": HandOverQueue}.get(name, Arena)
+    owner = {"replace": os, "rename": os, "exchange": kinship, "remove": HandOverQueue}.get(name, Arena)
     real, left = getattr(owner, name), [int(count or 1)]
 
     def call(*arguments: Any) -> Any:
@@ -78,6 +79,29 @@ def test_a_host_that_is_killed_while_it_writes(
     assert equal(run)
     sweep(run.host)
     assert [path.name for path in run.host.iterdir()] == [RUN]
+
+
+@pytest.mark.parametrize("death", ["exchange", "rename 1", "rename 2"])
+def test_a_host_that_is_killed_while_a_copy_takes_its_own_memory_s_place(
+    tmp_path: Path, death: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the two is always in the place: an earlier process's memory, or the complete copy."""
+    run = Run(tmp_path)
+    run.copy(EVERYTHING)
+    own = run.host / RUN
+    Arena.create(own, run.arena.layout, run_id=RUN, epoch=1).close()
+    child = os.fork()
+    if not child:
+        try:
+            arm(death, monkeypatch)
+            run.send()
+        finally:
+            os._exit(1)
+    os.waitpid(child, 0)
+    assert (own / FILE).exists()
+    run.connect()
+    assert run.send()
+    assert equal(run)
 
 
 def check_what_is_left(run: Run, complete: bool) -> None:

@@ -98,16 +98,16 @@ def divided_state(whole: int, number: int, count: int) -> dict[str, np.ndarray]:
     return {"rows": np.zeros((whole * (number + 1) // count - whole * number // count, 4))}
 
 
-def serve(session: scarctl.Session, state: dict[str, np.ndarray]) -> None:
-    with session.iteration():
-        for values in state.values():
-            values += 1
-
-
 def is_in_store(session: scarctl.Session) -> bool:
     """Return whether the store has a copy of everything."""
     engine = session._engine
     return engine is not None and bool((engine.arena.durable >= 0).all())
+
+
+def serve(session: scarctl.Session, state: dict[str, np.ndarray]) -> None:
+    with session.iteration():
+        for values in state.values():
+            values += 1
 
 
 def obey(session: scarctl.Session, order: str, *arguments: Any) -> Any:

@@ -40,6 +40,8 @@ TORCH = (
     "tests.distributed.checks",
 )
 """Modules that training loops import, some of them at their first step."""
+_IMPORT_SECONDS = 240.0
+"""Seconds for a server to import them, on a machine on which several do so at once."""
 
 
 class Program:
@@ -176,7 +178,7 @@ class _Server:
             socket.send_fds(self._socket, [struct.pack("!I", len(data))], files)
             self._socket.sendall(data)
             while not self._started:
-                assert self.listen(60.0), "the server of forks does not answer"
+                assert self.listen(_IMPORT_SECONDS), "the server of forks does not answer"
             return self._started.pop()
 
     def ended(self, pid: int) -> int | None:
