@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         Unavailable,
         UsageError,
     )
-    from scarctl.recovery.execute import Report
+    from scarctl.recovery.report import Report
     from scarctl.session.recover import Resumed
     from scarctl.session.session import Session
 
@@ -65,7 +65,7 @@ __all__ = [
 _HOMES = {
     "attach": "scarctl.api",
     "Session": "scarctl.session.session",
-    "Report": "scarctl.recovery.execute",
+    "Report": "scarctl.recovery.report",
     "Resumed": "scarctl.session.recover",
     **dict.fromkeys(("Extra", "Member", "Partitioning", "Ranks", "Selection", "Settings"), "scarctl.config"),
 }

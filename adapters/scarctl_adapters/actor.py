@@ -28,11 +28,10 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import scarctl
-from scarctl.errors import Contention, NoIntactCopy, ScarError, UsageError
+from scarctl.errors import Contention, NoIntactCopy, UsageError
 from scarctl.session.recover import Resumed
 from scarctl.state.codec import encode
 from scarctl.state.torch_dtypes import plain
-from scarctl.state.version import step_of
 from scarctl.store import complete_sets
 
 Call: TypeAlias = "tuple[str, int] | str"
@@ -182,21 +181,9 @@ class Kept:
                     with self.session.iteration():
                         pass
                 self.session.checkpoint(full=True, wait=True)
-                self._require_sealed()
                 self._unsealed = 0
             result: T = found[0]
             return result
-
-    def _require_sealed(self) -> None:
-        """Raise ScarError if the newest state is durable, but not as a whole."""
-        step, sealed = self.session.head_step, self.session._started().arena.sealed
-        if step_of(sealed) != step:
-            raise ScarError(
-                f"the state after call {step} could not be sealed: values are not finite, or were changed meanwhile. "
-                "A restarted actor would not have this call",
-                hint="repeat the call once the state is finite",
-                kind="not-sealed",
-            )
 
     def close(self) -> None:
         """Seal the state, and release the store."""

@@ -20,7 +20,7 @@ from data import Images
 from model import Batches, Net, build, evaluate, train_step
 
 import scarctl
-from scarctl.recovery.execute import Report
+from scarctl.recovery.report import Report
 from scarctl.simulate.intervals import mean_of
 
 SHARDS = 8

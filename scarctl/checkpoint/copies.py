@@ -17,10 +17,12 @@ from scarctl.arena.queue import HandOverQueue
 from scarctl.checkpoint.filling import Staged
 from scarctl.checkpoint.found_extras import Saved, all_extras, newest_extras, sealed_extras
 from scarctl.checkpoint.loading import NewSlots
-from scarctl.recovery.execute import ArenaSink, Report, execute
+from scarctl.recovery.execute import ArenaSink, execute
+from scarctl.recovery.label import stored_notes, waiting_notes
 from scarctl.recovery.plan import MEMORY, STORE, Plan, plan_partial, plan_rollback
+from scarctl.recovery.report import Report
 from scarctl.state.caveats import Caveats
-from scarctl.state.extras import Extras
+from scarctl.state.extras import Extras, Notes
 from scarctl.store import ShardState, Snapshot, Store
 from scarctl.util.arrays import Ids, distinct
 
@@ -46,6 +48,17 @@ class Copies:
     def all_extras(self) -> Iterator[Saved]:
         """Yield all extras that can be read, newest first. Raises Unavailable, AccessDenied."""
         return all_extras(self._queue, self._store)
+
+    def notes_of(self, whole: str) -> Notes:
+        """Return the notes that were saved with the commit `whole` of the whole state.
+
+        Raises Corruption if they are damaged or gone, Unavailable, AccessDenied.
+        """
+        # The queue is read first: a hand-over that leaves it meanwhile is in the store.
+        found = waiting_notes(self._queue, whole)
+        if found is not None:
+            return found
+        return stored_notes(self._store, list(self._store.states(self._store.shards()).values()), whole)
 
     def newest(self) -> tuple[States, Saved | None] | None:
         """Return the store's states and the newest extras, which are None if no extras were ever saved.
@@ -86,7 +99,7 @@ class Copies:
             if staged.complete:
                 return report
         report = self._fetch(plan, new)
-        if everything.size and report.exact:
+        if everything.size and report.whole:
             self._arena.name_whole(report.plan.whole)
         return report
 
@@ -105,7 +118,7 @@ class Copies:
         report = self._fetch(
             plan_partial(ids, self._layout, self._shard_of, states, arena, survivors=survivors)
         )
-        if report.exact:
+        if report.whole:
             arena.name_whole(report.plan.whole)
         return report
 

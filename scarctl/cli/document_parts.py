@@ -172,6 +172,11 @@ class RecoveredRanks(TypedDict):
 class _Restored(TypedDict):
     mode: Literal["partial", "rollback"]
     exact: bool
+    """The restored state is that of one commit of the whole state, and no caveat was saved with it."""
+    whole: bool
+    """The restored state is that of one commit of the whole state. It may still not be exact."""
+    reasons: list[str]
+    """Reasons why it is not exact, one sentence each. Empty if it is."""
     degraded: bool
     """Whether an older copy had to be used instead of the newest one."""
     step: int | None
@@ -221,8 +226,12 @@ class Saved(TypedDict):
 
 
 class SavedByProcess(Saved):
-    """A checkpoint of a running session."""
+    """A checkpoint of a running session. `exact`: the store has the whole state, and no caveat was saved with it."""
 
+    whole: bool
+    """Whether the store has the whole state of `step`. It may still not be exact."""
+    reasons: list[str]
+    """Reasons why it is not exact, one sentence each. Empty if it is."""
     pid: int
 
 

@@ -20,7 +20,7 @@ from scarctl.cli.output import (
 )
 from scarctl.cli.progress import Progress
 from scarctl.cli.units import WholeSize
-from scarctl.util.text import counted, human_bytes
+from scarctl.util.text import counted, human_bytes, joined
 
 EXAMPLES = """\b
 Examples:
@@ -81,6 +81,8 @@ def command(output: Path, store: str, max_shard_size: int, **options: Any) -> in
     label = (
         f"exact, of step {done.step}"
         if done.exact
+        else f"of step {done.step}, not exact: {joined(done.reasons)}"
+        if done.whole
         else f"not exact, with {counted(done.encoded_partitions, 'partition')} from encoded copies, "
         f"of steps {done.oldest_step} to {done.newest_step}"
         if done.encoded_partitions

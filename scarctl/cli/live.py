@@ -20,8 +20,8 @@ from scarctl.cli.output import (
     timeout_option,
     warn,
 )
-from scarctl.cli.recover import cost_lines
-from scarctl.util.text import counted, human_bytes
+from scarctl.cli.recover import cost_lines, not_exact
+from scarctl.util.text import counted, human_bytes, joined
 
 if TYPE_CHECKING:
     from scarctl.ops.live import LiveCheckpoint, LiveRanks
@@ -71,9 +71,11 @@ def report_saved(
 ) -> int:
     """Print a running session's checkpoint, and return the exit code. snapshot: name of the snapshot to make."""
     done = made.to_json()
-    if made.exact and snapshot is not None:
+    if made.whole and snapshot is not None:
         done["snapshot"] = snapshot
-    exact = "; the whole state is of this step" if done["exact"] else ""
+    exact = "; the whole state is of this step" if done["whole"] else ""
+    if done["whole"] and not done["exact"]:
+        exact += f", not exact: {joined(done['reasons'])}"
     who = f"process {done['pid']}"
     if "ranks" in done:
         who = f"{len(done['ranks'])} of {counted(done['world'], 'member' if done['members'] else 'rank')}"
@@ -83,7 +85,7 @@ def report_saved(
         f"{counted(done['total_partitions'], 'partition')}, {human_bytes(done['saved_bytes'])}, "
         f"to {shown_url(url)}{exact}",
     )
-    if not full or done["exact"] or (done.get("members") and done["complete"]):
+    if not full or done["whole"] or (done.get("members") and done["complete"]):
         return EXIT_OK
     missing = ", so no snapshot is made" if snapshot else ""
     why = "values may not be finite"
@@ -128,6 +130,8 @@ def recover(
     lines = [
         f"restored {counted(partitions, 'partition')}, {human_bytes(nbytes)}, in place, after step {done['step']}"
     ]
+    if report["whole"] and report["reasons"]:
+        lines.append(not_exact(report["step"], report["reasons"]))
     cost = Cost(Rework(**report["rework"]), report["rollback_steps"], report["reason"])
     lines += cost_lines(cost, report["mode"])
     if len(ranks) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from scarctl.cli.output import (
 from scarctl.cli.progress import Progress
 from scarctl.store import Store
 from scarctl.store.saved import describe, last_saved
-from scarctl.util.text import counted, human_bytes
+from scarctl.util.text import counted, human_bytes, joined
 
 if TYPE_CHECKING:
     from scarctl.ops.recover import Recovery
@@ -108,6 +109,11 @@ def cost_lines(cost: Cost, mode: str) -> list[str]:
     return lines
 
 
+def not_exact(step: int | None, reasons: Sequence[str]) -> str:
+    """Return the label of copies that are all of one step, of a state that is not exact."""
+    return f"all copies are of step {step}; not exact: {joined(reasons)}"
+
+
 def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
     plan, fields = done.plan, done.plan.to_json()
     tiers = ", ".join(f"{count} from {tier}" for tier, count in fields["tiers"].items()) or "none"
@@ -116,12 +122,14 @@ def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
         label = f"{counted(encoded, 'copy', 'copies')} were encoded, in fewer bits: the state is perturbed"
     elif plan.exact:
         label = f"the state is exact, of step {plan.step}"
-    elif plan.step is not None and plan.degraded:
-        label = f"restored copies are of step {plan.step}, and newer ones may be lost: the state is not exact"
-    elif plan.step is not None:
-        label = f"restored copies are of step {plan.step}; the state is exact only if the survivors are, too"
-    else:
+    elif plan.step is None:
         label = "restored copies are of several steps: the state is perturbed"
+    elif plan.degraded and not plan.of_one:
+        label = f"restored copies are of step {plan.step}, and newer ones may be lost: the state is not exact"
+    elif plan.caveats or not plan.whole:
+        label = not_exact(plan.step, plan.caveats or plan.reasons)
+    else:
+        label = f"restored copies are of step {plan.step}; the state is exact only if the survivors are, too"
     lines = [
         f"{'would restore' if dry_run else 'restored'} {counted(fields['restored_partitions'], 'partition')} "
         f"({tiers}), "

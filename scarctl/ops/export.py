@@ -27,6 +27,7 @@ from scarctl.formats.state_writer import TORCH_SUFFIXES, Rows, StateWriter, new_
 from scarctl.ops.assemble import check_complete, content
 from scarctl.ops.sinks import FileSink, counting
 from scarctl.ops.weights import Weights, weights_of
+from scarctl.recovery.label import DOUBTFUL
 from scarctl.recovery.shared_plan import execute_shared, plan_lost, plans_back
 from scarctl.recovery.shares import named_snapshot, open_shares
 from scarctl.state.layout import TensorSpec
@@ -86,7 +87,11 @@ class Exported(Document):
     tensors: int
     bytes: int
     exact: bool
-    """The whole state is of `step`. Otherwise steps are mixed, or copies were encoded."""
+    """The whole state is of `step`, and no caveat was saved with it. `reasons` says why not."""
+    whole: bool
+    """The whole state is of `step`, as one commit saved it. It may still not be exact."""
+    reasons: tuple[str, ...]
+    """Reasons why it is not exact, one sentence each."""
     step: int | None
     oldest_step: int
     newest_step: int
@@ -142,6 +147,8 @@ def export(settings: ExportSettings, *, progress: Callable[[int, int], None] | N
         tensors=len(of_model.specs) + len(of_model.tied),
         bytes=sum(spec.nbytes for spec in specs.values()),
         exact=done.exact and not done.degraded,
+        whole=done.of_one and not done.degraded,
+        reasons=done.reasons or ((DOUBTFUL,) if done.degraded else ()),
         step=done.step,
         oldest_step=int(steps.min(initial=MAX_STEP)),
         newest_step=int(steps.max(initial=0)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,12 @@ from scarctl.arena.view import peek
 from scarctl.daemon.client import ask, ask_status
 from scarctl.daemon.request import Request
 from scarctl.errors import Unavailable, UsageError, error_from
+from scarctl.recovery.label import NO_COMMIT, UNKNOWN, Writer, saved_caveats
 from scarctl.recovery.shares import open_shares
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER, epoch_of, pack, step_of
 from scarctl.store import Store, Topology, complete_sets, create_snapshot, newest_topology
+from scarctl.store.record import alone
 from scarctl.store.snapshot import check_new_snapshot
 
 _POLL = 0.05
@@ -27,6 +29,8 @@ _ATTEMPTS = 3
 _TOGETHER = 10
 """Most attempts to have all ranks save after the same step."""
 _ANSWER_SECONDS = 5.0
+_PART = "the store does not have the whole state of this step"
+_MEMBERS = "members have no common step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +54,20 @@ class LiveCheckpoint:
     layout: Layout
     durable: NDArray[np.int64]
     """Durable version of every partition."""
-    exact: bool
+    whole: bool
     """Whether the whole state in the store is of this version."""
+    caveats: tuple[str, ...] = ()
+    """Why it is not exact then: see `scarctl.recovery.label`."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the whole state in the store is of this version, and no caveat was saved with it."""
+        return self.whole and not self.caveats
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it is not exact, one sentence each; () if it is."""
+        return self.caveats if self.whole else (_PART,)
 
     def to_json(self) -> dict[str, Any]:
         saved = self.durable == self.version
@@ -63,6 +79,8 @@ class LiveCheckpoint:
             "saved_bytes": int(self.layout.partition_bytes[saved].sum()),
             "durable": True,
             "exact": self.exact,
+            "whole": self.whole,
+            "reasons": list(self.reasons),
             "pid": self.pid,
         }
 
@@ -76,6 +94,8 @@ class LiveRanks:
     """Checkpoints by rank or member, for those with a session on this host."""
     independent: bool = False
     """Whether the processes are members, which have no common step."""
+    caveats: tuple[str, ...] = ()
+    """Why the whole state of all ranks is not exact: see `scarctl.recovery.label`."""
 
     @property
     def step(self) -> int:
@@ -86,17 +106,27 @@ class LiveRanks:
     def apart(self) -> bool:
         """Whether each rank has saved its whole state, but not all of the same step."""
         steps = {step_of(made.version) for made in self.ranks.values()}
-        return len(steps) > 1 and all(made.exact for made in self.ranks.values())
+        return len(steps) > 1 and all(made.whole for made in self.ranks.values())
 
     @property
-    def exact(self) -> bool:
+    def whole(self) -> bool:
         """Whether the whole state in the store, of all ranks, is of one step."""
         return self.complete and not self.apart and not self.independent
 
     @property
+    def exact(self) -> bool:
+        """Whether the whole state in the store is of one step, and no caveat was saved with it."""
+        return self.whole and not self.caveats
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it is not exact, one sentence each; () if it is."""
+        return self.caveats if self.whole else (_MEMBERS if self.independent else _PART,)
+
+    @property
     def complete(self) -> bool:
         """Whether every rank or member has saved its whole state."""
-        return len(self.ranks) == self.world and all(made.exact for made in self.ranks.values())
+        return len(self.ranks) == self.world and all(made.whole for made in self.ranks.values())
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of one process summed over all ranks, and those of each rank."""
@@ -107,6 +137,8 @@ class LiveRanks:
             **{name: sum(line[name] for line in lines.values()) for name in names},
             "durable": True,
             "exact": self.exact,
+            "whole": self.whole,
+            "reasons": list(self.reasons),
             "pid": next(iter(self.ranks.values())).pid,
             "world": self.world,
             "members": self.independent,
@@ -122,7 +154,7 @@ def checkpoint_live(
 
     If several ranks or members save to the store, those on this host get the request.
 
-    full: save the whole state. If values are not finite, the result is not exact.
+    full: save the whole state. If values are not finite, the result is not whole.
     every: raise unless all ranks have a session on this host.
 
     Raises UsageError (`kind` "no-session"), and Unavailable if no new checkpoint is durable after `timeout` seconds.
@@ -131,7 +163,8 @@ def checkpoint_live(
     request = _Request(full, timeout, time.monotonic() + timeout, arena_dir)
     if topology is None:
         asked_at = _under_way(store, arena_dir)
-        return _wait(store, _ask(store, request), asked_at, request)
+        found = _wait(store, _ask(store, request), asked_at, request)
+        return replace(found, caveats=_caveats(store, [(store, found)])) if found.whole else found
     if every and topology.independent:
         raise UsageError(
             f"{store.url}: members have no common step, so that no snapshot can cover all of them",
@@ -190,7 +223,31 @@ def _ask_ranks(store: Store, topology: Topology, request: _Request) -> LiveRanks
             problem = error  # perhaps none of its partitions has changed
     if problem is not None and (request.full or not made):
         raise problem
-    return LiveRanks(topology.world, made, topology.independent)
+    for rank, one in made.items():
+        if one.whole:
+            made[rank] = replace(one, caveats=_caveats(store, [(asked[rank][0], one)]))
+    found = LiveRanks(topology.world, made, topology.independent)
+    if not found.whole:
+        return found
+    return replace(found, caveats=_caveats(store, [(asked[rank][0], one) for rank, one in made.items()]))
+
+
+def _caveats(store: Store, saved: Sequence[tuple[Store, LiveCheckpoint]]) -> tuple[str, ...]:
+    """Return why these whole checkpoints, each with its writer's view of the store, are not exact together."""
+    writers, wholes = [], set[str]()
+    for view, made in saved:
+        states = list(view.states(view.shards()).values())
+        seals = [
+            (state.shard, seal)
+            for state in states
+            for seal in state.sealed
+            if pack(seal.epoch, seal.step) == made.version
+        ]
+        wholes.add("" if not seals else seals[-1][1].whole or alone(seals[-1][0], seals[-1][1].seq))
+        writers.append(Writer(states))
+    if "" in wholes:
+        return (UNKNOWN.format("the store no longer has its record"),)
+    return (NO_COMMIT,) if len(wholes) > 1 else saved_caveats(store, writers, *wholes)
 
 
 def _under_way(store: Store, arena_dir: str | None) -> int:
@@ -231,7 +288,7 @@ def _wait(store: Store, pid: int, asked_at: int, request: _Request) -> LiveCheck
     while True:
         started = time.monotonic()
         found = _look(store, request.arena_dir, asked_at, pid)
-        if found is not None and (found.exact or not request.full):
+        if found is not None and (found.whole or not request.full):
             return found
         now = time.monotonic()
         if now > request.deadline:
@@ -250,14 +307,14 @@ def snapshot_live(
 ) -> LiveCheckpoint | LiveRanks:
     """Have the session seal the whole state, and make it the snapshot `name`.
 
-    If values are not finite, the result is not exact and there is no snapshot. Raises as `checkpoint_live` and
+    If values are not finite, the result is not whole and there is no snapshot. Raises as `checkpoint_live` and
     `create_snapshot` do.
     """
     check_new_snapshot(store, name)
     for left in reversed(range(_ATTEMPTS)):
         made = checkpoint_live(store, full=True, timeout=timeout, arena_dir=arena_dir, every=True)
         try:
-            if made.exact:
+            if made.whole:
                 _name(store, made, name)
             return made
         except Unavailable as error:
@@ -289,13 +346,13 @@ def _look(store: Store, arena_dir: str | None, asked_at: int, pid: int) -> LiveC
     if view is None:
         return _closed(store, asked_at, pid)
     if view.sealed > asked_at:
-        return LiveCheckpoint(pid, view.sealed, view.layout, view.durable, exact=True)
+        return LiveCheckpoint(pid, view.sealed, view.layout, view.durable, whole=True)
     newer = view.durable[view.durable > asked_at]
     if not newer.size:
         return None
     version = int(newer.min())
     waiting = (view.version != view.durable) & (view.version >= 0) & (view.version <= version)
-    return None if waiting.any() else LiveCheckpoint(pid, version, view.layout, view.durable, exact=False)
+    return None if waiting.any() else LiveCheckpoint(pid, version, view.layout, view.durable, whole=False)
 
 
 def _closed(store: Store, asked_at: int, pid: int) -> LiveCheckpoint | None:
@@ -317,7 +374,7 @@ def _closed(store: Store, asked_at: int, pid: int) -> LiveCheckpoint | None:
     if version < max(asked_at, 0):
         return None
     return LiveCheckpoint(
-        pid, version, layout, durable, exact=not encoded and bool((durable == version).all())
+        pid, version, layout, durable, whole=not encoded and bool((durable == version).all())
     )
 
 

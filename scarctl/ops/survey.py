@@ -5,7 +5,6 @@ A process that saves alone is surveyed as the only rank: its share is the whole 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,13 +19,13 @@ from scarctl.arena.owner import read_owner
 from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.view import ArenaView
 from scarctl.daemon.client import ask_status
-from scarctl.errors import Corruption, ScarError
+from scarctl.errors import ScarError
 from scarctl.ops.ages import age_of, lag_of, since_of
 from scarctl.ops.surveyed import OtherShard, RankLine, RunOnHost, Survey
 from scarctl.recovery.forecast import stored_outlook
+from scarctl.recovery.label import waiting_notes
 from scarctl.state.caveats import Caveat
 from scarctl.state.encodings import ENCODINGS, Encoding
-from scarctl.state.extras import Notes
 from scarctl.state.layout import Layout
 from scarctl.state.layouts import Layouts, parameters_of
 from scarctl.state.version import NEVER, step_of
@@ -132,23 +131,19 @@ def _caveats(stored: Sequence[Caveat], shares: Sequence[_Share], arena_dir: str 
     waiting = dict[Caveat, None]()
     for share in shares:
         if share.arena is not None:
-            waiting |= dict.fromkeys(_waiting_notes(arena_folder(arena_dir, share.id)).caveats)
+            waiting |= dict.fromkeys(_waiting(arena_folder(arena_dir, share.id)))
     newer = {caveat.kind for caveat in waiting}
     return (*(caveat for caveat in stored if caveat.kind not in newer), *waiting)
 
 
-def _waiting_notes(folder: Path) -> Notes:
-    """Return the notes of the newest hand-over in an arena's folder that has extras."""
-    queue = HandOverQueue(folder)
+def _waiting(folder: Path) -> tuple[Caveat, ...]:
+    """Return the caveats of the newest hand-over in an arena's folder that has extras."""
     try:
-        for number in reversed(queue.numbers()):
-            # The persister may be faster; a damaged hand-over stays for it.
-            with contextlib.suppress(FileNotFoundError, Corruption):
-                if (extras := queue.read(number).extras) is not None:
-                    return Notes.from_tree(extras)
+        notes = waiting_notes(HandOverQueue(folder))
     except ScarError as error:
         log.warning("%s", error)
-    return Notes()
+        return ()
+    return () if notes is None else notes.caveats
 
 
 def _encoded(states: Iterable[ShardState]) -> dict[Encoding, int]:

@@ -9,8 +9,8 @@ import math
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,24 +20,21 @@ from scarctl.errors import NoIntactCopy
 from scarctl.recovery.memory import differing, fault
 from scarctl.recovery.plan import (
     MEMORY,
-    PEER,
     STORE,
     Perturbation,
     Plan,
-    count_tiers,
     nearer,
     no_copy,
     only_step,
     plan_rollback,
     versions_of,
 )
+from scarctl.recovery.report import Report
 from scarctl.state.rows import rows_of
 from scarctl.state.version import NEVER
 from scarctl.store import ShardState, Store
 from scarctl.store.read import Room
 from scarctl.store.saved import last_saved
-from scarctl.theory.extrapolation import Extrapolation
-from scarctl.theory.rework import Cost
 from scarctl.util.arrays import Bytes, Ids, distinct, places, union
 
 _BATCH_BYTES = 64 << 20
@@ -68,77 +65,6 @@ class Sink(Protocol):
         Returns the squared norm of each partition's change, of its parameter: float64 of the shape of `ids`, NaN where
         unknown. Returns None if all are unknown.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The result of a plan that was carried out."""
-
-    plan: Plan = field(repr=False)
-    """The plan with the tiers and versions that the copies actually came from."""
-    perturbation: Perturbation
-    seconds: float
-    problems: tuple[str, ...] = ()
-    """Descriptions of damaged copies, for display."""
-    memory_fault: str = ""
-    """Sentence that names copies in memory whose bytes had changed, and which were not used; "" without one."""
-    output: str | None = None
-    """Path of the written file."""
-    cost: Cost | None = None
-    """Predicted cost of the recovery; None if no prediction was requested."""
-    saved_at: str | None = None
-    """UTC time of the store's newest commit; None if no copy came from the store, or its records lack the time."""
-    extrapolation: Extrapolation | None = None
-    """Values extrapolated beyond their copies; None if not requested, or if all copies are of one step."""
-
-    def from_peer(self) -> Report:
-        """Return the report of a recovery whose copies in memory were brought from another host."""
-        tier = np.where(self.plan.tier == MEMORY, np.int8(PEER), self.plan.tier)
-        return replace(self, plan=replace(self.plan, tier=tier))
-
-    @property
-    def mode(self) -> str:
-        return self.plan.mode
-
-    @property
-    def exact(self) -> bool:
-        return self.plan.exact
-
-    @property
-    def degraded(self) -> bool:
-        return self.plan.degraded
-
-    @property
-    def step(self) -> int | None:
-        return self.plan.step
-
-    @property
-    def lost_partitions(self) -> int:
-        return self.plan.lost
-
-    @property
-    def restored_partitions(self) -> int:
-        return len(self.plan.ids)
-
-    @property
-    def bytes(self) -> int:
-        return self.plan.nbytes
-
-    @property
-    def tiers(self) -> dict[str, int]:
-        return count_tiers(self.plan.tier)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **self.plan.to_json(),
-            "perturbation": self.perturbation.to_json(),
-            "output": self.output,
-            "seconds": round(self.seconds, 6),
-            "problems": list(self.problems),
-            "saved_at": self.saved_at,
-            **(self.cost.to_json() if self.cost is not None else {}),
-            **({"extrapolation": self.extrapolation.to_json()} if self.extrapolation is not None else {}),
-        }
 
 
 def execute(plan: Plan, store: Store | None, arena: Arena | None, sink: Sink) -> Report:
@@ -268,7 +194,7 @@ class _Run:
             decoded=self.decoded,
             degraded=self.plan.degraded or self.fell_back,
             step=step,
-            exact=self.plan.exact and self.same and step is not None,
+            of_one=self.plan.of_one and self.same and step is not None,
             whole=self.plan.whole if self.same else "",
         )
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.errors import Corruption, LayoutMismatch, NoIntactCopy
+from scarctl.recovery.label import why_mixed
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import SealedSet, ShardState, Snapshot, Store, complete_sets, sealed_sets
@@ -52,7 +53,7 @@ class Plan:
     version: Ids
     states: Mapping[int, ShardState]
     """State by shard, from which copies in the store are read."""
-    exact: bool
+    of_one: bool
     """Whether the recovered whole state will equal one commit of the whole state."""
     step: int | None
     """Step of all copies; None when steps are mixed."""
@@ -67,12 +68,29 @@ class Plan:
     snapshot: str | None = None
     """Rollback: name of the snapshot to restore, if it is one."""
 
+    caveats: tuple[str, ...] = ()
+    """Why the state is not exact although it is of one commit: see `scarctl.recovery.label`. Who plans reads them."""
     decoded: NDArray[np.bool_] | None = None
     """Which copies were read from encoded ones, where that differs from the plan's states; None: see `encoded`."""
 
     @property
     def nbytes(self) -> int:
         return int(self.layout.partition_bytes[self.ids].sum())
+
+    @property
+    def exact(self) -> bool:
+        """Whether the recovered state is of one commit, with which no caveat was saved."""
+        return self.of_one and not self.caveats
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the recovered state is not exact, one sentence each; () if it is."""
+        if self.of_one:
+            return self.caveats
+        mixed = why_mixed(
+            self.whole, self.step, self.encoded, degraded=self.degraded, some=bool(len(self.ids))
+        )
+        return (mixed, *self.caveats)
 
     @property
     def doubts(self) -> list[str]:
@@ -102,6 +120,8 @@ class Plan:
         return {
             "mode": self.mode,
             "exact": self.exact,
+            "whole": self.of_one,
+            "reasons": list(self.reasons),
             "degraded": self.degraded,
             "step": self.step,
             "snapshot": self.snapshot,
@@ -137,7 +157,7 @@ def plan_partial(
 
     arena: arena of the same layout; None if its copies are lost too.
     survivors: identity of the commit of the whole state that contains all surviving values; "" if unknown. It decides
-    whether the result is exact.
+    whether the result is of one commit.
 
     Raises NoIntactCopy, naming the partitions, if any has no copy.
     """
@@ -154,7 +174,7 @@ def plan_partial(
         raise no_copy("no intact copy of" if damage else "never saved:", layout, missing, damage)
     step = only_step(version)
     whole = _whole_of(_log_of(layout, states)[ids], tier, states, arena)
-    exact = bool(whole) and step is not None and (len(ids) == layout.partitions or whole == survivors)
+    of_one = bool(whole) and step is not None and (len(ids) == layout.partitions or whole == survivors)
     degraded = bool((_in_doubt(layout, states)[ids] & (tier == STORE)).any())
     return Plan(
         "partial",
@@ -165,7 +185,7 @@ def plan_partial(
         tier,
         version,
         dict(states),
-        exact and not degraded,
+        of_one and not degraded,
         step,
         whole,
         degraded=degraded,

@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import NoIntactCopy
-from scarctl.recovery.execute import Report, SealedStateDamaged, Sink, execute_once
+from scarctl.recovery.execute import SealedStateDamaged, Sink, execute_once
+from scarctl.recovery.label import Writer, saved_caveats, why_mixed
 from scarctl.recovery.plan import (
     STORE,
     Perturbation,
@@ -27,6 +29,7 @@ from scarctl.recovery.plan import (
     plan_sealed,
     with_errors,
 )
+from scarctl.recovery.report import Report
 from scarctl.recovery.shares import Share, SharedState, damaged_snapshot
 from scarctl.store import SealedSet, Snapshot, topology_epochs
 from scarctl.store.topology import alike
@@ -45,13 +48,36 @@ class SharedPlan:
     mode: str
     lost: int
     """Number of partitions that were named as lost."""
-    exact: bool
+    of_one: bool
+    """Whether all that the target has then is of one commit of the whole state."""
     step: int | None
     """Step of all copies; None when steps are mixed."""
     degraded: bool
     snapshot: str | None = None
     whole: str = ""
     """Identity of the commit of the whole state that contains all copies; see `recovery.plan.Plan`."""
+    caveats: tuple[str, ...] = ()
+    """The caveats that were saved with the commit `whole`: see `scarctl.recovery.label.saved_caveats`."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the target's state is of one commit, with which no caveat was saved."""
+        return self.of_one and not self.caveats
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the target's state is not exact, one sentence each; () if it is."""
+        if self.of_one:
+            return self.caveats
+        mixed = why_mixed(
+            self.whole, self.step, self.encoded, degraded=self.degraded, some=bool(self.restored)
+        )
+        return (mixed, *self.caveats)
+
+    @property
+    def encoded(self) -> int:
+        """Number of copies to restore that were encoded."""
+        return sum(plan.encoded for _, plan in self.each())
 
     @property
     def noun(self) -> str:
@@ -94,7 +120,7 @@ class SharedPlan:
                 yield share, plan
 
     def settled(self, survivors: str = "") -> SharedPlan:
-        """Return the plan with `exact`, `step`, `degraded` and `whole` derived from all its parts.
+        """Return the plan with `of_one`, `step`, `degraded` and `whole` derived from all its parts.
 
         survivors: identity of the commit of the whole state that contains all surviving values; "" if unknown.
         """
@@ -105,11 +131,26 @@ class SharedPlan:
         degraded = self.degraded or any(plan.degraded for plan in parts)
         names = {plan.whole for plan in parts}
         whole = names.pop() if len(names) == 1 else ""
-        exact = bool(whole) and step is not None
+        of_one = bool(whole) and step is not None
         if self.mode != "rollback":
             everything = self.restored == sum(layout.partitions for layout in self.state.layouts)
-            exact = exact and not degraded and (everything or whole == survivors)
-        return replace(self, exact=exact, step=step, degraded=degraded, whole=whole)
+            of_one = of_one and not degraded and (everything or whole == survivors)
+        caveats = self.caveats if whole == self.whole else ()
+        return replace(self, of_one=of_one, step=step, degraded=degraded, whole=whole, caveats=caveats)
+
+    def labelled(self, arenas: Arenas) -> SharedPlan:
+        """Return the plan with the caveats that were saved with its state."""
+        if not self.whole:
+            return self
+        writers, known = list[Writer](), set[int]()
+        for share, plan, arena in zip(self.state.shares, self.plans, arenas, strict=True):
+            states = [*(() if plan is None else plan.states.values()), *share.states.values()]
+            writers.append(Writer(states, None if arena is None else HandOverQueue(arena.folder)))
+            known |= share.states.keys() | share.unreadable.keys()
+        # Ranks without rows have saved what they have in common with others, too.
+        others = (state for shard, state in self.state.states.items() if shard not in known)
+        writers += [Writer([state]) for state in others]
+        return replace(self, caveats=saved_caveats(self.state.store, writers, self.whole))
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of a report: those of `recovery.plan.Plan`, and with several ranks those by rank."""
@@ -119,6 +160,8 @@ class SharedPlan:
         fields = {
             "mode": self.mode,
             "exact": self.exact,
+            "whole": self.of_one,
+            "reasons": list(self.reasons),
             "degraded": self.degraded,
             "step": self.step,
             "snapshot": self.snapshot,
@@ -126,7 +169,7 @@ class SharedPlan:
             "restored_partitions": self.restored,
             "bytes": self.nbytes,
             "tiers": count_tiers(np.concatenate(tiers)) if tiers else {},
-            "encoded_partitions": sum(plan.encoded for _, plan in self.each()),
+            "encoded_partitions": self.encoded,
         }
         if topology is None:
             return {**fields, "shards": [line for _, line in lines]}
@@ -159,7 +202,8 @@ def plan_lost(state: SharedState, ids: Sequence[Ids], arenas: Arenas, *, survivo
             plans.append(None)
     lost = sum(len(mine) for mine in ids)
     hidden = bool(state.hidden)
-    return SharedPlan(state, tuple(plans), "partial", lost, False, None, hidden).settled(survivors)
+    made = SharedPlan(state, tuple(plans), "partial", lost, False, None, hidden).settled(survivors)
+    return made.labelled(arenas)
 
 
 def plans_back(
@@ -182,11 +226,11 @@ def plans_back(
                 raise damaged_snapshot(snapshot.name, error.message) from error
             passed_over = True  # collected or damaged
             continue
-        name, exact = None if snapshot is None else snapshot.name, bool(one.whole)
+        name, of_one = None if snapshot is None else snapshot.name, bool(one.whole)
         plan = SharedPlan(
-            state, tuple(plans), "rollback", lost, exact, one.step, passed_over, name, one.whole
+            state, tuple(plans), "rollback", lost, of_one, one.step, passed_over, name, one.whole
         )
-        yield plan.settled()
+        yield plan.settled().labelled(arenas)
         passed_over = True
 
 
@@ -239,7 +283,7 @@ def execute_shared(plan: SharedPlan, arenas: Arenas, sinks: Sequence[Sink]) -> S
     if plan.mode != "rollback":
         # An older copy with the same bytes is as good.
         same = done.whole == plan.whole and done.step is not None
-        done = replace(done, exact=plan.exact and same)
+        done = replace(done, of_one=plan.of_one and same)
     return SharedReport(
         done,
         _together([report.perturbation for report in reports.values()]),

@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from scarctl.recovery.label import DOUBTFUL, NO_COMMIT, SEVERAL, encoded_copies
 from scarctl.session.peers import Together
 from scarctl.session.recover import Resumed, logged
 from scarctl.state.caveats import Caveats
 from scarctl.state.version import step_of
 from scarctl.store import Store
 from scarctl.util.arrays import distinct
-from scarctl.util.text import counted
 
-_SEVERAL = "partitions are of several steps"
-_NO_COMMIT = (
-    "all copies are of this step, but no commit has the whole state: the step was saved several times, and "
-    "changed meanwhile, or in parts"
-)
-_DOUBTFUL = (
-    "newer copies may be lost, because files of the store that may have had them are damaged or missing"
-)
 _ENCODED = ""
 """Encoded copies are a reason of their own."""
 _BEFORE = "it was not exact when it was resumed before: "
@@ -42,9 +34,7 @@ class Origin:
         """
         encoded = 0 if resumed.report is None else resumed.report.plan.encoded
         if encoded:
-            verb = "comes" if encoded == 1 else "come"
-            text = f"{counted(encoded, 'partition')} {verb} from encoded copies, which have fewer bits"
-            stored = (text, *stored)
+            stored = (encoded_copies(encoded), *stored)
         gathered = together.gather([_mixed(resumed, encoded, several=together.several), list(stored)])
         mixed: list[str] = []
         if not resumed.exact and resumed.step:
@@ -54,6 +44,8 @@ class Origin:
             # If it is saved again before a step, it is the same state: then whole, but no more exact.
             text = "; ".join(why)
             self._caveats.keep("resumed", text if resumed.exact else _BEFORE + text)
+        if resumed.report is not None:
+            resumed = replace(resumed, report=resumed.report.labelled(resumed.exact, why))
         resumed = replace(resumed, exact=resumed.exact and not why, whole=resumed.exact, reasons=why)
         self.resumed = logged(resumed, store, loud=together.leads)
         return self.resumed
@@ -80,23 +72,23 @@ def _mixed(resumed: Resumed, encoded: int, *, several: bool) -> str:
     """
     report = resumed.report
     if report is None:
-        return _SEVERAL
+        return SEVERAL
     steps = distinct(step_of(report.plan.version)).tolist()
     if len(steps) > 1 or (several and steps not in ([], [resumed.step])):
-        return _SEVERAL
+        return SEVERAL
     if steps not in ([], [resumed.step]):
         return (
             f"all partitions are of step {steps[0]}, but step counts, random generators and other extras of step "
             f"{resumed.step}"
         )
     if report.degraded:
-        return _DOUBTFUL
-    return _ENCODED if encoded else _NO_COMMIT
+        return DOUBTFUL
+    return _ENCODED if encoded else NO_COMMIT
 
 
 def _worst(found: Sequence[str]) -> list[str]:
     """Return what to say of the results of `_mixed`, by rank."""
-    if _SEVERAL in found:
-        return [_SEVERAL]
-    others = dict.fromkeys(text for text in found if text != _NO_COMMIT)
-    return [text for text in others or [_NO_COMMIT] if text]
+    if SEVERAL in found:
+        return [SEVERAL]
+    others = dict.fromkeys(text for text in found if text != NO_COMMIT)
+    return [text for text in others or [NO_COMMIT] if text]

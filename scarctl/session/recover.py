@@ -21,14 +21,17 @@ from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.extrapolated import load_extrapolated
 from scarctl.checkpoint.filling import Staged, age_after
 from scarctl.checkpoint.live_state import LiveState
-from scarctl.errors import UsageError
-from scarctl.recovery.execute import Report
+from scarctl.errors import ScarError, UsageError
+from scarctl.recovery.label import UNKNOWN
 from scarctl.recovery.lost import Lost
 from scarctl.recovery.plan import MEMORY, Perturbation, estimate
+from scarctl.recovery.report import Report
 from scarctl.session.completing import complete, left_behind
 from scarctl.session.forecast import shared_history, weigh_loss, weigh_resume
 from scarctl.session.peers import Found, Together
-from scarctl.state.extras import Extras
+from scarctl.state.caveats import Caveat, read_caveats, reasons
+from scarctl.state.common import in_common
+from scarctl.state.extras import Extras, Notes
 from scarctl.state.journal import Fact
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import Snapshot, Store
@@ -66,6 +69,11 @@ class Resumed:
         """The store held no state."""
         return not self.step and self.report is None
 
+    def facts(self) -> dict[str, Fact]:
+        """Return the facts that the journal keeps: see `scarctl.state.journal.Journal`."""
+        labels: dict[str, Fact] = {"exact": self.exact, "whole": self.whole}
+        return labels if self.report is None else facts(self.report) | labels
+
     def __str__(self) -> str:
         """Return one line: the step, whether the state is exact and why not, its oldest copy, sources, and time."""
         if self.new:
@@ -98,6 +106,7 @@ def facts(report: Report) -> dict[str, Fact]:
     return {
         "mode": report.mode,
         "exact": report.exact,
+        "whole": report.whole,
         "partitions": report.restored_partitions,
         **report.tiers,
         "perturbation": report.perturbation.value,
@@ -126,7 +135,7 @@ def resume_live(
         report, sealed = _roll_back(engine, live, together, snapshot=snapshot)
         assert report.step is not None
         engine.learn(shared_history(engine, sealed, report.step, together), sealed)
-        return Resumed(report.step, report.exact, replace(report, cost=cost)), sealed
+        return Resumed(report.step, report.whole, replace(report, cost=cost)), sealed
     # Saving stops, because extras that move from the queue to the store meanwhile would be seen in neither. Saving
     # stays stopped after a failure, because hand-overs may be later than the step from which another attempt continues.
     together.agree(engine.stop)
@@ -192,7 +201,7 @@ def _fetch(engine: Engine, live: LiveState, staged: Staged | None) -> tuple[Foun
     known = estimate(arena.distance).value  # before the arena is filled up
     report = engine.copies.fetch_all(states, live.new_slots, staged)
     version, whole = (NEVER, "") if newest is None else (newest.version, newest.whole)
-    of_one = report.exact and report.step == step_of(version) and report.plan.whole == whole
+    of_one = report.whole and report.step == step_of(version) and report.plan.whole == whole
     exact = of_one if owns else newest is not None
     survived = exact and arena.head_step == step_of(version)
     extras = None if newest is None else newest.extras
@@ -222,14 +231,16 @@ def recover_live(
     mode, cost = weigh_loss(engine, ids, now, head_step, together, mode, max_rework)
     if mode == "rollback":
         report, extras = _roll_back(engine, live, together, lost=ids.size)
+        report = _labelled(report, extras.notes, together)
         engine.learn(shared_history(engine, extras, report.step or 0, together), extras)
         together.agree(lambda: adapter.restore(extras.early, extras.late))
         left = together.agree(lambda: left_behind(engine, live, adapter, ids, extras.late))
         return _checked(replace(report, cost=cost), left, together)
     with _known_to_differ(engine, ids):
         report = together.agree(lambda: _fetch_lost(engine, live, ids, now, head_step))
+        report = _labelled(report, _saved_with(engine, report), together)
     # Each rank's share may be of one step, but these steps may differ.
-    exact = report.exact and not together.several
+    exact = report.whole and not together.several
     extrapolation, moved, changes = together.agree(
         lambda: load_extrapolated(engine, live, report.plan, head_step, exact=exact)
     )
@@ -252,8 +263,25 @@ def _checked(report: Report, left: list[str], together: Together) -> Report:
 
 def _with(report: Report, extrapolation: Extrapolation | None) -> Report:
     """Return the report with the extrapolation. Extrapolated values are not of any step."""
-    exact = report.exact and (extrapolation is None or not extrapolation.partitions)
-    return replace(report, plan=replace(report.plan, exact=exact), extrapolation=extrapolation)
+    of_one = report.whole and (extrapolation is None or not extrapolation.partitions)
+    return replace(report.labelled(of_one, report.plan.caveats), extrapolation=extrapolation)
+
+
+def _saved_with(engine: Engine, report: Report) -> Notes | ScarError:
+    """Return the notes that were saved with the state of a recovery, or why they cannot be read."""
+    try:
+        return engine.copies.notes_of(report.plan.whole) if report.whole else Notes()
+    except ScarError as error:
+        return error
+
+
+def _labelled(report: Report, notes: Notes | ScarError, together: Together) -> Report:
+    """Return the report with the caveats that all ranks saved with its state. notes: those of this rank."""
+    if isinstance(notes, ScarError):
+        notes = Notes(caveats=(Caveat("unknown", UNKNOWN.format(notes.message)),))
+    saved = together.gather([[one.to_json() for one in notes.caveats], dict(notes.common)])
+    every = [Notes(caveats=read_caveats(caveats), common=common) for caveats, common in saved]
+    return report.labelled(report.whole, tuple(dict.fromkeys(reasons(in_common(every)))))
 
 
 def _distances(engine: Engine, live: LiveState, ids: Ids) -> NDArray[np.float64]:
@@ -275,7 +303,7 @@ def _fetch_lost(
     report = engine.copies.fetch_lost(ids, _survivors(engine, live, ids, head_step))
     if report.step != head_step:
         # Extras, such as random generators and step counts, are not restored, so the whole is not a saved state.
-        report = replace(report, plan=replace(report.plan, exact=False))
+        report = report.labelled(False, ())
     new = report.plan.tier != MEMORY
     now[new] = live.distances_at(ids[new])
     return replace(report, perturbation=_perturbation(now, estimate(known)))
@@ -318,7 +346,7 @@ def _roll_back(
             report, extras = together.agree(partial(fetch, until))
             found = together.gather(report.plan.sealed)
         one = len(set(together.gather(report.plan.whole))) == 1
-        report = replace(report, plan=replace(report.plan, exact=report.exact and one))
+        report = report.labelled(report.whole and one, ())
         together.agree(lambda: engine.forget_after(report.plan))
     live.load(everything)
     together.spread()

@@ -12,7 +12,7 @@ from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.selector import Selector
 from scarctl.daemon.request import Request
 from scarctl.errors import ScarError, error_fields
-from scarctl.recovery.execute import Report
+from scarctl.recovery.report import Report
 from scarctl.session.peers import Together
 
 log = logging.getLogger("scarctl")

@@ -12,7 +12,7 @@ from scarctl.checkpoint.filling import Staged, may_wait
 from scarctl.checkpoint.loading import NewSlots
 from scarctl.session.parts import Parts
 from scarctl.session.peers import Elsewhere
-from scarctl.session.recover import Resumed, facts, resume_live
+from scarctl.session.recover import Resumed, resume_live
 from scarctl.state.caveats import reasons
 from scarctl.state.common import DIFFERED, differ
 from scarctl.state.extras import Extras
@@ -33,6 +33,8 @@ class Outcome:
     reasons: tuple[str, ...] = ()
     """Why the state is not exact: another division among processes, the earlier run's reasons, and states that extras
     could not continue from."""
+    reached: int | None = None
+    """The newest step that the earlier run is known to have finished; None if the store holds no state."""
     reshaped: bool = False
     """The state was saved under another division, and must be saved again."""
 
@@ -106,7 +108,12 @@ class Resumption:
         if extras is None:
             remove_slots()
         resumed = replace(resumed, saved_at=saved_at)
-        return Outcome(resumed, self._continue(engine, resumed, extras, reached))
+        stored = self._continue(engine, resumed, extras)
+        if extras is None:
+            return Outcome(resumed, stored)
+        report = resumed.report
+        newest = 0 if report is None else int(step_of(report.plan.version).max(initial=0))
+        return Outcome(resumed, stored, max(reached, newest, resumed.step))
 
     def _from(self, elsewhere: Elsewhere) -> Outcome:
         """Resume from a state that was saved under another division."""
@@ -125,21 +132,20 @@ class Resumption:
         self._together.spread()
         engine.start_over()
         resumed = Resumed(agreed.step, agreed.exact, None, agreed.summary, saved_at=last_saved(self._store))
-        stored = self._continue(engine, resumed, agreed.extras, agreed.step, agreed.reasons)
+        stored = self._continue(engine, resumed, agreed.extras, agreed.reasons)
         self._opening.begin_saving(engine)
-        return Outcome(resumed, stored, reshaped=True)
+        return Outcome(resumed, stored, resumed.step, reshaped=True)
 
     def _continue(
         self,
         engine: Engine,
         resumed: Resumed,
         extras: Extras | None,
-        reached: int,
         known: tuple[str, ...] = (),
     ) -> tuple[str, ...]:
         """Restore the extras, and start the engine. Return why the state is not exact: `known` and extras' reasons.
 
-        extras: None if the store holds no state. reached: the newest step of the earlier run in this host's memory.
+        extras: None if the store holds no state.
         """
         stored = known
         if extras is not None:
@@ -152,18 +158,6 @@ class Resumption:
             stored = (*known, *reasons(extras.notes.caveats), *self._progress.misfits())
             engine.policy_memory = extras.policy
             self._journal.follow(extras.notes.events, extras.notes.samples)
-            report = resumed.report
-            newest = 0 if report is None else int(step_of(report.plan.version).max(initial=0))
-            self._journal.add(
-                "resumed",
-                resumed.step,
-                reached=max(reached, newest, resumed.step),
-                **(
-                    {"exact": resumed.exact and not known, "whole": resumed.exact}
-                    if report is None
-                    else facts(report)
-                ),
-            )
         self._progress.restore(extras, resumed.step, exact=resumed.exact and not stored)
         self._opening.run_on(engine, resumed.step)
         return stored

@@ -216,28 +216,29 @@ class Saving:
             self.flushed = moment.step
         return sealed
 
-    def now(self, extent: Extent) -> bool:
-        """Save the live state now, both halves at once. Return whether that succeeded; a torn state is not whole."""
+    def now(self, extent: Extent) -> str:
+        """Save the live state now, both halves at once. Return why that failed, or did not seal the whole; or ""."""
         self.finish()
         errors, kept = self.stats.errors, self.moment
         if kept is not None and not kept.weights.moves():
             self._look_outside(kept)
         self.begin(self.take_between(), extent)
-        self.finish()
-        return self.stats.errors == errors and not (extent is Extent.WHOLE and self._gate.torn)
+        sealed = self.finish()
+        if self.stats.errors > errors:
+            return self.stats.last_error
+        return "" if sealed or extent is not Extent.WHOLE else _TORN if self._gate.torn else _UNSAVED
 
-    def require(self, engine: Engine, what: bool | Literal["peers"], *, saved: bool) -> None:
-        """Wait for the store, or with "peers" for other hosts: see `Session.checkpoint`.
+    def require(self, engine: Engine, what: bool | Literal["peers"], why: str) -> None:
+        """Wait for the store, or with "peers" for other hosts: see `Session.checkpoint`. why: the result of `now`.
 
-        Raises Unavailable if the checkpoint was not `saved`, or if peers are late (kind "peers-late"). Raises the
-        store's fault if one ended saving.
+        Raises Unavailable if the checkpoint failed, or if peers are late (kind "peers-late"), ScarError (kind
+        "not-sealed") if values were left out. Raises the store's fault if one ended saving.
         """
-        if not saved:
-            raise Unavailable(
-                f"the checkpoint of step {self._progress.head_step} failed: {self.stats.last_error or _TORN}",
-                hint="earlier checkpoints are safe",
-                kind="not-saved",
-            )
+        if why:
+            step, hint = self._progress.head_step, "earlier checkpoints are safe"
+            if why == _UNSAVED:
+                raise ScarError(f"step {step} could not be sealed: {why}", hint=hint, kind="not-sealed")
+            raise Unavailable(f"the checkpoint of step {step} failed: {why}", hint=hint, kind="not-saved")
         if what == "peers":
             self._require_peers(engine)
         elif not engine.saver.drain(self._settings.timeout):

@@ -23,7 +23,7 @@ from scarctl.config.checks import notice_of
 from scarctl.daemon.request import Request
 from scarctl.errors import UsageError
 from scarctl.persist.evacuated import Evacuated
-from scarctl.recovery.execute import Report
+from scarctl.recovery.report import Report
 from scarctl.session import attached
 from scarctl.session.departure import Departure
 from scarctl.session.gate import Gate
@@ -225,14 +225,17 @@ class Session:
         """Save now: one partial checkpoint, or with `full` the whole state, sealed.
 
         wait: True until it is durable; "peers" until other hosts have it in memory, as many as `peer_ack` says.
-        Raises UsageError before the first step. With `wait`, raises the store's fault or, with "peers", Unavailable.
+        If `full` cannot seal the state, because values are not finite, raises ScarError ("not-sealed") with `wait`, and
+        warns without. `wait` also raises Unavailable and the store's fault. Before the first step: UsageError.
         """
         check_wait(wait, self.settings)
         engine = self._started()
         with self._gate.outside("checkpoint()"):
-            saved = self._saving.now(Extent.WHOLE if full else Extent.PART)
+            why = self._saving.now(Extent.WHOLE if full else Extent.PART)
         if wait:
-            self._saving.require(engine, wait, saved=saved)
+            self._saving.require(engine, wait, why)
+        elif full and why:
+            log.warning("step %d is not saved as a whole: %s; earlier ones are safe", self.head_step, why)
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
         """Copy the newest step into shared memory at memory speed, and queue it as one sealed checkpoint.
@@ -298,6 +301,8 @@ class Session:
             outcome = self._resumption.run(mode, snapshot)
             self._opening.looked()
             resumed = self._origin.set(outcome.resumed, outcome.reasons, self.store, self._together)
+            if outcome.reached is not None:
+                self._journal.add("resumed", resumed.step, reached=outcome.reached, **resumed.facts())
             if outcome.reshaped:
                 # Until this seal is durable, the old shards still have the state.
                 self._saving.seal(self._saving.take())

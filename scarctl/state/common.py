@@ -6,7 +6,8 @@ the seals of all ranks compares them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 from scarctl.state.caveats import Caveat
 
@@ -29,6 +30,24 @@ def differ(found: Iterable[Mapping[str, str]]) -> bool:
     """
     known: dict[str, str] = {}
     return any(known.setdefault(ranks, digest) != digest for each in found for ranks, digest in each.items())
+
+
+class _Saved(Protocol):
+    """What one rank has saved with a state: see `scarctl.state.extras.Notes`."""
+
+    @property
+    def caveats(self) -> Sequence[Caveat]: ...
+
+    @property
+    def common(self) -> Mapping[str, str]: ...
+
+
+def in_common(found: Sequence[_Saved]) -> tuple[Caveat, ...]:
+    """Return the caveats of one whole state, as its ranks have saved them, with `DIFFERED` if their values differ."""
+    caveats = dict.fromkeys(caveat for each in found for caveat in each.caveats)
+    if differ(each.common for each in found) and all(one.kind != DIFFERED.kind for one in caveats):
+        caveats[DIFFERED] = None
+    return tuple(caveats)
 
 
 def read_digests(stored: object) -> dict[str, str]:

@@ -59,11 +59,11 @@ class Sample(NamedTuple):
 class Journal:
     """The events of a run over its restarts, oldest first.
 
-    "started": process, as host:pid. "resumed": exact; mode ("partial" or "rollback"); reached, the newest step that the
-    run is known to have finished before; partitions, memory, peer and store: the number of restored ones, and of those
-    from each tier; perturbation, a norm; low and high, the predicted rework in iterations; whole, if the state was
-    saved under another division: all is of one step. "recovered": the same, but `reached`, for lost partitions in a
-    running process.
+    "started": process, as host:pid. "resumed": exact; whole: all is of one commit, but it may not be exact; mode
+    ("partial" or "rollback"); reached, the newest step that the run is known to have finished before; partitions,
+    memory, peer and store: the number of restored ones, and of those from each tier; perturbation, a norm; low and
+    high, the predicted rework in iterations. Without mode and what follows `reached` if the state was saved under
+    another division. "recovered": the same, but `reached`, for lost partitions in a running process.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def printable(text: str) -> str:
@@ -15,6 +15,11 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Return `text` with every line made printable; line breaks stay."""
     return "\n".join(map(printable, text.split("\n")))
+
+
+def joined(texts: Iterable[str]) -> str:
+    """Return texts of untrusted origin, such as reasons that a store has, on one line."""
+    return "; ".join(map(printable, texts))
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:

@@ -242,6 +242,25 @@ class TestLive:
         shards = run("inspect", "--store", "ckpt", "--json").document["shards"]
         assert all(shard["oldest_step"] >= done["step"] for shard in shards)
 
+    def test_the_whole_state_with_a_caveat(self, run: Run, training: Training) -> None:
+        """As a session that resumes from it finds it. A snapshot of it is made, and says so, too."""
+        why = "the loop draws numbers that are not saved"
+        training.session.caveats.say("unsaved-numbers", why)
+        words = ("--store", "ckpt", "--json")
+        for done in (
+            run("live", "checkpoint", "--full", *words).document,
+            run("snapshot", "create", "best", *words).document,
+        ):
+            assert (done["exact"], done["whole"], done["reasons"]) == (False, True, [why])
+        text = run("live", "checkpoint", "--full", "--store", "ckpt").stdout
+        assert f"; the whole state is of this step, not exact: {why}" in text
+        training.session.caveats.withdraw("unsaved-numbers")
+        done = run("live", "checkpoint", "--full", *words).document
+        assert (done["exact"], done["whole"], done["reasons"]) == (True, True, [])
+        done = run("live", "checkpoint", *words).document
+        assert (done["exact"], done["whole"]) == (False, False)
+        assert done["reasons"] == ["the store does not have the whole state of this step"]
+
     def test_a_snapshot_of_a_running_session(
         self, run: Run, training: Training, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.errors import NoIntactCopy
-from scarctl.recovery.execute import ArenaSink, Report, execute
+from scarctl.recovery.execute import ArenaSink, execute
 from scarctl.recovery.plan import MEMORY, STORE, Plan, estimate, plan_partial, plan_rollback
+from scarctl.recovery.report import Report
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import pack
 from scarctl.store import StoreWriter, open_writer

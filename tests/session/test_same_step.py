@@ -295,6 +295,7 @@ def test_all_of_an_earlier_step_with_the_extras_of_now_is_not_exact(tmp_path: Pa
     ) as session:
         session.resume()
         for step in range(1, 8):
+            optimizer.zero_grad()
             model(torch.rand(2, 4)).sum().backward()
             optimizer.step()
             if step == 5:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder
+from scarctl.state.extras import Notes
 from scarctl.state.group import Place, TensorSpec
 from scarctl.state.layout import Layout, build_layout
 from scarctl.state.version import pack
@@ -107,15 +108,18 @@ class RankStore:
         sealed: bool = True,
         every: int = 1,
         whole: str = "",
+        notes: Mapping[int, Notes] | None = None,
     ) -> None:
         """Save what ranks own, or of every rank only each `every`-th partition, as of `step`.
 
-        whole: the ranks' name of the state, if it is not the usual one.
+        whole: the ranks' name of the state, if it is not the usual one. notes: what ranks note in their extras.
         """
         for rank in range(self.world) if ranks is None else ranks:
             ids = np.arange(0, self.layouts[rank].partitions, every)
             shard = self.topology.shards[rank]
             extras, seals = {"step": step, "rank": rank}, sealed and every == 1
+            if notes is not None and rank in notes:
+                extras |= notes[rank].to_tree()
             self.writers[rank].commit(
                 shard,
                 ids,

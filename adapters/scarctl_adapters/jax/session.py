@@ -19,7 +19,7 @@ import jax
 import scarctl
 from scarctl.config import Selection
 from scarctl.errors import UsageError
-from scarctl.recovery.execute import Report
+from scarctl.recovery.report import Report
 from scarctl.session.recover import Resumed
 from scarctl.theory.rework import Mode
 from scarctl_adapters.jax.adapter import JaxAdapter, Tree

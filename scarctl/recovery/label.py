@@ -1,0 +1,113 @@
+"""Label a restored state: read the caveats that were saved with exactly that state, and say why it is not exact.
+
+A state is *of one commit* if all of it is as one commit of the whole state saved it. It is *exact* if, in addition, no
+caveat was saved with that commit. Who resumes from it reads the same caveats (`scarctl.session.resume`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from scarctl.arena.queue import HandOverQueue
+from scarctl.errors import Corruption
+from scarctl.state.caveats import reasons
+from scarctl.state.common import in_common
+from scarctl.state.extras import Notes
+from scarctl.store import ShardState, Store
+from scarctl.store.around import state_around
+from scarctl.store.record import alone
+from scarctl.util.text import counted
+
+SEVERAL = "partitions are of several steps"
+NO_COMMIT = (
+    "all copies are of this step, but no commit has the whole state: the step was saved several times, and "
+    "changed meanwhile, or in parts"
+)
+DOUBTFUL = (
+    "newer copies may be lost, because files of the store that may have had them are damaged or missing"
+)
+OTHERS = "it is not known whether the parts that were not restored are of the same state"
+UNKNOWN = "the caveats that were saved with this state cannot be read, so that it may not be exact: {}"
+
+
+class Writer(NamedTuple):
+    """The places in which one writer's extras may be: a process, a rank or a member."""
+
+    states: Sequence[ShardState]
+    """States of its shards: the newest, or those that are to be restored."""
+    queue: HandOverQueue | None = None
+    """Its hand-overs, if copies in its arena may be restored."""
+
+
+def saved_caveats(store: Store, writers: Iterable[Writer], whole: str) -> tuple[str, ...]:
+    """Return why the whole state `whole` (`Record.whole`) is not exact, one sentence each; () if nothing says so.
+
+    These are the caveats that were saved with it, and that ranks had different values. If they cannot be read, that is
+    a reason, too. Raises Unavailable, AccessDenied.
+    """
+    found, unknown = list[Notes](), dict[str, None]()
+    for writer in writers:
+        try:
+            notes = None if writer.queue is None else waiting_notes(writer.queue, whole)
+            found.append(notes or stored_notes(store, writer.states, whole))
+        except Corruption as error:
+            unknown[UNKNOWN.format(error.message)] = None
+    return (*dict.fromkeys(reasons(in_common(found))), *unknown)
+
+
+def waiting_notes(queue: HandOverQueue, whole: str | None = None) -> Notes | None:
+    """Return the notes in the newest hand-over with extras, of the commit `whole` if given; None without one.
+
+    Changes nothing, and skips damaged hand-overs. Raises Unavailable, AccessDenied.
+    """
+    for number in reversed(queue.numbers()):
+        # The persister may be faster; a damaged hand-over stays for it.
+        with contextlib.suppress(FileNotFoundError, Corruption):
+            handover = queue.read(number)
+            if handover.extras is not None and whole in (None, handover.whole):
+                return Notes.from_tree(handover.extras)
+    return None
+
+
+def stored_notes(store: Store, states: Sequence[ShardState], whole: str) -> Notes:
+    """Return the notes that one writer, with shards of these states, saved with the commit `whole`.
+
+    Raises Corruption if they are damaged or gone, Unavailable, AccessDenied.
+    """
+    for state in states:
+        there = state if state.extras_whole == whole else _at(store, state, whole)
+        if there is None or there.extras is None or there.extras_whole != whole:
+            continue
+        saved = store.read_extras(there)
+        if saved is not None and saved[0] == there.extras[0]:  # otherwise a writer has newer ones
+            return Notes.from_tree(saved[1])
+    if all(state.extras is None for state in states):
+        return Notes()  # no session has saved it
+    raise Corruption("the store no longer has its extras")
+
+
+def _at(store: Store, state: ShardState, whole: str) -> ShardState | None:
+    """Return a shard's state after its record of the commit `whole`; None if the log has no such record."""
+    for seal in reversed(state.sealed):
+        if (seal.whole or alone(state.shard, seal.seq)) == whole:
+            return state_around(store, state.shard, at=seal.seq)
+    return None
+
+
+def encoded_copies(count: int) -> str:
+    """Return the reason that so many copies were encoded."""
+    verb = "comes" if count == 1 else "come"
+    return f"{counted(count, 'partition')} {verb} from encoded copies, which have fewer bits"
+
+
+def why_mixed(whole: str, step: int | None, encoded: int, *, degraded: bool, some: bool) -> str:
+    """Return why a plan's result is not of one commit. encoded: number of encoded copies. some: it restores any."""
+    if encoded:
+        return encoded_copies(encoded)
+    if some and step is None:
+        return SEVERAL
+    if degraded:
+        return DOUBTFUL
+    return NO_COMMIT if some and not whole else OTHERS
