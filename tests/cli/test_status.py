@@ -349,7 +349,10 @@ def test_a_rank_whose_copies_lack_is_listed_first(saved: Model) -> None:
     start = next(k for k, line in enumerate(lines) if line.split()[:2] == ["saving", "step"])
     assert lines[start].endswith("on other hosts")
     assert [line.split()[1] for line in lines[start + 1 : start + 5]] == ["2", "1", "3", "0"]
-    assert [line.split()[-3:] for line in lines[start + 1 : start + 3]] == [["0", "of", "2"], ["1", "of", "2"]]
+    assert [line.split()[-3:] for line in lines[start + 1 : start + 3]] == [
+        ["0", "of", "2"],
+        ["1", "of", "2"],
+    ]
 
 
 @pytest.mark.leaves_arena
