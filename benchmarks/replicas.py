@@ -33,7 +33,7 @@ from scarctl.arena.header import FILE
 from scarctl.arena.transfer import Incoming, Outgoing
 from scarctl.distributed.collectives import Team
 from scarctl.distributed.host_memory import receive, send
-from scarctl.peers.fetch import fetch_memory
+from scarctl.peers.fetch import Asker, fetch_memory
 from scarctl.peers.handshake import SECRET_BYTES
 from scarctl.peers.host import Host
 from scarctl.peers.sender import Candidate, Sender, Source
@@ -225,7 +225,7 @@ def main() -> None:
             note(results, "a replica: MiB more than the state", used / (1 << 20))
             with measured(results, "fetched to a third host", gib, told, here="receiver"):
                 places = [Candidate("west", "127.0.0.1", port)]
-                found = fetch_memory(view, str(Path(base, "north")), places, START, secret, tls, seconds=60.0)
+                found = fetch_memory(view, str(Path(base, "north")), places, Asker(START, secret, tls, 60.0))
             assert found is not None
             shutil.rmtree(homes["north"] / run)
             for pipe, _ in pipes:

@@ -58,6 +58,7 @@ WITH_TORCH = {
     "scarctl.checkpoint.row_copies",
     "scarctl.distributed.coordinator",
     "scarctl.distributed.common",
+    "scarctl.distributed.digests",
     "scarctl.distributed.rounds",
     "scarctl.distributed.reshard",
     "scarctl.distributed.heir",

@@ -167,15 +167,18 @@ class Kept:
         with self._lock:
             found = self._calls.find(call)
             if found is None:
-                answer = work()
-                encode(plain(answer))
-                self._calls.note(call, answer)
-                self.session.step()
+                with self.session.iteration():
+                    answer = work()
+                    encode(plain(answer))
+                    self._calls.note(call, answer)
                 self._unsealed += 1
                 found = (answer,)
                 if self._unsealed < self._every:
                     return answer
             if self._unsealed >= self._every:
+                if self.session.stepping:  # a later call has raised, and its changes remain
+                    with self.session.iteration():
+                        pass
                 self.session.checkpoint(full=True, wait=True)
                 self._unsealed = 0
             result: T = found[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -58,9 +59,9 @@ def serve(connection: Connection, weights: Vector, keeping: Keeping, arena: str)
         except EOFError:
             os._exit(0)  # the experiment is over: nothing has to be saved
         if what == "apply":
-            flat[: len(weights)] -= rate * value
+            with contextlib.nullcontext() if session is None else session.iteration():
+                flat[: len(weights)] -= rate * value
             if session is not None:
-                session.step()
                 if keeping.full_every and session.head_step % keeping.full_every == 0:
                     session.checkpoint(full=True, wait=True)
                 if keeping.flush:

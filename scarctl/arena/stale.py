@@ -20,7 +20,7 @@ from scarctl.arena.lines import FILE as LINES
 from scarctl.arena.lines import fit
 from scarctl.arena.owner import read_owner
 from scarctl.arena.transfer import sweep_incoming
-from scarctl.arena.view import ArenaView, peek
+from scarctl.arena.view import ArenaView, peek, peek_in
 from scarctl.errors import Contention, ScarError
 from scarctl.state.version import step_of
 from scarctl.store import Store
@@ -104,6 +104,21 @@ def reap(folder: Path, *, older_than: float = 0.0, live: frozenset[str] = frozen
     except (ScarError, OSError) as error:
         log.warning("the search for arenas of dead runs failed: %s", error)
     return removed
+
+
+def has_unsaved(folder: Path, runs: tuple[str, ...]) -> bool:
+    """Return whether the host folder has memory of dead processes that their store lacks, changed within a day.
+
+    runs: beginnings of the ids of the runs that count. Asks no store, so that memory of another line may count.
+
+    Raises AccessDenied if the folder belongs to another user.
+    """
+    for path in run_folders(folder):
+        if path.name.startswith(runs) and not path.name.endswith(ASIDE) and _age(path) < DAY:
+            view = peek_in(path, path.name)
+            if view is not None and not view.alive and (view.pending or any(path.glob(_HANDOVER))):
+                return True
+    return False
 
 
 def run_folders(folder: Path) -> Iterator[Path]:

@@ -155,7 +155,7 @@ class Binding:
             self._caveats.say(
                 "new-state",
                 f"{', '.join(map(repr, new[:3]))}{more} was added to the model after the first step, and is not saved. "
-                "Register it before the first step, or start a new store",
+                "Register it before the first step, or train each phase with a store of its own",
             )
 
 
@@ -212,8 +212,8 @@ def _states_of(there: Sequence[StateGroup], layout: Layout) -> list[StateGroup]:
             # A resumed run could not continue without these slots.
             raise LayoutMismatch(
                 f"group {group.name!r} has gained optimizer state since the layout was fixed: {', '.join(new)}",
-                hint="to thaw parameters in mid-run, give them to the optimizer before the first step, frozen, or "
-                "start a session with a new store; earlier checkpoints are safe",
+                hint="to thaw parameters in mid-run, give them to the optimizer before attach(), and freeze them only "
+                "after it; or train each phase with a store of its own. Earlier checkpoints are safe",
             )
     return [by_name[group.name] for group in layout.groups]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,6 +22,7 @@ from scarctl.checkpoint.streams import Streams, Waits, ignore_captures
 from scarctl.checkpoint.uncounted import Uncounted
 from scarctl.errors import Corruption, ScarError
 from scarctl.state.extras import Extras
+from scarctl.state.identity import Lockstep
 from scarctl.util.text import counted
 from scarctl.util.worker import Job, Worker
 
@@ -110,6 +111,11 @@ class _UnderWay:
     live: LiveState
     counters: list[int]
     snapshot: list[list[torch.Tensor]] | None
+    writes: int
+    """Counted writes to parameters, those of other ranks' rows included, when the copy began."""
+    common: Callable[[], Mapping[str, str]]
+    """Digests what ranks have in common."""
+    torn: bool
     copied: Copied | None = None
     """The copy, if it has ended and is not to be repeated."""
 
@@ -124,6 +130,7 @@ class Checkpoints:
         stats: Stats,
         fault: Callable[[Exception], None],
         extras: Callable[[Engine, Moment], Extras],
+        lockstep: Lockstep,
         *,
         validate: bool,
     ) -> None:
@@ -139,6 +146,7 @@ class Checkpoints:
         self._uncounted = Uncounted()
         self._fault = fault
         self._extras = extras
+        self._lockstep = lockstep
         self._validate = validate
         self._under_way: _UnderWay | None = None
         self._live: LiveState | None = None
@@ -167,8 +175,10 @@ class Checkpoints:
         """Whether a first half waits for its second."""
         return self._under_way is not None
 
-    def begin(self, engine: Engine, live: LiveState, moment: Moment, extent: Extent) -> None:
-        """Start the first half: copy the state of `moment`."""
+    def begin(
+        self, engine: Engine, live: LiveState, moment: Moment, extent: Extent, *, torn: bool = False
+    ) -> None:
+        """Start the first half: copy the state of `moment`. torn: it is not sealed, as an iteration is incomplete."""
         if (trouble := engine.require_saving()) is not None:
             self._fault(trouble)  # copying continues, because another process may take over these copies
         self._live = live
@@ -184,14 +194,18 @@ class Checkpoints:
         if marks:
             engine.pin(next(iter(marks)))
 
+        common = self._lockstep.common()
+
         def copy() -> Copied:
             with self._streams.alongside(marks):
-                return engine.copy(live, moment.step, extent)
+                copied = engine.copy(live, moment.step, extent)
+                return replace(copied, common=_steady(common, moment)) if copied.sealed else copied
 
-        counters = live.all_counters()
+        counters, writes = live.all_counters(), self._lockstep.writes()
         snapshot = [[t.clone() for t in group] for group in live.tensors] if self._validate else None
         engine.tracker.interrupt()
-        self._under_way = _UnderWay(moment, self._worker.submit(copy), live, counters, snapshot)
+        job = self._worker.submit(copy)
+        self._under_way = _UnderWay(moment, job, live, counters, snapshot, writes, common, torn)
 
     def look(self, engine: Engine, current: Callable[[], LiveState] | None = None) -> None:
         """Have the worker compute distances for coming checkpoints, after a step and after its current work.
@@ -277,6 +291,7 @@ class Checkpoints:
                 whole = under_way.moment.identities.of(
                     copied.step, engine.arena.whole, changed=changed, extras=extras.digest
                 )
+                extras = replace(extras, notes=replace(extras.notes, common=copied.common or {}))
             engine.hand_over(copied, extras, whole)
         except BaseException as error:
             self._failed(under_way, engine, error)
@@ -337,8 +352,12 @@ class Checkpoints:
                             hint="do not write through .data between optimizer steps; the copy was repeated",
                         )
                     )
-        if copied.sealed and (_misses(copied, under_way) or self._uncounted.misses(live)):
+        if copied.sealed and (under_way.torn or _misses(copied, under_way) or self._uncounted.misses(live)):
             copied = replace(copied, sealed=False)
+        elif copied.sealed and (
+            copied.common is None or written or under_way.writes != self._lockstep.writes()
+        ):
+            copied = replace(copied, common=under_way.common())
         return copied
 
     def _repeat(self, live: LiveState, copied: Copied, g: int, engine: Engine) -> Copied:
@@ -367,6 +386,12 @@ class Checkpoints:
                     engine.layout.name(int(copied.nonfinite[0])),
                 )
             stats.nonfinite_partitions += int(copied.nonfinite.size)
+
+
+def _steady(digests: Callable[[], Mapping[str, str]], moment: Moment) -> Mapping[str, str] | None:
+    """Return the digests; None if the loop had other weights in place meanwhile, as for an evaluation on one rank."""
+    before, found = moment.weights.replaced(), digests()
+    return None if before or moment.weights.replaced() else found
 
 
 def _misses(copied: Copied, under_way: _UnderWay) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -38,6 +39,8 @@ class Copied:
     """The partitions of `ids` that the store keeps exactly, and perhaps others; None: all."""
     missed: bool = False
     """Nothing was copied although finite partitions have changed: all of them are protected, or exceed the budget."""
+    common: Mapping[str, str] | None = None
+    """If sealed: see `scarctl.state.extras.Notes.common`. None: not read yet."""
 
     @property
     def step(self) -> int:

@@ -28,6 +28,11 @@ class Weights:
         self._ended: _Values | None = None
         """The values at the newest step's end."""
 
+    @property
+    def followed(self) -> bool:
+        """Whether parameters are sampled."""
+        return self._of is not None
+
     def follow(self, live: LiveState) -> None:
         """Sample the parameters of `live` from the next `note` on."""
         if self._of is live:

@@ -124,7 +124,8 @@ class Settings:
         hosts. Then all traffic between hosts is encrypted, and both sides verify each other. As text: the three
         paths, separated by commas. Default: none; copies cross the network unencrypted.
     peer_secret_file: File with the secret by which hosts recognize each other, the same on all of them. Only this user
-        may read it. Members need it. Default: rank 0 draws a secret at each start, and sends it over the process group.
+        may read it. Members need it. Ranks with it also find memory on hosts that do not take part in a start.
+        Default: rank 0 draws a secret at each start, and sends it over the process group.
     """
 
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)

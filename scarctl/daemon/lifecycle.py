@@ -1,12 +1,14 @@
 """Decide when the daemon releases a run, and when it ends: a pure state machine, like `scarctl.persist.retry`.
 
 A run is attached while its training process lives. When that process dies, the run is orphaned: the daemon finishes
-saving, then releases the run, which takes until the current write has ended. A daemon without runs ends after a while.
+saving, then releases the run, which takes until the current write has ended. A daemon without runs ends after a while,
+unless other hosts may come for the memory here.
 Times are seconds on one monotonic clock, and arrive with the events.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -108,8 +110,13 @@ class Lifecycle:
             self.terminated = now
         return self.tick(now)
 
-    def tick(self, now: float, *, hosting: bool = False) -> list[Instruction]:
-        """Note the time. hosting: a peer sends to a replica on this host."""
+    def tick(
+        self, now: float, *, hosting: bool = False, wanted: Callable[[], bool] = lambda: False
+    ) -> list[Instruction]:
+        """Note the time. hosting: a peer sends to a replica on this host.
+
+        wanted: asked before the idle daemon ends: whether other hosts may still come for this host's memory.
+        """
         if self.terminated is not None and not self.stopping:
             attached = Phase.ATTACHED in self.runs.values()
             end = self.terminated + (LAST_WORDS if attached else LAST_SAVES)
@@ -123,6 +130,9 @@ class Lifecycle:
         if self.idle_since is None:
             self.idle_since = now
         if now < max(self.idle_since + self.patience, self.held_until):
+            return []
+        if wanted():
+            self.idle_since, self.patience = now, RETURN
             return []
         return self._end()
 

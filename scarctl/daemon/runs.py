@@ -28,12 +28,17 @@ _PATIENCE = 10.0
 class Runs:
     """The runs by the id of their store. Drives `Lifecycle`; `ended` is set when the daemon has to end."""
 
-    def __init__(self, folder: Path, hosting: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        hosting: Callable[[], bool] = lambda: False,
+        wanted: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Begin without runs. folder: folder of the daemon; each run's arena has a folder in it.
 
-        hosting: returns whether a peer sends to a replica on this host.
+        hosting: returns whether a peer sends to a replica on this host. wanted: see `Lifecycle.tick`.
         """
-        self._hosting = hosting
+        self._hosting, self._wanted_elsewhere = hosting, wanted
         self.ended = threading.Event()
         self.changed = threading.Condition(threading.RLock())
         """Held only briefly: opening and releasing a run take long, and run without it."""
@@ -67,7 +72,7 @@ class Runs:
             if now >= self._look_at:
                 self._look_at = now + _LOOK_SECONDS
             if not self._claiming:
-                self._obey(self.life.tick(now, hosting=self._hosting()))
+                self._obey(self.life.tick(now, hosting=self._hosting(), wanted=self._wanted_elsewhere))
 
     def _trainer_gone(self, run: Run) -> None:
         log.info("%s: its training process has ended", run.store.url)

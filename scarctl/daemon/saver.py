@@ -175,16 +175,29 @@ class DaemonSaver:
             self._ask("answer", number=number, answer=dict(fields))
 
     def admit(
-        self, start: str, secret: str, address: str, tls: Sequence[str] | None, rate: float | None = None
+        self,
+        start: str,
+        secret: str,
+        address: str,
+        tls: Sequence[str] | None,
+        rate: float | None = None,
+        lasting: bool = False,
     ) -> int:
         """Have the daemon keep replicas of the other ranks' memory, and return the port at which it listens.
 
         start: name of this start of the job. secret: hex digits, which all ranks have. address: of this host.
-        tls: see `Tls`. rate: bytes per second for each host that fetches from this one.
+        tls: see `Tls`. rate: bytes per second for each host that fetches from this one. lasting: see `Host.admit`.
         May be called again: with another address, or to learn the port of a daemon that has replaced another.
         Raises Unavailable if the daemon cannot listen there.
         """
-        asked = {"start": start, "secret": secret, "address": address, "tls": tls, "rate": rate}
+        asked = {
+            "start": start,
+            "secret": secret,
+            "address": address,
+            "tls": tls,
+            "rate": rate,
+            "lasting": lasting,
+        }
         before, followed = self._copied or ({}, {})
         port = int(self._done("admit", **asked, port=before.get("port", 0))["port"])
         self._copied = {**asked, "port": port}, followed

@@ -58,7 +58,7 @@ class Daemon:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.started = time.time()
-        self.runs = Runs(folder, lambda: self.host.busy)
+        self.runs = Runs(folder, lambda: self.host.busy, lambda: self.host.wanted())
         self.host = Host(folder, self.runs.lent, self.runs.lives)
         self._terminated = False
         self._warn_at = self._reap_at = 0.0
@@ -287,7 +287,8 @@ class Daemon:
         address, port = protocol.text(message, "address"), protocol.number(message, "port")
         tls = protocol.tls(message)
         rate = protocol.rate(message)
-        return {"port": self.host.admit(start, secret, run.id.partition("-")[0], address, port, tls, rate)}
+        runs, lasting = run.id.partition("-")[0], message.get("lasting") is True
+        return {"port": self.host.admit(start, secret, runs, address, port, tls, rate, lasting=lasting)}
 
     def follow(self, peer: _Peer, message: dict[str, Any]) -> None:
         """Send the run's arena to peers from now on."""

@@ -9,12 +9,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import platform
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,15 +23,19 @@ from scarctl.adapter import Adapter, StateGroup
 from scarctl.checkpoint.selector import Selector
 from scarctl.config import SessionSettings
 from scarctl.daemon.request import Request
+from scarctl.distributed.alike import check_alike, settings_of
 from scarctl.distributed.collectives import Team
 from scarctl.distributed.common import Common
-from scarctl.distributed.copies import check_files, keep_copies
+from scarctl.distributed.copies import keep_copies
+from scarctl.distributed.credentials import Credentials, agreed_credentials, check_files, identity_of
+from scarctl.distributed.digests import Digests
 from scarctl.distributed.host_address import place_of
-from scarctl.distributed.host_memory import bring_memory
+from scarctl.distributed.host_memory import bring_leftovers, bring_memory
 from scarctl.distributed.leftover_arenas import fence, save_leftovers
 from scarctl.distributed.own_extras import Early, completed, with_own
 from scarctl.distributed.owned_adapter import OwnedAdapter, broadcast_over, holdings_of, slots_of, spread
 from scarctl.distributed.ownership import Division, Holding, divide
+from scarctl.distributed.presence import Presence
 from scarctl.distributed.rescue import Rescue
 from scarctl.distributed.reshard import Moved
 from scarctl.distributed.resume_step import (
@@ -71,11 +73,6 @@ from scarctl.theory.rework import Outlook
 T = TypeVar("T")
 log = logging.getLogger("scarctl")
 
-_ALIKE = ("store", "fraction", "interval", "overhead", "max_bandwidth", "policy", "tracker", "encoding",
-          "max_staleness", "extrapolate", "peers", "seed", "partition_bytes", "by_layer", "rows",
-          "on_error")  # fmt: skip
-"""Settings that all ranks have to share."""
-
 
 class Crew(Together):
     """See the module. Made by `join`, on all ranks."""
@@ -100,10 +97,14 @@ class Crew(Together):
         """Shard of every rank, once the store is open."""
         self.rank, self.start = team.rank, ""
         self._digest = _digest_of(division)
+        self._digests = Digests(division, team.rank)
         self._parameters: list[torch.Tensor] | None = None
         self._epoch = 0
         self._exchange_group = team.subgroup() if team.world > 1 else None
         self._earlier = self._begun = False
+        self._credentials: Credentials | None = None
+        self._shard_view: Store | None = None
+        self._presence: Presence | None = None
         self._whole = adapter
 
     @classmethod
@@ -123,11 +124,11 @@ class Crew(Together):
 
         def mine() -> tuple[dict[str, str], list[Any]]:
             groups.extend(adapter.groups())
-            return _settings_of(settings), [held.to_json() for held in holdings_of(groups)]
+            return settings_of(settings), [held.to_json() for held in holdings_of(groups)]
 
         everyone = team.collect(mine)
         # All ranks have the same values, so all get the same result, or the same error.
-        _check_alike([given for given, _ in everyone])
+        check_alike([given for given, _ in everyone])
         if settings.shards not in (None, 1):
             raise UsageError(
                 f"shards={settings.shards}: with several ranks, each rank is one shard", hint="omit shards"
@@ -155,26 +156,29 @@ class Crew(Together):
                 store = store or make()
                 undo.callback(store.close)
                 refuse_members(store)
-                return [store.id, self._is_divided_otherwise(store), place_of(settings)]
+                identity = identity_of(store, settings)
+                return [store.id, self._is_divided_otherwise(store), place_of(settings), identity]
 
             found = self.team.collect(look)
             assert store is not None
-            view = self._view(store, settings, found)
+            self._shard_view = self._view(store, settings, found)
             undo.pop_all()
-        return view
+        return self._shard_view
 
     def _view(self, store: Store, settings: SessionSettings, found: list[Any]) -> Store:
         """Return the view of the store with this rank's shard, once all ranks have received their shards.
 
-        found: by rank, the store's id, whether it is divided otherwise, and the place of the rank's arenas.
+        found: by rank, the store's id, whether it is divided otherwise, the place of the rank's arenas, and `Identity`.
         """
-        identities, otherwise, places = zip(*found, strict=True)
-        if len(set(identities)) > 1:
+        ids, otherwise, places, identities = zip(*found, strict=True)
+        if len(set(ids)) > 1:
             raise UsageError(
                 f"{store.url} is not the same store on all ranks", hint="put it where every host can reach it"
             )
+        self._credentials = agreed_credentials(store, settings, identities)
         if any(otherwise):
             self.moved = True
+            bring_leftovers(store, settings, self.team, places, self._credentials)
             save_leftovers(store, settings, self.team)
             self.agree(lambda: fence(store) if self.team.rank == 0 else None)
         decided = self.team.collect(lambda: self._decide(store) if self.team.rank == 0 else None)[0]
@@ -183,8 +187,8 @@ class Crew(Together):
         self.shards = tuple(shards)
         if self._earlier and not self.moved and not self.division.apart:
             self.adapter.learn_slots(self.agree(lambda: slots_of(self._layouts(store))))
-        if not self.moved and self.team.world > 1:
-            self.brought = bring_memory(store, settings, self.team, self.shards, places)
+        if not self.moved:
+            self.brought = bring_memory(store, settings, self.team, self.shards, places, self._credentials)
         return store.of_shard(self.shards[self.team.rank], self._epoch)
 
     def _is_divided_otherwise(self, store: Store) -> bool:
@@ -216,6 +220,9 @@ class Crew(Together):
             self._parameters = [group.tensors[""] for group in groups if group.kind == "parameter"]
         return sum(parameter._version for parameter in self._parameters)
 
+    def common(self) -> Callable[[], Mapping[str, str]]:
+        return self._digests.of(self.adapter.known or self._whole.groups())
+
     def selector(self, caveats: Caveats) -> Selector:
         rank, world = self.team.rank, self.team.world
         if self._exchange_group is None:
@@ -231,8 +238,18 @@ class Crew(Together):
         return GlobalSelector(exchange, self.shards[rank], sample=common.sample, turns=common.turns)
 
     def keep_copies(self, saver: Saver, settings: SessionSettings, caveats: Caveats) -> None:
-        if settings.peers:
-            keep_copies(saver, settings, self.team, self.start, caveats)
+        if not settings.peers:
+            return
+        assert self._shard_view is not None, "the store is open"
+        self._presence = keep_copies(
+            self._shard_view, saver, settings, self.team, self.start, self._credentials, caveats
+        )
+        if self._presence is not None:
+            self._presence.start()
+
+    def end_copies(self) -> None:
+        if self._presence is not None:
+            self._presence.close()
 
     def begin(self, store: Store) -> None:
         """See `Together`. The topology is written before the first record of the new epoch."""
@@ -414,23 +431,3 @@ def _digest_of(division: Division) -> str:
         for rank in division.owned
     ]
     return hashlib.sha256(canonical(owned)).hexdigest()
-
-
-def _settings_of(settings: SessionSettings) -> dict[str, str]:
-    """Return the settings that have to be equal on all ranks, as text."""
-    found = {name: repr(getattr(settings, name)) for name in _ALIKE}
-    norm = settings.norm
-    found["norm"] = norm if isinstance(norm, str) else getattr(norm, "__qualname__", "a function")
-    return found | {"version of scarctl": version("scarctl"), "byte order": platform.machine()}
-
-
-def _check_alike(everyone: list[dict[str, str]]) -> None:
-    """Raise UsageError, naming setting and rank, if two ranks have different settings."""
-    for name, first in everyone[0].items():
-        others = [rank for rank, theirs in enumerate(everyone) if theirs.get(name) != first]
-        if others:
-            shown = "" if name == "store" else f": {everyone[others[0]].get(name)}, not {first}"
-            raise UsageError(
-                f"rank {others[0]} has another {name} than rank 0{shown}",
-                hint="give all ranks the same settings; nothing was changed",
-            )

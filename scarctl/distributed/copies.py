@@ -1,4 +1,8 @@
-"""Have daemons of other hosts keep copies of each rank's memory: agree on a secret, addresses, and places of copies."""
+"""Have daemons of other hosts keep copies of each rank's memory: agree on a secret, addresses, and places of copies.
+
+With the secret in a file, each host also has a record in the store, so that a start on other hosts finds it
+(`scarctl.distributed.memory_search`). A secret that was drawn ends with its start, and no later one can use it.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +15,29 @@ from dataclasses import dataclass
 from scarctl.config import SessionSettings
 from scarctl.daemon.saver import DaemonSaver
 from scarctl.distributed.collectives import Team
-from scarctl.distributed.host_address import NEAR, domain_of, is_local, is_near, name_of, place_of, reaching
-from scarctl.errors import ScarError, UsageError
+from scarctl.distributed.credentials import Credentials, tls_files
+from scarctl.distributed.host_address import (
+    NEAR,
+    NO_COPY,
+    digest_of_place,
+    domain_of,
+    is_local,
+    is_near,
+    name_of,
+    place_of,
+    reaching,
+)
+from scarctl.distributed.presence import COPIES, Presence
+from scarctl.errors import ScarError
 from scarctl.peers.handshake import SECRET_BYTES
 from scarctl.peers.placement import place
-from scarctl.peers.secret import fingerprint, read_secret, secret_of_start
-from scarctl.peers.tls import Tls
 from scarctl.persist.saver import Saver
 from scarctl.state.caveats import Caveats
-
-_KIND = "peers"
+from scarctl.store import Store
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class Location:
     """A rank's facts about its host: the place of arenas, the failure domain, and the daemon's address."""
 
     place: str
@@ -36,17 +49,31 @@ class Member:
     """Port of the daemon; 0: it keeps no copies."""
 
 
-def keep_copies(saver: Saver, settings: SessionSettings, team: Team, start: str, caveats: Caveats) -> None:
+def keep_copies(
+    store: Store,
+    saver: Saver,
+    settings: SessionSettings,
+    team: Team,
+    start: str,
+    credentials: Credentials | None,
+    caveats: Caveats,
+) -> Presence | None:
     """Have `settings.peers` other hosts keep copies of this rank's memory. A collective.
 
-    A copy that cannot be kept becomes a caveat: training continues without it. Raises Unavailable if a rank is gone.
+    start: name of this start of the job. credentials: those of all ranks; None: a secret is drawn.
+
+    Return what keeps this host's record, to `start` and `close` it: on the first rank of each host with a secret's
+    file, otherwise None. A copy that cannot be kept becomes a caveat: training continues without it.
+
+    Raises Unavailable if a rank is gone.
     """
-    secret = _secret(settings, team, start)
+    if credentials is None:
+        drawn = team.from_rank(0, secrets.token_hex(SECRET_BYTES))
+        credentials = Credentials(start, drawn, tls_files(settings), lasting=False)
     address = _address(settings, team)
-    files = None if settings.peer_tls is None else [os.path.abspath(path) for path in settings.peer_tls]
-    port = _admit(saver, start, secret, address, files, settings.peer_bandwidth, caveats)
+    port = _admit(saver, credentials, address, settings.peer_bandwidth, caveats)
     mine = [place_of(settings), name_of(settings), domain_of(settings), address, port]
-    members = [Member(*fields) for fields in team.gather(mine)]
+    members = [Location(*fields) for fields in team.gather(mine)]
     hosts = _hosts(members)
     own = [host.place for host in hosts].index(members[team.rank].place)
     chosen = place([host.domain for host in hosts], settings.peers)[own]
@@ -55,81 +82,47 @@ def keep_copies(saver: Saver, settings: SessionSettings, team: Team, start: str,
     if keepers and all(is_near(host.domain, host.address) for host in keepers):
         caveats.say("peer-machine", NEAR, inexact=False)
     if not port or not isinstance(saver, DaemonSaver):
-        return
+        return None
     peers = [
         {"host": host.host, "address": host.address, "port": host.port}
         for host in (hosts[n] for n in chosen)
         if host.port
     ]
-    saver.follow(hosts[own].host, peers, settings.peers, settings.peer_bandwidth)
+    saver.follow(hosts[own].host, peers, settings.peers, settings.peer_bandwidth, start)
+    if not credentials.lasting or [one.place for one in members].index(hosts[own].place) != team.rank:
+        return None
+    keeping = tuple(digest_of_place(host.place) for host in keepers)
+    return Presence(store, saver, settings, credentials, caveats, address, keeping)
 
 
-def check_files(settings: SessionSettings) -> None:
-    """Read the files of `peer_tls` and `peer_secret_file`, before anything depends on them.
-
-    Raises UsageError, AccessDenied for an unusable file.
-    """
-    if settings.peers and settings.peer_tls is not None:
-        Tls([os.path.abspath(path) for path in settings.peer_tls])
-    if settings.peers and settings.peer_secret_file is not None:
-        read_secret(os.path.abspath(settings.peer_secret_file))
-
-
-def _secret(settings: SessionSettings, team: Team, start: str) -> str:
-    """Return the secret of this start in hex digits: from the file, or drawn by rank 0. A collective.
-
-    Raises UsageError on all ranks if their secrets differ.
-    """
-    path = settings.peer_secret_file
-    own = None if path is None else secret_of_start(read_secret(os.path.abspath(path)), start)
-    known = team.gather(None if own is None else fingerprint(own))
-    if any(other != known[0] for other in known):
-        others = [rank for rank, other in enumerate(known) if other != known[0]]
-        raise UsageError(
-            f"peer_secret_file is not the same on all ranks: rank {others[0]} has another one than rank 0",
-            hint="put the same file on all hosts, or give none",
-            kind="peer-secret",
-        )
-    drawn: str = team.from_rank(0, "" if own else secrets.token_hex(SECRET_BYTES))
-    return own or drawn
-
-
-def _admit(
-    saver: Saver,
-    start: str,
-    secret: str,
-    address: str,
-    files: list[str] | None,
-    rate: float | None,
-    caveats: Caveats,
-) -> int:
+def _admit(saver: Saver, credentials: Credentials, address: str, rate: float | None, caveats: Caveats) -> int:
     """Return the port at which this host's daemon takes copies; 0 if it cannot."""
     why = "there is no daemon"
     if isinstance(saver, DaemonSaver):
         try:
-            return saver.admit(start, secret, address, files, rate)
+            return saver.admit(
+                credentials.start, credentials.secret, address, credentials.files, rate, credentials.lasting
+            )
         except ScarError as error:
             why = str(error)
-    caveats.say(
-        _KIND, f"this host's memory has no copy on another host, and keeps none: {why}", inexact=False
-    )
+    caveats.say(COPIES, f"{NO_COPY}: {why}", inexact=False)
     return 0
 
 
-def _say_missing(hosts: Sequence[Member], settings: SessionSettings, caveats: Caveats) -> None:
+def _say_missing(hosts: Sequence[Location], settings: SessionSettings, caveats: Caveats) -> None:
     there = sum(bool(host.port) for host in hosts)
     if there <= settings.peers:
         found = "it is on no other host" if there < 2 else f"it is on {there - 1} other hosts"
         caveats.say(
-            _KIND,
+            COPIES,
             f"peers={settings.peers}, but only {there} hosts can keep copies of memory: {found}",
             inexact=False,
         )
 
 
-def _hosts(members: Sequence[Member]) -> list[Member]:
+def _hosts(members: Sequence[Location]) -> list[Location]:
     """Return each host's facts from its first rank."""
-    found: dict[str, Member] = {}
+    found: dict[str, Location] = {}
     for member in members:
         found.setdefault(member.place, member)
     return list(found.values())

@@ -20,6 +20,8 @@ _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses of documentation, which no host has: the way to them is the default route."""
 NEAR = "all copies of this host's memory are in other containers of its own machine: they are lost with it"
 """Text of a caveat."""
+NO_COPY = "this host's memory has no copy on another host, and keeps none"
+"""Begin of a caveat's text."""
 
 
 def place_of(settings: SessionSettings) -> str:
@@ -33,6 +35,11 @@ def place_of(settings: SessionSettings) -> str:
         there = os.path.dirname(there)
     # Containers of one machine may share its name and boot id, but each has its own shared memory.
     return f"{socket.gethostname()}:{boot_id().hex()}:{os.stat(there).st_dev}:{folder}"
+
+
+def digest_of_place(place: str) -> str:
+    """Return a digest of a place of arenas: 16 hex digits, others on each host and after a boot."""
+    return hashlib.sha256(place.encode()).hexdigest()[:16]
 
 
 def domain_of(settings: SessionSettings) -> str:

@@ -1,8 +1,13 @@
-"""Bring each rank's arena to its host, if a restart has moved ranks to other hosts."""
+"""Bring each rank's newest arena to its host, if a restart has moved ranks to other hosts.
+
+Hosts of the job send it over the process group. With the secret in a file, hosts that the store names and that do not
+take part in the start are searched, too (`scarctl.distributed.memory_search`): the newest arena of all is used.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +22,12 @@ from scarctl.arena.transfer import PIECE, Incoming, Outgoing
 from scarctl.config import SessionSettings
 from scarctl.daemon.claim import claim_saver
 from scarctl.distributed.collectives import Team
+from scarctl.distributed.credentials import Credentials
+from scarctl.distributed.host_address import digest_of_place
+from scarctl.distributed.memory_search import asker_of, bring, recorded_hosts
 from scarctl.errors import ScarError
-from scarctl.store import Store
+from scarctl.peers.sender import Candidate
+from scarctl.store import Store, newest_topology
 
 log = logging.getLogger("scarctl")
 
@@ -56,36 +65,125 @@ def plan_transfers(
     found = []
     for target, shard in enumerate(shards):
         own = inventories[places.index(places[target])].get(shard)
-        newest, source = max(
-            ((inventory[shard], -rank) for rank, inventory in enumerate(inventories) if shard in inventory),
-            default=(None, 0),
-        )
-        if newest is not None and (own is None or newest > own):
-            found.append(Transfer(shard, -source, target))
+        best = _best(inventories, shard)
+        if best is not None and (own is None or best[0] > own):
+            found.append(Transfer(shard, -best[1], target))
     return found
 
 
 def bring_memory(
-    store: Store, settings: SessionSettings, team: Team, shards: Sequence[int], places: Sequence[str]
+    store: Store,
+    settings: SessionSettings,
+    team: Team,
+    shards: Sequence[int],
+    places: Sequence[str],
+    credentials: Credentials | None,
 ) -> bool:
     """Bring the newest arena of this rank's shard to this host. Return whether that was done. A collective.
 
-    places: `place_of` every rank.
+    places: `place_of` every rank. credentials: those of all ranks; None: hosts outside of the job are not searched.
 
     The arena at its old place stays: once the shard is saved to from here, it no longer belongs to the store. If
     an arena cannot be moved, a warning says so, and the store's copies are used.
 
     Raises Unavailable if a rank is gone.
     """
-    if len(set(places)) == 1:
+    hosts = _outside(store, team, places, credentials)
+    if len(set(places)) == 1 and not hosts:
         return False
-    lists = places.index(places[team.rank]) == team.rank
-    inventories = team.gather(_inventory(store, settings, shards) if lists else {})
+    inventories = _inventories(store, settings, team, shards, places)
+    fetched = [False] * team.world
+    if credentials is not None and hosts:
+        ranks = range(team.world)
+        fetched = _fetch(store, settings, team, credentials, hosts, shards, ranks, inventories)
     done = [
         _carry_out(transfer, store, settings, team)
         for transfer in plan_transfers(places, inventories, shards)
+        if not fetched[transfer.target]
     ]
-    return any(done)
+    return fetched[team.rank] or any(done)
+
+
+def bring_leftovers(
+    store: Store,
+    settings: SessionSettings,
+    team: Team,
+    places: Sequence[str],
+    credentials: Credentials | None,
+) -> None:
+    """Bring memory of the previous set of ranks from hosts outside of the job, where it is newer. A collective.
+
+    Raises Unavailable if a rank is gone.
+    """
+    hosts = _outside(store, team, places, credentials)
+    if credentials is None or not hosts:
+        return
+    shards = team.collect(lambda: _newest_shards(store) if team.rank == 0 else [])[0]
+    inventories = _inventories(store, settings, team, shards, places)
+    # What is newer takes the place of what the job's hosts have, which would otherwise be saved first.
+    best = [_best(inventories, shard) for shard in shards]
+    takers = [n % team.world if one is None else -one[1] for n, one in enumerate(best)]
+    _fetch(store, settings, team, credentials, hosts, shards, takers, inventories)
+
+
+def _newest_shards(store: Store) -> list[int]:
+    newest = newest_topology(store)
+    return [] if newest is None else list(newest.shards)
+
+
+def _outside(
+    store: Store, team: Team, places: Sequence[str], credentials: Credentials | None
+) -> list[Candidate]:
+    """Return the daemons of recorded hosts outside of the job. A collective if there are credentials."""
+    if credentials is None:
+        return []
+    own = {digest_of_place(place) for place in places}
+    found = [] if team.rank else [[one.host, one.address, one.port] for one in recorded_hosts(store, own)]
+    return [Candidate(*fields) for fields in team.from_rank(0, found)]
+
+
+def _fetch(
+    store: Store,
+    settings: SessionSettings,
+    team: Team,
+    credentials: Credentials,
+    hosts: Sequence[Candidate],
+    shards: Sequence[int],
+    takers: Sequence[int],
+    inventories: Sequence[Inventory],
+) -> list[bool]:
+    """Fetch newer memory from hosts outside of the job. Return which ranks have received an arena. A collective.
+
+    takers: rank that fetches each shard. Each host is asked by one rank, about all shards.
+    """
+    views = [store.of_shard(shard) for shard in shards]
+    than = [None if best is None else best[0] for best in (_best(inventories, shard) for shard in shards)]
+    asker = asker_of(credentials)
+    mine = range(team.rank, len(hosts), team.world)
+    answers = asker.ask_all([hosts[n] for n in mine], [view.run_id for view in views]) if asker else []
+    able: dict[int, list[int]] = {}
+    for n, at in itertools.chain(*team.gather([[mine[n], at] for n, at, _ in answers])):
+        able.setdefault(at, []).append(n)
+    got = [
+        bring(views[at], settings, [hosts[n] for n in able[at]], asker, than[at])
+        for at in able
+        if asker is not None and takers[at] == team.rank
+    ]
+    return team.gather(any(got))
+
+
+def _best(inventories: Sequence[Inventory], shard: int) -> tuple[Age, int] | None:
+    """Return age and negated rank of the newest arena of a shard in these inventories; None without one."""
+    found = [(inventory[shard], -rank) for rank, inventory in enumerate(inventories) if shard in inventory]
+    return max(found, default=None)
+
+
+def _inventories(
+    store: Store, settings: SessionSettings, team: Team, shards: Sequence[int], places: Sequence[str]
+) -> list[Inventory]:
+    """Return the inventories of all ranks. The first rank of each place lists all arenas there. A collective."""
+    lists = places.index(places[team.rank]) == team.rank
+    return team.gather(_inventory(store, settings, shards) if lists else {})
 
 
 def _inventory(store: Store, settings: SessionSettings, shards: Sequence[int]) -> dict[int, Age]:

@@ -8,8 +8,6 @@ and again. It asks for other copies only if the choice has changed (`scarctl.pee
 from __future__ import annotations
 
 import logging
-import random
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,25 +15,23 @@ from ipaddress import ip_address
 
 from scarctl.config import SessionSettings
 from scarctl.daemon.saver import DaemonSaver
-from scarctl.distributed.credentials import Credentials, digest_of_place, disk_of
+from scarctl.distributed.credentials import Credentials, disk_of
 from scarctl.distributed.host_address import (
     NEAR,
     address_among,
-    domain_of,
     is_elsewhere,
     is_local,
     is_near,
     name_of,
 )
-from scarctl.distributed.known_hosts import KnownHosts
+from scarctl.distributed.presence import COPIES, Presence, jittered
 from scarctl.errors import ScarError
 from scarctl.peers.link import CONNECTED, REPLACED_AFTER, State
 from scarctl.peers.placement import Site, choose
 from scarctl.peers.sender import Candidate
 from scarctl.state.caveats import Caveats
 from scarctl.store import Store
-from scarctl.store.hosts import MOST_TEXT, HostRecord
-from scarctl.util.niceness import be_polite
+from scarctl.store.hosts import HostRecord
 from scarctl.util.text import counted
 
 log = logging.getLogger("scarctl")
@@ -54,11 +50,8 @@ _FAILED = 600.0
 """Seconds for which a host that could not be reached is asked last."""
 _MOST = 128
 """Most candidates that the daemon gets."""
-_END = 5.0
-"""Seconds that closing waits for a look."""
-_COPIES, _RECORD, _ADDRESS, _MACHINE = "peers", "peer-record", "peer-address", "peer-machine"
-"""Kinds of the caveats: too few hosts keep copies; this host cannot be found; it cannot be reached; all copies are on
-this machine."""
+_ADDRESS, _MACHINE = "peer-address", "peer-machine"
+"""Kinds of the caveats: this host cannot be reached; all copies are on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +66,7 @@ class _Linked:
     """Whether it is a container of this machine."""
 
 
-class Meeting:
+class Meeting(Presence):
     """Keeps the copies of one session's memory on other hosts. Made after its saver is open; `start` it, `close` it."""
 
     def __init__(
@@ -89,26 +82,16 @@ class Meeting:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare, without a request. process: name of the training process's start. clock, now: see `KnownHosts`."""
-        self._place, self._domain = digest_of_place(settings), domain_of(settings)
+        super().__init__(store, saver, settings, credentials, caveats, clock=clock, now=now)
         self._disk = disk_of(store)
-        self._hosts = KnownHosts(store, self._place, clock, now)
-        self._url = store.url
-        self._saver = saver
-        self._settings = settings
-        self._credentials = credentials
         self._process = process
-        self._caveats = caveats
-        self._clock, self._now = clock, now
-        self._address, self._port = "", 0
         self._looked = False
-        self._chosen: tuple[str, ...] = ()
-        """Places of the hosts that are to keep the copies."""
         self._asked: list[Candidate] | None = None
         """The candidates that the daemon has, best first."""
         self._asked_at = 0.0
         self._links: list[_Linked] = []
-        self._deaf = self._idle = self._fenced = False
-        """Whether the daemon cannot listen; whether it has no link; whether this run has continued elsewhere."""
+        self._idle = self._fenced = False
+        """Whether the daemon has no link; whether this run has continued elsewhere."""
         self._met: set[str] = set()
         """Places of hosts that have been connected."""
         self._missing: dict[str, float] = {}
@@ -116,31 +99,6 @@ class Meeting:
         self._pause = _FIRST
         self._lacking, self._lacking_since = "", 0.0
         """Why copies are lacking: "hosts", "links", or "" if they are not; and since when."""
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="scarctl-hosts", daemon=True)
-
-    def start(self) -> None:
-        """Begin to look, in a thread."""
-        self._thread.start()
-
-    def close(self) -> None:
-        """End the thread. The copies stay as they are."""
-        if not self._ended.is_set():
-            self._ended.set()
-            self._hosts.hurry()
-            if self._thread.ident is not None:
-                self._thread.join(_END)
-
-    def _run(self) -> None:
-        be_polite()
-        pause = 0.0
-        while not self._ended.wait(pause):
-            try:
-                pause = self.look()
-            except Exception:
-                log.exception("looking for hosts that keep copies failed unexpectedly")
-                pause = _LACKING
-        self._hosts.close()
 
     def look(self) -> float:
         """Look at the records once, and act on them. Return the seconds until the next look."""
@@ -158,7 +116,7 @@ class Meeting:
         own, first, self._looked = self._hosts.own, not self._looked, True
         if first and seen and (own is None or not own.fresh(self._clock())):
             self._write()
-            return _jittered(_FIRST)
+            return jittered(_FIRST)
         try:
             self._choose()
         except ScarError as error:
@@ -167,11 +125,11 @@ class Meeting:
         if self._complete < self._settings.peers:
             return self._soon()
         self._pause = _FIRST
-        return _jittered(_USUAL)
+        return jittered(_USUAL)
 
     def _soon(self) -> float:
         pause, self._pause = self._pause, min(_LACKING, self._pause * _GROWTH)
-        return _jittered(pause)
+        return jittered(pause)
 
     # -- this host ----------------------------------------------------------------------------------------------
 
@@ -187,18 +145,8 @@ class Meeting:
                 "private network",
                 address,
             )
-        try:
-            own = self._credentials
-            rate = self._settings.peer_bandwidth
-            self._port = self._saver.admit(own.start, own.secret, address, own.files, rate)
-        except ScarError as error:
-            self._deaf = True
-            self._say(_COPIES, f"this host's memory has no copy on another host, and keeps none: {error}")
+        if not self._listen_at(address):
             return False
-        if self._deaf:
-            self._deaf = False
-            self._caveats.withdraw(_COPIES)
-        self._address = address
         away = sorted(one.host for one in others if is_elsewhere(one.host))
         if away and is_local(address) and self._settings.peer_address is None:
             self._say(
@@ -209,33 +157,6 @@ class Meeting:
         else:
             self._caveats.withdraw(_ADDRESS)
         return True
-
-    def _write(self) -> None:
-        """Write this host's record. If the store cannot be written, training continues with a caveat."""
-        record = HostRecord(
-            self._place,
-            name_of(self._settings)[:MOST_TEXT],
-            self._domain,
-            self._address,
-            self._port,
-            self._credentials.files is not None,
-            int(self._clock()),
-            self._chosen,
-        )
-        try:
-            self._hosts.write(record)
-        except ScarError as error:
-            self._say(
-                _RECORD,
-                f"other hosts cannot find this one, because its record cannot be written: {error.message}. Copies that "
-                "are kept already are not affected; it is tried again",
-            )
-        else:
-            self._caveats.withdraw(_RECORD)
-
-    def _say(self, kind: str, message: str) -> None:
-        if not self._ended.is_set():
-            self._caveats.say(kind, message, inexact=False)
 
     # -- other hosts --------------------------------------------------------------------------------------------
 
@@ -283,7 +204,7 @@ class Meeting:
         self._look_at_links()
         if self._fenced:
             self._say(
-                _COPIES,
+                COPIES,
                 "another host no longer keeps copies of this host's memory: according to it, this member has continued "
                 "elsewhere",
             )
@@ -364,21 +285,17 @@ class Meeting:
             others = counted(hosts, "other host")
             why = f"of {others} {there} keeps a copy of this host's memory: no answer, or a refusal"
         elif self._complete:
-            self._caveats.withdraw(_COPIES)
+            self._caveats.withdraw(COPIES)
         if why and self._disk:
             why += f". The store is on a disk of this machine ({self._disk}): hosts of other machines are not met"
         lacking = "" if not why else "hosts" if few else "links"
         if lacking != self._lacking:
             self._lacking, self._lacking_since = lacking, self._now()
         if why and self._now() >= self._lacking_since + _ALONE:
-            self._say(_COPIES, f"peers={copies}, but {why}")
+            self._say(COPIES, f"peers={copies}, but {why}")
 
     def _report_machine(self) -> None:
         if self._links and all(link.near for link in self._links):
             self._say(_MACHINE, NEAR)
         elif self._links:
             self._caveats.withdraw(_MACHINE)
-
-
-def _jittered(seconds: float) -> float:
-    return seconds * random.uniform(0.75, 1.0)

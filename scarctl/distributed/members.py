@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from scarctl.adapter import Adapter
 from scarctl.config import Member, SessionSettings
 from scarctl.daemon.saver import DaemonSaver
-from scarctl.distributed.credentials import Credentials, credentials_of, require_secret
+from scarctl.distributed.credentials import Credentials, check_files, credentials_of, require_secret
 from scarctl.distributed.heir import Heir, end_earlier, groups_of
+from scarctl.distributed.host_address import NO_COPY
 from scarctl.distributed.leftover_arenas import save_own
 from scarctl.distributed.meeting import Meeting
 from scarctl.distributed.memory_search import search_memory
@@ -105,6 +106,7 @@ class Membership(Together):
         if settings.shards not in (None, 1):
             raise UsageError(f"shards={settings.shards}: each member is one shard", hint="omit shards")
         require_secret(settings)
+        check_files(settings)
         self._settings = settings
         store = Store.create(settings.store, **settings.fixed(), **settings.place())
         try:
@@ -146,8 +148,7 @@ class Membership(Together):
         if not settings.peers or self._credentials is None:
             return
         if not isinstance(saver, DaemonSaver):
-            why = "this host's memory has no copy on another host, and keeps none: there is no daemon"
-            caveats.say("peers", why, inexact=False)
+            caveats.say("peers", f"{NO_COPY}: there is no daemon", inexact=False)
             return
         assert self._view is not None, "the store is open"
         self._meeting = Meeting(self._view, saver, settings, self._credentials, self.start, caveats)

@@ -1,16 +1,19 @@
 """Fetch a run's memory from other hosts' daemons, without a process group: the newest arena that belongs to the store.
 
-The other side is `scarctl.peers.lender`. `scarctl.distributed.host_memory` does the same for ranks, over their group.
-All hosts are asked at once. Nothing that one of them sends, or does not send, costs more than a line in the log: sizes
-and counts are bounded, all waiting is limited, and this host's own arena stays until another one is complete here.
+The other side is `scarctl.peers.lender`. Between hosts of one job `scarctl.distributed.host_memory` does the same over
+their group. All hosts are asked at once. Nothing that one of them sends, or does not send, costs more than a line in
+the log: sizes and counts are bounded, all waiting is limited, and this host's own arena stays until another one is
+complete here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from scarctl.arena.age import Age, age_of
@@ -35,6 +38,8 @@ ANSWER_SECONDS = 3.0
 """Seconds for a host to be reached, to prove its identity, and to answer."""
 _MOST_AT_ONCE = 32
 """Most hosts that are asked at the same time."""
+_ALL_SECONDS = 30.0
+"""Seconds in which one host is asked about runs, one after the other."""
 _MOST_LINES = 1 << 20
 """Most bytes of an arena's lines. A rank or member has 24."""
 
@@ -48,21 +53,79 @@ class Fetched(NamedTuple):
     """Bytes of the arena's file."""
 
 
+class Answer(NamedTuple):
+    """What a host has of one run."""
+
+    offer: Offer | None
+    """Its arena, if it may be fetched."""
+    alive: bool
+    """Whether the run's process lives there."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Asker:
+    """Asks other hosts' daemons for memory. start, secret, tls: as for a sender (`scarctl.peers.sender.Source`)."""
+
+    start: str
+    secret: bytes
+    tls: Tls | None
+    seconds: float = ANSWER_SECONDS
+    """Time for a host to be reached and to answer."""
+
+    def connected(self, host: Candidate, run: str) -> AbstractContextManager[Channel]:
+        """See `scarctl.peers.connect.connected`."""
+        hello = Hello.new(self.start, run, 1)
+        return connected(host.address, host.port, hello, self.secret, self.tls, seconds=self.seconds)
+
+    def ask(self, host: Candidate, run: str) -> Answer | None:
+        """Return what a host has of a run; None, with a line in the log, if it does not say."""
+        try:
+            with self.connected(host, run) as channel:
+                channel.send(encode(Kind.INVENTORY, {}))
+                head, body = channel.expect(Kind.INVENTORY, most_body=_MOST_LINES, strictly=True)
+                return Answer(decode_offer(head, body), head.get("alive") is True)
+        except (Gone, OSError) as error:
+            _say(logging.INFO, run, host, error)
+        except ScarError as error:
+            _say(logging.INFO if error.kind == "unknown-start" else logging.WARNING, run, host, error)
+        except Exception:
+            log.exception("asking %s for memory failed unexpectedly", host.host)
+        return None
+
+    def ask_all(self, hosts: Sequence[Candidate], runs: Sequence[str]) -> list[tuple[int, int, Answer]]:
+        """Return the numbers of the hosts and runs of which a host has an arena, or the live process, with its answer.
+
+        Hosts are asked at once. One that does not answer about a run is not asked about the next ones.
+        """
+        found: list[tuple[int, int, Answer]] = []
+
+        def ask(number: int) -> None:
+            until = time.monotonic() + _ALL_SECONDS
+            for at, run in enumerate(runs):
+                answer = self.ask(hosts[number], run)
+                if answer is None or time.monotonic() > until:
+                    return
+                if answer.alive or answer.offer is not None:
+                    found.append((number, at, answer))
+
+        run_all(ask, range(len(hosts)), _MOST_AT_ONCE)
+        return sorted(found, key=lambda one: one[:2])
+
+
 def fetch_memory(
     view: Store,
     base: str | None,
     hosts: Sequence[Candidate],
-    start: str,
-    secret: bytes,
-    tls: Tls | None,
+    asker: Asker,
     *,
-    seconds: float = ANSWER_SECONDS,
+    than: Age | None = None,
 ) -> Fetched | None:
     """Bring the newest arena of the view's run from other hosts to this host, if it is newer than this host's.
 
+    than: age of an arena that this host can have otherwise; only a newer one is brought.
+
     view: the run's own view of the store (`Store.of_shard`). base: `arena_dir`, see `arena_folder`.
-    hosts: daemons to ask. start, secret, tls: as for a sender (`scarctl.peers.sender.Source`).
-    seconds: time for each host to be reached and to answer. A transfer takes as long as it progresses.
+    hosts: daemons to ask. A transfer takes as long as it progresses.
 
     Return the host that it came from, and its bytes; None if nothing was brought. An arena that was here is set aside
     once the new one is complete, verified, and in its place as a replica of that host's. The other host keeps its own.
@@ -75,8 +138,8 @@ def fetch_memory(
     here = view_of(base, view)
     if here is not None and here.alive:
         return None  # its process would be in the way of this one's session, too
-    own = age_of(here)
-    fetch = _Fetch(view, base, own, start, secret, tls, seconds)
+    own = max((age for age in (age_of(here), than) if age is not None), default=None)
+    fetch = _Fetch(view, base, own, asker)
     offers = fetch.offers(hosts)
     if fetch.alive_on and view.address.root is not None:
         # It has the store's lock. A copy of its memory would be taken from it, and its process would lose the link.
@@ -94,20 +157,10 @@ def fetch_memory(
 
 
 class _Fetch:
-    """One call of `fetch_memory`. own: age of this host's arena; None without one."""
+    """One call of `fetch_memory`. own: age of the newest arena that this host has without it; None without one."""
 
-    def __init__(
-        self,
-        view: Store,
-        base: str | None,
-        own: Age | None,
-        start: str,
-        secret: bytes,
-        tls: Tls | None,
-        seconds: float,
-    ) -> None:
-        self._view, self._base, self._own = view, base, own
-        self._start, self._secret, self._tls, self._seconds = start, secret, tls, seconds
+    def __init__(self, view: Store, base: str | None, own: Age | None, asker: Asker) -> None:
+        self._view, self._base, self._own, self._asker = view, base, own, asker
         self.alive_on = ""
         """Name of a host on which the run's process lives."""
 
@@ -116,9 +169,13 @@ class _Fetch:
         found: list[tuple[Candidate, Offer]] = []
 
         def ask(host: Candidate) -> None:
-            offer = self._ask(host)
-            if offer is not None and (self._own is None or offer.age > self._own):
-                found.append((host, offer))
+            answer = self._asker.ask(host, self._view.run_id)
+            if answer is None:
+                return
+            if answer.alive:
+                self.alive_on = host.host
+            if answer.offer is not None and (self._own is None or answer.offer.age > self._own):
+                found.append((host, answer.offer))
 
         each = list(dict.fromkeys(hosts))
         run_all(ask, each, _MOST_AT_ONCE)
@@ -143,7 +200,7 @@ class _Fetch:
     def bring(self, host: Candidate) -> Fetched | None:
         """Fetch one host's arena; None if it is no longer wanted. Raises ScarError, Gone, OSError."""
         with contextlib.ExitStack() as closing:
-            channel = closing.enter_context(self._connected(host))
+            channel = closing.enter_context(self._asker.connected(host, self._view.run_id))
             channel.within(PIECE_SECONDS)
             channel.send(encode(Kind.FETCH, {}))
             offer = decode_offer(*channel.expect(Kind.FETCH, most_body=_MOST_LINES, strictly=True))
@@ -167,28 +224,9 @@ class _Fetch:
             _let_go(channel, host)
             return Fetched(host.host, offer.size)
 
-    def _ask(self, host: Candidate) -> Offer | None:
-        try:
-            with self._connected(host) as channel:
-                channel.send(encode(Kind.INVENTORY, {}))
-                head, body = channel.expect(Kind.INVENTORY, most_body=_MOST_LINES, strictly=True)
-                if head.get("alive") is True:
-                    self.alive_on = host.host
-                return decode_offer(head, body)
-        except (Gone, OSError) as error:
-            self._say(logging.INFO, host, error)
-        except ScarError as error:
-            self._say(logging.INFO if error.kind == "unknown-start" else logging.WARNING, host, error)
-        except Exception:
-            log.exception("asking %s for memory failed unexpectedly", host.host)
-        return None
 
-    def _say(self, level: int, host: Candidate, error: Exception) -> None:
-        log.log(level, "%s: %s offers no memory of it: %s", self._view.run_id, host.host, error)
-
-    def _connected(self, host: Candidate) -> AbstractContextManager[Channel]:
-        hello = Hello.new(self._start, self._view.run_id, 1)
-        return connected(host.address, host.port, hello, self._secret, self._tls, seconds=self._seconds)
+def _say(level: int, run: str, host: Candidate, error: Exception) -> None:
+    log.log(level, "%s: %s offers no memory of it: %s", run, host.host, error)
 
 
 def _receive(channel: Channel, incoming: Incoming, offer: Offer) -> str:

@@ -5,9 +5,10 @@
     sender   -> PROOF     its proof
 
 Rank 0 draws the secret of a start. The secret travels over the job's process group and the hosts' private sockets, and
-exists only in memory. Or each host has it in a file (`peers.secret`). A proof covers both nonces, the side that gives
-it, all of HELLO, and with `peers.tls` both certificates. So no proof can be used again, or for another run. Later
-frames carry checksums, not proofs: like NCCL, a link without TLS trusts the network that it runs over.
+exists only in memory. Or each host has it in a file (`peers.secret`), and the store's id is the name of all starts. A
+proof covers both nonces, the side that gives it, all of HELLO, and with `peers.tls` both certificates. So no proof can
+be used again, or for another run. Later frames carry checksums, not proofs: like NCCL, a link without TLS trusts the
+network that it runs over.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from scarctl.arena.owner import Owner
+from scarctl.arena.stale import has_unsaved
 from scarctl.errors import AccessDenied, Contention, Corruption, ScarError, Unavailable
 from scarctl.peers.channel import REPLY_SECONDS, STRANGER_SECONDS, Channel, Gone, readable, unknown_start
 from scarctl.peers.follower import most_body
@@ -34,7 +35,7 @@ from scarctl.peers.frames import (
 )
 from scarctl.peers.handshake import VERSION, Hello, challenge, verify
 from scarctl.peers.lender import Lend, Lender, lent_without_runs
-from scarctl.peers.replica import Replica, require_newest, sweep
+from scarctl.peers.replica import Replica, require_epoch, require_newest, sweep
 from scarctl.peers.tls import Tls
 from scarctl.state.version import MAX_EPOCH
 from scarctl.util.arrays import Bytes
@@ -55,8 +56,10 @@ class _Start:
     secret: bytes
     files: tuple[str, ...] | None
     """Files for TLS, if its links use it."""
-    rate: float | None = None
+    rate: float | None
     """Most bytes per second that this host sends to one that fetches; None: no limit."""
+    lasting: bool
+    """Whether a later start has the secret, too."""
 
 
 @dataclass(slots=True)
@@ -97,12 +100,15 @@ class Host:
         port: int,
         tls: Tls | None = None,
         rate: float | None = None,
+        *,
+        lasting: bool = False,
     ) -> int:
         """Accept replicas of a start's runs, and return the port. runs: common prefix of their ids.
 
         address: this host's address to listen at; no other one is bound. port: port to listen at if it is free, or 0.
         tls: TLS settings, with which peers have to show certificates; None: links without TLS.
-        rate: most bytes per second to send to each host that fetches; None: no limit.
+        rate: most bytes per second to send to each host that fetches; None: no limit. lasting: a later start has this
+        secret, too, so that it may come for memory.
 
         Raises Unavailable if that address cannot be bound.
         """
@@ -111,7 +117,7 @@ class Host:
                 raise Contention("the daemon is ending", hint="retry", kind="daemon-ending")
             files = None if tls is None else tls.files
             # An earlier start of the same runs is over: its daemons are no longer admitted.
-            self._starts = {**self._starts, runs: _Start(start, secret, files, rate)}
+            self._starts = {**self._starts, runs: _Start(start, secret, files, rate, lasting)}
             for (bound, at), known in self._listeners.items():
                 if bound == address and known.files == files:
                     known.tls = tls  # certificates may have been renewed
@@ -130,6 +136,19 @@ class Host:
         """Whether a peer sends to a replica of this host, or fetches an arena from it."""
         with self._lock:
             return bool(self._writing) or self._lender.busy
+
+    def wanted(self) -> bool:
+        """Return whether a later start may come for memory here, which the store lacks, and has the secret for it.
+
+        A secret that was drawn for one start is known to no later one.
+        """
+        with self._lock:
+            lasting = tuple(runs for runs, start in self._starts.items() if start.lasting)
+        try:
+            return bool(lasting) and has_unsaved(self._folder, lasting)
+        except (ScarError, OSError) as error:
+            log.warning("this host's memory is no longer kept for other hosts: %s", error)
+            return False
 
     def status(self) -> list[dict[str, Any]]:
         """Return the replicas being written: run, owner's host, and step."""
@@ -254,8 +273,8 @@ class Host:
     def _write(self, channel: Channel, hello: Hello, head: Mapping[str, Any], layout: Bytes) -> None:
         """Write one replica from the peer's frames: head and body of the first are given. Refusals are sent to it."""
         run = hello.run
-        self._replace(channel, run)
         try:
+            self._replace(channel, hello)
             replica = self._begin(hello, head, layout)
             with self._lock:
                 self._writing[run] = channel, threading.current_thread(), replica
@@ -286,15 +305,20 @@ class Host:
                 if self._writing.get(run, (None,))[0] is channel:
                     del self._writing[run]
 
-    def _replace(self, channel: Channel, run: str) -> None:
-        """End an earlier connection for the same run: its sender has lost it. Raises Contention if it does not end."""
-        until = time.monotonic() + STRANGER_SECONDS
+    def _replace(self, channel: Channel, hello: Hello) -> None:
+        """End an earlier connection for the same run: its sender has lost it. Raises Contention if it does not end.
+
+        Raises Fenced if a process of a later epoch sends: the replica of its run is not complete yet, perhaps.
+        """
+        run, until = hello.run, time.monotonic() + STRANGER_SECONDS
         while True:
             with self._lock:
                 earlier = self._writing.get(run)
                 if earlier is None:
                     self._writing[run] = channel, threading.current_thread(), None
                     return
+            if earlier[2] is not None:
+                require_epoch(earlier[2].arena, hello.epoch)
             earlier[0].shut()
             earlier[1].join(max(0.0, until - time.monotonic()))
             if time.monotonic() >= until:

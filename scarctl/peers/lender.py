@@ -38,7 +38,8 @@ PIECE_SECONDS = 30.0
 _LATE_SECONDS = 1.0
 """Seconds after that, in which those that are not finished are refused."""
 _IDLE_SECONDS = 10.0
-_MOST_LOANS = 16
+_MOST_LOANS = 64
+"""Most hosts, or ranks of them, that fetch at the same time."""
 _LEAST_RATE = 64 << 10
 """Bytes per second that a host sends at least: a piece must not take minutes, in which no one sees progress."""
 

@@ -83,6 +83,7 @@ class Replica:
         except RecursionError as error:
             raise Corruption(f"a peer's layout cannot be read: {error}") from error
         growing = place.with_name(place.name + SUCCESSOR)
+        require_newest(growing, run, owner, epoch)
         for folder in (place, growing):
             if read_owner(folder) == owner and (arena := _continued(folder, run, layout)) is not None:
                 return cls(place, folder, arena, owner)
@@ -277,9 +278,14 @@ def require_newest(place: Path, run: str, owner: Owner, epoch: int) -> None:
     blank = not (present.version >= 0).any()
     if own and owner.base_epoch <= present.epoch <= epoch and not blank:
         raise _taken(place)
+    require_epoch(present, epoch)
+
+
+def require_epoch(present: Arena, epoch: int) -> None:
+    """Raise Fenced if this arena, which is on this host, is of a later epoch of the run."""
     if present.epoch > epoch:
         raise Fenced(
-            f"{place}: this host has seen epoch {present.epoch} of the run, and epoch {epoch} is over",
+            f"{present.folder}: this host has seen epoch {present.epoch} of the run, and epoch {epoch} is over",
             hint="the run has continued elsewhere",
         )
 

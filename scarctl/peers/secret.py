@@ -1,4 +1,4 @@
-"""Read the secret of a job's hosts from a file that only this user can read, and derive each start's secret from it.
+"""Read the secret of a job's hosts from a file that only this user can read, and derive that of one store from it.
 
 Without such a file, rank 0 draws a secret for each start, and sends it over the job's process group.
 """
@@ -44,7 +44,7 @@ def read_secret(path: str) -> bytes:
 
 
 def secret_of_start(secret: bytes, start: str) -> str:
-    """Return the secret of one start of the job, in hex digits. Processes of an earlier start do not have it."""
+    """Return the secret of the starts of this name, in hex digits. With a file that is the store's id."""
     return hmac.new(secret, b"scarctl-start:" + start.encode(), hashlib.sha256).hexdigest()
 
 

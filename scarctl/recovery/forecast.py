@@ -16,6 +16,7 @@ from scarctl.arena.arena import Arena
 from scarctl.errors import Corruption
 from scarctl.recovery.plan import in_memory, with_errors
 from scarctl.state.caveats import Caveat
+from scarctl.state.common import DIFFERED, differ
 from scarctl.state.extras import Notes
 from scarctl.state.journal import Event, Sample, read_samples
 from scarctl.state.layout import Layout
@@ -48,6 +49,7 @@ def stored_outlook(writers: Sequence[tuple[Store, Mapping[int, ShardState]]], st
     part of the state. Damaged extras raise no error: the outlook gives the reason.
     """
     parts, norm, caveats = [], "", dict[Caveat, None]()
+    common = dict[str, list[Mapping[str, str]]]()
     events, samples = tuple[Event, ...](), list[Sample]()
     for store, states in writers:
         newest = max(
@@ -64,6 +66,10 @@ def stored_outlook(writers: Sequence[tuple[Store, Mapping[int, ShardState]]], st
         samples = samples or read_samples(notes.samples)
         parts.append(History.from_array(notes.points).until(step))
         caveats |= dict.fromkeys(notes.caveats)
+        if newest is not None and newest.extras_whole:
+            common.setdefault(newest.extras_whole, []).append(notes.common)
+    if any(differ(digests) for digests in common.values()) and all(c.kind != DIFFERED.kind for c in caveats):
+        caveats[DIFFERED] = None
     return RunFacts(Outlook.of(step, parts), norm, tuple(caveats), events, tuple(samples))
 
 

@@ -22,6 +22,8 @@ log = logging.getLogger("scarctl")
 
 _FLUSH_SHARE = 1 / 3
 """Largest fraction of the time left for which a flush waits for a running step to end."""
+_AT_REST = 0.1
+"""Seconds for which it waits if the state equals what is saved: perhaps no step is running."""
 
 
 class Departure:
@@ -54,10 +56,13 @@ class Departure:
             return False
         engine.saver.brace(seconds)
         patience = min(FLUSH_SECONDS, seconds * _FLUSH_SHARE)
-        with self._gate.quiet(patience) as quiet:
-            if not quiet or self._inert():
+        rests = self._saving.rests(patience)
+        with self._gate.quiet(_AT_REST if rests else patience) as quiet:
+            if self._inert() or not (quiet or rests):
                 return False
             engine.leaving.begin(deadline)
+            if not quiet:
+                return True
             return self._saving.flush(patience) or self._is_in_store(engine)
 
     def _evacuate(self, deadline: float, *, flushed: bool, to: str | None = None) -> Evacuated:
@@ -98,7 +103,8 @@ class Departure:
         flushed = False
         if grace is not None and self._opening.engine is not None and not self._inert():
             self._opening.engine.saver.brace(grace)
-        with self._gate.quiet(patience) as quiet, self._saving.streams.joined():
+        rests = self._saving.rests(patience)
+        with self._gate.quiet(_AT_REST if rests else patience) as quiet, self._saving.streams.joined():
             engine = self._opening.engine
             if self._inert() or engine is None:
                 return
@@ -108,8 +114,16 @@ class Departure:
                 flushed = self._saving.before_signal(fatal=fatal, patience=patience) or self._is_in_store(
                     engine
                 )
+            elif rests:
+                flushed = True
+                log.info(
+                    "a signal arrived: nothing has changed since step %d was saved", engine.arena.head_step
+                )
             else:
-                log.warning("a signal arrived in a step that did not end: the state is not flushed")
+                log.warning(
+                    "a signal arrived in a step that did not end: the state is not flushed%s",
+                    ". If no step was running, use session.iteration()" if self._gate.implied else "",
+                )
             if fatal:
                 self._saving.end_now(wait=grace is None)
         if grace is not None:

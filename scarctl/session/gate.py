@@ -3,6 +3,9 @@
 A flush never copies during a step: it waits until the step has ended. During a flush the next step waits at the gate,
 while forward and backward continue. A flush waits for nothing else in the training thread, and for a step only up to a
 time limit. So neither can block the other forever.
+
+A loop without hooks may run each iteration in a `block`. Then no step is running outside of blocks, in any thread.
+Blocks run one after the other.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+
+from scarctl.errors import UsageError
 
 SETTLE = 0.25
 """Seconds after a step in which the loop may still change state that belongs to the step (a schedule), unless the next
@@ -37,6 +42,7 @@ class Gate:
         self._held = _Held(self._lock)
         self._stepping = stepping
         self._implied = stepping
+        self._blocks = self._block = self._torn = self._frozen = False
         self._wanted = 0
         self._at_gate = self._over = False
         self._settled_at = -math.inf
@@ -46,6 +52,21 @@ class Gate:
     def stepping(self) -> bool:
         """Whether a step is running, so that parameters may be partly changed."""
         return self._stepping
+
+    @property
+    def implied(self) -> bool:
+        """Whether a step counts as running because nothing reports when one begins."""
+        return self._implied
+
+    @property
+    def blocks(self) -> bool:
+        """Whether the loop runs its iterations in blocks."""
+        return self._blocks
+
+    @property
+    def torn(self) -> bool:
+        """Whether the newest block has raised an exception: its changes may be incomplete."""
+        return self._torn
 
     @property
     def trainer(self) -> int:
@@ -60,18 +81,65 @@ class Gate:
         """Begin a step: wait for a running flush. The calling thread becomes the training thread."""
         with self._lock:
             self._trainer = threading.get_ident()
-            if self._stepping:
+            if self._stepping and not self._block:
                 return
-            if not self._wanted:
-                self._stepping = True
-                return
-            self._at_gate = True
-            self._changed.notify_all()
-            try:
-                self._changed.wait_for(lambda: not self._wanted)
-            finally:
-                self._at_gate = False
+            if self._wanted:
+                self._at_gate = True
+                self._changed.notify_all()
+                try:
+                    self._changed.wait_for(lambda: not self._wanted)
+                finally:
+                    self._at_gate = False
             self._stepping = True
+            if self._block:
+                self._blocks, self._implied, self._torn = True, False, False
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Run one iteration: wait for a running one and for a flush. Call `enter` and `leave` inside.
+
+        Without `leave` the state is `torn` afterwards. Raises UsageError inside another block of this thread.
+        """
+        with self._changed:
+            self.require_outside("session.iteration()")
+            self._changed.wait_for(lambda: not (self._block or self._wanted or self._frozen) or self._over)
+            self._block, self._trainer = True, threading.get_ident()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._block = False
+                self._torn = self._stepping and not self._implied
+                self._changed.notify_all()
+
+    def require_outside(self, call: str) -> None:
+        """Raise UsageError if this thread runs a block. call: what was called."""
+        if self._block and self._trainer == threading.get_ident():
+            raise UsageError(
+                f"{call} is called within a block of session.iteration(), whose changes are not complete",
+                hint="call it after the block; a coroutine must not await within one",
+            )
+
+    @contextmanager
+    def outside(self, call: str) -> Iterator[None]:
+        """Wait for the end of a block in another thread, then do as `held`. Raises UsageError in one of this thread."""
+        with self._changed:
+            if self._stepping:  # a recovery that was requested comes at a block's end
+                self.require_outside(call)
+            mine = threading.get_ident()
+            self._changed.wait_for(lambda: not self._block or self._trainer == mine or self._over)
+            with self._held:
+                yield
+
+    def freeze(self) -> None:
+        """Let no block begin from now on, nor pass `thaw`: a signal ends the process, and nothing more is saved."""
+        with self._lock:
+            self._frozen = True
+
+    def thaw(self) -> None:
+        """Wait forever if frozen."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._frozen)
 
     def leave(self, settle: float = SETTLE) -> None:
         """End the step. settle: seconds after which it counts as settled, unless `settled` is called earlier."""
@@ -99,7 +167,7 @@ class Gate:
         """Wait up to `timeout` seconds until no step is running; yield whether that succeeded. No step begins inside.
 
         between: whether the caller knows that no step is running, in case no hook reports the beginning of one. By
-        default only the training thread does.
+        default only the training thread does. False: a block that has raised still counts as running.
         """
         deadline = time.monotonic() + timeout
         if not self._changed.acquire(timeout=timeout):
@@ -110,8 +178,10 @@ class Gate:
             mine = threading.get_ident() == self._trainer
             if self._implied and (mine if between is None else between):
                 quiet = True
+            elif mine:
+                quiet = not self._stepping or (self._torn and between is not False)
             else:
-                quiet = not self._stepping if mine else self._wait(deadline)
+                quiet = self._wait(deadline, torn=between is not False)
             with _outside_inference():
                 yield quiet
         finally:
@@ -119,8 +189,11 @@ class Gate:
             self._changed.notify_all()
             self._changed.release()
 
-    def _wait(self, deadline: float) -> bool:
+    def _wait(self, deadline: float, *, torn: bool) -> bool:
+        """Return whether no step is running. torn: the answer after a block that has raised."""
         while not self._over:
+            if self._torn:
+                return torn
             now = time.monotonic()
             settled = self._at_gate or now >= self._settled_at
             if not self._stepping and settled:

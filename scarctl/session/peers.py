@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -143,6 +143,10 @@ class Together:
     def writes(self) -> int:
         """See `scarctl.state.identity.Lockstep`. Always 0 alone: no other process computes the name of a state."""
         return 0
+
+    def common(self) -> Callable[[], Mapping[str, str]]:
+        """See `scarctl.state.identity.Lockstep`. A process alone has nothing in common with others."""
+        return dict
 
     def open_store(self, settings: SessionSettings) -> Store:
         """Return this process's view of the store. Raises as `Store.create` does.

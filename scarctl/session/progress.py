@@ -32,9 +32,15 @@ _COMES = 1.0
 _REPLACED = "weights-replaced"
 _WITHIN = "within-iteration"
 _AFTERWARDS = "changed-afterwards"
+_OUTSIDE = "outside-iteration"
+_OUTSIDE_BLOCKS = (
+    "step {step} was saved after the state had changed outside of session.iteration(), perhaps not completely. Put all "
+    "that changes the state into such a block"
+)
+_FAILED = "iteration-failed"
 _CHECKED = 3
 """Number of steps after which extras are checked for later changes."""
-PASSING = ("resumed", "not-settled", _REPLACED, _WITHIN, _AFTERWARDS)
+PASSING = ("resumed", "not-settled", _REPLACED, _WITHIN, _AFTERWARDS, _OUTSIDE, _FAILED)
 """Kinds of caveats that do not outlast a step."""
 
 
@@ -104,6 +110,8 @@ class Progress:
         """Seconds after a step in which the loop may still change state that belongs to the step."""
         if self.loop.used:
             return _ASKS
+        if self._gate.blocks:
+            return 0.0
         return _COMES if self._hooked and self.witness.looks else SETTLE
 
     def step_ended(self, step: int, moment: Moment | None) -> None:
@@ -279,9 +287,17 @@ class Progress:
             return None
         return None if newest.position is None else newest
 
-    def flushed(self, moment: Moment) -> None:
-        """Check whether the live parameters, which are about to be saved, are those of the step of `moment`."""
-        if moment is self._newest and moment.weights.replaced():
+    def flushed(self, moment: Moment, *, changed: bool = False) -> None:
+        """Check whether the live parameters, which are about to be saved, are those of the step of `moment`.
+
+        changed: they are known not to be.
+        """
+        changed = changed or (moment is self._newest and moment.weights.replaced())
+        if self._gate.torn or not changed:
+            return
+        if self._gate.blocks:
+            self.caveats.say(_OUTSIDE, _OUTSIDE_BLOCKS.format(step=moment.step))
+        else:
             self.caveats.say(
                 _REPLACED,
                 f"step {moment.step} was saved while other values were in place of its parameters, as when an average "
@@ -294,6 +310,14 @@ class Progress:
             _AFTERWARDS,
             f"the loop has changed the model after the last batch of step {moment.step}, as when it loads the best "
             "weights or measures statistics. It is saved so: a loop that resumes there continues from those values",
+        )
+
+    def torn(self, moment: Moment) -> None:
+        """Note that a copy of the step of `moment` has what a block that raised has changed."""
+        self.caveats.say(
+            _FAILED,
+            f"an iteration after step {moment.step} has raised an exception, and what it had changed by then is saved: "
+            "check requests before session.iteration(), or finish each block",
         )
 
     def within(self, moment: Moment) -> None:

@@ -14,6 +14,7 @@ from scarctl.session.parts import Parts
 from scarctl.session.peers import Elsewhere
 from scarctl.session.recover import Resumed, facts, resume_live
 from scarctl.state.caveats import reasons
+from scarctl.state.common import DIFFERED, differ
 from scarctl.state.extras import Extras
 from scarctl.state.layout import Layout
 from scarctl.state.version import step_of
@@ -142,6 +143,10 @@ class Resumption:
         """
         stored = known
         if extras is not None:
+            # A state that is not whole has digests of several moments.
+            digests = dict(extras.notes.common) if resumed.exact else {}
+            if differ(self._together.gather(digests)):
+                known = (*known, DIFFERED.message)
             # An optimizer may have other param_groups on one rank alone.
             self._together.agree(lambda: self._adapter.restore(extras.early, extras.late))
             stored = (*known, *reasons(extras.notes.caveats), *self._progress.misfits())

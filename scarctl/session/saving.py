@@ -27,6 +27,7 @@ from scarctl.checkpoint.streams import Streams
 from scarctl.errors import LayoutMismatch, ScarError, Unavailable, UsageError
 from scarctl.session.beginning import Beginning
 from scarctl.session.parts import Parts
+from scarctl.session.rest import Rest
 from scarctl.state.extras import Extras, Notes
 from scarctl.state.journal import Sample
 from scarctl.state.version import NEVER, step_of
@@ -41,6 +42,7 @@ _LAST_DRAIN = 10.0
 _PATIENCE = 120.0
 """Seconds that closing waits for a flush or a step in another thread."""
 _UNSAVED = "values are not finite, or were written while they were copied"
+_TORN = "the newest iteration has raised an exception, and its changes may be incomplete"
 
 
 class Ending(Enum):
@@ -77,6 +79,7 @@ class Saving:
         self._journal = parts.journal
         self._gate = parts.gate
         self._together = parts.together
+        self._rest = Rest(parts)
         self._moments = Moments(parts.adapter, self.streams, parts.together)
         self._checkpoints = Checkpoints(
             self.worker,
@@ -84,6 +87,7 @@ class Saving:
             self.stats,
             self.fault,
             self.extras,
+            parts.together,
             validate=parts.settings.validate,
         )
         beginning = Beginning(parts, self.finish)
@@ -106,7 +110,10 @@ class Saving:
 
         early: also read the extras that the next batch changes.
         """
+        engine = self._opening.engine
         try:
+            if engine is not None and self._gate.blocks and not self._moments.weights.followed:
+                self._moments.weights.follow(self._binding.live(engine.arena))
             moment = self._moments.take(self._progress.head_step, early=early)
         except Exception as error:
             self.fault(error)
@@ -168,7 +175,9 @@ class Saving:
         try:
             live = self._binding.live(engine.arena)
             self._moments.weights.follow(live)
-            self._checkpoints.begin(engine, live, moment, extent)
+            if torn := self._gate.torn:
+                self._progress.torn(moment)
+            self._checkpoints.begin(engine, live, moment, extent, torn=torn)
         except Exception as error:
             self.fault(error)
 
@@ -208,14 +217,14 @@ class Saving:
         return sealed
 
     def now(self, extent: Extent) -> bool:
-        """Save the live state now, both halves at once. Return whether that succeeded."""
+        """Save the live state now, both halves at once. Return whether that succeeded; a torn state is not whole."""
         self.finish()
         errors, kept = self.stats.errors, self.moment
         if kept is not None and not kept.weights.moves():
-            self._progress.flushed(kept)
+            self._look_outside(kept)
         self.begin(self.take_between(), extent)
         self.finish()
-        return self.stats.errors == errors
+        return self.stats.errors == errors and not (extent is Extent.WHOLE and self._gate.torn)
 
     def require(self, engine: Engine, what: bool | Literal["peers"], *, saved: bool) -> None:
         """Wait for the store, or with "peers" for other hosts: see `Session.checkpoint`.
@@ -225,7 +234,7 @@ class Saving:
         """
         if not saved:
             raise Unavailable(
-                f"the checkpoint of step {self._progress.head_step} failed: {self.stats.last_error}",
+                f"the checkpoint of step {self._progress.head_step} failed: {self.stats.last_error or _TORN}",
                 hint="earlier checkpoints are safe",
                 kind="not-saved",
             )
@@ -248,6 +257,16 @@ class Saving:
                 kind="peers-late",
             )
 
+    def rests(self, patience: float) -> bool:
+        """Return whether the state equals its copies in memory, which are sealed, or those of a resume.
+
+        False if it is reported when a step begins. patience: see `flush`. Call it without the gate.
+        """
+        if not self._gate.implied or not self._checkpoints.filled(patience):
+            return False
+        with self._gate.held():
+            return not self._checkpoints.under_way and self._rest.unchanged()
+
     def flush(self, patience: float) -> bool:
         """Seal the state of the newest step's end. Return whether that succeeded.
 
@@ -261,8 +280,12 @@ class Saving:
     def _flush(self, moment: Moment | None) -> bool:
         """Seal the state of `moment`, which may be in the middle of an evaluation."""
         if moment is not None:
-            self._progress.flushed(moment)
+            self._look_outside(moment)
         return self.seal(moment)
+
+    def _look_outside(self, moment: Moment) -> None:
+        """Look whether the state, which is about to be saved, is still that of the step of `moment`."""
+        self._progress.flushed(moment, changed=self._rest.changed_outside())
 
     def look_ahead(self) -> None:
         """Have the worker compute distances for coming checkpoints, after a step."""
@@ -334,6 +357,7 @@ class Saving:
 
         failed: an error is the reason, not `why`.
         """
+        why = _TORN if self._gate.torn and why == _UNSAVED else why
         head, reason = self._progress.head_step, (failed and self.stats.last_error) or why
         if engine.filling.since == head:
             log.error(
@@ -354,6 +378,7 @@ class Saving:
         """Stop saving, because a signal ends this process. wait: first wait a while for the store."""
         engine = self._opening.engine
         self.doomed = True
+        self._gate.freeze()
         if wait and engine is not None and not engine.saver.outlives:
             engine.saver.drain(min(self._settings.timeout, _LAST_DRAIN))
 
@@ -375,7 +400,7 @@ class Saving:
             moment = self.take_between() if ending is Ending.CLOSED else self.moment or self.take()
             errors = self.stats.errors
             if moment is not None and ending is not Ending.CLOSED:
-                self._progress.flushed(moment)
+                self._look_outside(moment)
             sealed = self.seal(moment)
             engine = self._opening.engine
             if not sealed and self.stats.errors > errors:

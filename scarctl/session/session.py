@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Literal, TypeVar
 
 from scarctl.adapter import Adapter, watch_of
@@ -74,7 +75,6 @@ class Session:
         self._origin = Origin(self.caveats)
         self._requests = Requests(self._together)
         self._gate = Gate(stepping=hooks == "off")
-        self._held = self._gate.held()
         self._progress = Progress(
             adapter,
             self._gate,
@@ -105,7 +105,7 @@ class Session:
         shared = (adapter, settings, self._together, self._gate, self._progress, self._binding, self._opening)
         parts = Parts(*shared, self._journal)
         self._saving = Saving(parts)
-        self._steps = Steps(parts, self._requests, self._saving, self._watch, touched)
+        self._steps = Steps(self, parts, self._requests, self._saving, self._watch, touched)
         self._resumption = Resumption(parts)
         # A loop that ends without `close` would lose the steps since its last checkpoint.
         atexit.register(self._at_exit)
@@ -117,7 +117,9 @@ class Session:
     def _install(self, hooks: Hooks) -> Callable[[], None]:
         if hooks == "off":
             return lambda: None
-        return self._adapter.install(self._before_step, self._after_step if hooks == "auto" else None)
+        return self._adapter.install(
+            lambda: self._steps.before(), (lambda: self._steps.after()) if hooks == "auto" else None
+        )
 
     @property
     def adapter(self) -> Adapter:
@@ -146,7 +148,7 @@ class Session:
 
     @property
     def stepping(self) -> bool:
-        """Whether an iteration has begun to change parameters and has not ended. Always true with `hooks="off"`."""
+        """Whether an iteration has begun to change parameters and not ended. Without hooks `step` leaves it true."""
         return self._gate.stepping
 
     @property
@@ -202,16 +204,22 @@ class Session:
             )
         if self._hooked_begin and not self.stepping:
             return
-        if step is not None:
-            check_step(step, self.head_step)
-            self._progress.head_step = step - 1
-        if self._hooked_begin:
-            self._after_step()
-            return
-        self._steps.between()
-        self._after_step()
-        self._steps.finish()
-        self._gate.enter()
+        self._steps.counted(step, hooked=self._hooked_begin)
+
+    def iteration(self) -> AbstractContextManager[None]:
+        """Run one iteration: `with session.iteration():` around all that changes the state. Replaces `step`.
+
+        Between two blocks a flush, SIGTERM or an evacuation saves the state exactly, and at once. Within one they wait
+        for its end. Blocks of several threads run one after the other. A block that raises is not counted. Its changes
+        stay, and are saved as not exact, until another block has ended.
+        Raises UsageError within another block, or if hooks count the iterations.
+        """
+        self._check_open()
+        if self._hooked or self._hooked_begin:
+            raise UsageError(
+                "hooks count the iterations, and show when none is running", hint="omit session.iteration()"
+            )
+        return self._steps.block()
 
     def checkpoint(self, *, full: bool = False, wait: bool | Literal["peers"] = False) -> None:
         """Save now: one partial checkpoint, or with `full` the whole state, sealed.
@@ -221,7 +229,7 @@ class Session:
         """
         check_wait(wait, self.settings)
         engine = self._started()
-        with self._gate.held():
+        with self._gate.outside("checkpoint()"):
             saved = self._saving.now(Extent.WHOLE if full else Extent.PART)
         if wait:
             self._saving.require(engine, wait, saved=saved)
@@ -286,7 +294,7 @@ class Session:
                 )
             self._origin.resumed = logged(Resumed(step=0, exact=True, report=None), self.store)
             return self._origin.resumed
-        with self._gate.held():
+        with self._gate.outside("resume()"):
             outcome = self._resumption.run(mode, snapshot)
             self._opening.looked()
             resumed = self._origin.set(outcome.resumed, outcome.reasons, self.store, self._together)
@@ -339,7 +347,7 @@ class Session:
         (kind "too-much-rework") if the predicted rework exceeds `max_rework` or is unknown. Changes nothing then.
         """
         engine = self._started()
-        with self._gate.held():
+        with self._gate.outside("recover()"):
             self._finish()
             live = self._together.agree(lambda: self._binding.live(engine.arena))
             report = recover_live(
@@ -360,6 +368,7 @@ class Session:
         Copies that are not durable by then stay in the arena, and the next session on this host saves them. During an
         exception the state of the newest step is flushed instead; see `flush`.
         """
+        self._gate.require_outside("close()")
         failed = sys.exc_info()[1] is not None
         self._close(Ending.FAILED if failed else Ending.CLOSED, seal=seal)
 
@@ -369,19 +378,6 @@ class Session:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._close(Ending.CLOSED if error is None else Ending.FAILED)
-
-    def _before_step(self) -> None:
-        if not self._inert():
-            self._steps.begin()
-
-    def _after_step(self) -> None:
-        if self._inert():
-            return
-        with self._held:  # no flush can run between these parts
-            request = self._steps.end()
-            if request is not None:
-                self._grant(request)
-            self._steps.save()
 
     def _grant(self, request: Request) -> None:
         """Carry out a command's recovery, and answer it."""

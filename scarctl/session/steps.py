@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
 from scarctl.adapter import Watching
 from scarctl.checkpoint.copied import Extent
+from scarctl.checkpoint.step_end import check_step
 from scarctl.daemon.request import Request
-from scarctl.errors import LayoutMismatch, ScarError
+from scarctl.errors import LayoutMismatch, ScarError, UsageError
 from scarctl.session.parts import Parts
 from scarctl.session.progress import PASSING
 from scarctl.session.requests import Requests
@@ -23,11 +26,25 @@ _DIFFER = (
 )
 
 
+class Owner(Protocol):
+    """The methods of a session that its steps call."""
+
+    def _check_open(self) -> None:
+        """Raise UsageError if the session is closed, or another process's."""
+
+    def _inert(self) -> bool:
+        """Return whether steps do nothing."""
+
+    def _grant(self, request: Request) -> None:
+        """Carry out a command's recovery, and answer it."""
+
+
 class Steps:
     """The beginnings and ends of one session's iterations."""
 
     def __init__(
         self,
+        owner: Owner,
         parts: Parts,
         requests: Requests,
         saving: Saving,
@@ -36,10 +53,12 @@ class Steps:
     ) -> None:
         """Take the session's parts. touched: returns the rows that the coming step will change; None: not needed."""
         self.touched = touched
+        self._owner = owner
         self._opening = parts.opening
         self._binding = parts.binding
         self._progress = parts.progress
         self._gate = parts.gate
+        self._held = parts.gate.held()
         self._journal = parts.journal
         self._requests = requests
         self._saving = saving
@@ -54,11 +73,45 @@ class Steps:
         self._differ = False
         """Ranks were found to differ, and not yet to agree again."""
 
-    def begin(self) -> None:
+    def counted(self, step: int | None, *, hooked: bool) -> None:
+        """See `Session.step`. hooked: hooks report the beginnings of iterations."""
+        if self._gate.blocks:
+            raise UsageError(
+                "session.iteration() counts each of its blocks, so session.step() would count one twice",
+                hint="omit session.step()",
+            )
+        if step is not None:
+            check_step(step, self._progress.head_step)
+            self._progress.head_step = step - 1
+        if hooked:
+            self.after()
+            return
+        self._between()
+        self.after()
+        self._finish()
+        self._gate.enter()
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """See `Session.iteration`."""
+        with self._gate.block():
+            self._owner._check_open()
+            self._between()
+            self._gate.enter()
+            yield
+            # What a client is answered from here on must be saved.
+            self._gate.thaw()
+            self._owner._check_open()
+            self.after()
+            self._finish()
+
+    def before(self) -> None:
         """Finish the current copy, right before an optimizer changes parameters."""
+        if self._owner._inert():
+            return
         progress, saving = self._progress, self._saving
         if saving.unfinished or self._opening.engine is None:
-            self.between()
+            self._between()
         else:
             progress.step_begins()
         started = time.perf_counter()
@@ -70,14 +123,24 @@ class Steps:
         finally:
             saving.stats.stalled(started)
 
-    def between(self) -> None:
+    def after(self) -> None:
+        """Count an iteration that has ended, and save what is due."""
+        if self._owner._inert():
+            return
+        with self._held:  # no flush can run between these parts
+            request = self._end()
+            if request is not None:
+                self._owner._grant(request)
+            self._save()
+
+    def _between(self) -> None:
         """Finish the current copy before parameters change. Raises UsageError if the run was not resumed."""
         if self._opening.engine is None and self._progress.head_step == 0:
             self._opening.require_looked()
         self._progress.step_begins()
-        self.finish()
+        self._finish()
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Wait for the current copy, if any, and queue it."""
         if not self._saving.unfinished:
             return
@@ -90,11 +153,8 @@ class Steps:
             finally:
                 self._saving.stats.stalled(started, part=part)
 
-    def end(self) -> Request | None:
-        """Count the iteration, right after the last optimizer's step. Return the recovery that is due, if any.
-
-        Call it with the gate held, and call `save` before releasing the gate: no flush may run between the two.
-        """
+    def _end(self) -> Request | None:
+        """Count the iteration, right after the last optimizer's step. Return the recovery that is due, if any."""
         progress, saving, engine = self._progress, self._saving, self._opening.engine
         saving.moment = None
         saving.streams.follow()
@@ -127,7 +187,7 @@ class Steps:
             saving.fault(error)
             return None
 
-    def save(self) -> None:
+    def _save(self) -> None:
         """Start the checkpoint that is due after this step. The first step saves the whole state."""
         saving, step, moment = self._saving, self._progress.head_step, None
         due = self._due(step)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from scarctl.errors import Corruption
 from scarctl.state.caveats import Caveat, read_caveats
 from scarctl.state.codec import encode
+from scarctl.state.common import read_digests
 from scarctl.state.journal import Event, read_events
 
 FILE_POLICY = "scarctl"
@@ -69,6 +70,8 @@ class Notes:
     """Ages of copies over time: `scarctl.state.journal.Journal.samples`; `read_samples` checks it."""
     fits: Any = None
     """Fits of extrapolating recovery: `scarctl.theory.extrapolation.Fits.to_array`; `from_array` checks it."""
+    common: Mapping[str, str] = field(default_factory=dict)
+    """In a seal of one of several ranks, digests of what it has in common with others: see `scarctl.state.common`."""
 
     @classmethod
     def from_tree(cls, tree: object) -> Notes:
@@ -84,6 +87,7 @@ class Notes:
             events=read_events(found.get("events")),
             samples=_array(found.get("samples")),
             fits=_array(found.get("extrapolation")),
+            common=read_digests(found.get("common")),
         )
 
     def to_tree(self) -> dict[str, Any]:
@@ -99,6 +103,8 @@ class Notes:
             tree["samples"] = self.samples
         if self.fits is not None:
             tree["extrapolation"] = self.fits
+        if self.common:
+            tree["common"] = dict(self.common)
         return tree
 
     def of_part(self, own: Notes) -> Notes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 
@@ -27,6 +27,12 @@ class Lockstep(Protocol):
 
     def writes(self) -> int:
         """Return the number of counted in-place writes to parameters."""
+
+    def common(self) -> Callable[[], Mapping[str, str]]:
+        """Return a function that digests what this process has in common with others, for `Notes.common`.
+
+        It reads the present values when it is called, in any thread.
+        """
 
 
 class Identities:

@@ -1,4 +1,4 @@
-"""Tell whether a folder is on a disk of this machine, which no other machine can have mounted."""
+"""Find out whether a folder is on a disk of this machine, which no other machine can have mounted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 def disk_type(path: str | os.PathLike[str]) -> str:
     """Return the type of the file system at an existing path, such as "ext4", if only this machine can have it mounted.
 
-    Return "" if other machines may have it, or if the system does not tell.
+    Return "" if other machines may have it, or if that is unknown.
     """
     try:
         mounts = _MOUNTS.read_text(errors="surrogateescape").splitlines()

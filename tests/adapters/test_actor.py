@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import signal
 import socket
 import threading
 import time
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import scarctl
-from scarctl.errors import Contention, NoIntactCopy, UsageError
+from scarctl.errors import Contention, NoIntactCopy, Unavailable, UsageError
 from scarctl_adapters.actor import ANSWERS, Calls, Kept, once
 from tests.support.forkserver import Program
 
@@ -252,6 +253,43 @@ def test_kills_at_any_moment_lose_no_answered_call_and_apply_none_twice(kills: i
         assert session.resume().exact
         assert (state["rows"] == number).all()
         assert state["calls"][0] == number
+
+
+@pytest.mark.slow
+def test_sigterm_between_two_calls_loses_none(tmp_path: Path) -> None:
+    actor = Killed(tmp_path, every=50)
+    try:
+        assert [actor.call("a", n)[0] for n in range(1, 7)] == [1, 2, 3, 4, 5, 6]
+        actor.program.terminate()
+        assert actor.program.wait() == -signal.SIGTERM
+        actor.start()
+        assert actor.call("a", 6) == [6, 6], "none is executed again"
+        actor.end()
+    finally:
+        actor.program.kill()
+
+
+def test_a_call_that_is_not_durable_yet_is_not_lost_by_a_later_one_that_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = Table(tmp_path / "s")
+
+    def fails(**options: Any) -> None:
+        raise Unavailable("the store is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(table.kept.session, "checkpoint", fails)
+        with pytest.raises(Unavailable):
+            add(table, 1, 2.0, call="first")
+    with pytest.raises(IndexError):
+        add(table, 99, 1.0, call="second")
+    assert add(table, 1, 2.0, call="first") == 2.0
+    assert table.executed == 2
+    table.kept.session.close(seal=False)
+    again = Table(tmp_path / "s")
+    assert add(again, 1, 2.0, call="first") == 2.0
+    assert again.executed == 0
+    again.kept.close()
 
 
 @pytest.mark.slow

@@ -16,9 +16,10 @@ import pytest
 from scarctl.arena import stale
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder, host_folder, lock_folder
+from scarctl.arena.kinship import ASIDE
 from scarctl.arena.owner import Owner, write_owner
 from scarctl.arena.queue import HandOverQueue
-from scarctl.arena.stale import DAY, reap, survey
+from scarctl.arena.stale import DAY, has_unsaved, reap, survey
 from scarctl.daemon import client
 from scarctl.daemon.server import Daemon
 from scarctl.errors import Contention
@@ -138,6 +139,23 @@ def test_what_is_not_an_arena_is_shown_and_left_alone(
     assert reap(folder.parent) == []
     assert (foreign / "arena").exists()
     assert "not an arena" in caplog.text
+
+
+@pytest.mark.leaves_arena
+def test_memory_that_another_host_may_come_for(arena_dir: Path) -> None:
+    run = f"{ID}.{'cd' * 8}-3"
+    folder = left(arena_dir, run, pending=2)
+    for runs, found in (((ID,), True), (("ff" * 16, run[:49]), True), (("ff" * 16,), False), ((), False)):
+        assert has_unsaved(folder.parent, runs) is found
+    os.utime(folder, (then := time.time() - DAY - 1, then))
+    assert not has_unsaved(folder.parent, (ID,)), "a day later"
+    folder.rename(folder.with_name(run + ASIDE))
+    os.utime(folder.with_name(run + ASIDE))
+    assert not has_unsaved(folder.parent, (ID,)), "set aside"
+    left(arena_dir, f"{run}1")
+    assert not has_unsaved(folder.parent, (ID,)), "the store has everything"
+    left(arena_dir, f"{run}2", queued=True)
+    assert has_unsaved(folder.parent, (ID,)), "the store lacks its extras"
 
 
 def test_what_was_set_aside_stays(arena_dir: Path) -> None:

@@ -79,6 +79,24 @@ def test_a_daemon_that_keeps_a_copy_for_another_host_stays(life: Lifecycle) -> N
     assert life.tick(1e6 + 1 + BETWEEN) == [Exit()]
 
 
+def test_a_daemon_whose_memory_may_be_fetched_stays_while_it_is_wanted(life: Lifecycle) -> None:
+    life.detached("a")
+    life.released("a")
+    life.tick(10.0)
+    for minute in range(3):
+        assert life.tick(10.0 + BETWEEN + minute * RETURN, wanted=lambda: True) == []
+    asked = 10.0 + BETWEEN + 2 * RETURN
+    assert life.tick(asked + RETURN / 2, wanted=lambda: pytest.fail("it is asked once a minute")) == []
+    assert life.tick(asked + RETURN, wanted=lambda: False) == [Exit()]
+
+
+def test_a_signal_ends_it_although_its_memory_may_be_fetched(life: Lifecycle) -> None:
+    life.detached("a")
+    life.released("a")
+    life.tick(10.0, wanted=lambda: True)
+    assert life.terminate(11.0) == [Exit()]
+
+
 def test_a_signal_ends_it_although_it_keeps_a_copy(life: Lifecycle) -> None:
     life.detached("a")
     life.released("a")

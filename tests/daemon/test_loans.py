@@ -22,7 +22,7 @@ from scarctl.errors import Contention
 from scarctl.peers import fetch as fetching
 from scarctl.peers import lender as lenders
 from scarctl.peers.connect import connected
-from scarctl.peers.fetch import Fetched, fetch_memory
+from scarctl.peers.fetch import Asker, Fetched, fetch_memory
 from scarctl.peers.frames import Kind, encode
 from scarctl.peers.handshake import SECRET_BYTES, Hello
 from scarctl.peers.sender import Candidate
@@ -97,7 +97,7 @@ class Elsewhere:
     def fetch(self) -> Fetched | None:
         view = self.view()
         try:
-            return fetch_memory(view, self.base, [self.host], START, SECRET, None, seconds=20.0)
+            return fetch_memory(view, self.base, [self.host], Asker(START, SECRET, None, 20.0))
         finally:
             view.close()
 

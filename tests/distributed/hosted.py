@@ -25,8 +25,10 @@ from scarctl.errors import ScarError
 from scarctl.ops.survey import survey
 from scarctl.ops.verify_memory import verify_memory
 from scarctl.store import Store
+from scarctl.store.hosts import read_hosts
 from tests.distributed.jobs import build, step, values
 from tests.support.training import drained
+from tests.support.waiting import wait_until
 
 
 def train(
@@ -35,10 +37,10 @@ def train(
     """Resume and train up to iteration `steps`. Each of `homes` is a host: its arenas and its daemon.
 
     Options: `store_stops_at` an iteration; `flush_at` one; `copied_at` one, after which it waits until its peers have
-    all, and with `verify` compares the copies with the store; `wait_at` one, after which its checkpoint waits for the
-    peers; `peers_stop_at` one, from which on nothing is sent; `daemon_dies_at` one, that of rank 1; `host_dies` (a
-    rank): at iteration `dies_at` its daemon, its memory and itself; `all_die_at` one; a file to `keep` the end in;
-    arguments of `attach` (`settings`).
+    all, with `recorded` for the records of all hosts, and with `verify` compares the copies with the store; `wait_at`
+    one, after which its checkpoint waits for the peers; `peers_stop_at` one, from which on nothing is sent;
+    `daemon_dies_at` one, that of rank 1; `host_dies` (a rank): at iteration `dies_at` its daemon, its memory and
+    itself; `all_die_at` one; a file to `keep` the end in; arguments of `attach` (`settings`).
     """
     warned: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -80,6 +82,8 @@ def train(
                 if options.get("verify"):
                     dist.barrier()  # the other host has sent all rows, too
                     verified = verify(f"{folder}/store", str(home))
+                if options.get("recorded"):
+                    wait_until(lambda: len(read_hosts(Store.open(f"{folder}/store"))) == world)
                 dist.barrier()  # a dying host keeps the copies of another one
             if options.get("wait_at") == number:
                 said = wait_for_checkpoint(session)
@@ -101,6 +105,7 @@ def train(
         "step": resumed.step,
         "exact": resumed.exact,
         "whole": resumed.whole,
+        "steps": None if resumed.ranks is None else resumed.ranks["steps"],
         "tiers": None if resumed.report is None else resumed.report.tiers,
         "errors": session.stats.errors,
         "peers": peers,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 from scarctl.config import SessionSettings
 from scarctl.daemon.saver import DaemonSaver
 from scarctl.distributed import meeting as module
-from scarctl.distributed.credentials import Credentials, digest_of_place
+from scarctl.distributed.credentials import Credentials
+from scarctl.distributed.host_address import digest_of_place, place_of
 from scarctl.distributed.meeting import Meeting
 from scarctl.distributed.memory_search import search_memory
 from scarctl.errors import Contention, ScarError
@@ -46,7 +48,8 @@ class NotedDaemon:
     admitted: list[str] = field(default_factory=list)
     refusal: ScarError | None = None
 
-    def admit(self, start: str, secret: str, address: str, tls: object, rate: object) -> int:
+    def admit(self, start: str, secret: str, address: str, tls: object, rate: object, lasting: bool) -> int:
+        assert lasting
         if self.refusal is not None:
             raise self.refusal
         self.admitted.append(address)
@@ -103,7 +106,7 @@ def made(folder: Path, **options: Any) -> Iterator[Table]:
     known: dict[str, Any] = {"peers": 1, "peer_address": "127.0.0.1", "arena_dir": str(folder)}
     settings = SessionSettings(store=str(folder / "store"), **known | options)
     daemon, caveats = NotedDaemon(), Caveats()
-    table = Table(store, cast(Any, None), daemon, caveats, digest_of_place(settings))
+    table = Table(store, cast(Any, None), daemon, caveats, digest_of_place(place_of(settings)))
     table.meeting = Meeting(
         store,
         cast(DaemonSaver, daemon),
@@ -416,7 +419,7 @@ def test_a_search_that_fails_costs_a_warning(
 ) -> None:
     settings = SessionSettings(store=str(tmp_path / "store"), arena_dir=str(tmp_path))
     given = Credentials(table.store.id, "ab" * 32, ["none.pem", "none.key", "none.ca"])
-    table.put(record(A, 1))
+    table.put(record(A, 1, written=int(time.time())))
     assert search_memory([table.store.of_shard(0)], settings, given) == 0
     assert "other hosts are not searched" in caplog.text
     assert search_memory([table.store.of_shard(0)], settings, replace(given, files=None)) == 0

@@ -96,6 +96,31 @@ def test_after_sigterm_a_member_has_time_to_reach_the_other_host(alone: Hosts) -
     assert (found["exact"], found["tiers"].keys()) == (True, {"peer"}), found
 
 
+@pytest.mark.parametrize("by", ["signal", "command"])
+def test_a_server_that_waits_for_requests_loses_nothing_with_its_host(alone: Hosts, by: str) -> None:
+    """The store gets nothing; the other host has its newest step, which came after the newest checkpoint."""
+    alone.options |= {"blocks": True, "interval": 1000, "grace": "20s" if by == "signal" else None}
+    two = alone.both()
+    two.order(0, "stop store")
+    two.until_head(0, "east", 4)
+    head = two.order(0, "stopped")["head"]
+    if by == "signal":
+        two.programs[0].terminate()
+        assert two.programs.pop(0).wait() == -signal.SIGTERM
+        shutil.rmtree(two.home("east") / f"scarctl-{os.getuid()}" / Store.open(two.store).of_shard(0).run_id)
+    else:
+        command = ("evacuate", "--deadline", "20s", "--arena-dir", str(two.home("east")), "--json")
+        done = scarctl_command(*command)
+        assert done.exit_code == 0, done.output
+        (store,) = json.loads(done.stdout)["stores"]
+        (process,) = store["processes"]
+        assert (process["safe"], process["flushed"], process["step"]) == (True, True, head)
+        two.lose("east", 0)
+    found = two.start(0, "north")
+    assert (found["step"], found["exact"], found["tiers"].keys()) == (head, True, {"peer"}), found
+    assert not [line for line in two.warned(0) if "not flushed" in line]
+
+
 def test_a_lost_member_is_recovered_into_a_file_from_the_copy(two: Hosts, tmp_path: Path) -> None:
     two.order(0, "stop store")
     head = two.copy(0, stopped=True)

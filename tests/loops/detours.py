@@ -111,19 +111,6 @@ def phases(run: Run) -> None:
             run.iterated()
 
 
-def thawed(run: Run) -> None:
-    """Layers that are unfrozen one after another; the optimizer has all of them from the start."""
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    session = run.attach(model, optimizer)
-    run.resume()
-    for epoch in session.epochs(EPOCHS):
-        model[0].requires_grad_(epoch >= 1)
-        for batch in session.batches(shuffled()):
-            train(model, optimizer, batch)
-            run.iterated()
-
-
 def validated(run: Run) -> None:
     """Validate in every second iteration, with data from `session.batches`, too."""
     model = net()
@@ -243,7 +230,6 @@ DETOURS = {
     "reloaded": reloaded,
     "measured": measured,
     "phases": phases,
-    "thawed": thawed,
     "validated": validated,
     "tasks": tasks,
     "tied later": tied,

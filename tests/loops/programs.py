@@ -29,6 +29,7 @@ from tests.loops.habits import HABITS
 from tests.loops.oversights import OVERSIGHTS
 from tests.loops.rig import EPOCHS, PER_EPOCH, STEPS, Digits, Run, Stream, by_step, evaluate, net, train
 from tests.loops.samplers import distributed, repeated, stateful
+from tests.loops.thaws import THAWS
 from tests.loops.turns import TURNS
 
 # -- loops over a DataLoader ------------------------------------------------------------------------------------------
@@ -432,7 +433,7 @@ TORCHDATA: dict[str, Program] = {
     "stateful loader by hand, extras": lambda run: stateful(run, ours=False),
     "stateful loader by hand, 2 workers": lambda run: stateful(run, ours=False, workers=2),
 }
-PROGRAMS |= CRAFTS | HABITS | OVERSIGHTS | DETOURS | TURNS
+PROGRAMS |= CRAFTS | HABITS | OVERSIGHTS | DETOURS | THAWS | TURNS
 PROGRAMS |= TORCHDATA if find_spec("torchdata") is not None else {}
 
 

@@ -32,14 +32,18 @@ class Run:
     def __init__(self, store: str, stop: str, at: int) -> None:
         self._store, self._stop, self._at = store, stop, at
         self._models: list[nn.Module] = []
+        self._sessions: list[scarctl.Session] = []
         self._warnings = Warnings()
         self._cautions = cautions(store)
         logging.getLogger("scarctl").addHandler(self._warnings)
 
-    def attach(self, model: nn.Module, optimizer: Any, **options: Any) -> scarctl.Session:
-        self._models.append(model)
+    def attach(self, model: nn.Module, optimizer: Any, *, phase: str = "", **options: Any) -> scarctl.Session:
+        """Make the run's session. phase: a run of several phases has a store for each; the last one's is ""."""
+        if model not in self._models:
+            self._models.append(model)
         settings = {"policy": "full", "interval": 1, "partition_bytes": 4096, **options}
-        self.session = scarctl.attach(model, optimizer, store=self._store, **grouped(**settings))
+        self.session = scarctl.attach(model, optimizer, store=f"{self._store}{phase}", **grouped(**settings))
+        self._sessions.append(self.session)
         last = optimizer[-1] if isinstance(optimizer, list) else optimizer
         last.register_step_post_hook(lambda *_: self._stepped())
         return self.session
@@ -74,14 +78,13 @@ class Run:
         for model in self._models:
             for tensor in model.state_dict().values():
                 digest.update(tensor.numpy().tobytes())
-        resumed = self.session.resumed
-        assert resumed is not None
+        resumed = [session.resumed for session in self._sessions if session.resumed is not None]
         found = {
             "digest": digest.hexdigest()[:16],
             "head": self.session.head_step,
-            "step": resumed.step,
-            "exact": resumed.exact,
-            "reasons": list(resumed.reasons),
+            "step": sum(one.step for one in resumed),
+            "exact": all(one.exact for one in resumed),
+            "reasons": [reason for one in resumed for reason in one.reasons],
             "warnings": self._warnings.messages,
         }
         self.session.close()

@@ -78,6 +78,8 @@ DOUBTED = {
     ("byol by hand", "close"),
     ("phases", "close"),
     ("thawed", "close"),
+    ("thawed, own group", "close"),
+    ("thawed, first optimizer", "close"),
     ("replay", "close"),
     ("sharpness", "SIGTERM"),
 }

@@ -20,7 +20,7 @@ from scarctl.arena.folder import arena_folder, host_folder
 from scarctl.arena.owner import disown
 from scarctl.arena.queue import HandOverQueue
 from scarctl.peers.channel import Channel
-from scarctl.peers.fetch import Fetched, fetch_memory
+from scarctl.peers.fetch import Asker, Fetched, fetch_memory
 from scarctl.peers.frames import Kind, encode
 from scarctl.peers.handshake import SECRET_BYTES, Hello, challenge, verify
 from scarctl.peers.host import Host
@@ -113,9 +113,9 @@ class Site:
     def fetch(self, *hosts: Candidate, **other: Any) -> Fetched | None:
         """Fetch the member's memory to this host."""
         view = self.view()
-        known = {"start": START, "secret": SECRET, "tls": None, "seconds": 20.0, **other}
+        asker = Asker(**{"start": START, "secret": SECRET, "tls": None, "seconds": 20.0, **other})
         try:
-            return fetch_memory(view, self.base, hosts, **known)
+            return fetch_memory(view, self.base, hosts, asker)
         finally:
             view.close()
 

@@ -5,18 +5,33 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import Fenced
 from scarctl.peers.channel import Channel
-from scarctl.peers.frames import Kind
-from scarctl.peers.handshake import SECRET_BYTES
+from scarctl.peers.frames import Kind, encode
+from scarctl.peers.handshake import SECRET_BYTES, Hello
 from scarctl.peers.host import Host
 from scarctl.peers.link import State
+from scarctl.peers.replica import SUCCESSOR
 from scarctl.peers.sender import Sender
-from tests.peers.test_host import SECRET, START, STORE, arena, follow, senders, west
+from tests.peers.test_host import (
+    RUN,
+    SECRET,
+    START,
+    STORE,
+    arena,
+    begin,
+    follow,
+    meet,
+    replica,
+    senders,
+    west,
+)
 from tests.support.waiting import wait_until
 
 __all__ = ["arena", "senders", "west"]
@@ -63,3 +78,48 @@ def test_a_stranger_cannot_say_that_a_run_is_over(west: Host, arena: Arena, send
         assert sender.state is not State.FENCED
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(30.0)
+
+
+def test_an_earlier_epoch_does_not_interrupt_the_first_copy_of_a_later_one(
+    west: Host, arena: Arena, tmp_path: Path
+) -> None:
+    """A process that was cut off has the secret, too, and a complete replica here."""
+    port = west.admit(START, SECRET, STORE, "127.0.0.1", 0)
+    first: list[Sender] = []
+    sender, _ = follow(first, arena, port)
+    wait_until(lambda: "up to date" in sender.describe())
+    sender.close(done=False, patience=30.0)
+    channel = meet(port, Hello.new(START, RUN, 2))
+    about = {"host": "east", "store": "", "base_epoch": 2, "process": "cc" * 16}
+    begin(channel, encode(Kind.LAYOUT, about, arena.layout_json()))
+    # It has sent no mark yet.
+    for connected in (True, False):
+        if not connected:
+            channel.shut()
+            wait_until(lambda: not west.busy)
+        late, warned = follow(first, arena, port)
+        wait_until(lambda: first[-1].state is State.FENCED)
+        assert "epoch 1 is over" in warned[0]
+        late.close(done=False, patience=30.0)
+        assert len(west.status()) == connected, "the later one's connection"
+        assert (tmp_path / "west" / f"{RUN}{SUCCESSOR}").exists()
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_memory_is_kept_for_those_who_can_prove_that_it_is_theirs(
+    west: Host, arena: Arena, senders: list[Sender], tmp_path: Path, lasting: bool
+) -> None:
+    """A secret that is in a file is the same at the next start."""
+    port = west.admit(START, SECRET, STORE, "127.0.0.1", 0, lasting=lasting)
+    assert not west.wanted()
+    sender, _ = follow(senders, arena, port)
+    wait_until(lambda: "up to date" in sender.describe())
+    sender.close(done=False, patience=30.0)
+    assert west.wanted() == lasting
+    west.admit(START, SECRET, "ff" * 16, "127.0.0.1", port)
+    arena.durable[:] = arena.version
+    HandOverQueue(arena.folder).clear()
+    again, _ = follow(senders, arena, port)
+    wait_until(lambda: (replica(tmp_path).durable == arena.version).all())
+    wait_until(lambda: "up to date" in again.describe())
+    assert not west.wanted(), "the store has everything"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from scarctl.arena.age import age_of
 from scarctl.arena.arena import Arena
 from scarctl.arena.header import OWNER
 from scarctl.arena.kinship import ASIDE, take
@@ -18,13 +19,15 @@ from scarctl.arena.lines import fit
 from scarctl.arena.owner import Owner, read_owner, write_owner
 from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.transfer import Outgoing
+from scarctl.arena.view import peek
 from scarctl.errors import Contention
 from scarctl.peers.channel import Channel
+from scarctl.peers.fetch import Asker, fetch_memory
 from scarctl.peers.frames import Kind, encode
 from scarctl.peers.lender import PIECE_SECONDS
 from scarctl.peers.sender import Candidate
 from scarctl.peers.tls import Tls
-from tests.peers.lending import LAYOUT, SECRET, Liar, Site, sites
+from tests.peers.lending import LAYOUT, MEMBER, SECRET, START, Liar, Site, sites
 from tests.support.certificates import Authority
 
 pytestmark = pytest.mark.leaves_arena
@@ -105,6 +108,46 @@ def test_of_several_the_newest_by_epoch_and_step_is_brought(three: list[Site]) -
     assert found.host == "north"
     assert west.step() == 4
     assert west.fetch(*hosts) is None  # it has that one now
+
+
+def test_only_what_is_newer_than_something_else_is_brought(three: list[Site]) -> None:
+    """Another host of the job can send an arena of this age."""
+    east, west, _ = three
+    west.train(2)
+    east.train(5)
+    host, run = east.listen(), east.view().run_id
+    view = peek(east.base, run)
+    age = age_of(view)
+    assert age is not None
+    asker = Asker(START, SECRET, None, 20.0)
+    assert fetch_memory(west.view(), west.base, [host], asker, than=age) is None
+    assert west.step() == 2
+    older = (age[0], age[1] - 1, age[2])
+    assert fetch_memory(west.view(), west.base, [host], asker, than=older) is not None
+    assert west.step() == 5
+
+
+def test_hosts_are_asked_about_several_runs(three: list[Site], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not answer about the first is not asked about the others."""
+    east, west, north = three
+    east.train(5)
+    hosts = [NOBODY, east.listen(), west.listen(secret=b"x" * 32), north.listen()]
+    monkeypatch.setattr(north.host._lender, "_lives", lambda run: run == runs[2])
+    runs = [east.view(shard).run_id for shard in (0, MEMBER, 2)]
+    asked: list[tuple[str, str]] = []
+    ask = Asker.ask
+
+    def noted(self: Asker, host: Candidate, run: str) -> Any:
+        asked.append((host.host, run))
+        return ask(self, host, run)
+
+    monkeypatch.setattr(Asker, "ask", noted)
+    found = Asker(START, SECRET, None, 20.0).ask_all(hosts, runs)
+    assert [(host, run, answer.alive) for host, run, answer in found] == [(1, 1, False), (3, 2, True)]
+    offer = found[0][2].offer
+    assert offer is not None
+    assert offer.age[1] == 5
+    assert [sum(name == host.host for name, _ in asked) for host in hosts] == [1, 3, 1, 3]
 
 
 def test_an_older_one_and_one_of_the_same_age_are_not_brought(three: list[Site]) -> None:

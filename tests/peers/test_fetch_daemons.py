@@ -18,7 +18,7 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder, host_folder
 from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.transfer import Incoming
-from scarctl.peers.fetch import Fetched, fetch_memory
+from scarctl.peers.fetch import Asker, Fetched, fetch_memory
 from scarctl.peers.host import Host
 from scarctl.peers.sender import Candidate
 from scarctl.state.layout import TensorSpec, build_layout
@@ -51,7 +51,7 @@ def view_of(store: Path) -> Store:
 def fetch(store: Path, base: str, *hosts: Candidate) -> Fetched | None:
     view = view_of(store)
     try:
-        return fetch_memory(view, base, hosts, START, SECRET, None, seconds=20.0)
+        return fetch_memory(view, base, hosts, Asker(START, SECRET, None, 20.0))
     finally:
         view.close()
 

@@ -2,8 +2,9 @@
 
     python -m tests.support.copied_member STORE FOLDER NUMBER COUNT OPTIONS
 
-A step adds 1 to every value. The program appends what it has resumed, its warnings and its answers to
-FOLDER/NUMBER.jsonl. Between two steps it obeys the lines of FOLDER/NUMBER.do.
+A step adds 1 to every value; with the option "blocks" it is a block of `session.iteration()`. The program appends what
+it has resumed, its warnings and its answers to FOLDER/NUMBER.jsonl. Between two steps it obeys the lines of
+FOLDER/NUMBER.do.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def main(store: str, folder: str, number: str, count: str, options: str) -> int:
         setattr(known_hosts if hasattr(known_hosts, name) else meeting, name, seconds)
     rows = {"rows": (whole * place[0] // place[1], whole)} if whole else {}
     member = scarctl.Member(*place, rows, given.pop("replaces", None))
-    pace = given.pop("pace", 0.02)
+    pace, blocks = given.pop("pace", 0.02), given.pop("blocks", False)
     usual = {"interval": INTERVAL, "fraction": 0.25, "rows": {"rows": 1}, "daemon": True, "timeout": 20.0}
     try:
         session = scarctl.attach(state, store=store, member=member, **grouped(**usual | given))
@@ -80,9 +81,12 @@ def main(store: str, folder: str, number: str, count: str, options: str) -> int:
                         break  # the store is to have something older
                     obeyed += 1
                     tell(answer=obey(session, *order), head=session.head_step)
-                    if order[0].endswith("and stopped"):
+                    if order[0].endswith("stopped"):
                         threading.Event().wait()
-                train(session, state, 1)
+                if blocks:
+                    serve(session, state)
+                else:
+                    train(session, state, 1)
                 time.sleep(pace)  # others need the processor, too
     except ScarError as error:
         tell(error=error.kind, message=str(error))
@@ -100,11 +104,19 @@ def is_in_store(session: scarctl.Session) -> bool:
     return engine is not None and bool((engine.arena.durable >= 0).all())
 
 
+def serve(session: scarctl.Session, state: dict[str, np.ndarray]) -> None:
+    with session.iteration():
+        for values in state.values():
+            values += 1
+
+
 def obey(session: scarctl.Session, order: str, *arguments: Any) -> Any:
     """Carry out an order, and return what there is to say."""
     try:
         if order == "stop store":  # from now on the store gets nothing
             session._saver.stop()
+        elif order == "stopped":  # it waits for a request that never comes
+            pass
         elif order == "flush":
             return session.flush()
         elif order in ("copied", "copied and stopped"):

@@ -150,8 +150,8 @@ class OptimizerState:
                 raise LayoutMismatch(
                     f"{changed} after the first step: its state would not fit the optimizer that a resumed run begins "
                     "with",
-                    hint="make all groups before the first step, with parameters that are frozen until later, or "
-                    "start a new store; what was saved before is intact",
+                    hint="make all groups before attach(), and freeze parameters only after it; "
+                    "or train each phase with a store of its own. What was saved before is intact",
                 )
             self._places[at], self._counts[at] = [(p, places[id(p)]) for p, _ in now], len(groups)
 

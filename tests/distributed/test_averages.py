@@ -1,0 +1,54 @@
+"""Test ranks that train apart between two averages: a state that is another one on each rank is never called exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scarctl.ops.survey import survey
+from scarctl.store import Store
+from tests.distributed.launch import launch
+
+FLUSHED, RESUMED = "tests.distributed.averages:flushed", "tests.distributed.averages:resumed"
+EVALUATED = "tests.distributed.averages:evaluated"
+
+
+@pytest.mark.parametrize("mode", ["partial", "rollback"])
+@pytest.mark.parametrize(
+    ("optimizer", "steps", "exact"),
+    [
+        pytest.param("SGD", 31, False, id="between two averages"),
+        pytest.param("SGD", 30, True, id="at an average"),
+        pytest.param("one tensor", 31, False, id="between two averages, of a rank that owns nothing"),
+        pytest.param("Adam", 30, False, id="at an average, with moments that are not averaged"),
+    ],
+)
+def test_a_state_that_is_another_one_on_each_rank(
+    tmp_path: Path, optimizer: str, steps: int, exact: bool, mode: str
+) -> None:
+    for kinds in launch(FLUSHED, 2, str(tmp_path), optimizer, steps):
+        # Each comparison of the running ranks comes after an average.
+        assert "ranks-differ" not in kinds
+    shown = [caveat.kind for caveat in survey(Store.open(f"{tmp_path}/store"), None).caveats]
+    if optimizer != "one tensor":  # else one rank has no part that a survey could show
+        assert ("ranks-differ" in shown) is not exact
+    for found in launch(RESUMED, 2, str(tmp_path), optimizer, "", mode):
+        assert (found["step"], found["whole"], found["exact"]) == (steps, True, exact)
+        assert exact or any("ranks had different values" in reason for reason in found["reasons"]), found
+
+
+@pytest.mark.parametrize("wrapped", ["ddp", "ddp without buffers"])
+def test_statistics_of_batch_norm_may_differ(tmp_path: Path, wrapped: str) -> None:
+    """The first rank's replace all others before the next forward pass, or each rank saves its own."""
+    launch(FLUSHED, 2, str(tmp_path), "Adam", 5, wrapped)
+    assert [(one["step"], one["exact"]) for one in launch(RESUMED, 2, str(tmp_path), "Adam", wrapped)] == [
+        (5, True)
+    ] * 2
+
+
+def test_other_weights_for_an_evaluation_on_one_rank_are_no_difference(tmp_path: Path) -> None:
+    launch(EVALUATED, 2, str(tmp_path))
+    for found in launch(RESUMED, 2, str(tmp_path), "Adam", "ddp"):
+        assert not any("ranks had different values" in reason for reason in found["reasons"]), found
+        assert found["whole"], found

@@ -1,0 +1,206 @@
+"""Test a job of ranks that starts on other hosts: the newest memory is on a host that does not take part in the start.
+
+Folders of arenas are hosts, each with a daemon. East and West train; East is lost, and West's daemon still runs.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from scarctl.arena.folder import host_folder
+from scarctl.store import Store
+from scarctl.store.format import HOSTS
+from scarctl.store.hosts import GONE, HostRecord, host_path, read_hosts, write_host
+from tests.daemon.trainer import stop
+from tests.distributed.jobs import load
+from tests.distributed.launch import launch
+
+TRAIN = "tests.distributed.hosted:train"
+HOMES, ELSEWHERE = ["east", "west"], ["north", "south"]
+INTERVAL = 5
+CUT = {
+    "homes": HOMES,
+    "store_stops_at": 7,
+    "copied_at": 13,
+    "recorded": True,
+    "host_dies": 0,
+    "all_die_at": 13,
+}
+"""The store has nothing after step 7, and both hosts have copies of step 13. Then both ranks are killed."""
+
+
+class Hosts:
+    """Hosts below one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.secret = self._secret("planted-0123456789abcdef-0123456789abcdef")
+
+    def _secret(self, content: str) -> str:
+        path = self.folder / f"secret-{content[:7]}"
+        path.write_text(content)
+        path.chmod(0o600)
+        return str(path)
+
+    @property
+    def wrong(self) -> str:
+        return self._secret("another-0123456789abcdef-0123456789abcdef")
+
+    @property
+    def store(self) -> Store:
+        return Store.open(self.folder / "store")
+
+    def cut_short(self, kind: str = "fsdp", *, secret: bool = True, **options: Any) -> None:
+        """Train until all ranks are killed, and East is lost."""
+        settings = {"peer_secret_file": self.secret if secret else None}
+        with pytest.raises(AssertionError, match="ended with -9"):
+            launch(TRAIN, 2, kind, str(self.folder), 20, {**CUT, "settings": settings, **options})
+
+    def start(
+        self, homes: list[str], steps: int = 14, kind: str = "fsdp", keep: str | None = None, **settings: Any
+    ) -> list[Any]:
+        """Start the job again, train to a step, and return what each rank has resumed."""
+        given = {"peer_secret_file": self.secret, **settings}
+        job = {"homes": homes, "settings": given, "keep": keep}
+        return launch(TRAIN, len(homes), kind, str(self.folder), steps, job)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    """Yield hosts, and stop their daemons at the end."""
+    monkeypatch.delenv("SCARCTL_DAEMON")
+    yield Hosts(tmp_path)
+    for home in (*HOMES, *ELSEWHERE, "third"):
+        stop(host_folder(str(tmp_path / home)))
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Return by kind the end of an undisturbed job."""
+
+    def train(kind: str) -> Any:
+        folder = tmp_path_factory.mktemp("calm")
+        job = {"homes": HOMES, "keep": f"{folder}/end.pt", "settings": {"peers": 0}}
+        launch(TRAIN, 2, kind, str(folder), 17, job)
+        for home in HOMES:
+            stop(host_folder(str(folder / home)))
+        return load(folder / "end.pt")
+
+    return train
+
+
+def resumed(found: list[Any]) -> list[tuple[int, bool, set[str]]]:
+    return [(report["step"], report["exact"], set(report["tiers"])) for report in found]
+
+
+def warned(found: list[Any], text: str) -> bool:
+    return any(text in line for report in found for line in report["warned"])
+
+
+def assert_store_only(found: list[Any]) -> None:
+    """West's daemon may have saved its own rank's memory to the store. East's is lost."""
+    assert found[0]["steps"][0] <= 7
+    assert all(set(report["tiers"]) == {"store"} for report in found)
+    assert not found[0]["exact"]
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_after_a_flush_it_is_exact(hosts: Hosts, calm: Any, kind: str) -> None:
+    hosts.cut_short(kind, flush_at=13)
+    end = hosts.folder / "end.pt"
+    found = hosts.start(ELSEWHERE, 17, kind, keep=str(end))
+    assert resumed(found) == [(13, True, {"peer"})] * 2
+    assert [report["errors"] for report in found] == [0, 0]
+    first, second = load(end), calm(kind)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_without_a_flush_it_is_at_most_two_intervals_behind(hosts: Hosts) -> None:
+    hosts.cut_short()
+    found = hosts.start(ELSEWHERE)
+    assert all(step >= 13 - 2 * INTERVAL for step in found[0]["steps"])
+    assert set(found[0]["tiers"]) == {"peer"}
+    assert [report["exact"] for report in found] == [False, False]
+
+
+def test_a_secret_is_enough_to_find_copies(hosts: Hosts) -> None:
+    hosts.cut_short(flush_at=13)
+    assert resumed(hosts.start(ELSEWHERE, peers=0)) == [(13, True, {"peer"})] * 2
+    assert len(read_hosts(hosts.store)) == 2, "a host that keeps no copies has no record"
+
+
+def test_without_the_file_only_the_store_is_used(hosts: Hosts) -> None:
+    hosts.cut_short(flush_at=13, secret=False, recorded=False)
+    assert read_hosts(hosts.store) == {}
+    assert_store_only(hosts.start(ELSEWHERE))
+
+
+def test_another_secret_finds_nothing(hosts: Hosts) -> None:
+    hosts.cut_short(flush_at=13)
+    found = hosts.start(ELSEWHERE, peer_secret_file=hosts.wrong)
+    assert_store_only(found)
+    assert warned(found, "does not have this job's secret")
+
+
+def test_another_number_of_ranks_takes_over(hosts: Hosts) -> None:
+    hosts.cut_short(flush_at=13)
+    found = hosts.start([*ELSEWHERE, "third"])
+    assert [(report["step"], report["whole"], report["exact"]) for report in found] == [(13, True, False)] * 3
+
+
+def test_one_rank_takes_over(hosts: Hosts) -> None:
+    hosts.cut_short(flush_at=13)
+    (report,) = hosts.start(["north"], peers=0)
+    assert (report["step"], report["whole"]) == (13, True)
+
+
+def test_records_that_lie_cost_little_time(hosts: Hosts) -> None:
+    """Hosts that never answer, that are gone, damaged and huge records: West is found all the same."""
+    hosts.cut_short(flush_at=13)
+    (west,) = (one for one in read_hosts(hosts.store).values() if one.host.endswith("west"))
+    silent = [socket.create_server(("127.0.0.1", 0)) for _ in range(40)]
+    closed = socket.create_server(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in (*silent, closed)]
+    closed.close()
+    now = int(time.time())
+    for n, port in enumerate(ports):
+        write_host(hosts.store, HostRecord(f"{n:016x}", "liar", "", "127.0.0.1", port, False, now))
+    gone = HostRecord("d" * 16, "gone", "", "127.0.0.1", ports[-1], False, int(now - 2 * GONE))
+    write_host(hosts.store, gone)
+    for n, data in enumerate((b"{", b"[" * 100_000, json.dumps({"kind": "host"}).encode())):
+        hosts.store.blobs.replace(f"{HOSTS}/{n:x}{'e' * 15}.json", data)
+    hosts.store.blobs.replace(host_path("f" * 16), west.data)  # a record under another name
+    began = time.monotonic()
+    found = hosts.start(ELSEWHERE)
+    assert resumed(found) == [(13, True, {"peer"})] * 2
+    assert time.monotonic() - began < 40, "40 silent hosts take 3 s at once, not one after the other"
+    assert "d" * 16 not in read_hosts(hosts.store)
+    for one in silent:
+        one.close()
+
+
+def test_a_future_that_was_left_never_returns(hosts: Hosts) -> None:
+    """West's memory is of step 13. The job has since continued from the store, and saved step 15."""
+    hosts.cut_short(flush_at=13)
+    assert_store_only(hosts.start(ELSEWHERE, 15, peer_secret_file=None))
+    for home in ELSEWHERE:
+        stop(host_folder(str(hosts.folder / home)))
+    found = hosts.start(["third", "north"], 16)
+    assert resumed(found) == [(15, True, {"store"})] * 2
+    assert warned(found, "no longer belongs to this store")
+
+
+@pytest.mark.parametrize("homes", [["west", "north"], ["north", "east"]], ids=["East is outside", "West is"])
+def test_the_newest_is_used_wherever_it_is(hosts: Hosts, homes: list[str]) -> None:
+    """East's memory of rank 0 is of step 13, West's copy of it of step 9. West alone has rank 1's memory."""
+    hosts.cut_short(copied_at=9, peers_stop_at=9, flush_at=13, host_dies=None)
+    assert resumed(hosts.start(homes)) == [(13, True, {"peer"})] * 2

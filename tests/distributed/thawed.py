@@ -1,0 +1,76 @@
+"""Run jobs under DistributedDataParallel that thaw a layer in mid-run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import scarctl
+from tests.support.training import drained
+
+STEPS, THAWN = 9, 5
+
+
+def train(rank: int, world: int, folder: str, *, early: bool, until: int, end: str) -> dict[str, Any]:
+    """Train up to iteration `until`, and return how it was resumed, and a digest of the parameters.
+
+    early: the layer is frozen before the model is wrapped, instead of after `attach`. end: "flush" seals the state and
+    leaves it; "kill" saves it and ends the process; "" closes the session.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+    body = model[0].requires_grad_(not early)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=not early)
+    kind: Any = (
+        torch.optim.SGD if early else torch.optim.Adam
+    )  # SGD has no state that a thawed layer could gain
+    optimizer = kind(model.parameters(), lr=0.01)
+    Path(folder, "arena").mkdir(parents=True, exist_ok=True)
+    settings = scarctl.Settings(arena_dir=f"{folder}/arena", daemon=False)
+    session = scarctl.attach(wrapped, optimizer, store=f"{folder}/store", interval=2, settings=settings)
+    found = session.resume()
+    for number in session.batches(range(1, STEPS + 1)):
+        if number > until:
+            break
+        body.requires_grad_(number >= THAWN)
+        generator = torch.Generator().manual_seed(100 * number + rank)
+        optimizer.zero_grad()
+        wrapped(torch.randn(16, 4, generator=generator)).square().mean().backward()
+        optimizer.step()
+    if end == "flush":
+        session.flush()
+        drained([session])
+        session._opening.close(failed=True)
+    elif end == "kill":
+        session.checkpoint(full=True, wait=True)
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        session.close()
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    resumed = session.resumed or found
+    return {
+        "step": found.step,
+        "exact": resumed.exact,
+        "reasons": list(resumed.reasons),
+        "errors": session.stats.errors,
+        "digest": digest,
+    }
+
+
+def before(rank: int, world: int, folder: str, until: int, end: str) -> dict[str, Any]:
+    """Freeze the layer, then wrap the model: nothing averages its gradients later."""
+    return train(rank, world, folder, early=True, until=until, end=end)
+
+
+def after(rank: int, world: int, folder: str, until: int, end: str) -> dict[str, Any]:
+    """Wrap the model, attach, then freeze the layer."""
+    return train(rank, world, folder, early=False, until=until, end=end)
