@@ -96,7 +96,7 @@ def train(
             if options.get("all_die_at") == number:
                 if options["host_dies"] == rank:
                     lose_host(home)
-                os.kill(os.getpid(), signal.SIGKILL)
+                die_after(Path(folder, options["homes"][options["host_dies"]]))
         end = values(model, optimizer)
         if rank == 0 and options.get("keep"):
             torch.save(end, options["keep"])
@@ -125,7 +125,7 @@ def status_of(arena_dir: str) -> dict[str, Any]:
 
 def wait_for_peers(arena_dir: str, step: int) -> list[str]:
     """Wait until all copies of all runs of this host are complete and have its newest step."""
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 100
     while True:
         found = ask_status(host_folder(arena_dir), patience=30.0)
         runs = found["runs"] if found is not None else []  # its daemon may be about to be replaced
@@ -166,6 +166,12 @@ def wait_for_checkpoint(session: scarctl.Session) -> list[str]:
     except ScarError as error:
         return [error.kind, str(error)]
     return []
+
+
+def die_after(*homes: Path) -> None:
+    """Die once these hosts have lost their memory. Those that launch ranks end all soon after the first has died."""
+    wait_until(lambda: not any(home.exists() for home in homes))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def lose_host(home: Path) -> None:
