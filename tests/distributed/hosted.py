@@ -94,9 +94,10 @@ def train(
             if options.get("dies_at") == number and options["host_dies"] == rank:
                 lose_host(home)
             if options.get("all_die_at") == number:
-                if options["host_dies"] == rank:
+                lost = options["host_dies"]
+                if lost == rank:
                     lose_host(home)
-                die_after(Path(folder, options["homes"][options["host_dies"]]))
+                die_after(home, *(() if lost is None else (Path(folder, options["homes"][lost]),)))
         end = values(model, optimizer)
         if rank == 0 and options.get("keep"):
             torch.save(end, options["keep"])
@@ -168,9 +169,10 @@ def wait_for_checkpoint(session: scarctl.Session) -> list[str]:
     return []
 
 
-def die_after(*homes: Path) -> None:
-    """Die once these hosts have lost their memory. Those that launch ranks end all soon after the first has died."""
-    wait_until(lambda: not any(home.exists() for home in homes))
+def die_after(own: Path, *homes: Path) -> None:
+    """Die once these hosts have lost their memory, at once on one of them: `launch` ends all ranks soon after a death."""
+    if own not in homes:
+        wait_until(lambda: all(_mark(home).exists() for home in homes))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -178,4 +180,9 @@ def lose_host(home: Path) -> None:
     """Simulate a power failure of the host: its daemon, its memory, and this rank are lost."""
     os.kill(status_of(str(home))["pid"], signal.SIGKILL)
     shutil.rmtree(home)
+    _mark(home).touch()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _mark(home: Path) -> Path:
+    return home.with_name(f"{home.name}.lost")

@@ -91,7 +91,7 @@ def train(rank: int, world: int, kind: str, folder: str, options: dict[str, Any]
                 if rank in options["lost"]:
                     lose_host(home)
                 if options.get("all_die_at") == number:
-                    die_after(*(Path(folder, options["homes"][one]) for one in options["lost"]))
+                    die_after(home, *(Path(folder, options["homes"][one]) for one in options["lost"]))
             ended = torch.tensor([int(Path(folder, END).exists())])
             dist.all_reduce(ended, dist.ReduceOp.MAX)
             if ended:
