@@ -98,7 +98,7 @@ def digest_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> str:
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensor's bytes in order: uint8 of one dimension, contiguous."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_contiguous():
         yield from torch.split(tensor.reshape(-1).view(torch.uint8), _PIECE)
         return
@@ -108,16 +108,18 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _sum(piece: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of a piece's words, modulo 2**64: int64 of shape ().
+    """Return the weighted sums of a piece's words, and of their upper halves, modulo 2**64: int64 of shape (2,).
 
-    Weights are odd, so that it changes with any single word. Integers have the same sum in any order.
+    Weights are odd, so that the first sum changes with any single word. It has one bit of what differs in the highest
+    bit alone, such as signs: two of them would cancel. Integers have the same sum in any order.
     """
     if piece.storage_offset() % _WORD or piece.numel() % _WORD:
         aligned = torch.zeros(-(-piece.numel() // _WORD) * _WORD, dtype=torch.uint8, device=piece.device)
         aligned[: piece.numel()] = piece
         piece = aligned
     words = piece.view(torch.int64)
-    return (words * weights[: words.numel()]).sum()
+    weights = weights[: words.numel()]
+    return torch.stack([(words * weights).sum(), ((words >> 32) * weights).sum()])
 
 
 def _weights(device: torch.device) -> torch.Tensor:

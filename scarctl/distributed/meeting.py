@@ -287,7 +287,10 @@ class Meeting(Presence):
         elif self._complete:
             self._caveats.withdraw(COPIES)
         if why and self._disk:
-            why += f". The store is on a disk of this machine ({self._disk}): hosts of other machines are not met"
+            why += (
+                f". The store is on a disk of this machine ({self._disk}): hosts of other machines are not met. If "
+                "they mount it from here, mount it here in the same way"
+            )
         lacking = "" if not why else "hosts" if few else "links"
         if lacking != self._lacking:
             self._lacking, self._lacking_since = lacking, self._now()

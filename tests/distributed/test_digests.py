@@ -131,6 +131,31 @@ def test_a_tensor_of_any_form(dtype: torch.dtype, way: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_signs_that_differ_in_several_places(
+    dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sign is the highest bit of a value: in float64, and in each second float32, that of a word."""
+    device = on(way, monkeypatch)
+    values = torch.arange(1, 65, device=device).to(dtype)
+    zeros = torch.zeros_like(values)
+    some = zeros.clone()
+    some[[3, 7]] = -0.0
+    for one, other in [(values, -values), (zeros, -zeros), (zeros, some)]:
+        assert digest_of([("", one)]) != digest_of([("", other)])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_views_whose_values_torch_computes_when_they_are_read(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = on(way, monkeypatch)
+    values = torch.complex(torch.arange(5.0), torch.arange(5.0)).to(device).conj()
+    for view in (values, values.imag):
+        assert digest_of([("", view)]) == digest_of([("", view.resolve_conj().resolve_neg().clone())])
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_tensor_of_many_pieces(way: str, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     device = on(way, monkeypatch)

@@ -48,7 +48,9 @@ class NotedDaemon:
     admitted: list[str] = field(default_factory=list)
     refusal: ScarError | None = None
 
-    def admit(self, start: str, secret: str, address: str, tls: object, rate: object, lasting: bool) -> int:
+    def admit(
+        self, start: str, secret: str, address: str, tls: object, rate: float | None, lasting: bool
+    ) -> int:
         assert lasting
         if self.refusal is not None:
             raise self.refusal

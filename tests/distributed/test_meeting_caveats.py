@@ -17,11 +17,11 @@ __all__ = ["table"]
 
 def disk_sentence(table: Table) -> str:
     """Return what a warning adds if only this machine has the store."""
-    disk = disk_of(table.store)
+    if not (disk := disk_of(table.store)):
+        return ""
     return (
-        f". The store is on a disk of this machine ({disk}): hosts of other machines are not met"
-        if disk
-        else ""
+        f". The store is on a disk of this machine ({disk}): hosts of other machines are not met. If they mount it "
+        "from here, mount it here in the same way"
     )
 
 

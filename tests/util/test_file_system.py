@@ -42,6 +42,19 @@ def test_the_mount_that_has_the_path_counts(
     assert disk_type(path) == kind
 
 
+def test_what_this_machine_exports_is_not_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exports = tmp_path / "exports"
+    exports.write_text(
+        "# Version 1.1\n# Path Client(Flags)\n/with\\040space 10.0.0.0/8(rw)\n/data/fast\t*(rw)\n"
+    )
+    mounts = tmp_path / "mounts"
+    mounts.write_text("22 1 254:0 / / rw - ext4 /dev/vda rw\n")
+    monkeypatch.setattr(file_system, "_MOUNTS", mounts)
+    monkeypatch.setattr(file_system, "_EXPORTS", (tmp_path / "none", exports))
+    assert disk_type("/with space/run") == disk_type("/data/fast") == ""
+    assert disk_type("/data/faster") == disk_type("/data") == "ext4"
+
+
 def test_links_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text("22 1 254:0 / / rw - ext4 /dev/vda rw\n31 22 0:40 / /data rw - nfs4 server:/ rw\n")
