@@ -40,6 +40,7 @@ WITH_TORCH = {
     "scarctl.session.passes",
     "scarctl.session.origin",
     "scarctl.session.parts",
+    "scarctl.session.rest",
     "scarctl.session.departure",
     "scarctl.session.saving",
     "scarctl.session.steps",

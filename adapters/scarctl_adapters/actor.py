@@ -28,10 +28,11 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import scarctl
-from scarctl.errors import Contention, NoIntactCopy, UsageError
+from scarctl.errors import Contention, NoIntactCopy, ScarError, UsageError
 from scarctl.session.recover import Resumed
 from scarctl.state.codec import encode
 from scarctl.state.torch_dtypes import plain
+from scarctl.state.version import step_of
 from scarctl.store import complete_sets
 
 Call: TypeAlias = "tuple[str, int] | str"
@@ -160,8 +161,9 @@ class Kept:
         Concurrent calls are executed one after the other.
 
         Raises the exception of `work`: then no answer is kept, but the changes of `work` until then remain. Raises
-        UsageError for an answer that cannot be saved. Raises Fenced if a newer process has taken over the store. Raises
-        Unavailable if the answer is not durable yet: repeat the call.
+        UsageError for an answer that cannot be saved, and ScarError ("not-sealed") if the state is not finite. Raises
+        Fenced if a newer process has taken over the store. Raises Unavailable if the answer is not durable yet: repeat
+        the call.
         """
         _check(call)
         with self._lock:
@@ -180,9 +182,21 @@ class Kept:
                     with self.session.iteration():
                         pass
                 self.session.checkpoint(full=True, wait=True)
+                self._require_sealed()
                 self._unsealed = 0
             result: T = found[0]
             return result
+
+    def _require_sealed(self) -> None:
+        """Raise ScarError if the newest state is durable, but not as a whole."""
+        step, sealed = self.session.head_step, self.session._started().arena.sealed
+        if step_of(sealed) != step:
+            raise ScarError(
+                f"the state after call {step} could not be sealed: values are not finite, or were changed meanwhile. "
+                "A restarted actor would not have this call",
+                hint="repeat the call once the state is finite",
+                kind="not-sealed",
+            )
 
     def close(self) -> None:
         """Seal the state, and release the store."""

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import scarctl
-from scarctl.errors import Contention, NoIntactCopy, Unavailable, UsageError
+from scarctl.errors import Contention, NoIntactCopy, ScarError, Unavailable, UsageError
 from scarctl_adapters.actor import ANSWERS, Calls, Kept, once
 from tests.support.forkserver import Program
 
@@ -288,6 +288,24 @@ def test_a_call_that_is_not_durable_yet_is_not_lost_by_a_later_one_that_raises(
     table.kept.session.close(seal=False)
     again = Table(tmp_path / "s")
     assert add(again, 1, 2.0, call="first") == 2.0
+    assert again.executed == 0
+    again.kept.close()
+
+
+def test_no_call_is_answered_whose_state_cannot_be_sealed(tmp_path: Path) -> None:
+    table = Table(tmp_path / "s")
+    assert add(table, 1, 2.0, call=("a", 1)) == 2.0
+    for _ in range(2):
+        with pytest.raises(ScarError, match="not finite") as caught:
+            add(table, 1, float("nan"), call=("a", 2))
+        assert caught.value.kind == "not-sealed"
+    table.state["rows"][1] = 7.0
+    assert add(table, 2, 1.0, call=("b", 1)) == 1.0
+    assert table.executed == 3
+    table.kept.session.close(seal=False)
+    again = Table(tmp_path / "s")
+    assert (again.state["rows"][1, 0], again.state["rows"][2, 0]) == (7.0, 1.0)
+    assert add(again, 2, 1.0, call=("b", 1)) == 1.0
     assert again.executed == 0
     again.kept.close()
 
