@@ -112,7 +112,8 @@ class Saving:
         """
         engine = self._opening.engine
         try:
-            if engine is not None and self._gate.blocks and not self._moments.weights.followed:
+            # A loop without hooks may replace its arrays in every iteration.
+            if engine and self._gate.blocks and not (self._automatic and self._moments.weights.followed):
                 self._moments.weights.follow(self._binding.live(engine.arena))
             moment = self._moments.take(self._progress.head_step, early=early)
         except Exception as error:
@@ -286,7 +287,7 @@ class Saving:
 
     def _look_outside(self, moment: Moment) -> None:
         """Look whether the state, which is about to be saved, is still that of the step of `moment`."""
-        self._progress.flushed(moment, changed=self._rest.changed_outside())
+        self._progress.flushed(moment, changed=self._rest.changed_outside(moment.weights))
 
     def look_ahead(self) -> None:
         """Have the worker compute distances for coming checkpoints, after a step."""
