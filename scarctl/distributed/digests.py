@@ -23,8 +23,8 @@ _WORD = 8
 class Digests:
     """Digests one rank's copies of parameters, and of the optimizer's slots that ranks share.
 
-    Buffers are left out: those that DistributedDataParallel replaces by the first rank's before each forward pass may
-    differ in between. Each rank saves its own, if nothing replaces them.
+    Buffers are left out: DistributedDataParallel replaces them by the first rank's before each forward pass, and until
+    then they may differ. If nothing replaces them, each rank saves its own.
     """
 
     def __init__(self, division: Division, rank: int) -> None:

@@ -257,15 +257,16 @@ class Saving:
                 kind="peers-late",
             )
 
-    def rests(self, patience: float) -> bool:
-        """Return whether the state equals its copies in memory, which are sealed, or those of a resume.
+    def rested(self, patience: float) -> int | None:
+        """Return the newest step if the state equals its copies in memory, which are sealed, or those of a resume.
 
-        False if it is reported when a step begins. patience: see `flush`. Call it without the gate.
+        None if they differ, or if it is reported when a step begins. patience: see `flush`. Call it without the gate.
         """
         if not self._gate.implied or not self._checkpoints.filled(patience):
-            return False
+            return None
         with self._gate.held():
-            return not self._checkpoints.under_way and self._rest.unchanged()
+            at_rest = not self._checkpoints.under_way and self._rest.unchanged()
+            return self._progress.head_step if at_rest else None
 
     def flush(self, patience: float) -> bool:
         """Seal the state of the newest step's end. Return whether that succeeded.

@@ -32,7 +32,7 @@ def differ(found: Iterable[Mapping[str, str]]) -> bool:
 
 
 def read_digests(stored: object) -> dict[str, str]:
-    """Read digests in the extras of any writer. The input may be hostile: what is no digest is skipped."""
+    """Read digests in the extras of any writer. The input may be hostile: what is not a digest is skipped."""
     if not isinstance(stored, dict) or len(stored) > _MOST:
         return {}
     return {

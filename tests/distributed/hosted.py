@@ -170,7 +170,7 @@ def wait_for_checkpoint(session: scarctl.Session) -> list[str]:
 
 
 def die_after(own: Path, *homes: Path) -> None:
-    """Die once these hosts have lost their memory; at once on one of them. `launch` ends all soon after a death."""
+    """Die once these hosts have lost their memory; at once on one of them. `launch` ends all ranks soon after that."""
     if own not in homes:
         wait_until(lambda: all(_mark(home).exists() for home in homes))
     os.kill(os.getpid(), signal.SIGKILL)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from scarctl.adapter import StateGroup
 from scarctl.distributed.digests import Digests, digest_of
 from scarctl.distributed.owned_adapter import holdings_of
 from scarctl.distributed.ownership import divide
-from scarctl.state.common import differ, read_digests
+from scarctl.state.common import differ
 from scarctl.state.layout import Place
 
 WAYS = [
@@ -169,23 +167,3 @@ def test_a_tensor_of_many_pieces(way: str, transposed: bool, monkeypatch: pytest
         assert digest_of([("", other)]) != found
     # Two pieces in another order have the same sums.
     assert digest_of([("", large.flip(0))]) != found
-
-
-@pytest.mark.parametrize(
-    ("ranks", "different"),
-    [
-        ([{}, {}], False),
-        ([{"a": "1"}, {}], False),
-        ([{"a": "1"}, {"b": "2"}], False),
-        ([{"a": "1", "b": "1"}, {"a": "1"}, {"b": "2"}], True),
-    ],
-)
-def test_only_digests_of_the_same_ranks_are_compared(ranks: list[Mapping[str, str]], different: bool) -> None:
-    assert differ(ranks) is different
-
-
-@pytest.mark.parametrize(
-    "stored", [None, "text", [1], {"a": 1}, {"a": "x" * 1001}, {str(n): "" for n in range(1001)}]
-)
-def test_hostile_digests_are_none(stored: object) -> None:
-    assert read_digests(stored) == {}

@@ -442,8 +442,7 @@ def main() -> None:
     name, store, stop, at = sys.argv[1:]
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    run = Run(store, stop, int(at))
-    PROGRAMS[name](run)
+    PROGRAMS[name](run := Run(store, stop, int(at)))
     run.done()
 
 

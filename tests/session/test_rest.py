@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,34 @@ def test_a_step_that_runs_is_not_taken_for_rest(tmp_path: Path) -> None:
     sigterm(body)
     found, values, _ = resumed(tmp_path / "s")
     assert (found.step, found.exact, values) == (2, True, [2.0])
+
+
+def test_a_step_that_ends_after_the_look_for_rest_is_not_called_saved(tmp_path: Path) -> None:
+    """A request comes while a flush compares the state: its step has ended, and the next one may run."""
+    server = Server(tmp_path / "s")
+    server.change()
+    server.session.step()
+    server.session.checkpoint(full=True)
+    look, looked, running = server.session._saving.rested, threading.Event(), threading.Event()
+
+    def slowly(patience: float) -> int | None:
+        found = look(patience)
+        looked.set()
+        running.wait()
+        return found
+
+    server.session._saving.rested = slowly  # type: ignore[method-assign]
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(server.session.evacuate(1.0).flushed))
+    thread.start()
+    looked.wait()
+    server.change()
+    server.session.step()
+    server.half()
+    running.set()
+    thread.join()
+    assert found == [False]
+    server.session.close(seal=False)
 
 
 @pytest.mark.parametrize("saved", [True, False])
