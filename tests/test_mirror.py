@@ -38,7 +38,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("policy/test_interval.py", "what is measured is checked with the policy that reads it"): """
         scarctl.checkpoint.pace""",
     ("daemon", "by the daemon's requests, and `scarctl daemon status`"): """
-        scarctl.daemon.host_saver scarctl.daemon.run scarctl.persist.saver""",
+        scarctl.daemon.host_saver scarctl.persist.saver""",
     ("cli", "by the command that prints it: its output is what a user sees"): """
         scarctl.cli.about scarctl.cli.completion scarctl.cli.doctor scarctl.cli.export scarctl.cli.groups
         scarctl.cli.live scarctl.cli.man scarctl.cli.output scarctl.cli.report_page scarctl.cli.short_help

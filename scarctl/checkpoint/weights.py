@@ -38,6 +38,13 @@ class Weights:
         if self._of is live:
             return
         self._of = live
+        values = self._sampled(live)
+        # A rank makes new views of its rows for each checkpoint. Notes about the same memory stay valid.
+        if len(values) != len(self._values) or not all(map(_Value.same, values, self._values)):
+            self._noted = self._ended = None
+        self._values = values
+
+    def _sampled(self, live: LiveState) -> list[_Value]:
         # The module's own parameters, if possible: `parameter.data = average` leaves views of them as they are.
         modules = () if self._known is None else self._known.modules()
         trained: list[Any] = [p for m in modules for p in m.parameters() if p.requires_grad and p.numel()]
@@ -52,11 +59,7 @@ class Weights:
         chosen = []
         if parameters:
             chosen = [parameters[0], parameters[-1], max(parameters, key=torch.Tensor.numel)]
-        values = [_Value(tensor) for tensor in {id(tensor): tensor for tensor in chosen}.values()]
-        # A rank makes new views of its rows for each checkpoint. Notes about the same memory stay valid.
-        if len(values) != len(self._values) or not all(map(_Value.same, values, self._values)):
-            self._noted = self._ended = None
-        self._values = values
+        return [_Value(tensor) for tensor in {id(tensor): tensor for tensor in chosen}.values()]
 
     def note(self, *, ended: bool = False) -> None:
         """Keep the current values as those of the newest step.
@@ -78,9 +81,13 @@ class Weights:
         if ended:
             self._ended = noted
 
-    def replaced(self) -> bool:
-        """Return whether a value differs from the one that was noted."""
-        return _differ(self._noted, [value.read() for value in self._values])
+    def replaced(self, live: LiveState | None = None) -> bool:
+        """Return whether a value differs from the one that was noted.
+
+        live: the present state, if the loop may have put other tensors in place of those that are followed.
+        """
+        values = self._values if live is None or live is self._of else self._sampled(live)
+        return _differ(self._noted, [value.read() for value in values])
 
     def moved(self) -> bool:
         """Return whether a value differs from that at the newest step's end."""

@@ -24,6 +24,7 @@ from scarctl.daemon.request import Request
 from scarctl.daemon.status import NO_HOST, RunStatus, ShardSteps
 from scarctl.errors import Contention, ScarError, Unavailable, UsageError
 from scarctl.peers.evacuation import HEAD_START, PeerCopies
+from scarctl.peers.link import CONNECTED
 from scarctl.peers.sender import Candidate, Places, Sender, Source
 from scarctl.persist.evacuated import Evacuated
 from scarctl.persist.evacuation import STORE_ONLY, before, not_evacuated, unknown_host
@@ -133,6 +134,8 @@ class Run:
     def send_to(self, source: Source, candidates: Sequence[Candidate], copies: int) -> None:
         """Keep copies of the arena on other hosts, by the best of the candidates. Raises UsageError before `open`.
 
+        Complete copies on the best ones continue: then only the other candidates are noted, for an evacuation.
+
         Raises Contention during an evacuation, which needs the links as they are.
         """
         arena = self.saver.arena
@@ -141,13 +144,30 @@ class Run:
         with self._senders_lock:
             if self._evacuating:
                 raise Contention(f"{self.id}: its memory is evacuated", hint="retry later")
+            others = _distinguished(candidates)
+            if self._has_copies_on(source, others, copies):
+                self._others = others
+                return
             self._stop_senders(done=False, patience=0.0)
-            self._source, self._others, self._copies = source, _distinguished(candidates), copies
+            self._source, self._others, self._copies = source, others, copies
             self._places = Places()
             first, spare = self._others[:copies], self._others[copies : copies + _SPARE]
             for n, host in enumerate(first):
                 # Any spare host may replace any of the first ones, and a first one that has become free another.
                 self._send(source, [host, *spare, *first[n + 1 :], *first[:n]], arena)
+
+    def _has_copies_on(self, source: Source, others: Sequence[Candidate], copies: int) -> bool:
+        """Return whether these hosts already have complete copies, and receive what changes."""
+        return (
+            self._source is not None
+            and self._source.describes_as(source)
+            and self._copies == copies
+            and {sender.host for sender in self._senders} >= set(others[:copies]) != set()
+            and all(
+                sender.link.complete and sender.state in CONNECTED and sender.host in others
+                for sender in self._senders
+            )
+        )
 
     def _send(self, source: Source, candidates: Sequence[Candidate], arena: Arena) -> Sender:
         sender = Sender(source, candidates, arena, lambda text: self.events.put({"warn": text}), self._places)

@@ -252,9 +252,10 @@ class Meeting(Presence):
         copies = self._settings.peers
         if set(candidates[:copies]) != set(self._asked[:copies]) or (self._idle and candidates):
             return True
-        # For a new reserve alone the links stay as they are, unless those before have failed.
-        late = self._complete < copies and self._now() > self._asked_at + REPLACED_AFTER
-        return late and not set(candidates) <= set(self._asked)
+        # For a new reserve alone the daemon leaves complete copies as they are. While a copy is incomplete, a request
+        # would begin its link again: that waits until those before have failed.
+        late = self._now() > self._asked_at + REPLACED_AFTER
+        return (late or self._complete >= copies) and not set(candidates) <= set(self._asked)
 
     def _ask(self, candidates: Sequence[Candidate]) -> None:
         self._saver.follow(

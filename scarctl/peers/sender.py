@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -66,6 +66,11 @@ class Source:
     tls: Tls | None = None
     process: str = ""
     """Name of the training process's start, "" if it is `start`. With its first epoch it says what generations mean."""
+
+    def describes_as(self, other: Source) -> bool:
+        """Return whether both describe the same run, with the same files for TLS."""
+        files = [None if one.tls is None else one.tls.files for one in (self, other)]
+        return replace(self, tls=None) == replace(other, tls=None) and files[0] == files[1]
 
     def __repr__(self) -> str:
         return f"Source({self.run})"  # the secret must not appear in logs

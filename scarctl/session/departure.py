@@ -6,8 +6,10 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 
 from scarctl.checkpoint.engine import Engine
 from scarctl.daemon.request import Request
@@ -24,6 +26,15 @@ _FLUSH_SHARE = 1 / 3
 """Largest fraction of the time left for which a flush waits for a running step to end."""
 _AT_REST = 0.1
 """Seconds for which it waits if the state equals what is saved: perhaps no step is running."""
+
+
+class _Quiet(Enum):
+    """Why no step has to be waited for."""
+
+    BETWEEN = "between"
+    """No step is running."""
+    AT_REST = "at rest"
+    """One may be running, but the newest finished one is saved, and the state was equal to that."""
 
 
 class Departure:
@@ -56,14 +67,26 @@ class Departure:
             return False
         engine.saver.brace(seconds)
         patience = min(FLUSH_SECONDS, seconds * _FLUSH_SHARE)
-        rests = self._saving.rests(patience)
-        with self._gate.quiet(_AT_REST if rests else patience) as quiet:
-            if self._inert() or not (quiet or rests):
+        with self._quiet(patience) as quiet:
+            if self._inert() or not quiet:
                 return False
             engine.leaving.begin(deadline)
-            if not quiet:
+            if quiet is _Quiet.AT_REST:
                 return True
             return self._saving.flush(patience) or self._is_in_store(engine)
+
+    @contextmanager
+    def _quiet(self, patience: float) -> Iterator[_Quiet | None]:
+        """Wait up to `patience` seconds until no step is running; yield None if one does. No step begins inside."""
+        rested = self._saving.rested(patience)
+        if rested is not None:
+            with self._gate.quiet(_AT_REST) as quiet:
+                # A step may have ended since, and the next one may run.
+                if quiet or rested == self._progress.head_step:
+                    yield _Quiet.BETWEEN if quiet else _Quiet.AT_REST
+                    return
+        with self._gate.quiet(patience) as quiet:
+            yield _Quiet.BETWEEN if quiet else None
 
     def _evacuate(self, deadline: float, *, flushed: bool, to: str | None = None) -> Evacuated:
         engine = self._opening.engine
@@ -103,18 +126,17 @@ class Departure:
         flushed = False
         if grace is not None and self._opening.engine is not None and not self._inert():
             self._opening.engine.saver.brace(grace)
-        rests = self._saving.rests(patience)
-        with self._gate.quiet(_AT_REST if rests else patience) as quiet, self._saving.streams.joined():
+        with self._quiet(patience) as quiet, self._saving.streams.joined():
             engine = self._opening.engine
             if self._inert() or engine is None:
                 return
             if grace is not None:
                 engine.leaving.begin(began + grace)
-            if quiet:
+            if quiet is _Quiet.BETWEEN:
                 flushed = self._saving.before_signal(fatal=fatal, patience=patience) or self._is_in_store(
                     engine
                 )
-            elif rests:
+            elif quiet is _Quiet.AT_REST:
                 flushed = True
                 log.info(
                     "a signal arrived: nothing has changed since step %d was saved", engine.arena.head_step

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 
 from scarctl.checkpoint.engine import Engine
+from scarctl.checkpoint.live_state import LiveState
+from scarctl.checkpoint.weights import Weights
 from scarctl.session.parts import Parts
 
 log = logging.getLogger("scarctl")
@@ -29,23 +31,29 @@ class Rest:
         engine = self._opening.engine
         if engine is None or not (engine.filling.since == engine.arena.head_step or engine.is_sealed()):
             return False
-        return bool(engine.arena.intact().all()) and self._changed(engine) is False
+        live = self._live(engine)
+        return live is not None and bool(engine.arena.intact().all()) and not live.changed().any()
 
-    def changed_outside(self) -> bool:
+    def changed_outside(self, weights: Weights) -> bool:
         """Return whether the state has changed since the newest block ended. False if that is unknown.
 
-        It is known if the state was saved as a whole after that block.
+        It is known if the state was saved as a whole after that block. Otherwise only a few values are compared.
+
+        weights: those values.
         """
         engine = self._opening.engine
-        if engine is None or not self._gate.blocks or self._gate.torn or not engine.is_sealed():
+        if engine is None or not self._gate.blocks or self._gate.torn:
             return False
-        return bool(self._changed(engine))
+        live = self._live(engine)
+        if live is None:
+            return False
+        differs = engine.is_sealed() and bool((live.changed() & engine.arena.intact()).any())
+        return differs or weights.replaced(live)
 
-    def _changed(self, engine: Engine) -> bool | None:
-        """Return whether a partition differs from its copy; None if that cannot be found."""
+    def _live(self, engine: Engine) -> LiveState | None:
+        """Return the present state; None if it cannot be found."""
         try:
-            live = self._binding.live(engine.arena)
+            return self._binding.live(engine.arena)
         except Exception as error:  # saving meets the same error, and reports it
             log.debug("the state cannot be compared with its copies: %s", error)
             return None
-        return bool((live.changed() & engine.arena.intact()).any())

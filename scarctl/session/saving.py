@@ -112,7 +112,8 @@ class Saving:
         """
         engine = self._opening.engine
         try:
-            if engine is not None and self._gate.blocks and not self._moments.weights.followed:
+            # A loop without hooks may replace its arrays in every iteration.
+            if engine and self._gate.blocks and not (self._automatic and self._moments.weights.followed):
                 self._moments.weights.follow(self._binding.live(engine.arena))
             moment = self._moments.take(self._progress.head_step, early=early)
         except Exception as error:
@@ -258,15 +259,16 @@ class Saving:
                 kind="peers-late",
             )
 
-    def rests(self, patience: float) -> bool:
-        """Return whether the state equals its copies in memory, which are sealed, or those of a resume.
+    def rested(self, patience: float) -> int | None:
+        """Return the newest step if the state equals its copies in memory, which are sealed, or those of a resume.
 
-        False if it is reported when a step begins. patience: see `flush`. Call it without the gate.
+        None if they differ, or if it is reported when a step begins. patience: see `flush`. Call it without the gate.
         """
         if not self._gate.implied or not self._checkpoints.filled(patience):
-            return False
+            return None
         with self._gate.held():
-            return not self._checkpoints.under_way and self._rest.unchanged()
+            at_rest = not self._checkpoints.under_way and self._rest.unchanged()
+            return self._progress.head_step if at_rest else None
 
     def flush(self, patience: float) -> bool:
         """Seal the state of the newest step's end. Return whether that succeeded.
@@ -286,7 +288,7 @@ class Saving:
 
     def _look_outside(self, moment: Moment) -> None:
         """Look whether the state, which is about to be saved, is still that of the step of `moment`."""
-        self._progress.flushed(moment, changed=self._rest.changed_outside())
+        self._progress.flushed(moment, changed=self._rest.changed_outside(moment.weights))
 
     def look_ahead(self) -> None:
         """Have the worker compute distances for coming checkpoints, after a step."""

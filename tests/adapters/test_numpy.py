@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import scarctl
+from scarctl.errors import UsageError
 from scarctl.testing import AdapterConformance, Training, Visit
+from scarctl_adapters.numpy import NumpyAdapter
 
 
 class Factors(Training):
@@ -83,3 +85,22 @@ def test_a_loop_that_never_says_that_an_iteration_is_over(
                 session.step()
         first = not (tmp_path / "store" / "shards").exists()
         assert ("nothing was saved, because no iteration has ended" in caplog.text) == first
+
+
+def test_a_group_stays_while_its_array_does() -> None:
+    state = {"a": np.zeros((4, 2)), "b": np.zeros(3)}
+    adapter = NumpyAdapter(state, None)
+    first, other = adapter.groups()
+    state["a"] += 1
+    assert [one is before for one, before in zip(adapter.groups(), [first, other], strict=True)] == [True] * 2
+    state["a"] = state["a"] + 1
+    replaced, same = adapter.groups()
+    assert replaced is not first
+    assert same is other
+    assert replaced.tensors[""].tolist() == [[2.0, 2.0]] * 4
+    state["b"].flags.writeable = False
+    with pytest.raises(UsageError, match="read-only"):
+        adapter.groups()
+    state["b"] = [1.0]  # type: ignore[assignment]
+    with pytest.raises(UsageError, match="not a numpy array"):
+        adapter.groups()

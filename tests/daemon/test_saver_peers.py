@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 
+from scarctl.arena.folder import host_folder
+from scarctl.daemon import lifecycle
+from scarctl.daemon.server import Daemon
+from tests.arena.test_stale import left
 from tests.daemon.trainer import Trainer, status
 from tests.support.certificates import Authority
 from tests.support.waiting import wait_until
@@ -41,3 +47,38 @@ def test_saving_continues_without_a_certificate(
     assert trainer.saver.trouble is None
     assert trainer.arena.epoch == epoch + 1
     trainer.close()
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_a_daemon_stays_while_others_may_come_for_memory(
+    arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lasting: bool
+) -> None:
+    """Without runs it would end. With a secret that was drawn for one start, no later one can come."""
+    monkeypatch.setattr(lifecycle, "BETWEEN", 0.1)
+    monkeypatch.setattr(lifecycle, "RETURN", 0.1)
+    folder = host_folder(str(arena_dir))
+    folder.mkdir(mode=0o700)
+    daemon = Daemon(folder)
+    answers: list[bool] = []
+    wanted = daemon.host.wanted
+
+    def noted() -> bool:
+        answers.append(wanted())
+        return answers[-1]
+
+    monkeypatch.setattr(daemon.host, "wanted", noted)
+    thread = threading.Thread(target=daemon.serve)
+    thread.start()
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    trainer.saver.admit("11" * 16, "22" * 32, "127.0.0.1", None, lasting=lasting)
+    replica = left(arena_dir, f"{trainer.store.run_id}-7", pending=2)
+    trainer.save_durably(1)
+    trainer.close()
+    if lasting:
+        wait_until(lambda: len(answers) > 3)
+        assert all(answers[:3])
+        shutil.rmtree(replica)
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+    assert answers[-1] is False
+    shutil.rmtree(replica, ignore_errors=True)

@@ -196,7 +196,7 @@ class TestOperations:
         assert failure.kind == "fenced"
         started = time.monotonic()
         assert not trainer.saver.drain(30)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 25
         (run,) = status(daemon.folder)["runs"]  # type: ignore[index]
         assert run["stopped"]
         assert run["last_error"]

@@ -94,9 +94,10 @@ def train(
             if options.get("dies_at") == number and options["host_dies"] == rank:
                 lose_host(home)
             if options.get("all_die_at") == number:
-                if options["host_dies"] == rank:
+                lost = options["host_dies"]
+                if lost == rank:
                     lose_host(home)
-                os.kill(os.getpid(), signal.SIGKILL)
+                die_after(home, *(() if lost is None else (Path(folder, options["homes"][lost]),)))
         end = values(model, optimizer)
         if rank == 0 and options.get("keep"):
             torch.save(end, options["keep"])
@@ -125,7 +126,7 @@ def status_of(arena_dir: str) -> dict[str, Any]:
 
 def wait_for_peers(arena_dir: str, step: int) -> list[str]:
     """Wait until all copies of all runs of this host are complete and have its newest step."""
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 100
     while True:
         found = ask_status(host_folder(arena_dir), patience=30.0)
         runs = found["runs"] if found is not None else []  # its daemon may be about to be replaced
@@ -168,8 +169,20 @@ def wait_for_checkpoint(session: scarctl.Session) -> list[str]:
     return []
 
 
+def die_after(own: Path, *homes: Path) -> None:
+    """Die once these hosts have lost their memory; at once on one of them. `launch` ends all ranks soon after that."""
+    if own not in homes:
+        wait_until(lambda: all(_mark(home).exists() for home in homes))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def lose_host(home: Path) -> None:
     """Simulate a power failure of the host: its daemon, its memory, and this rank are lost."""
     os.kill(status_of(str(home))["pid"], signal.SIGKILL)
     shutil.rmtree(home)
+    _mark(home).touch()
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _mark(home: Path) -> Path:
+    return home.with_name(f"{home.name}.lost")

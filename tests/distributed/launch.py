@@ -53,7 +53,7 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
     }
 
 
-def launch(function: str, world: int, *arguments: Any, timeout: float = 60.0) -> list[Any]:
+def launch(function: str, world: int, *arguments: Any, timeout: float = 150.0) -> list[Any]:
     """Return the results of `function` ("module:name") on every rank. Fails with the ranks' stderr."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="scarctl-ranks-") as folder:

@@ -19,7 +19,7 @@ import scarctl
 from scarctl.config import grouped
 from scarctl.errors import UsageError
 from scarctl.state.version import step_of
-from tests.distributed.hosted import lose_host, wait_for_peers
+from tests.distributed.hosted import die_after, lose_host, wait_for_peers
 from tests.distributed.jobs import build, step, values
 from tests.support.training import drained
 
@@ -91,7 +91,7 @@ def train(rank: int, world: int, kind: str, folder: str, options: dict[str, Any]
                 if rank in options["lost"]:
                     lose_host(home)
                 if options.get("all_die_at") == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    die_after(home, *(Path(folder, options["homes"][one]) for one in options["lost"]))
             ended = torch.tensor([int(Path(folder, END).exists())])
             dist.all_reduce(ended, dist.ReduceOp.MAX)
             if ended:

@@ -152,11 +152,13 @@ def test_it_asks_again_only_if_the_choice_changes(table: Table) -> None:
     for _ in range(5):
         table.look(60.0)
         table.put(*(record(p, n, age=-table.passed) for p, n in ((A, 1), (B, 2), (C, 3))))
-    assert table.daemon.followed == [[1]], "a copy that is kept stays, whoever joins"
+    first, second = table.daemon.followed
+    assert (first, second[0]) == ([1], 1), "a copy that is kept stays, whoever joins"
+    assert sorted(second) == [1, 2, 3], "and the others are named once"
     table.put(record(A, 7, age=-table.passed))  # its daemon was replaced
     table.daemon.has()
     table.look(1.0)
-    assert [ports[0] for ports in table.daemon.followed] == [1, 7]
+    assert [ports[0] for ports in table.daemon.followed] == [1, 1, 7]
 
 
 def test_pauses_grow_while_copies_are_lacking(table: Table) -> None:
@@ -201,7 +203,7 @@ def test_a_connected_host_stays_although_its_record_is_gone(table: Table) -> Non
     table.store.blobs.delete(host_path(A))
     table.put(record(B, 2))
     table.look(60.0)
-    assert table.daemon.followed == [[1]]
+    assert table.daemon.followed == [[1], [1, 2]]
     table.daemon.has()
     table.look(1.0)
     table.look(1.0)

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from scarctl.store import Store
 from tests.support.copied_member import Hosts
 from tests.support.forkserver import Program
 from tests.support.member import ROWS
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.leaves_arena, pytest.mark.timeout(300)]
 
@@ -34,6 +36,43 @@ def test_an_evacuation_brings_a_member_to_the_other_host(two: Hosts) -> None:
     found = two.order(0, "evacuate", 20.0, name)["answer"]
     assert found["peers"] == [name], found
     assert found["safe"], found
+
+
+@pytest.mark.parametrize("store_is_away", [True, False])
+def test_the_host_that_is_named_dies_during_the_evacuation(alone: Hosts, store_is_away: bool) -> None:
+    """Its daemon has accepted the connection, and dies with the host. Only the store counts then, if it is there."""
+    alone.count = 3
+    homes = ("east", "west", "south")
+    for number, home in enumerate(homes):
+        alone.start(number, home)
+    for number, home in enumerate(homes):
+        alone.until_copied(number, home)
+    if store_is_away:
+        alone.order(0, "stop store")
+    (link,) = alone.until_copied(0, "east")
+    stays, goes = ("west", "south") if ":west: " in link else ("south", "west")
+    name, daemon = alone.records()[goes].host, alone.daemon_of(goes)
+    os.kill(daemon, signal.SIGSTOP)
+    answered = []
+    asking = threading.Thread(
+        target=lambda: answered.append(alone.order(0, "evacuate", 20.0, name)["answer"])
+    )
+    asking.start()
+    wait_until(lambda: any(name in peer for peer in alone.run_of(0, "east")["peers"]))
+    alone.kill(homes.index(goes))
+    os.kill(daemon, signal.SIGKILL)
+    shutil.rmtree(alone.home(goes))
+    asking.join()
+    (found,) = answered
+    assert found == {"safe": not store_is_away, "peers": [], "exact": False}
+    alone.until_head(0, "east", 4)  # training continues
+    found = alone.order(0, "evacuate", 20.0, alone.records()[stays].host)["answer"]
+    assert found["safe"], found
+    assert found["peers"] == [alone.records()[stays].host]
+    head = alone.copy(0, stopped=True)
+    alone.lose("east", 0)
+    begun = alone.start(0, "north")
+    assert (begun["step"], begun["exact"], begun["tiers"].keys()) == (head, True, {"peer"})
 
 
 def test_the_command_evacuates_members(two: Hosts) -> None:

@@ -267,7 +267,7 @@ def test_closing_with_an_open_round_hangs_nobody(tmp_path: Path) -> None:
         assert [processes[0].wait(20), processes[2].wait(20)] == [0, 0]
     for rank in (0, 2):
         late, seconds, logged = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert seconds < 5
+        assert seconds < 15
         # A rank that leaves gets no report of it; the other may have noticed before its own patience ended.
         assert late > 0 or len(logged) == 1
 

@@ -15,8 +15,7 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.header import FILE
 from scarctl.arena.owner import disown
 from scarctl.arena.queue import HandOverQueue
-from scarctl.daemon.run import Run
-from scarctl.errors import AccessDenied, ScarError, Unavailable, UsageError
+from scarctl.errors import AccessDenied, ScarError, Unavailable
 from scarctl.peers import channel as channels
 from scarctl.peers.channel import Channel, Gone
 from scarctl.peers.frames import MAX_STRANGER, PREFIX, Kind, encode
@@ -190,11 +189,11 @@ def test_a_replica_that_a_process_takes_ends_the_link_for_good(
     assert (taken.version == pack(1, 1)).all()
 
 
-def test_the_next_host_is_asked_if_the_first_has_no_room(
+def test_the_next_host_is_asked_if_the_first_hasno_room(
     west: Host, arena: Arena, senders: list[Sender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = Host(tmp_path / "full")
-    monkeypatch.setattr(full, "_begin", _no_room)
+    monkeypatch.setattr(full, "_begin", no_room)
     sender, warned = follow(
         senders,
         arena,
@@ -206,74 +205,8 @@ def test_the_next_host_is_asked_if_the_first_has_no_room(
     full.close()
 
 
-def _no_room(*_: object) -> Any:
+def no_room(*_: object) -> Any:
     raise Unavailable("no room", kind="arena-full")
-
-
-def test_two_copies_never_share_a_host_and_each_may_move_to_the_only_spare_one(
-    arena: Arena, senders: list[Sender], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of three other hosts the second one is full: the third one takes its copy, not the first, which has one."""
-    hosts, candidates = [], []
-    for n in range(3):
-        (tmp_path / f"host{n}").mkdir(mode=0o700)
-        hosts.append(Host(tmp_path / f"host{n}"))
-        port = hosts[n].admit(START, SECRET, STORE, "127.0.0.1", 0)
-        candidates.append(Candidate(f"host{n}", "127.0.0.1", port))
-    monkeypatch.setattr(hosts[1], "_begin", _no_room)
-    run = Run(_StoreOfRank(), tmp_path / "east" / RUN, 0, _Owner())  # type: ignore[arg-type]
-    run.saver.arena = arena
-    try:
-        run.send_to(source(), candidates, 2)
-        wait_until(lambda: [one["host"] for one in hosts[2].status()] == ["east"])
-        said = [f"host{n}: following, up to date" for n in (0, 2)]
-        wait_until(lambda: [sender.describe() for sender in run._senders] == said)
-        assert not hosts[1].status()
-    finally:
-        run._stop_senders(done=False, patience=30.0)
-        for host in hosts:
-            host.close()
-            wait_until(lambda host=host: not host.busy)
-
-
-class _StoreOfRank:
-    run_id, url, part = RUN, "", None
-
-
-class _Owner:
-    def hung_up(self) -> bool:
-        return False
-
-
-def test_a_host_that_two_share_the_name_of_has_to_be_named_by_its_address(
-    arena: Arena, tmp_path: Path
-) -> None:
-    run = Run(_StoreOfRank(), tmp_path / "east" / RUN, 0, _Owner())  # type: ignore[arg-type]
-    run.saver.arena = arena
-    same = [
-        Candidate("node", "127.0.0.1", 1),
-        Candidate("node", "127.0.0.2", 1),
-        Candidate("node", "127.0.0.2", 2),
-    ]
-    try:
-        run.send_to(source(), [*same, Candidate("other", "127.0.0.3", 1)], 1)
-        for name, known in (("node", 4), ("127.0.0.2", 2)):
-            with pytest.raises(UsageError) as caught:
-                run._senders_to(name)
-            assert caught.value.kind == "unknown-host"
-            assert len(caught.value.hint.split(",")) == known
-        for name, address, port in (
-            ("node (127.0.0.1)", "127.0.0.1", 1),
-            ("127.0.0.1", "127.0.0.1", 1),
-            ("127.0.0.2:2", "127.0.0.2", 2),
-            ("node (127.0.0.2:1)", "127.0.0.2", 1),
-            ("other", "127.0.0.3", 1),
-        ):
-            (sender,) = run._senders_to(name)
-            assert (sender.host.address, sender.host.port) == (address, port)
-            assert run._senders_to(name) == [sender], "one host has one copy"
-    finally:
-        run._stop_senders(done=False, patience=30.0)
 
 
 # -- strangers -----------------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def test_closing_waits_no_longer_than_it_may(s3_place: Place, wire: Proxy) -> No
         session.checkpoint(full=True)
     started = time.monotonic()
     session.close()
-    assert time.monotonic() - started < 4.5
+    assert time.monotonic() - started < 25, "the store answers after 30 s"
     wire.rule = lambda request: None
     again = model()
     session = train(again, s3_place, 7, storage_options=options, daemon=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import scarctl
@@ -75,6 +77,34 @@ def test_a_step_that_runs_is_not_taken_for_rest(tmp_path: Path) -> None:
     assert (found.step, found.exact, values) == (2, True, [2.0])
 
 
+def test_a_step_that_ends_after_the_look_for_rest_is_not_called_saved(tmp_path: Path) -> None:
+    """A request comes while a flush compares the state: its step has ended, and the next one may run."""
+    server = Server(tmp_path / "s")
+    server.change()
+    server.session.step()
+    server.session.checkpoint(full=True)
+    look, looked, running = server.session._saving.rested, threading.Event(), threading.Event()
+
+    def slowly(patience: float) -> int | None:
+        found = look(patience)
+        looked.set()
+        running.wait()
+        return found
+
+    server.session._saving.rested = slowly  # type: ignore[method-assign]
+    found: list[bool] = []
+    thread = threading.Thread(target=lambda: found.append(server.session.evacuate(1.0).flushed))
+    thread.start()
+    looked.wait()
+    server.change()
+    server.session.step()
+    server.half()
+    running.set()
+    thread.join()
+    assert found == [False]
+    server.session.close(seal=False)
+
+
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_change_outside_of_blocks_is_not_called_exact(tmp_path: Path, saved: bool) -> None:
     """Found in each row if the newest block's state was saved as a whole, otherwise in a sample."""
@@ -94,6 +124,46 @@ def test_a_change_outside_of_blocks_is_not_called_exact(tmp_path: Path, saved: b
     found, values, _ = resumed(tmp_path / "s")
     assert (found.step, found.exact, found.whole) == (3, False, True)
     assert values == ([3.0, 100.0] if saved else [103.0])
+    assert "outside of session.iteration()" in found.reasons[0]
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_an_array_put_in_place_of_another_outside_of_blocks_is_not_called_exact(
+    tmp_path: Path, within: bool
+) -> None:
+    """within: blocks replace it, too. Then only the newest one has the values to compare with."""
+
+    def body(tell: Tell) -> None:
+        state, requests = {"table": np.zeros((ROWS, 4))}, {"requests": 0}
+        session = scarctl.attach(
+            state,
+            store=tmp_path / "s",
+            interval=1000,
+            extras={"count": requests},
+            partitioning=scarctl.Partitioning(rows={"table": 1}),
+        )
+        session.resume()
+        for _ in range(3):
+            with session.iteration():
+                if within:
+                    state["table"] = state["table"] + 1
+                else:
+                    state["table"] += 1
+                requests["requests"] += 1
+        assert session.flush()
+        assert not list(session.caveats)
+        with session.iteration():
+            state["table"] = state["table"] + 1
+        if within:
+            state["table"] += 100
+        else:
+            state["table"] = state["table"] + 100
+        tell("ready")
+        waits()
+
+    sigterm(body)
+    found, values, _ = resumed(tmp_path / "s")
+    assert (found.step, found.exact, found.whole, values) == (4, False, True, [104.0])
     assert "outside of session.iteration()" in found.reasons[0]
 
 

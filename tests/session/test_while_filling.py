@@ -126,7 +126,7 @@ def test_a_departure_does_not_wait_longer_than_it_may(
         leaving = threading.Thread(target=run.session._departure.before_signal, args=(signal.SIGTERM, False))
         leaving.start()
         leaving.join(30)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 25
     gate.set()
     run.step()
     assert run.session.flush()

@@ -292,11 +292,16 @@ class Hosts:
         self.programs[number].kill()
         assert self.programs[number].wait() == -signal.SIGKILL
 
-    def kill_daemon(self, home: str) -> None:
+    def daemon_of(self, home: str) -> int:
+        """Return the process id of a host's daemon."""
         status = ask_status(host_folder(str(self.home(home))), patience=30.0)
         assert status is not None
-        os.kill(status["pid"], signal.SIGKILL)
-        wait_until(lambda: not os.path.exists(f"/proc/{status['pid']}") or _is_zombie(status["pid"]))
+        return int(status["pid"])
+
+    def kill_daemon(self, home: str) -> None:
+        pid = self.daemon_of(home)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not os.path.exists(f"/proc/{pid}") or _is_zombie(pid))
 
     def lose(self, home: str, *numbers: int) -> None:
         """Lose a host: these members, its daemon, and its memory."""

@@ -170,7 +170,7 @@ def test_who_hurries_waits_for_nothing(blobs: Blobs, place: Place, wire: Proxy) 
     blobs.hurry()
     for thread in threads:
         thread.join()
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 15, "the store answers after 20 s"
     assert sorted(type(error).__name__ for error in failed) == ["InDoubt", "Unavailable", "Unavailable"]
     blobs.close()
     wire.rule = times(1, Fault(after=0.5), "GET")
