@@ -45,7 +45,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         scarctl.formats.dcp scarctl.formats.dcp_check scarctl.formats.hf_index
         scarctl.ops.checkpoint scarctl.ops.health scarctl.ops.known scarctl.ops.live scarctl.ops.recover
         scarctl.ops.report scarctl.ops.sinks scarctl.ops.store_source scarctl.ops.verify_file
-        scarctl.peers.probe scarctl.recovery.forecast scarctl.recovery.members
+        scarctl.peers.probe scarctl.recovery.forecast scarctl.recovery.label scarctl.recovery.members
         scarctl.simulate.worker scarctl.simulate.workers
         scarctl.store.doctor scarctl.store.saved scarctl.store.visible_damage""",
     (

@@ -224,16 +224,14 @@ class Saving:
         if kept is not None and not kept.weights.moves():
             self._look_outside(kept)
         self.begin(self.take_between(), extent)
-        sealed = self.finish()
-        if self.stats.errors > errors:
-            return self.stats.last_error
-        return "" if sealed or extent is not Extent.WHOLE else _TORN if self._gate.torn else _UNSAVED
+        sealed = self.finish() or extent is not Extent.WHOLE
+        why = "" if sealed else _TORN if self._gate.torn else _UNSAVED
+        return self.stats.last_error if self.stats.errors > errors else why
 
     def require(self, engine: Engine, what: bool | Literal["peers"], why: str) -> None:
         """Wait for the store, or with "peers" for other hosts: see `Session.checkpoint`. why: the result of `now`.
 
-        Raises Unavailable if the checkpoint failed, or if peers are late (kind "peers-late"), ScarError (kind
-        "not-sealed") if values were left out. Raises the store's fault if one ended saving.
+        Raises Unavailable (kind "not-saved", "peers-late"), ScarError ("not-sealed"), the store's fault.
         """
         if why:
             step, hint = self._progress.head_step, "earlier checkpoints are safe"
