@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -23,12 +24,15 @@ from scarctl.errors import ScarError, Unavailable, error_fields, error_from
 from scarctl.state import codec
 from scarctl.state.group import DTYPES
 from scarctl.store.format import canonical
+from scarctl.util.worker import Job
 
 T = TypeVar("T")
 
 PATIENCE = 120.0
 """Most seconds that a rank waits for the others."""
 
+_PULSE = 1 / 12
+"""Share of `PATIENCE` after which ranks exchange that they live, while one of them makes a long call."""
 _FIRST = 1016
 """Bytes of a value that the first exchange carries. The rest of a longer value takes a second one."""
 
@@ -113,6 +117,17 @@ class Team:
         _, found = self._agree(call, None, lambda value: value)
         return found
 
+    def patiently(self, call: Callable[[], T]) -> T:
+        """Make a call in a thread that may take longer than ranks wait for each other. Return this rank's result.
+
+        Until it has ended on all ranks, they exchange that they live. Raises the exception of this rank's call then.
+        """
+        job = Job(call)
+        threading.Thread(target=job.run, name="scarctl-patiently", daemon=True).start()
+        while not all(self.gather(job.settle(self._patience.total_seconds() * _PULSE))):
+            pass
+        return job.wait()
+
     def _agree(
         self, call: Callable[[], T], undo: Callable[[T], object] | None, shown: Callable[[T], object]
     ) -> tuple[T, list[Any]]:
@@ -172,6 +187,9 @@ class Solo(Team):
 
     def collect(self, call: Callable[[], T]) -> list[T]:
         return [call()]
+
+    def patiently(self, call: Callable[[], T]) -> T:
+        return call()
 
     def close(self) -> None:
         """See `Team`."""

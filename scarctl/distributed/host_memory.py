@@ -154,22 +154,27 @@ def _fetch(
 ) -> list[bool]:
     """Fetch newer memory from hosts outside of the job. Return which ranks have received an arena. A collective.
 
-    takers: rank that fetches each shard. Each host is asked by one rank, about all shards.
+    takers: rank that fetches each shard. Each host is asked by one rank, about all shards. One rank may have a long way
+    to go, as with `peer_bandwidth`, while others have nothing to fetch.
     """
     views = [store.of_shard(shard) for shard in shards]
     than = [None if best is None else best[0] for best in (_best(inventories, shard) for shard in shards)]
     asker = asker_of(credentials)
     mine = range(team.rank, len(hosts), team.world)
-    answers = asker.ask_all([hosts[n] for n in mine], [view.run_id for view in views]) if asker else []
+    runs = [view.run_id for view in views]
+    answers = team.patiently(lambda: asker.ask_all([hosts[n] for n in mine], runs) if asker else [])
     able: dict[int, list[int]] = {}
     for n, at in itertools.chain(*team.gather([[mine[n], at] for n, at, _ in answers])):
         able.setdefault(at, []).append(n)
-    got = [
-        bring(views[at], settings, [hosts[n] for n in able[at]], asker, than[at])
-        for at in able
-        if asker is not None and takers[at] == team.rank
-    ]
-    return team.gather(any(got))
+
+    def fetch() -> list[bool]:
+        return [
+            bring(views[at], settings, [hosts[n] for n in able[at]], asker, than[at])
+            for at in able
+            if asker is not None and takers[at] == team.rank
+        ]
+
+    return team.gather(any(team.patiently(fetch)))
 
 
 def _best(inventories: Sequence[Inventory], shard: int) -> tuple[Age, int] | None:

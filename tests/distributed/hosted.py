@@ -21,6 +21,7 @@ from scarctl.arena.folder import host_folder
 from scarctl.cli.main import cli
 from scarctl.config import grouped
 from scarctl.daemon.client import ask_status
+from scarctl.distributed import collectives, host_memory
 from scarctl.errors import ScarError
 from scarctl.ops.survey import survey
 from scarctl.ops.verify_memory import verify_memory
@@ -39,6 +40,7 @@ def train(
     Options: `store_stops_at` an iteration; `flush_at` one; `copied_at` one, after which it waits until its peers have
     all, with `recorded` for the records of all hosts, and with `verify` compares the copies with the store; `wait_at`
     one, after which its checkpoint waits for the peers; `peers_stop_at` one, from which on nothing is sent;
+    `slow` seconds of each fetch on rank 1, more than ranks wait;
     `daemon_dies_at` one, that of rank 1; `host_dies` (a rank): at iteration `dies_at` its daemon, its memory and
     itself; `all_die_at` one; a file to `keep` the end in; arguments of `attach` (`settings`).
     """
@@ -46,6 +48,8 @@ def train(
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("scarctl").addHandler(handler)
+    if options.get("slow"):
+        be_slow(rank, options["slow"])
     home = Path(folder, options["homes"][rank])
     home.mkdir(exist_ok=True)
     model, optimizer = build(kind)
@@ -115,6 +119,19 @@ def train(
         "said": said,
         "verified": verified,
     }
+
+
+def be_slow(rank: int, seconds: float) -> None:
+    """Have rank 1 take `seconds` to fetch memory from another host, and all ranks wait less for each other."""
+    collectives.PATIENCE = seconds * 0.75
+    bring = host_memory.bring
+
+    def slowly(*arguments: Any) -> bool:
+        time.sleep(seconds)
+        return bring(*arguments)
+
+    if rank == 1:
+        host_memory.bring = slowly  # type: ignore[attr-defined]
 
 
 def status_of(arena_dir: str) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
+from scarctl.distributed import collectives
 from scarctl.distributed.collectives import Team, not_joined
 from scarctl.errors import UsageError
 from tests.distributed.launch import launch
@@ -80,3 +82,31 @@ def test_values_of_every_length_arrive_and_failures_are_told(world: int) -> None
         assert found["exchanges"] == 3  # one each
         prefix = "" if rank == 1 else "rank 1: "
         assert [text.startswith(f"{prefix}it cannot be long") for text in found["errors"]] == [True, True]
+
+
+def long_call(rank: int, world: int, seconds: float, fails: bool) -> Any:
+    """Make a call that takes longer on rank 1 than ranks wait for each other."""
+    collectives.PATIENCE = 2.0
+    team = Team()
+
+    def call() -> int:
+        if rank == 1:
+            time.sleep(seconds)
+            if fails:
+                raise UsageError("no")
+        return rank
+
+    try:
+        found: Any = team.patiently(call)
+    except UsageError as error:
+        found = error.message
+    return [found, team.gather(rank)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_call_that_takes_longer_than_ranks_wait(fails: bool) -> None:
+    assert launch("tests.distributed.test_collectives:long_call", 3, 5.0, fails) == [
+        [0, [0, 1, 2]],
+        ["no" if fails else 1, [0, 1, 2]],
+        [2, [0, 1, 2]],
+    ]

@@ -65,11 +65,17 @@ class Hosts:
             launch(TRAIN, 2, kind, str(self.folder), 20, {**CUT, "settings": settings, **options})
 
     def start(
-        self, homes: list[str], steps: int = 14, kind: str = "fsdp", keep: str | None = None, **settings: Any
+        self,
+        homes: list[str],
+        steps: int = 14,
+        kind: str = "fsdp",
+        keep: str | None = None,
+        slow: float | None = None,
+        **settings: Any,
     ) -> list[Any]:
         """Start the job again, train to a step, and return what each rank has resumed."""
         given = {"peer_secret_file": self.secret, **settings}
-        job = {"homes": homes, "settings": given, "keep": keep}
+        job = {"homes": homes, "settings": given, "keep": keep, "slow": slow}
         return launch(TRAIN, len(homes), kind, str(self.folder), steps, job)
 
 
@@ -186,6 +192,12 @@ def test_records_that_lie_cost_little_time(hosts: Hosts) -> None:
     assert "d" * 16 not in read_hosts(hosts.store)
     for one in silent:
         one.close()
+
+
+def test_a_slow_fetch_on_one_rank_does_not_end_the_start(hosts: Hosts) -> None:
+    """As with `peer_bandwidth`, or a large shard: the other rank waits longer than for a rank that may be gone."""
+    hosts.cut_short(flush_at=13)
+    assert resumed(hosts.start(ELSEWHERE, slow=20.0)) == [(13, True, {"peer"})] * 2
 
 
 def test_a_future_that_was_left_never_returns(hosts: Hosts) -> None:
