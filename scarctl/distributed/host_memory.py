@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -30,6 +30,9 @@ from scarctl.peers.sender import Candidate
 from scarctl.store import Store, newest_topology
 
 log = logging.getLogger("scarctl")
+
+_STRETCH = 32 * PIECE
+"""Bytes that are moved between two looks at all ranks: 3 MB/s are fast enough for the shortest patience."""
 
 Inventory = Mapping[int, Age]
 """Age of the arena in memory by shard. The newest is chosen."""
@@ -218,10 +221,12 @@ def _carry_out(transfer: Transfer, store: Store, settings: SessionSettings, team
                 undo.callback(incoming.close)
         if not team.from_rank(transfer.target, incoming is not None):
             return False
-        if outgoing is not None:
-            send(outgoing, transfer.target, team)
-        if incoming is not None:
-            receive(incoming, transfer.source, team)
+        for at in range(0, head["size"], _STRETCH):
+            if outgoing is not None:
+                send(outgoing, transfer.target, team, at, at + _STRETCH)
+            if incoming is not None:
+                receive(incoming, transfer.source, team, at, at + _STRETCH)
+            team.gather(None)  # ranks that take no part wait for a stretch at a time, not for the whole arena
         digest = team.from_rank(transfer.source, None if outgoing is None else outgoing.digest())
         return incoming is not None and _install(incoming, digest, view)
 
@@ -270,17 +275,26 @@ def _install(incoming: Incoming, digest: str, view: Store) -> bool:
     return True
 
 
-def send(outgoing: Outgoing, target: int, team: Team) -> None:
-    """Send the pieces of an arena's file to another rank, which calls `receive`. Raises Unavailable if it is gone."""
-    for at in range(0, outgoing.size, PIECE):
-        chunk = torch.from_numpy(outgoing.read(at, min(PIECE, outgoing.size - at)))
+def send(outgoing: Outgoing, target: int, team: Team, begin: int = 0, end: int | None = None) -> None:
+    """Send the pieces of an arena's file to another rank, which calls `receive` with the same part of the file.
+
+    begin, end: bytes, multiples of `PIECE`. Raises Unavailable if the other rank is gone.
+    """
+    for at, size in _pieces(outgoing.size, begin, end):
+        chunk = torch.from_numpy(outgoing.read(at, size))
         team.collectively(lambda chunk=chunk: dist.send(chunk, target, group=team.group))  # type: ignore[misc]
 
 
-def receive(incoming: Incoming, source: int, team: Team) -> None:
+def receive(incoming: Incoming, source: int, team: Team, begin: int = 0, end: int | None = None) -> None:
     """Receive the pieces that another rank sends with `send`. Raises Unavailable if it is gone."""
     buffer = torch.empty(min(PIECE, incoming.size), dtype=torch.uint8)
-    for at in range(0, incoming.size, PIECE):
-        chunk = buffer[: min(PIECE, incoming.size - at)]
+    for at, size in _pieces(incoming.size, begin, end):
+        chunk = buffer[:size]
         team.collectively(lambda chunk=chunk: dist.recv(chunk, source, group=team.group))  # type: ignore[misc]
         incoming.write(at, chunk.numpy())
+
+
+def _pieces(size: int, begin: int, end: int | None) -> Iterator[tuple[int, int]]:
+    """Yield where the pieces of a part of a file of `size` bytes begin, and their bytes."""
+    for at in range(begin, size if end is None else min(size, end), PIECE):
+        yield at, min(PIECE, size - at)

@@ -42,7 +42,9 @@ class Gate:
         self._held = _Held(self._lock)
         self._stepping = stepping
         self._implied = stepping
-        self._blocks = self._block = self._torn = self._frozen = False
+        self._blocks = self._torn = self._frozen = False
+        self._block: object | None = None
+        """The block that runs."""
         self._wanted = 0
         self._at_gate = self._over = False
         self._settled_at = -math.inf
@@ -100,17 +102,21 @@ class Gate:
 
         Without `leave` the state is `torn` afterwards. Raises UsageError inside another block of this thread.
         """
-        with self._changed:
-            self.require_outside("session.iteration()")
-            self._changed.wait_for(lambda: not (self._block or self._wanted or self._frozen) or self._over)
-            self._block, self._trainer = True, threading.get_ident()
-        try:
+        block = object()
+        try:  # Ctrl-C may come at any point
+            with self._changed:
+                self.require_outside("session.iteration()")
+                self._changed.wait_for(
+                    lambda: not (self._block or self._wanted or self._frozen) or self._over
+                )
+                self._trainer, self._block = threading.get_ident(), block
             yield
         finally:
             with self._changed:
-                self._block = False
-                self._torn = self._stepping and not self._implied
-                self._changed.notify_all()
+                if self._block is block:
+                    self._block = None
+                    self._torn = self._stepping and not self._implied
+                    self._changed.notify_all()
 
     def require_outside(self, call: str) -> None:
         """Raise UsageError if this thread runs a block. call: what was called."""

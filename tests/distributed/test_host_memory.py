@@ -50,6 +50,20 @@ def test_two_ranks_swap_hosts(tmp_path: Path, kind: str, daemon: bool | None) ->
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_slow_move_does_not_end_the_start_of_the_ranks_that_stay(tmp_path: Path) -> None:
+    """Ranks 0 and 1 swap hosts. Rank 2 waits for longer than it would wait for a rank that may be gone."""
+    with pytest.raises(AssertionError, match="ended with -9"):
+        launch(TRAIN, 3, "fsdp", str(tmp_path), 20, {**CUT, "homes": [*HOMES, "north"]})
+    found = launch(
+        "tests.distributed.slow_move:train", 3, "fsdp", str(tmp_path), 14, {"homes": [*SWAPPED, "north"]}
+    )
+    assert [(report["step"], report["exact"], set(report["tiers"])) for report in found] == [
+        (13, True, {"peer"}),
+        (13, True, {"peer"}),
+        (13, True, {"memory"}),
+    ]
+
+
 def test_ranks_that_stay_find_their_own_memory(tmp_path: Path) -> None:
     cut_short("fsdp", tmp_path)
     found = launch(TRAIN, 2, "fsdp", str(tmp_path), 14, {"homes": HOMES})

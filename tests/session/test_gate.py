@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+
+import pytest
 
 from scarctl.session.gate import SETTLE, Gate
 
@@ -62,3 +65,32 @@ def test_the_gate_gives_up_on_a_step_that_does_not_end() -> None:
             gate.end()
         thread.join(10)
         assert found.pop() is False
+
+
+def test_ctrl_c_right_before_a_block_leaves_none_behind() -> None:
+    gate = Gate(stepping=True)
+
+    taken = gate._changed
+
+    class Lock:
+        """The gate's lock, whose release Ctrl-C interrupts once."""
+
+        def __enter__(self) -> None:
+            taken.__enter__()
+
+        def __exit__(self, *error: object) -> None:
+            gate._changed = taken
+            taken.__exit__(None, None, None)
+            raise KeyboardInterrupt
+
+        def wait_for(self, ready: Callable[[], bool]) -> bool:
+            return ready()
+
+    gate._changed = Lock()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt), gate.block():
+        raise AssertionError("it never begins")
+    with gate.block():
+        gate.enter()
+        gate.leave()
+    assert not gate.stepping
+    assert not gate.torn
