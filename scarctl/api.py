@@ -21,7 +21,7 @@ from scarctl.config import (
 from scarctl.config.environment import warn_of_unread
 from scarctl.config.unknown import explains_options
 from scarctl.distributed.collectives import Solo, Team, world_size
-from scarctl.distributed.coordinator import Crew
+from scarctl.distributed.coordinator import RankCoordinator
 from scarctl.distributed.members import Membership, member_of
 from scarctl.errors import UsageError
 from scarctl.session.attached import take_over
@@ -128,11 +128,11 @@ def attach(
                 raise
     team = Team() if several else Solo()
     try:
-        crew = Crew.join(adapter, resolved, team, per_rank)
+        coordinator = RankCoordinator.join(adapter, resolved, team, per_rank)
     except BaseException:
         team.close()
         raise
-    return Session(crew.adapter, resolved, hooks=hooks, together=crew)
+    return Session(coordinator.adapter, resolved, hooks=hooks, together=coordinator)
 
 
 def _by_name(extras: Mapping[str, Any] | None) -> dict[str, Extra]:

@@ -1,7 +1,7 @@
 """Coordinate the sessions of all ranks: the owner of each row, the shard of each rank, the step of a resume.
 
 The session of a rank is an ordinary one. It sees only the rows that its rank owns, and only its own shard of the store.
-`Crew` makes both views, and answers a session's questions to the other ranks (`scarctl.session.peers`).
+`RankCoordinator` makes both views, and answers a session's questions to the other ranks (`scarctl.session.peers`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from scarctl.distributed.rescue import Rescue
 from scarctl.distributed.reshard import Moved
 from scarctl.distributed.resume_step import (
     Agreement,
-    Standing,
+    RankState,
     agree_on_step,
     perturbation_of,
     rework_of_ranks,
@@ -74,7 +74,7 @@ T = TypeVar("T")
 log = logging.getLogger("scarctl")
 
 
-class Crew(Together):
+class RankCoordinator(Together):
     """See the module. Made by `join`, on all ranks."""
 
     def __init__(
@@ -114,7 +114,7 @@ class Crew(Together):
         settings: SessionSettings,
         team: Team,
         rank_extras: frozenset[str] = frozenset(),
-    ) -> Crew:
+    ) -> RankCoordinator:
         """Agree with the other ranks on the owner of every row.
 
         rank_extras: names of extras that every rank saves itself.
@@ -281,12 +281,12 @@ class Crew(Together):
         mine = None
         if found is not None:
             whole = found.whole if found.exact else ""
-            standing = Standing(found.step, found.exact, found.survived, found.distance, found.owns, whole)
+            standing = RankState(found.step, found.exact, found.survived, found.distance, found.owns, whole)
             mine = standing.to_list()
         gathered = self.team.gather(mine)
         if found is None or any(other is None for other in gathered):
             return None
-        everyone = [Standing(*other) for other in gathered]
+        everyone = [RankState(*other) for other in gathered]
         agreement = agree_on_step(everyone)
         leads = self.team.rank == agreement.reference
         extras = found.extras
@@ -319,7 +319,7 @@ class Crew(Together):
         return replace(mixed, late=late, notes=theirs.notes.of_part(own.notes))
 
     def _summary(
-        self, agreement: Agreement, everyone: list[Standing], store: Store, outlook: Outlook
+        self, agreement: Agreement, everyone: list[RankState], store: Store, outlook: Outlook
     ) -> dict[str, Any]:
         summary = None
         if self.team.rank == 0:

@@ -16,7 +16,7 @@ from scarctl.distributed.leftover_arenas import save_own
 from scarctl.distributed.own_extras import Early, with_own
 from scarctl.distributed.owned_adapter import group_of
 from scarctl.errors import LayoutMismatch, NoIntactCopy, Unavailable
-from scarctl.recovery.members import Heritage, heritage, overlapping
+from scarctl.recovery.members import Predecessors, overlapping, predecessors
 from scarctl.recovery.reshard import with_slots
 from scarctl.recovery.shares import as_member
 from scarctl.session.peers import AgreedState
@@ -42,16 +42,16 @@ def end_earlier(
     settings: SessionSettings,
     *,
     sealed: bool,
-) -> Heritage | None:
+) -> Predecessors | None:
     """Fence the earlier members whose state member `number` of a topology takes over, and return it.
 
-    Their copies in this host's memory are saved first. store: the whole store. sealed: see `heritage`.
+    Their copies in this host's memory are saved first. store: the whole store. sealed: see `predecessors`.
 
     Raises Contention if one of them runs on this host; NoIntactCopy if none has a sealed state; Corruption,
     AccessDenied, Unavailable.
     """
     topologies = earlier(store, topology)
-    found = heritage(store, topologies)
+    found = predecessors(store, topologies)
     if found is None:
         return None
     shards = overlapping(found, groups_of(adapter), number)
@@ -59,7 +59,7 @@ def end_earlier(
     for shard in shards:
         fence(store, shard)
     # From here on nothing changes in these shards.
-    last = heritage(store, topologies, sealed=sealed)
+    last = predecessors(store, topologies, sealed=sealed)
     if sealed and found.saved and (last is None or not last.saved):
         raise NoIntactCopy(
             f"{store.where}: no previous member has an intact sealed state",
@@ -73,9 +73,9 @@ class Heir:
     """The state that one member takes over: see the module, and `scarctl.session.peers.Elsewhere`."""
 
     def __init__(
-        self, found: Heritage, adapter: Adapter, number: int, count: int, own_extras: frozenset[str]
+        self, found: Predecessors, adapter: Adapter, number: int, count: int, own_extras: frozenset[str]
     ) -> None:
-        """Compare the saved state with this member's tensors. Raises as `Heritage.check` does, and NoIntactCopy."""
+        """Compare the saved state with this member's tensors. Raises as `Predecessors.check` does, and NoIntactCopy."""
         self._found, self._adapter, self._number, self._own_extras = found, adapter, number, own_extras
         live = adapter.groups()
         groups = [group_of(group) for group in live]

@@ -27,7 +27,7 @@ from scarctl.distributed.placed_adapter import PlacedAdapter
 from scarctl.errors import UsageError
 from scarctl.persist.saver import Saver
 from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
-from scarctl.recovery.members import heritage
+from scarctl.recovery.members import predecessors
 from scarctl.recovery.shares import as_member
 from scarctl.session.peers import Together
 from scarctl.state.caveats import Caveats
@@ -102,7 +102,7 @@ class Membership(Together):
         self._meeting: Meeting | None = None
 
     def open_store(self, settings: SessionSettings) -> Store:
-        """See `Together`. Raises as `scarctl.store.members.join_members` does, and as `Heritage.check` does."""
+        """See `Together`. Raises as `scarctl.store.members.join_members` does, and as `Predecessors.check` does."""
         if settings.shards not in (None, 1):
             raise UsageError(f"shards={settings.shards}: each member is one shard", hint="omit shards")
         require_secret(settings)
@@ -138,7 +138,7 @@ class Membership(Together):
         if self._credentials is not None:
             search_memory(views, settings, self._credentials)
         save_own(views, settings)
-        found = heritage(store, [before, *earlier(store, before)])
+        found = predecessors(store, [before, *earlier(store, before)])
         if found is not None and found.saved:
             found.check(self.rank, self.count, groups_of(self.adapter), self.adapter.optimizer)
             found.check_complete()

@@ -7,7 +7,7 @@ from scarctl.distributed.collectives import Team
 from scarctl.distributed.own_extras import Early, with_own
 from scarctl.distributed.owned_adapter import OwnedAdapter, group_of
 from scarctl.distributed.ownership import Division
-from scarctl.distributed.resume_step import MAX_APART, Standing, agree_on_step, perturbation_of
+from scarctl.distributed.resume_step import MAX_APART, RankState, agree_on_step, perturbation_of
 from scarctl.errors import NoIntactCopy, UsageError
 from scarctl.recovery.reshard import Parts, check_fits, with_slots
 from scarctl.session.peers import AgreedState
@@ -87,7 +87,7 @@ class Moved:
         }
         return AgreedState(agreement.step, mixed, exact, summary, reasons)
 
-    def _standings(self) -> tuple[list[Standing], list[int]]:
+    def _standings(self) -> tuple[list[RankState], list[int]]:
         """Return the standing and number of every shard with extras. A single process has extras in one shard."""
         states = {s: state for s, state in self._parts.states.items() if state.extras is not None}
         if not self._parts.of_ranks and states:
@@ -105,7 +105,7 @@ class Moved:
         # Copies that survived in memory have been saved to the store since. Survivors were in the same iteration.
         survived = {shard: exact[shard] and steps[shard] >= head - MAX_APART for shard in states}
         wholes = {s: states[s].whole if exact[s] else "" for s in states}
-        found = [Standing(steps[s], exact[s], survived[s], owns=owns[s], whole=wholes[s]) for s in states]
+        found = [RankState(steps[s], exact[s], survived[s], owns=owns[s], whole=wholes[s]) for s in states]
         return found, list(states)
 
     def _is_exact(self, state: ShardState, step: int) -> bool:

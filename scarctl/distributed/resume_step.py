@@ -15,7 +15,7 @@ MAX_APART = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RankState:
     """The state that one rank has found for its own part."""
 
     step: int
@@ -50,7 +50,7 @@ class Agreement:
     """Whether the whole state is of `step`, as one commit of the whole state saved it."""
 
 
-def agree_on_step(ranks: Sequence[Standing]) -> Agreement:
+def agree_on_step(ranks: Sequence[RankState]) -> Agreement:
     """Return the step after which all ranks continue: the smallest step of the survivors.
 
     If no arena survived, ranks whose copies are all of the newest step count as survivors; without any, those with
@@ -80,7 +80,7 @@ def agree_on_step(ranks: Sequence[Standing]) -> Agreement:
     return Agreement(step, reference, lost, exact)
 
 
-def perturbation_of(ranks: Sequence[Standing], agreement: Agreement) -> Perturbation:
+def perturbation_of(ranks: Sequence[RankState], agreement: Agreement) -> Perturbation:
     """Return the estimated norm by which the state changes: the newest values of lost ranks are gone."""
     distances = [ranks[rank].distance for rank in agreement.lost]
     known = [distance for distance in distances if distance is not None]
@@ -90,7 +90,7 @@ def perturbation_of(ranks: Sequence[Standing], agreement: Agreement) -> Perturba
 
 
 def rework_of_ranks(
-    ranks: Sequence[Standing], agreement: Agreement, outlook: Outlook, *, comparable: bool
+    ranks: Sequence[RankState], agreement: Agreement, outlook: Outlook, *, comparable: bool
 ) -> Rework:
     """Return the predicted rework of continuing, if all ranks own equal parts.
 

@@ -27,7 +27,7 @@ from scarctl.recovery.execute import ArenaSink, SealedStateDamaged, Sink
 from scarctl.recovery.forecast import Loss, weigh
 from scarctl.recovery.plan import MEMORY, PEER, Perturbation
 from scarctl.recovery.shared_plan import (
-    Nowhere,
+    DiscardingSink,
     SharedPlan,
     estimated,
     execute_shared,
@@ -355,7 +355,7 @@ class _Recovery:
                 # A waiting seal is of the copies that are about to be replaced.
                 HandOverQueue(arena.folder).unseal()
             # All copies are read and verified, even without an arena to write to.
-            yield [Nowhere() if arena is None else ArenaSink(arena) for arena in self.arenas], None
+            yield [DiscardingSink() if arena is None else ArenaSink(arena) for arena in self.arenas], None
             return
         layouts = self.state.layouts
         writing: AbstractContextManager[StateWriter]

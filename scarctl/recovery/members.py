@@ -27,7 +27,7 @@ _HINT = "nothing was changed; see docs/members.md"
 
 
 @dataclass(frozen=True, slots=True)
-class Heritage:
+class Predecessors:
     """The state of earlier members, newest first."""
 
     parts: Parts
@@ -156,7 +156,9 @@ class Heritage:
                         )
 
 
-def heritage(store: Store, topologies: Sequence[Topology], *, sealed: bool = False) -> Heritage | None:
+def predecessors(
+    store: Store, topologies: Sequence[Topology], *, sealed: bool = False
+) -> Predecessors | None:
     """Read the state that the members of these topologies (newest first) have saved; None if no member has begun.
 
     sealed: take each member's newest sealed state instead of the newest copy of every partition.
@@ -174,7 +176,7 @@ def heritage(store: Store, topologies: Sequence[Topology], *, sealed: bool = Fal
                 named[shard] = as_member(state.layout, number)
     if not states:
         return None
-    return Heritage(Parts(store, states, of_ranks=True, named=named), numbers, tuple(topologies))
+    return Predecessors(Parts(store, states, of_ranks=True, named=named), numbers, tuple(topologies))
 
 
 def _last_sealed(store: Store, state: ShardState) -> ShardState:
@@ -185,7 +187,7 @@ def _last_sealed(store: Store, state: ShardState) -> ShardState:
     return ShardState(state.shard)
 
 
-def overlapping(found: Heritage, groups: Collection[Group], number: int) -> list[int]:
+def overlapping(found: Predecessors, groups: Collection[Group], number: int) -> list[int]:
     """Return the shards with rows of these groups of member `number`: their members have to be fenced."""
     wanted = {name_among(group, number): group for group in groups}
     return [

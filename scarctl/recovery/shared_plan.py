@@ -271,7 +271,7 @@ def execute_shared(plan: SharedPlan, arenas: Arenas, sinks: Sequence[Sink]) -> S
     try:
         if len(work) > 1 and any(sink.overwrites(one.ids, one.version) for _, _, one, _, sink in work):
             for _, share, one, arena, _ in work:
-                execute_once(one, share.store, arena, Nowhere())
+                execute_once(one, share.store, arena, DiscardingSink())
         for k, share, one, arena, sink in work:
             reports[k] = execute_once(one, share.store, arena, sink)
     except SealedStateDamaged as damage:
@@ -307,7 +307,7 @@ def _distance(plan: Plan, arena: Arena) -> NDArray[np.float64]:
     return np.where(plan.tier == STORE, with_errors(near, arena.encoding_error[plan.ids]), near)
 
 
-class Nowhere:
+class DiscardingSink:
     """A sink that discards everything, to check that all copies are intact."""
 
     arena: Arena | None = None

@@ -102,8 +102,9 @@ class WrittenByRanks(UsageError):
 class Together:
     """A session's questions to all processes that train together, and the answers of a process that trains alone.
 
-    `scarctl.distributed.coordinator.Crew` answers them for several ranks, and `scarctl.distributed.members.Membership`
-    for a process that shares only the store. All ranks make these calls in the same order.
+    `scarctl.distributed.coordinator.RankCoordinator` answers them for several ranks, and
+    `scarctl.distributed.members.Membership` for a process that shares only the store. All ranks make these calls in the
+    same order.
     """
 
     rank = 0

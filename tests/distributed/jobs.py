@@ -20,7 +20,7 @@ import scarctl
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.config import grouped
 from scarctl.distributed import collectives
-from scarctl.distributed.coordinator import Crew
+from scarctl.distributed.coordinator import RankCoordinator
 from scarctl.errors import ScarError, UsageError
 from scarctl.policy.interval import Cadence
 from scarctl.store import StoreWriter
@@ -58,9 +58,9 @@ class Single(nn.Module):
 
 PLACES = {
     "checkpoint": (LiveState, "save", 3),
-    "resume": (Crew, "agree_on_state", 1),
-    "spread": (Crew, "spread", 1),
-    "begin": (Crew, "begin", 1),
+    "resume": (RankCoordinator, "agree_on_state", 1),
+    "spread": (RankCoordinator, "spread", 1),
+    "begin": (RankCoordinator, "begin", 1),
 }
 """Owner and name of the function called there, and which of its calls is the last."""
 

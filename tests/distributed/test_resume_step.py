@@ -5,19 +5,19 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scarctl.distributed.resume_step import MAX_APART, Standing, agree_on_step, perturbation_of
+from scarctl.distributed.resume_step import MAX_APART, RankState, agree_on_step, perturbation_of
 
 
-def alive(step: int) -> Standing:
-    return Standing(step, exact=True, survived=True)
+def alive(step: int) -> RankState:
+    return RankState(step, exact=True, survived=True)
 
 
-def dead(step: int, distance: float | None = None) -> Standing:
-    return Standing(step, exact=False, survived=False, distance=distance)
+def dead(step: int, distance: float | None = None) -> RankState:
+    return RankState(step, exact=False, survived=False, distance=distance)
 
 
 def test_after_a_clean_end_all_go_on_where_they_were() -> None:
-    found = agree_on_step([Standing(7, True, False)] * 3)
+    found = agree_on_step([RankState(7, True, False)] * 3)
     assert (found.step, found.lost, found.exact) == (7, (), True)
 
 
@@ -37,7 +37,7 @@ def test_an_arena_of_an_earlier_run_does_not_pull_the_others_back() -> None:
 
 
 def test_what_survived_may_be_in_the_store_instead_of_memory() -> None:
-    found = agree_on_step([Standing(17, True, False), dead(15)])
+    found = agree_on_step([RankState(17, True, False), dead(15)])
     assert (found.step, found.reference, found.lost) == (17, 0, (1,))
 
 
@@ -50,12 +50,12 @@ def test_without_survivors_all_go_on_from_the_newest_step_that_is_known() -> Non
 
 def test_a_rank_of_which_nothing_changes_does_not_set_the_others_back() -> None:
     """The rank has saved extras once, with its first state, which has not changed since."""
-    found = agree_on_step([Standing(1, exact=True, survived=False), dead(1000), dead(1000)])
+    found = agree_on_step([RankState(1, exact=True, survived=False), dead(1000), dead(1000)])
     assert (found.step, found.reference, found.lost, found.exact) == (1000, 1, (0,), False)
 
 
 def test_a_rank_that_owns_nothing_decides_nothing() -> None:
-    nothing = Standing(-1, exact=False, survived=False, owns=False)
+    nothing = RankState(-1, exact=False, survived=False, owns=False)
     found = agree_on_step([nothing, dead(40), dead(50)])
     assert (found.step, found.reference, found.lost, found.exact) == (50, 2, (1,), False)
     found = agree_on_step([nothing, dead(40), alive(50)])
@@ -63,7 +63,7 @@ def test_a_rank_that_owns_nothing_decides_nothing() -> None:
 
 
 def test_a_rank_that_is_exactly_where_the_survivors_are_has_lost_nothing() -> None:
-    found = agree_on_step([alive(47), Standing(47, exact=True, survived=False)])
+    found = agree_on_step([alive(47), RankState(47, exact=True, survived=False)])
     assert (found.lost, found.exact) == ((), True)
 
 
@@ -74,11 +74,11 @@ def test_the_perturbation_is_known_as_far_as_the_lost_ranks_distances_are() -> N
     assert perturbation_of(ranks, agree_on_step(ranks)).kind == "unknown"
 
 
-standings = st.builds(Standing, st.integers(0, 60), st.booleans(), st.booleans())
+standings = st.builds(RankState, st.integers(0, 60), st.booleans(), st.booleans())
 
 
 @given(st.lists(standings, min_size=1, max_size=9))
-def test_the_step_is_that_of_a_rank_which_has_extras_for_it(ranks: list[Standing]) -> None:
+def test_the_step_is_that_of_a_rank_which_has_extras_for_it(ranks: list[RankState]) -> None:
     found = agree_on_step(ranks)
     assert ranks[found.reference].step == found.step
     assert found.reference not in found.lost

@@ -10,7 +10,7 @@ import pytest
 
 from scarctl.recovery.execute import execute
 from scarctl.recovery.plan import Plan, plan_partial, plan_rollback
-from scarctl.recovery.shared_plan import Nowhere, execute_shared, plan_lost, plans_back
+from scarctl.recovery.shared_plan import DiscardingSink, execute_shared, plan_lost, plans_back
 from scarctl.recovery.shares import open_shares
 from scarctl.state.encodings import ENCODINGS
 from scarctl.state.version import step_of
@@ -72,7 +72,7 @@ def test_one_process_recovers_it(store: Store) -> None:
         plan_rollback(store, found, shard_of),
     ]
     for plan in plans:
-        report = execute(plan, store, None, Nowhere())
+        report = execute(plan, store, None, DiscardingSink())
         assert (report.step, report.exact, report.degraded) == (NEWEST, store.root.name in PROVEN, False)
     if store.root.name == "kept":
         back = plan_rollback(store, found, shard_of, snapshot=read_snapshot(store, "first"))
@@ -105,7 +105,7 @@ def test_ranks_recover_it(store: Store) -> None:
     state = open_shares(store)
     nothing = [None] * len(state.shares)
     for plan in (plan_lost(state, state.everything(), nothing), next(plans_back(state, nothing, 0, None))):
-        report = execute_shared(plan, nothing, [Nowhere() for _ in state.shares])
+        report = execute_shared(plan, nothing, [DiscardingSink() for _ in state.shares])
         assert (report.plan.step, report.plan.exact, report.plan.degraded) == (NEWEST, False, False)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scarctl.errors import Corruption, LayoutMismatch, NoIntactCopy
-from scarctl.recovery.shared_plan import Nowhere, execute_shared, plan_lost, plans_back
+from scarctl.recovery.shared_plan import DiscardingSink, execute_shared, plan_lost, plans_back
 from scarctl.recovery.shares import SharedState, named_snapshot, open_shares
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.store import Store, complete_sets, create_snapshot, open_writer
@@ -132,7 +132,7 @@ def test_damage_reaches_whoever_tries_an_older_state(store: Store) -> None:
             data[at] ^= 1
             path.write_bytes(data)
     with pytest.raises(NoIntactCopy, match="checksum") as caught:
-        execute_shared(newest, [None], [Nowhere()])
+        execute_shared(newest, [None], [DiscardingSink()])
     assert caught.value.kind == "no-sealed-state"
-    done = execute_shared(older, [None], [Nowhere()]).plan
+    done = execute_shared(older, [None], [DiscardingSink()]).plan
     assert (done.exact, done.step, done.degraded) == (True, 3, True)

@@ -23,7 +23,7 @@ import torch
 from safetensors.numpy import save_file
 
 import scarctl
-from scarctl.distributed.resume_step import Standing, agree_on_step
+from scarctl.distributed.resume_step import RankState, agree_on_step
 from scarctl.formats.state_file import open_state
 from scarctl.ops.checkpoint import CheckpointSettings, checkpoint
 from scarctl.recovery.reshard import find_parts
@@ -279,10 +279,10 @@ def test_ranks_that_have_saved_two_states_of_a_step(tmp_path: Path) -> None:
 
 
 def test_ranks_at_one_step_agree_that_their_states_are_not_one() -> None:
-    one, other = (Standing(5, True, True, whole=name * 16) for name in ("ab", "cd"))
+    one, other = (RankState(5, True, True, whole=name * 16) for name in ("ab", "cd"))
     assert agree_on_step([one, one]).exact
     assert not agree_on_step([one, other]).exact
-    nothing = Standing(5, True, False, owns=False)
+    nothing = RankState(5, True, False, owns=False)
     assert agree_on_step([one, one, nothing]).exact
 
 
