@@ -149,12 +149,15 @@ class Resumption:
         """
         stored = known
         if extras is not None:
-            # A state that is not whole has digests of several moments.
-            digests = dict(extras.notes.common) if resumed.exact else {}
-            if differ(self._together.gather(digests)):
+
+            def restored() -> dict[str, str]:
+                # An optimizer may have other param_groups on one rank alone.
+                self._adapter.restore(extras.early, extras.late)
+                # A state that is not whole has digests of several moments.
+                return dict(extras.notes.common) if resumed.exact else {}
+
+            if differ(self._together.collect(restored)):
                 known = (*known, DIFFERED.message)
-            # An optimizer may have other param_groups on one rank alone.
-            self._together.agree(lambda: self._adapter.restore(extras.early, extras.late))
             stored = (*known, *reasons(extras.notes.caveats), *self._progress.misfits())
             engine.policy_memory = extras.policy
             self._journal.follow(extras.notes.events, extras.notes.samples)
