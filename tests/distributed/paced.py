@@ -113,7 +113,7 @@ def train(rank: int, world: int, kind: str, folder: str, options: dict[str, Any]
 def evacuate(session: scarctl.Session, to: str | None) -> dict[str, Any]:
     """Evacuate, and return the report. Before that, check that an unknown host is refused."""
     try:
-        session.evacuate(1.0, to="nowhere")
+        session.evacuate(30.0, to="nowhere")
     except UsageError as error:
         refused = error.hint
     found = session.evacuate(60.0, to=to)

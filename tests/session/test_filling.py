@@ -20,7 +20,7 @@ from scarctl.arena.folder import arena_folder
 from scarctl.arena.kinship import arena_for
 from scarctl.checkpoint import filling
 from scarctl.checkpoint.filling import Filling
-from scarctl.errors import Unavailable
+from scarctl.errors import ScarError, Unavailable
 from scarctl.peers.follower import Follower
 from scarctl.peers.frames import Kind
 from scarctl.state.version import pack
@@ -429,7 +429,8 @@ def test_values_that_are_not_finite_never_replace_the_stores_copies(
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
     for checkpoints in (1, 2):
-        session.checkpoint(full=True, wait=True)
+        with pytest.raises(ScarError, match="could not be sealed: values are not finite"):
+            session.checkpoint(full=True, wait=True)
         assert session.stats.nonfinite_partitions == checkpoints * session.layout.partitions
     assert session._started().owes_seal()
     assert not session._started().is_sealed()

@@ -89,8 +89,10 @@ class Program:
         """Wait for its end. Raises subprocess.TimeoutExpired; then it still runs."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
-            if not self._server.listen(deadline - time.monotonic()):
+            left = deadline - time.monotonic()
+            if left <= 0:
                 raise subprocess.TimeoutExpired(self.args, timeout)
+            self._server.listen(min(left, 0.2))  # another thread may have read the report
         return code
 
     def send_signal(self, number: int) -> None:
