@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from scarctl.store.hosts import GONE, HostRecord, host_path, read_hosts, write_h
 from tests.daemon.trainer import stop
 from tests.distributed.jobs import load
 from tests.distributed.launch import launch
+from tests.distributed.test_replicas import calm
 
+__all__ = ["calm"]
 TRAIN = "tests.distributed.hosted:train"
 HOMES, ELSEWHERE = ["east", "west"], ["north", "south"]
 INTERVAL = 5
@@ -86,21 +88,6 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     yield Hosts(tmp_path)
     for home in (*HOMES, *ELSEWHERE, "third"):
         stop(host_folder(str(tmp_path / home)))
-
-
-@pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """Return by kind the end of an undisturbed job."""
-
-    def train(kind: str) -> Any:
-        folder = tmp_path_factory.mktemp("calm")
-        job = {"homes": HOMES, "keep": f"{folder}/end.pt", "settings": {"peers": 0}}
-        launch(TRAIN, 2, kind, str(folder), 17, job)
-        for home in HOMES:
-            stop(host_folder(str(folder / home)))
-        return load(folder / "end.pt")
-
-    return train
 
 
 def resumed(found: list[Any]) -> list[tuple[int, bool, set[str]]]:
