@@ -182,6 +182,19 @@ def derive(adapter: Adapter) -> None:
         call()
 
 
+class LetsRanksDiffer(Protocol):
+    """Optional part of an adapter whose ranks may have different values of what they have in common, for some steps."""
+
+    def ranks_may_differ(self) -> bool:
+        """Return whether they may now, as between two averages. Be quick."""
+
+
+def ranks_may_differ(adapter: Adapter) -> bool:
+    """Return the adapter's `LetsRanksDiffer.ranks_may_differ`; False without one."""
+    call: Callable[[], bool] | None = getattr(adapter, "ranks_may_differ", None)
+    return call is not None and call()
+
+
 class ReplacesArrays(Protocol):
     """Optional part of an adapter whose arrays are immutable: training and recoveries replace them."""
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from scarctl.adapter import Adapter, StateGroup
+from scarctl.adapter import Adapter, StateGroup, ranks_may_differ
 from scarctl.checkpoint.selector import Selector
 from scarctl.config import SessionSettings
 from scarctl.daemon.request import Request
@@ -223,15 +223,13 @@ class RankCoordinator(Together):
     def common(self) -> Callable[[], Mapping[str, str]]:
         return self._digests.of(self.adapter.known or self._whole.groups())
 
-    def selector(self, caveats: Caveats) -> Selector:
+    def selector(self) -> Selector:
         rank, world = self.team.rank, self.team.world
         if self._exchange_group is None:
-            return super().selector(caveats)
+            return super().selector()
 
         def known() -> Sequence[StateGroup]:
-            # Such a hook may let ranks differ for some steps. Its caveat says so, and is withdrawn with the last one.
-            hooked = any(caveat.kind == "communication-hook" for caveat in caveats)
-            return () if hooked else self.adapter.known
+            return () if ranks_may_differ(self.adapter.whole) else self.adapter.known
 
         common = Common(self.division, rank, known)
         exchange = Exchange(self._exchange_group, rank, world)

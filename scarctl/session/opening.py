@@ -79,7 +79,7 @@ class Opening:
             settings,
             arena_folder(settings.arena_dir, self.store.run_id),
             self._saver,
-            selector=self._together.selector(self._caveats),
+            selector=self._together.selector(),
             caveats=self._caveats,
             resuming=resuming,
         )

@@ -169,8 +169,8 @@ class Together:
             raise
         return store
 
-    def selector(self, caveats: Caveats) -> Selector:
-        """Return the selector of partitions for partial checkpoints. caveats: those of the session, with newer ones."""
+    def selector(self) -> Selector:
+        """Return the selector of partitions for partial checkpoints."""
         return Selector()
 
     def keep_copies(self, saver: Saver, settings: SessionSettings, caveats: Caveats) -> None:

@@ -210,6 +210,23 @@ def protected(rank: int, world: int, folder: str, wrapper: bool, interval: int) 
     return found
 
 
+def unsaved(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Train with checkpoints that select nothing, because their fraction is tiny, while gradients are lent."""
+    ddp = wrap(rank)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    elastic = schedule(ddp, optimizer, beta=0.5)
+    store = str(Path(folder, "store"))
+    session = scarctl.attach(
+        ddp, optimizer, store=store, interval=1, fraction=0.001, settings=settings(folder)
+    )
+    session.resume()
+    train(ddp, optimizer, rank, range(10))
+    kinds = [caveat.kind for caveat in session.caveats]
+    checkpoints = session.stats.checkpoints
+    session.close()
+    return {"lent": elastic.lent_steps, "kinds": kinds, "checkpoints": checkpoints}
+
+
 def stateful(rank: int, world: int, folder: str) -> dict[str, list[str]]:
     """Return which of torch's other communication hooks have a state that no checkpoint saves."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

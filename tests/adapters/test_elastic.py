@@ -80,6 +80,13 @@ def test_a_state_with_something_lent_is_not_exact(tmp_path: Path, wrapper: bool,
     ] * 2
 
 
+def test_ranks_that_lend_do_not_count_as_different(tmp_path: Path) -> None:
+    """A checkpoint that selects nothing does not look at the hook's state for a caveat."""
+    found = launch(f"{RANKS}:unsaved", 2, str(tmp_path))
+    assert found[0]["lent"] > 5
+    assert all(rank["checkpoints"] > 5 and "ranks-differ" not in rank["kinds"] for rank in found), found
+
+
 def test_hooks_with_a_state_of_their_own_are_said(tmp_path: Path) -> None:
     for found in launch(f"{RANKS}:stateful", 2, str(tmp_path)):
         assert found["fp16"] == found["group"] == []

@@ -317,6 +317,10 @@ class TorchAdapter:
         self._watching = Watch(self._model, self._optimizers, self._homes, caveats, saved)
         return self._watching
 
+    def ranks_may_differ(self) -> bool:
+        """See `LetsRanksDiffer`."""
+        return self._watching is not None and bool(self._watching.outside.unsettled())
+
     def mix_late(self, theirs: Any, own: Any) -> Any:
         if not self.late_per_rank:
             return theirs

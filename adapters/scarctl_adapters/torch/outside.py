@@ -124,10 +124,7 @@ class Outside:
                     "session.batches()",
                 )
 
-        states = [state for ddp in self._ddp for _, state in getattr(ddp, "_comm_hooks", ())]
-        states = [s for s in states if not (s is None or _is_group(s) or id(s) in self._given)]
-        kinds = sorted({type(s).__name__ for s in states if not getattr(s, "settled", False)})
-        if kinds:
+        if kinds := self.unsettled():
             self._caveats.say(
                 "communication-hook",
                 f"a communication hook of DistributedDataParallel has a state ({', '.join(kinds)}) that is not saved: "
@@ -135,6 +132,12 @@ class Outside:
             )
         else:
             self._caveats.withdraw("communication-hook")
+
+    def unsettled(self) -> list[str]:
+        """Return the types of communication hooks' states that are not saved, and may let ranks differ."""
+        states = [state for ddp in self._ddp for _, state in getattr(ddp, "_comm_hooks", ())]
+        states = [s for s in states if not (s is None or _is_group(s) or id(s) in self._given)]
+        return sorted({type(s).__name__ for s in states if not getattr(s, "settled", False)})
 
     def end(self) -> None:
         """Remove the hook."""
