@@ -136,13 +136,13 @@ class Run:
 
         Complete copies on the best ones continue: then only the other candidates are noted, for an evacuation.
 
-        Raises Contention during an evacuation, which needs the links as they are.
+        Raises Contention during an evacuation that has links, because it needs them as they are.
         """
         arena = self.saver.arena
         if arena is None:
             raise UsageError("open the run before its memory is sent to peers")
         with self._senders_lock:
-            if self._evacuating:
+            if self._evacuating and self._senders:
                 raise Contention(f"{self.id}: its memory is evacuated", hint="retry later")
             others = _distinguished(candidates)
             if self._has_copies_on(source, others, copies):

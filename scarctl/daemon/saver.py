@@ -372,9 +372,9 @@ class DaemonSaver:
                     self._connect()
                     if self._arena is not None:
                         self._arena.begin_epoch(self._ask("open", again=True)["epoch"], again=True)
+                        self._follow_again()  # first: an evacuation that waits for saving uses these copies, too
                         if not self._stopped:
                             self._ask("resume")
-                        self._follow_again()
                     log.warning("the daemon has ended: another one continues")
                     self._trouble = None
                     return

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scarctl.arena.arena import Arena
 from scarctl.daemon.run import Run
-from scarctl.errors import UsageError
+from scarctl.errors import Contention, UsageError
 from scarctl.peers.host import Host
 from scarctl.peers.sender import Candidate, Sender
 from tests.peers.test_host import RUN, SECRET, START, STORE, arena, no_room, senders, source
@@ -69,6 +70,29 @@ def test_a_host_that_joins_can_be_named_and_complete_copies_stay(arena: Arena, t
         run._stop_senders(done=False, patience=30.0)
         west.close()
         wait_until(lambda: not west.busy)
+
+
+def test_links_stay_during_an_evacuation_that_has_some(
+    arena: Arena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One without any, of a daemon that has just replaced another, does not keep the session from asking for them."""
+    run = Run(_StoreOfRank(), tmp_path / "east" / RUN, 0, _Owner())  # type: ignore[arg-type]
+    run.saver.arena = arena
+    candidates = [Candidate("west", "127.0.0.1", 1), Candidate("north", "127.0.0.1", 2)]
+
+    def asked(seconds: float, copies: object) -> Any:
+        run.send_to(source(), candidates, 1)
+        return None
+
+    monkeypatch.setattr(run.saver, "save_in_time", asked)
+    try:
+        run.evacuate(1.0, None)
+        (link,) = run._senders
+        with pytest.raises(Contention, match="its memory is evacuated"):
+            run.evacuate(1.0, None)
+        assert run._senders == [link]
+    finally:
+        run._stop_senders(done=False, patience=30.0)
 
 
 class _StoreOfRank:

@@ -49,6 +49,29 @@ def test_saving_continues_without_a_certificate(
     trainer.close()
 
 
+def test_copies_are_asked_for_before_saving_continues(
+    folder: Path,
+    arena_dir: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An evacuation that was interrupted begins again as soon as saving does, and uses the links of that moment."""
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    trainer.save_durably(1)
+    trainer.saver.admit("11" * 16, "22" * 32, "127.0.0.1", None)
+    trainer.saver.follow("east", [], 1, None)
+    asked: list[str] = []
+    ask = trainer.saver._ask
+    monkeypatch.setattr(trainer.saver, "_ask", lambda op, **fields: (asked.append(op), ask(op, **fields))[1])
+    first = status(folder)
+    assert first is not None
+    os.kill(first["pid"], signal.SIGKILL)
+    wait_until(lambda: "another one continues" in caplog.text, SECONDS)
+    assert asked[-4:] == ["open", "admit", "follow", "resume"]
+    trainer.close()
+
+
 @pytest.mark.parametrize("lasting", [True, False])
 def test_a_daemon_stays_while_others_may_come_for_memory(
     arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lasting: bool
