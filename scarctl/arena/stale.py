@@ -114,7 +114,7 @@ def has_unsaved(folder: Path, runs: tuple[str, ...]) -> bool:
     Raises AccessDenied if the folder belongs to another user.
     """
     for path in run_folders(folder):
-        if path.name.startswith(runs) and not path.name.endswith(ASIDE) and _age(path) < DAY:
+        if path.name.startswith(runs) and not path.name.endswith(ASIDE) and min(_age(path), _uptime()) < DAY:
             view = peek_in(path, path.name)
             if view is not None and not view.alive and (view.pending or any(path.glob(_HANDOVER))):
                 return True

@@ -79,7 +79,9 @@ class KnownHosts:
                 if same or (later and known.record is not None):
                     continue
             self._known[place] = _Read(mark, read_host(store, place), now)
-        gone = [place for place in gone_hosts(self.records, self._clock()) if place not in kept]
+        gone = [
+            place for place in gone_hosts(self.records, self._clock(), [self._place]) if place not in kept
+        ]
         remove_hosts(store, [place for place in gone if place in marks])
         for place in gone:
             del self._known[place]

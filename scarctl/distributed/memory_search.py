@@ -42,7 +42,7 @@ def recorded_hosts(store: Store, own: Collection[str]) -> list[Candidate]:
     now = time.time()
     try:
         records = read_hosts(store)
-        gone = gone_hosts(records, now)
+        gone = gone_hosts(records, now, own)
         remove_hosts(store, gone)
     except ScarError as error:
         log.warning("%s: %s", _NOT_SEARCHED, error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
@@ -158,9 +158,18 @@ def read_hosts(store: Store) -> dict[str, HostRecord]:
     return {record.place: record for record in found if record is not None}
 
 
-def gone_hosts(records: Mapping[str, HostRecord], now: float) -> list[str]:
-    """Return the places of hosts whose records are older than a day."""
-    return [place for place, record in records.items() if record.age(now) > GONE]
+def gone_hosts(records: Mapping[str, HostRecord], now: float, own: Collection[str] = ()) -> list[str]:
+    """Return the places of hosts whose records are older than a day: by `now`, and by another host's record.
+
+    own: places whose records have the same clock as `now`. A new machine's clock may be wrong until it is set, and then
+    makes no record old. So the newest record always stays.
+    """
+    newest = max((record.written for place, record in records.items() if place not in own), default=0)
+    return [
+        place
+        for place, record in records.items()
+        if record.age(now) > GONE and newest - record.written > GONE
+    ]
 
 
 def remove_hosts(store: Store, places: Iterable[str]) -> int:

@@ -142,12 +142,15 @@ def test_what_is_not_an_arena_is_shown_and_left_alone(
 
 
 @pytest.mark.leaves_arena
-def test_memory_that_another_host_may_come_for(arena_dir: Path) -> None:
+def test_memory_that_another_host_may_come_for(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = f"{ID}.{'cd' * 8}-3"
     folder = left(arena_dir, run, pending=2)
     for runs, found in (((ID,), True), (("ff" * 16, run[:49]), True), (("ff" * 16,), False), ((), False)):
         assert has_unsaved(folder.parent, runs) is found
     os.utime(folder, (then := time.time() - DAY - 1, then))
+    monkeypatch.setattr(stale, "_uptime", lambda: DAY / 2)
+    assert has_unsaved(folder.parent, (ID,)), "the clock was set since"
+    monkeypatch.setattr(stale, "_uptime", lambda: 2 * DAY)
     assert not has_unsaved(folder.parent, (ID,)), "a day later"
     folder.rename(folder.with_name(run + ASIDE))
     os.utime(folder.with_name(run + ASIDE))

@@ -163,10 +163,25 @@ def test_very_many_records_are_bounded(store: Store, caplog: pytest.LogCaptureFi
 
 def test_only_records_older_than_a_day_are_gone(store: Store) -> None:
     now = float(RECORD.written)
-    for age, gone in ((0.0, False), (GONE, False), (GONE + 1, True), (-GONE, False), (-GONE - 1, True)):
-        assert gone_hosts({PLACE: RECORD}, now + age) == [PLACE] * gone
+    for age, gone in ((0, False), (GONE, False), (GONE + 1, True)):
+        newer = replace(RECORD, place=OTHER, written=int(now + age))
+        assert gone_hosts({PLACE: RECORD, OTHER: newer}, now + age) == [PLACE] * gone
     assert RECORD.fresh(now - 599)
     assert not RECORD.fresh(now + 601)
+
+
+@pytest.mark.parametrize("wrong", [-900 * GONE, 900 * GONE])
+def test_a_clock_that_is_wrong_makes_no_record_gone(wrong: float) -> None:
+    """A machine may start before its clock is set. Its own record, by the same clock, confirms nothing."""
+    records = {PLACE: RECORD, OTHER: replace(RECORD, place=OTHER, written=RECORD.written - int(GONE) - 1)}
+    now = RECORD.written + wrong
+    assert gone_hosts({PLACE: RECORD}, now) == []
+    assert gone_hosts(records, now) == [OTHER]
+    own = "e" * 16
+    records[own] = replace(RECORD, place=own, written=int(now))
+    assert gone_hosts({PLACE: RECORD, own: records[own]}, now, [own]) == []
+    assert gone_hosts(records, now, [own]) == [OTHER]
+    assert gone_hosts(records, float(RECORD.written)) == ([OTHER, own] if wrong < 0 else [OTHER])
 
 
 def test_a_store_with_records_is_a_good_store(store: Store) -> None:
@@ -207,7 +222,8 @@ def test_pruning_records_alone_begins_no_epoch(tmp_path: Path) -> None:
         writer.commit(0, np.arange(layout.partitions), Data(layout), step=1, sealed=True)
     prune(store, plan_prune(store, Retention()))
     store.blobs.prepare(HOSTS)
-    write_host(store, replace(RECORD, written=int(time.time() - 2 * GONE)))
+    for place, written in ((PLACE, time.time()), (OTHER, time.time() - 2 * GONE)):
+        write_host(store, replace(RECORD, place=place, written=int(written)))
     epochs = [record.epoch for record in store.records(0)]
     plan = plan_prune(store, Retention())
     assert not plan.collects
