@@ -279,7 +279,9 @@ class RankCoordinator(Together):
         mine = None
         if found is not None:
             whole = found.whole if found.exact else ""
-            standing = RankState(found.step, found.exact, found.survived, found.distance, found.owns, whole)
+            standing = RankState(
+                found.step, found.exact, found.survived, found.distance, found.owns, whole, found.head
+            )
             mine = standing.to_list()
         gathered = self.team.gather(mine)
         if found is None or any(other is None for other in gathered):

@@ -30,10 +30,18 @@ class RankState:
     """Whether it owns rows. A rank without rows does not count in the decision."""
     whole: str = ""
     """Name of the commit of the whole state that has its copies and extras, "" if they are of different commits."""
+    head: int | None = None
+    """The last iteration that its arena knows to be finished: `distance` was measured until then. None: its newest."""
 
     def to_list(self) -> list[Any]:
         """Return the fields as a list, for `Team.gather`."""
-        return [self.step, self.exact, self.survived, self.distance, self.owns, self.whole]
+        return [self.step, self.exact, self.survived, self.distance, self.owns, self.whole, self.head]
+
+    def unseen(self, step: int) -> int:
+        """Return the iterations up to `step` after the last one that its arena knows, as of a replica that was cut
+        off.
+        """
+        return 0 if self.head is None else max(0, step - self.head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +89,25 @@ def agree_on_step(ranks: Sequence[RankState]) -> Agreement:
 
 
 def perturbation_of(ranks: Sequence[RankState], agreement: Agreement) -> Perturbation:
-    """Return the estimated norm by which the state changes: the newest values of lost ranks are gone."""
-    distances = [ranks[rank].distance for rank in agreement.lost]
-    known = [distance for distance in distances if distance is not None]
-    if len(known) < len(distances):
+    """Return the estimated norm by which the state changes: the newest values of lost ranks are gone.
+
+    It is unknown if one of them moved for longer after its distance was measured than before.
+    """
+    lost = [ranks[rank] for rank in agreement.lost]
+    norm = _norm(lost)
+    if norm is None or any(one.unseen(agreement.step) > _seen(one) for one in lost):
         return Perturbation(None, "unknown")
-    return Perturbation(math.hypot(*known), "estimated" if known else "measured")
+    return Perturbation(norm, "estimated" if lost else "measured")
+
+
+def _norm(lost: Sequence[RankState]) -> float | None:
+    known = [one.distance for one in lost if one.distance is not None]
+    return None if len(known) < len(lost) else math.hypot(*known)
+
+
+def _seen(lost: RankState) -> int:
+    """Return the iterations for which a lost rank's distance from its copies was measured."""
+    return 0 if lost.head is None else max(0, lost.head - lost.step)
 
 
 def rework_of_ranks(
@@ -97,6 +118,8 @@ def rework_of_ranks(
     comparable: distances are in the norm in which convergence is measured. Otherwise the ages of the copies are used.
     """
     owners = sum(standing.owns for standing in ranks)
-    ages = [agreement.step - ranks[rank].step for rank in agreement.lost]
-    norm = perturbation_of(ranks, agreement).value if comparable else None
-    return rework_of_loss(outlook, norm, [max(0, age) for age in ages], len(ages) / max(1, owners))
+    lost = [ranks[rank] for rank in agreement.lost]
+    ages = [max(0, agreement.step - one.step) for one in lost]
+    since = max((one.unseen(agreement.step) for one in lost), default=0)
+    norm = _norm(lost) if comparable else None
+    return rework_of_loss(outlook, norm, ages, len(ages) / max(1, owners), since=since)

@@ -45,6 +45,8 @@ class Found:
     """The process owns rows of the state. If not, `extras` may be None: then `version` is `NEVER`."""
     whole: str = ""
     """Name of the commit of the whole state that has all its copies, "" if they are of several."""
+    head: int | None = None
+    """The last iteration that its arena knows to be finished; None if it had no copies."""
 
     @property
     def step(self) -> int:

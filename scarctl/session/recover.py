@@ -198,14 +198,15 @@ def _fetch(engine: Engine, live: LiveState, staged: Staged | None) -> tuple[Foun
     if newest is None and (owns or engine.store.part is None):
         return None, None
     engine.copies.believe_newest_seal()
-    known = estimate(arena.distance).value  # before the arena is filled up
+    # Before the arena is filled up.
+    known, head = estimate(arena.distance).value, arena.head_step if (arena.version >= 0).any() else None
     report = engine.copies.fetch_all(states, live.new_slots, staged)
     version, whole = (NEVER, "") if newest is None else (newest.version, newest.whole)
     of_one = report.whole and report.step == step_of(version) and report.plan.whole == whole
     exact = of_one if owns else newest is not None
     survived = exact and arena.head_step == step_of(version)
     extras = None if newest is None else newest.extras
-    return Found(version, extras, exact, survived, known, owns, whole), report
+    return Found(version, extras, exact, survived, known, owns, whole, head), report
 
 
 def recover_live(

@@ -5,7 +5,15 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scarctl.distributed.resume_step import MAX_APART, RankState, agree_on_step, perturbation_of
+from scarctl.distributed.resume_step import (
+    MAX_APART,
+    RankState,
+    agree_on_step,
+    perturbation_of,
+    rework_of_ranks,
+)
+from scarctl.theory.convergence import Convergence
+from scarctl.theory.rework import Outlook
 
 
 def alive(step: int) -> RankState:
@@ -72,6 +80,23 @@ def test_the_perturbation_is_known_as_far_as_the_lost_ranks_distances_are() -> N
     assert perturbation_of(ranks, agree_on_step(ranks)).to_json() == {"value": 5.0, "kind": "estimated"}
     ranks = [alive(47), dead(40, 3.0), dead(40)]
     assert perturbation_of(ranks, agree_on_step(ranks)).kind == "unknown"
+
+
+def test_what_a_lost_rank_did_after_its_distance_was_measured_counts() -> None:
+    """Its memory is a replica, which was cut off at a flush: the state equalled its copies then, and moved on since."""
+    outlook = Outlook(60, Convergence(0.98, (0.97, 0.99), 10.0, (9.0, 11.0), 20, ((0.98, 9.0, 11.0),)))
+
+    def predicted(head: int) -> float:
+        ranks = [alive(60), RankState(28, exact=False, survived=False, distance=0.0, head=head)]
+        found = rework_of_ranks(ranks, agree_on_step(ranks), outlook, comparable=True)
+        assert found.iterations is not None
+        return found.iterations
+
+    assert predicted(60) == 0.0
+    assert predicted(28) > predicted(50) > 0.0
+    for head, kind in ((28, "unknown"), (43, "unknown"), (44, "estimated"), (60, "estimated")):
+        ranks = [alive(60), RankState(28, exact=False, survived=False, distance=1.0, head=head)]
+        assert perturbation_of(ranks, agree_on_step(ranks)).kind == kind, head
 
 
 standings = st.builds(RankState, st.integers(0, 60), st.booleans(), st.booleans())
