@@ -20,7 +20,7 @@ from scarctl.config import (
 )
 from scarctl.config.environment import warn_of_unread
 from scarctl.config.unknown import explains_options
-from scarctl.distributed.collectives import Solo, Team, world_size
+from scarctl.distributed.collectives import Solo, Team, is_rank, world_size
 from scarctl.distributed.coordinator import RankCoordinator
 from scarctl.distributed.members import Membership, member_of
 from scarctl.errors import UsageError
@@ -110,7 +110,8 @@ def attach(
     alone = None if checked is None else Membership(checked, adapter, per_rank)
     if alone is not None and ranks:
         raise UsageError("a member saves without the other ranks", hint="leave out ranks, or member")
-    several = world_size() > 1 and ranks is not False and alone is None
+    together = ranks is not False and alone is None
+    several = together and world_size() > 1
     if (ranks is False or alone is not None) and any(group.place is not None for group in adapter.groups()):
         raise UsageError(
             "the model is sharded: one rank alone has only a part of it",
@@ -122,7 +123,9 @@ def attach(
     if not several:
         take_over(resolved.store)
         try:
-            return Session(adapter, resolved, hooks=hooks)
+            # An elastic job may begin, or go on, with one rank: then that it has no peers yet is no error.
+            if not (together and resolved.peers and is_rank()):
+                return Session(adapter, resolved, hooks=hooks)
         except WrittenByRanks:
             if ranks is False:
                 raise

@@ -19,6 +19,7 @@ from scarctl.distributed.credentials import Credentials, tls_files
 from scarctl.distributed.host_address import (
     NEAR,
     NO_COPY,
+    address_among,
     digest_of_place,
     domain_of,
     is_local,
@@ -34,6 +35,7 @@ from scarctl.peers.placement import place
 from scarctl.persist.saver import Saver
 from scarctl.state.caveats import Caveats
 from scarctl.store import Store
+from scarctl.util.text import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ def _say_missing(hosts: Sequence[Location], settings: SessionSettings, caveats: 
         found = "it is on no other host" if there < 2 else f"it is on {there - 1} other hosts"
         caveats.say(
             COPIES,
-            f"peers={settings.peers}, but only {there} hosts can keep copies of memory: {found}",
+            f"peers={settings.peers}, but only {counted(there, 'host')} can keep copies of memory: {found}",
             inexact=False,
         )
 
@@ -130,9 +132,15 @@ def _hosts(members: Sequence[Location]) -> list[Location]:
 
 def _address(settings: SessionSettings, team: Team) -> str:
     """Return the address given for this host. Without one: the address of this host that reaches the master; on the
-    master's host, the one that reaches others.
+    master's host, the one that reaches others. On different machines that all have a local one: see `address_among`.
     """
-    given = settings.peer_address
-    own = given or reaching(os.environ.get("MASTER_ADDR") or socket.gethostname())
-    others = [address for address in team.gather(own) if not is_local(address)]
-    return reaching(others[0]) if is_local(own) and others and given is None else own
+    given, name = settings.peer_address, socket.gethostname()
+    own = given or reaching(os.environ.get("MASTER_ADDR") or name)
+    known = team.gather([own, name])
+    if given is not None or not is_local(own):
+        return own
+    others = [address for address, _ in known if not is_local(address)]
+    if others:
+        return reaching(others[0])
+    # Without MASTER_ADDR: Debian's hosts know their own names as 127.0.1.1.
+    return own if all(other == name for _, other in known) else address_among(())

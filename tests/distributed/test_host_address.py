@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from scarctl.config import SessionSettings
+from scarctl.distributed.copies import _address
 from scarctl.distributed.host_address import address_among, is_local, is_near, machine, reaching
 from scarctl.distributed.memory_search import candidates_of
 from scarctl.store.hosts import HostRecord
@@ -29,6 +33,29 @@ def test_a_container_of_this_machine_is_near_unless_its_address_is_local() -> No
     assert not is_near(machine(), "127.0.0.1")
     assert not is_near("rack 7", "10.0.0.7")
     assert not is_near("", "10.0.0.7")
+
+
+class _Team:
+    """What one rank's exchange with another rank returns, which is on a machine of this name."""
+
+    def __init__(self, other: str) -> None:
+        self._other = other
+
+    def gather(self, value: list[str]) -> list[list[str]]:
+        return [value, ["127.0.0.1", self._other]]
+
+
+def test_machines_that_know_their_own_names_as_local_do_not_listen_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On Debian a host's name is 127.0.1.1, and a job with `init_method` has no MASTER_ADDR."""
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    settings = SessionSettings(store="x")
+    assert _address(settings, cast(Any, _Team("localhost"))) == "127.0.0.1"
+    assert _address(settings, cast(Any, _Team("node2"))) == address_among(())
+    given = SessionSettings(store="x", peer_address="127.0.0.1")
+    assert _address(given, cast(Any, _Team("node2"))) == "127.0.0.1"
 
 
 def test_hosts_are_searched_newest_first_and_this_one_never() -> None:

@@ -150,10 +150,13 @@ def test_another_number_of_ranks_takes_over(hosts: Hosts) -> None:
     assert [(report["step"], report["whole"], report["exact"]) for report in found] == [(13, True, False)] * 3
 
 
-def test_one_rank_takes_over(hosts: Hosts) -> None:
+@pytest.mark.parametrize("peers", [0, 1])
+def test_one_rank_takes_over(hosts: Hosts, peers: int) -> None:
+    """Of an elastic job: more may join later, and the settings stay."""
     hosts.cut_short(flush_at=13)
-    (report,) = hosts.start(["north"], peers=0)
+    (report,) = hosts.start(["north"], peers=peers)
     assert (report["step"], report["whole"]) == (13, True)
+    assert warned([report], "only 1 host can keep copies") == (peers == 1)
 
 
 def test_records_that_lie_cost_little_time(hosts: Hosts) -> None:
