@@ -94,7 +94,7 @@ class Channel:
                 self._set_timeout()
                 self._connection.sendall(part)
         except OSError as error:
-            raise Gone(str(error)) from error
+            raise Gone(error.strerror or str(error)) from error
 
     def receive(
         self, *, most_body: int = MAX_BODY, strictly: bool = False
@@ -178,7 +178,7 @@ class Channel:
             # A peer may refuse this host's certificate after this side has finished the handshake.
             raise refusal(error) from error
         except OSError as error:
-            raise Gone(str(error)) from error
+            raise Gone(error.strerror or str(error)) from error
 
     def _set_timeout(self) -> None:
         if self._deadline is not None:
@@ -195,7 +195,11 @@ class Channel:
 
 def unknown_start() -> Unavailable:
     """Return the refusal of a daemon that does not know a start of the job."""
-    return Unavailable("that host does not know this start of the job", kind="unknown-start")
+    return Unavailable(
+        "that host does not know this start of the job",
+        hint="its processes begin later, have ended, or have other files for TLS or another version of scarctl",
+        kind="unknown-start",
+    )
 
 
 def readable(channel: Channel) -> bool:

@@ -19,7 +19,7 @@ from scarctl.peers.connect import connected
 from scarctl.peers.follower import BATCH_BYTES, Counters, Follower
 from scarctl.peers.frames import Kind, encode
 from scarctl.peers.handshake import Hello
-from scarctl.peers.link import CONNECTED, Link, State
+from scarctl.peers.link import CONNECTED, REPLACED_AFTER, Link, State
 from scarctl.peers.tls import Tls
 from scarctl.state.version import NEVER
 from scarctl.util.arrays import Bytes, Ids
@@ -144,6 +144,8 @@ class Sender:
         """Times on the monotonic clock: of the peer's last word; of the beginning of the newest attempt to connect
         that has failed, or whose connection has ended.
         """
+        self._met_at = math.inf
+        """Time of the first attempt to connect since a peer knew this start."""
         self._closing = threading.Event()
         self._wake = threading.Event()
         self._done = False
@@ -278,6 +280,7 @@ class Sender:
     def _connect(self) -> None:
         """Send to the present candidate until the connection ends, and report the reason to the link."""
         peer, began = self.host, time.monotonic()
+        self._met_at = min(self._met_at, began)
         try:
             if self._places.take(self, peer):
                 self._converse(peer)
@@ -292,7 +295,7 @@ class Sender:
         except Fenced as error:
             self._lost(peer, str(error), self.link.overtaken)
         except ScarError as error:
-            if error.kind == "unknown-start":
+            if error.kind == "unknown-start" and began <= self._met_at + REPLACED_AFTER:
                 self._handle(self.link.lost)  # the peer's ranks begin later than these
             else:
                 event = self.link.refused if error.kind in _FINAL else self.link.lost
@@ -333,7 +336,7 @@ class Sender:
             try:
                 self._follow(channel)
             finally:
-                self._channel = None
+                self._channel, self._met_at = None, math.inf
 
     def _follow(self, channel: Channel) -> None:
         looked = rounded = -1.0

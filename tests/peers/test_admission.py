@@ -50,6 +50,22 @@ def test_copies_of_one_store_at_two_places_do_not_lock_each_other_out(
     assert warned == []
 
 
+def test_a_host_that_never_knows_this_start_is_named(
+    west: Host, arena: Arena, senders: list[Sender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At first its ranks may be late. Another version of scarctl, or other files for TLS, look the same, and stay."""
+    port = west.admit("22" * 16, SECRET, STORE, "127.0.0.1", 0)
+    sender, warned = follow(senders, arena, port)
+    wait_until(lambda: sender.state is State.LOST and sender.link.pause > 1.0)
+    assert warned == []
+    monkeypatch.setattr("scarctl.peers.sender.REPLACED_AFTER", 0.0)
+    wait_until(lambda: warned)
+    assert "host0 (127.0.0.1) is not kept up to date: that host does not know this start" in warned[0]
+    west.admit(START, SECRET, STORE, "127.0.0.1", 0)
+    wait_until(lambda: "up to date" in sender.describe())
+    assert len(warned) == 1
+
+
 def test_a_stranger_cannot_say_that_a_run_is_over(west: Host, arena: Arena, senders: list[Sender]) -> None:
     """An invented record may lead to it. Only a host that has proved its identity ends a link for good."""
     said = Fenced("the run has continued elsewhere", kind="unknown-start")
