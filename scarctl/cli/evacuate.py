@@ -82,7 +82,8 @@ def _lines(host: Host) -> list[str]:
     unsaved = "copies or hand-overs that no daemon saves; the next session of that run on this host does"
     lines += [f"{folder}: {unsaved}" for folder in host.in_memory]
     return lines or [
-        "nothing to evacuate: no session saves through this host's daemon, and nothing waits in memory"
+        f"nothing to evacuate in {host.folder}: no session saves through the daemon there, and nothing waits in "
+        "memory. A session with another arena_dir, or of another user, has another folder"
     ]
 
 
@@ -95,11 +96,13 @@ def _of_store(store: Store) -> list[str]:
     stored = not there and (not store.exact or all(one.sealed for one in found))
     how = f"{' in the store' if stored else ''}{' (exact)' if store.exact else ''}"
     head = f"{store.url}: step {step}: {human_bytes(total - lost)} of {human_bytes(total)} are safe{how}"
-    lines = [f"{head}; {human_bytes(written)} written now"]
+    lines = [
+        f"{head}; {human_bytes(written)} written now" if found else f"{store.url}: what is safe is not known"
+    ]
     if there:
         hosts = ", ".join(sorted({host for one in found for host in one.peers}))
         lines.append(f"  {human_bytes(there)} of it only in the memory of {hosts}: not in the store yet")
-    if not store.safe:
+    if found and not store.safe:
         partitions = sum(one.lost_partitions for one in found)
         what = f"{partitions} partitions, {human_bytes(lost)}"
         lines.append(f"  lost with this host: {what}; predicted rework {_rework(store)}")

@@ -31,6 +31,8 @@ _ANSWER_SECONDS = 5.0
 _PAUSE = 0.1
 _LAST_MOMENTS = 0.005
 """Seconds between attempts to start a daemon: one that is ending keeps another one from starting."""
+_FOR_REPLY = 0.25
+"""Seconds before an evacuation's end at which the daemon begins its reply, at most a quarter of the time."""
 _PASSING = ("daemon-gone", "daemon-ending", "run-busy")
 """Kinds of errors after which the next attempt may succeed."""
 UNKNOWN = ("no-daemon", "not-claimed")
@@ -132,7 +134,8 @@ def evacuate(
     to: see `Session.evacuate`.
 
     While the daemon is being replaced, or saving has not started, the request is repeated. Raises its last error when
-    the time is over, or when no daemon knows the run and `ended` returns True.
+    the time is over, or when no daemon knows the run and `ended` returns True. Raises Unavailable (`kind`
+    "daemon-silent") if it does not answer in time.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -145,10 +148,12 @@ def evacuate(
                     patience=max(_PAUSE, left),
                     run=run_id,
                     to=to,
-                    milliseconds=int(left * 1000),
+                    milliseconds=int((left - min(_FOR_REPLY, left / 4)) * 1000),
                 )
             return Evacuated.from_json(reply.get("report"))
         except ScarError as error:
+            if isinstance(error.__cause__, TimeoutError):
+                raise _late(folder) from error
             again = error.kind in (*_PASSING, *UNKNOWN, "not-saving")
             if not again or time.monotonic() + _PAUSE > deadline:
                 raise
@@ -266,6 +271,14 @@ def _silent(pid: int, patience: float) -> Unavailable:
     return Unavailable(
         f"the daemon{f', process {pid},' if pid else ''} has not answered for {patience:g} s",
         hint="if it was stopped, SIGCONT continues it; killing it loses no copy in memory or in the store",
+        kind="daemon-silent",
+    )
+
+
+def _late(folder: Path) -> Unavailable:
+    return Unavailable(
+        f"the daemon in {folder} did not answer before the deadline",
+        hint="this host may be busy, or the daemon was stopped: SIGCONT continues it",
         kind="daemon-silent",
     )
 

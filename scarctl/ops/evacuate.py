@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from scarctl.arena.arena import Arena
 from scarctl.arena.folder import host_folder
 from scarctl.arena.header import FILE
 from scarctl.arena.kinship import ASIDE
@@ -22,7 +23,7 @@ from scarctl.daemon.request import Request
 from scarctl.daemon.status import RunStatus
 from scarctl.errors import ScarError, UsageError
 from scarctl.persist.evacuated import Evacuated, rework_of_all
-from scarctl.persist.evacuation import before
+from scarctl.persist.evacuation import before, not_evacuated
 from scarctl.theory.rework import Rework
 
 _FLUSH_SHARE = 0.4
@@ -40,7 +41,7 @@ class Process:
     rank: int | None
     pid: int
     found: Evacuated | None
-    """None if no answer came: `error` says why."""
+    """None if neither an answer nor the memory on this host says anything: `error` says why no answer came."""
     error: str | None = None
     member: bool = False
     """Whether `rank` is the number of a member."""
@@ -107,6 +108,8 @@ class Host:
     stores: tuple[Store, ...]
     in_memory: tuple[str, ...] = ()
     """Folders of arenas, of dead or live processes, with copies or hand-overs that wait and that no daemon saves."""
+    folder: str = ""
+    """Folder of the daemon and of the arenas."""
 
     @property
     def safe(self) -> bool:
@@ -140,7 +143,7 @@ def evacuate_host(
             hint="copies in the store are safe; `scarctl status` shows all stores that this host knows",
             kind="no-session",
         )
-    return Host(tuple(Store(url, tuple(found)) for url, found in by_store.items()), waiting)
+    return Host(tuple(Store(url, tuple(found)) for url, found in by_store.items()), waiting, str(folder))
 
 
 def _runs(folder: Path, run_id: str | None, patience: float) -> list[RunStatus]:
@@ -215,9 +218,12 @@ def _evacuate(
             released = error.kind in (*client.UNKNOWN, "not-saving")
             if released and gone() and not _waits(folder / run["id"]):
                 return  # the daemon has saved all of it meanwhile
+            found = None
             if error.kind == "unknown-host":
                 unknown.append(error)
-            made[run["id"]] = Process(**who, found=None, error=error.message)  # type: ignore[arg-type]
+            else:
+                found = _unanswered(folder / run["id"], error, flushed=flushed.get(run["id"], True))
+            made[run["id"]] = Process(**who, found=found, error=error.message)  # type: ignore[arg-type]
 
     threads = [
         threading.Thread(target=one, args=(run,), name="scarctl-evacuate", daemon=True) for run in runs
@@ -229,6 +235,17 @@ def _evacuate(
     if unknown and len(unknown) == len(made):
         raise unknown[0]
     return [made[run["id"]] for run in runs if run["id"] in made]
+
+
+def _unanswered(path: Path, error: ScarError, *, flushed: bool) -> Evacuated | None:
+    """Return what the arena in a folder says about a run whose daemon did not answer; None if it says nothing."""
+    try:
+        arena = Arena.share(path, run_id=path.name)
+    except ScarError:
+        arena = None
+    if arena is None:
+        return None
+    return replace(not_evacuated(arena, HandOverQueue(path), error), flushed=flushed)
 
 
 def _has_ended(folder: Path, run_id: str) -> bool:

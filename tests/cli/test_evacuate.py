@@ -122,6 +122,16 @@ def test_members_and_the_place_that_is_safe_are_named() -> None:
     assert said(late)[-1].startswith("  member 2: its newest step was not brought into memory")
 
 
+def test_what_is_not_known_is_not_counted() -> None:
+    silent = Process("/s", 2, 12, None, error="no daemon is running on this host")
+    assert _lines(Host((Store("/s", (silent,)),))) == [
+        "/s: what is safe is not known",
+        "  rank 2: no daemon is running on this host",
+    ]
+    (nothing,) = _lines(Host((), folder="/dev/shm/scarctl-7"))
+    assert nothing.startswith("nothing to evacuate in /dev/shm/scarctl-7:")
+
+
 def test_nothing_to_evacuate(tmp_path: Path) -> None:
     assert evacuate("--deadline", "5") == (
         0,

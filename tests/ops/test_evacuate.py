@@ -172,6 +172,30 @@ def test_a_daemon_that_is_late_is_asked_again(
     assert host.safe, host
 
 
+def test_a_daemon_that_does_not_answer_in_time(
+    child: Forked, daemon_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then this host's memory says what the store has."""
+    pids: list[int] = []
+
+    def stops() -> None:
+        answer = ask_status(daemon_folder, patience=30.0)
+        assert answer is not None
+        pids.append(answer["pid"])
+        os.kill(pids[0], signal.SIGSTOP)
+
+    after("_flush", stops, monkeypatch)
+    try:
+        host = evacuate.evacuate_host(3.0, arena_dir=str(daemon_folder.parent))
+    finally:
+        os.kill(pids[0], signal.SIGCONT)
+    (process,) = host.stores[0].processes
+    assert process.error == f"the daemon in {daemon_folder} did not answer before the deadline"
+    assert process.found is not None
+    assert process.found.step >= 0
+    assert process.found.total_partitions > 0
+
+
 @pytest.mark.parametrize("lives", [True, False])
 def test_copies_of_a_run_that_was_released_are_not_safe(daemon_folder: Path, lives: bool) -> None:
     """A session could not save its last copies in time and was closed; its process may do something else now."""
