@@ -123,7 +123,7 @@ def attach(
     if not several:
         take_over(resolved.store)
         try:
-            # An elastic job may begin, or go on, with one rank: then that it has no peers yet is no error.
+            # An elastic job may start, or continue, with one rank, which has no peers yet.
             if not (together and resolved.peers and is_rank()):
                 return Session(adapter, resolved, hooks=hooks)
         except WrittenByRanks:
