@@ -29,7 +29,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         scarctl.session.snapshot scarctl.session.steps scarctl.session.witness
         scarctl_adapters.torch.light scarctl_adapters.torch.watch""",
     ("distributed", "several ranks: each needs processes that agree"): """
-        scarctl.checkpoint.selector scarctl.distributed.coordinator scarctl.distributed.copies
+        scarctl.checkpoint.selector scarctl.distributed.coordinator
         scarctl.distributed.heir scarctl.distributed.own_extras scarctl.distributed.placed_adapter
         scarctl.distributed.rescue scarctl.distributed.reshard scarctl.session.peers
         scarctl_adapters.torch.mixing scarctl_adapters.torch.sharding""",
