@@ -279,6 +279,7 @@ class Checkpoints:
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return None
+        identities = under_way.moment.identities
         try:
             copied = under_way.copied
             copied = copied or self._copy_again(under_way, self._wait(under_way.job, hook=hook), engine)
@@ -288,12 +289,13 @@ class Checkpoints:
             extras, whole = self._extras(engine, under_way.moment), ""
             if copied.sealed:
                 changed = bool(copied.ids.size)
-                whole = under_way.moment.identities.of(
-                    copied.step, engine.arena.whole, changed=changed, extras=extras.digest
-                )
+                whole = identities.of(copied.step, engine.arena.whole, changed=changed, extras=extras.digest)
                 extras = replace(extras, notes=replace(extras.notes, common=copied.common or {}))
             engine.hand_over(copied, extras, whole)
+            if copied.sealed:
+                identities.made()
         except BaseException as error:
+            identities.failed(engine.arena.whole)
             self._failed(under_way, engine, error)
             return None
         return copied

@@ -43,9 +43,12 @@ class Identities:
         self._turns = 0
         self._at: tuple[int, int] | None = None
         """The newest step, and the number of writes to parameters at its end."""
-        self._given: set[str] = set()
+        self._given: dict[str, bytes] = {}
+        """The names given after the newest step, with the digests of the extras."""
+        self._tried: tuple[str, bytes] | None = None
+        """The name of a commit that is being made, with the digest of its extras."""
         self._commits = 0
-        """Number of calls of `of` after the newest step."""
+        """Whole commits made after the newest step."""
         self._newest: tuple[str, bytes] | None = None
         """The newest name, and the digest of its extras."""
 
@@ -59,10 +62,12 @@ class Identities:
         if self._at is None or self._at[0] != step:
             self._at = step, self._lockstep.writes()
             self._given.clear()
-            self._commits, self._newest = 0, None
+            self._commits, self._newest, self._tried = 0, None, None
 
     def of(self, step: int, there: str, *, changed: bool, extras: Callable[[], bytes]) -> str:
-        """Return the name of the current whole state, after `step`: 32 hex digits.
+        """Return the name for a commit of the current whole state, after `step`: 32 hex digits.
+
+        Call `made` or `failed` next: a commit that one rank has to repeat is one commit.
 
         there: name of the arena's previous state. changed: whether the arena has received copies since then.
         extras: returns a digest of the process's extras. A process alone saves copies and extras in one record, so
@@ -73,14 +78,25 @@ class Identities:
         written = self._lockstep.writes() - self._at[1]
         text, digest = f"{self._lockstep.start}/{self._turns}/{step}/{written}", b""
         if self._lockstep.several:
-            digest, number = extras(), self._commits
-            self._commits += 1
+            digest = extras()
             if not changed and self._newest == (there, digest):
+                self._tried = self._newest
                 return there
-            text += f"/{number}"
+            text += f"/{self._commits}"
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
-        if name in self._given and (changed or there != name):
+        if name in self._given and (changed or there != name or self._given[name] != digest):
             name = uuid.uuid4().hex
-        self._given.add(name)
-        self._newest = (name, digest)
+        self._given[name] = digest
+        self._tried = name, digest
         return name
+
+    def made(self) -> None:
+        """Count the commit that `of` has named."""
+        if self._tried is not None:
+            self._commits, self._newest, self._tried = self._commits + 1, self._tried, None
+
+    def failed(self, there: str) -> None:
+        """Note that the commit that `of` has named, if any, was not made. there: name of the arena's state now."""
+        tried, self._tried = self._tried, None
+        if tried is not None and tried != self._newest and there != tried[0]:
+            self._given.pop(tried[0], None)
