@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from enum import Enum
 from typing import Literal
 
@@ -27,6 +28,7 @@ from scarctl.checkpoint.streams import Streams
 from scarctl.errors import LayoutMismatch, ScarError, Unavailable, UsageError
 from scarctl.session.beginning import Beginning
 from scarctl.session.parts import Parts
+from scarctl.session.postponed import postponed
 from scarctl.session.rest import Rest
 from scarctl.state.extras import Extras, Notes
 from scarctl.state.journal import Sample
@@ -339,10 +341,10 @@ class Saving:
         patience: seconds to wait for the current copy.
         Returns whether the newest step is sealed in memory.
         """
-        engine = self._opening.engine
+        engine, errors = self._opening.engine, self.stats.errors
         assert engine is not None, "nothing is flushed before the first step"
-        errors = self.stats.errors
-        if not self._ready(engine, patience):
+        engine.selector.hurry()
+        if not self._checkpoints.ready(patience):
             log.warning("a signal arrived, but the current copy does not end: the state is not flushed")
         elif self.moment is not None and self._flush(self.moment):
             log.info("a signal arrived: step %d is kept in shared memory", self._progress.head_step)
@@ -383,10 +385,13 @@ class Saving:
         if wait and engine is not None and not engine.saver.outlives:
             engine.saver.drain(min(self._settings.timeout, _LAST_DRAIN))
 
-    def last(self, ending: Ending, *, seal: bool) -> None:
-        """Finish the current checkpoint at the session's end. With `seal`, save the whole state."""
+    def last(self, ending: Ending, stop: Callable[[], None], *, seal: bool) -> None:
+        """Finish the current checkpoint; with `seal`, save the whole state. Call `stop` before a step can begin."""
         failed = ending is Ending.FAILED
-        with self._gate.quiet(_PATIENCE, between=not failed) as quiet, self.streams.joined():
+        with postponed(), contextlib.ExitStack() as inside:
+            quiet = inside.enter_context(self._gate.quiet(_PATIENCE, between=not failed))
+            inside.callback(stop)
+            inside.enter_context(self.streams.joined())
             self.finish()
             head, engine = self._progress.head_step, self._opening.engine
             if not (seal and head > 0):
@@ -427,11 +432,6 @@ class Saving:
     def rest(self) -> None:
         """Wait for the current `look_ahead`, and release arena and state."""
         self._checkpoints.rest(self._opening.engine)
-
-    def _ready(self, engine: Engine, patience: float) -> bool:
-        """Wait up to `patience` seconds for the current copy. Return whether it has ended."""
-        engine.selector.hurry()
-        return self._checkpoints.ready(patience)
 
     def _rescue(self, engine: Engine, moment: Moment) -> None:
         """Update the arenas of dead ranks, once the state of `moment` is saved after a failure."""

@@ -442,7 +442,7 @@ class Session:
             last.callback(self._saving.rest)
             last.callback(self._unwatch)
             last.callback(self._stop)
-            self._saving.last(ending, seal=seal)
+            self._saving.last(ending, self._stop, seal=seal)
 
     def _stop(self) -> None:
         self._closed = True

@@ -45,9 +45,12 @@ def run_alone(folder: Path, **settings: Any) -> list[dict[str, Any]]:
     return read(folder)
 
 
-def test_ddp_goes_on_exactly_after_an_exception(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["", "held"])
+def test_ddp_goes_on_exactly_after_an_exception(tmp_path: Path, how: str) -> None:
     whole = run_alone(tmp_path / "whole", strategy="ddp", store="")
-    again = run(tmp_path / "again", strategy="ddp", store=str(tmp_path / "store"), die=["batch_end", 1, 0])
+    again = run(
+        tmp_path / "again", strategy="ddp", store=str(tmp_path / "store"), die=["batch_end", 1, 0], how=how
+    )
     for rank in range(2):
         assert again[rank]["resumed"]["step"] == 4
         assert again[rank]["resumed"]["exact"], again[rank]["resumed"]
