@@ -8,10 +8,12 @@ JSON. Each process ends after `timeout` seconds, with the stacks of its threads 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import json
 import os
+import secrets
 import socket
 import sys
 import tempfile
@@ -30,10 +32,16 @@ RANKS_ARE_FORKS = (
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface on which no process listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port of the loopback interface on which no process listens.
+
+    It is none of those that the system gives to connections, as it may have done until the port is used.
+    """
+    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = secrets.choice(range(10_000, max(given, 20_000)))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def environment(rank: int, world: int, port: int) -> dict[str, str]:
@@ -122,10 +130,13 @@ def main(function: str, folder: str, timeout: str, arguments: str) -> None:
     faulthandler.dump_traceback_later(float(timeout), exit=True)
     from torch import distributed as dist
 
+    module, name = function.split(":")
+    imported = importlib.import_module(
+        module
+    )  # before ranks meet: from then on tests may limit how late one is
     dist.init_process_group("gloo", timeout=timedelta(seconds=float(timeout)))
     rank, world = dist.get_rank(), dist.get_world_size()
-    module, name = function.split(":")
-    result = getattr(importlib.import_module(module), name)(rank, world, *json.loads(arguments))
+    result = getattr(imported, name)(rank, world, *json.loads(arguments))
     Path(folder, f"{rank}.json").write_text(json.dumps(result))
     if dist.is_initialized():
         dist.barrier()

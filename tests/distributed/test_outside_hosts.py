@@ -178,7 +178,7 @@ def test_records_that_lie_cost_little_time(hosts: Hosts) -> None:
     began = time.monotonic()
     found = hosts.start(ELSEWHERE)
     assert resumed(found) == [(13, True, {"peer"})] * 2
-    assert time.monotonic() - began < 40, "40 silent hosts take 3 s at once, not one after the other"
+    assert time.monotonic() - began < 90, "40 silent hosts take 3 s at once, not one after the other"
     assert "d" * 16 not in read_hosts(hosts.store)
     for one in silent:
         one.close()

@@ -29,7 +29,7 @@ from tests.support.process import Forked, Tell
 N, BYTES = 400, 1000
 BUDGET = N * BYTES // 8
 """The budget of one rank."""
-GENEROUS = 20.0
+GENEROUS = 60.0
 """Patience of ranks that should wait for each other, however busy the machine is."""
 
 
@@ -43,7 +43,7 @@ class Member:
         self.records: list[logging.LogRecord] = []
         patience = more.pop("patience", GENEROUS)
         store = dist.FileStore(str(folder / "rendezvous"), world)
-        group = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=60))
+        group = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=120))
         self.exchange = Exchange(group, rank, world, **more)
         del group
         self.selector = GlobalSelector(self.exchange, rank, patience=patience)
@@ -87,7 +87,7 @@ def ranks(folder: Path, bodies: list[Body], **more: Any) -> Iterator[list[Forked
 
     def run(rank: int) -> Callable[[Tell], None]:
         def program(tell: Tell) -> None:
-            signal.alarm(60)
+            signal.alarm(150)
             if "lo" in [name for _, name in socket.if_nameindex()]:
                 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             member = Member(rank, len(bodies), folder, **more)
@@ -107,7 +107,7 @@ def ranks(folder: Path, bodies: list[Body], **more: Any) -> Iterator[list[Forked
 def results(folder: Path, bodies: list[Body], *, dead: tuple[int, ...] = (), **more: Any) -> list[Any]:
     """Return what the bodies return, None for those that are `dead`."""
     with ranks(folder, bodies, **more) as processes:
-        codes = [process.wait(40) for process in processes]
+        codes = [process.wait() for process in processes]
     assert codes == [-signal.SIGKILL if rank in dead else 0 for rank in range(len(bodies))]
     return [
         None if rank in dead else json.loads((folder / f"{rank}.json").read_text())
@@ -115,7 +115,7 @@ def results(folder: Path, bodies: list[Body], *, dead: tuple[int, ...] = (), **m
     ]
 
 
-def until(condition: Callable[[], object], timeout: float = 20.0) -> None:
+def until(condition: Callable[[], object], timeout: float = 60.0) -> None:
     end = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < end, "it did not come to that"
@@ -153,7 +153,7 @@ def test_a_slow_rank_holds_nobody_up(tmp_path: Path) -> None:
         member.checkpoint(0)
         if member.rank == 2:
             for step in range(1, 5):
-                time.sleep(0.5)
+                time.sleep(1.5)
                 member.checkpoint(step)
             return None
         waited, picked = [], 0
@@ -169,7 +169,7 @@ def test_a_slow_rank_holds_nobody_up(tmp_path: Path) -> None:
     got = results(tmp_path, [body] * 3, patience=0.1, linger=0.5)
     for waited, picked, late, failure in (got[0], got[1]):
         assert late >= 3
-        assert sorted(waited)[-2] < 0.5  # the machine may be busy once
+        assert sorted(waited)[-2] < 1.5  # the machine may be busy once
         assert picked <= 4 * 3 * BUDGET
         assert failure is None
 
@@ -197,7 +197,7 @@ def test_a_killed_rank_leaves_the_others_to_themselves(tmp_path: Path) -> None:
 
     started = time.monotonic()
     got = results(tmp_path, [body] * 4, dead=(1,))
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60, "a dead rank counts as late for 300 s"
     for rank in (0, 2, 3):
         sizes, picks, warnings = got[rank]
         assert len(warnings) == 1
@@ -264,10 +264,10 @@ def test_closing_with_an_open_round_hangs_nobody(tmp_path: Path) -> None:
 
     with ranks(tmp_path, [leaves, stopped, leaves], patience=0.1, linger=0.3) as processes:
         processes[1].expect("stopped")
-        assert [processes[0].wait(20), processes[2].wait(20)] == [0, 0]
+        assert [processes[0].wait(), processes[2].wait()] == [0, 0]
     for rank in (0, 2):
         late, seconds, logged = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert seconds < 15
+        assert seconds < 60, "a dead rank counts as late for 300 s"
         # A rank that leaves gets no report of it; the other may have noticed before its own patience ended.
         assert late > 0 or len(logged) == 1
 
@@ -279,7 +279,7 @@ def test_a_rank_that_never_comes_counts_as_gone_after_a_while(tmp_path: Path) ->
             time.sleep(4)
         else:
             member.checkpoint(1)
-            until(lambda: member.exchange.failure, 10)
+            until(lambda: member.exchange.failure)
         return member.checkpoint(2).nbytes, member.exchange.failure is not None
 
     got = results(tmp_path, [body] * 3, timeout=1.0, patience=0.1)

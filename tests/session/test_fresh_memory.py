@@ -138,7 +138,7 @@ def test_a_store_that_hangs_in_the_middle_of_a_copy_keeps_nothing_old_in_memory(
     deadline = time.monotonic() + 1.5
     while time.monotonic() < deadline or table.oldest_copy() > 2:
         table.step()
-        assert time.monotonic() < deadline + 20
+        assert time.monotonic() < deadline + 60
     for _ in range(20):
         table.step()
         assert table.oldest_copy() <= 2
@@ -164,7 +164,7 @@ def test_a_slow_store_gets_everything_in_turn(tmp_path: Path, monkeypatch: pytes
     drained([table.session])
     reader.seconds = 0.05
     arena = table.session._started().arena
-    head, deadline = table.session.head_step, time.monotonic() + 60
+    head, deadline = table.session.head_step, time.monotonic() + 150
     while (step_of(arena.durable) <= head + 50).any():
         table.step()
         assert time.monotonic() < deadline, step_of(arena.durable).tolist()
@@ -180,7 +180,7 @@ def test_a_seal_that_memory_has_overtaken_is_saved_again(
     reader = Reader(monkeypatch)
     reader.goes_on.clear()
     table = Table(tmp_path / "store", fraction=0.25)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 100
     while table.session.head_step < 20 or table.oldest_copy() >= 12:
         table.step()
         assert time.monotonic() < deadline
@@ -190,7 +190,7 @@ def test_a_seal_that_memory_has_overtaken_is_saved_again(
     while step_of(arena.sealed) < 12:
         table.step()
         drained([table.session])
-        assert time.monotonic() < deadline + 20
+        assert time.monotonic() < deadline + 60
     sealed = int(step_of(arena.sealed))
     table.session.close(seal=False)
     again = Table(tmp_path / "store")

@@ -63,7 +63,7 @@ def test_a_signal_within_an_optimizers_step(tmp_path: Path, arena_dir: Path) -> 
     with Forked(body) as child:
         child.expect("within")
         child.signal(signal.SIGTERM)
-        assert child.wait(100) == -signal.SIGTERM
+        assert child.wait() == -signal.SIGTERM
     leave_host(arena_dir)
     assert set(stored_steps(store)) == {6}
     assert resumed_at(store) == (6, True)
@@ -107,8 +107,8 @@ def test_a_signal_while_another_departure_runs(tmp_path: Path, arena_dir: Path) 
         child.expect("leaving")
         began = time.monotonic()
         child.signal(signal.SIGTERM)
-        assert child.wait(100) == -signal.SIGTERM
-        assert time.monotonic() - began < 40
+        assert child.wait() == -signal.SIGTERM
+        assert time.monotonic() - began < 90, "the notice leaves 120 s"
     steps = stored_steps(store)
     assert set(steps) <= {1, 2}
     leave_host(arena_dir)
@@ -147,9 +147,9 @@ def test_all_processes_of_a_loop_get_the_signal(tmp_path: Path, arena_dir: Path,
     """Its workers die at once, and torch raises in the loop, which leaves its `with` statement."""
     store = tmp_path / "store"
     with Forked(lambda tell: loads(store, tell, context)) as child:
-        child.expect("ready", 60)
+        child.expect("ready")
         os.killpg(child.pid, signal.SIGTERM)
-        assert child.wait(100) == -signal.SIGTERM
+        assert child.wait() == -signal.SIGTERM
     leave_host(arena_dir)
     assert set(stored_steps(store)) == {6}
     assert resumed_at(store) == (6, True)
@@ -198,11 +198,11 @@ def test_a_worker_that_gets_the_signal_alone_evacuates_nothing(tmp_path: Path, c
             other.join()
 
     with Forked(body) as child:
-        child.expect("ready", 60)
+        child.expect("ready")
         worker = next(int(line.split()[1]) for line in child._lines if line.startswith("worker"))
         os.kill(worker, signal.SIGTERM)
-        child.expect("raised", 60)
-        assert child.wait(60) == 0, "no signal has reached the parent"
+        child.expect("raised")
+        assert child.wait() == 0, "no signal has reached the parent"
     assert resumed_at(store) == (6, True)
 
 

@@ -95,7 +95,7 @@ def test_commands_neither_alarm_nor_take_the_resume_for_a_checkpoint(
 
     made: list[Any] = []
     asking = threading.Thread(
-        target=lambda: made.append(checkpoint_live(opened, full=False, timeout=30, arena_dir=str(arena_dir)))
+        target=lambda: made.append(checkpoint_live(opened, full=False, timeout=100, arena_dir=str(arena_dir)))
     )
     asking.start()
     time.sleep(0.3)

@@ -15,6 +15,10 @@ import torch
 Tell = Callable[[str], None]
 
 
+PATIENCE = 100.0
+"""Seconds that a test waits for what a child does, however busy the machine is."""
+
+
 class Forked:
     """Runs `body(tell)` in a child; its messages are lines. It exits with 0, or 1 after an exception."""
 
@@ -40,7 +44,7 @@ class Forked:
     def signal(self, signum: int) -> None:
         os.kill(self.pid, signum)
 
-    def expect(self, line: str, timeout: float = 30.0) -> None:
+    def expect(self, line: str, timeout: float = PATIENCE) -> None:
         """Wait for this line from the child."""
         deadline = time.monotonic() + timeout
         while line not in self._lines:
@@ -54,14 +58,14 @@ class Forked:
         *lines, self._rest = (self._rest + data).split(b"\n")
         self._lines += [text.decode() for text in lines]
 
-    def line(self, timeout: float = 30.0) -> str:
+    def line(self, timeout: float = PATIENCE) -> str:
         """Return the next line from the child."""
         deadline = time.monotonic() + timeout
         while not self._lines:
             self._read(deadline, "a line")
         return self._lines.pop(0)
 
-    def wait(self, timeout: float = 30.0) -> int:
+    def wait(self, timeout: float = PATIENCE) -> int:
         """Return its exit code, or minus the signal that ended it."""
         deadline = time.monotonic() + timeout
         while self.status is None:
