@@ -224,7 +224,7 @@ def test_a_source_that_changed_meanwhile_is_discarded(store: Store, writer: Stor
     st.lists(
         st.tuples(st.sampled_from([0, 1, 3, 8, 2000, 5000]), st.integers(1, 3), st.integers(1, 3)), max_size=8
     ),
-    st.randoms(use_true_random=False),
+    st.integers(0, 1 << 32).map(Random),
 )
 @settings(max_examples=60, deadline=None)
 def test_checksums_of_many_groups_are_those_of_each(cuts: list[tuple[int, int, int]], random: Random) -> None:
