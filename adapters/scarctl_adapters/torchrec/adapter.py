@@ -47,6 +47,8 @@ class TorchRecAdapter(TorchAdapter):
         inner = get_module(model)
         super().__init__(inner, optimizers, late, early, replicated)
         kernels = kernels_of(inner)
+        # These modules run in the model's place, and are not among its modules.
+        self._kernels = [kernel.lookup for kernel in kernels]
         fused = [kernel for kernel in kernels if kernel.fused]
         self._fused = [table for kernel in fused for table in kernel.tables]
         self._dense = {
@@ -135,7 +137,9 @@ class TorchRecAdapter(TorchAdapter):
                 "docs/torchrec.md",
                 inexact=False,
             )
-        return _Watch(self._model, self._optimizers, self._homes, caveats)
+        saved = (*self._early.values(), *self._late.values(), *self._kernels)
+        self._watching = _Watch(self._model, self._optimizers, self._homes, caveats, saved)
+        return self._watching
 
     def install(self, before: Callable[[], None], after: Callable[[], None] | None) -> Callable[[], None]:
         """Call `before` also before the backward passes of lookups. Return the removal of all hooks."""

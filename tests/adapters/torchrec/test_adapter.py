@@ -70,6 +70,32 @@ def test_a_step_touches_the_rows_that_it_changes(fused: str) -> None:
     assert len(begun) == 3, "removed hooks are called"  # two backward passes, and Adam's step
 
 
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered:UserWarning")
+@pytest.mark.parametrize("moves", [False, True])
+@pytest.mark.parametrize("kind", ["table", "copies", "dense"])
+def test_a_module_outside_of_the_model_that_changes_is_reported(
+    tmp_path: Path, kind: str, moves: bool
+) -> None:
+    """Tables run in modules that are not the model's either, and they are saved."""
+    model, optimizer = models.build(kind, "rowwise")
+    teacher, late = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    given = {"store": tmp_path / "store", "interval": 1, "extras": {"late": late}}
+    with scarctl.attach(model, optimizer, **given) as session:
+        for number in range(6):
+            optimizer.zero_grad()
+            found = model(models.batch(number))
+            found.square().sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                late(teacher(found))
+                late.weight.mul_(0.9)
+                if moves:
+                    teacher.weight.mul_(0.9)
+        session.checkpoint(full=True, wait=True)
+        kinds = [caveat.kind for caveat in session.caveats]
+    assert ("outside-module" in kinds) is moves, kinds
+
+
 def test_the_tracker_of_touched_rows_saves_what_comparing_saves(tmp_path: Path) -> None:
     """With interval 1 every checkpoint saves them, and the store ends with the same bytes."""
     found = []
