@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from inspect import Parameter, signature
 from typing import Any, Protocol
 
 import numpy as np
@@ -264,11 +265,22 @@ def find_adapter(model: Any, optimizers: Sequence[Any], **options: Any) -> Adapt
     for root in _roots(model):
         if root in installed:
             found: AdapterClass = installed[root].load()
+            _check_late(found, root, options.get("after_step"))
             return found.build(model, optimizers, **options)
     raise UsageError(
         f"no adapter is installed for {type(model).__module__}.{type(model).__qualname__}",
         hint=f"installed adapters: {', '.join(sorted(installed)) or 'none'}; or pass a dict of numpy arrays",
     )
+
+
+def _check_late(adapter: AdapterClass, name: str, late: Mapping[str, Any] | None) -> None:
+    """Raise UsageError if there are extras to read when the loop is done with a step, and the adapter cannot do so."""
+    takes = signature(adapter.build).parameters.values()
+    if late and not any(one.name == "after_step" or one.kind is Parameter.VAR_KEYWORD for one in takes):
+        raise UsageError(
+            f"the adapter for {name} reads all extras right after a step, and none later: {', '.join(sorted(late))}",
+            hint="pass them without after_step",
+        )
 
 
 def _roots(model: Any) -> list[str]:

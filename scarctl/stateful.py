@@ -18,9 +18,11 @@ def check_stateful(name: str, item: Any) -> None:
     """Raise UsageError unless `item` is a dict, a random generator, or has state_dict() and load_state_dict()."""
     if isinstance(item, dict | np.random.Generator | random.Random) or _is_generator(item):
         return
-    if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+    methods = (getattr(item, method, None) for method in ("state_dict", "load_state_dict"))
+    if isinstance(item, type) or not all(map(callable, methods)):
+        what = f"the class {item.__name__}" if isinstance(item, type) else f"a {type(item).__name__}"
         raise UsageError(
-            f"{name} is a {type(item).__name__}, which has no state_dict() and load_state_dict()",
+            f"{name} is {what}, which has no state_dict() and load_state_dict()",
             hint="pass an object with both methods, a dict, or a random number generator",
         )
 

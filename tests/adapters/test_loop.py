@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,10 @@ def test_other_extras_than_the_saved_ones_are_refused() -> None:
         LoopAdapter(None).restore(early, None)
 
 
-def test_an_object_without_a_state_is_refused() -> None:
-    with pytest.raises(UsageError, match="nothing"):
-        LoopAdapter({"nothing": object()})
+@pytest.mark.parametrize(
+    "item", [object(), None, [1], np.ones(3), _Count, SimpleNamespace(state_dict={}), {1}]
+)
+def test_an_object_without_a_state_is_refused(item: Any) -> None:
+    with pytest.raises(UsageError, match=r"nothing is .* which has no") as caught:
+        LoopAdapter({"nothing": item})
+    assert "a dict" in str(caught.value.hint)

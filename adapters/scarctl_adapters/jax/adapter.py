@@ -76,18 +76,12 @@ class JaxAdapter(LoopAdapter):
         scaler: Any = None,
         extras: Mapping[str, Any] | None = None,
         replicated: Sequence[str] = (),
-        after_step: Mapping[str, Any] | None = None,
     ) -> JaxAdapter:
         """Make an adapter. Raises UsageError for a bare tree, whose recovered values could not be given back."""
         if not isinstance(model, Tree):
             raise UsageError("arrays of JAX cannot be restored in place", hint=HINT)
         if optimizers or schedulers or scaler is not None:
             raise UsageError("the tree has the optimizer's state", hint="put opt_state into the tree")
-        if after_step:
-            raise UsageError(
-                "an iteration ends with session.step(state), after which its state does not change",
-                hint="pass these extras without after_step",
-            )
         return cls(model, extras)
 
     # -- trees ----------------------------------------------------------------------------------------------------
