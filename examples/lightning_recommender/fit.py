@@ -27,7 +27,7 @@ class Says(pl.Callback):
         """See `Callback`."""
         resumed = self._saving.resumed
         if resumed is not None and resumed.step:
-            exactly = "exact" if resumed.exact else "perturbed, partitions of several steps"
+            exactly = "exact" if resumed.exact else f"not exact: {'; '.join(resumed.reasons)}"
             print(f"resumed after step {resumed.step} ({exactly})", flush=True)
 
     def on_train_batch_end(self, trainer: Any, net: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -31,7 +31,7 @@ def main() -> None:
         if resumed.report is None:
             print(f"{images}; a new run", flush=True)
         else:
-            label = "exact" if resumed.exact else "perturbed, partitions of several steps"
+            label = "exact" if resumed.exact else f"not exact: {'; '.join(resumed.reasons)}"
             print(f"{images}; resumed after iteration {resumed.step} ({label})", flush=True)
 
         for iteration in range(resumed.step + 1, arguments.iterations + 1):

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.kinship import require_same_line
+from scarctl.arena.notes import stored_notes, waiting_notes
 from scarctl.arena.queue import HandOverQueue
 from scarctl.checkpoint.filling import Staged
 from scarctl.checkpoint.found_extras import Saved, all_extras, newest_extras, sealed_extras
 from scarctl.checkpoint.loading import NewSlots
 from scarctl.recovery.execute import ArenaSink, execute
-from scarctl.recovery.label import stored_notes, waiting_notes
 from scarctl.recovery.plan import MEMORY, STORE, Plan, plan_partial, plan_rollback
 from scarctl.recovery.report import Report
 from scarctl.state.caveats import Caveats

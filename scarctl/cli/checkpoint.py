@@ -17,6 +17,7 @@ from scarctl.cli.output import (
     common_options,
     emit,
     note,
+    of_whole,
     options_for,
     shown_url,
     warn,
@@ -119,8 +120,8 @@ def _about_nonfinite(done: Checkpoint) -> str:
 def _text(done: Checkpoint, store: str, dry_run: bool) -> str:
     share = done.saved_bytes / done.total_bytes if done.total_bytes else 1.0
     verb = "would save" if dry_run else "saved"
-    exact = "; the whole state is of this step" if done.exact else ""
     return (
         f"step {done.step}: {verb} {done.saved_partitions} of {counted(done.total_partitions, 'partition')}, "
-        f"{human_bytes(done.saved_bytes)} of {human_bytes(done.total_bytes)} ({share:.1%}), to {store}{exact}"
+        f"{human_bytes(done.saved_bytes)} of {human_bytes(done.total_bytes)} ({share:.1%}), to {store}"
+        f"{of_whole(done.whole, done.reasons)}"
     )

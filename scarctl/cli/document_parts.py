@@ -212,8 +212,8 @@ class RestoredRanks(_Restored):
     ranks: RecoveredRanks
 
 
-class Saved(TypedDict):
-    """A checkpoint."""
+class SavedByProcess(TypedDict):
+    """A checkpoint of a running session."""
 
     step: int
     total_partitions: int
@@ -222,12 +222,7 @@ class Saved(TypedDict):
     saved_bytes: int
     durable: bool
     exact: bool
-    """Whether the store has the whole state of `step`."""
-
-
-class SavedByProcess(Saved):
-    """A checkpoint of a running session. `exact`: the store has the whole state, and no caveat was saved with it."""
-
+    """Whether the store has the whole state of `step`, and no caveat was saved with it."""
     whole: bool
     """Whether the store has the whole state of `step`. It may still not be exact."""
     reasons: list[str]

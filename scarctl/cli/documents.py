@@ -83,11 +83,16 @@ class EvacuatedProcess(_EvacuatedProcess, total=False):
 
 
 class EvacuatedStore(TypedDict):
-    """The evacuated copies of one store's state."""
+    """The evacuated copies of one store's state, of all processes on this host."""
 
     store: str
     safe: bool
     exact: bool
+    """Whether one commit of their whole state outlives the host, without a caveat, and with equal values of ranks."""
+    whole: bool
+    """Whether one commit of their whole state outlives the host. It may still not be exact."""
+    reasons: list[str]
+    """Reasons why it is not exact, one sentence each. Empty if it is."""
     rework: Rework
     processes: list[EvacuatedProcess]
 

@@ -13,6 +13,7 @@ from scarctl.cli.output import (
     arena_option,
     emit,
     note,
+    of_whole,
     on_store,
     open_store,
     recovery_options,
@@ -21,7 +22,7 @@ from scarctl.cli.output import (
     warn,
 )
 from scarctl.cli.recover import cost_lines, not_exact
-from scarctl.util.text import counted, human_bytes, joined
+from scarctl.util.text import counted, human_bytes
 
 if TYPE_CHECKING:
     from scarctl.ops.live import LiveCheckpoint, LiveRanks
@@ -73,9 +74,6 @@ def report_saved(
     done = made.to_json()
     if made.whole and snapshot is not None:
         done["snapshot"] = snapshot
-    exact = "; the whole state is of this step" if done["whole"] else ""
-    if done["whole"] and not done["exact"]:
-        exact += f", not exact: {joined(done['reasons'])}"
     who = f"process {done['pid']}"
     if "ranks" in done:
         who = f"{len(done['ranks'])} of {counted(done['world'], 'member' if done['members'] else 'rank')}"
@@ -83,7 +81,7 @@ def report_saved(
         {**done, "live": True, "full": full},
         text=f"step {done['step']}: {who} saved {done['saved_partitions']} of "
         f"{counted(done['total_partitions'], 'partition')}, {human_bytes(done['saved_bytes'])}, "
-        f"to {shown_url(url)}{exact}",
+        f"to {shown_url(url)}{of_whole(done['whole'], done['reasons'])}",
     )
     if not full or done["whole"] or (done.get("members") and done["complete"]):
         return EXIT_OK

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -28,7 +28,7 @@ from scarctl.cli.completion import complete_store
 from scarctl.cli.given import required_store
 from scarctl.config import brief, read_file, storage_options
 from scarctl.errors import ScarError, Unavailable
-from scarctl.util.text import printable, printable_lines
+from scarctl.util.text import joined, printable, printable_lines
 
 if TYPE_CHECKING:
     from scarctl.store import Store
@@ -256,6 +256,13 @@ def logging_to_stderr() -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagate
+
+
+def of_whole(whole: bool, reasons: Sequence[str]) -> str:
+    """Return the label of a checkpoint, after what was saved; "" unless the store has the whole state of its step."""
+    if not whole:
+        return ""
+    return f"; the whole state is of this step{f', not exact: {joined(reasons)}' if reasons else ''}"
 
 
 def in_iterations(amount: object) -> str:

@@ -20,6 +20,7 @@ from scarctl.cli import documents
 from scarctl.cli.document_parts import Event, RankCopies
 from scarctl.cli.output import SCHEMA_VERSION
 from scarctl.ops.checkpoint import Checkpoint
+from scarctl.ops.evacuate import NOT_SHOWN
 from scarctl.ops.export import Exported
 from scarctl.ops.surveyed import RankLine, ShardLine
 from scarctl.ops.verify_file import VerifiedCheckpoint
@@ -58,7 +59,7 @@ _WITH: dict[type, tuple[type, ...]] = {
     RankCopies: (RankLine, ShardLine),
 }
 """Types with all fields of some results, except those of `_WITHOUT`."""
-_WITHOUT = ("points",)
+_WITHOUT = NOT_SHOWN
 _SIMPLE: dict[Any, str] = {
     bool: "boolean",
     int: "integer",

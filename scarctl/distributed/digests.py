@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -13,6 +12,7 @@ from scarctl.adapter import StateGroup
 from scarctl.checkpoint.live_state import is_placeholder
 from scarctl.checkpoint.row_copies import is_gpu
 from scarctl.distributed.ownership import Division
+from scarctl.state.common import name_of
 from scarctl.util.splitmix import splitmix64
 
 _PIECE = 8 << 20
@@ -37,7 +37,7 @@ class Digests:
             if rank in holders.sharing and len(holders.sharing) > 1:
                 found.setdefault(holders.sharing, []).append((holders.name, number, True))
         # The same parameter may have another number on another rank.
-        self._parts = {_name_of(ranks): sorted(parts) for ranks, parts in found.items()}
+        self._parts = {name_of(ranks): sorted(parts) for ranks, parts in found.items()}
 
     def of(self, groups: Sequence[StateGroup]) -> Callable[[], dict[str, str]]:
         """Return a function that digests the present values of the groups, parallel to the rank's holdings.
@@ -51,12 +51,6 @@ class Digests:
             return {ranks: digest_of(tensors) for ranks, tensors in listed.items() if tensors}
 
         return digests
-
-
-def _name_of(ranks: Sequence[int]) -> str:
-    """Return a short name for a set of ranks, the same on all of them."""
-    text = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
-    return f"{ranks[0]}+{len(ranks)}-{text}"
 
 
 def _tensors(

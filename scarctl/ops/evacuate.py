@@ -22,13 +22,17 @@ from scarctl.daemon import client
 from scarctl.daemon.request import Request
 from scarctl.daemon.status import RunStatus
 from scarctl.errors import ScarError, UsageError
-from scarctl.persist.evacuated import Evacuated, rework_of_all
+from scarctl.persist.evacuated import Evacuated, rework_of_all, why_not_exact
 from scarctl.persist.evacuation import before, not_evacuated
+from scarctl.recovery.label import MEMBERS, NO_COMMIT
 from scarctl.theory.rework import Rework
 
 _FLUSH_SHARE = 0.4
 """Largest fraction of the time spent waiting for the sessions' flushes, which wait a third for a running step."""
 _POLL = 0.05
+NOT_SHOWN = ("points", "commit_name", "caveats", "common")
+"""Fields of a process's report from which those of its store are computed."""
+_SILENT = "not all of its processes have answered"
 _PATIENCE = 5.0
 """Seconds to wait for one answer of the daemon: a host that shuts down may be busy."""
 
@@ -60,8 +64,8 @@ class Process:
     def to_json(self) -> dict[str, Any]:
         fields = {"store": self.store, "rank": self.rank, "pid": self.pid, "safe": self.safe}
         report = {} if self.found is None else self.found.to_json()
-        report.pop("points", None)
-        return {**fields, **report, "error": self.error or report.get("error")}
+        shown = {name: value for name, value in report.items() if name not in NOT_SHOWN}
+        return {**fields, **shown, "error": self.error or report.get("error")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +81,40 @@ class Store:
         return all(process.safe for process in self.processes)
 
     @property
+    def whole(self) -> bool:
+        """Whether one commit of the whole state of these processes outlives this host: in the store, or in memory."""
+        return not self._why_mixed
+
+    @property
     def exact(self) -> bool:
-        """Whether these processes can resume exactly without this host, from the store or from other hosts' memory."""
-        found = [process.found for process in self.processes]
-        steps = {one.step for one in found if one is not None}
-        return len(steps) == 1 and all(one is not None and (one.sealed or one.peer_exact) for one in found)
+        """Whether it is whole, no caveat was saved with it, and all ranks with the same tensors had equal ones."""
+        return not self.reasons
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Reasons why it is not exact, one sentence each; () if it is."""
+        return self._why_mixed or why_not_exact(self._reports)
+
+    @property
+    def _reports(self) -> list[Evacuated]:
+        return [process.found for process in self.processes if process.found is not None]
+
+    @property
+    def _why_mixed(self) -> tuple[str, ...]:
+        found = self._reports
+        if len(found) < len(self.processes):
+            return (_SILENT,)
+        parts = dict.fromkeys(reason for one in found if not one.whole for reason in one.reasons)
+        if not parts and len({(one.step, one.commit_name) for one in found}) > 1:
+            return (MEMBERS if self.processes[0].member else NO_COMMIT,)
+        return tuple(parts)
 
     @property
     def rework(self) -> Rework:
         """Predicted rework, in iterations, after the loss of this host."""
-        reports = [process.found for process in self.processes if process.found is not None]
+        reports = self._reports
         if len(reports) < len(self.processes):
-            return Rework(None, reason="not all of its processes have answered")
+            return Rework(None, reason=_SILENT)
         return rework_of_all(reports)
 
     def to_json(self) -> dict[str, Any]:
@@ -96,6 +122,8 @@ class Store:
             "store": self.url,
             "safe": self.safe,
             "exact": self.exact,
+            "whole": self.whole,
+            "reasons": list(self.reasons),
             "rework": self.rework.to_json(),
             "processes": [process.to_json() for process in self.processes],
         }

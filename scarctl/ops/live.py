@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.folder import host_folder
+from scarctl.arena.notes import UNKNOWN
 from scarctl.arena.view import peek
 from scarctl.daemon.client import ask, ask_status
 from scarctl.daemon.request import Request
 from scarctl.errors import Unavailable, UsageError, error_from
-from scarctl.recovery.label import NO_COMMIT, UNKNOWN, Writer, saved_caveats
+from scarctl.recovery.label import MEMBERS, NO_COMMIT, PART, Writer, saved_caveats
 from scarctl.recovery.shares import open_shares
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER, epoch_of, pack, step_of
@@ -29,8 +30,6 @@ _ATTEMPTS = 3
 _TOGETHER = 10
 """Most attempts to have all ranks save after the same step."""
 _ANSWER_SECONDS = 5.0
-_PART = "the store does not have the whole state of this step"
-_MEMBERS = "members have no common step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ class LiveCheckpoint:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why it is not exact, one sentence each; () if it is."""
-        return self.caveats if self.whole else (_PART,)
+        return self.caveats if self.whole else (PART,)
 
     def to_json(self) -> dict[str, Any]:
         saved = self.durable == self.version
@@ -121,7 +120,7 @@ class LiveRanks:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Why it is not exact, one sentence each; () if it is."""
-        return self.caveats if self.whole else (_MEMBERS if self.independent else _PART,)
+        return self.caveats if self.whole else (MEMBERS if self.independent else PART,)
 
     @property
     def complete(self) -> bool:

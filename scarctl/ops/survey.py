@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from scarctl.arena.folder import arena_folder, host_folder
 from scarctl.arena.kinship import view_of
+from scarctl.arena.notes import waiting_notes
 from scarctl.arena.owner import read_owner
 from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.view import ArenaView
@@ -23,7 +24,6 @@ from scarctl.errors import ScarError
 from scarctl.ops.ages import age_of, lag_of, since_of
 from scarctl.ops.surveyed import OtherShard, RankLine, RunOnHost, Survey
 from scarctl.recovery.forecast import stored_outlook
-from scarctl.recovery.label import waiting_notes
 from scarctl.state.caveats import Caveat
 from scarctl.state.encodings import ENCODINGS, Encoding
 from scarctl.state.layout import Layout

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import ClassVar
 
 import numpy as np
 
 from scarctl.errors import Corruption
+from scarctl.state.caveats import Caveat, read_caveats, reasons
+from scarctl.state.common import all_there, in_common, read_digests
 from scarctl.theory.history import History
 from scarctl.theory.rework import Outlook, Rework, rework_of_loss
 from scarctl.util.document import Document
+
+_PART = "neither the store nor another host has the whole state of this step, as one commit saved it"
+_ALONE = (
+    "other ranks have copies of the same tensors, and whether these were equal is not known here, so that it may not "
+    "be exact"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +40,7 @@ class Evacuated(Document):
     squared: float | None
     """Sum of squared distances of these parameters from the store's copies (l2), an upper bound; None if unknown."""
     sealed: bool
-    """Whether the store has the whole state of `step`: a resume is exact."""
+    """Whether the store has the whole state of `step`, as one commit saved it."""
     ages: tuple[int, ...] = ()
     """Distinct ages, in iterations, of the store's copies of lost parameters, and the count of each in `counts`."""
     counts: tuple[int, ...] = ()
@@ -44,14 +53,37 @@ class Evacuated(Document):
     peer_bytes: int = 0
     peers: tuple[str, ...] = ()
     """Names of hosts that have copies of this memory."""
-    peer_exact: bool = False
-    """Whether one of these hosts has the whole state of `step`, so that a resume from it is exact."""
+    peer_sealed: bool = False
+    """Whether one of these hosts has the whole state of `step`, as one commit saved it."""
     flushed: bool = True
     """False if a live process's newest step could not be flushed: more would be lost than is counted here."""
     extras_lost: bool = False
     """Whether the newest extras (step counters, random states, the user's) are only in this host's memory."""
     error: str | None = None
     """Why saving stopped before the deadline, or the last failure."""
+    commit_name: str = ""
+    """Name of the commit of the whole state in this host's memory (`Record.whole`); "" if copies are of several."""
+    caveats: tuple[Caveat, ...] = ()
+    """The caveats that were saved with that commit, or one that they cannot be read."""
+    common: Mapping[str, str] = field(default_factory=dict)
+    """The digests that were saved with it: see `scarctl.state.common`."""
+
+    COMPUTED: ClassVar = ("exact", "whole", "reasons")
+
+    @property
+    def whole(self) -> bool:
+        """Whether a place that outlives this host has the whole state of `step`, as one commit saved it."""
+        return bool(self.commit_name) and (self.sealed or self.peer_sealed)
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is whole, and no caveat was saved with it, and no other rank has copies of its tensors."""
+        return not self.reasons
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Reasons why it is not exact, one sentence each; () if it is."""
+        return why_not_exact([self]) if self.whole else (_PART,)
 
     @property
     def safe(self) -> bool:
@@ -70,13 +102,21 @@ class Evacuated(Document):
         needed = [one.name for one in fields(cls) if one.default is MISSING]
         if not isinstance(obj, Mapping) or not all(name in obj for name in needed):
             raise Corruption("another process has sent an evacuation's report without its fields")
+        caveats, common = read_caveats(obj.get("caveats")), read_digests(obj.get("common"))
         lists = ("ages", "counts", "points", "peers")
         values = {name: obj[name] for name in names if name in obj}
         values |= {name: obj.get(name, ()) for name in lists}
         if not all(isinstance(values[name], list | tuple) for name in lists):
             raise Corruption("another process has sent an evacuation's report without its numbers")
         values |= {name: tuple(values[name]) for name in lists}
-        return cls(**values | {"points": tuple(map(tuple, values["points"]))})
+        points = tuple(map(tuple, values["points"]))
+        return cls(**values | {"points": points, "caveats": caveats, "common": common})
+
+
+def why_not_exact(found: Sequence[Evacuated]) -> tuple[str, ...]:
+    """Return why whole states of one commit are not exact, one sentence each. found: the reports of ranks."""
+    known = reasons(in_common(found))
+    return known if all_there(one.common for one in found) else (*known, _ALONE)
 
 
 def rework_of_all(parts: list[Evacuated]) -> Rework:

@@ -1,8 +1,9 @@
 """Save pending copies before a deadline: in small commits, the most changed per byte first, until time runs out.
 
 Commits remain valid whenever the process is killed. If all copies were saved in time, the waiting seals follow: then
-the store has the newest step exactly. The plan is `scarctl.policy.evacuation`. Hosts that keep copies of this memory
-get copies before the store does (`scarctl.peers.evacuation`). The store then begins with copies that these hosts lack.
+the store has the whole state of the newest step. The plan is `scarctl.policy.evacuation`. Hosts that keep copies of
+this memory get copies before the store does (`scarctl.peers.evacuation`). The store then begins with copies that these
+hosts lack.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.notes import UNKNOWN
 from scarctl.arena.queue import HandOver, HandOverQueue, unsaved_distances
 from scarctl.errors import ScarError, UsageError
 from scarctl.persist.evacuated import Evacuated
 from scarctl.persist.speed import Speed
 from scarctl.policy.evacuation import Pace, fitting, order
 from scarctl.state import codec
+from scarctl.state.caveats import Caveat
 from scarctl.state.extras import Notes
 from scarctl.state.layouts import parameters_of
 from scarctl.state.version import NEVER, step_of
@@ -59,6 +62,9 @@ class Tier(Protocol):
 
     def stored(self) -> Ids:
         """Return the version that the tier has of every partition, -1 for none: int64 (partitions,)."""
+
+    def notes(self, whole: str) -> Notes:
+        """Return the notes that were saved with the commit `whole` of the whole state. Raises Corruption without it."""
 
 
 STORE_ONLY = "store"
@@ -134,6 +140,10 @@ class Evacuation:
         self._waiting: list[HandOver] = []
         self._unsaved = np.full(arena.layout.partitions, np.nan, dtype=np.float32)
         self._notes = Notes.from_tree(None)
+        self._seals: dict[str, Notes] = {}
+        """The notes that were saved with commits of the whole state, by name."""
+        self.unlabelled = "the time was up"
+        """Why the notes of the newest one are not known."""
         self._order: _Order | None = None
         self._extras: HandOver | None = None
         """The hand-over whose extras are not saved yet."""
@@ -152,12 +162,24 @@ class Evacuation:
         self._extras = next((one for one in reversed(self._waiting) if one.extras is not None), None)
         if self._extras is not None:
             self._notes = Notes.from_tree(self._extras.extras)
+        seals = [one for one in self._waiting if one.sealed and one.extras is not None]
+        self._seals |= {one.whole: Notes.from_tree(one.extras) for one in seals}
 
     def run(self, ended: Callable[[], bool] = lambda: False) -> None:
         """Save until all is durable and sealed, the deadline would be missed, or `ended` returns True.
 
-        Temporary faults are retried. Others end the evacuation, and are in `error`.
+        Temporary faults are retried. Others end the evacuation, and are in `error`. What was saved with the newest seal
+        is read last, if there is time.
         """
+        self._save(ended)
+        whole = self._arena.whole
+        if whole and whole not in self._seals and self._left() > 0 and not ended():
+            try:
+                self._seals[whole] = self._tier.notes(whole)
+            except ScarError as error:
+                self.unlabelled = error.message
+
+    def _save(self, ended: Callable[[], bool]) -> None:
         while not ended():
             try:
                 more = self._commit() or self._seal()
@@ -306,9 +328,14 @@ class Evacuation:
         sizes = arena.layout.partition_bytes
         parameters = parameters_of(arena.layout)
         mine = ids[parameters[ids]]
-        newest = step_of(int(max(arena.newest().max(initial=NEVER), stored.max(initial=NEVER))))
+        newest = step_of(int(max(arena.newest().max(initial=arena.sealed), stored.max(initial=NEVER))))
         peers = () if self._copies is None else self._copies.hosts()
-        exact = bool(peers) and not ids.size and self._copies is not None and bool(self._copies.whole())
+        # A waiting seal has not reached the store, even if an earlier one of the same step has.
+        whole = "" if self._unread else arena.whole
+        sealed = bool(whole) and all(one.whole != whole for one in self._waiting)
+        named = bool(whole) and self._copies is not None and self._copies.whole() == whole
+        notes = self._seals.get(whole)
+        unknown = Caveat("unknown", UNKNOWN.format(self.unlabelled))
         ages, counts = grouped(np.maximum(newest - np.maximum(step_of(stored[mine]), 0), 0))
         known = np.where(waiting, self._unsaved, np.sqrt(np.maximum(lacking, 0.0)))[mine]
         # The store may have a copy that is newer than the distance was measured from: then it is an upper bound.
@@ -323,7 +350,10 @@ class Evacuation:
             lost_partitions=int(ids.size),
             lost_bytes=int(sizes[ids].sum()),
             squared=(squared if math.isfinite(squared) else None) if mine.size else 0.0,
-            sealed=not unsaved.any() and step_of(arena.sealed) == newest,
+            sealed=sealed and not unsaved.any() and step_of(arena.sealed) == newest,
+            commit_name=whole,
+            caveats=(unknown,) if notes is None else notes.caveats,
+            common={} if notes is None else notes.common,
             ages=tuple(ages.tolist()),
             counts=tuple(counts.tolist()),
             parameters=int(parameters.sum()),
@@ -331,7 +361,7 @@ class Evacuation:
             peer_partitions=int(there.sum()),
             peer_bytes=int(sizes[there].sum()),
             peers=peers,
-            peer_exact=exact and arena.head_step == newest,
+            peer_sealed=named and bool(peers) and not ids.size and arena.head_step == newest,
             extras_lost=self._lacks_extras(),
             error=self.error,
         )
@@ -347,8 +377,9 @@ def not_evacuated(
     arena: Arena, queue: HandOverQueue, error: ScarError, copies: Copies | None = None
 ) -> Evacuated:
     """Report on an arena whose saver cannot be reached, or does not save. copies: the arena's on other hosts."""
-    found = Evacuation(arena, queue, _Unreached(arena), 0.0, copies=copies).report()
-    return replace(found, error=error.message)
+    made = Evacuation(arena, queue, _Unreached(arena), 0.0, copies=copies)
+    made.unlabelled = error.message
+    return replace(made.report(), error=error.message)
 
 
 class _Unreached:
@@ -359,6 +390,9 @@ class _Unreached:
 
     def stored(self) -> Ids:
         return np.maximum(self._arena.durable, NEVER)
+
+    def notes(self, whole: str) -> Notes:
+        raise AssertionError("this tier only reports")
 
     def commit_part(self, handover: HandOver, ids: Ids, extras: Any) -> int:
         raise AssertionError("this tier only reports")

@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.header import inode_in
+from scarctl.arena.notes import stored_notes
 from scarctl.arena.queue import HandOver, HandOverQueue
 from scarctl.errors import Corruption, Fenced, Overwritten, ScarError
 from scarctl.persist.space import SpaceFields
 from scarctl.persist.speed import Meter
 from scarctl.state.encoding import stored_as
+from scarctl.state.extras import Notes
 from scarctl.state.version import NEVER, pack, step_of
 from scarctl.store import Collector, ShardState, StoreWriter
 from scarctl.store.encoder import Encoder
@@ -62,6 +64,8 @@ class Persister:
         """Number and identity of one hand-over, and the shards that it has sealed already."""
         self._extras_of = -1, NEVER
         """Number and version of the hand-over whose extras were saved last."""
+        self._notes = "", Notes()
+        """The newest seal, and the notes that were saved with it."""
 
     def check(self, handover: HandOver) -> None:
         """Raise Corruption if the hand-over names partitions that the layout does not have.
@@ -102,6 +106,8 @@ class Persister:
         self.commit_extras(handover)
         if handover.sealed and len(already) == len(self._members):
             arena.seal(version)
+            if handover.extras is not None:
+                self._notes = handover.whole, Notes.from_tree(handover.extras)
         return written
 
     def covers(self, handover: HandOver) -> bool:
@@ -132,6 +138,13 @@ class Persister:
         self._writer.commit(shard, none, self._source, step=step, extras=handover.extras)
         self._extras_of = named
         return True
+
+    def notes(self, whole: str) -> Notes:
+        """See `scarctl.persist.evacuation.Tier`. The store is not read if this has sealed the state."""
+        name, notes = self._notes
+        if name == whole:
+            return notes
+        return stored_notes(self._writer.store, list(self._writer.states.values()), whole)
 
     def _encoded(self) -> NDArray[np.bool_]:
         """Return which partitions' newest copies in the store are encoded: bool (partitions,)."""

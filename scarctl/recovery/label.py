@@ -6,18 +6,16 @@ caveat was saved with that commit. Who resumes from it reads the same caveats (`
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from scarctl.arena.notes import UNKNOWN, stored_notes, waiting_notes
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import Corruption
 from scarctl.state.caveats import reasons
 from scarctl.state.common import in_common
 from scarctl.state.extras import Notes
 from scarctl.store import ShardState, Store
-from scarctl.store.around import state_around
-from scarctl.store.record import alone
 from scarctl.util.text import counted
 
 SEVERAL = "partitions are of several steps"
@@ -29,7 +27,8 @@ DOUBTFUL = (
     "newer copies may be lost, because files of the store that may have had them are damaged or missing"
 )
 OTHERS = "it is not known whether the parts that were not restored are of the same state"
-UNKNOWN = "the caveats that were saved with this state cannot be read, so that it may not be exact: {}"
+PART = "the store does not have the whole state of this step"
+MEMBERS = "members have no common step"
 
 
 class Writer(NamedTuple):
@@ -55,45 +54,6 @@ def saved_caveats(store: Store, writers: Iterable[Writer], whole: str) -> tuple[
         except Corruption as error:
             unknown[UNKNOWN.format(error.message)] = None
     return (*dict.fromkeys(reasons(in_common(found))), *unknown)
-
-
-def waiting_notes(queue: HandOverQueue, whole: str | None = None) -> Notes | None:
-    """Return the notes in the newest hand-over with extras, of the commit `whole` if given; None without one.
-
-    Changes nothing, and skips damaged hand-overs. Raises Unavailable, AccessDenied.
-    """
-    for number in reversed(queue.numbers()):
-        # The persister may be faster; a damaged hand-over stays for it.
-        with contextlib.suppress(FileNotFoundError, Corruption):
-            handover = queue.read(number)
-            if handover.extras is not None and whole in (None, handover.whole):
-                return Notes.from_tree(handover.extras)
-    return None
-
-
-def stored_notes(store: Store, states: Sequence[ShardState], whole: str) -> Notes:
-    """Return the notes that one writer, with shards of these states, saved with the commit `whole`.
-
-    Raises Corruption if they are damaged or gone, Unavailable, AccessDenied.
-    """
-    for state in states:
-        there = state if state.extras_whole == whole else _at(store, state, whole)
-        if there is None or there.extras is None or there.extras_whole != whole:
-            continue
-        saved = store.read_extras(there)
-        if saved is not None and saved[0] == there.extras[0]:  # otherwise a writer has newer ones
-            return Notes.from_tree(saved[1])
-    if all(state.extras is None for state in states):
-        return Notes()  # no session has saved it
-    raise Corruption("the store no longer has its extras")
-
-
-def _at(store: Store, state: ShardState, whole: str) -> ShardState | None:
-    """Return a shard's state after its record of the commit `whole`; None if the log has no such record."""
-    for seal in reversed(state.sealed):
-        if (seal.whole or alone(state.shard, seal.seq)) == whole:
-            return state_around(store, state.shard, at=seal.seq)
-    return None
 
 
 def encoded_copies(count: int) -> str:

@@ -19,6 +19,7 @@ from scarctl.persist.evacuation import before, not_evacuated
 from scarctl.session import signals
 from scarctl.session.parts import Parts
 from scarctl.session.saving import FLUSH_SECONDS, Saving
+from scarctl.util.text import joined
 
 log = logging.getLogger("scarctl")
 
@@ -176,7 +177,8 @@ def sentence(found: Evacuated) -> str:
     there = f"{found.peer_bytes / mib:.1f} MiB only in the memory of {', '.join(found.peers)}"
     where = f"safe in the store and {there}" if found.peer_bytes else "safe in the store"
     if found.safe:
-        return f"step {found.step} is {where}{' (exact)' if found.sealed or found.peer_exact else ''}"
+        label = " (exact)" if found.exact else f" (not exact: {joined(found.reasons)})"
+        return f"step {found.step} is {where}{label if found.whole else ''}"
     lost = f"{found.lost_partitions} of {found.total_partitions} partitions"
     newest = "" if found.flushed else "; the newest step was not brought into memory"
     newest += "; the newest extras are lost as well" if found.extras_lost else ""

@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.adapter import Adapter, derive
+from scarctl.arena.notes import UNKNOWN
 from scarctl.checkpoint.copies import Sealed
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.extrapolated import load_extrapolated
 from scarctl.checkpoint.filling import Staged, age_after
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.errors import ScarError, UsageError
-from scarctl.recovery.label import UNKNOWN
 from scarctl.recovery.lost import Lost
 from scarctl.recovery.plan import MEMORY, Perturbation, estimate
 from scarctl.recovery.report import Report

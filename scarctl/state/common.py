@@ -6,6 +6,9 @@ the seals of all ranks compares them.
 
 from __future__ import annotations
 
+import hashlib
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -21,6 +24,22 @@ DIFFERED = Caveat(
     "after an average, of optimizer state, too, or name only equal tensors in scarctl.Ranks(replicated=...)",
 )
 """What to say if `differ`."""
+
+
+_NAME = re.compile(r"[0-9]+\+([0-9]{1,9})-[0-9a-f]{16}", re.ASCII)
+
+
+def name_of(ranks: Sequence[int]) -> str:
+    """Return a short name for a set of ranks, the same on all of them: of the first one, their number, and a digest."""
+    text = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+    return f"{ranks[0]}+{len(ranks)}-{text}"
+
+
+def all_there(found: Iterable[Mapping[str, str]]) -> bool:
+    """Return whether there are digests of all ranks that have tensors in common. found: digests of each rank's seal."""
+    counts = Counter(ranks for each in found for ranks in each)
+    known = {ranks: _NAME.fullmatch(ranks) for ranks in counts}
+    return all(name is not None and int(name[1]) == counts[ranks] for ranks, name in known.items())
 
 
 def differ(found: Iterable[Mapping[str, str]]) -> bool:

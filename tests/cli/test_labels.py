@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 from torch import nn
 
 import scarctl
@@ -289,6 +290,24 @@ def test_what_is_in_memory_alone_has_its_caveats_there(run: Run, tmp_path: Path,
     assert (document["step"], *labels(document)) == (5, False, True)
     (reason,) = document["reasons"]
     assert reason == CAVEAT.message if there else UNKNOWN in reason
+
+
+def test_a_state_file_keeps_the_caveats_of_the_session_before(run: Run, tmp_path: Path) -> None:
+    """They are saved again with it, so that a resume and a recovery call it what the command does."""
+    server = Server(tmp_path / "store")
+    server.serve(3)
+    server.table[:] *= 2  # outside of the blocks
+    server.session.checkpoint(full=True, wait=True)
+    server.session.close()
+    save_file({"table": server.table + 1}, tmp_path / "state.safetensors")
+    words = ("checkpoint", tmp_path / "state.safetensors", "--store", "store", "--policy", "full", "--step")
+    planned = run(*words, 7, "--dry-run", "--json").document
+    done = run(*words, 7, "--json").document
+    restored = run(*ALL, "--output", "a.pt", "--json").document
+    for document in (planned, done, restored):
+        assert (document["step"], *labels(document)) == (7, False, True)
+        assert document["reasons"] == restored["reasons"]
+    assert f"; the whole state is of this step, not exact: {done['reasons'][0]}" in run(*words, 8).stdout
 
 
 # -- a seal that was asked for -------------------------------------------------------------------------------------

@@ -109,6 +109,16 @@ def flushed(rank: int, world: int, folder: str, optimizer: str, steps: int, wrap
     return [caveat.kind for caveat in job.session.caveats]
 
 
+def evacuated(rank: int, world: int, folder: str, optimizer: str, steps: int) -> dict[str, Any]:
+    """Train, and return the report of an evacuation after the last step."""
+    job = Apart(folder, optimizer)
+    job.session.resume()
+    job.train(steps, averages=True)
+    found = job.session.evacuate(60.0).to_json()
+    job.session._opening.close(failed=True)
+    return found
+
+
 def resumed(
     rank: int, world: int, folder: str, optimizer: str, wrapped: str = "", mode: str = "partial"
 ) -> dict[str, Any]:

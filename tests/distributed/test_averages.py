@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from scarctl.ops.evacuate import Process
+from scarctl.ops.evacuate import Store as Evacuation
 from scarctl.ops.survey import survey
+from scarctl.persist.evacuated import Evacuated
+from scarctl.state.common import DIFFERED
 from scarctl.store import Store
 from tests.distributed.launch import launch
 
@@ -36,6 +40,20 @@ def test_a_state_that_is_another_one_on_each_rank(
     for found in launch(RESUMED, 2, str(tmp_path), optimizer, "", mode):
         assert (found["step"], found["whole"], found["exact"]) == (steps, True, exact)
         assert exact or any("ranks had different values" in reason for reason in found["reasons"]), found
+
+
+@pytest.mark.parametrize(("steps", "exact"), [(31, False), (30, True)])
+def test_an_evacuation_calls_it_exact_only_with_the_reports_of_all_ranks(
+    tmp_path: Path, steps: int, exact: bool
+) -> None:
+    reports = launch("tests.distributed.averages:evacuated", 2, str(tmp_path), "SGD", steps)
+    for found in reports:
+        assert (found["step"], found["sealed"], found["whole"], found["exact"]) == (steps, True, True, False)
+        assert "other ranks have copies of the same tensors" in found["reasons"][0]
+    processes = [Process("store", rank, 1, Evacuated.from_json(one)) for rank, one in enumerate(reports)]
+    store = Evacuation("store", tuple(processes))
+    assert (store.safe, store.whole, store.exact) == (True, True, exact)
+    assert store.reasons == (() if exact else (DIFFERED.message,))
 
 
 @pytest.mark.parametrize("wrapped", ["ddp", "ddp without buffers"])

@@ -43,7 +43,7 @@ def resume(folder: Path, homes: list[str]) -> list[tuple[int, bool]]:
 def test_to_the_host_that_keeps_the_copies(hosts: Path) -> None:
     said = die(hosts, ["east", "west"], evacuate=[13, 0, None], lost=[0])
     assert said["safe"], json.dumps(said)
-    assert said["peer_exact"]
+    assert said["peer_sealed"]
     assert not said["sealed"]
     assert said["peer_partitions"] > 0, "the store stopped before"
     assert [peer.rpartition(":")[2] for peer in said["peers"]] == ["west"]
@@ -65,7 +65,7 @@ def test_ray_takes_one_node(hosts: Path) -> None:
     """Other hosts count: the copy is not on that node."""
     said = die(hosts, ["east", "west"], notice=[13, 1, 60], lost=[0])
     assert said["safe"], json.dumps(said)
-    assert said["peer_exact"]
+    assert said["peer_sealed"]
     assert resume(hosts, ["north", "west"]) == [(13, True)] * 2
 
 

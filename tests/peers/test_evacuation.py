@@ -24,6 +24,8 @@ from scarctl.peers.link import State
 from scarctl.peers.replica import Replica
 from scarctl.peers.sender import Candidate, Sender, Source
 from scarctl.persist.thread import PersisterThread
+from scarctl.state.caveats import Caveat
+from scarctl.state.extras import Notes
 from scarctl.state.version import step_of
 from tests.persist.test_evacuation import RISING, ROW, ROWS, Slow
 from tests.support.relay import Relay
@@ -124,7 +126,7 @@ def test_a_link_that_is_cut_leaves_the_most_changed_at_the_peer_and_only_that_co
     assert found.lost_partitions == ROWS - found.peer_partitions
     assert found.peers == ("west",)
     assert not found.safe
-    assert not found.peer_exact
+    assert not found.peer_sealed
     assert found.squared == pytest.approx(np.square(RISING[: ROWS - found.peer_partitions]).sum())
 
 
@@ -194,7 +196,7 @@ def test_extras_that_a_peer_has_not_acknowledged_are_lost(
         stuck.set()
     copies.wait(60.0)
     found = slow.evacuation(0.0, copies=copies).report()
-    assert (found.extras_lost, found.safe, found.peer_exact) == (False, True, True)
+    assert (found.extras_lost, found.safe, found.peer_sealed) == (False, True, True)
 
 
 def test_the_store_begins_with_what_no_other_host_has(slow: Slow, relay: Relay, sender: Sender) -> None:
@@ -217,14 +219,15 @@ def test_what_another_host_has_is_safe_while_the_store_hangs(
     copies = PeerCopies(slow.arena, [sender])
     slow.throttled.stuck.set()
     thread = PersisterThread(slow.persister, slow.queue)
-    slow.flush(7, RISING)
+    slow.flush(7, RISING, notes=Notes(caveats=(Caveat("kind", "weights were replaced"),)))
     copies.hurry()
     copies.wait(60.0)
     found = thread.evacuate(1.0, copies)
     assert found.safe
     assert (found.step, found.lost_partitions, found.peer_partitions) == (7, 0, ROWS)
-    assert found.peer_exact
+    assert found.peer_sealed
     assert not found.sealed, "the store has not"
+    assert (found.exact, found.whole, found.reasons) == (False, True, ("weights were replaced",))
     assert set(at_west(tmp_path)) == {7}
     slow.throttled.stuck.clear()
     thread.close()
@@ -323,7 +326,7 @@ def test_a_link_that_has_not_begun_yet_is_waited_for(slow: Slow, relay: Relay, t
     sender.close(done=False, patience=30.0)
     host.close()
     assert found.safe, found.to_json()
-    assert found.peer_exact
+    assert found.peer_sealed
 
 
 def test_a_lost_link_leaves_the_network_to_the_store_once_it_was_tried(

@@ -16,6 +16,7 @@ from scarctl.persist.evacuated import Evacuated, rework_of_all
 from scarctl.persist.evacuation import Evacuation, not_evacuated
 from scarctl.persist.speed import Speed
 from scarctl.state.encodings import Encoding
+from scarctl.state.extras import Notes
 from scarctl.state.layout import TensorSpec, build_layout
 from scarctl.state.version import step_of
 from scarctl.store import open_writer, verify
@@ -26,6 +27,7 @@ from tests.support.throttled import ThrottledBlobs
 ROWS = 64
 ROW = 64 << 10
 """Bytes of a partition, large compared with the fixed bytes of a commit."""
+NONE = Notes()
 
 
 class Clock:
@@ -56,7 +58,7 @@ class Slow(Rig):
         self.store.blobs = self.writer._blobs = self.throttled  # type: ignore[assignment]
         self.writer._publisher._blobs = self.throttled  # type: ignore[assignment]
 
-    def flush(self, step: int, unsaved: Any, *, sealed: bool = True, extras: Any = "step") -> None:
+    def flush(self, step: int, unsaved: Any, *, sealed: bool = True, notes: Notes = NONE) -> None:
         """Flush as a session does before an evacuation."""
         self.copy(self.everything, step)
         self.arena.reach(step)
@@ -66,7 +68,7 @@ class Slow(Rig):
             version=self.version(step),
             ids=self.everything,
             whole=whole,
-            extras={"step": step, "history": {"norm": "l2", "points": np.zeros((0, 3))}},
+            extras={"step": step, "history": {"norm": "l2", "points": np.zeros((0, 3))}, **notes.to_tree()},
             unsaved=np.asarray(unsaved, dtype=np.float32),
         )
 

@@ -123,7 +123,7 @@ def obey(session: scarctl.Session, order: str, *arguments: Any) -> Any:
             session.checkpoint(full=True, wait="peers")
         elif order == "evacuate":
             found = session.evacuate(*arguments)
-            return {"safe": found.safe, "peers": list(found.peers), "exact": found.peer_exact}
+            return {"safe": found.safe, "peers": list(found.peers), "exact": found.peer_sealed}
         elif order == "caveats":
             return [[caveat.kind, caveat.message, caveat.inexact] for caveat in session.caveats]
         elif order == "fork":

@@ -38,7 +38,8 @@ def to_orbax(
 ) -> Exported:
     """Write the newest state of a store as a checkpoint of `orbax.checkpoint.StandardCheckpointer`, and describe it.
 
-    Takes no lock: a session may save meanwhile. The description's `exact` says whether all is of one step.
+    Takes no lock: a session may save meanwhile. The description's `whole` says whether all is of one step, as one
+    commit saved it.
 
     like: a tree as it was attached, for structure, dtypes and placement. Its values are not used.
     parameters: as for `attach`.

@@ -1,0 +1,145 @@
+"""Test that an evacuation calls a state exact only if one commit of it outlives the host, saved without a caveat."""
+
+from __future__ import annotations
+
+import errno
+import time
+from typing import Any
+
+import pytest
+
+from scarctl.errors import Unavailable
+from scarctl.persist.evacuated import Evacuated, why_not_exact
+from scarctl.persist.evacuation import Evacuation, not_evacuated
+from scarctl.persist.persister import Persister
+from scarctl.state.caveats import Caveat
+from scarctl.state.common import DIFFERED, name_of
+from scarctl.state.extras import Notes
+from tests.daemon.rig import Rig
+
+CAVEAT = Caveat("kind", "weights were replaced")
+NOTED = Notes(caveats=(CAVEAT,))
+UNKNOWN = "the caveats that were saved with this state cannot be read, so that it may not be exact: "
+PART = "neither the store nor another host has the whole state"
+
+
+def seal(rig: Rig, step: int = 2, notes: Notes = NOTED) -> int:
+    """Copy and hand over a whole state; return the hand-over's number."""
+    rig.copy(rig.everything, step)
+    rig.arena.reach(step)
+    return rig.hand_over(rig.everything, step, sealed=True, extras={"step": step, **notes.to_tree()})
+
+
+def evacuate(rig: Rig, seconds: float = 60.0, persister: Persister | None = None) -> Evacuated:
+    deadline = time.monotonic() + seconds
+    evacuation = Evacuation(rig.arena, rig.queue, persister or rig.persister, deadline)
+    evacuation.run()
+    return evacuation.report()
+
+
+def label(found: Evacuated) -> tuple[bool, bool, tuple[str, ...]]:
+    document = found.to_json()
+    assert (document["exact"], document["whole"]) == (found.exact, found.whole)
+    assert document["reasons"] == list(found.reasons)
+    assert Evacuated.from_json(document) == found
+    return found.exact, found.whole, found.reasons
+
+
+@pytest.mark.parametrize("place", ["waits", "saved", "saved by another process"])
+@pytest.mark.parametrize(
+    ("notes", "reasons"),
+    [
+        (Notes(), ()),
+        (NOTED, (CAVEAT.message,)),
+        (Notes(caveats=(Caveat("kind", "a note", inexact=False),)), ()),
+    ],
+)
+def test_the_caveats_of_the_seal_are_read(
+    rig: Rig, place: str, notes: Notes, reasons: tuple[str, ...]
+) -> None:
+    """Those of the seal before say nothing about it."""
+    rig.persist(seal(rig, 1, Notes(caveats=(Caveat("older", "of an older state"),))))
+    number = seal(rig, 2, notes)
+    if place != "waits":
+        rig.persist(number)
+    other = Persister(rig.arena, rig.writer) if place.endswith("process") else None
+    found = evacuate(rig, persister=other)
+    assert (found.safe, found.sealed, found.step) == (True, True, 2)
+    assert label(found) == (not reasons, True, reasons)
+
+
+def test_a_store_that_cannot_be_read_matters_only_to_a_process_that_has_not_sealed_the_state(
+    rig: Rig,
+) -> None:
+    rig.persist(seal(rig))
+    rig.blobs.break_down("reader", errno.EIO)
+    assert label(evacuate(rig)) == (False, True, (CAVEAT.message,))
+    found = evacuate(rig, persister=Persister(rig.arena, rig.writer))
+    assert (found.safe, found.error) == (True, None)
+    exact, whole, (reason,) = label(found)
+    assert (exact, whole) == (False, True)
+    assert reason.startswith(UNKNOWN)
+
+
+def test_nothing_is_read_once_the_time_is_up(rig: Rig) -> None:
+    rig.persist(seal(rig, notes=Notes()))
+    rig.blobs.break_down("reader", errno.EIO)
+    found = evacuate(rig, 0.0, Persister(rig.arena, rig.writer))
+    assert label(found) == (False, True, (f"{UNKNOWN}the time was up",))
+    assert found.safe
+
+
+def test_a_saver_out_of_reach_knows_only_what_waits(rig: Rig) -> None:
+    rig.persist(seal(rig, notes=Notes()))
+    found = not_evacuated(rig.arena, rig.queue, Unavailable("no daemon"))
+    assert label(found) == (False, True, (f"{UNKNOWN}no daemon",))
+    seal(rig, 3)
+    assert label(not_evacuated(rig.arena, rig.queue, Unavailable("no daemon")))[:2] == (False, False)
+
+
+def test_a_part_that_was_saved_at_the_same_step_leaves_no_whole_state(rig: Rig) -> None:
+    rig.persist(seal(rig, notes=Notes()))
+    rig.save(rig.everything[:3], 2, value=9)
+    found = evacuate(rig)
+    assert (found.safe, found.sealed) == (True, False)
+    exact, whole, (reason,) = label(found)
+    assert (exact, whole) == (False, False)
+    assert reason.startswith(PART)
+
+
+def test_a_second_seal_of_a_step_that_did_not_get_through_is_not_in_the_store(rig: Rig) -> None:
+    """Only its extras differ, and there was no time for them."""
+    rig.persist(seal(rig, notes=Notes()))
+    rig.hand_over(rig.everything[:0], 2, sealed=True)
+    found = evacuate(rig, 0.0)
+    assert (found.safe, found.sealed, found.extras_lost) == (False, False, True)
+    assert label(found)[:2] == (False, False)
+
+
+def ranks(*digests: dict[str, str]) -> list[Evacuated]:
+    return [
+        Evacuated(7, 1, 1, 1, 1, 0, 0, 0.0, True, commit_name="ab" * 16, common=found) for found in digests
+    ]
+
+
+ALL, PAIR = name_of([0, 1, 2]), name_of([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("digests", "reasons"),
+    [
+        ([{}], []),
+        ([{ALL: "a"}] * 3, []),
+        ([{ALL: "a"}, {ALL: "a", PAIR: "b"}, {ALL: "a", PAIR: "b"}], []),
+        ([{PAIR: "a"}, {PAIR: "b"}], [DIFFERED.message]),
+        ([{ALL: "a"}] * 2, ["other ranks have copies of the same tensors"]),
+        ([{ALL: "a"}, {ALL: "b"}], [DIFFERED.message, "other ranks have copies of the same tensors"]),
+        ([{"a name of another version": "a"}], ["other ranks have copies of the same tensors"]),
+    ],
+)
+def test_ranks_whose_digests_are_not_all_there_are_not_called_exact(
+    digests: list[dict[str, str]], reasons: list[str]
+) -> None:
+    found: Any = why_not_exact(ranks(*digests))
+    assert len(found) == len(reasons)
+    assert all(one.startswith(text) for one, text in zip(found, reasons, strict=True))
