@@ -126,6 +126,7 @@ class Steps:
     def after(self) -> None:
         """Count an iteration that has ended, and save what is due."""
         if self._owner._inert():
+            self._watch.stepped()  # a loop may train after SIGTERM, until the grace period is over
             return
         with self._held:  # no flush can run between these parts
             request = self._end()

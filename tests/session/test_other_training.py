@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,31 @@ def test_sigterm_ends_the_process_whatever_trains(
     with Forked(trains) as child:
         child.expect("there")
         child.signal(signal.SIGTERM)
+        assert child.wait(60) == -signal.SIGTERM
+
+
+@pytest.mark.leaves_arena
+def test_steps_within_the_grace_period_are_steps(tmp_path: Path) -> None:
+    """They are not saved: the step before the signal is on its way to the store."""
+
+    def trains(tell: Tell) -> None:
+        loop, trained = Loop(tmp_path / "s", grace="100s"), threading.Event()
+        loop.train(2)
+        saver = loop.session._saver
+        evacuate = saver.evacuate
+        saver.evacuate = lambda *given: (trained.wait(60), evacuate(*given))[1]  # type: ignore[method-assign]
+        tell("there")
+        while not loop.session._saving.doomed:
+            loop.train(1)
+        loop.train(60)
+        tell(f"said {loop.kinds()}")
+        trained.set()
+        threading.Event().wait(100)
+
+    with Forked(trains) as child:
+        child.expect("there")
+        child.signal(signal.SIGTERM)
+        child.expect("said []")
         assert child.wait(60) == -signal.SIGTERM
 
 
