@@ -20,7 +20,7 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder
 from scarctl.arena.header import FILE
 from scarctl.arena.kinship import is_kin
-from scarctl.arena.owner import disown
+from scarctl.arena.owner import disown, read_owner
 from scarctl.arena.queue import HandOverQueue
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.config import SessionSettings
@@ -36,7 +36,10 @@ from scarctl.store import Store
 log = logging.getLogger("scarctl")
 
 SECONDS = 0.5
-"""Seconds to look for dead ranks: another rank may see the failure before the dead rank's process has ended."""
+"""Seconds to look for dead ranks: another rank may see the failure before the dead rank's process has ended. A replica
+is left to its owner until it has not changed for so long."""
+_MOST = 5.0
+"""Most seconds to look, while replicas change."""
 _PAUSE = 0.02
 
 
@@ -75,13 +78,20 @@ class Rescue:
         Never raises, because it runs after another failure. Its own failures are logged.
         """
         waiting, rescued = dict(self._held), []
-        deadline = time.monotonic() + SECONDS
+        seen: dict[int, int] = {}
+        began = time.monotonic()
+        deadline, late = began + SECONDS, False
         while waiting:
             for rank, held in list(waiting.items()):
                 shard = self._shards[rank]
                 try:
                     view = store.of_shard(shard)
-                    done = _bring_up(view, settings, held, groups, step, extras, whole, self._rank_extras)
+                    written = _copies_written(view, settings)
+                    if seen.setdefault(rank, written) != written:
+                        seen[rank], deadline = written, min(time.monotonic() + SECONDS, began + _MOST)
+                    done = _bring_up(
+                        view, settings, held, groups, step, extras, whole, self._rank_extras, late=late
+                    )
                 except Contention:
                     continue  # the owner lives, or another survivor has opened its arena
                 except Exception as error:
@@ -90,8 +100,9 @@ class Rescue:
                 del waiting[rank]
                 if done:
                     rescued.append(rank)
-            if time.monotonic() > deadline:
+            if late:
                 break
+            late = time.monotonic() > deadline
             time.sleep(_PAUSE)
         if rescued:
             log.warning("rank %d has kept the rows of dead ranks %s, at step %d", self._rank, rescued, step)
@@ -124,6 +135,12 @@ def _held_for_others(division: Division, rank: int) -> dict[int, _Held]:
     return held
 
 
+def _copies_written(store: Store, settings: SessionSettings) -> int:
+    """Return a number that changes with each copy in the arena of this store's run on this host; 0 without one."""
+    arena = Arena.share(arena_folder(settings.arena_dir, store.run_id), run_id=store.run_id)
+    return 0 if arena is None else int(arena.generation.sum())
+
+
 def _bring_up(
     store: Store,
     settings: SessionSettings,
@@ -133,8 +150,14 @@ def _bring_up(
     extras: Extras,
     whole: str,
     names: Collection[str],
+    *,
+    late: bool,
 ) -> bool:
-    """Update the owner's arena. Return whether it was out of date. Raises Contention while the owner lives."""
+    """Update the owner's arena. Return whether it was out of date.
+
+    late: also a replica, to which a living owner would have sent this step by now. Raises Contention while the owner
+    lives, or may live.
+    """
     folder = arena_folder(settings.arena_dir, store.run_id)
     if not (folder / FILE).exists():
         return False
@@ -151,6 +174,8 @@ def _bring_up(
         # The owner sealed this step itself, or a later one.
         if step_of(arena.sealed) >= step or any(h.sealed and step_of(h.version) >= step for h in last):
             return False
+        if not late and read_owner(folder) is not None:
+            raise Contention(f"{folder}: its owner may still send to it")
         mine = np.zeros(arena.layout.partitions, dtype=bool)
         for g, group in enumerate(arena.layout.groups):
             mine[arena.layout.base[g] : arena.layout.base[g + 1]] = group.name in held

@@ -33,8 +33,8 @@ def die(folder: Path, homes: list[str], **options: Any) -> Any:
     return json.loads((folder / "evacuated").read_text())
 
 
-def resume(folder: Path, homes: list[str]) -> list[tuple[int, bool]]:
-    found = launch(TRAIN, len(homes), "fsdp", str(folder), {"homes": homes, "steps": 14})
+def resume(folder: Path, homes: list[str], kind: str = "fsdp") -> list[tuple[int, bool]]:
+    found = launch(TRAIN, len(homes), kind, str(folder), {"homes": homes, "steps": 14})
     for home in homes:
         stop(host_folder(str(folder / home)))
     return [(report["step"], report["exact"]) for report in found]
@@ -86,11 +86,13 @@ def test_ray_takes_both_nodes_while_the_store_is_away(hosts: Path) -> None:
     assert said["peers"] == []
 
 
-def test_sigterm_with_a_grace_period_counts_the_copies(hosts: Path) -> None:
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_sigterm_with_a_grace_period_counts_the_copies(hosts: Path, kind: str) -> None:
+    """Of the same state each rank takes the other's copy only if that one is dead, and sends nothing more."""
     job = {**GOES, "homes": ["east", "west"], "terminated_at": 13}
     job["settings"] = {**GOES["settings"], "grace": "40s"}
     with pytest.raises(AssertionError, match="rank 0 ended with -15"):
-        launch(TRAIN, 2, "fsdp", str(hosts), job)
+        launch(TRAIN, 2, kind, str(hosts), job)
     said = json.loads((hosts / "signal-0").read_text())
     assert "step 13 is safe in the store and" in said
     assert "MiB only in the memory of" in said
@@ -99,4 +101,4 @@ def test_sigterm_with_a_grace_period_counts_the_copies(hosts: Path) -> None:
     if daemon is not None:
         os.kill(daemon["pid"], signal.SIGKILL)
     shutil.rmtree(hosts / "east")
-    assert resume(hosts, ["north", "west"]) == [(13, True)] * 2
+    assert resume(hosts, ["north", "west"], kind) == [(13, True)] * 2
