@@ -24,6 +24,8 @@ FIRST_KNOWN = 1 << 20
 """Most bytes of the first commit: the known speed may be outdated, and a commit that is cut off saves nothing."""
 SURE = 0.8
 """Largest predicted fraction of the time left for which a commit is still made."""
+SMALL = 16 << 10
+"""Least bytes that a commit counts as: what it takes to write a few bytes does not show the speed."""
 LEAST = 0.02
 """Least planned seconds of a commit, so that the last ones do not become ever smaller."""
 _KEPT = 3
@@ -46,7 +48,7 @@ class Pace:
 
     def add(self, nbytes: int, seconds: float) -> None:
         """Note a commit that is durable."""
-        self._points.append((nbytes, max(seconds, 1e-6)))
+        self._points.append((max(nbytes, SMALL), max(seconds, 1e-6)))
 
     def seconds(self, nbytes: int) -> float:
         """Predict the seconds of a commit of `nbytes` bytes; 0 without any measurement."""
@@ -86,7 +88,7 @@ class Pace:
             bandwidth = (most - least) / (longest - shortest)
             fixed = max(0.0, shortest - least / bandwidth)
         else:  # similar sizes do not show the fixed part: assume that all of the time is fixed
-            bandwidth, fixed = max(most, 1) / longest, shortest
+            bandwidth, fixed = most / longest, shortest
         slower = [seconds / (fixed + nbytes / bandwidth) for nbytes, seconds in self._points[-_KEPT:]]
         factor = max(1.0, *slower)
         return fixed * factor, bandwidth / factor

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from scarctl.policy.evacuation import FIRST, FIRST_KNOWN, GROWTH, LEAST, Pace, fitting, order
+from scarctl.policy.evacuation import FIRST, FIRST_KNOWN, GROWTH, LEAST, SMALL, Pace, fitting, order
 
 
 def test_what_changed_most_per_byte_goes_first() -> None:
@@ -44,6 +44,13 @@ def test_nothing_known_begins_small_and_grows_with_what_was_measured() -> None:
     assert pace.room(25.0) == (FIRST, math.inf)
     pace.add(FIRST, 0.001)
     assert pace.room(25.0)[0] == GROWTH * FIRST, "one small commit says little about a large one"
+
+
+def test_a_tiny_commit_does_not_make_a_slow_store() -> None:
+    pace = Pace()
+    pace.add(16, 0.2)
+    assert pace.seconds(40_000) < 1
+    assert pace.room(25.0)[0] == GROWTH * SMALL
 
 
 def test_a_known_speed_is_believed_a_little() -> None:
