@@ -98,7 +98,9 @@ def test_agents_come_and_go(tmp_path: Path) -> None:
         elastic.start()
         elastic.started(world=2)
         elastic.end()
-    reports = [json.loads((tmp_path / f"report-{rank}.jsonl").read_text()) for rank in range(2)]
+    # On a busy machine the job may have begun again at its very end.
+    lines = [(tmp_path / f"report-{rank}.jsonl").read_text().splitlines() for rank in range(2)]
+    reports = [json.loads(of_rank[-1]) for of_rank in lines]
     assert len({report["step"] for report in reports}) == 1
     assert all(report["step"] > 0 and report["errors"] == 0 for report in reports)
     assert [report["ranks"]["lost"] for report in reports] == [[], []], "it made room for the other one"
