@@ -13,16 +13,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 
-_AT_ONCE = {signal.SIGINT, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF}
-"""Ctrl-C, and timers that limit how long a call may take."""
+_WAIT = (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals whose handlers wait: not those of Ctrl-C, and of timers that limit how long a call may take."""
 
 
 @contextmanager
 def postponed() -> Iterator[None]:
-    """Run other packages' handlers of signals that arrive inside only at the end, in the main thread.
+    """Run other packages' handlers of some signals that arrive inside only at the end, in the main thread.
 
-    An exception of a handler is raised then. Handlers that are not written in Python take effect at once, and so do
-    those of Ctrl-C and of timers.
+    An exception of a handler is raised then. Signals without a handler in Python take effect at once.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -33,10 +32,10 @@ def postponed() -> Iterator[None]:
         if signum not in arrived:
             arrived.append(signum)
 
-    usual = {number: signal.getsignal(number) for number in signal.valid_signals() - _AT_ONCE}
     with ExitStack() as at_last:
         at_last.callback(_raise_all, arrived)
-        for number, handler in usual.items():
+        for number in _WAIT:
+            handler = signal.getsignal(number)
             if callable(handler) and not _is_ours(handler):
                 at_last.callback(_restore, number, note, handler)
                 signal.signal(number, note)
