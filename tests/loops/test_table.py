@@ -9,7 +9,7 @@ import pytest
 from tests.loops.programs import PROGRAMS, TORCHDATA
 from tests.loops.table import AT, STOPS, Row, show, table, wrong
 
-PARTS = 12
+PARTS = 6
 
 
 def check(found: list[Row], capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,10 +20,11 @@ def check(found: list[Row], capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.leaves_arena
 @pytest.mark.parametrize("part", range(PARTS))
-def test_every_program_stopped_in_one_way(
+def test_half_of_the_programs_stopped_in_one_way(
     arena_dir: Path, capsys: pytest.CaptureFixture[str], part: int
 ) -> None:
-    cases = [(name, (STOPS[number % 3],), 7) for number, name in enumerate(PROGRAMS) if name not in TORCHDATA]
+    names = [name for name in PROGRAMS if name not in TORCHDATA][::2]
+    cases = [(name, (STOPS[number % 3],), 7) for number, name in enumerate(names)]
     check(table(arena_dir, cases[part::PARTS]), capsys)
 
 
