@@ -8,53 +8,86 @@ raises if a worker of a DataLoader has died. Both happen just when a failed loop
 from __future__ import annotations
 
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
+from typing import Any
 
 _WAIT = (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals whose handlers wait: not those of Ctrl-C, and of timers that limit how long a call may take."""
+AGAIN = 1.0
+"""Seconds after which a signal that comes again does not wait. Launchers forward what their process group received."""
 
 
 @contextmanager
 def postponed() -> Iterator[None]:
     """Run other packages' handlers of some signals that arrive inside only at the end, in the main thread.
 
-    An exception of a handler is raised then. Signals without a handler in Python take effect at once.
+    An exception of a handler is raised then. Signals without a handler in Python take effect at once. If a signal is
+    sent again later, its handler runs at once, except that of SIGCHLD: the block may be held up.
+
+    In a thread that is not the main one, nothing waits.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    arrived: list[int] = []
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        if signum not in arrived:
-            arrived.append(signum)
-
-    with ExitStack() as at_last:
-        at_last.callback(_raise_all, arrived)
+    waiting = _Waiting()
+    with ExitStack() as at_last:  # all of these happen, also if one raises
         for number in _WAIT:
-            handler = signal.getsignal(number)
-            if callable(handler) and not _is_ours(handler):
-                at_last.callback(_restore, number, note, handler)
-                signal.signal(number, note)
+            at_last.callback(waiting.let, number)
+        at_last.callback(waiting.end)
+        waiting.begin()
         yield
 
 
+class _Waiting:
+    """Stands in for the handlers that wait."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._came: dict[int, float] = {}
+        """Signals whose handlers have not run yet, with the times at which they came first."""
+        self._over = False
+
+    def begin(self) -> None:
+        for number in _WAIT:
+            handler = signal.getsignal(number)
+            if callable(handler) and not _is_ours(handler):
+                self._handlers[number] = handler
+                signal.signal(number, self.note)
+
+    def note(self, signum: int, frame: FrameType | None) -> None:
+        """Handle a signal: note it, or have its handler run now."""
+        now = time.monotonic()
+        first = self._came.setdefault(signum, now)
+        again = signum != signal.SIGCHLD and now > first + AGAIN
+        if self._over or again:  # a handler that was installed meanwhile may call this one later
+            self._came.pop(signum, None)
+            self._handlers[signum](signum, frame)
+
+    def end(self) -> None:
+        """Have signals that come from now on wait no longer."""
+        self._over = True
+
+    def let(self, number: int) -> None:
+        """Install a signal's handler again, and run it if the signal has come."""
+        handler = self._handlers.get(number)
+        if handler is None:
+            return
+        if signal.getsignal(number) == self.note:
+            signal.signal(number, handler)
+        if self._came.pop(number, None) is not None:
+            # Not sent once more: an event loop, and `scarctl.session.signals`, have read it from the wakeup file.
+            handler(number, sys._getframe())
+
+
 def _is_ours(handler: object) -> bool:
-    """Return whether `scarctl.session.signals` has installed it: it only notes the signal, for other threads."""
+    """Return whether a module of this package has installed it.
+
+    That of `scarctl.session.signals` notes the signal for other threads. They have the handler before it called after a
+    flush, which waits a limited time for the block's end. That of an outer block waits already.
+    """
     return str(getattr(handler, "__module__", "")).startswith("scarctl.")
-
-
-def _restore(number: int, ours: object, handler: signal._HANDLER) -> None:
-    if signal.getsignal(number) is ours:
-        signal.signal(number, handler)
-
-
-def _raise_all(arrived: list[int]) -> None:
-    if arrived:
-        try:
-            signal.raise_signal(arrived[0])
-        finally:
-            _raise_all(arrived[1:])

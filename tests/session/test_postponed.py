@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from scarctl.session import postponed as postponed_module
 from scarctl.session.gate import Gate
 from scarctl.session.postponed import postponed
 from tests.session.flushed import assert_goes_on_exactly, trained
@@ -64,6 +66,57 @@ def test_a_handler_that_the_block_installs_stays(ran: list[int]) -> None:
     with postponed():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+
+
+def test_a_second_signal_does_not_wait(ran: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever sends it again means it: a store that does not answer may hold up the block."""
+    monkeypatch.setattr(postponed_module, "AGAIN", 0.0)
+    reached: list[object] = []
+    with pytest.raises(RuntimeError, match="closed by peer"), postponed():  # noqa: PT012
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGCHLD)
+        signal.raise_signal(signal.SIGCHLD)  # another worker has ended
+        reached.append(list(ran))
+        signal.raise_signal(signal.SIGTERM)
+        reached.append("after the second one")
+    assert reached == [[]]
+    assert ran == [signal.SIGTERM, signal.SIGCHLD], "each ran once"
+
+
+def test_a_signal_reaches_the_wakeup_file_once(ran: list[int]) -> None:
+    """An event loop would call its own handler twice."""
+    reading, writing = socket.socketpair()
+    with reading, writing:
+        writing.setblocking(False)
+        before = signal.set_wakeup_fd(writing.fileno())
+        try:
+            with postponed():
+                signal.raise_signal(signal.SIGCHLD)
+        finally:
+            signal.set_wakeup_fd(before)
+        assert reading.recv(16) == bytes([signal.SIGCHLD])
+    assert ran == [signal.SIGCHLD]
+
+
+def test_a_handler_that_the_block_installs_may_call_the_one_before_it(ran: list[int]) -> None:
+    with postponed():
+        inner = signal.getsignal(signal.SIGCHLD)
+        assert callable(inner)
+        signal.signal(signal.SIGCHLD, lambda signum, frame: inner(signum, frame))
+        signal.raise_signal(signal.SIGCHLD)
+        assert ran == []
+    assert ran == [signal.SIGCHLD]
+    signal.raise_signal(signal.SIGCHLD)
+    assert ran == [signal.SIGCHLD] * 2, "it waits no longer"
+
+
+def test_blocks_within_each_other(ran: list[int]) -> None:
+    """A handler waits until the end of the outer one, as when a state's owner closes a session of its own."""
+    with postponed():
+        with postponed():
+            signal.raise_signal(signal.SIGCHLD)
+        assert ran == []
+    assert ran == [signal.SIGCHLD]
 
 
 def test_in_another_thread_nothing_waits(ran: list[int]) -> None:
