@@ -31,7 +31,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("distributed", "several ranks: each needs processes that agree"): """
         scarctl.checkpoint.selector scarctl.distributed.coordinator
         scarctl.distributed.heir scarctl.distributed.own_extras scarctl.distributed.placed_adapter
-        scarctl.distributed.rescue scarctl.distributed.reshard scarctl.session.peers
+        scarctl.distributed.reshard scarctl.session.peers
         scarctl_adapters.torch.mixing scarctl_adapters.torch.sharding""",
     ("theory", "what is measured is checked with the theory that reads it"): """
         scarctl.checkpoint.motion scarctl.checkpoint.trend""",

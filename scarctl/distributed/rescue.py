@@ -36,10 +36,10 @@ from scarctl.store import Store
 log = logging.getLogger("scarctl")
 
 SECONDS = 0.5
-"""Seconds to look for dead ranks: another rank may see the failure before the dead rank's process has ended. A replica
-is left to its owner until it has not changed for so long."""
-_MOST = 5.0
-"""Most seconds to look, while replicas change."""
+"""Seconds to look at a rank's arena: another rank may see the failure before the dead rank's process has ended. A
+replica is left to its owner until it has not changed for so long."""
+MOST = 5.0
+"""Most seconds to look at a replica that changes."""
 _PAUSE = 0.02
 
 
@@ -78,35 +78,45 @@ class Rescue:
         Never raises, because it runs after another failure. Its own failures are logged.
         """
         waiting, rescued = dict(self._held), []
-        seen: dict[int, int] = {}
-        began = time.monotonic()
-        deadline, late = began + SECONDS, False
+        looks = {rank: Looks(time.monotonic()) for rank in waiting}
         while waiting:
             for rank, held in list(waiting.items()):
-                shard = self._shards[rank]
+                shard, last = self._shards[rank], True
                 try:
                     view = store.of_shard(shard)
-                    written = _copies_written(view, settings)
-                    if seen.setdefault(rank, written) != written:
-                        seen[rank], deadline = written, min(time.monotonic() + SECONDS, began + _MOST)
+                    last = looks[rank].last(_copies_received(view, settings), time.monotonic())
                     done = _bring_up(
-                        view, settings, held, groups, step, extras, whole, self._rank_extras, late=late
+                        view, settings, held, groups, step, extras, whole, self._rank_extras, late=last
                     )
-                except Contention:
-                    continue  # the owner lives, or another survivor has opened its arena
+                except Contention:  # the owner lives, or another survivor has opened its arena
+                    if not last:
+                        continue
+                    done = False
                 except Exception as error:
                     log.warning("the rows of rank %d cannot be brought up to step %d: %s", rank, step, error)
                     done = False
                 del waiting[rank]
                 if done:
                     rescued.append(rank)
-            if late:
-                break
-            late = time.monotonic() > deadline
-            time.sleep(_PAUSE)
+            if waiting:
+                time.sleep(_PAUSE)
         if rescued:
             log.warning("rank %d has kept the rows of dead ranks %s, at step %d", self._rank, rescued, step)
         return rescued
+
+
+class Looks:
+    """Decides how often to look at the arena of one rank. Times are seconds on one monotonic clock."""
+
+    def __init__(self, now: float) -> None:
+        self._seen = 0
+        self._until, self._latest = now + SECONDS, now + MOST
+
+    def last(self, received: int, now: float) -> bool:
+        """Return whether this look is the last one. received: a number that changes with each copy that arrives."""
+        if received != self._seen:
+            self._seen, self._until = received, min(now + SECONDS, self._latest)
+        return now > self._until
 
 
 _OLDER = Caveat(
@@ -135,9 +145,12 @@ def _held_for_others(division: Division, rank: int) -> dict[int, _Held]:
     return held
 
 
-def _copies_written(store: Store, settings: SessionSettings) -> int:
-    """Return a number that changes with each copy in the arena of this store's run on this host; 0 without one."""
-    arena = Arena.share(arena_folder(settings.arena_dir, store.run_id), run_id=store.run_id)
+def _copies_received(store: Store, settings: SessionSettings) -> int:
+    """Return a number that changes with each copy in the replica of this store's run on this host; 0 without one."""
+    folder = arena_folder(settings.arena_dir, store.run_id)
+    if read_owner(folder) is None:
+        return 0
+    arena = Arena.share(folder, run_id=store.run_id)
     return 0 if arena is None else int(arena.generation.sum())
 
 
@@ -155,7 +168,7 @@ def _bring_up(
 ) -> bool:
     """Update the owner's arena. Return whether it was out of date.
 
-    late: also a replica, to which a living owner would have sent this step by now. Raises Contention while the owner
+    late: also a replica, although its owner may still send to it. Raises Contention while the owner
     lives, or may live.
     """
     folder = arena_folder(settings.arena_dir, store.run_id)
