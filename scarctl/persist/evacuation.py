@@ -332,7 +332,7 @@ class Evacuation:
         peers = () if self._copies is None else self._copies.hosts()
         # A waiting seal has not reached the store, even if an earlier one of the same step has.
         whole = "" if self._unread else arena.whole
-        sealed = bool(whole) and all(one.whole != whole for one in self._waiting)
+        sealed = bool(whole) and all(one.whole != whole for one in tuple(self._waiting))  # `run` removes some
         named = bool(whole) and self._copies is not None and self._copies.whole() == whole
         notes = self._seals.get(whole)
         unknown = Caveat("unknown", UNKNOWN.format(self.unlabelled))

@@ -159,10 +159,10 @@ def read_hosts(store: Store) -> dict[str, HostRecord]:
 
 
 def gone_hosts(records: Mapping[str, HostRecord], now: float, own: Collection[str] = ()) -> list[str]:
-    """Return the places of hosts whose records are older than a day: by `now`, and by another host's record.
+    """Return the places of hosts whose records differ from `now` by more than a day, and from a newer record, too.
 
-    own: places whose records have the same clock as `now`. A new machine's clock may be wrong until it is set, and then
-    makes no record old. So the newest record always stays.
+    own: places whose records have the same clock as `now`, and confirm nothing. A new machine's clock may be wrong
+    until it is set, and then makes no record old. The newest of the other records always stays.
     """
     newest = max((record.written for place, record in records.items() if place not in own), default=0)
     return [
