@@ -40,6 +40,8 @@ SECONDS = 0.5
 replica is left to its owner until it has not changed for so long."""
 MOST = 5.0
 """Most seconds to look at a replica that changes."""
+GRACE_SHARE = 0.1
+"""Largest fraction of a grace period to look at one: the evacuation comes after this."""
 _PAUSE = 0.02
 
 
@@ -78,7 +80,7 @@ class Rescue:
         Never raises, because it runs after another failure. Its own failures are logged.
         """
         waiting, rescued = dict(self._held), []
-        looks = {rank: Looks(time.monotonic()) for rank in waiting}
+        looks = {rank: Looks(time.monotonic(), settings.grace) for rank in waiting}
         while waiting:
             for rank, held in list(waiting.items()):
                 shard, last = self._shards[rank], True
@@ -108,9 +110,11 @@ class Rescue:
 class Looks:
     """Decides how often to look at the arena of one rank. Times are seconds on one monotonic clock."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, grace: float | None = None) -> None:
+        """Begin now. grace: seconds from SIGTERM to SIGKILL, if they are known."""
+        most = MOST if grace is None else min(MOST, GRACE_SHARE * grace)
         self._seen = 0
-        self._until, self._latest = now + SECONDS, now + MOST
+        self._until, self._latest = now + SECONDS, now + max(SECONDS, most)
 
     def last(self, received: int, now: float) -> bool:
         """Return whether this look is the last one. received: a number that changes with each copy that arrives."""

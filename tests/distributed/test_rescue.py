@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from scarctl.distributed.rescue import MOST, SECONDS, Looks
 
 
@@ -21,7 +23,10 @@ def test_a_replica_is_left_to_its_owner_until_it_has_not_changed_for_a_while() -
     assert looks.last(8, 100.5 + 2 * SECONDS)
 
 
-def test_a_replica_that_never_rests_is_taken_at_last() -> None:
-    looks = Looks(100.0)
-    assert not any(looks.last(n, 100.0 + n * SECONDS / 2) for n in range(int(2 * MOST / SECONDS) + 1))
-    assert looks.last(99, 100.1 + MOST)
+@pytest.mark.parametrize(("grace", "most"), [(None, MOST), (1000.0, MOST), (25.0, 2.5), (2.0, SECONDS)])
+def test_a_replica_that_never_rests_is_taken_at_last(grace: float | None, most: float) -> None:
+    """Most of a grace period is for the evacuation, which comes afterwards."""
+    looks = Looks(100.0, grace)
+    pause = SECONDS / 4
+    assert not any(looks.last(n + 1, 100.0 + n * pause) for n in range(int(most / pause)))
+    assert looks.last(99, 100.1 + most)
