@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -26,6 +27,8 @@ from scarctl.persist.evacuated import Evacuated, rework_of_all, why_not_exact
 from scarctl.persist.evacuation import before, not_evacuated
 from scarctl.recovery.label import MEMBERS, NO_COMMIT
 from scarctl.theory.rework import Rework
+
+log = logging.getLogger("scarctl")
 
 _FLUSH_SHARE = 0.4
 """Largest fraction of the time spent waiting for the sessions' flushes, which wait a third for a running step."""
@@ -230,10 +233,16 @@ def _evacuate(
     made: dict[str, Process] = {}
     unknown: list[ScarError] = []
 
-    def one(run: RunStatus) -> None:
-        who = {"store": run["store"], "rank": run.get("rank"), "pid": run["pid"]}
+    def attempt(run: RunStatus) -> None:
+        who: dict[str, Any] = {"store": run["store"], "rank": run.get("rank"), "pid": run["pid"]}
         who["member"] = run.get("member", False)
+        try:
+            one(run, who)
+        except Exception as error:  # otherwise it would count as released
+            log.exception("evacuating failed unexpectedly")
+            made[run["id"]] = Process(**who, found=None, error=repr(error)[:200])
 
+    def one(run: RunStatus, who: dict[str, Any]) -> None:
         def gone() -> bool:
             return run["phase"] == "closing" or _has_ended(folder, run["id"])
 
@@ -241,7 +250,7 @@ def _evacuate(
             seconds = max(0.0, deadline - time.monotonic())
             found = client.evacuate(folder, run["id"], seconds, to, ended=gone)
             found = replace(found, flushed=flushed.get(run["id"], True))
-            made[run["id"]] = Process(**who, found=found)  # type: ignore[arg-type]
+            made[run["id"]] = Process(**who, found=found)
         except ScarError as error:
             released = error.kind in (*client.UNKNOWN, "not-saving")
             if released and gone() and not _waits(folder / run["id"]):
@@ -251,10 +260,10 @@ def _evacuate(
                 unknown.append(error)
             else:
                 found = _unanswered(folder / run["id"], error, flushed=flushed.get(run["id"], True))
-            made[run["id"]] = Process(**who, found=found, error=error.message)  # type: ignore[arg-type]
+            made[run["id"]] = Process(**who, found=found, error=error.message)
 
     threads = [
-        threading.Thread(target=one, args=(run,), name="scarctl-evacuate", daemon=True) for run in runs
+        threading.Thread(target=attempt, args=(run,), name="scarctl-evacuate", daemon=True) for run in runs
     ]
     for thread in threads:
         thread.start()

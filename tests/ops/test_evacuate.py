@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -93,6 +94,22 @@ def after(name: str, then: Callable[[], object], monkeypatch: pytest.MonkeyPatch
         return found
 
     monkeypatch.setattr(evacuate, name, both)
+
+
+def test_a_process_about_which_nothing_could_be_found_out_is_not_called_safe(
+    child: Forked, daemon_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It does not count as one that the daemon has released."""
+
+    def runs_out(*args: object, **options: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(client, "evacuate", runs_out)
+    host = evacuate.evacuate_host(60.0, arena_dir=str(daemon_folder.parent))
+    assert not host.safe
+    ((process,),) = (store.processes for store in host.stores)
+    assert os.strerror(errno.EMFILE) in str(process.error)
+    assert "evacuating failed unexpectedly" in caplog.text
 
 
 def test_a_process_dies_before_it_is_asked_to_flush(
