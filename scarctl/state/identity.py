@@ -45,6 +45,8 @@ class Identities:
         """The newest step, and the number of writes to parameters at its end."""
         self._given: dict[str, bytes] = {}
         """The names given after the newest step, with the digests of the extras."""
+        self._unused: set[str] = set()
+        """Those of them that no state of this process has. Other ranks may have saved a state with such a name."""
         self._tried: tuple[str, bytes] | None = None
         """The name of a commit that is being made, with the digest of its extras."""
         self._commits = 0
@@ -62,6 +64,7 @@ class Identities:
         if self._at is None or self._at[0] != step:
             self._at = step, self._lockstep.writes()
             self._given.clear()
+            self._unused.clear()
             self._commits, self._newest, self._tried = 0, None, None
 
     def of(self, step: int, there: str, *, changed: bool, extras: Callable[[], bytes]) -> str:
@@ -84,9 +87,11 @@ class Identities:
                 return there
             text += f"/{self._commits}"
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
-        if name in self._given and (changed or there != name or self._given[name] != digest):
-            name = uuid.uuid4().hex
+        if name in self._given:
+            again = name in self._unused or not (changed or there != name)
+            name = name if again and self._given[name] == digest else uuid.uuid4().hex
         self._given[name] = digest
+        self._unused.discard(name)
         self._tried = name, digest
         return name
 
@@ -99,4 +104,4 @@ class Identities:
         """Note that the commit that `of` has named, if any, was not made. there: name of the arena's state now."""
         tried, self._tried = self._tried, None
         if tried is not None and tried != self._newest and there != tried[0]:
-            self._given.pop(tried[0], None)
+            self._unused.add(tried[0])

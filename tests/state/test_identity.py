@@ -83,6 +83,17 @@ def test_the_name_of_a_commit_that_failed_is_of_no_other_state(several: bool) ->
             assert other != name
 
 
+def test_the_name_of_a_commit_that_failed_is_of_no_other_moment() -> None:
+    """The other ranks have saved the moment in which it failed here, and this rank's extras have changed since."""
+    identities, name = begun(several=True)
+    identities.failed("")
+    assert identities.of(10, "", changed=True, extras=lambda: b"b") != name
+    identities.failed("")
+    assert identities.of(10, "", changed=True, extras=lambda: b"a") == name, "they have changed back"
+    identities.made()
+    assert identities.of(10, "its own", changed=True, extras=lambda: b"a") != name
+
+
 def test_a_failure_before_the_name_changes_nothing() -> None:
     identities, name = begun(several=True)
     identities.made()
