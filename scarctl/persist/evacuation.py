@@ -127,6 +127,8 @@ class Evacuation:
     ) -> None:
         """Prepare. deadline: seconds on `clock`. speed: speed of saving so far. copies: the arena's on other hosts."""
         self.error: str | None = None
+        self.saved = False
+        """Whether `run` saves nothing more: at most it reads the notes."""
         self._arena = arena
         self._queue = queue
         self._tier = tier
@@ -172,6 +174,7 @@ class Evacuation:
         is read last, if there is time.
         """
         self._save(ended)
+        self.saved = True
         whole = self._arena.whole
         if whole and whole not in self._seals and self._left() > 0 and not ended():
             try:

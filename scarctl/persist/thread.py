@@ -138,7 +138,7 @@ class PersisterThread:
         made = request.made or Evacuation(
             self._persister.arena, self._queue, self._persister, 0.0, copies=copies
         )
-        if not request.ended:
+        if not (request.ended or made.saved):
             made.error = made.error or self.fault().message
         found = made.report()
         if copies is None or found.safe:

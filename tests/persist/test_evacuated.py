@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from typing import Any
 
@@ -12,9 +13,11 @@ from scarctl.errors import Unavailable
 from scarctl.persist.evacuated import Evacuated, why_not_exact
 from scarctl.persist.evacuation import Evacuation, not_evacuated
 from scarctl.persist.persister import Persister
+from scarctl.persist.thread import PersisterThread
 from scarctl.state.caveats import Caveat
 from scarctl.state.common import DIFFERED, name_of
 from scarctl.state.extras import Notes
+from scarctl.store import ShardState
 from tests.daemon.rig import Rig
 
 CAVEAT = Caveat("kind", "weights were replaced")
@@ -87,6 +90,26 @@ def test_nothing_is_read_once_the_time_is_up(rig: Rig) -> None:
     found = evacuate(rig, 0.0, Persister(rig.arena, rig.writer))
     assert label(found) == (False, True, (f"{UNKNOWN}the time was up",))
     assert found.safe
+
+
+def test_caveats_that_are_still_being_read_at_the_end_are_no_failure_to_save(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.persist(seal(rig, notes=Notes()))
+    persister, goes_on = Persister(rig.arena, rig.writer), threading.Event()
+    read = rig.store.read_extras
+
+    def late(state: ShardState) -> Any:
+        assert goes_on.wait(60)
+        return read(state)
+
+    monkeypatch.setattr(rig.writer.store, "read_extras", late)
+    thread = PersisterThread(persister, rig.queue)
+    found = thread.evacuate(0.5)
+    goes_on.set()
+    thread.close()
+    assert (found.safe, found.sealed, found.error) == (True, True, None)
+    assert label(found) == (False, True, (f"{UNKNOWN}the time was up",))
 
 
 def test_a_saver_out_of_reach_knows_only_what_waits(rig: Rig) -> None:
