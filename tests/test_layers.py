@@ -42,6 +42,7 @@ WITH_TORCH = {
     "scarctl.session.parts",
     "scarctl.session.rest",
     "scarctl.session.departure",
+    "scarctl.session.ending",
     "scarctl.session.saving",
     "scarctl.session.steps",
     "scarctl.session.gate",

@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Protocol
 
 from scarctl.errors import Contention
-from scarctl.session.saving import Ending
+from scarctl.session.ending import Ending
 from scarctl.store.backends.address import Address
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from scarctl.errors import ScarError
 from scarctl.persist.evacuated import Evacuated
 from scarctl.persist.evacuation import before, not_evacuated
 from scarctl.session import signals
+from scarctl.session.ending import LastState
 from scarctl.session.parts import Parts
 from scarctl.session.saving import FLUSH_SECONDS, Saving
 from scarctl.util.text import joined
@@ -41,7 +42,7 @@ class _Quiet(Enum):
 class Departure:
     """Flushes and evacuates one session, from any thread."""
 
-    def __init__(self, parts: Parts, saving: Saving, inert: Callable[[], bool]) -> None:
+    def __init__(self, parts: Parts, saving: Saving, last: LastState, inert: Callable[[], bool]) -> None:
         """Use the session's parts. inert: returns whether the session is closed, or belongs to another process."""
         self._gate = parts.gate
         self._progress = parts.progress
@@ -49,6 +50,7 @@ class Departure:
         self._settings = parts.settings
         self._grace = parts.settings.grace
         self._saving = saving
+        self._last = last
         self._inert = inert
 
     def evacuate(self, seconds: float, to: str | None = None) -> Evacuated:
@@ -134,7 +136,7 @@ class Departure:
             if grace is not None:
                 engine.leaving.begin(began + grace)
             if quiet is _Quiet.BETWEEN:
-                flushed = self._saving.before_signal(fatal=fatal, patience=patience) or self._is_in_store(
+                flushed = self._last.before_signal(fatal=fatal, patience=patience) or self._is_in_store(
                     engine
                 )
             elif quiet is _Quiet.AT_REST:
@@ -148,7 +150,7 @@ class Departure:
                     ". If no step was running, use session.iteration()" if self._gate.implied else "",
                 )
             if fatal:
-                self._saving.end_now(wait=grace is None)
+                self._last.end_now(wait=grace is None)
         if grace is not None:
             # Outside the gate: it must not block a training thread that has to end first.
             found = self._evacuate(before(began + grace, grace), flushed=flushed)

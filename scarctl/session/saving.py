@@ -13,11 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
-from enum import Enum
 from typing import Literal
-
-import numpy as np
 
 from scarctl.arena.durability import durability
 from scarctl.checkpoint.checkpointer import Checkpoints, Stats
@@ -28,34 +24,18 @@ from scarctl.checkpoint.streams import Streams
 from scarctl.errors import LayoutMismatch, ScarError, Unavailable, UsageError
 from scarctl.session.beginning import Beginning
 from scarctl.session.parts import Parts
-from scarctl.session.postponed import postponed
 from scarctl.session.rest import Rest
 from scarctl.state.extras import Extras, Notes
 from scarctl.state.journal import Sample
-from scarctl.state.version import NEVER, step_of
+from scarctl.state.version import step_of
 from scarctl.util.worker import Worker
 
 log = logging.getLogger("scarctl")
 
 FLUSH_SECONDS = 10.0
 """Longest wait of a flush for a running step to end, in seconds."""
-_LAST_DRAIN = 10.0
-"""Longest wait for the store after a fatal signal, in seconds: SIGKILL may follow at any time."""
-_PATIENCE = 120.0
-"""Seconds that closing waits for a flush or a step in another thread."""
-_UNSAVED = "values are not finite, or were written while they were copied"
-_TORN = "the newest iteration has raised an exception, and its changes may be incomplete"
-
-
-class Ending(Enum):
-    """Reasons why a session ends."""
-
-    CLOSED = "closed"
-    """The loop has closed it, between two iterations: the live state is saved."""
-    EXIT = "exit"
-    """The process ends: the state of the newest step's end is saved."""
-    FAILED = "failed"
-    """An exception was raised: as for EXIT, unless a step may be half done, and without waiting for the store."""
+UNSAVED = "values are not finite, or were written while they were copied"
+TORN = "the newest iteration has raised an exception, and its changes may be incomplete"
 
 
 class Saving:
@@ -227,7 +207,7 @@ class Saving:
             self._look_outside(kept)
         self.begin(self.take_between(), extent)
         sealed = self.finish() or extent is not Extent.WHOLE
-        why = "" if sealed else _TORN if self._gate.torn else _UNSAVED
+        why = "" if sealed else TORN if self._gate.torn else UNSAVED
         return self.stats.last_error if self.stats.errors > errors else why
 
     def require(self, engine: Engine, what: bool | Literal["peers"], why: str) -> None:
@@ -237,7 +217,7 @@ class Saving:
         """
         if why:
             step, hint = self._progress.head_step, "earlier checkpoints are safe"
-            if why == _UNSAVED:
+            if why == UNSAVED:
                 raise ScarError(f"step {step} could not be sealed: {why}", hint=hint, kind="not-sealed")
             raise Unavailable(f"the checkpoint of step {step} failed: {why}", hint=hint, kind="not-saved")
         if what == "peers":
@@ -278,10 +258,14 @@ class Saving:
         if not self._checkpoints.filled(patience):
             return False
         with self.streams.joined():
-            return self._flush(self.moment or self.take())
+            return self.seal_end(self.moment or self.take())
 
-    def _flush(self, moment: Moment | None) -> bool:
-        """Seal the state of `moment`, which may be in the middle of an evaluation."""
+    def ready(self, patience: float) -> bool:
+        """Wait up to `patience` seconds for the current copy. Return whether it is done."""
+        return self._checkpoints.ready(patience)
+
+    def seal_end(self, moment: Moment | None) -> bool:
+        """Seal the state of `moment`, a step's end. The loop may be in the middle of an evaluation."""
         if moment is not None:
             self._look_outside(moment)
         return self.seal(moment)
@@ -333,111 +317,9 @@ class Saving:
         if self._settings.on_error == "raise":
             raise error
 
-    # -- the end ------------------------------------------------------------------------------------------------
-
-    def before_signal(self, *, fatal: bool, patience: float) -> bool:
-        """Flush before SIGTERM or SIGINT takes effect, inside `quiet`. fatal: the signal then ends this process.
-
-        patience: seconds to wait for the current copy.
-        Returns whether the newest step is sealed in memory.
-        """
-        engine, errors = self._opening.engine, self.stats.errors
-        assert engine is not None, "nothing is flushed before the first step"
-        engine.selector.hurry()
-        if not self._checkpoints.ready(patience):
-            log.warning("a signal arrived, but the current copy does not end: the state is not flushed")
-        elif self.moment is not None and self._flush(self.moment):
-            log.info("a signal arrived: step %d is kept in shared memory", self._progress.head_step)
-            if fatal:
-                self._rescue(engine, self.moment)
-            return True
-        else:
-            self._report_unsaved(engine, failed=self.moment is None or self.stats.errors > errors)
-        return False
-
-    def _report_unsaved(self, engine: Engine, *, failed: bool, why: str = _UNSAVED) -> None:
-        """Log that the run ends without a sealed copy of its newest step. `fault` logs a lasting error only once.
-
-        failed: an error is the reason, not `why`.
-        """
-        why = _TORN if self._gate.torn and why == _UNSAVED else why
-        head, reason = self._progress.head_step, (failed and self.stats.last_error) or why
-        if engine.filling.since == head:
-            log.error(
-                "the run ends at step %d, from which it resumed, and changes since then are not saved: %s. The store "
-                "has what was resumed",
-                head,
-                reason,
-            )
-            return
-        log.error(
-            "the run ends, and step %d is not saved as a whole: %s. The newest copies are of step %d",
-            head,
-            reason,
-            step_of(int(np.maximum(engine.arena.newest(), engine.arena.durable).max(initial=NEVER))),
-        )
-
-    def end_now(self, *, wait: bool) -> None:
-        """Stop saving, because a signal ends this process. wait: first wait a while for the store."""
-        engine = self._opening.engine
-        self.doomed = True
-        self._gate.freeze()
-        if wait and engine is not None and not engine.saver.outlives:
-            engine.saver.drain(min(self._settings.timeout, _LAST_DRAIN))
-
-    def last(self, ending: Ending, stop: Callable[[], None], *, seal: bool) -> None:
-        """Finish the current checkpoint; with `seal`, save the whole state. Call `stop` before a step can begin."""
-        failed = ending is Ending.FAILED
-        with postponed(), contextlib.ExitStack() as inside:
-            quiet = inside.enter_context(self._gate.quiet(_PATIENCE, between=not failed))
-            inside.callback(stop)
-            inside.enter_context(self.streams.joined())
-            self.finish()
-            head, engine = self._progress.head_step, self._opening.engine
-            if not (seal and head > 0):
-                return
-            # A step that raised may have changed only some parameters: the previous checkpoint is better.
-            if not quiet:
-                if not (self.doomed or engine is None or engine.is_sealed()):
-                    self._report_unsaved(engine, failed=False, why="a later step did not end")
-                return
-            if ending is not Ending.CLOSED and self.flushed == head:
-                return
-            moment = self.take_between() if ending is Ending.CLOSED else self.moment or self.take()
-            errors = self.stats.errors
-            if moment is not None and ending is not Ending.CLOSED:
-                self._look_outside(moment)
-            sealed = self.seal(moment)
-            engine = self._opening.engine
-            if not sealed and self.stats.errors > errors:
-                # Another package's signal handler may have raised within the copy.
-                sealed = self.seal(moment)
-            if not (sealed or self.doomed or engine is None):
-                self._report_unsaved(engine, failed=moment is None or self.stats.errors > errors)
-            if failed and engine is not None and moment is not None:
-                self._rescue(engine, moment)
-
-    def release(self, ending: Ending) -> None:
-        """Close the engine. After a failure, leave pending copies to the daemon."""
-        if self._opening.opened is None and not self._automatic and ending is not Ending.FAILED:
-            log.warning(
-                "%s: nothing was saved, because no iteration has ended. Call session.step() at the end of each",
-                self._opening.store.url,
-            )
-        try:
-            self._opening.close(failed=ending is Ending.FAILED)
-        except ScarError as error:
-            self.fault(error)
-
     def rest(self) -> None:
         """Wait for the current `look_ahead`, and release arena and state."""
         self._checkpoints.rest(self._opening.engine)
-
-    def _rescue(self, engine: Engine, moment: Moment) -> None:
-        """Update the arenas of dead ranks, once the state of `moment` is saved after a failure."""
-        whole = engine.arena.whole if self.flushed == moment.step else ""
-        store = self._opening.store
-        self._together.rescue(store, moment.step, lambda: self.extras(engine, moment), whole)
 
     def require_started(self) -> Engine:
         """Return the engine. Raises UsageError before the first step."""

@@ -26,6 +26,7 @@ from scarctl.persist.evacuated import Evacuated
 from scarctl.recovery.report import Report
 from scarctl.session import attached
 from scarctl.session.departure import Departure
+from scarctl.session.ending import Ending, LastState
 from scarctl.session.gate import Gate
 from scarctl.session.metrics import measure
 from scarctl.session.opening import Opening, claim
@@ -36,7 +37,7 @@ from scarctl.session.progress import Progress
 from scarctl.session.recover import Resumed, check_mode, facts, logged, recover_live
 from scarctl.session.requests import Requests, answer
 from scarctl.session.resume import Resumption
-from scarctl.session.saving import FLUSH_SECONDS, Ending, Saving
+from scarctl.session.saving import FLUSH_SECONDS, Saving
 from scarctl.session.snapshot import save_named
 from scarctl.session.steps import Steps
 from scarctl.state.caveats import Caveats
@@ -110,7 +111,8 @@ class Session:
         # A loop that ends without `close` would lose the steps since its last checkpoint.
         atexit.register(self._at_exit)
         attached.opened(self)
-        self._departure = Departure(parts, self._saving, self._inert)
+        self._last = LastState(parts, self._saving)
+        self._departure = Departure(parts, self._saving, self._last, self._inert)
         self._requests.flush = self._departure.requested
         self._unwatch = self._departure.watch_signals()
 
@@ -437,12 +439,10 @@ class Session:
             last.callback(self._watch.end)
             last.callback(self._together.close)
             last.callback(self.store.close)
-            last.callback(self._saving.worker.close)
-            last.callback(self._saving.release, ending)
-            last.callback(self._saving.rest)
+            last.callback(self._last.release, ending)
             last.callback(self._unwatch)
             last.callback(self._stop)
-            self._saving.last(ending, self._stop, seal=seal)
+            self._last.save(ending, self._stop, seal=seal)
 
     def _stop(self) -> None:
         self._closed = True

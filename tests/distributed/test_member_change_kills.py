@@ -94,7 +94,7 @@ def test_a_rollback_takes_over_what_was_sealed(tmp_path: Path) -> None:
     store = tmp_path / "s"
     prepared(store)
     # Two of its twelve rows are of two more steps, and durable.
-    point = "scarctl.session.saving.Saving.last"
+    point = "scarctl.session.ending.LastState.save"
     program = start(store, 1, 2, 2, tmp_path / "err", kill=point, fraction=1 / 12, daemon=False)
     assert program.wait(120) == -signal.SIGKILL, (tmp_path / "err").read_text()
     options: dict[str, Any] = {"replaces": 2, "daemon": False}
