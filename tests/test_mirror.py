@@ -26,7 +26,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         scarctl.checkpoint.weights scarctl.recovery.memory scarctl.session.attached scarctl.session.loop
         scarctl.session.origin scarctl.session.parts scarctl.session.passes
         scarctl.session.progress scarctl.session.recover scarctl.session.resume
-        scarctl.session.snapshot scarctl.session.steps scarctl.session.witness
+        scarctl.session.saving scarctl.session.snapshot scarctl.session.steps scarctl.session.witness
         scarctl_adapters.torch.light scarctl_adapters.torch.watch""",
     ("distributed", "several ranks: each needs processes that agree"): """
         scarctl.checkpoint.selector scarctl.distributed.coordinator

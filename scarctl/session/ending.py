@@ -117,10 +117,10 @@ class LastState:
                 if not (self._saving.doomed or engine is None or engine.is_sealed()):
                     self._report_unsaved(engine, failed=False, why="a later step did not end")
                 return
-            if ending is not Ending.CLOSED and self._saving.flushed == head:
-                return
             closed, saving = ending is Ending.CLOSED, self._saving
-            moment = saving.take_between() if closed else saving.moment or saving.take()
+            if not closed and (saving.flushed == head or (engine is not None and saving.is_saved(engine))):
+                return
+            moment = saving.take_between() if closed else saving.newest_end()
             errors = saving.stats.errors
             sealed = saving.seal(moment) if closed else saving.seal_end(moment)
             engine = self._opening.engine

@@ -38,9 +38,10 @@ _OUTSIDE_BLOCKS = (
     "that changes the state into such a block"
 )
 _FAILED = "iteration-failed"
+_LATE = "end-not-kept"
 _CHECKED = 3
 """Number of steps after which extras are checked for later changes."""
-PASSING = ("resumed", "not-settled", _REPLACED, _WITHIN, _AFTERWARDS, _OUTSIDE, _FAILED)
+PASSING = ("resumed", "not-settled", _REPLACED, _WITHIN, _AFTERWARDS, _OUTSIDE, _FAILED, _LATE)
 """Kinds of caveats that do not outlast a step."""
 
 
@@ -324,8 +325,22 @@ class Progress:
         """Note that `moment` was taken after the next iteration's forward pass had begun."""
         self.caveats.say(
             _WITHIN,
-            f"step {moment.step} was saved after the next forward pass had begun, and buffers that it may have changed "
-            "are saved as it left them: save before the forward pass, or attach with flush_on_signal=True",
+            f"step {moment.step} was saved after the next forward pass had begun. Random numbers, the position in the "
+            "data and buffers are saved as that pass left them: save before it, or attach with flush_on_signal=True",
+        )
+
+    @property
+    def between(self) -> bool:
+        """Whether nothing shows that the loop has begun the next iteration."""
+        return not (self.witness.seen(self.head_step) or (self.loop.in_use and not self.loop.usual))
+
+    def late(self, moment: Moment) -> None:
+        """Note that `moment` was taken at an unknown time after its step."""
+        self.caveats.say(
+            _LATE,
+            f"the end of step {moment.step} was not kept, and the loop may have begun the next iteration: random "
+            "numbers, the position in the data and buffers are saved as they were later, so a batch may be left out. "
+            "With flush_on_signal=True each step's end is kept",
         )
 
     def extras(self, moment: Moment) -> Extras:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from typing import Literal
 
@@ -44,7 +45,7 @@ class Saving:
     def __init__(self, parts: Parts) -> None:
         self.stats = Stats()
         self.moment: Moment | None = None
-        """The moment at the end of the newest step, if every step's end is kept."""
+        """The moment at the end of the newest step, if it was kept: for a checkpoint, or as every step's end is."""
         self.flushed: int | None = None
         """The newest step that a flush has sealed."""
         self.missed = False
@@ -101,8 +102,27 @@ class Saving:
         except Exception as error:
             self.fault(error)
             return None
-        if self._settings.flush_on_signal:
-            self.moment = moment
+        self.moment = moment
+        return moment
+
+    def is_saved(self, engine: Engine) -> bool:
+        """Return whether the newest step is sealed with the extras of its end, which was not kept: after a resume."""
+        try:
+            return self.moment is None and engine.is_sealed() and self._rest.unchanged()
+        except ScarError as error:  # saving meets the same error, and reports it
+            log.debug("the copies cannot be read: %s", error)
+            return False
+
+    def newest_end(self, *, between: bool = False) -> Moment | None:
+        """Return the moment of the newest step's end; the current one, with a caveat, if that was not kept.
+
+        between: the caller knows that the loop is between two iterations.
+        """
+        if self.moment is not None:
+            return self.moment
+        moment = self.take()
+        if moment is not None and not (between and self._progress.between):
+            self._progress.late(moment)
         return moment
 
     def resumed(self, engine: Engine) -> None:
@@ -144,7 +164,7 @@ class Saving:
         moment = self.take()
         if not begun:
             progress.witness.restart(progress.head_step)
-        elif moment is not None and moment.buffers:
+        elif moment is not None and (moment.buffers or kept is None):
             progress.within(moment)
         if moment is not None and progress.loop.in_use and not progress.loop.usual:
             moment.settled = False
@@ -258,7 +278,8 @@ class Saving:
         if not self._checkpoints.filled(patience):
             return False
         with self.streams.joined():
-            return self.seal_end(self.moment or self.take())
+            mine = self._gate.blocks or self._gate.trainer == threading.get_ident()
+            return self.seal_end(self.newest_end(between=mine))
 
     def ready(self, patience: float) -> bool:
         """Wait up to `patience` seconds for the current copy. Return whether it is done."""

@@ -243,7 +243,7 @@ class Session:
         """Copy the newest step into shared memory at memory speed, and queue it as one sealed checkpoint.
 
         A process that restarts on this host resumes from it. The checkpoint becomes durable as usual. Its
-        extras are those of the step's end, if they are kept (`flush_on_signal`). May be called from any thread.
+        extras are those of the step's end if it was kept (`flush_on_signal`), else perhaps not exact. For any thread.
         timeout: seconds to wait for a running step, and after a resume for this host's memory to have its copies.
         Returns whether the state was sealed. It cannot be sealed while a step runs, or if values are not finite.
         Raises UsageError before the first step.

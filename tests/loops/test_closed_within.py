@@ -56,7 +56,7 @@ def run(
         model,
         optimizer,
         store=store,
-        **grouped(policy="full", interval=1, partition_bytes=4096, daemon=False, **given),
+        **grouped(**{"policy": "full", "interval": 1, "partition_bytes": 4096, "daemon": False} | given),
     )
     resumed = session.resume()
     for x, y in batches(session):
@@ -94,8 +94,9 @@ def test_a_snapshot_within_an_iteration_too(tmp_path: Path) -> None:
 def test_without_the_step_s_end_it_is_not_called_exact(tmp_path: Path) -> None:
     """No random numbers are drawn, so that only the buffers are of another step."""
     _, whole = run(tmp_path / "whole", numbered, dropout=0.0)
-    run(tmp_path / "store", numbered, last=STOP, dropout=0.0, flush_on_signal=False)
-    resumed, ended = run(tmp_path / "store", numbered, dropout=0.0, flush_on_signal=False)
+    not_kept: dict[str, Any] = {"dropout": 0.0, "flush_on_signal": False, "interval": 100}
+    run(tmp_path / "store", numbered, last=STOP, **not_kept)
+    resumed, ended = run(tmp_path / "store", numbered, **not_kept)
     assert differing(ended, whole), "what is tested"
     assert (resumed.step, resumed.exact) == (STOP, False)
     assert "buffers" in "; ".join(resumed.reasons)

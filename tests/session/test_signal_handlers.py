@@ -45,7 +45,7 @@ def test_everything_is_put_back(tmp_path: Path) -> None:
 
 def test_flush_on_signal_can_be_left_out(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    loop = Loop(tmp_path / "store", flush_on_signal=False)
+    loop = Loop(tmp_path / "store", flush_on_signal=False, interval=100)
     assert signal.getsignal(signal.SIGTERM) == before
     loop.train(2)
     assert loop.session._saving.moment is None
