@@ -86,6 +86,12 @@ MUTANTS = (
         "            pass",
     ),
     Mutant(
+        "test_after_an_exception_only_what_continues_so_is_called_exact",
+        "scarctl/session/saving.py",
+        "            self._progress.late(moment)",
+        "            pass",
+    ),
+    Mutant(
         "test_a_step_beside_the_hooks_is_refused_at_once",
         "scarctl/session/session.py",
         "        if self._hooked:\n            raise UsageError(",
@@ -171,9 +177,10 @@ MUTANTS = (
     ),
     Mutant(
         "test_a_signal_without_a_copy_is_said",
-        "scarctl/session/saving.py",
-        "            self._report_unsaved(engine, failed=self.moment is None or self.stats.errors > errors)\n"
-        "        return False",
+        "scarctl/session/ending.py",
+        "            self._report_unsaved(\n"
+        "                engine, failed=self._saving.moment is None or self._saving.stats.errors > errors\n"
+        "            )\n        return False",
         "            pass\n        return False",
     ),
     Mutant(
