@@ -91,7 +91,8 @@ def test_what_hosts_write_about_themselves(two: Hosts) -> None:
     wait_until(lambda: two.records()["east"].to == (found["west"].place,))
     before = found["east"].written
     wait_until(lambda: two.records()["east"].written > before)
-    assert len(list((Path(two.store) / HOSTS).iterdir())) == 2
+    # A record that is being written has another name.
+    assert len(list((Path(two.store) / HOSTS).glob("*.json"))) == 2
 
 
 def test_several_members_of_one_host_write_one_record(alone: Hosts) -> None:
@@ -196,10 +197,14 @@ def test_inspect_and_status_name_the_hosts(two: Hosts) -> None:
         lines = survey(Store.open(two.store), str(two.home(home))).ranks
         return [(line.replica_of or "", list(line.copies)) for line in lines]
 
-    east, west = copies("east"), copies("west")
-    assert "west" in str(east[0][1])
-    assert "east" in str(west[1][1])
-    assert ["west" in east[1][0], "east" in west[0][0]] == [True, True]
+    def named() -> bool:
+        east, west = copies("east"), copies("west")
+        assert "west" in str(east[0][1])
+        assert "east" in str(west[1][1])
+        return "west" in east[1][0] and "east" in west[0][0]
+
+    # A copy that is older than the store's newest records is not shown until the next one arrives.
+    wait_until(named)
 
 
 def test_a_forked_child_has_no_thread_and_changes_nothing(two: Hosts) -> None:
