@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -40,6 +41,9 @@ T = TypeVar("T")
 
 _MOST_RECORDS = 10_000
 """Most records that are read to decide whether a log continues a line."""
+_ON_THE_WAY = 0.5
+"""Seconds in which the lines of a living owner reach a replica, if their link is not behind."""
+_PAUSE = 0.02
 ASIDE = ".aside"
 """Suffix of a folder whose arena no longer belongs to its store."""
 
@@ -168,8 +172,8 @@ def view_of(base: str | None, store: Store) -> ArenaView | None:
         log.warning("%s", _unproven(error, "copies in this host's memory are not shown"))
         return None
     owner = read_owner(arena_folder(base, store.run_id))
-    if owner is not None and follows(found.lines, found.epoch, store):
-        return found
+    if owner is not None and (followed := _followed(base, found, store)) is not None:
+        return followed
     if owner is None:
         log.warning("%s", _stranger(store, "copies in this host's memory are not shown"))
     else:
@@ -180,6 +184,21 @@ def view_of(base: str | None, store: Store) -> ArenaView | None:
             owner.host,
         )
     return None
+
+
+def _followed(base: str | None, found: ArenaView, store: Store) -> ArenaView | None:
+    """Return the view of a replica if the store continues it; None if not.
+
+    A store keeps only the records since its newest index. Right after an index, the owner's lines are still on their
+    way to this host, so a replica is read again for a moment.
+    """
+    until = time.monotonic() + _ON_THE_WAY
+    while not follows(found.lines, found.epoch, store):
+        if time.monotonic() > until:
+            return None
+        time.sleep(_PAUSE)
+        found = peek(base, store.run_id) or found
+    return found
 
 
 def open_stopped(base: str | None, store: Store) -> Arena | None:
