@@ -61,7 +61,7 @@ class Claim:
 _PICKLE = b"\x80\x04"
 CLAIMS: dict[str, Claim] = {
     "layout of 2^28 partitions": Claim(claimed.partitions, STORE, short=True),
-    "lists in a layout": Claim(claimed.in_json("layout", b"[]", 60 << 20), STORE),
+    "lists in a layout": Claim(claimed.in_json("layout", b"[]", 60 << 20), STORE, short=True),
     "objects in a layout": Claim(claimed.in_json("layout", b'{"a":0}', 60 << 20), ONE),
     "texts in a layout": Claim(claimed.in_json("layout", b'"ab"', 60 << 20), ONE, short=True),
     "objects that a layout may have": Claim(
@@ -77,7 +77,7 @@ CLAIMS: dict[str, Claim] = {
         claimed.cut_small(partition_bytes=1), INTO, short=True, codes=(2,)
     ),
     "partitions of one row in the settings": Claim(claimed.cut_small(rows=[["w", 1]]), INTO, codes=(2,)),
-    "segments in an index": Claim(claimed.in_index(claimed.many_segments), STORE),
+    "segments in an index": Claim(claimed.in_index(claimed.many_segments), STORE, short=True),
     "lists in an index": Claim(claimed.in_index(claimed.many_lists), STORE),
     "deep extras": Claim(claimed.in_extras("[" * 500_000 + "]" * 500_000), STORE, short=True),
     "deep extras with names": Claim(
