@@ -10,7 +10,7 @@ TRIALS ?=
 DATA ?= ../shared/data
 SEED ?= 0
 MINUTES ?= 30
-QUICK ?= $(addprefix tests/,config formats ops policy recovery state store theory util) tests/test_documents.py tests/test_prose.py
+QUICK ?= $(addprefix tests/,config formats ops policy recovery state store theory util)
 PYTHONS ?= 3.10 3.11 3.12 3.13 3.14
 ATTACKS ?= model episodes same_step hosts crash power races creations clocks faults corruption fuzz hostile claims secrets
 
@@ -104,6 +104,7 @@ test: lint types layers unit
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.documents
 
 types: $(VENV)/.dev
 	@# It once died of an internal error (2) without any output; findings exit with 1.

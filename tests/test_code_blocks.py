@@ -11,8 +11,8 @@ import click
 import pytest
 
 from scarctl.cli.main import cli
+from tests.documents.names import ALL, ROOT
 from tests.support import forkserver
-from tests.test_documents import ALL, ROOT
 from tests.test_readme import PROGRAMS, blocks
 
 pytestmark = pytest.mark.usefixtures("usual_saver")

@@ -1,14 +1,10 @@
-"""Test what import-linter cannot see: modules that an import really loads, circles of files, the tree's shape."""
+"""Test what import-linter cannot see: modules that an import really loads."""
 
 from __future__ import annotations
 
-import ast
 import json
-import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -163,60 +159,6 @@ def test_the_list_of_modules_with_torch_is_no_longer_than_it_must_be() -> None:
         timeout=100,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-MOST_LINES = 450
-MOST_AT_THE_ROOT = 12
-"""Most modules at the root of scarctl/, not counting packages."""
-
-
-def files() -> dict[str, Path]:
-    """Return the product's files by module."""
-    roots = (PACKAGE, PACKAGE.parent / "adapters" / "scarctl_adapters")
-    found = {path.relative_to(root.parent): path for root in roots for path in root.rglob("*.py")}
-    return {
-        ".".join(name.with_suffix("").parts).removesuffix(".__init__"): path for name, path in found.items()
-    }
-
-
-def imports(path: Path, known: set[str]) -> Iterator[str]:
-    """Yield the modules that a file imports anywhere, also in a function, but not a package that only lists names."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in known)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            inner = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from (name if name in known else node.module for name in inner)
-
-
-def test_no_circle_of_imports() -> None:
-    found = files()
-    graph = {
-        name: {other for other in imports(path, set(found)) if other in found} for name, path in found.items()
-    }
-    # Every module needs the packages above it; only their own imports count.
-    TopologicalSorter(graph).prepare()
-
-
-def test_the_tree_is_one_that_a_stranger_can_read() -> None:
-    lines = {name: path.read_text(encoding="utf-8").count("\n") for name, path in files().items()}
-    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
-    assert len([path for path in PACKAGE.glob("*.py") if not path.name.startswith("__")]) <= MOST_AT_THE_ROOT
-
-
-@pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples"])
-def test_no_other_file_is_long_either(folder: str) -> None:
-    paths = [path for path in (PACKAGE.parent / folder).rglob("*.py") if "golden" not in path.parts]
-    assert len(paths) > 5
-    lines = {str(path): path.read_text(encoding="utf-8").count("\n") for path in paths}
-    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
-
-
-def test_only_the_arenas_package_writes_its_fields() -> None:
-    field = re.compile(r"arena\.(?:version|durable|distance|generation)(?:\[[^]]*\])? [-+|&]?= ")
-    found = {name: field.findall(path.read_text(encoding="utf-8")) for name, path in files().items()}
-    assert found["scarctl.arena.rows"], "the pattern finds nothing"
-    assert [name for name, lines in found.items() if lines and not name.startswith("scarctl.arena.")] == []
 
 
 LOCAL = """

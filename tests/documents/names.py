@@ -1,21 +1,21 @@
-"""Test that links, paths, modules, names, thread names and make targets in documents exist, and the table of layers."""
+"""Check that links, paths, modules, names, threads and make targets in documents exist, and the table of layers."""
 
 from __future__ import annotations
 
 import ast
 import re
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
+from tests.documents.sources import ROOT, nodes
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).parent.parent
 PLACES = (ROOT, ROOT / "scarctl", ROOT / "adapters")
 """Folders in which a path of a document may begin."""
 ARCHITECTURE = "docs/ARCHITECTURE.md"
@@ -68,9 +68,10 @@ def resolves(dotted: str) -> bool:
     return False
 
 
+@cache
 def _defined(module: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+    for node in nodes(module):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
             found.add(node.name)
         elif isinstance(node, ast.alias):
@@ -86,76 +87,92 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("document", LINKING)
-def test_links_lead_somewhere(document: str) -> None:
+def broken_links(document: str) -> Iterator[str]:
+    """Yield the links that lead nowhere."""
     path = ROOT / document
     for target, anchor in LINK.findall(path.read_text(encoding="utf-8")):
         if "://" in target:
             continue
         there = path.parent / target if target else path
-        assert there.exists(), target
-        assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            yield f"{document}: the link {target}#{anchor} leads nowhere"
 
 
-@pytest.mark.parametrize("document", LINKING)
-def test_no_merge_has_left_its_marks(document: str) -> None:
+def merge_marks(document: str) -> Iterator[str]:
+    """Yield the lines that a merge has left."""
     text = (ROOT / document).read_text(encoding="utf-8")
-    assert not re.findall(r"^(?:<{7}|>{7}) .*$", text, re.MULTILINE)
+    for line in re.findall(r"^(?:<{7}|>{7}) .*$", text, re.MULTILINE):
+        yield f"{document}: {line}"
 
 
-def test_the_site_has_every_page() -> None:
-    """Pages are in the order of `nav`, each once. The README is the first page."""
+def pages_of_the_site() -> Iterator[str]:
+    """Yield pages that are not in the order of `nav` once. The README is the first page."""
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
     pages = re.findall(r"(\S+\.md)$", nav, re.MULTILINE)
     tree = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    assert sorted(pages) == sorted(tree | {"index.md", "CONTRIBUTING.md", "CHANGELOG.md"})
+    wanted = tree | {"index.md", "CONTRIBUTING.md", "CHANGELOG.md"}
+    for page in sorted({*pages} ^ wanted | {page for page in pages if pages.count(page) > 1}):
+        yield f"mkdocs.yml: {page} is not exactly once in nav and in the tree"
 
 
-@pytest.mark.parametrize("document", ALL)
-def test_paths_are_in_the_tree(document: str) -> None:
-    assert [path for path in in_backticks(document, PATH) if not is_there(path)] == []
+def names_of_nothing(document: str) -> Iterator[str]:
+    """Yield paths, modules, names of the code and make targets in backticks that do not exist."""
+    for path in in_backticks(document, PATH):
+        if not is_there(path):
+            yield f"{document}: `{path}` is not in the tree"
+    for name in in_backticks(document, DOTTED):
+        if name not in NO_MODULES and not resolves(name):
+            yield f"{document}: `{name}` is no module, nor defined by one"
+    if document not in ABOUT_CODE:
+        return
+    for name in [*in_backticks(document, NAME), *in_backticks(document, THREAD)]:
+        if name.removesuffix("()").split(".")[-1] not in words():
+            yield f"{document}: `{name}` is no name of the code"
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for found in in_backticks(document, TARGET):
+        if not re.search(rf"^{found.removeprefix('make ')}:", makefile, re.MULTILINE):
+            yield f"{document}: `{found}` is no target of the Makefile"
 
 
-@pytest.mark.parametrize("document", ALL)
-def test_modules_are_in_the_tree(document: str) -> None:
-    dotted = [name for name in in_backticks(document, DOTTED) if name not in NO_MODULES]
-    assert [name for name in dotted if not resolves(name)] == []
-
-
-@pytest.mark.parametrize("document", ABOUT_CODE)
-def test_names_are_those_of_the_code(document: str) -> None:
-    names = [*in_backticks(document, NAME), *in_backticks(document, THREAD)]
-    assert [name for name in names if name.removesuffix("()").split(".")[-1] not in words()] == []
-
-
-def test_tests_that_guarantees_name_are_there() -> None:
+def tests_of_guarantees() -> Iterator[str]:
+    """Yield the tests that docs/guarantees.md names and that do not exist."""
     text = (ROOT / "docs/guarantees.md").read_text(encoding="utf-8")
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
-    missing = [
-        f"{path}::{name}" for path, name in named if f"def {name}(" not in (ROOT / path).read_text("utf-8")
-    ]
-    assert len(named) > 30
-    assert not missing
+    if len(named) <= 30:
+        yield "docs/guarantees.md: too few tests are found"
+    for path, name in named:
+        if f"def {name}(" not in (ROOT / path).read_text("utf-8"):
+            yield f"docs/guarantees.md: {path}::{name} does not exist"
 
 
-@pytest.mark.parametrize("document", ABOUT_CODE)
-def test_targets_are_those_of_the_makefile(document: str) -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = [TARGET.fullmatch(found)[1] for found in in_backticks(document, TARGET)]  # type: ignore[index]
-    assert [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
-
-
-def test_the_ways_of_the_data_lead_through_modules() -> None:
+def ways_of_the_data() -> Iterator[str]:
+    """Yield the modules in the drawings of the architecture that do not exist."""
     drawn = re.findall(r"^    .*$", (ROOT / ARCHITECTURE).read_text(encoding="utf-8"), re.MULTILINE)
     paths = [path for line in drawn for path in re.findall(r"\w+(?:/\w+)+", line)]
-    assert len(paths) > 20
-    assert [path for path in paths if not is_there(path)] == []
+    if len(paths) <= 20:
+        yield f"{ARCHITECTURE}: too few modules are found in the drawings"
+    yield from (f"{ARCHITECTURE}: {path} is not in the tree" for path in paths if not is_there(path))
 
 
-def test_the_table_of_packages_is_the_contract_of_layers() -> None:
+def table_of_layers() -> Iterator[str]:
+    """Yield the rows of the table of packages that are not the contract of layers, and the other way round."""
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", (ROOT / ARCHITECTURE).read_text(), re.MULTILINE)
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = [[name.strip() for name in layer.split("|")] for layer in contracts[0]["layers"]]
     there = [(str(number), name) for number, layer in enumerate(layers, 1) for name in layer]
-    assert sorted(rows) == sorted(there)
-    assert [int(number) for number, _ in rows] == sorted(int(number) for number, _ in rows)
+    for number, name in sorted({*rows} ^ {*there}):
+        yield f"{ARCHITECTURE}: layer {number}, {name}: the table and the contract in pyproject.toml differ"
+    numbers = [int(number) for number, _ in rows]
+    if numbers != sorted(numbers):
+        yield f"{ARCHITECTURE}: the layers are not in order"
+
+
+def findings() -> Iterator[str]:
+    """Yield what documents name and what does not exist."""
+    for document in LINKING:
+        yield from broken_links(document)
+        yield from merge_marks(document)
+    for document in ALL:
+        yield from names_of_nothing(document)
+    for check in (pages_of_the_site, tests_of_guarantees, ways_of_the_data, table_of_layers):
+        yield from check()

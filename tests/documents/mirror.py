@@ -1,4 +1,4 @@
-"""Test that the tests mirror the tree: tests of scarctl/x/y.py are in tests/x, found by name or by import.
+"""Check that the tests mirror the tree: tests of scarctl/x/y.py are in tests/x, found by name or by import.
 
 A module's tests are in `tests/x/test_y.py`, in `tests/x/test_y_*.py`, or in a file of `tests/x` that imports from it.
 The modules for which none of this is so are listed here, with the place of their tests and the reason.
@@ -7,10 +7,12 @@ The modules for which none of this is so are listed here, with the place of thei
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.documents.sources import ROOT, nodes
+
 TESTS = ROOT / "tests"
 SOURCES = {
     "scarctl": (ROOT / "scarctl", TESTS),
@@ -88,7 +90,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
 def imported(path: Path) -> set[str]:
     """Return the names of modules, and of objects taken from them, that a file imports."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -113,13 +115,16 @@ def without_mirror() -> set[str]:
     return found
 
 
-def test_the_tests_mirror_the_tree() -> None:
+def findings() -> Iterator[str]:
+    """Yield the modules without a test in their place, and what is wrong with the list of the others."""
     listed = [module for modules in ELSEWHERE.values() for module in modules.split()]
-    assert len(listed) == len(set(listed)), "a module has one place"
     lacking = without_mirror()
-    assert sorted(lacking - set(listed)) == [], "write tests/x/test_y.py for scarctl/x/y.py"
-    assert sorted(set(listed) - lacking) == [], "these have tests of their own now: take them from the list"
-
-
-def test_the_places_of_the_others_exist() -> None:
-    assert [place for place, _ in ELSEWHERE if not (TESTS / place).exists()] == []
+    for module in sorted({module for module in listed if listed.count(module) > 1}):
+        yield f"tests/documents/mirror.py: {module} is listed twice"
+    for module in sorted(lacking - set(listed)):
+        yield f"{module} has no test: write tests/x/test_y.py for scarctl/x/y.py"
+    for module in sorted(set(listed) - lacking):
+        yield f"tests/documents/mirror.py: {module} has tests of its own now, or is gone: remove it from the list"
+    for place, _ in ELSEWHERE:
+        if not (TESTS / place).exists():
+            yield f"tests/documents/mirror.py: tests/{place} does not exist"
