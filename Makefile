@@ -46,7 +46,7 @@ help:
 	@echo "make servers-quick  the same with a few iterations, into build"
 	@echo "make quick    tests of everything that needs neither torch nor another process: under a minute"
 	@echo "make test     lint, types, layers and unit, in this order"
-	@echo "make long     tests that unit leaves out: some minutes"
+	@echo "make long     tests that unit leaves out: half an hour"
 	@echo "make oldest   the adapters' tests with the oldest versions of their frameworks, in $(OLDEST): some minutes, most of it set-up"
 	@echo "make pythons  the quick tests, and some with torch, under every Python that is found: minutes each, in $(PYTHON_OF)-*: PYTHONS=\"$(PYTHONS)\""
 	@echo "make optimizers  train with every optimizer of other packages, stop, resume: some minutes, in $(OPTIMIZERS)"
@@ -121,11 +121,14 @@ quick unit long oldest pythons optimizers frameworks: export MALLOC_ARENA_MAX = 
 quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -p tests.support.quick -m "not slow and not long" -r fE $(QUICK)
 
+# What took how long is written into build/durations.txt.
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not long"
+	$(BIN)/python -m pytest -p tests.support.durations -n $(WORKERS) --dist worksteal -m "not long"
 
 long: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m long
+	@# Properties again, with more examples.
+	$(BIN)/python -m pytest -n $(WORKERS) --hypothesis-profile long -m "not long and not slow" $(QUICK)
 	$(MAKE) optimizers
 
 oldest: $(OLDEST)/.oldest

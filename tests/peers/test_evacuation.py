@@ -206,11 +206,15 @@ def test_the_store_begins_with_what_no_other_host_has(slow: Slow, relay: Relay, 
     evacuation.run()
     steps, _ = slow.stored()
     saved = np.flatnonzero(steps == 7)
-    assert 0 < saved.size < lacking.size
-    assert saved.tolist() == lacking[-saved.size :].tolist(), "the most changed of those"
+    # Acknowledgements of what passed before the cut may arrive late, also during the evacuation.
+    late = np.flatnonzero(step_of(copies.versions()) != 7)
+    lost = np.setdiff1d(late, saved)
+    assert saved.size
+    assert np.isin(saved, lacking).all()
+    assert 0 <= lost[0] <= lost[-1] < saved[0], "the most changed of those"
     found = evacuation.report()
-    assert found.lost_partitions == lacking.size - saved.size
-    assert found.peer_partitions == ROWS - lacking.size
+    assert found.lost_partitions == lost.size
+    assert found.peer_partitions == ROWS - late.size
 
 
 def test_what_another_host_has_is_safe_while_the_store_hangs(
