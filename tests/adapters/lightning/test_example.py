@@ -14,10 +14,12 @@ pytestmark = pytest.mark.usefixtures("usual_saver")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.long
 def test_the_example_is_killed_and_continues() -> None:
     script = ROOT / "examples" / "lightning_recommender" / "train.py"
     done = subprocess.run(
-        [sys.executable, str(script), "--kill", "--quick"], capture_output=True, text=True, timeout=110
+        [sys.executable, str(script), "--kill", "--quick"], capture_output=True, text=True, timeout=350
     )
     assert done.returncode == 0, done.stdout + done.stderr
     died = re.search(r"killed at step (\d+), in the middle", done.stdout)
