@@ -36,11 +36,13 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 # Wall-clock deadlines fail on a busy machine; in CI the examples are the same every time.
 settings.register_profile(
     "scarctl",
+    max_examples=40,
     deadline=None,
     derandomize=bool(os.environ.get("CI")),
     suppress_health_check=[HealthCheck.too_slow],
     print_blob=True,
 )
+settings.register_profile("long", settings.get_profile("scarctl"), max_examples=200)
 settings.register_profile("quick", settings.get_profile("scarctl"), max_examples=20)
 settings.load_profile("quick" if "tests.support.quick" in sys.modules else "scarctl")
 
@@ -95,9 +97,12 @@ def arena_dir(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
         pytest.fail(f"left behind: {', '.join(map(str, leaks))}", pytrace=False)
 
 
-@pytest.fixture(params=["thread", "daemon"])
+@pytest.fixture(params=["thread", pytest.param("daemon", marks=pytest.mark.long)])
 def both_savers(request: pytest.FixtureRequest, arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test twice: saving from a thread of the training process, and from the host's daemon."""
+    """Run the test twice: saving from a thread of the training process, and, in `make long`, from the host's daemon.
+
+    What the daemon does differently has tests of its own, in tests/daemon and in all that save as by default.
+    """
     monkeypatch.setenv("SCARCTL_DAEMON", "1" if request.param == "daemon" else "0")
     return str(request.param)
 

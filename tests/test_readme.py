@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("usual_saver")
 
 ROOT = Path(__file__).parent.parent
 STEPS = ("docs/quickstart.md", "docs/costs.md", "docs/failures.md", "docs/report.md")
-"""Documents whose commands form one terminal session, in this order."""
+"""Documents whose commands form one terminal session, in this order. The first one is a session of its own, too."""
 PROGRAMS = (
     "docs/api.md",
     "docs/loops.md",
@@ -50,9 +51,9 @@ def blocks(document: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", read(document), re.MULTILINE | re.DOTALL)
 
 
-def commands() -> list[str]:
+def commands(documents: tuple[str, ...]) -> list[str]:
     """Return the lines after a prompt."""
-    console = [block for document in STEPS for block in blocks(document, "console")]
+    console = [block for document in documents for block in blocks(document, "console")]
     return [line[2:] for block in console for line in block.splitlines() if line.startswith("$ ")]
 
 
@@ -78,6 +79,14 @@ def run(*command: str) -> None:
     assert done.returncode == 0, f"{command[-1]}\n{done.stdout}{done.stderr}"
 
 
+def run_words(command: str) -> None:
+    """Run a command of plain words, in a process that has already imported torch."""
+    name, *words = shlex.split(command)
+    start = {"scarctl": ["-m", "scarctl"], "python": []}[name]
+    done = forkserver.run([*start, *words], timeout=100, cwd=Path.cwd())
+    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
+
 def run_python(program: str, folder: Path) -> None:
     """Run a program with warnings as errors, in a process that has already imported torch."""
     source = f"import warnings; warnings.simplefilter('error')\n{program}"
@@ -87,15 +96,27 @@ def run_python(program: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_commands_run(folder: Path) -> None:
-    assert len(commands()) >= 8
-    for command in commands():
-        run("bash", "-c", command)
+def test_the_commands_of_the_quickstart_run(folder: Path) -> None:
+    found = commands(STEPS[:1])
+    assert len(found) >= 8
+    for command in found:
+        run_words(command)
     assert (folder / "lost.safetensors").exists()
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_all_commands_run(folder: Path) -> None:
+    found = commands(STEPS)
+    assert len(found) >= 8
+    for command in found:
+        run("bash", "-c", command)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("document", PROGRAMS)
+@pytest.mark.parametrize(
+    "document", [*PROGRAMS[:2], *(pytest.param(one, marks=pytest.mark.long) for one in PROGRAMS[2:])]
+)
 def test_python_runs(folder: Path, document: str) -> None:
     """The blocks form one program."""
     run_python("\n".join(blocks(document, "python")), folder)
@@ -103,6 +124,7 @@ def test_python_runs(folder: Path, document: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_the_workbench_prints_what_the_page_shows(folder: Path) -> None:
     """The first block of Python makes the files, the last one loads the results of the commands."""
     first, last = blocks("docs/workbench.md", "python")

@@ -55,7 +55,8 @@ def test_beside_scarctl_a_run_is_what_it_is_without(tmp_path: Path, whole: dict[
 
 # Within an epoch, at its last step, at the first of the next, after an evaluation, at the last of all.
 @pytest.mark.parametrize(
-    ("step", "goes_on"), [(2, 1), (6, 5), pytest.param(7, 6, marks=pytest.mark.long), (9, 8), (18, 17)]
+    ("step", "goes_on"),
+    [(6, 5), *(pytest.param(step, step - 1, marks=pytest.mark.long) for step in (2, 7, 9, 18))],
 )
 def test_kill_9_and_the_same_command_ends_as_if_nothing_had_been(
     tmp_path: Path, whole: dict[str, torch.Tensor], step: int, goes_on: int
@@ -67,7 +68,7 @@ def test_kill_9_and_the_same_command_ends_as_if_nothing_had_been(
     assert differing(state, whole) == []
 
 
-@pytest.mark.parametrize("step", [6, 7])
+@pytest.mark.parametrize("step", [6, pytest.param(7, marks=pytest.mark.long)])
 def test_sigterm_flushes_the_newest_step(tmp_path: Path, whole: dict[str, torch.Tensor], step: int) -> None:
     ended_at(tmp_path, step, signal.SIGTERM)
     state, resumed = go(tmp_path, options={}, seed=99)
@@ -156,7 +157,9 @@ def test_batches_without_epochs(tmp_path: Path) -> None:
         assert passes(run, loop, 2) == [expected[1][4:], expected[2]]
 
 
-@pytest.mark.parametrize("stop", [(1, 2), (0, 4), (2, 0)])
+@pytest.mark.parametrize(
+    "stop", [(1, 2), *(pytest.param(stop, marks=pytest.mark.long) for stop in ((0, 4), (2, 0)))]
+)
 def test_a_loader_that_draws_from_its_own_generator(tmp_path: Path, stop: tuple[int, int]) -> None:
     """Make a loader as Accelerate does for several ranks."""
 
@@ -232,7 +235,7 @@ class _Augmented(torch.utils.data.Dataset[Any]):
         return index + torch.rand(1)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_random_augmentation_comes_out_the_same(tmp_path: Path, workers: int) -> None:
     def trained(folder: Path, stop: int = 0) -> tuple[list[list[float]], bool]:
         forget_accelerators()

@@ -229,7 +229,7 @@ class Killed:
 
 @pytest.mark.slow
 @pytest.mark.leaves_arena
-@pytest.mark.parametrize("kills", [8, pytest.param(150, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("kills", [3, pytest.param(150, marks=[pytest.mark.long, pytest.mark.timeout(600)])])
 def test_kills_at_any_moment_lose_no_answered_call_and_apply_none_twice(kills: int, tmp_path: Path) -> None:
     chance = random.Random(7)
     actor = Killed(tmp_path, every=1)

@@ -30,6 +30,7 @@ def test_the_adapter_is_as_short_as_it_says() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_the_adapter_passes(tmp_path: Path) -> None:
     for name, text in re.findall(r"^```python (\w+\.py)\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL):
         (tmp_path / name).write_text(text)

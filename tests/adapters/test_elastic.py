@@ -53,6 +53,7 @@ def test_clipped_gradients_are_warned_of() -> None:
     assert [line for line in found[0]["warnings"] if "clipped" in line]
 
 
+@pytest.mark.long
 def test_a_program_that_ends_right_after_a_gradient_was_lent_does_not_abort() -> None:
     port = free_port()
     programs = [

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("soon_indexed")
 
 @pytest.mark.parametrize(
     ("what", "cases", "first", "every"),
-    [("calls", 12, 3, 220), ("requests", 12, 1, 65), ("kills", 6, 0, 1), ("prunes", 1, 0, 1)],
+    [("calls", 8, 3, 330), ("requests", 8, 1, 97), ("kills", 4, 0, 1), ("prunes", 1, 0, 1)],
 )
 def test_killed(what: str, cases: int, first: int, every: int) -> None:
     counts = attack(what, seed=1, first=first, cases=cases, every=every)

@@ -9,7 +9,7 @@ from tests.adversarial.creations import attack
 
 @pytest.mark.parametrize("kind", ["local", "s3"])
 def test_one_process_wins(kind: str) -> None:
-    result = attack(kind, rounds=15, processes=2)
+    result = attack(kind, rounds=8, processes=2)
     assert not result.refused
     assert result.violations == []
 

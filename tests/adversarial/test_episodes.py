@@ -14,7 +14,7 @@ from tests.adversarial import episodes
 from tests.adversarial.episodes import Violation
 
 pytestmark = pytest.mark.leaves_arena
-FEW, MANY = 60, 400
+FEW, MANY = 40, 400
 
 
 def play(folder: Path, count: int) -> dict[str, int]:

@@ -20,7 +20,7 @@ from tests.adversarial.witness import Violation, Witness, check
 from tests.adversarial.workload import Message, Player, name_newest
 from tests.support.failpoint import Killed
 
-CASES = 40
+CASES = 20
 NEEDED = (
     "commit: file in a/run/shards/N/seg",
     "commit: folder a/run/shards/N/seg",

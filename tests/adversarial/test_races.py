@@ -44,7 +44,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_races(capsys: pytest.CaptureFixture[str]) -> None:
-    assert races.main(["--cases", "4000", "--step", "101", "--seconds", "4"]) == 0
+    assert races.main(["--cases", "4000", "--step", "101", "--seconds", "3"]) == 0
     assert "0 violations" in capsys.readouterr().out
 
 
@@ -84,6 +84,7 @@ def _run(arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(400)  # five processes, each of which imports torch
+@pytest.mark.long
 def test_a_stopped_checkpoint_that_another_one_overtakes(tmp_path: Path) -> None:
     """With the lock the other process is kept out (exit code 11); without it, the first one is fenced (15)."""
     state, store = tmp_path / "state.safetensors", tmp_path / "run"

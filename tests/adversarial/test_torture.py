@@ -14,7 +14,7 @@ import pytest
 from tests.adversarial.torture.episode import ROUNDS_PER_EPISODE
 
 ROOT = Path(__file__).parents[2]
-ROUNDS, SECONDS = 8, 20
+ROUNDS, SECONDS = 4, 10
 
 
 def torture(folder: Path, first: int) -> dict[str, Any]:

@@ -53,6 +53,7 @@ def _behind(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
+@pytest.mark.long
 def test_a_store_that_falls_behind_is_said_with_reason_and_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -45,7 +45,7 @@ def said(words: list[str], stdout: int, folder: Path) -> tuple[int, str]:
     return code, (folder / "err").read_text()
 
 
-@pytest.mark.parametrize("form", ["--json", ""])
+@pytest.mark.parametrize("form", ["--json", pytest.param("", marks=pytest.mark.long)])
 def test_a_full_disk_behind_stdout(folder: Path, form: str) -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     try:
@@ -62,6 +62,7 @@ def test_a_full_disk_behind_stdout(folder: Path, form: str) -> None:
         os.close(full)
 
 
+@pytest.mark.long
 def test_a_reader_that_has_gone(folder: Path) -> None:
     read, write = os.pipe()
     os.close(read)
@@ -77,11 +78,11 @@ def test_a_reader_that_has_gone(folder: Path) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "export --store ckpt out",
+        pytest.param("export --store ckpt out", marks=pytest.mark.long),
         "export --store ckpt out.safetensors",
         "recover --store ckpt --lost all --output out.safetensors",
-        "report ckpt -o out.html",
-        "checkpoint state.safetensors --store out --step 0",
+        pytest.param("report ckpt -o out.html", marks=pytest.mark.long),
+        pytest.param("checkpoint state.safetensors --store out --step 0", marks=pytest.mark.long),
     ],
 )
 def test_a_full_disk_behind_a_file(run: Run, saved: Model, tmp_path: Path, words: str) -> None:

@@ -155,6 +155,7 @@ def test_hostile_names_stay_on_their_line(run: Run) -> None:
     )
 
 
+@pytest.mark.long
 def test_very_many_tensors(run: Run, tmp_path: Path) -> None:
     count = 20_000
     entries = {

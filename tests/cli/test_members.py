@@ -152,6 +152,7 @@ def test_a_stopped_member_is_restored_while_others_run(run: Run, tmp_path: Path)
 
 @pytest.mark.leaves_arena
 @pytest.mark.slow
+@pytest.mark.long
 def test_running_members_are_asked_one_by_one(run: Run, tmp_path: Path, daemon_folder: Path) -> None:
     with Members(tmp_path / "ckpt", tmp_path / "told", WORLD) as members:
         members.start(range(WORLD))

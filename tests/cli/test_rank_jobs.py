@@ -16,6 +16,7 @@ from tests.support.waiting import wait_until
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_a_job_of_two_ranks(run: Run, tmp_path: Path) -> None:
     from tests.distributed.jobs import load
     from tests.distributed.launch import launch
@@ -46,6 +47,7 @@ def test_a_job_of_two_ranks(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_a_running_job_is_asked(run: Run, tmp_path: Path) -> None:
     from threading import Thread
 

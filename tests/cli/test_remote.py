@@ -133,6 +133,7 @@ def test_the_region_of_the_environment_signs_the_requests(
     assert all(KEY in request.headers["authorization"] for request in wire.seen)
 
 
+@pytest.mark.long
 def test_nothing_secret_shows(
     run: Run,
     quick_doctor: None,
@@ -217,7 +218,7 @@ def test_representations_show_nothing_secret(s3_place: Place, s3_endpoint: str) 
         assert "planted" not in f"{thing!r} {thing}"
 
 
-@pytest.mark.parametrize("where", ["s3", "local", "memory"])
+@pytest.mark.parametrize("where", [pytest.param("s3", marks=pytest.mark.long), "local", "memory"])
 def test_doctor_finds_a_sound_place_and_cleans_up(
     run: Run, request: pytest.FixtureRequest, tmp_path: Path, where: str
 ) -> None:

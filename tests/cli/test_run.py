@@ -179,6 +179,7 @@ class TestDead:
         assert at_least(training.stored(), told["handed"])
         wait_until(lambda: idle(folder))
 
+    @pytest.mark.long
     def test_the_wait_has_an_end(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
         # Long enough for the daemon to answer on a busy machine.
         training = Training(tmp_path, arena_dir, "--timeout", 4)

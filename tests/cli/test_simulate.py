@@ -95,6 +95,7 @@ def test_a_table_for_people(run: Run) -> None:
     assert "5 trials; undisturbed, a run takes 60.0 iterations" in done.stdout
 
 
+@pytest.mark.long
 def test_a_killed_study_goes_on_where_it_was(run: Run, tmp_path: Path) -> None:
     """After kill -9 no process continues alone, and the second call does only the rest."""
     results_file = ("--results", "results.jsonl")
@@ -220,6 +221,7 @@ def test_what_cannot_be_is_said(
     assert (error["kind"], says in error["message"]) == (kind, True), error
 
 
+@pytest.mark.long
 def test_an_interrupted_study_leaves_no_process(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "scarctl", "simulate", f"{WORKLOADS}:Slow", *map(str, QUICK[:-1]), "500"]
     process = subprocess.Popen(

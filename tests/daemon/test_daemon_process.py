@@ -159,6 +159,7 @@ class TestEnding:
         assert sorted(path.name for path in folder.iterdir()) == [LOCK, LOG]
         assert "ends" in (folder / LOG).read_text()
 
+    @pytest.mark.long
     def test_sigterm_finishes_what_is_being_written(
         self, folder: Path, arena_dir: Path, tmp_path: Path
     ) -> None:

@@ -324,6 +324,7 @@ class TestSlowStores:
         wait_until(lambda: status(daemon.folder)["runs"] == [])  # type: ignore[index]
         assert set(slow.stored()[0]) == {1}
 
+    @pytest.mark.long
     def test_too_slow_a_takeover_is_contention(
         self, daemon: Daemon, base: Path, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -18,14 +18,22 @@ FLUSHED, RESUMED = "tests.distributed.averages:flushed", "tests.distributed.aver
 EVALUATED = "tests.distributed.averages:evaluated"
 
 
-@pytest.mark.parametrize("mode", ["partial", "rollback"])
+@pytest.mark.parametrize("mode", ["partial", pytest.param("rollback", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("optimizer", "steps", "exact"),
     [
         pytest.param("SGD", 31, False, id="between two averages"),
         pytest.param("SGD", 30, True, id="at an average"),
-        pytest.param("one tensor", 31, False, id="between two averages, of a rank that owns nothing"),
-        pytest.param("Adam", 30, False, id="at an average, with moments that are not averaged"),
+        pytest.param(
+            "one tensor",
+            31,
+            False,
+            marks=pytest.mark.long,
+            id="between two averages, of a rank that owns nothing",
+        ),
+        pytest.param(
+            "Adam", 30, False, marks=pytest.mark.long, id="at an average, with moments that are not averaged"
+        ),
     ],
 )
 def test_a_state_that_is_another_one_on_each_rank(
@@ -43,6 +51,7 @@ def test_a_state_that_is_another_one_on_each_rank(
 
 
 @pytest.mark.parametrize(("steps", "exact"), [(31, False), (30, True)])
+@pytest.mark.long
 def test_an_evacuation_calls_it_exact_only_with_the_reports_of_all_ranks(
     tmp_path: Path, steps: int, exact: bool
 ) -> None:
@@ -57,6 +66,7 @@ def test_an_evacuation_calls_it_exact_only_with_the_reports_of_all_ranks(
 
 
 @pytest.mark.parametrize("wrapped", ["ddp", "ddp without buffers"])
+@pytest.mark.long
 def test_statistics_of_batch_norm_may_differ(tmp_path: Path, wrapped: str) -> None:
     """The first rank's replace all others before the next forward pass, or each rank saves its own."""
     launch(FLUSHED, 2, str(tmp_path), "Adam", 5, wrapped)
@@ -65,6 +75,7 @@ def test_statistics_of_batch_norm_may_differ(tmp_path: Path, wrapped: str) -> No
     ] * 2
 
 
+@pytest.mark.long
 def test_other_weights_for_an_evaluation_on_one_rank_are_no_difference(tmp_path: Path) -> None:
     launch(EVALUATED, 2, str(tmp_path))
     for found in launch(RESUMED, 2, str(tmp_path), "Adam", "ddp"):

@@ -26,6 +26,8 @@ from tests.distributed.test_networks import HOMES, INTERVAL, TRAIN, hosts, repli
 from tests.support.networks import Networks, outcome
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.long
+
 __all__ = ["hosts"]
 two_hosts = pytest.mark.parametrize("hosts", [2], indirect=True, ids=[""])
 three_hosts = pytest.mark.parametrize("hosts", [3], indirect=True, ids=[""])
@@ -105,7 +107,6 @@ def test_frames_that_are_late_and_sometimes_lost(
 
 
 @two_hosts
-@pytest.mark.long
 @pytest.mark.parametrize(
     "now", [{"deaf": [[0, 1], [1, 0]]}, {"deaf": [[0, 1]]}, {"deaf": [[1, 0]]}, {"most": 300}], ids=str
 )
@@ -130,7 +131,6 @@ def test_a_network_that_loses_frames_silently(
 
 
 @three_hosts
-@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_host_that_is_no_longer_reached_is_replaced(
     hosts: Networks, weather: Callable[..., None], tmp_path: Path
@@ -154,7 +154,6 @@ def pid_of(folder: Path, home: str) -> int:
 
 
 @two_hosts
-@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("home", ["west", "east"])
 def test_a_daemon_that_is_stopped_for_90_seconds(hosts: Networks, tmp_path: Path, home: str) -> None:

@@ -75,7 +75,7 @@ def fail_on(rank: int, failing: int) -> int:
     return rank
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_values_of_every_length_arrive_and_failures_are_told(world: int) -> None:
     for rank, found in enumerate(launch("tests.distributed.test_collectives:exchange", world)):
         assert not found["wrong"]
@@ -86,7 +86,7 @@ def test_values_of_every_length_arrive_and_failures_are_told(world: int) -> None
 
 def long_call(rank: int, world: int, seconds: float, fails: bool) -> Any:
     """Make a call that takes longer on rank 1 than ranks wait for each other."""
-    collectives.PATIENCE = 2.0
+    collectives.PATIENCE = 1.0
     team = Team()
 
     def call() -> int:
@@ -103,9 +103,9 @@ def long_call(rank: int, world: int, seconds: float, fails: bool) -> Any:
     return [found, team.gather(rank)]
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_call_that_takes_longer_than_ranks_wait(fails: bool) -> None:
-    assert launch("tests.distributed.test_collectives:long_call", 3, 5.0, fails) == [
+    assert launch("tests.distributed.test_collectives:long_call", 3, 2.5, fails) == [
         [0, [0, 1, 2]],
         ["no" if fails else 1, [0, 1, 2]],
         [2, [0, 1, 2]],

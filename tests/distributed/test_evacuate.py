@@ -50,6 +50,7 @@ def test_to_the_host_that_keeps_the_copies(hosts: Path) -> None:
     assert resume(hosts, ["north", "west"]) == [(13, True)] * 2
 
 
+@pytest.mark.long
 def test_to_a_host_that_had_no_copy_when_the_one_that_has_goes_as_well(hosts: Path) -> None:
     """East's copy is at West, and both shut down. North, which is named, gets a copy."""
     homes = ["east", "west", "north"]
@@ -61,6 +62,7 @@ def test_to_a_host_that_had_no_copy_when_the_one_that_has_goes_as_well(hosts: Pa
     assert resume(hosts, ["south", "middle", "north"]) == [(13, True)] * 3
 
 
+@pytest.mark.long
 def test_ray_takes_one_node(hosts: Path) -> None:
     """Other hosts count: the copy is not on that node."""
     said = die(hosts, ["east", "west"], notice=[13, 1, 60], lost=[0])
@@ -69,6 +71,7 @@ def test_ray_takes_one_node(hosts: Path) -> None:
     assert resume(hosts, ["north", "west"]) == [(13, True)] * 2
 
 
+@pytest.mark.long
 def test_ray_takes_both_nodes(hosts: Path) -> None:
     """Only the store counts, although each node has the other one's copy. It has all of it afterwards."""
     said = die(hosts, ["east", "west"], notice=[13, 2, 60], lost=[0, 1], store_stops_at=0)
@@ -78,6 +81,7 @@ def test_ray_takes_both_nodes(hosts: Path) -> None:
     assert resume(hosts, ["north", "south"]) == [(13, True)] * 2
 
 
+@pytest.mark.long
 def test_ray_takes_both_nodes_while_the_store_is_away(hosts: Path) -> None:
     """The copies are not called safe. The store may come back until the deadline."""
     said = die(hosts, ["east", "west"], notice=[13, 2, 4], lost=[])
@@ -87,6 +91,7 @@ def test_ray_takes_both_nodes_while_the_store_is_away(hosts: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+@pytest.mark.long
 def test_sigterm_with_a_grace_period_counts_the_copies(hosts: Path, kind: str) -> None:
     """Of the same state each rank takes the other's copy only if that one is dead, and sends nothing more."""
     job = {**GOES, "homes": ["east", "west"], "terminated_at": 13}

@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.usefixtures("usual_saver"), pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.usefixtures("usual_saver"),
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+]
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "lost_rank.py"
 STEPS = {"fsdp_transformer": 32, "moe": 64}
@@ -51,7 +56,6 @@ def test_the_memory_of_a_killed_rank_is_there() -> None:
     assert re.search(r"^experts' shares of the work before: 0: ", output, re.MULTILINE)
 
 
-@pytest.mark.long  # test_host_memory and test_networks lose hosts, too
 def test_a_host_that_is_gone_comes_back_from_the_store() -> None:
     output = lost_rank("fsdp_transformer", "--host")
     assert re.search(r"^1 lost +0 +[1-9]\d* ", output, re.MULTILINE), output

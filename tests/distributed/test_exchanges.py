@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
@@ -15,6 +16,8 @@ from scarctl.config import grouped
 from scarctl.distributed.collectives import Team
 from tests.distributed.jobs import Bowl
 from tests.distributed.launch import launch
+
+pytestmark = pytest.mark.long
 
 T = TypeVar("T")
 MOST = {"attach": 7, "resume": 14}

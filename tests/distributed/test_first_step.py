@@ -9,7 +9,7 @@ import pytest
 from tests.distributed.launch import launch
 
 
-@pytest.mark.parametrize("before", ["nothing", "a run of one process"])
+@pytest.mark.parametrize("before", [pytest.param("nothing", marks=pytest.mark.long), "a run of one process"])
 def test_what_keeps_one_rank_from_saving_is_raised_on_all(tmp_path: Path, before: str) -> None:
     if before != "nothing":
         launch("tests.distributed.jobs:descend", 1, str(tmp_path), 3, {})

@@ -32,8 +32,15 @@ def arenas(folder: Path, *, aside: bool = False) -> list[Path]:
     return [path for path in found if path.name.endswith(ASIDE) == aside]
 
 
-@pytest.mark.parametrize("daemon", [False, None])
-@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+@pytest.mark.parametrize(
+    ("kind", "daemon"),
+    [
+        ("fsdp", None),
+        pytest.param("fsdp", False, marks=pytest.mark.long),
+        pytest.param("ddp", None, marks=pytest.mark.long),
+        pytest.param("ddp", False, marks=pytest.mark.long),
+    ],
+)
 def test_two_ranks_swap_hosts(tmp_path: Path, kind: str, daemon: bool | None) -> None:
     settings = {"settings": {"daemon": daemon}}
     calm = tmp_path / "calm"
@@ -50,6 +57,7 @@ def test_two_ranks_swap_hosts(tmp_path: Path, kind: str, daemon: bool | None) ->
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.long
 def test_a_slow_move_does_not_end_the_start_of_the_ranks_that_stay(tmp_path: Path) -> None:
     """Ranks 0 and 1 swap hosts. Rank 2 waits for longer than it would wait for a rank that may be gone."""
     with pytest.raises(AssertionError, match="ended with -9"):
@@ -64,6 +72,7 @@ def test_a_slow_move_does_not_end_the_start_of_the_ranks_that_stay(tmp_path: Pat
     ]
 
 
+@pytest.mark.long
 def test_ranks_that_stay_find_their_own_memory(tmp_path: Path) -> None:
     cut_short("fsdp", tmp_path)
     found = launch(TRAIN, 2, "fsdp", str(tmp_path), 14, {"homes": HOMES})
@@ -72,6 +81,7 @@ def test_ranks_that_stay_find_their_own_memory(tmp_path: Path) -> None:
     ] * 2
 
 
+@pytest.mark.long
 def test_all_ranks_come_back_on_one_host(tmp_path: Path) -> None:
     cut_short("fsdp", tmp_path)
     found = launch(TRAIN, 2, "fsdp", str(tmp_path), 14, {"homes": ["east", "east"]})
@@ -80,6 +90,7 @@ def test_all_ranks_come_back_on_one_host(tmp_path: Path) -> None:
     assert {report["step"] for report in found} == {13}
 
 
+@pytest.mark.long
 def test_memory_of_a_line_that_was_left_is_not_brought(tmp_path: Path) -> None:
     """The memory is of a later step. The run has since continued from an earlier step, and saved that."""
     cut_short("fsdp", tmp_path)
@@ -92,6 +103,7 @@ def test_memory_of_a_line_that_was_left_is_not_brought(tmp_path: Path) -> None:
     assert all("peer" not in report["tiers"] for report in found)
 
 
+@pytest.mark.long
 def test_memory_that_is_damaged_or_does_not_fit_is_left_to_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,8 @@ import pytest
 from tests.distributed.launch import launch
 from tests.distributed.test_sessions import TRAIN, same, torchrun
 
+# test_owned_adapter has this mesh, test_sessions the failures.
+pytestmark = pytest.mark.long
 RANKS = 4
 """Ranks 0 and 2 hold one shard, ranks 1 and 3 the other."""
 
@@ -53,12 +55,10 @@ def test_a_killed_rank_loses_no_parameter_because_another_rank_holds_its_shard(
     assert (said["lost"], said["perturbation"]["value"], said["rework"]["iterations"]) == ([1], 0.0, 0.0)
 
 
-@pytest.mark.long
 def test_a_killed_rank_without_buffers_loses_nothing(tmp_path: Path) -> None:
     assert killed([1], tmp_path, "hsdp without buffers")["lost"] == []
 
 
-@pytest.mark.long
 def test_a_shard_whose_holders_all_die_goes_back_and_the_other_continues(tmp_path: Path, calm: Path) -> None:
     said = killed([1, 3], tmp_path)
     assert (said["lost"], said["steps"]) == ([1, 3], [13, 10, 13, 10])
@@ -66,7 +66,6 @@ def test_a_shard_whose_holders_all_die_goes_back_and_the_other_continues(tmp_pat
     assert not same(tmp_path / "end.pt", calm)
 
 
-@pytest.mark.long
 def test_recovering_a_rank_of_a_running_job_restores_what_it_owned_on_both_holders(tmp_path: Path) -> None:
     found = launch(TRAIN, RANKS, "hsdp", str(tmp_path), 13, {"recover": "rank:1"})
     assert [report["recovered"] > 0 for report in found] == [False, True, False, False]

@@ -55,6 +55,7 @@ def test_a_job_that_runs_here_is_not_disturbed(tmp_path: Path) -> None:
     job.close()
 
 
+@pytest.mark.long
 def test_a_lost_log_is_told_of(tmp_path: Path) -> None:
     folder = str(tmp_path)
     launch("tests.distributed.jobs:train", 2, "fsdp", folder, 6)

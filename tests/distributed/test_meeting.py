@@ -16,6 +16,7 @@ import pytest
 from scarctl.config import SessionSettings
 from scarctl.daemon.saver import DaemonSaver
 from scarctl.distributed import meeting as module
+from scarctl.distributed import presence
 from scarctl.distributed.credentials import Credentials
 from scarctl.distributed.host_address import digest_of_place, place_of
 from scarctl.distributed.meeting import Meeting
@@ -352,6 +353,7 @@ def test_a_look_that_fails_unexpectedly_does_not_end_the_thread(
 ) -> None:
     monkeypatch.setattr(module, "_LACKING", 0.01)
     monkeypatch.setattr(module, "_FIRST", 0.01)
+    monkeypatch.setattr(presence, "_FAULT", 0.01)
     failed: list[int] = []
 
     def links() -> list[dict[str, Any]]:

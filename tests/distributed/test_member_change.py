@@ -44,7 +44,10 @@ def after(store: Path | str, count: int, replaces: int | None, **options: Any) -
     return found
 
 
-@pytest.mark.parametrize(("old", "new"), [(2, 3), (3, 2), (1, 4), (4, 1), (2, 8)])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(2, 3), (3, 2), *(pytest.param(*counts, marks=pytest.mark.long) for counts in ((1, 4), (4, 1), (2, 8)))],
+)
 def test_each_row_comes_from_the_member_that_had_it(old: int, new: int, tmp_path: Path) -> None:
     rows = before(tmp_path / "s", old)
     assert after(tmp_path / "s", new, old) == rows
@@ -144,6 +147,7 @@ def test_a_member_that_waits_to_take_over_is_named_and_its_rows_stay(tmp_path: P
     assert after(tmp_path / "s", 4, 3) == [5] * 8 + [step + 1 for step in rows[8:]]
 
 
+@pytest.mark.long
 def test_back_to_the_number_before_and_on_to_another_one_at_half_way(tmp_path: Path) -> None:
     rows = before(tmp_path / "s", 4)
     run_member(tmp_path / "s", 1, 3, 5, replaces=4)  # rows 8 to 15, of the members 1 and 2
@@ -182,7 +186,7 @@ def test_a_member_that_still_runs_is_not_replaced(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.leaves_arena
-@pytest.mark.parametrize("lives", [False, True])
+@pytest.mark.parametrize("lives", [pytest.param(False, marks=pytest.mark.long), True])
 def test_one_waits_while_another_saves_what_earlier_ones_left(
     lives: bool, tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +223,7 @@ def test_one_waits_while_another_saves_what_earlier_ones_left(
         assert tries >= 40
 
 
+@pytest.mark.long
 def test_two_members_of_one_number(tmp_path: Path) -> None:
     before(tmp_path / "s", 2)
     state = state_of(1, 3)
@@ -248,6 +253,7 @@ def test_one_that_begins_while_its_shard_is_taken_over_is_fenced(tmp_path: Path)
 
 
 @pytest.mark.leaves_arena
+@pytest.mark.long
 def test_members_on_a_remote_store_are_fenced(s3_place: Any, tmp_path: Path) -> None:
     options = {"storage_options": s3_place.options, "daemon": False}
     before(s3_place.url, 2, **options)
@@ -364,6 +370,7 @@ def test_a_store_without_a_state_has_nothing_to_take_over(tmp_path: Path) -> Non
     assert run_member(tmp_path / "s", 2, 3, 0)[1] == [4] * 8
 
 
+@pytest.mark.long
 def test_the_command_names_them_members(tmp_path: Path) -> None:
     before(tmp_path / "s", 2)
     after(tmp_path / "s", 3, 2)

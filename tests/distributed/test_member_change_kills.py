@@ -45,7 +45,13 @@ def all_rows(store: Path | str, count: int, **options: Any) -> list[int]:
     return [step for number in range(count) for step in run_member(store, number, count, 0, **options)[1]]
 
 
-@pytest.mark.parametrize(("kill", "when"), POINTS)
+@pytest.mark.parametrize(
+    ("kill", "when"),
+    [
+        pytest.param(*point, marks=[pytest.mark.long] * (number % 4 != 1))
+        for number, point in enumerate(POINTS)
+    ],
+)
 def test_it_starts_again(kill: str, when: str, tmp_path: Path) -> None:
     """Member 1 of 3 takes over from both of the two, and is killed twice at the same point."""
     store = tmp_path / "s"
@@ -65,6 +71,7 @@ def test_it_starts_again(kill: str, when: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kill", "when"), POINTS[1::2])
+@pytest.mark.long
 def test_the_members_before_can_come_back(kill: str, when: str, tmp_path: Path) -> None:
     store = tmp_path / "s"
     prepared(store)
@@ -103,6 +110,7 @@ def test_a_rollback_takes_over_what_was_sealed(tmp_path: Path) -> None:
     assert all_rows(store, 2, replaces=3, after=2, daemon=False) == ROWS
 
 
+@pytest.mark.long
 def test_all_of_the_new_ones_start_at_one_moment(tmp_path: Path) -> None:
     store = tmp_path / "s"
     prepared(store)
@@ -116,6 +124,7 @@ def test_all_of_the_new_ones_start_at_one_moment(tmp_path: Path) -> None:
     assert found == [step + 1 for step in ROWS]
 
 
+@pytest.mark.long
 def test_in_the_care_of_the_daemon(tmp_path: Path, daemon_folder: Path) -> None:
     store = tmp_path / "s"
     prepared(store)
@@ -126,6 +135,7 @@ def test_in_the_care_of_the_daemon(tmp_path: Path, daemon_folder: Path) -> None:
     assert found == ROWS
 
 
+@pytest.mark.long
 def test_old_ones_that_are_frozen_on_another_host_are_fenced(s3_place: Place, tmp_path: Path) -> None:
     options: dict[str, Any] = {"storage_options": s3_place.options}
     hosts = [tmp_path / name for name in ("a", "b")]

@@ -19,6 +19,7 @@ from tests.support.waiting import wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.leaves_arena, pytest.mark.timeout(300)]
 
 
+@pytest.mark.long
 def test_a_host_dies_and_its_member_starts_on_another(alone: Hosts) -> None:
     """The store has had nothing for some time. What the other host lacks was copied in the last two intervals.
 
@@ -50,7 +51,7 @@ def test_a_host_dies_and_its_member_starts_on_another(alone: Hosts) -> None:
     assert verify(store, read_data=True).problems == []
 
 
-@pytest.mark.parametrize("tls", [False, True])
+@pytest.mark.parametrize("tls", [pytest.param(False, marks=pytest.mark.long), True])
 def test_after_a_flush_that_the_other_host_has_it_is_exact(alone: Hosts, tmp_path: Path, tls: bool) -> None:
     if tls:
         alone.options["peer_tls"] = Authority(tmp_path).host("any")
@@ -63,6 +64,7 @@ def test_after_a_flush_that_the_other_host_has_it_is_exact(alone: Hosts, tmp_pat
     assert found == {"step": head, "exact": True, "tiers": {"peer": ROWS + 1}, "torn": 0}
 
 
+@pytest.mark.long
 def test_a_host_without_tls_gets_nothing(alone: Hosts, tmp_path: Path) -> None:
     alone.options["peer_tls"] = Authority(tmp_path).host("any")
     two = alone.both()
@@ -76,6 +78,7 @@ def test_a_host_without_tls_gets_nothing(alone: Hosts, tmp_path: Path) -> None:
     assert older["tiers"].keys() == {"store"}, older
 
 
+@pytest.mark.long
 def test_a_member_that_is_stopped_at_a_flush_is_exact_elsewhere(two: Hosts) -> None:
     two.order(0, "stop store")
     two.until_head(0, "east", 10)
@@ -88,6 +91,7 @@ def test_a_member_that_is_stopped_at_a_flush_is_exact_elsewhere(two: Hosts) -> N
     assert two.end(0) == 0
 
 
+@pytest.mark.long
 def test_a_member_whose_process_died_fetches_its_own_memory(two: Hosts) -> None:
     """Its host lives. The memory there is newer than the copy of it."""
     two.order(0, "stop store")
@@ -99,6 +103,7 @@ def test_a_member_whose_process_died_fetches_its_own_memory(two: Hosts) -> None:
     assert found["tiers"].keys() <= {"peer", "store"}, "a dead process's daemon may save it meanwhile"
 
 
+@pytest.mark.long
 def test_a_member_that_comes_back_to_its_host_has_its_own_memory(two: Hosts) -> None:
     for _ in range(2):
         two.order(0, "stop store")
@@ -110,6 +115,7 @@ def test_a_member_that_comes_back_to_its_host_has_its_own_memory(two: Hosts) -> 
     assert two.copies_on("west") == [Store.open(two.store).of_shard(0).run_id]
 
 
+@pytest.mark.long
 def test_a_member_goes_to_another_host_and_back(two: Hosts) -> None:
     """What its first host still has of its own is older than the copy, wherever that is."""
     two.kill(0)
@@ -124,6 +130,7 @@ def test_a_member_goes_to_another_host_and_back(two: Hosts) -> None:
     assert found["tiers"].keys() == {"memory" if here else "peer"}, found
 
 
+@pytest.mark.long
 def test_two_copies_survive_two_hosts(alone: Hosts) -> None:
     alone.count = 3
     alone.options |= {"peers": 2, "peer_ack": "all"}
@@ -142,6 +149,7 @@ def test_two_copies_survive_two_hosts(alone: Hosts) -> None:
         assert found["step"] >= heads[number]
 
 
+@pytest.mark.long
 def test_copies_of_members_that_are_replaced(alone: Hosts) -> None:
     """What only copies have is taken over. They are never taken for memory of the new members."""
     alone.options["divided"] = 48

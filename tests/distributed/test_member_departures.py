@@ -28,6 +28,7 @@ def scarctl_command(*words: str) -> Result:
     return CliRunner().invoke(cli, words)
 
 
+@pytest.mark.long
 def test_an_evacuation_brings_a_member_to_the_other_host(two: Hosts) -> None:
     two.order(0, "stop store")
     found = two.order(0, "evacuate", 20.0, "west")["answer"]
@@ -39,6 +40,7 @@ def test_an_evacuation_brings_a_member_to_the_other_host(two: Hosts) -> None:
 
 
 @pytest.mark.parametrize("store_is_away", [True, False])
+@pytest.mark.long
 def test_the_host_that_is_named_dies_during_the_evacuation(alone: Hosts, store_is_away: bool) -> None:
     """Its daemon has accepted the connection, and dies with the host. Only the store counts then, if it is there."""
     alone.count = 3
@@ -75,6 +77,7 @@ def test_the_host_that_is_named_dies_during_the_evacuation(alone: Hosts, store_i
     assert (begun["step"], begun["exact"], begun["tiers"].keys()) == (head, True, {"peer"})
 
 
+@pytest.mark.long
 def test_the_command_evacuates_members(two: Hosts) -> None:
     two.order(0, "stop store")
     done = scarctl_command("evacuate", "--deadline", "20s", "--arena-dir", str(two.home("east")), "--json")
@@ -84,6 +87,7 @@ def test_the_command_evacuates_members(two: Hosts) -> None:
     assert store["processes"][0]["peers"] == [two.records()["west"].host]
 
 
+@pytest.mark.long
 def test_after_sigterm_a_member_has_time_to_reach_the_other_host(alone: Hosts) -> None:
     alone.options["grace"] = "20s"
     two = alone.both()
@@ -97,6 +101,7 @@ def test_after_sigterm_a_member_has_time_to_reach_the_other_host(alone: Hosts) -
 
 
 @pytest.mark.parametrize("by", ["signal", "command"])
+@pytest.mark.long
 def test_a_server_that_waits_for_requests_loses_nothing_with_its_host(alone: Hosts, by: str) -> None:
     """The store gets nothing; the other host has its newest step, which came after the newest checkpoint."""
     alone.options |= {"blocks": True, "interval": 1000, "grace": "20s" if by == "signal" else None}
@@ -135,6 +140,7 @@ def test_a_lost_member_is_recovered_into_a_file_from_the_copy(two: Hosts, tmp_pa
     assert (load_file(output)["rows@0"] == head).all()
 
 
+@pytest.mark.long
 def test_a_command_gives_its_member_copies(alone: Hosts, tmp_path: Path) -> None:
     """As with ranks: `scarctl run --peers 1`."""
     alone.start(1, "west")

@@ -20,7 +20,12 @@ OTHERS = [number for number in range(WORLD) if number != VICTIM]
 
 
 @pytest.mark.parametrize(
-    "kills", [5, *(pytest.param(25, marks=pytest.mark.long, id=f"25-{part}") for part in range(4))]
+    "kills",
+    [
+        2,
+        pytest.param(5, marks=pytest.mark.long),
+        *(pytest.param(25, marks=pytest.mark.long, id=f"25-{part}") for part in range(4)),
+    ],
 )
 def test_a_member_that_is_killed_again_and_again_is_its_own_affair(
     kills: int, tmp_path: Path, arena_dir: Path
@@ -55,7 +60,7 @@ def test_a_member_that_is_killed_again_and_again_is_its_own_affair(
     assert verify(store, read_data=True).problems == []
 
 
-@pytest.mark.parametrize("attempts", [1, pytest.param(5, marks=pytest.mark.long)])
+@pytest.mark.parametrize("attempts", [pytest.param(5, marks=pytest.mark.long)])
 def test_eight_first_starts_at_one_moment(attempts: int, tmp_path: Path) -> None:
     for attempt in range(attempts):
         with Members(tmp_path / f"s{attempt}", tmp_path / f"told{attempt}", WORLD) as members:
@@ -69,6 +74,7 @@ def test_eight_first_starts_at_one_moment(attempts: int, tmp_path: Path) -> None
         assert epochs(store) == dict.fromkeys(range(WORLD), 1)
 
 
+@pytest.mark.long
 def test_a_frozen_member_is_fenced_by_its_successor(s3_place: Place, tmp_path: Path) -> None:
     """Start on another host: on its own host the frozen member still has its memory."""
     hosts = [tmp_path / name for name in ("a", "b")]
@@ -95,6 +101,7 @@ def test_a_frozen_member_is_fenced_by_its_successor(s3_place: Place, tmp_path: P
     assert verify(store, read_data=True).problems == []
 
 
+@pytest.mark.long
 def test_a_second_one_on_this_host_waits_for_the_frozen_ones_end(tmp_path: Path) -> None:
     with Members(tmp_path / "s", tmp_path / "told", 2) as members:
         members.start([0, 1])
@@ -114,6 +121,7 @@ def test_a_second_one_on_this_host_waits_for_the_frozen_ones_end(tmp_path: Path)
     assert epochs(Store.open(tmp_path / "s")) == {0: 1, 1: 2}
 
 
+@pytest.mark.long
 def test_a_member_is_killed_in_the_care_of_the_daemon(tmp_path: Path, daemon_folder: Path) -> None:
     with Members(tmp_path / "s", tmp_path / "told", 3) as members:
         members.start(range(3))

@@ -15,7 +15,7 @@ from tests.support.forkserver import Program
 from tests.support.networks import Networks, Unavailable, networks
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.leaves_arena, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.long, pytest.mark.leaves_arena, pytest.mark.timeout(400)]
 HOMES = ("east", "west", "north")
 STORE = len(HOMES)
 """The host of the store."""

@@ -95,6 +95,7 @@ def test_what_hosts_write_about_themselves(two: Hosts) -> None:
     assert len(list((Path(two.store) / HOSTS).glob("*.json"))) == 2
 
 
+@pytest.mark.long
 def test_several_members_of_one_host_write_one_record(alone: Hosts) -> None:
     alone.count = 3
     for number, home in enumerate(("east", "east", "west")):
@@ -106,6 +107,7 @@ def test_several_members_of_one_host_write_one_record(alone: Hosts) -> None:
     assert len(alone.copies_on("east")) == 1
 
 
+@pytest.mark.long
 def test_hostile_records_cost_nothing(alone: Hosts) -> None:
     """Garbage, a huge file, an address that accepts and never answers, one that is gone, and one of nobody."""
     Store.create(alone.store, rows={"rows": 1})
@@ -130,6 +132,7 @@ def test_hostile_records_cost_nothing(alone: Hosts) -> None:
         assert alone.end(0) == alone.end(1) == 0
 
 
+@pytest.mark.long
 def test_a_record_of_a_host_that_is_gone_does_not_hinder(two: Hosts) -> None:
     """Its record is there for a day, and so are replicas on other hosts."""
     before = two.records()["west"]
@@ -143,6 +146,7 @@ def test_a_record_of_a_host_that_is_gone_does_not_hinder(two: Hosts) -> None:
     two.until_copied(0, "east")
 
 
+@pytest.mark.long
 def test_the_record_follows_a_daemon_that_is_replaced(two: Hosts) -> None:
     """Another process has taken its port meanwhile."""
     before = two.records()["west"]
@@ -162,6 +166,7 @@ def test_the_record_follows_a_daemon_that_is_replaced(two: Hosts) -> None:
     assert found["step"] >= head
 
 
+@pytest.mark.long
 def test_the_store_goes_away_and_comes_back(two: Hosts) -> None:
     """Training and copies continue. A caveat says that this host cannot be found."""
     store, away = Path(two.store), Path(two.store).with_name("away")
@@ -176,6 +181,7 @@ def test_the_store_goes_away_and_comes_back(two: Hosts) -> None:
     assert two.end(0) == two.end(1) == 0
 
 
+@pytest.mark.long
 def test_without_another_host_a_warning_says_so_until_one_has_a_copy(alone: Hosts) -> None:
     alone.options["seconds"] |= {"_ALONE": 1.0}
     alone.start(0, "east")
@@ -192,19 +198,21 @@ def test_without_another_host_a_warning_says_so_until_one_has_a_copy(alone: Host
     assert sum(line.startswith(text) for line in alone.warned(0)) == 1
 
 
+@pytest.mark.long
 def test_inspect_and_status_name_the_hosts(two: Hosts) -> None:
     def copies(home: str) -> list[Any]:
         lines = survey(Store.open(two.store), str(two.home(home))).ranks
         return [(line.replica_of or "", list(line.copies)) for line in lines]
 
     # Both members commit meanwhile, and their stores write indexes, which end the records before them.
-    for _ in range(60):
+    for _ in range(15):
         east, west = copies("east"), copies("west")
         assert "west" in str(east[0][1])
         assert "east" in str(west[1][1])
         assert ["west" in east[1][0], "east" in west[0][0]] == [True, True]
 
 
+@pytest.mark.long
 def test_a_forked_child_has_no_thread_and_changes_nothing(two: Hosts) -> None:
     names = two.order(0, "fork")["answer"]
     assert "scarctl-hosts" not in names
@@ -212,6 +220,7 @@ def test_a_forked_child_has_no_thread_and_changes_nothing(two: Hosts) -> None:
     assert two.run_of(0, "east")["peers"]
 
 
+@pytest.mark.long
 def test_a_run_that_ends_leaves_no_copy(two: Hosts) -> None:
     assert two.end(0) == two.end(1) == 0
     wait_until(lambda: two.copies_on("east") == two.copies_on("west") == [])

@@ -203,6 +203,7 @@ def test_a_copied_store_is_a_store_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_members_share_a_store_on_s3(s3_place: Any) -> None:
     options = {"storage_options": s3_place.options}
     for steps in (3, 5):

@@ -30,6 +30,8 @@ from tests.support.networks import CONTROL, Networks, Unavailable, networks, out
 from tests.support.places import KEY, SECRET
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.long
+
 TRAIN = "tests.distributed.paced:train"
 HOMES, ELSEWHERE = ["east", "west", "north"], ["there", "west", "north"]
 INTERVAL = 5

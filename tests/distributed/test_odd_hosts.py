@@ -30,6 +30,8 @@ from tests.support.forkserver import Program
 from tests.support.waiting import wait_until
 
 __all__ = ["hosts"]
+# test_replicas loses the usual host.
+pytestmark = pytest.mark.long
 TRAIN = "tests.distributed.hosted:train"
 STOPPED = {"store_stops_at": 7, "flush_at": 13, "copied_at": 13, "all_die_at": 13, "host_dies": 0}
 """The store has nothing after step 7, memory has step 13, and rank 0's host is lost."""

@@ -24,6 +24,8 @@ from tests.distributed.jobs import load
 from tests.distributed.launch import launch
 from tests.distributed.test_replicas import calm
 
+pytestmark = pytest.mark.long
+
 __all__ = ["calm"]
 TRAIN = "tests.distributed.hosted:train"
 HOMES, ELSEWHERE = ["east", "west"], ["north", "south"]

@@ -46,6 +46,7 @@ def needles(hexadecimal: str) -> list[str]:
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["from a file, with TLS", "drawn"])
+@pytest.mark.long
 def test_no_secret_shows(
     hosts: Path, secret: Path, tmp_path_factory: pytest.TempPathFactory, given: bool
 ) -> None:

@@ -15,7 +15,12 @@ ALONE = "tests.distributed.replaced:alone"
 
 
 @pytest.mark.parametrize(
-    ("kind", "swapped", "behind"), [("ddp", [1], False), ("fsdp", [0, 1], False), ("fsdp", [0, 1], True)]
+    ("kind", "swapped", "behind"),
+    [
+        ("ddp", [1], False),
+        pytest.param("fsdp", [0, 1], False, marks=pytest.mark.long),
+        pytest.param("fsdp", [0, 1], True, marks=pytest.mark.long),
+    ],
 )
 def test_other_weights_in_place_of_the_trained_ones_are_said(
     tmp_path: Path, kind: str, swapped: list[int], behind: bool
@@ -28,6 +33,7 @@ def test_other_weights_in_place_of_the_trained_ones_are_said(
 
 
 @pytest.mark.parametrize(("averaged", "exact"), [([0, 1], True), ([1], False)])
+@pytest.mark.long
 def test_extras_that_change_without_a_step(tmp_path: Path, averaged: list[int], exact: bool) -> None:
     """If a rank has saved other extras since, its state no longer belongs to that of the others."""
     launch(FLUSHED, 2, "fsdp", str(tmp_path), [], averaged)
@@ -37,7 +43,7 @@ def test_extras_that_change_without_a_step(tmp_path: Path, averaged: list[int], 
         assert exact or "saved several times" in "; ".join(one["reasons"])
 
 
-@pytest.mark.parametrize("ranks", [[], [1]])
+@pytest.mark.parametrize("ranks", [pytest.param([], marks=pytest.mark.long), [1]])
 def test_replicas_that_diverge_are_said(tmp_path: Path, ranks: list[int]) -> None:
     found = launch(DIVERGED, 2, str(tmp_path), ranks)
     assert ["ranks-differ" in kinds for kinds in found] == [bool(ranks)] * 2
@@ -47,6 +53,7 @@ def test_replicas_that_diverge_are_said(tmp_path: Path, ranks: list[int]) -> Non
         assert not ranks or any("ranks have different values" in reason for reason in one["reasons"])
 
 
+@pytest.mark.long
 def test_replicas_that_agree_again_are_believed_and_the_report_keeps_both(tmp_path: Path) -> None:
     for differed, events in launch(AGREEING, 2, str(tmp_path)):
         assert any(differed)
@@ -55,10 +62,12 @@ def test_replicas_that_agree_again_are_believed_and_the_report_keeps_both(tmp_pa
     assert all(one["exact"] for one in launch(RESUMED, 2, "ddp", str(tmp_path)))
 
 
+@pytest.mark.long
 def test_replicas_that_all_ranks_clip_after_a_step_are_equal(tmp_path: Path) -> None:
     assert ["ranks-differ" in kinds for kinds in launch(DIVERGED, 2, str(tmp_path), [], True)] == [False] * 2
 
 
+@pytest.mark.long
 def test_a_param_group_of_one_rank_alone_makes_no_rank_wait(tmp_path: Path) -> None:
     first, second = launch(REGROUPED, 2, str(tmp_path), [1])
     assert first["error"] == ""
@@ -68,6 +77,7 @@ def test_a_param_group_of_one_rank_alone_makes_no_rank_wait(tmp_path: Path) -> N
     assert all(one["step"] == 8 and not one["exact"] for one in found), found
 
 
+@pytest.mark.long
 def test_other_param_groups_of_one_rank_alone_are_refused_by_all_at_once(tmp_path: Path) -> None:
     launch(REGROUPED, 2, str(tmp_path), [])
     found = launch(RESUMED, 2, "ddp", str(tmp_path), [1])
@@ -75,6 +85,7 @@ def test_other_param_groups_of_one_rank_alone_are_refused_by_all_at_once(tmp_pat
     assert all(one["seconds"] < 60 for one in found)
 
 
+@pytest.mark.long
 def test_a_rank_that_saves_alone_says_that_another_number_of_ranks_continues(tmp_path: Path) -> None:
     launch(ALONE, 2, str(tmp_path), 5)
     (found, *_) = launch(ALONE, 3, str(tmp_path), 8)

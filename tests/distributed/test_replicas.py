@@ -64,6 +64,7 @@ def test_all_die_and_one_host_is_lost(hosts: Path, calm: Any, monkeypatch: pytes
     assert same(load(Path(end)), calm("fsdp"))
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_waits_for_peers_survives_the_host(hosts: Path, calm: Any) -> None:
     """The call waits for nothing else: the other host has everything when it returns."""
     job = {**STOPPED, "settings": {"peer_ack": "all"}, "wait_at": 13, "all_die_at": 13}
@@ -76,6 +77,7 @@ def test_a_checkpoint_that_waits_for_peers_survives_the_host(hosts: Path, calm: 
     assert same(load(Path(end)), calm("fsdp"))
 
 
+@pytest.mark.long
 def test_a_checkpoint_whose_peers_are_late_says_what_is_safe(hosts: Path) -> None:
     job = {"homes": HOMES, "settings": {"timeout": 0.5}, "peers_stop_at": 6, "wait_at": 7}
     found = launch(TRAIN, 2, "fsdp", str(hosts), 8, job)
@@ -87,6 +89,7 @@ def test_a_checkpoint_whose_peers_are_late_says_what_is_safe(hosts: Path) -> Non
         assert report["errors"] == 0
 
 
+@pytest.mark.long
 def test_copies_are_found_without_keeping_new_ones(hosts: Path) -> None:
     """Everything is restored on the remaining host, without `peers` in the settings."""
     job = {**STOPPED, "flush_at": 13, "copied_at": 13, "all_die_at": 13}
@@ -97,6 +100,7 @@ def test_copies_are_found_without_keeping_new_ones(hosts: Path) -> None:
     assert not list(hosts.rglob(OWNER)), "what was taken is a replica no more"
 
 
+@pytest.mark.long
 def test_another_number_of_ranks_takes_over_what_copies_have(hosts: Path) -> None:
     """East's memory is lost, and West has both: its own, and the copy. The store has none of it."""
     job = {**STOPPED, "flush_at": 13, "copied_at": 13, "all_die_at": 13}
@@ -106,6 +110,7 @@ def test_another_number_of_ranks_takes_over_what_copies_have(hosts: Path) -> Non
     assert [(report["step"], report["whole"], report["exact"]) for report in found] == [(13, True, False)] * 3
 
 
+@pytest.mark.long
 def test_an_original_comes_before_its_copy(hosts: Path) -> None:
     """Both hosts are up, and the original is newer than the copy: another number of ranks takes over the original."""
     job = {**STOPPED, "copied_at": 9, "peers_stop_at": 9, "flush_at": 13, "all_die_at": 13, "host_dies": None}
@@ -115,6 +120,7 @@ def test_an_original_comes_before_its_copy(hosts: Path) -> None:
     assert [(report["step"], report["whole"], report["exact"]) for report in found] == [(13, True, False)] * 3
 
 
+@pytest.mark.long
 def test_a_survivor_brings_the_copy_of_a_lost_host_to_the_newest_step(hosts: Path, calm: Any) -> None:
     job = {**STOPPED, "copied_at": 11, "dies_at": 13}
     with pytest.raises(AssertionError, match="ended with -9"):
@@ -125,6 +131,7 @@ def test_a_survivor_brings_the_copy_of_a_lost_host_to_the_newest_step(hosts: Pat
     assert same(load(Path(end)), calm("ddp"))
 
 
+@pytest.mark.long
 def test_a_state_that_all_ranks_have_is_exact_if_the_lost_host_had_saved_this_step(hosts: Path) -> None:
     """What no other rank has of the dead rank, its random numbers, is in the copy."""
     job = {**STOPPED, "settings": {"peer_ack": "all"}, "wait_at": 13, "dies_at": 13}
@@ -134,6 +141,7 @@ def test_a_state_that_all_ranks_have_is_exact_if_the_lost_host_had_saved_this_st
     assert [(report["step"], report["exact"]) for report in found] == [(13, True)] * 2
 
 
+@pytest.mark.long
 def test_a_daemon_that_dies_is_replaced_and_keeps_what_it_kept(hosts: Path) -> None:
     job = {
         **STOPPED,
@@ -153,6 +161,7 @@ def test_a_daemon_that_dies_is_replaced_and_keeps_what_it_kept(hosts: Path) -> N
     )
 
 
+@pytest.mark.long
 def test_a_run_that_ends_well_leaves_no_copies(hosts: Path) -> None:
     found = launch(TRAIN, 2, "fsdp", str(hosts), 12, {"homes": HOMES, "copied_at": 12})
     assert ["up to date" in peer for report in found for peer in report["peers"]] == [True, True]
@@ -163,6 +172,7 @@ def test_a_run_that_ends_well_leaves_no_copies(hosts: Path) -> None:
     assert [name for name in left if name not in ("daemon.lock", "daemon.log")] == []
 
 
+@pytest.mark.long
 def test_copies_are_compared_with_the_store(hosts: Path) -> None:
     """Copies of versions that the store has are compared: a differing byte is found, and nothing else."""
     found = launch(TRAIN, 2, "fsdp", str(hosts), 12, {"homes": HOMES, "copied_at": 12, "verify": True})
@@ -180,6 +190,7 @@ def test_copies_are_compared_with_the_store(hosts: Path) -> None:
         assert own["damaged"] == 0
 
 
+@pytest.mark.long
 def test_one_host_is_no_place_for_copies(hosts: Path) -> None:
     found = launch(TRAIN, 2, "fsdp", str(hosts), 6, {"homes": ["east", "east"]})
     for report in found:
@@ -187,6 +198,7 @@ def test_one_host_is_no_place_for_copies(hosts: Path) -> None:
         assert any("it is on no other host" in text for text in report["warned"])
 
 
+@pytest.mark.long
 def test_nothing_listens_unless_asked_for(hosts: Path) -> None:
     launch(TRAIN, 2, "fsdp", str(hosts), 6, {"homes": HOMES, "settings": {"peers": 0}})
     for home in HOMES:

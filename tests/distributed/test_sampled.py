@@ -10,6 +10,8 @@ import pytest
 
 from tests.distributed.launch import torchrun
 
+pytestmark = pytest.mark.long
+
 NEVER = 99
 
 
@@ -37,7 +39,6 @@ def test_what_others_saved_for_a_dead_rank_is_not_called_exact(tmp_path: Path) -
 
 
 @pytest.mark.leaves_arena
-@pytest.mark.long
 def test_by_hand_it_begins_the_epoch_again_and_says_so(tmp_path: Path) -> None:
     found = job(tmp_path / "killed", "by-hand", 6, "01")
     assert "not the one that came next" in " ".join(found[0]["reasons"] + found[1]["reasons"])

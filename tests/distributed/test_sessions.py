@@ -50,7 +50,9 @@ def uninterrupted(tmp_path: Path) -> Any:
     return run
 
 
-@pytest.mark.parametrize(("kind", "others"), [("ddp", ["fsdp", 3]), ("fsdp", ["ddp", 2])])
+@pytest.mark.parametrize(
+    ("kind", "others"), [pytest.param("ddp", ["fsdp", 3], marks=pytest.mark.long), ("fsdp", ["ddp", 2])]
+)
 def test_a_job_goes_on_exactly_and_others_that_divide_it_in_another_way_take_over_its_whole_state(
     kind: str, others: tuple[str, int], tmp_path: Path, uninterrupted: Any
 ) -> None:
@@ -82,6 +84,7 @@ def is_whole_because(why: str, found: list[dict[str, Any]]) -> bool:
     )
 
 
+@pytest.mark.long
 def test_one_process_continues_exactly_what_one_process_has_saved(tmp_path: Path) -> None:
     folder = str(tmp_path)
     launch(TRAIN, 1, "plain", folder, 5)
@@ -110,6 +113,7 @@ def test_losing_a_rank_loses_only_what_it_owned(tmp_path: Path) -> None:
     assert found[0]["ranks"]["perturbation"]["value"] > 0
 
 
+@pytest.mark.long
 def test_what_others_hold_too_is_not_lost_with_its_owner(tmp_path: Path, uninterrupted: Any) -> None:
     options = [{"die": 1, "die_at": 13, "settings": {"daemon": None}}, {"keep": str(tmp_path / "end.pt")}]
     found = torchrun("ddp", 2, tmp_path, 17, options)
@@ -119,6 +123,7 @@ def test_what_others_hold_too_is_not_lost_with_its_owner(tmp_path: Path, uninter
     assert same(tmp_path / "end.pt", uninterrupted("ddp", 17))
 
 
+@pytest.mark.long
 def test_copies_go_on_alike_when_a_rank_loses_what_only_it_has(tmp_path: Path) -> None:
     found = torchrun("experts", 2, tmp_path, 20, [{"die": 1, "die_at": 13}, {}])
     assert found[0]["ranks"]["lost"] == [1]
@@ -127,6 +132,7 @@ def test_copies_go_on_alike_when_a_rank_loses_what_only_it_has(tmp_path: Path) -
     assert found[0]["rate"] == found[1]["rate"]
 
 
+@pytest.mark.long
 def test_a_job_that_could_not_begin_can_be_started_again(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="No such file or directory"):
         launch(TRAIN, 2, "fsdp", str(tmp_path), 5, {"settings": {"arena_dir": f"{tmp_path}/none/x"}})
@@ -134,6 +140,7 @@ def test_a_job_that_could_not_begin_can_be_started_again(tmp_path: Path) -> None
     assert {report["head"] for report in found} == {5}
 
 
+@pytest.mark.long
 def test_ranks_keep_one_interval_that_the_slowest_sets(tmp_path: Path) -> None:
     found = launch(
         TRAIN, 2, "fsdp", str(tmp_path), 120, {"settings": {"interval": "auto", "overhead": 1.0}, "slow": 1}
@@ -145,6 +152,7 @@ def test_ranks_keep_one_interval_that_the_slowest_sets(tmp_path: Path) -> None:
     assert {report["errors"] for report in found} == {0}
 
 
+@pytest.mark.long
 def test_death_in_a_checkpoint_then_while_resuming_then_again(tmp_path: Path) -> None:
     options = [
         {"die": 0, "die_in": "checkpoint"},
@@ -159,6 +167,7 @@ def test_death_in_a_checkpoint_then_while_resuming_then_again(tmp_path: Path) ->
     assert {report["errors"] for report in found} == {0}
 
 
+@pytest.mark.long
 def test_a_rank_that_owns_nothing_goes_on_with_the_others(tmp_path: Path) -> None:
     folder = str(tmp_path)
     launch(TRAIN, 2, "one tensor", folder, 7)
@@ -173,6 +182,7 @@ def test_a_rank_that_owns_nothing_goes_on_with_the_others(tmp_path: Path) -> Non
     assert found[0]["ranks"]["lost"] == []
 
 
+@pytest.mark.long
 def test_death_before_anything_was_saved(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         launch(TRAIN, 2, "ddp", str(tmp_path), 5, {"die": 1, "die_in": "begin"})
@@ -181,6 +191,7 @@ def test_death_before_anything_was_saved(tmp_path: Path) -> None:
     assert [(report["step"], report["head"], report["errors"]) for report in found] == [(0, 5, 0)] * 2
 
 
+@pytest.mark.long
 def test_all_ranks_dead_and_one_host_gone(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="-9"):
         launch(TRAIN, 2, "fsdp", str(tmp_path), 20, {"drained_at": [7], "die": "all", "die_at": 13})
@@ -192,6 +203,7 @@ def test_all_ranks_dead_and_one_host_gone(tmp_path: Path) -> None:
     assert not found[0]["exact"]
 
 
+@pytest.mark.long
 def test_fewer_ranks_take_over_what_survivors_have_in_memory(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="-9"):
         launch(TRAIN, 3, "fsdp", str(tmp_path), 20, {"die": 2, "die_at": 13})
@@ -201,6 +213,7 @@ def test_fewer_ranks_take_over_what_survivors_have_in_memory(tmp_path: Path) -> 
     assert not (list((tmp_path / "arena").glob("scarctl-*/*"))), "all of it is in the store"
 
 
+@pytest.mark.long
 def test_a_snapshot_is_of_all_ranks_and_can_be_gone_back_to(tmp_path: Path) -> None:
     folder = str(tmp_path)
     launch(TRAIN, 2, "fsdp", folder, 8, {"snapshot_at": 8, "keep": f"{folder}/kept.pt"})
@@ -214,6 +227,7 @@ def test_a_snapshot_is_of_all_ranks_and_can_be_gone_back_to(tmp_path: Path) -> N
     assert same(tmp_path / "moved.pt", tmp_path / "kept.pt")
 
 
+@pytest.mark.long
 def test_a_rollback_goes_to_what_all_ranks_can_read(tmp_path: Path) -> None:
     folder = str(tmp_path)
     # A snapshot, because a quick collector deletes states older than the newest sealed one.
@@ -231,6 +245,7 @@ def test_a_rollback_goes_to_what_all_ranks_can_read(tmp_path: Path) -> None:
     assert same(tmp_path / "back.pt", tmp_path / "kept.pt")
 
 
+@pytest.mark.long
 def test_recovering_a_rank_of_a_running_job_changes_that_rank_alone(tmp_path: Path) -> None:
     found = launch(TRAIN, 2, "fsdp", str(tmp_path), 13, {"recover": "rank:1"})
     assert found[0]["recovered"] == 0
@@ -254,6 +269,7 @@ LOSSES: dict[str, tuple[Any, list[int]]] = {
 """What is lost, and the number of partitions of each of two ranks."""
 
 
+@pytest.mark.long
 def test_what_is_lost_is_named_alike_among_ranks_and_alone(tmp_path: Path) -> None:
     lose = "tests.distributed.jobs:lose"
     losses = [lost for lost, _ in LOSSES.values()]
@@ -277,6 +293,7 @@ def test_what_is_lost_is_named_alike_among_ranks_and_alone(tmp_path: Path) -> No
     assert hints == ["known names are 'a', 'b', 'a,b'", "the only shard is 0", "the only rank is 0"]
 
 
+@pytest.mark.long
 def test_all_ranks_predict_the_same_cost_of_a_loss(tmp_path: Path) -> None:
     descend, folder = "tests.distributed.jobs:descend", str(tmp_path)
     # An odd number: without a checkpoint at the last step no copy is as new as the live values. The store has
@@ -302,6 +319,7 @@ def test_all_ranks_predict_the_same_cost_of_a_loss(tmp_path: Path) -> None:
     assert 0 <= found[0]["ranks"]["rework"]["iterations"] < 20
 
 
+@pytest.mark.long
 def test_each_rank_extrapolates_its_own_part(tmp_path: Path) -> None:
     found = launch("tests.distributed.jobs:drift", 2, str(tmp_path))
     other, lost = (one["report"] for one in found)
@@ -321,10 +339,14 @@ def test_each_rank_extrapolates_its_own_part(tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"settings": {"fraction": 0.5}}, "usage: rank 1 has another fraction"),
-        ({"model": {"width": 41}}, "usage: "),
-        ({"settings": {"interval": 7}}, "usage: rank 1 has another interval"),
-        ({"settings": {"tracker": "sampled"}}, "usage: rank 1 has another tracker"),
-        ({"store": "elsewhere"}, "usage: rank 1 has another store"),
+        pytest.param({"model": {"width": 41}}, "usage: ", marks=pytest.mark.long),
+        pytest.param(
+            {"settings": {"interval": 7}}, "usage: rank 1 has another interval", marks=pytest.mark.long
+        ),
+        pytest.param(
+            {"settings": {"tracker": "sampled"}}, "usage: rank 1 has another tracker", marks=pytest.mark.long
+        ),
+        pytest.param({"store": "elsewhere"}, "usage: rank 1 has another store", marks=pytest.mark.long),
         ({"absent": True}, "rank-missing: not all 2 ranks joined within 3 s: rank 1 is missing"),
     ],
 )
@@ -340,6 +362,7 @@ def test_ranks_that_do_not_fit_together_are_refused_on_all_of_them(
     assert not (tmp_path / "store" / "shards").exists() or not Store.open(tmp_path / "store").shards()
 
 
+@pytest.mark.long
 def test_a_running_job_does_what_it_is_asked_for_on_all_ranks_after_the_same_step(tmp_path: Path) -> None:
     env = {
         **environment(0, 2, 0),

@@ -9,6 +9,8 @@ import pytest
 from tests.distributed.launch import launch
 from tests.distributed.thawed import STEPS, THAWN
 
+pytestmark = pytest.mark.long
+
 BEFORE, AFTER = "tests.distributed.thawed:before", "tests.distributed.thawed:after"
 
 

@@ -29,7 +29,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[1:])]
+)
 def test_a_failure_and_all_ways_back(name: str) -> None:
     study = Study(
         workload=f"examples.beyond.workloads:{name}", interval=8, iterations=12, fail_after=9,

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("usual_saver")
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
+@pytest.mark.long
 def test_all_ways_see_the_same_losses(tmp_path: Path) -> None:
     # The test waits a hundred times until all is durable: in memory that takes no time.
     memory = Path("/dev/shm")

@@ -70,7 +70,9 @@ def metadata() -> Iterator[str]:
         thread.join()
 
 
-@pytest.mark.parametrize("cloud", ["aws", "gcp", "azure"])
+@pytest.mark.parametrize(
+    "cloud", ["aws", *(pytest.param(one, marks=pytest.mark.long) for one in ("gcp", "azure"))]
+)
 @pytest.mark.usefixtures("daemon_folder")
 def test_a_clouds_notice(tmp_path: Path, metadata: str, cloud: str) -> None:
     with Forked(lambda tell: trains(tmp_path / "store", tell)) as child:
@@ -95,7 +97,7 @@ scarctl() { "$PYTHON" -m scarctl "$@" --json; }
 """
 
 
-@pytest.mark.parametrize("options", ["", "set -eu"])
+@pytest.mark.parametrize("options", [pytest.param("", marks=pytest.mark.long), "set -eu"])
 @pytest.mark.usefixtures("daemon_folder")
 def test_slurms_signal_to_the_batch_script(tmp_path: Path, options: str) -> None:
     """The recipe of the page runs in a real shell, which gets a real USR1. Then its training fails."""
@@ -124,7 +126,9 @@ def test_slurms_signal_to_the_batch_script(tmp_path: Path, options: str) -> None
         child.signal(signal.SIGKILL)
 
 
-@pytest.mark.parametrize("container", [False, True], ids=["a process", "process 1"])
+@pytest.mark.parametrize(
+    "container", [pytest.param(False, marks=pytest.mark.long), True], ids=["a process", "process 1"]
+)
 @pytest.mark.usefixtures("daemon_folder")
 def test_kubernetes_sigterm_to_the_first_process_and_then_sigkill(tmp_path: Path, container: bool) -> None:
     """As process 1 of a container it gets only signals that it handles, and all others die with it, by SIGKILL."""

@@ -138,6 +138,7 @@ def forks() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.leaves_arena
 @pytest.mark.usefixtures("forks")
+@pytest.mark.long
 def test_six_ways_in_small(tmp_path: Path) -> None:
     """Servers are processes that are killed with -9; the network is a straight line."""
     from examples.parameter_server.experiment import WAYS, Plan, Run
@@ -219,7 +220,8 @@ def test_a_server_that_does_not_read_loses_messages_and_stops_nobody(tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("faults", [2, pytest.param(40, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("faults", [pytest.param(40, marks=pytest.mark.timeout(1800))])
+@pytest.mark.long
 def test_a_primary_that_is_killed_or_frozen_is_replaced_and_nothing_is_lost(
     faults: int, nodes: Nodes
 ) -> None:
@@ -246,6 +248,7 @@ def test_a_primary_that_is_killed_or_frozen_is_replaced_and_nothing_is_lost(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_control_plane_that_is_away_stops_pushes_until_it_is_back(nodes: Nodes) -> None:
     nodes.worker.push(1.0)
     nodes.until_all_have_everything()

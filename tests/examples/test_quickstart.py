@@ -54,6 +54,7 @@ def quickstart(*arguments: object, code: int = 0) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+@pytest.mark.long
 def test_act_one_compares_the_same_failure(tmp_path: Path) -> None:
     output = quickstart("--act", 1, "--quick", "--store", tmp_path / "stores")
     rows = re.findall(r"^ +(\d+) +(\d+) +(\d+) +([+-]\d+) +([+-]\d+)$", output, re.MULTILINE)

@@ -28,13 +28,13 @@ needs_numba = pytest.mark.skipif(
 MODELS = [
     pytest.param("mlr:build", "mnist", 6e4),
     pytest.param("als:build", "movielens-small", None, marks=needs_numba),
-    pytest.param("als:build_curved", "movielens-small", None, marks=needs_numba),
-    pytest.param("als:build_only_r", "movielens-small", None, marks=needs_numba),
-    pytest.param("als:build_only_l", "movielens-small", None, marks=needs_numba),
-    pytest.param("lda:build", "reuters-395", None, marks=needs_numba),
-    pytest.param("lda_resampled:build", "reuters-395", None, marks=needs_numba),
-    pytest.param("cnn:by_shard", "mnist", 2.28),
-    pytest.param("cnn:by_layer_curved", "mnist", 2.28),
+    pytest.param("als:build_curved", "movielens-small", None, marks=[needs_numba, pytest.mark.long]),
+    pytest.param("als:build_only_r", "movielens-small", None, marks=[needs_numba, pytest.mark.long]),
+    pytest.param("als:build_only_l", "movielens-small", None, marks=[needs_numba, pytest.mark.long]),
+    pytest.param("lda:build", "reuters-395", None, marks=[needs_numba, pytest.mark.long]),
+    pytest.param("lda_resampled:build", "reuters-395", None, marks=[needs_numba, pytest.mark.long]),
+    pytest.param("cnn:by_shard", "mnist", 2.28, marks=pytest.mark.long),
+    pytest.param("cnn:by_layer_curved", "mnist", 2.28, marks=pytest.mark.long),
 ]
 
 
@@ -106,6 +106,7 @@ def test_costs_on_the_quadratic_stay_below_the_bound() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_studies_are_kept(tmp_path: Path) -> None:
     """A second call runs nothing: the tables are those of the first."""
     data("reuters-395")

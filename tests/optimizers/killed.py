@@ -32,7 +32,7 @@ from tests.support import forkserver
 from tests.support.training import drain
 
 _THEIRS = "--third-party"
-_SAMPLE = ("AdamW-0-default", "LBFGS-0-default", "SparseAdam-0-default")
+_SAMPLE = ("AdamW-0-default", "SparseAdam-0-default")
 _LAST = 100.0
 """Seconds after which a run counts as hanging."""
 _REFUSAL = 40
@@ -49,7 +49,7 @@ def cases(*, third_party: bool) -> Iterator[Case]:
 
 
 def sample() -> list[Case]:
-    """Yield the first configurations of some of torch's optimizers: slots, a state without slots, sparse gradients."""
+    """Yield the first configurations of some of torch's optimizers: slots, sparse gradients."""
     return [case for case in torchs.cases() if case.name in _SAMPLE]
 
 

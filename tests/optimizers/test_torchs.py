@@ -10,8 +10,14 @@ from tests.optimizers import killed
 from tests.optimizers.sweep import EXACT, Case, deterministic, outcome
 from tests.optimizers.torchs import cases
 
+CASES = [
+    pytest.param(case, marks=[pytest.mark.long] * (not case.name.endswith("-0-default")), id=case.name)
+    for case in cases()
+]
+"""Every optimizer as it is by default; its other options are left to `make long`."""
 
-@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
+
+@pytest.mark.parametrize("case", CASES)
 def test_every_configuration_is_exact(case: Case, tmp_path: Path) -> None:
     with deterministic():
         assert outcome(case, tmp_path) == (EXACT, "")

@@ -127,6 +127,7 @@ def killed_member(store: Path, base: str, mib: float, steps: int) -> Iterator[Ca
     yield Candidate(Path(base).name, "127.0.0.1", port)
 
 
+@pytest.mark.long
 def test_a_daemon_lends_the_memory_of_a_killed_member(tmp_path: Path, hosts: tuple[str, str]) -> None:
     """It may still be saving it: either way the next process resumes where the killed one was."""
     east, west = hosts

@@ -23,7 +23,7 @@ from tests.peers.lending import Liar, Site, sites
 from tests.peers.test_hostile import mutated
 
 pytestmark = pytest.mark.leaves_arena
-CASES = int(os.environ.get("SCARCTL_HOSTILE_CASES", "60"))
+CASES = int(os.environ.get("SCARCTL_HOSTILE_CASES", "20"))
 
 
 @pytest.fixture
@@ -240,6 +240,7 @@ def test_any_change_of_the_conversation_brings_nothing_or_all_of_it(
 
 
 @pytest.mark.parametrize("stage", ["an offer", "the head", "a piece", "the end", "byte by byte"])
+@pytest.mark.long
 def test_a_host_that_stalls_is_not_waited_for(
     three: list[Site], monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:

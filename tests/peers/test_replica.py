@@ -170,7 +170,7 @@ ACTIONS = st.one_of(
 )
 
 
-@profile(max_examples=150)
+@profile(max_examples=40)
 @given(actions=st.lists(ACTIONS, max_size=25))
 def test_any_actions_cut_anywhere(
     actions: list[tuple[str, Any]], tmp_path_factory: pytest.TempPathFactory

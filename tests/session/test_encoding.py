@@ -49,6 +49,7 @@ def apart(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_the_same_bytes_save_more_partitions(
     tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ class Reader:
         patch.setattr(Persister, "_source", source)
 
 
+@pytest.mark.long
 def test_a_run_killed_long_after_the_store_had_stopped_comes_back_young(
     tmp_path: Path, daemon_folder: Path
 ) -> None:

@@ -115,6 +115,7 @@ assert ("numpy.ma" in sys.modules) == loaded
 """
 
 
+@pytest.mark.long
 def test_no_checkpoint_and_no_resume_loads_numpys_masked_arrays(tmp_path: Path) -> None:
     """Some of numpy's functions for sets import them at their first call: 8 ms in the middle of a training."""
     command = [sys.executable, "-c", _SAVES_AND_RESUMES, str(tmp_path / "store")]

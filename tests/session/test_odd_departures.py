@@ -184,6 +184,7 @@ def test_a_program_that_fails_because_of_the_signal(tmp_path: Path, arena_dir: P
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.long
 def test_a_worker_that_gets_the_signal_alone_evacuates_nothing(tmp_path: Path, context: str) -> None:
     """It dies, and torch raises in the loop: as after any exception, memory has the newest step."""
     store = tmp_path / "store"

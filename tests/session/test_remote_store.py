@@ -73,6 +73,7 @@ def test_the_daemon_gets_what_opens_the_store_and_keeps_it_in_memory(
         assert "planted-token" not in text
 
 
+@pytest.mark.long
 def test_closing_waits_no_longer_than_it_may(s3_place: Place, wire: Proxy) -> None:
     """Closing takes at most one request longer; copies that were not durable are there for the next session."""
     options = {**s3_place.options, "endpoint_url": wire.url, "scarctl_timeout": 60}
@@ -94,6 +95,7 @@ def test_closing_waits_no_longer_than_it_may(s3_place: Place, wire: Proxy) -> No
     assert verify(Store.open(s3_place.url, storage_options=options), read_data=True).problems == []
 
 
+@pytest.mark.long
 def test_another_daemon_goes_on_with_what_the_session_keeps(
     s3_place: Place, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ def study(**settings: Any) -> Study:
     return Study(**{**usual, **settings})
 
 
+@pytest.mark.long
 def test_a_run_that_goes_straight_is_perturbed_less() -> None:
     of = study(fractions=(EIGHTH,), interval=8)
     summary = summarise(of, [run_trial(of, Quadratic(), trial) for trial in range(30)])

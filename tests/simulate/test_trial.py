@@ -23,6 +23,7 @@ def study(**settings: Any) -> Study:
 
 
 class TestCosts:
+    @pytest.mark.long
     def test_priority_and_partial_recovery_pay_on_a_quadratic(self) -> None:
         of = study(fractions=(Fraction(1), EIGHTH))
         summary = summarise(of, [run_trial(of, Quadratic(), trial) for trial in range(60)])
@@ -172,6 +173,7 @@ class _Still(_Flickering):
         self._noise[:] = 0
 
 
+@pytest.mark.long
 def test_a_smoothed_metric_costs_nearer_to_the_truth() -> None:
     """A lucky value ends a run too early, and one that is the target ends no other run for a long time."""
 

@@ -58,7 +58,8 @@ def _work(store: Store, layout: Layout, data: Data) -> None:
         writer.commit(0, ids[1::3], data, step=2, sealed=True)
 
 
-def test_killed_at_every_call_of_a_writers_life(memory_path: Path, layout: Layout) -> None:
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.long)])
+def test_killed_at_calls_of_a_writers_life(memory_path: Path, layout: Layout, every: int) -> None:
     store, _ = _prepared(memory_path, layout)
     ids = np.flatnonzero(layout.shards(2, 0) == 0)
     changed = Data(layout, 1)
@@ -78,7 +79,7 @@ def test_killed_at_every_call_of_a_writers_life(memory_path: Path, layout: Layou
     seen = set()
     k = 0
     while True:
-        k += 1
+        k += every
 
         def work(k: int = k) -> None:
             with Fault(k, kill_myself):
@@ -110,7 +111,8 @@ def _copy_partition(source: Data, target: Data, i: int) -> None:
         array[start:stop] = source.tensors[g][t][start:stop]
 
 
-def test_killed_at_every_call_of_creation_and_roll_back(memory_path: Path, layout: Layout) -> None:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
+def test_killed_at_calls_of_creation_and_roll_back(memory_path: Path, layout: Layout, every: int) -> None:
     data, newer_data = Data(layout), Data(layout, 1)
     shard_of = np.ones(layout.partitions, np.int32)  # one shard: the test above has two
     members = np.flatnonzero(shard_of == 1)
@@ -118,7 +120,7 @@ def test_killed_at_every_call_of_creation_and_roll_back(memory_path: Path, layou
     newer = {**expected, **newer_data.all(members[:3].tolist())}
     k = 0
     while True:
-        k += 1
+        k += every
         folder = memory_path / str(k)
 
         def work(k: int = k, folder: Path = folder) -> None:

@@ -71,7 +71,7 @@ def _tidy(store: Store, layout: Layout) -> None:
         assert collector.done.deleted_files > 15
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("every", [15, pytest.param(1, marks=pytest.mark.long)])
 def test_killed_at_calls_of_compaction_collection_and_snapshots(
     memory_path: Path, layout: Layout, every: int
 ) -> None:

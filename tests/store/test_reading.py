@@ -144,6 +144,7 @@ def test_very_many_scattered_rows_are_not_as_many_ranges(place: Place, saved: tu
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_shards_and_segments_are_read_at_once(s3_place: Place, wire: Proxy) -> None:
     """If every answer takes long, opening and reading take a few times as long and not a few hundred times."""
     layout = build_layout(

@@ -30,7 +30,7 @@ def test_what_is_exact_is_found_exactly(c: float, x0: float, floor: float) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("correlated", [False, True])
+@pytest.mark.parametrize("correlated", [pytest.param(False, marks=pytest.mark.long), True])
 def test_intervals_cover_the_truth(correlated: bool) -> None:
     rng, c, x0 = np.random.default_rng(7), 0.96, 10.0
     covered = {"metric": 0, "increments": 0, "distance": 0}

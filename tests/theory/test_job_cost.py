@@ -181,6 +181,7 @@ def test_the_advice_is_the_best_there_is() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_store_keeps_up_with_what_is_advised() -> None:
     for job in JOBS.values():
         for way in (advise(job).scar, advise(job).background):
@@ -202,7 +203,7 @@ def test_daly_is_near_the_true_optimum_and_young_his_limit() -> None:
 
 class TestLimits:
     @pytest.mark.slow
-    @settings(max_examples=10)
+    @settings(max_examples=4)
     @given(st.floats(1e3, 1e5), st.floats(1.1, 20))
     def test_a_more_reliable_job_costs_less(self, mtbf: float, factor: float) -> None:
         job = Job(state_bytes=1e9, step_seconds=0.5, bandwidth=1e9, mtbf_seconds=mtbf, shards=8)

@@ -45,6 +45,7 @@ def check(
     assert {point: names for point, names in wrong.items() if names} == {}
 
 
+@pytest.mark.long
 def test_wherever_it_was_interrupted(tmp_path: Path) -> None:
     """Fit with accumulation over two batches, and a validation after every third."""
     check(tmp_path, Net, points(), val_check_interval=0.5)
@@ -95,9 +96,9 @@ class Resumable:
 @pytest.mark.parametrize(
     "data",
     [
-        lambda: loader(num_workers=1, persistent_workers=True),
+        pytest.param(lambda: loader(num_workers=1, persistent_workers=True), marks=pytest.mark.long),
         lambda: loader(generator=torch.Generator().manual_seed(5)),
-        lambda: DataLoader(Stream(), batch_size=4),
+        pytest.param(lambda: DataLoader(Stream(), batch_size=4), marks=pytest.mark.long),
         Resumable,
     ],
     ids=["workers", "generator", "stream", "stateful"],
@@ -124,5 +125,6 @@ def test_a_loader_with_a_state_reads_nothing_again(tmp_path: Path) -> None:
     ],
     ids=["limit", "steps", "reload", "validation-by-steps"],
 )
+@pytest.mark.long
 def test_options_of_the_trainer(ends: list[Point], options: dict[str, Any], tmp_path: Path) -> None:
     check(tmp_path, Net, ends, **options)

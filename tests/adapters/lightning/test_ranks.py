@@ -46,6 +46,7 @@ def run_alone(folder: Path, **settings: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("how", [pytest.param("", marks=pytest.mark.long), "held"])
+@pytest.mark.long
 def test_ddp_goes_on_exactly_after_an_exception(tmp_path: Path, how: str) -> None:
     whole = run_alone(tmp_path / "whole", strategy="ddp", store="")
     again = run(

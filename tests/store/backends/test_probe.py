@@ -140,6 +140,7 @@ def test_an_interrupted_race_leaves_no_racer_waiting(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_s3_server_of_the_tests_has_one_winner() -> None:
     """The stand-in must not fail by its own races, however its threads take turns."""
     with s3_server() as endpoint:

@@ -314,6 +314,7 @@ def test_a_late_answer_does_not_hide_that_another_has_taken_over(place: Place, w
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.long
 def test_every_call_may_fail(s3_place: Place, wire: Proxy) -> None:
     """One answer in six is wrong or lost; every acknowledged commit is there."""
     random_ = random.Random(5)

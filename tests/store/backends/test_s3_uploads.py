@@ -38,6 +38,7 @@ def bucket(s3_place: Place) -> Bucket:
     return s3_place.raw
 
 
+@pytest.mark.long
 def test_the_next_writer_aborts_those_of_earlier_epochs_and_no_others(
     s3_place: Place, bucket: Bucket
 ) -> None:
@@ -82,6 +83,7 @@ def test_prune_aborts_those_of_fenced_writers(s3_place: Place, bucket: Bucket) -
     assert bucket.uploads() == [stays]
 
 
+@pytest.mark.long
 def test_a_server_that_does_not_tell_stops_nothing(
     s3_place: Place, bucket: Bucket, wire: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
