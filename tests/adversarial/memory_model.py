@@ -5,7 +5,7 @@
 
 Two rows and extras are live. Each target has a saver, a process of its own; a saver may die, and training may be
 killed and start again, at any time. A crash is a process that takes no further step, so the conditions are checked in
-every state (`memory_world.check`). The rules; all but the first half of 6 have a mutant:
+every state (`memory_world.check`). The rules; `MUTANTS` leaves them out:
 
 Copying
  1. A memory checkpoint brings the slot that is not current up to date as of one *moment*, a number that counts memory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import TypeVar, overload
 
 from tests.adversarial.memory_world import (
     NONE,
@@ -383,10 +383,14 @@ def _pending(world: World, k: int, slot: Slot, saver: Saver) -> tuple[int, ...]:
 
 def _copies(world: World, before: int) -> list[Row]:
     """Return the copies of row 0 not later than `before`, of memory and of all targets."""
-    rows = [place.rows[0] for place in (*world.slots, *world.targets)]
+    rows = [slot.rows[0] for slot in world.slots] + [target.rows[0] for target in world.targets]
     return [row for row in rows if 0 < row.version <= before]
 
 
+@overload
+def _put(items: tuple[Item, Item], i: int, item: Item) -> tuple[Item, Item]: ...
+@overload
+def _put(items: tuple[Item, ...], i: int, item: Item) -> tuple[Item, ...]: ...
 def _put(items: tuple[Item, ...], i: int, item: Item) -> tuple[Item, ...]:
     return (*items[:i], item, *items[i + 1 :])
 
