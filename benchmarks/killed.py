@@ -1,4 +1,4 @@
-"""The job that `kills.py` and `ettr.py` kill: README's loop over one of three programs, saved in one of four ways.
+"""Train one of three programs, saved in one of four ways: the job that `kills.py` and `ettr.py` kill.
 
 python benchmarks/killed.py --place DIR --program mlp --way scarctl [--until 100]
 
@@ -160,7 +160,7 @@ class Positioned(Way):
                 yield batch
 
     def position(self, step: int) -> dict[str, Any]:
-        """Return what is saved besides model and optimizer."""
+        """Return what is saved in addition to model and optimizer."""
         numbers = torch.tensor([step, self._epoch, self._used])
         return {"numbers": numbers, "begun": self._begun}
 
@@ -313,12 +313,18 @@ def train(args: argparse.Namespace, board: Board | None, rank: int, ranks: int) 
     way.paid = before[0] / max(1.0, before[1])
     step = way.resume()
     if board:
-        board["ready"], board["resumed"], board["whole"] = time.monotonic(), step, way.whole
-        if args.evaluate:
-            board["loss"] = program.evaluate()
+        ready, loss_then = time.monotonic(), program.evaluate()
+        board["resumed"], board["whole"], board["loss"] = step, way.whole, loss_then
+        board["ready"] = ready  # last, because the parent waits for it
+        if not step:
+            board.evaluated(0, loss_then)
     evaluated, wanted = 0.0, args.evaluate
 
+    parent = os.getppid()
+
     def ended() -> bool:
+        if os.getppid() != parent:
+            return True  # the benchmark was killed
         if board is None or not (board["stop"] or (args.until is not None and step >= args.until)):
             return False
         board["end step"], board["end loss"], board["ended"] = step, program.evaluate(), time.monotonic()

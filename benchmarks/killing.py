@@ -153,7 +153,7 @@ class Job:
         self._processes.clear()
 
     def failed(self) -> bool:
-        """Return whether a process has ended by itself."""
+        """Return whether a process has ended without being killed here."""
         return any(process.poll() is not None for process in self._processes)
 
     def wait(self, found: Callable[[], bool], timeout: float = 300.0) -> None:
@@ -210,13 +210,14 @@ class Results:
             path.unlink(missing_ok=True)
         lines = path.read_text().splitlines() if path.exists() else []
         self._found: dict[str, dict[str, Any]] = {}
+        self._used: list[dict[str, Any]] = []
         for line in lines:
             with suppress(ValueError):  # the last line of a run that was killed
                 row = json.loads(line)
                 self._found[json.dumps(row["key"], sort_keys=True)] = row
 
     def get(self, key: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the row of this key, measured if there is none yet."""
+        """Return the row of this key, measured unless the file has it."""
         name = json.dumps(key, sort_keys=True)
         if name not in self._found:
             row = {"key": key, **measure(), "load": os.getloadavg()[0]}
@@ -229,7 +230,13 @@ class Results:
                     "  ".join(f"{k} {_short(v)}" for k, v in {**key, **row}.items() if _plain(k, v)),
                     flush=True,
                 )
+        self._used.append(self._found[name])
         return self._found[name]
+
+    def load(self) -> str:
+        """Return the range of the load averages at the ends of all measurements."""
+        loads = [row["load"] for row in self._used]
+        return f"{min(loads):.1f} to {max(loads):.1f}"
 
 
 def _plain(name: str, value: object) -> bool:
@@ -244,17 +251,19 @@ def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)[:160]
 
 
-def version() -> str:
-    """Return a name for the sources of scarctl and of the jobs: results of other sources do not count."""
+def version(product: bool = True) -> str:
+    """Return a name for the sources of the jobs, and of scarctl: results of other sources do not count."""
     made = hashlib.sha256()
-    sources = [path for folder in ("scarctl", "adapters") for path in (HERE.parent / folder).rglob("*.py")]
+    folders = [HERE.parent / name for name in ("scarctl", "adapters")] if product else []
+    sources = [path for folder in folders for path in folder.rglob("*.py")]
     for path in sorted([HERE / "killed.py", *sources]):
         made.update(path.read_bytes())
     return made.hexdigest()[:12]
 
 
 def options(doc: str | None, results: str) -> argparse.ArgumentParser:
-    """Return a parser with the options that both benchmarks have."""
+    """Return a parser with the options that both benchmarks have. From then on SIGTERM ends what was started, too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     made = parser(doc)
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--threads", type=int, default=1, help="of torch in each process")

@@ -149,8 +149,7 @@ def main() -> None:
                 key |= {"of": args.seconds, "threads": args.threads, "version": args.version}
                 row = results.get(key, lambda p=program, w=way, n=number: kill(args, p, w, n))  # type: ignore[misc]
                 rows.setdefault((program, way), []).append(row)
-    loads = sorted(row["load"] for found in rows.values() for row in found)
-    print(f"\n{os.cpu_count()} cores, load {loads[0]:.1f} to {loads[-1]:.1f}")
+    print(f"\n{os.cpu_count()} cores, load {results.load()}")
     report({(program, way): rows[program, way] for program in programs for way in WAYS})
 
 
