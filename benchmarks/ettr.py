@@ -15,8 +15,8 @@ all ways get the same kills. When a rank dies the others get SIGTERM, as torchru
 
 Effective time: useful time by wall time, from the first iteration until `--window` seconds later. Useful is the time
 that an undisturbed run without saving needs to reach the same loss on the evaluation batch: the iteration at which it
-has that loss, times its own seconds per iteration, measured in each round next to the ways. By number: the same with the
-iteration's number in place of the loss. A state of several iterations has a number that is too good.
+has that loss, times its own seconds per iteration, measured in each round next to the ways. By number: the same with
+the number of the iteration in place of the loss. A state of several iterations has a number that is too good.
 
 A table for each job, means over rounds with 95 % intervals (Student's t): effective time by loss, by number; seconds
 from a kill until the state is back; seconds of training that a kill costs, by loss; stall, of the time in which
