@@ -25,14 +25,14 @@ TORCHTITAN := .venv-torchtitan
 RAY := .venv-ray
 DOCS := .venv-docs
 PYTHON_OF := .venv-python
-# The files that are programs.
-BENCHMARKS = $(filter-out benchmarks/soak.py,$(shell grep -l __main__ benchmarks/*.py))
+# The files that are programs, without those that run for long and the one that they kill.
+BENCHMARKS = $(filter-out $(addprefix benchmarks/,soak.py kills.py killed.py ettr.py),$(shell grep -l __main__ benchmarks/*.py))
 SETUP := pyproject.toml constraints.txt
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick servers servers-quick man schemas pictures quick test lint types layers unit long oldest pythons optimizers frameworks gpu docs package format bench torture soak attack ceph clean
+.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick servers servers-quick man schemas pictures quick test lint types layers unit long oldest pythons optimizers frameworks gpu docs package format bench kills ettr ettr-quick torture soak attack ceph clean
 
 help:
 	@echo "make demo     the quickstart: break a training run, repair only what was lost"
@@ -59,6 +59,9 @@ help:
 	@echo "make package  sdist and wheel, into dist, checked as the package index does; in $(DOCS)"
 	@echo "make format   rewrite the sources the way that lint wants them"
 	@echo "make bench    every benchmark, one after the other"
+	@echo "make kills    kill README's loop, and count the iterations that are trained again: an hour, goes on where it was stopped"
+	@echo "make ettr     effective training time under random kills, in four ways of saving: two hours, goes on where it was stopped"
+	@echo "make ettr-quick  the same with one process and one kill: a minute or two"
 	@echo "make torture  kill, stop and end training and daemon at random moments: ROUNDS=$(ROUNDS) SEED=$(SEED)"
 	@echo "make soak     train for long, watch memory and descriptors: MINUTES=$(MINUTES)"
 	@echo "make attack   crashes, power losses, races, faults, damage, fuzzing: the long forms, hours; one of them: ATTACKS=power"
@@ -199,6 +202,15 @@ bench: $(VENV)/.dev
 	@failed=; for file in $(BENCHMARKS); do \
 	    echo "== $$file"; $(BIN)/python "$$file" || failed="$$failed $$file"; done; \
 	test -z "$$failed" || { echo "not run to the end:$$failed" >&2; exit 1; }
+
+kills: $(VENV)/.dev
+	$(BIN)/python benchmarks/kills.py
+
+ettr: $(VENV)/.dev
+	$(BIN)/python benchmarks/ettr.py
+
+ettr-quick: $(VENV)/.dev
+	$(BIN)/python benchmarks/ettr.py --quick
 
 torture: $(VENV)/.dev
 	$(BIN)/python -m tests.adversarial.torture --rounds $(ROUNDS) --seed $(SEED) --keep
