@@ -71,7 +71,7 @@ class Block:
 
     def _lost(self) -> tuple[float, float]:
         stats = None if self.session is None else self.session.stats
-        return (0.0, 0.0) if stats is None else (stats.stall_seconds, stats.slowed_seconds)
+        return (0.0, 0.0) if stats is None else (stats.stall_seconds, 2 * stats.copy_seconds)
 
 
 def worker(args: Any) -> None:

@@ -179,9 +179,8 @@ def main() -> None:
         partial = {
             name: Partial(args.rows, folder / f"{tracker}{per}", arena, args.interval, tracker, per)
             for name, tracker, per in (
-                ("scarctl", "overlapped", 0),
-                *((f"scarctl, partitions of {per}", "overlapped", per) for per in args.per),
-                (f"scarctl, touched, of {args.per[0]}", "touched", args.per[0]),
+                ("scarctl", "auto", 0),
+                *((f"scarctl, partitions of {per}", "auto", per) for per in args.per),
             )
         }
         room = other.rows // PARTS

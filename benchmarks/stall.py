@@ -8,8 +8,7 @@ that this thread spends in the saving call or hook, and waiting before the next 
 state; not the time in which the work is slowed down by what runs alongside (see step_time.py for that).
 
   scarctl                         a partial checkpoint of 1/8 of the bytes: session.stats.last_stall_seconds
-  scarctl, exact                  the same with tracker="exact", which compares everything at the checkpoint
-  scarctl, sampled                the same with tracker="sampled"
+  scarctl, exact                  the same with tracker="exact", which compares with a copy of what the store has
   plain copy of 1/8               copy_ of as many bytes, from every tensor (the aim for scarctl is at most 1.25 of it)
   DCP async_save                  torch.distributed.checkpoint.async_save of the whole state, thread based
   DCP async_save, kept stager     the same with one DefaultStager for all saves, which keeps its memory
@@ -159,14 +158,11 @@ def main() -> None:
     kinds = ("sleep", "compute") if args.work == "both" else (args.work,)
     with scratch(args.folder) as folder:
         whole = Whole(folder, args.scale)
-        partial, exact, sampled = (
-            Partial(folder, args.scale, tracker) for tracker in ("overlapped", "exact", "sampled")
-        )
+        partial, exact = (Partial(folder, args.scale, tracker) for tracker in ("auto", "exact"))
         cases: dict[str, Callable[[Work], float]] = {
             COPY: whole.copy,
             "scarctl": partial.stall,
             "scarctl, exact": exact.stall,
-            "scarctl, sampled": sampled.stall,
             "DCP async_save": lambda work: whole.dcp(work, None),
             "DCP async_save, kept stager": lambda work: whole.dcp(work, whole.kept),
             "DCP async_save, async staging": lambda work: whole.dcp(work, whole.threaded),
@@ -182,7 +178,7 @@ def main() -> None:
             },
             args.rounds,
         )
-        for run in (partial, exact, sampled):
+        for run in (partial, exact):
             run.session.close()
     rows = []
     for name, taken in seconds.items():

@@ -59,9 +59,9 @@ def attach(
     store: Folder of the store, or an address such as s3://bucket/folder. It is created if it does not exist.
     fraction: Largest share of the state's bytes that one partial checkpoint writes, above 0 and up to 1 (the paper's
         r). Default: 1/8.
-    interval: Iterations between two partial checkpoints (the paper's rC), or "auto": as often as the store and the
-        `overhead` of `Settings` allow. If the store is slow, "auto" also makes checkpoints smaller, down to an eighth
-        of the fraction. If several ranks train together, the slowest sets the interval. Default: "auto".
+    interval: Iterations between two partial checkpoints in the store (the paper's rC), or "auto": the whole state every
+        `max_lag` seconds if the store can take it, otherwise what changed most, as fast as it can. Memory has its own
+        pace: see `overhead` and `max_loss` of `Settings`. Default: "auto".
     partitioning: How the state is divided; fixed when the store is created. See `scarctl.Partitioning`.
     selection: Which partitions a checkpoint saves. See `scarctl.Selection`.
     schedulers: Learning-rate schedulers, one or a list. They are read when the loop is done with a step.

@@ -72,6 +72,8 @@ def arena_dir(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
         monkeypatch.delenv(name)
     # A thread unless a test says otherwise (`both_savers`): starting a daemon takes a while.
     monkeypatch.setenv("SCARCTL_DAEMON", "0")
+    # Checkpoints in memory only where a test's interval asks for them, and not by the clock.
+    monkeypatch.setenv("SCARCTL_OVERHEAD", "1e-9")
     # Short, because a Unix socket may lie in it and its path is limited to about 100 bytes.
     folder = Path(tempfile.mkdtemp(prefix="scarctl-"))
     monkeypatch.setenv(ARENA_VARIABLE, str(folder))

@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 def attach_and_resume(
-    accelerator: Accelerator, *, mode: Mode = "partial", snapshot: str | None = None, **options: Any
+    accelerator: Accelerator, *, mode: Mode = "auto", snapshot: str | None = None, **options: Any
 ) -> Run:
     """Resume the store's run, and from now on save everything that `accelerator` has prepared.
 

@@ -70,7 +70,6 @@ def main() -> None:
             lost=tables.lost(summaries),
             priority=tables.priority(summaries),
             chance=chances(runs),
-            extrapolated=tables.extrapolated(summaries, runs),
             other=tables.other(summaries, runs),
             aim=tables.aim(summaries),
             pictures="\n\n".join(

@@ -85,9 +85,8 @@ def studies(pair: Pair, data: str, *, quick: bool) -> dict[str, Study]:
         result["resampled"] = Study(**{**best, "workload": "examples.paper.lda_resampled:build"})
     if pair.name == "als":
         result["only-r"] = Study(**{**best, "workload": "examples.paper.als:build_only_r"})
-    every = ("partial", "rollback", "extrapolate")
     for interval in pair.intervals:
-        result[f"interval-{interval}"] = Study(**{**best, **both, "interval": interval, "modes": every})
+        result[f"interval-{interval}"] = Study(**{**best, **both, "interval": interval})
     result[PICTURE] = Study(**common, policies=POLICIES, **(both if quick else {}))
     return result
 

@@ -45,31 +45,6 @@ def priority(found: Summaries) -> str:
     return ways((_title(name), of["policies"]) for name, of in found.items() if "policies" in of)
 
 
-def extrapolated(found: Summaries, runs: Runs) -> str:
-    """Extrapolating recovery compared with plain, in the same failures."""
-    head = [
-        "",
-        "C",
-        "trials",
-        "saved",
-        "less than rollback",
-        "extrapolated",
-        "extrapolated, versus not",
-        "δ²",
-    ]
-    rows = [head]
-    for name, of in found.items():
-        for c in INTERVALS:
-            key = f"interval-{c}"
-            for fraction, what in ((ONE, "all"), (EIGHTH, "priority 1/8")) if key in of else ():
-                plain, moved = (pick(of[key], mode, fraction) for mode in ("partial", "extrapolate"))
-                more = runs.versus(name, (key, moved.cell), (key, plain.cell))
-                change = f"{(moved.perturbation / plain.perturbation) ** 2:.2f}" if plain.perturbation else ""
-                first = [_title(name), str(c), str(of[key].trials), what]
-                rows.append([*first, less(plain), less(moved), iterations(more), change])
-    return table(rows)
-
-
 def other(found: Summaries, runs: Runs) -> str:
     """Other norms, and saving only what the rest follows from, compared with plain SCAR in the same failures."""
     rows = [["", "trials", "rework", "less than rollback", "versus plain SCAR"]]

@@ -82,7 +82,7 @@ def play(images: Images, seeds: int, folder: Path) -> None:
     """Run act one and print what it cost. Stores go into `folder`."""
     scar = Arm(
         "scarctl",
-        f"saves 1/8 of the state every {PART_EVERY} iterations, and restores the lost half",
+        f"keeps all of it in memory every {PART_EVERY} iterations, saves 1/8, and restores the lost half",
         PART_EVERY,
         False,
         lambda session, lost: session.recover(lost=lost),

@@ -44,7 +44,7 @@ from scarctl.arena.header import (
     FIELDS_AT,
     FILE,
     HEADER,
-    MOVEMENTS,
+    MOMENT,
     OWNER,
     BeforeBoot,
     Geometry,
@@ -119,8 +119,7 @@ class Arena(Fields):
         """
         layout_json = json.dumps(layout.to_json(), separators=(",", ":")).encode()
         geometry = Geometry(layout, layout_json)
-        temporary = folder / _TEMPORARY
-        lock, arena = lock_folder(folder), None
+        temporary, lock, arena = folder / _TEMPORARY, lock_folder(folder), None
         try:
             if os.path.lexists(folder / FILE):
                 raise UsageError(f"an arena already exists in {folder}", hint="open it, or remove it")
@@ -178,10 +177,8 @@ class Arena(Fields):
         except BeforeBoot as error:
             log.warning("%s: its pending copies are lost", error.message)
             clear_queue(folder)
-            (folder / MOVEMENTS).unlink(missing_ok=True)
-            path.unlink()
-            (folder / LINES).unlink(missing_ok=True)
-            (folder / OWNER).unlink(missing_ok=True)
+            for name in (FILE, LINES, OWNER):
+                (folder / name).unlink(missing_ok=True)
             os.close(lock)
             return None
         except BaseException:
@@ -256,8 +253,7 @@ class Arena(Fields):
 
     def layout_json(self) -> bytes:
         """Return the layout as the file has it."""
-        at, end = HEADER, self._geometry.arrays_at
-        return bytes(self._memory[at:end]).rstrip(b"\0")
+        return bytes(self._memory[HEADER : self._geometry.arrays_at]).rstrip(b"\0")
 
     def rows(self, g: int, t: int) -> NDArray[np.uint8]:
         """Return the rows of tensor `t` of group `g`: a writable view, uint8 of shape (rows, bytes per row)."""
@@ -337,8 +333,12 @@ class Arena(Fields):
         self.generation[at] += self.generation[at] & np.uint64(1)
 
     def newest(self) -> Ids:
-        """Return the newest version whose values each copy has: its own, or a later seal's, int64 (partitions,)."""
-        return np.where(self.version >= 0, np.maximum(self.version, self.sealed), np.int64(NEVER))
+        """Return the newest version whose values each copy has: int64 (partitions,).
+
+        That is its own, or that of a later seal or memory checkpoint, which has found it unchanged.
+        """
+        newest = np.maximum(self.version, max(self.sealed, self.moment))
+        return np.where(self.version >= 0, newest, np.int64(NEVER))
 
     def lifted(self, versions: Ids) -> Ids:
         """Return comparable versions, int64 of any shape: all epochs of this arena's process count as the newest one.
@@ -350,11 +350,12 @@ class Arena(Fields):
         return np.where(same, pack(max(self.epoch, 1), 0) | step_of(versions), versions)
 
     def unseal(self) -> None:
-        """Write the sealed version into the partitions, before one of them gets an older copy."""
+        """Write the version of the newest seal or moment into the partitions, before one of them gets an older copy."""
         newest = self.newest()
         self.durable[:] = np.where(self.durable == self.version, newest, self.durable)
         self.version[:] = newest
         self.seal(NEVER)
+        self.note_moment(NEVER)
 
     def relabel(self, ids: Ids, version: int) -> None:
         """Label the copies of these partitions as `version`, and as pending."""
@@ -388,6 +389,7 @@ class Arena(Fields):
         """Note, after a rollback, that the store's newest state is the arena's: the commit `whole`."""
         self.durable[:], self.encoding_error[:] = self.version, -1  # what is sealed is exact
         self.seal(NEVER)
+        self.note_moment(NEVER)
         self.name_whole(whole)
 
     def relabel_all(self, current: NDArray[np.bool_], waiting: NDArray[np.bool_], epoch: int) -> None:
@@ -407,8 +409,7 @@ class Arena(Fields):
         waiting = np.empty(self.version.size, dtype=bool)
         for first in range(0, waiting.size, _CHUNK):
             part = slice(first, first + _CHUNK)
-            version = self.version[part]
-            np.logical_and(version != self.durable[part], version >= 0, out=waiting[part])
+            waiting[part] = (self.version[part] != self.durable[part]) & (self.version[part] >= 0)
         return waiting
 
     def intact(self) -> NDArray[np.bool_]:
@@ -416,8 +417,7 @@ class Arena(Fields):
         whole = np.empty(self.version.size, dtype=bool)
         for first in range(0, whole.size, _CHUNK):
             part = slice(first, first + _CHUNK)
-            even = (self.generation[part] & np.uint64(1)) == 0
-            np.logical_and(even, self.version[part] >= 0, out=whole[part])
+            whole[part] = ((self.generation[part] & np.uint64(1)) == 0) & (self.version[part] >= 0)
         return whole
 
     def close(self) -> None:
@@ -433,8 +433,7 @@ class Arena(Fields):
         Does nothing after `close`, and in a forked child: another process may own the arena by then.
         """
         if self._folder is not None and self._lock >= 0:
-            # Movements without an arena are ignored.
-            remove_files(self._folder, (MOVEMENTS, FILE, LINES, OWNER))
+            remove_files(self._folder, (FILE, LINES, OWNER, MOMENT))
         self.close()
 
 

@@ -12,11 +12,11 @@ from scarctl.state.version import NEVER
 
 _EPOCH, _HEAD_STEP, _PID, _SEALED, _ERRORS, _BASE_EPOCH = range(6)
 _WHOLE = slice(6, 8)
-_READING, _TAKEN, _PROGRESS, _INTERVAL, _OVERHEAD, _FAILED_SAVES = range(8, 14)
+_TAKEN, _INTERVAL, _OVERHEAD, _FAILED_SAVES, _MOMENT = range(8, 13)
 
 
 class Fields:
-    """The counters, int64 of shape (14,) in a mapped file. Another process may read each at any time."""
+    """The counters, int64 of shape (13,) in a mapped file. Another process may read each at any time."""
 
     def __init__(self, words: NDArray[np.int64]) -> None:
         assert words.size == len(FIELDS)
@@ -41,7 +41,6 @@ class Fields:
         if not again:
             self._words[_BASE_EPOCH] = epoch
             self._words[_TAKEN] = 0  # the queue may count from 1 again
-        self._words[_READING] = 0
         self._words[_EPOCH] = epoch
 
     @property
@@ -108,41 +107,30 @@ class Fields:
         # A process killed between two words leaves a name that no commit has.
         self._words[_WHOLE] = np.frombuffer(bytes.fromhex(whole or "0" * 32), ">i8")
 
-    # -- what the persister reads: these copies must not change -----------------------------------------------------
-
     @property
-    def reading(self) -> int:
-        """Version of the hand-over that the persister reads, with all older pending copies; 0 if it reads none."""
-        return int(self._words[_READING])
+    def moment(self) -> int:
+        """Version of the newest memory checkpoint: every copy without a newer one was equal to the live values then."""
+        return int(self._words[_MOMENT])
+
+    def note_moment(self, version: int) -> None:
+        """Note that a memory checkpoint of `version` is complete; `NEVER`: no copy is newer than its own version."""
+        self._words[_MOMENT] = version
+
+    # -- what the persister has read ------------------------------------------------------------------------------
 
     @property
     def taken(self) -> int:
         """Number of the newest hand-over that the persister has read completely."""
         return int(self._words[_TAKEN])
 
-    @property
-    def progress(self) -> int:
-        """Count of the persister's reads."""
-        return int(self._words[_PROGRESS])
-
-    def read_begins(self, version: int) -> None:
-        """Note that the persister starts to read copies of `version` and older ones."""
-        self._words[_READING] = version
-        self.read_on()
-
-    def read_on(self) -> None:
-        """Count a read. Threads may lose each other's counts: only a change matters."""
-        self._words[_PROGRESS] += 1
-
-    def read_ends(self, number: int) -> None:
-        """Note that the persister has read hand-over `number`; 0 if it stopped before the end."""
+    def read(self, number: int) -> None:
+        """Note that hand-over `number` was read completely."""
         self._words[_TAKEN] = max(number, self.taken)
-        self._words[_READING] = 0
-        self.read_on()
 
     def _clear(self) -> None:
         """Reset the counters that describe copies, for a process that begins without any."""
         self.take_over()
         self.seal(NEVER)
         self.name_whole("")
-        self._words[[_READING, _TAKEN]] = 0
+        self.note_moment(NEVER)
+        self._words[_TAKEN] = 0

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
+from scarctl.arena.header import MOMENT
 from scarctl.errors import AccessDenied, Contention, ScarError, Unavailable
 
 LOCK_SECONDS = 1.0
@@ -232,9 +233,11 @@ def remove_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def clear_queue(folder: Path) -> None:
-    """Delete all hand-overs in the folder, also damaged ones that were set aside."""
-    for path in (*folder.glob("handover-*"), *folder.glob(".handover-*")):
-        path.unlink(missing_ok=True)
+    """Delete all hand-overs in the folder, also damaged ones that were set aside, and the newest moment."""
+    names = [f"{dot}{name}-*" for name in ("handover", "staged", "rows") for dot in ("", ".")]
+    for pattern in (*names, MOMENT):
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
 
 
 def folder_error(error: OSError, path: Path) -> ScarError:

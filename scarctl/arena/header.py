@@ -18,19 +18,19 @@ from scarctl.store.format import MAX_LAYOUT_VALUES, parse_json
 from scarctl.util.text import printable
 
 FILE = "arena"
-MOVEMENTS = "movements"
-"""Name of an optional file next to the arena: see `scarctl.arena.movements`."""
+MOMENT = "moment.safetensors"
+"""Name of the file next to the arena with the extras of the newest memory checkpoint."""
 OWNER = "owner"
 """Name of an optional file next to the arena: see `scarctl.arena.owner`."""
 _MAGIC = b"SCARaren"
-_FORMAT = 2
+_FORMAT = 3
 HEADER = 4096
 _FIXED = struct.Struct("<8sIIQQQQQQ32s16s16s")
 # magic, format, header, file, partitions, json at, json, arrays, tensors, layout digest, store, boot
 FIELDS_AT = 256
 FIELDS = (
     *("epoch", "head_step", "pid", "sealed", "errors", "base_epoch", "whole", "whole_low"),
-    *("reading", "taken", "progress", "interval", "overhead", "failed_saves"),
+    *("taken", "interval", "overhead", "failed_saves", "moment"),
 )
 _PLACE_AT = 512
 _PAGE = 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from scarctl.arena.queue import HandOverQueue
+from scarctl.arena.queue import NEWEST, HandOverQueue
 from scarctl.errors import Corruption
 from scarctl.state.extras import Notes
 from scarctl.store import ShardState, Store
@@ -16,11 +16,11 @@ UNKNOWN = "the caveats that were saved with this state cannot be read, so that i
 
 
 def waiting_notes(queue: HandOverQueue, whole: str | None = None) -> Notes | None:
-    """Return the notes in the newest hand-over with extras, of the commit `whole` if given; None without one.
+    """Return the notes in the newest moment or hand-over with extras, of the commit `whole` if given; None without one.
 
     Changes nothing, and skips damaged hand-overs. Raises Unavailable, AccessDenied.
     """
-    for number in reversed(queue.numbers()):
+    for number in (NEWEST, *reversed(queue.numbers())):
         # The persister may be faster; a damaged hand-over stays for it.
         with contextlib.suppress(FileNotFoundError, Corruption):
             handover = queue.read(number)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scarctl.arena.folder import check_private, lock_folder
-from scarctl.arena.header import FILE, MOVEMENTS, OWNER
+from scarctl.arena.header import FILE, MOMENT, OWNER
 from scarctl.arena.kinship import ASIDE
 from scarctl.arena.lines import FILE as LINES
 from scarctl.arena.lines import fit
@@ -32,7 +32,9 @@ DAY = 86400.0
 _RUN_ID = re.compile(
     rf"(?P<store>[0-9a-f]{{32}})(\.[0-9a-f]{{16}})?(-(?P<shard>[0-9]{{1,6}}))?({re.escape(ASIDE)})?", re.ASCII
 )
-_HANDOVER = "handover-*.safetensors"
+_HANDOVERS = "handover-*.safetensors", "staged-*.safetensors"
+_LEFT = MOMENT, "*rows-*", ".handover-*"
+"""Files of a queue that are of no use without an arena and hand-overs: the last two are those of a killed process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,7 @@ def has_unsaved(folder: Path, runs: tuple[str, ...]) -> bool:
     for path in run_folders(folder):
         if path.name.startswith(runs) and not path.name.endswith(ASIDE) and min(_age(path), _uptime()) < DAY:
             view = peek_in(path, path.name)
-            if view is not None and not view.alive and (view.pending or any(path.glob(_HANDOVER))):
+            if view is not None and not view.alive and (view.pending or _handovers(path)):
                 return True
     return False
 
@@ -142,7 +144,7 @@ def _look(path: Path, *, dead: bool = False) -> StaleArena | None:
     if view is not None and not dead and view.alive:
         return None
     pending = view.pending if view else None
-    handovers = sum(1 for _ in path.glob(_HANDOVER))
+    handovers = _handovers(path)
     foreign = view is not None and _is_foreign(path, view)
     return StaleArena(
         id=path.name,
@@ -160,6 +162,10 @@ def _look(path: Path, *, dead: bool = False) -> StaleArena | None:
         aside=path.name.endswith(ASIDE),
         owner=owner.host if owner else None,
     )
+
+
+def _handovers(path: Path) -> int:
+    return sum(1 for pattern in _HANDOVERS for _ in path.glob(pattern))
 
 
 def _is_foreign(path: Path, view: ArenaView) -> bool:
@@ -195,8 +201,10 @@ def _remove(path: Path) -> StaleArena | None:
         if arena.aside or arena.expired:
             shutil.rmtree(path)
             return arena
-        (path / MOVEMENTS).unlink(missing_ok=True)
         (path / FILE).unlink()
+        for pattern in _LEFT:
+            for file in path.glob(pattern):
+                file.unlink(missing_ok=True)
         (path / LINES).unlink(missing_ok=True)
         (path / OWNER).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # damaged hand-overs stay, so that a person can inspect them

@@ -23,7 +23,7 @@ from scarctl.arena.folder import (
     require_free,
     reserve,
 )
-from scarctl.arena.header import FILE, naturalize, read_header
+from scarctl.arena.header import FILE, MOMENT, naturalize, read_header
 from scarctl.arena.kinship import put_aside, take, with_room
 from scarctl.arena.lines import FILE as LINES
 from scarctl.arena.mapping import create_file
@@ -40,8 +40,8 @@ PIECE = 8 << 20
 """Bytes that are sent at a time."""
 INCOMING = ".incoming"
 """Suffix of the folder in which an arena is received until it is complete."""
-_SMALL = re.compile(rf"handover-[0-9]{{20}}\.safetensors|{LINES}", re.ASCII)
-"""Names of files that are sent with an arena. Movements are not sent: extrapolation starts learning again."""
+_SMALL = re.compile(rf"handover-[0-9]{{20}}\.safetensors|{re.escape(MOMENT)}|{LINES}", re.ASCII)
+"""Names of files that are sent with an arena."""
 _RECEIVED = ".arena-received"
 
 

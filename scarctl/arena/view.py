@@ -41,6 +41,8 @@ class ArenaView:
     """Measured share of training time that checkpoints take; None if unknown."""
     sealed: int
     """Version of the newest sealed commit."""
+    moment: int
+    """Version of the newest memory checkpoint; -1 without one."""
     lines: Noted
     """See `Arena.lines`."""
     place: str
@@ -54,6 +56,11 @@ class ArenaView:
     def alive(self) -> bool:
         """Whether a process with the run's process id exists."""
         return exists(self.pid)
+
+    @property
+    def newest(self) -> NDArray[np.int64]:
+        """The newest version whose values each copy has: see `Arena.newest`."""
+        return np.where(self.version >= 0, np.maximum(self.version, max(self.sealed, self.moment)), -1)
 
     @property
     def pending(self) -> int:
@@ -118,6 +125,7 @@ def peek_in(folder: Path, run_id: str) -> ArenaView | None:
         named["interval"] if named["interval"] > 0 else None,
         (named["overhead"] - 1) / 1e6 if named["overhead"] > 0 else None,
         named["sealed"],
+        named["moment"],
         noted(folder),
         place,
         version=arrays[1],

@@ -10,14 +10,12 @@ import torch
 
 from scarctl.adapter import Adapter, StateGroup, writable_of
 from scarctl.arena.arena import Arena
-from scarctl.arena.movements import MOVEMENT_BYTES
 from scarctl.checkpoint.live_state import LiveState, is_placeholder
 from scarctl.checkpoint.step_end import captured
-from scarctl.checkpoint.trend import extrapolates
 from scarctl.errors import LayoutMismatch, ScarError, UsageError
 from scarctl.state.caveats import Caveats
 from scarctl.state.codec import encode
-from scarctl.state.layout import DTYPES, Group, Layout, TensorSpec
+from scarctl.state.layout import Group, Layout, TensorSpec
 from scarctl.state.torch_dtypes import name_of, torch_of
 from scarctl.store import Store
 from scarctl.store.settings import Settings
@@ -78,20 +76,12 @@ class Binding:
             ) from error
         self._savable = True
 
-    def least_bytes(self, *, movements: bool) -> int:
+    def least_bytes(self) -> int:
         """Return the bytes of the state, from the stored layout if possible. Without one, slots that the first step
         creates are not counted.
-
-        movements: include the file of movements, for extrapolating recoveries.
         """
         # Not kept: the model may be moved, or made smaller, before the first step.
-        layout = self._store.current_layout() or layout_of(self._adapter, self._store.settings)
-        kept = layout.groups if movements else ()
-        return layout.nbytes + sum(
-            group.tensors[0].nbytes // DTYPES[group.tensors[0].dtype] * MOVEMENT_BYTES
-            for group in kept
-            if extrapolates(group)
-        )
+        return (self._store.current_layout() or layout_of(self._adapter, self._store.settings)).nbytes
 
     def check(self, layout: Layout) -> set[tuple[int, int]]:
         """Raise LayoutMismatch, naming every difference, unless the model and optimizer fit `layout`.

@@ -14,13 +14,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from scarctl.checkpoint.copied import Copied, Extent
+from scarctl.checkpoint.copied import Copied
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.step_end import Moment
 from scarctl.checkpoint.streams import Streams, Waits, ignore_captures
 from scarctl.checkpoint.uncounted import Uncounted
-from scarctl.errors import Corruption, ScarError
+from scarctl.errors import Corruption
+from scarctl.policy.interval import COPY_WEIGHT
+from scarctl.policy.turns import Turn
 from scarctl.state.extras import Extras
 from scarctl.state.identity import Lockstep
 from scarctl.util.text import counted
@@ -42,11 +44,10 @@ class Stats:
     nothing to do, and is added when the next checkpoint begins."""
     last_stall_seconds: float = 0.0
     """Seconds of these for the newest checkpoint, without waits for a GPU."""
-    slowed_seconds: float = 0.0
-    """Estimated seconds by which iterations alongside a copy and its saving took longer than others. Noise may make
-    the estimate negative."""
+    copy_seconds: float = 0.0
+    """Processor seconds of the thread that copies."""
     interval: int = 0
-    """Iterations between two regular checkpoints, as currently chosen; 0 before the first step."""
+    """Iterations between two checkpoints in memory, as currently chosen; 0 before the first step."""
     saved_bytes: int = 0
     """Bytes copied into the arena."""
     nonfinite_partitions: int = 0
@@ -64,9 +65,9 @@ class Stats:
 
     @property
     def overhead(self) -> float:
-        """Share of the session's time that training lost in hooks, waiting and slower iterations, between 0 and 1."""
+        """Share of the session's time that it costs: hooks, waiting, and twice the copying. Between 0 and 1."""
         seconds = time.perf_counter() - self.since
-        lost = self.stall_seconds + max(0.0, self.slowed_seconds)
+        lost = self.stall_seconds + COPY_WEIGHT * self.copy_seconds
         return min(1.0, lost / seconds) if seconds > 0 else 0.0
 
     def waited(self, seconds: float) -> None:
@@ -118,6 +119,8 @@ class _UnderWay:
     torn: bool
     copied: Copied | None = None
     """The copy, if it has ended and is not to be repeated."""
+    repeated: bool = False
+    """Something was copied again after the rows for the store were set aside."""
 
 
 class Checkpoints:
@@ -149,9 +152,6 @@ class Checkpoints:
         self._lockstep = lockstep
         self._validate = validate
         self._under_way: _UnderWay | None = None
-        self._live: LiveState | None = None
-        """The live state of the newest checkpoint."""
-        self._look: Job[None] | None = None
         self._fill: Job[None] | None = None
         self._ignores = False
         """Whether the worker may work during a capture of a CUDA graph."""
@@ -176,12 +176,21 @@ class Checkpoints:
         return self._under_way is not None
 
     def begin(
-        self, engine: Engine, live: LiveState, moment: Moment, extent: Extent, *, torn: bool = False
+        self,
+        engine: Engine,
+        live: LiveState,
+        moment: Moment,
+        turn: Turn,
+        *,
+        torn: bool = False,
+        thorough: bool = True,
     ) -> None:
-        """Start the first half: copy the state of `moment`. torn: it is not sealed, as an iteration is incomplete."""
+        """Start the first half: copy the state of `moment`. turn: what the store gets of it.
+
+        torn: it is not sealed, as an iteration is incomplete. thorough: see `Engine.copy`.
+        """
         if (trouble := engine.require_saving()) is not None:
             self._fault(trouble)  # copying continues, because another process may take over these copies
-        self._live = live
         # A forward pass changes buffers (batch norm), so the copy reads the moment's private copies instead.
         buffers = {g: [moment.buffers[live.layout.groups[g].name]] for g in live.buffers}
         live = live.with_tensors(buffers) if buffers else live
@@ -198,52 +207,13 @@ class Checkpoints:
 
         def copy() -> Copied:
             with self._streams.alongside(marks):
-                copied = engine.copy(live, moment.step, extent)
+                copied = engine.copy(live, moment.step, turn, thorough=thorough)
                 return replace(copied, common=_steady(common, moment)) if copied.sealed else copied
 
         counters, writes = live.all_counters(), self._lockstep.writes()
         snapshot = [[t.clone() for t in group] for group in live.tensors] if self._validate else None
-        engine.tracker.interrupt()
         job = self._worker.submit(copy)
         self._under_way = _UnderWay(moment, job, live, counters, snapshot, writes, common, torn)
-
-    def look(self, engine: Engine, current: Callable[[], LiveState] | None = None) -> None:
-        """Have the worker compute distances for coming checkpoints, after a step and after its current work.
-
-        Returns at once. current: returns the live state. None: the tensors are those of the newest checkpoint.
-        """
-        if self._live is None or not (engine.tracker.overlaps and engine.pace.looks):
-            return
-        if self._look is not None:
-            if not self._look.settle(0):
-                return  # the worker has not kept up: the rest is computed later
-            look, self._look = self._look, None
-            try:
-                look.wait()
-            except Exception as error:
-                self._fault(error)
-        try:
-            self._live = live = self._live if current is None else current()
-        except ScarError as error:  # the state no longer fits the store
-            self._fault(error)
-            return
-        marks = self._streams.mark()
-
-        def look_at() -> None:
-            with self._streams.alongside(marks):
-                engine.look_ahead(live)
-
-        self._look = self._worker.submit(look_at)
-
-    def rest(self, engine: Engine | None) -> None:
-        """Wait for the current `look`, which reads arena and state, and release both.
-
-        Its errors are ignored: these distances are no longer needed.
-        """
-        look, self._look, self._live = self._look, None, None
-        if look is not None and engine is not None:
-            engine.tracker.interrupt()
-            look.settle()
 
     def ready(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for the copy that the second half needs. Return whether it is done."""
@@ -265,7 +235,7 @@ class Checkpoints:
     def _failed(self, under_way: _UnderWay, engine: Engine, error: BaseException) -> None:
         # After Ctrl-C, or an exception of a signal handler in the main thread, the copy itself continues.
         under_way.job.settle()
-        engine.adopt_orphans()
+        engine.pace.turns.soon()
         if not isinstance(error, Exception):
             raise error
         self._fault(error)
@@ -279,12 +249,12 @@ class Checkpoints:
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return None
-        identities = under_way.moment.identities
+        identities, copied = under_way.moment.identities, under_way.copied
         try:
-            copied = under_way.copied
             copied = copied or self._copy_again(under_way, self._wait(under_way.job, hook=hook), engine)
             self._count(copied, engine)
             if not copied.ids.size and not copied.sealed:
+                copied.discard()
                 return copied
             extras, whole = self._extras(engine, under_way.moment), ""
             if copied.sealed:
@@ -296,6 +266,8 @@ class Checkpoints:
                 identities.made()
         except BaseException as error:
             identities.failed(engine.arena.whole)
+            if copied is not None:
+                copied.discard()
             self._failed(under_way, engine, error)
             return None
         return copied
@@ -306,8 +278,7 @@ class Checkpoints:
             return
         try:
             fill.wait()
-            # Copies that are newer than the extras were labelled anew, and have to be saved again.
-            engine.adopt_orphans()
+            engine.adopt_orphans()  # copies of later steps, which the store has to get as of an earlier one
         except BaseException as error:
             # After Ctrl-C the filling itself continues, and the arena may be about to be closed.
             fill.settle()
@@ -341,11 +312,13 @@ class Checkpoints:
         for g, part in live.parts(everything) if written or under_way.snapshot is not None else ():
             ids = everything[part]
             if g in written:
+                under_way.repeated = True
                 copied = self._repeat(live, copied, g, engine)
             elif under_way.snapshot is not None:
                 twin = live.with_tensors({g: under_way.snapshot[g]})
                 torn = np.intersect1d(ids, np.flatnonzero(twin.changed()))
                 if torn.size:
+                    under_way.repeated = True
                     twin.save(torn, int(arena.version[torn[0]]))
                     self._fault(
                         Corruption(
@@ -360,6 +333,8 @@ class Checkpoints:
             copied.common is None or written or under_way.writes != self._lockstep.writes()
         ):
             copied = replace(copied, common=under_way.common())
+        if under_way.repeated:
+            under_way.repeated, copied = False, engine.set_aside_again(copied)
         return copied
 
     def _repeat(self, live: LiveState, copied: Copied, g: int, engine: Engine) -> Copied:
@@ -378,7 +353,8 @@ class Checkpoints:
     def _count(self, copied: Copied, engine: Engine) -> None:
         stats = self._stats
         stats.checkpoints += 1
-        stats.saved_bytes += int(engine.encoded.sizes(copied, sealed=copied.sealed).sum())
+        stats.saved_bytes += int(engine.layout.partition_bytes[copied.ids].sum())
+        stats.copy_seconds += copied.seconds
         if copied.nonfinite.size:
             if not stats.nonfinite_partitions:
                 log.warning(

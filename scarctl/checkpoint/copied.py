@@ -1,32 +1,33 @@
-"""Define the extent of a checkpoint, and its result."""
+"""Define the result of a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import numpy as np
 
+from scarctl.arena.staged import Staged
+from scarctl.policy.turns import Turn
+from scarctl.state.encodings import Encoding
 from scarctl.state.version import step_of
 from scarctl.util.arrays import Ids
 
 
-class Extent(Enum):
-    """Extent of a checkpoint."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Copies that the store gets of a checkpoint, in one encoding."""
 
-    PART = "part"
-    """The partitions that the policy selects, within the budget."""
-    WHOLE = "whole"
-    """All partitions that differ from their last copy: the state is sealed."""
-    WHOLE_UNLESS_BEHIND = "whole unless behind"
-    """As WHOLE, but copies nothing while an earlier copy is pending. Newer copies would replace pending ones, and a
-    slow store would never get a whole state."""
+    ids: Ids
+    """Partitions, ascending."""
+    encoding: Encoding
+    staged: Staged | None
+    """Their rows; None: those in the arena, which nothing changes until the store has them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """The copies that one checkpoint made in the arena."""
+    """The copies that one checkpoint made in the arena, and what the store gets of them."""
 
     version: int
     """Version of all copies. Fixed at the start: the epoch may change meanwhile, if the daemon is replaced."""
@@ -35,13 +36,21 @@ class Copied:
     """Every partition of the state is of this version: just copied, or equal to its newest copy."""
     nonfinite: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """Partitions left out because their values are not finite: the last good copy is kept."""
-    exact: Ids | None = None
-    """The partitions of `ids` that the store keeps exactly, and perhaps others; None: all."""
-    missed: bool = False
-    """Nothing was copied although finite partitions have changed: all of them are protected, or exceed the budget."""
+    turn: Turn = Turn.NOTHING
+    """What the store gets."""
+    parts: Sequence[Part] = ()
+    """These copies. Empty, with another turn than NOTHING: it lacks nothing, and only gets the extras."""
+    seconds: float = 0.0
+    """Processor seconds of the thread that copied."""
     common: Mapping[str, str] | None = None
     """If sealed: see `scarctl.state.extras.Notes.common`. None: not read yet."""
 
     @property
     def step(self) -> int:
         return step_of(self.version)
+
+    def discard(self) -> None:
+        """Delete the staged rows: they are not handed over."""
+        for part in self.parts:
+            if part.staged is not None:
+                part.staged.discard()

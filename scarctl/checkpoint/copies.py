@@ -77,13 +77,16 @@ class Copies:
         require_same_line(self._arena, self._store)
 
     def believe_newest_seal(self) -> None:
-        """Count the arena as sealed if a waiting hand-over seals its copies, even before that is durable."""
+        """Count the arena as of one step if a waiting hand-over or the newest moment is of its copies."""
         arena = self._arena
         if not arena.whole or not arena.intact().all():
             return
         for handover in self._queue.pending():
             if handover.whole == arena.whole and (arena.version <= handover.version).all():
                 arena.seal(max(arena.sealed, handover.version))
+        moment = self._queue.moment()
+        if moment is not None and moment.whole == arena.whole and (arena.version <= moment.version).all():
+            arena.note_moment(max(arena.moment, moment.version))
 
     def fetch_all(self, states: States, new: NewSlots | None = None, staged: Staged | None = None) -> Report:
         """Bring the newest copy of every partition into the arena. Raises NoIntactCopy.

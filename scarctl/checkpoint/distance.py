@@ -375,12 +375,12 @@ def changed(group: Group, live: Sequence[torch.Tensor], saved: Sequence[torch.Te
     result = np.zeros(group.partitions, dtype=bool)
     per_partition = group.rows_per_partition
     for now, then in zip(live, saved, strict=True):
-        for first, last, a, b in _blocks(_bits(now), _bits(then), per_partition):
+        for first, last, a, b in _blocks(bits(now), bits(then), per_partition):
             result[first:last] |= (a != b.to(a.device)).any(dim=1).cpu().numpy()
     return result
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's bit patterns as integers, so that NaN equals itself and -0.0 differs from 0.0."""
     if tensor.dtype.is_complex:
         tensor = torch.view_as_real(tensor)

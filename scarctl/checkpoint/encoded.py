@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
-from scarctl.checkpoint.copied import Copied
 from scarctl.checkpoint.distance import values_of
 from scarctl.config import Norm
 from scarctl.policy.select import squared
@@ -64,19 +63,3 @@ class EncodedCopies:
         total = moved + lacking
         total[lossy & (total == 0)] = _LEAST  # it no longer changes, but its slots may not be exact yet
         return Weighed(total, np.where(near, self._exact_bytes, self.nbytes), near)
-
-    def parts(self, copied: Copied, *, sealed: bool) -> list[tuple[Encoding, NDArray[np.bool_]]]:
-        """Return what to hand over: encodings, and which of the copies have each: bool (copies,). One at least."""
-        exact = np.ones(copied.ids.size, dtype=bool)
-        if not sealed and copied.exact is not None and self.encoding != "exact":
-            exact = np.isin(copied.ids, copied.exact, assume_unique=True)
-        found: list[tuple[Encoding, NDArray[np.bool_]]] = [(self.encoding, ~exact), ("exact", exact)]
-        return [part for part in found if part[1].any()] or found[1:]
-
-    def sizes(self, copied: Copied, *, sealed: bool = False) -> Ids:
-        """Return the bytes that the store gets of each copy: int64 (copies,)."""
-        found = self._exact_bytes[copied.ids].copy()
-        for encoding, part in self.parts(copied, sealed=sealed):
-            if encoding != "exact":
-                found[part] = self.nbytes[copied.ids[part]]
-        return found

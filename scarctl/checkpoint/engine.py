@@ -1,27 +1,29 @@
 """Save one session's state, once its layout is known.
 
-A checkpoint has two halves. `copy` runs on the worker thread, during the next forward and backward: distances,
-selection, live rows into the arena. `hand_over` runs right before the next optimizer step and only writes a small
-file. The persister saves it in the background.
+A checkpoint brings all of memory up to one step, and now and then it is the store's turn to get something of it.
+It has two halves. `copy` runs on the worker thread, during the next forward and backward: it compares, copies what has
+changed into the arena, and sets aside the rows that the store gets. `hand_over` runs right before the next optimizer
+step and only writes small files. The persister saves in the background.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from scarctl.arena.kinship import arena_for
-from scarctl.arena.movements import Movements
-from scarctl.arena.queue import HandOverQueue
-from scarctl.checkpoint.behind import Behind
-from scarctl.checkpoint.copied import Copied, Extent
+from scarctl.arena.queue import NEWEST, HandOverQueue
+from scarctl.arena.staged import Staged, copy_out
+from scarctl.checkpoint.copied import Copied, Part
 from scarctl.checkpoint.copies import Copies
 from scarctl.checkpoint.encoded import EncodedCopies
 from scarctl.checkpoint.filling import Filling
@@ -30,24 +32,25 @@ from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.motion import Motion
 from scarctl.checkpoint.pace import Pace
 from scarctl.checkpoint.pinning import Pinning
-from scarctl.checkpoint.protection import Protection
 from scarctl.checkpoint.selector import Selector
+from scarctl.checkpoint.sent import Sent
 from scarctl.checkpoint.tracker import Tracker
-from scarctl.checkpoint.trend import Trend
 from scarctl.config import SessionSettings
-from scarctl.errors import ScarError
-from scarctl.persist.persister import adopt_orphans
+from scarctl.errors import ScarError, Unavailable
+from scarctl.persist.inherited import adopt_orphans
 from scarctl.persist.saver import Saver
 from scarctl.persist.thread import Current
 from scarctl.policy.select import Candidates
+from scarctl.policy.turns import Turn
 from scarctl.recovery.plan import Plan
 from scarctl.state.caveats import Caveats
+from scarctl.state.encodings import Encoding
 from scarctl.state.extras import Extras, Notes, PolicyMemory
 from scarctl.state.layout import Layout
 from scarctl.state.version import ages_of, pack, step_of
 from scarctl.store import Store
 from scarctl.theory.history import History
-from scarctl.util.arrays import Ids, distinct, union
+from scarctl.util.arrays import Ids, union
 
 log = logging.getLogger("scarctl")
 _NONE = np.empty(0, dtype=np.int64)
@@ -82,13 +85,10 @@ class Engine:
         self.saver = saver
         self.shard_of = store.shard_of(layout)
         self.budget = max(1, int(settings.fraction * layout.nbytes))
-        self.selector, self._caveats = selector, caveats
-        self.tracker = Tracker(
-            layout, settings.tracker, settings.norm, store.settings.seed, budget=self.budget
-        )
+        self.selector = selector
+        self.tracker = Tracker(layout, settings.norm, store.settings.seed)
         self.policy_memory = PolicyMemory()
         self.motion = Motion(layout)
-        self.trend = Trend(layout) if settings.extrapolate else None
         self.arena = arena_for(folder, layout, store, sparse=resuming)
         self.filling = Filling(self.arena)
         self.pinning = Pinning(self.arena.memory())
@@ -96,159 +96,134 @@ class Engine:
         self.queue = HandOverQueue(arena.folder, lambda: arena.taken)
         self.copies = Copies(self.arena, self.queue, store, self.shard_of, caveats)
         self.encoded = EncodedCopies(self.arena, settings.encoding, settings.norm)
-        self._protection = Protection(self.arena, self.queue)
-        most = layout.nbytes if settings.policy == "full" else self.budget
-        self.pace = Pace(settings, most, selector, self.arena, self.queue, caveats)
-        self.cadence = self.pace.cadence
-        self._orphaned = False
-        """Copies could not be queued, and have to be queued later."""
-        self._behind = Behind(
-            self.arena,
-            self.cadence,
-            settings,
-            len(distinct(store.log_of(layout))),
-            most,
-            int(self.encoded.nbytes.sum()),
-            caveats,
+        self.pace = Pace(
+            settings, layout.nbytes, self.budget, selector, self.arena, self.queue, saver, caveats
         )
-        self.movements: Movements | None = None
+        self.cadence = self.pace.cadence
+        self._crowded = False
+        """Memory had no room for rows that the store was to get; this was logged."""
         try:
-            if self.trend is not None:
-                self.movements = self._open_movements(self.trend.groups)
-            before = self.arena.version.copy()
             saver.open(self.arena)
-            self.leaving = Leaving(self.arena)
-            if self.movements is not None:
-                self.movements.relabel(before, self.arena.version)
+            self.leaving = Leaving()
+            self.sent = Sent(self.arena, settings.norm, exact=settings.tracker == "exact")
         except BaseException:
             self.selector.close()
             self.arena.close()
             raise
 
-    def _open_movements(self, groups: Collection[int]) -> Movements:
-        try:
-            return Movements(self.arena.folder, self.layout, groups)
-        except ScarError:
-            if not (self.arena.version >= 0).any():
-                self.arena.remove()  # the arena is empty, and memory is short
-            raise
+    def copy(self, live: LiveState, step: int, turn: Turn, *, thorough: bool = True) -> Copied:
+        """Bring the arena up to the state after `step`, and set aside what the store gets. Called in the worker thread.
 
-    def copy(self, live: LiveState, step: int, extent: Extent) -> Copied:
-        """Copy the state after `step`, or a part of it, into the arena. Called in the worker thread."""
+        Partitions that are not finite are left out: their last good copies stay, and the state is not sealed. The very
+        first checkpoint copies everything: it is the running checkpoint's x(0) (Qiao et al., section 4.2).
+
+        thorough: compare everything, also what cannot have changed unless something unusual has written to it.
+        """
+        began = time.thread_time()
+        with torch.no_grad():
+            copied = self._copy(live, step, turn, thorough=thorough)
+        return replace(copied, seconds=time.thread_time() - began)
+
+    def _copy(self, live: LiveState, step: int, turn: Turn, *, thorough: bool) -> Copied:
         self.filling.run()
-        self.tracker.allow_full_looks()
-        if extent is Extent.PART:
-            return self._copy_part(live, step)
-        return self._seal(live, step, extent)
+        if step == self.pace.due_at:  # all ranks sample after the same iterations
+            self.motion.look(live.tensors, step)
+        arena, version = self.arena, pack(self.arena.epoch, step)
+        if self.filling.lacks_copies or (arena.version >= 0).any():
+            distance, changed = self.tracker.look(live, thorough=thorough or self.filling.lacks_copies)
+            # A torn copy is replaced, even if its bytes happen to be right.
+            changed |= ~arena.intact()
+        else:
+            distance, changed = np.zeros(self.layout.partitions), np.ones(self.layout.partitions, dtype=bool)
+        good = np.isfinite(distance)
+        ids, nonfinite = np.flatnonzero(changed & good), np.flatnonzero(changed & ~good)
+        self.sent.moved(ids, distance[ids])
+        live.save(ids, version)
+        arena.note_distances(np.where(good, 0.0, distance))
+        self.tracker.copied(but=nonfinite)
+        if self.leaving.now:
+            # All that the store lacks equals the live values now. As copies of one step they are saved in any order.
+            # What was so before, and has not changed since, keeps the name of its state.
+            waiting = arena.pending() & arena.intact() & (arena.version != version)
+            waiting[nonfinite] = False
+            arena.relabel(np.flatnonzero(waiting), version)
+        self.filling.lacks_copies &= bool(nonfinite.size)
+        copied = Copied(version, ids, sealed=not nonfinite.size, nonfinite=nonfinite, turn=turn)
+        return self._set_aside(copied)
 
-    def _copy_part(self, live: LiveState, step: int) -> Copied:
-        """Select partitions within the budget, and copy them."""
-        version = pack(self.arena.epoch, step)
-        self._look(live, step)
-        distance = self.tracker.distances(live, step)
-        weighed = self.encoded.weigh(distance)
-        pending = self.arena.pending()
-        self._behind.look(pending, step, self.saver)
-        self._protection.look()
+    def _set_aside(self, copied: Copied) -> Copied:
+        """Choose what the store gets, and copy it out of the arena, which changes before the store has taken it."""
+        if copied.turn is not Turn.PART:
+            self.selector.read_sample()
+        if copied.turn is Turn.NOTHING:
+            return copied
+        # What the store has in fewer bits, it lacks, even if it never changes again.
+        waiting = (self.arena.pending() | (self.arena.encoding_error >= 0)) & self.arena.intact()
+        if copied.turn is Turn.WHOLE:
+            parts: list[tuple[Encoding, Ids]] = [("exact", np.flatnonzero(waiting))]
+        else:
+            parts = self._choose(waiting, copied.step)
+        made: list[Part] = []
+        try:
+            for encoding, ids in parts:
+                made.append(Part(ids, encoding, self._rows(ids) if ids.size else None))
+        except BaseException:
+            replace(copied, parts=made).discard()
+            raise
+        return replace(copied, parts=made)
+
+    def set_aside_again(self, copied: Copied) -> Copied:
+        """Repeat `_set_aside`'s copy: the arena has changed since. Called in the training thread."""
+        copied.discard()
+        parts, intact = [], self.arena.intact()
+        for part in copied.parts:
+            ids = part.ids[intact[part.ids]]
+            parts.append(Part(ids, part.encoding, self._rows(ids) if ids.size else None))
+        return replace(copied, parts=parts)
+
+    def _rows(self, ids: Ids) -> Staged | None:
+        """Return the rows of these partitions, copied out; None if the arena does not change, or memory has no room."""
+        if self.leaving.now:
+            return None
+        try:
+            return copy_out(self.arena, ids)
+        except Unavailable as error:
+            if not self._crowded:
+                log.warning(
+                    "%s. Until there is room, the store may get fewer whole states: what changes before it is read is "
+                    "left to the next turn",
+                    error.message,
+                )
+            self._crowded = True
+            return None
+
+    def _choose(self, waiting: NDArray[np.bool_], step: int) -> list[tuple[Encoding, Ids]]:
+        """Choose the partitions of a turn within the budget. waiting: those that the store lacks."""
+        weighed = self.encoded.weigh(self.sent.distances())
         among = Candidates(
             distance_sq=weighed.distance_sq,
             nbytes=weighed.nbytes,
-            staleness=ages_of(self.arena.version, step, self.arena.sealed),
-            eligible=self.leaving.eligible(~self._protection.covers(pending)),
+            staleness=ages_of(self.sent.version, step),
+            eligible=waiting & (not self.leaving.now),
             seed=self.store.settings.seed,
             step=step,
             max_staleness=self.settings.max_staleness,
         )
         memory = self.policy_memory
         chosen = self.selector.select(
-            self.settings.policy, among, self.budget_now, credit=memory.credit, cursor=memory.cursor
+            self.settings.policy, among, self.pace.part_bytes, credit=memory.credit, cursor=memory.cursor
         )
         self.policy_memory = PolicyMemory(chosen.credit, chosen.cursor)
-        # Estimated distances have not read every value of the chosen partitions.
-        ids, bad = self.tracker.check(live, chosen.ids, distance)
-        self._save(live, ids, distance, version)
-        exact = ids if weighed.exact is None else ids[weighed.exact[ids]]
-        whole = exact.size == self.layout.partitions
-        changed = (weighed.distance_sq > 0) & np.isfinite(weighed.distance_sq)
-        missed = not chosen.ids.size and bool(changed.any())
-        return Copied(version, ids, whole, union(chosen.nonfinite, bad), exact, missed)
-
-    @property
-    def may_copy(self) -> bool:
-        """Return whether a partial checkpoint may copy any partition, if it has changed."""
-        try:
-            return not self._protection.covers(self.arena.pending()).all()
-        except ScarError:
-            return True  # the checkpoint will meet the same fault, and report it
-
-    def owes_seal(self) -> bool:
-        """Return whether a regular checkpoint must save the whole state: a seal was lost before it was durable.
-
-        True once for each lost seal, and as long as the arena lacks copies: see `Filling`.
-        """
-        try:
-            return self._protection.owes_seal() or self.filling.lacks_copies
-        except ScarError:
-            return False  # the checkpoint will meet the same fault, and report it
-
-    @property
-    def budget_now(self) -> int:
-        """Return the bytes that a partial checkpoint may copy, without credit."""
-        return max(1, int(self.budget * self.cadence.share))
-
-    def _seal(self, live: LiveState, step: int, extent: Extent) -> Copied:
-        """Copy all partitions that differ from their last copy, so that every copy is of `step`.
-
-        Partitions that are not finite are left out, and then the state is not sealed. The very first checkpoint copies
-        everything: it is the running checkpoint's x(0) (Qiao et al., section 4.2).
-        """
-        version = pack(self.arena.epoch, step)
-        self._look(live, step)
-        first = not (self.filling.lacks_copies or (self.arena.version >= 0).any())
-        if first:
-            distance = np.zeros(self.layout.partitions)
-            ids, nonfinite = np.arange(self.layout.partitions), _NONE
-        elif extent is Extent.WHOLE_UNLESS_BEHIND and (pending := self.arena.pending()).any():
-            self._behind.look(pending, step, self.saver)
-            return Copied(version, _NONE, sealed=False)
-        else:
-            distance = live.distances(self.settings.norm)
-            # A torn copy is replaced, even if its bytes happen to be right.
-            changed = live.changed() | ~self.arena.intact()
-            good = np.isfinite(distance)
-            ids, nonfinite = np.flatnonzero(changed & good), np.flatnonzero(changed & ~good)
-        self._save(live, ids, distance, version, sealed=not nonfinite.size)
-        self.tracker.saved_all(but=nonfinite)
-        self.filling.lacks_copies &= bool(nonfinite.size)
-        ids = self.leaving.gather(ids, nonfinite, version)
-        return Copied(version, ids, sealed=not nonfinite.size, nonfinite=nonfinite)
-
-    def _look(self, live: LiveState, step: int) -> None:
-        # Only at regular checkpoints, because all ranks have to sample after the same iterations.
-        if step == self.pace.due_at:
-            self.motion.look(live.tensors, step)
-        if self.trend is not None:
-            self.trend.look(live.tensors, step)
-
-    def _save(
-        self, live: LiveState, ids: Ids, distance: NDArray[np.float64], version: int, *, sealed: bool = False
-    ) -> None:
-        self.leaving.copying(ids, distance[ids])
-        live.save(ids, version, self.movements)
-        if self.trend is not None:
-            self.trend.saved(ids, step_of(version), sealed=sealed)
-        self.arena.note_distances(distance)
-        self.equal(ids)
+        ids = chosen.ids
+        if weighed.exact is None or self.encoded.encoding == "exact":
+            return [("exact", ids)] if ids.size else []
+        exact = weighed.exact[ids]
+        both: list[tuple[Encoding, Ids]] = [(self.encoded.encoding, ids[~exact]), ("exact", ids[exact])]
+        return [part for part in both if part[1].size]
 
     def equal(self, ids: Ids) -> None:
         """Note that live values of these partitions equal their copies in the arena."""
         self.arena.note_distances(0.0, ids)
-        self.tracker.saved(ids)
-
-    def moved(self, live: LiveState, ids: Ids) -> None:
-        """Note that live values of these partitions (ascending) changed without a step: they differ from the copies."""
-        self.arena.note_distances(live.distances_at(ids, self.settings.norm), ids)
-        self.tracker.moved(ids)
 
     def spoil(self, ids: Ids) -> None:
         """Give up the copies of these partitions."""
@@ -265,13 +240,7 @@ class Engine:
         if not bad.size:
             return copied
         self.spoil(bad)
-        return Copied(
-            copied.version,
-            copied.ids[finite],
-            sealed=False,
-            nonfinite=union(copied.nonfinite, bad),
-            exact=copied.exact,
-        )
+        return replace(copied, ids=copied.ids[finite], sealed=False, nonfinite=union(copied.nonfinite, bad))
 
     def extras(self, settled: Extras, notes: Notes) -> Extras:
         """Return `settled`, the extras of the adapter and the loop, with these notes and this engine's measurements."""
@@ -280,87 +249,86 @@ class Engine:
             notes,
             points=self.motion.history.to_array(),
             norm=norm if isinstance(norm, str) else "a function",
-            fits=None if self.trend is None else self.trend.fits.to_array(),
         )
         return replace(settled, policy=self.policy_memory, notes=notes)
 
     def hand_over(self, copied: Copied, extras: Extras, whole: str = "") -> None:
-        """Queue the copies, sealed if they have the name `whole`. Returns at once: the queue is local."""
+        """Keep the extras with the copies in memory, and queue what the store gets. Returns at once.
+
+        whole: name of the whole state that all copies have; "" if they are of several.
+        """
+        tree, version = extras.to_tree(), copied.version
+        self.queue.note(version=version, whole=whole, extras=tree)
         self.arena.name_whole(whole or self.arena.whole)  # before the persister reads it
-        ids, version, unsaved = copied.ids, copied.version, self.leaving.unsaved[copied.ids]
-        tree = extras.to_tree()
-        sizes, dropped, number = self.encoded.sizes(copied, sealed=bool(whole)), list[int](), 0
-        for n, (encoding, part) in enumerate(self.encoded.parts(copied, sealed=bool(whole))):
+        if whole:
+            self.arena.note_moment(version)
+        if copied.turn is not Turn.NOTHING:
+            self._queue(copied, tree, whole if copied.turn is Turn.WHOLE else "")
+
+    def _queue(self, copied: Copied, tree: Any, whole: str) -> None:
+        if copied.turn is Turn.PART and not copied.parts:
+            return
+        before = self.queue.numbers() if copied.turn is Turn.WHOLE else []
+        unsaved = self.sent.unsaved()
+        parts = copied.parts or [Part(_NONE, "exact", None)]
+        for n, part in enumerate(parts):
             number = self.queue.put(
-                version=version,
-                ids=ids[part],
+                version=copied.version,
+                ids=part.ids,
                 whole=whole,
                 extras=None if n else tree,
-                unsaved=unsaved[part],
-                encoding=encoding,
+                unsaved=unsaved[part.ids],
+                encoding=part.encoding,
+                staged=part.staged,
             )
-            dropped += self._protection.queued(number, version, sealed=bool(whole))
-        if dropped:
-            self.cadence.superseded(dropped)
-        nbytes = int((self.encoded.nbytes[self.arena.pending()] if dropped else sizes).sum())
-        self.pace.handed_over(number, version, nbytes)
+            sizes = self.layout.partition_bytes if part.encoding == "exact" else self.encoded.nbytes
+            self.pace.handed_over(number, int(sizes[part.ids].sum()), copied.step, copied.turn)
+            if part.staged is not None:
+                self.sent.handed_over(part.ids, copied.version if whole else None)
+        # A whole state has all that waits, and newer.
+        for number in before:
+            self.queue.remove(number)
+        self.pace.turns.replaced(before)
         self.saver.notify()
 
     def expect(self, step: int) -> None:
         """Announce the regular checkpoint of `step`, which is due, to all ranks."""
         self.cadence.agree(self.selector.interval)
-        self.selector.expect(step, self.budget_now)
+        self.selector.expect(step, self.pace.part_bytes)
 
     def require_saving(self) -> ScarError | None:
-        """Raise the error that ended saving. Return a fault that is being retried; None while saving works.
-
-        Queues copies that could not be queued before. Raises Unavailable if that fails again.
-        """
+        """Raise the error that ended saving. Return a fault that is being retried; None while saving works."""
         if (failure := self.saver.failure) is not None:
             raise failure
-        trouble = self.saver.trouble
-        if self._orphaned:
-            self._adopt()
-        return trouble
+        return self.saver.trouble
 
     def pin(self, device: torch.device) -> None:
         """Pin the arena for copies from `device`, if the settings allow it."""
         if self.settings.pin_memory:
             self.pinning.begin(device)
 
-    def look_ahead(self, live: LiveState) -> None:
-        """Compute a part of the distances for coming checkpoints. Called in the worker thread."""
-        if not self.arena.is_filling:
-            self.tracker.look(live, self.pace.look())
-
-    def learn(self, history: History, extras: Extras | None) -> None:
-        """Continue with the measurements in these extras. history: the common history of all ranks."""
+    def learn(self, history: History) -> None:
+        """Continue with the common history of all ranks."""
         self.motion.continue_from(history)
-        if self.trend is not None:
-            self.trend.continue_from(None if extras is None else extras.notes.fits)
 
-    def jumped(self, live: LiveState, ids: Ids, moved: Ids) -> None:
-        """Note that the live values of `ids` were restored in place. moved: extrapolated ones. Both ascending."""
-        self.equal(np.setdiff1d(ids, moved, assume_unique=True))
-        if moved.size:
-            self.moved(live, moved)
+    def jumped(self, ids: Ids) -> None:
+        """Note that the live values of `ids` (ascending) were restored in place."""
+        self.equal(ids)
         self.motion.forget()
-        if self.trend is not None:
-            self.trend.forget(ids)
 
     def is_sealed(self) -> bool:
-        """Return whether every copy is of the newest iteration, durable or pending."""
+        """Return whether the store has the newest iteration as a whole, or gets it: it waits."""
         handovers = self.queue.pending()
         waiting = [handover.version for handover in handovers if handover.sealed]
         lossy = (self.arena.encoding_error >= 0).any() or any(one.encoding != "exact" for one in handovers)
         head, copies = self.arena.head_step, step_of(self.arena.newest())
         if head in map(step_of, waiting) or step_of(self.arena.sealed) == head:
             return True
-        return not lossy and bool((copies == head).all())
+        return not (lossy or self.arena.pending().any()) and bool((copies == head).all())
 
     def lag(self) -> int:
-        """Return the iterations since the oldest copied change that is not durable yet; 0 if all copies are."""
-        return self._behind.lag(self.arena.pending(), self.arena.head_step)
+        """Return the iterations since the oldest checkpoint that waits for the store; 0 if none does."""
+        return self.pace.lag(self.arena.head_step)
 
     def start_over(self) -> None:
         """Discard the arena's copies: their run was superseded, or died before its first whole checkpoint.
@@ -369,24 +337,16 @@ class Engine:
         """
         self.queue.clear()
         self.arena.reset()
-        if self.movements is not None:
-            self.movements.gap[:] = 0
+        self.sent.forget()
 
     def adopt_orphans(self) -> None:
-        """Queue copies that were never handed over, after a failure or the death of a process.
-
-        If they cannot be queued now, `require_saving` does it later.
-        """
-        self._orphaned = True
+        """Queue copies in memory that the store lacks, after the death of a process. Never raises."""
         try:
-            self._adopt()
+            adopt_orphans(self.arena, self.queue)
+            self.pace.turns.soon()
+            self.saver.notify()
         except ScarError as error:
-            log.error("copies in %s cannot be queued yet: %s", self.arena.folder, error)
-
-    def _adopt(self) -> None:
-        adopt_orphans(self.arena, self.queue)
-        self._orphaned = False
-        self.saver.notify()
+            log.error("copies in %s cannot be queued: %s", self.arena.folder, error)
 
     def start(self) -> None:
         """Start saving to the store."""
@@ -394,7 +354,6 @@ class Engine:
 
     def stop(self) -> None:
         """Write nothing to the store until `start`. Hand-overs stay in the queue."""
-        self._protection.forget_seal()
         self.saver.stop()
 
     @contextmanager
@@ -415,6 +374,8 @@ class Engine:
         """Make the sealed state of `plan`, which the arena has, the newest one, also in the store (a new epoch)."""
         self.saver.roll_back(plan.seqs)
         self.arena.mark_all_durable(plan.whole)
+        self.queue.remove(NEWEST)
+        self.sent.forget()
 
     def leave(self) -> None:
         """Close at once. The daemon saves pending copies, and the arena stays for the next session."""

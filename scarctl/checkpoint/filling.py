@@ -178,4 +178,6 @@ def age_after(arena: Arena, step: int) -> None:
     So they never count as exact, and the next checkpoint is newer than they are.
     """
     ahead = np.flatnonzero(step_of(arena.newest()) > step)
+    if ahead.size:
+        arena.unseal()
     arena.relabel(ahead, pack(arena.epoch, max(0, step - 1)))

@@ -53,8 +53,10 @@ def newest_extras(queue: HandOverQueue, store: Store, states: Mapping[int, Shard
 
 def _waiting(queue: HandOverQueue) -> Iterator[Saved]:
     """Yield the extras of hand-overs that are not durable yet, newest first."""
-    # Of two hand-overs of the same version the later one comes first.
-    for handover in sorted(queue.pending(), key=lambda handover: handover.version)[::-1]:
+    moment = queue.moment()
+    waiting = [*queue.pending(), *([] if moment is None else [moment])]
+    # Of two of the same version the later one comes first.
+    for handover in sorted(waiting, key=lambda handover: handover.version)[::-1]:
         if handover.extras is not None:
             yield Saved(handover.version, handover.whole, Extras.from_tree(torched(handover.extras)))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
 
@@ -17,37 +16,22 @@ import torch
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.movements import Movements
 from scarctl.checkpoint.batched import distances_of_groups
-from scarctl.checkpoint.distance import Norm, Scratch, changed, distances_of, finite
+from scarctl.checkpoint.distance import Norm, Scratch, bits, changed, distances_of, finite
 from scarctl.checkpoint.loading import LARGE, NewSlots, Piece, copy_all, pieces_of, views_of
-from scarctl.checkpoint.row_copies import RUN_BYTES, copy_rows, equal, is_gpu, wait_for
-from scarctl.checkpoint.sampled import sampled_squares
+from scarctl.checkpoint.row_copies import copy_rows, equal, is_gpu, wait_for
 from scarctl.state.layout import Layout
 from scarctl.state.rows import take_rows
-from scarctl.state.version import step_of
-from scarctl.util.arrays import Ids
+from scarctl.util.arrays import Ids, adjacent
 
 # A kill tears all partitions between `begin` and `end`, so pieces are small.
 _ATTEMPTS = 3
 """Attempts to copy a piece before it is left torn."""
-_BATCH_BYTES = 1 << 20
+_BATCH_BYTES = 4 << 20
 _GPU_BATCH_BYTES = 32 << 20
 """The same for a state on a GPU, which copies this in about the time in which the host copies the other."""
 _GATHER = 3
 """Gathering and comparing one partition takes about as long as comparing this many in place."""
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """Partitions that were loaded with extrapolated values. Arrays are parallel to `ids`."""
-
-    ids: Ids
-    """Partitions, ascending."""
-    movement: NDArray[np.float64]
-    """Squared norms of their recorded movements."""
-    distance: NDArray[np.float64]
-    """Norms of the change in the live values of the parameter; NaN or Inf if those were not finite."""
 
 
 class LiveState:
@@ -177,18 +161,6 @@ class LiveState:
             scratch,
         )
 
-    def sampled_squares(self, g: int, seed: int, turn: int) -> NDArray[np.float64]:
-        """Estimate the squared distances of all partitions of group `g`; see `scarctl.checkpoint.sampled`."""
-        per_partition = self.layout.groups[g].rows_per_partition
-        return sampled_squares(self.tensors[g][0], self._saved[g][0], per_partition, seed, turn)
-
-    def saved_squares_of(self, g: int, ids: Ids) -> NDArray[np.float64]:
-        """Return the squared norms of the copies of `ids` (ascending) of group `g`: float64 of the shape of `ids`."""
-        saved = self._saved[g][:1]
-        zeros = [torch.zeros((), dtype=saved[0].dtype).expand(saved[0].shape)]
-        first = int(self.layout.base[g])
-        return np.square(distances_of(self.layout.groups[g], saved, zeros, ids - first))
-
     def changed(self) -> NDArray[np.bool_]:
         """Return which partitions differ from their copy in any byte: bool of shape (layout.partitions,).
 
@@ -201,14 +173,30 @@ class LiveState:
             result[self._span(g)] = changed(group, self.tensors[g], self._saved[g])
         return result
 
-    def save(self, ids: Ids, version: int, movements: Movements | None = None) -> None:
-        """Copy the partitions `ids` (ascending) into the arena as `version`, and note their movements.
+    def changed_of(self, g: int) -> NDArray[np.bool_]:
+        """Return which partitions of group `g` differ from their copy in any byte: bool (partitions of it,)."""
+        return changed(self.layout.groups[g], self.tensors[g], self._saved[g])
+
+    def changed_at(self, g: int, ids: Ids) -> NDArray[np.bool_]:
+        """Return which of the partitions `ids` (ascending) of group `g` differ from their copy in any byte."""
+        result = np.zeros(ids.size, dtype=bool)
+        if not ids.size:
+            return result
+        starts, stops = self.layout.row_ranges(ids)
+        firsts, rows = np.cumsum(stops - starts) - (stops - starts), take_rows(starts, stops)
+        for live, saved in zip(self.tensors[g], self._saved[g], strict=True):
+            now, then = bits(_rows(live.detach(), rows)), bits(_rows(saved, rows))
+            differs = (now != then.to(now.device)).any(dim=1).cpu().numpy()
+            result |= np.logical_or.reduceat(differs, firsts)
+        return result
+
+    def save(self, ids: Ids, version: int) -> None:
+        """Copy the partitions `ids` (ascending) into the arena as `version`.
 
         Partitions that another thread keeps writing to meanwhile, as counted by torch, are left torn.
         """
         limit = _GPU_BATCH_BYTES if any(map(is_gpu, self.devices)) else _BATCH_BYTES
         for g, batch, starts, stops in self._batches(ids, limit):
-            note = None if movements is None else self._before(g, batch, starts, stops, movements)
             self.arena.begin(batch)
             for _ in range(_ATTEMPTS):
                 before = self.counters(g)
@@ -217,42 +205,7 @@ class LiveState:
                 wait_for(self.devices)
                 if self.counters(g) == before:
                     self.arena.end(batch, version)
-                    if note is not None:
-                        note(version)
                     break
-
-    def _before(
-        self, g: int, ids: Ids, starts: Ids, stops: Ids, movements: Movements
-    ) -> Callable[[int], None] | None:
-        """Keep the copies of `ids`, and return a function that notes the movements from them to newer copies."""
-        if g not in movements:
-            return None
-        arena, saved = self.arena, self._saved[g][0]
-        whole = (arena.generation[ids] & np.uint64(1) == 0) & (arena.version[ids] >= 0)
-        since = step_of(np.maximum(arena.version[ids], arena.sealed))
-        row_bytes = self.layout.groups[g].tensors[0].row_bytes
-        pieces: list[slice | Ids] = [take_rows(starts, stops)]
-        if (
-            not isinstance(pieces[0], slice)
-            and int((stops - starts).sum()) * row_bytes >= len(ids) * RUN_BYTES
-        ):
-            pieces = [slice(a, b) for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
-        before = [_rows(saved, rows).clone() for rows in pieces]
-
-        def note(version: int) -> None:
-            # The gap is cleared first: if the process is killed meanwhile, the movement is unknown, not wrong.
-            movements.gap[ids] = 0
-            target = self._movements(g, movements)
-            for rows, then in zip(pieces, before, strict=True):
-                moved = torch.sub(_rows(saved, rows), then, out=then)
-                if isinstance(rows, slice):
-                    target[rows].copy_(moved)
-                else:
-                    target[torch.from_numpy(rows)] = moved.to(target.dtype)
-            movements.version[ids] = version
-            movements.gap[ids] = np.where(whole, np.maximum(step_of(version) - since, 0), 0)
-
-        return note
 
     @functools.cached_property
     def parameters(self) -> NDArray[np.bool_]:
@@ -335,47 +288,6 @@ class LiveState:
             self.tensors[g] = [copies[spec.slot] for spec in self.layout.groups[g].tensors]
         self.__dict__.pop("_flat", None)
 
-    def load_extrapolated(
-        self, g: int, ids: Ids, movements: Movements, weights: NDArray[np.float64]
-    ) -> Moved:
-        """Load the partitions `ids` (ascending) of group `g`, with extrapolated values of the parameter.
-
-        These are s + weight · movement instead of the saved values s. weights: one per partition. A partition is not
-        loaded if the result is not finite.
-        """
-        self._make_writable(ids)
-        live = self.tensors[g][0].detach()
-        starts, stops = self.layout.row_ranges(ids)
-        lengths = stops - starts
-        firsts = np.cumsum(lengths) - lengths
-        s = _rows(self._saved[g][0], take_rows(starts, stops))
-        kind = torch.promote_types(s.dtype, torch.float32)
-        moved = self._movements(g, movements)
-        moved = moved[_index(take_rows(starts, stops), moved)].to(kind)
-        each = torch.from_numpy(np.repeat(weights, lengths)).to(kind)[:, None]
-        there = (s.to(kind) + each * moved).to(s.dtype)
-        finite = torch.isfinite(there).all(dim=1)
-        good = np.logical_and.reduceat(finite.numpy(), firsts)
-        was = _rows(live, take_rows(starts, stops)).to("cpu", kind)
-        result = Moved(
-            ids[good],
-            np.add.reduceat(_row_squares(moved), firsts)[good],
-            np.sqrt(np.add.reduceat(_row_squares(was - there.to(kind)), firsts)[good]),
-        )
-        if result.ids.size:
-            self.load(result.ids)
-            there = there[torch.from_numpy(np.repeat(good, lengths))].view(-1, *live.shape[1:])
-            with torch.no_grad():
-                if live.dim():
-                    live[_index(take_rows(starts[good], stops[good]), live)] = there.to(live.device)
-                else:
-                    live.copy_(there[0])
-        return result
-
-    def _movements(self, g: int, movements: Movements) -> torch.Tensor:
-        """Return the movements of all rows of group `g`, each row as one vector."""
-        return torch.from_numpy(movements.of(g)).view(torch.bfloat16).view(self.layout.groups[g].rows, -1)
-
     def parts(self, ids: Ids) -> Iterator[tuple[int, slice]]:
         """Yield the groups of the partitions `ids` (ascending), and the slice of `ids` in each."""
         if not ids.size:
@@ -396,24 +308,13 @@ class LiveState:
             step = max(1, limit // max(1, group.rows_per_partition * group.row_bytes))
             for first in range(0, mine.size, step):
                 batch = mine[first : first + step]
-                starts, stops = self.layout.row_ranges(batch)
+                if isinstance(adjacent(batch), slice):  # one run of rows: several times faster
+                    start, stop = batch[[0, -1]] - self.layout.base[g] + (0, 1)
+                    runs = np.array([start, stop]) * group.rows_per_partition
+                    starts, stops = runs[:1], np.minimum(runs[1:], group.rows)
+                else:
+                    starts, stops = self.layout.row_ranges(batch)
                 yield g, batch, starts, stops
-
-
-def _rows(tensor: torch.Tensor, rows: slice | Ids) -> torch.Tensor:
-    """Return some rows of a tensor, each as one vector."""
-    picked = tensor[_index(rows, tensor)] if tensor.dim() else tensor.reshape(1)
-    return picked.reshape(picked.shape[0], -1)
-
-
-def _index(rows: slice | Ids, tensor: torch.Tensor) -> slice | torch.Tensor:
-    return rows if isinstance(rows, slice) else torch.from_numpy(rows).to(tensor.device)
-
-
-def _row_squares(rows: torch.Tensor) -> NDArray[np.float64]:
-    """Return the squared norm of every row."""
-    squares: NDArray[np.float64] = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square().numpy()
-    return squares
 
 
 def is_placeholder(tensor: torch.Tensor) -> bool:
@@ -435,3 +336,10 @@ def _left(live: torch.Tensor, saved: torch.Tensor, rows: slice | Ids) -> bool:
         return False
     there = torch.isfinite((saved[at] if saved.dim() else saved).float())
     return bool((wrong.cpu() & there).any())
+
+
+def _rows(tensor: torch.Tensor, rows: slice | Ids) -> torch.Tensor:
+    """Return some rows of a tensor, each as one vector."""
+    at = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(tensor.device)
+    picked = tensor[at] if tensor.dim() else tensor.reshape(1)
+    return picked.reshape(picked.shape[0], -1)

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from scarctl.checkpoint.sampled import values_at
 from scarctl.state.layout import Layout
 from scarctl.theory.history import History
 from scarctl.util.splitmix import splitmix64
@@ -94,3 +93,32 @@ class Motion:
 def _moves(tensor: torch.Tensor) -> bool:
     """Return whether distances between the tensor's values are meaningful."""
     return tensor.is_floating_point() and tensor.element_size() > 1
+
+
+def values_at(
+    tensors: Sequence[torch.Tensor], indices: Sequence[torch.Tensor | None]
+) -> list[NDArray[np.float64]]:
+    """Copy some values of each tensor to the host: float64 (n,). What is on a GPU comes in one transfer per dtype.
+
+    indices: positions in the flat tensor, int64 (n,); None: all.
+    """
+    picked = [_pick(tensor.detach(), index) for tensor, index in zip(tensors, indices, strict=True)]
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, values in enumerate(picked):
+        if values.device.type != "cpu":
+            kinds.setdefault((values.device, values.dtype), []).append(i)
+    for mine in kinds.values():
+        host = torch.cat([picked[i] for i in mine]).cpu()
+        parts = torch.split(host, [picked[i].numel() for i in mine])
+        for i, part in zip(mine, parts, strict=True):
+            picked[i] = part
+    return [values.to(torch.float64, copy=True).numpy() for values in picked]
+
+
+def _pick(tensor: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    if index is not None:
+        index = index.to(tensor.device)
+        # Reshaping first would copy a whole tensor with other strides.
+        flat = tensor.is_contiguous()
+        tensor = tensor.view(-1).index_select(0, index) if flat else torch.take(tensor, index)
+    return tensor.reshape(-1)

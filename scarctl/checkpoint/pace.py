@@ -1,4 +1,4 @@
-"""Keep one session's pace: find when a checkpoint is due, log the interval and its cost, warn if copies get old."""
+"""Keep one session's pace: find when a checkpoint is due and when it is the store's turn; say so, and warn."""
 
 from __future__ import annotations
 
@@ -8,164 +8,203 @@ import time
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.queue import HandOverQueue
-from scarctl.checkpoint.selector import Selector
+from scarctl.checkpoint.behind import Behind
+from scarctl.checkpoint.selector import LAG, Selector
 from scarctl.config import SessionSettings
 from scarctl.errors import ScarError
+from scarctl.persist.saver import Saver
 from scarctl.policy.interval import Cadence
+from scarctl.policy.turns import MAX_TURN, Turn, Turns
 from scarctl.state.caveats import Caveats
-from scarctl.state.version import step_of
-from scarctl.util.text import counted
+from scarctl.util.text import counted, human_bytes
 
 log = logging.getLogger("scarctl")
 
 KIND = "seldom"
 """Kind of the caveat."""
-OLD_SECONDS = 600.0
-"""Seconds for saving the whole state once, above which copies are called old."""
-LOOKS = 16
-"""Iterations before a checkpoint in which distances are computed ahead. The others, undisturbed, are the baseline."""
 _SETTLED = 4
-"""Checkpoints of known cost after which the choice is logged."""
+"""Checkpoints of known cost after which the pace is logged."""
 _OTHER = 2.0
-"""Factor by which the interval changes until the choice is logged again."""
-
+"""Factor by which the pace changes until it is logged again."""
 _AGAIN = 16
 """Fewest checkpoints between two such lines."""
+_DAY = 86400.0
+_REQUESTS = 6
+"""Requests to a remote store per commit, about."""
 
 
 class Pace:
-    """The pace of one session's regular checkpoints. Used by the training thread."""
+    """The pace of one session's checkpoints. Used by the training thread."""
 
     def __init__(
         self,
         settings: SessionSettings,
-        checkpoint_bytes: int,
+        state_bytes: int,
+        part_bytes: int,
         selector: Selector,
         arena: Arena,
         queue: HandOverQueue,
+        saver: Saver,
         caveats: Caveats,
     ) -> None:
-        """checkpoint_bytes: bytes of the largest checkpoint. caveats: gets a caveat while copies get old."""
-        automatic = settings.interval == "auto"
+        """state_bytes: of the whole state. part_bytes: of a partial turn. caveats: gets one while copies get old."""
         self.cadence = Cadence(
             None if settings.interval == "auto" else settings.interval,
-            checkpoint_bytes=checkpoint_bytes,
-            max_bandwidth=settings.max_bandwidth,
-            overhead=settings.overhead if automatic else math.inf,
-            divisible=settings.policy != "full" and not selector.shared,
+            overhead=settings.overhead,
+            max_loss=settings.max_loss,
             shared=selector.shared,
+        )
+        self.turns = Turns(
+            state_bytes=state_bytes,
+            part_bytes=part_bytes,
+            max_lag=settings.max_lag,
+            max_bandwidth=settings.max_bandwidth,
+            whole=settings.policy == "full",
         )
         self.due_at = -1
         """The step of the newest regular checkpoint."""
         self._settings = settings
+        self._state_bytes = state_bytes
+        self._part_bytes = part_bytes
         self._selector = selector
         self._arena = arena
         self._queue = queue
+        self._saver = saver
         self._caveats = caveats
-        self._looked = False
-        """Distances were computed alongside the newest iteration."""
+        self._behind = Behind(caveats, fixed=self.cadence.fixed)
+        self._skip = 0
+        """Checkpoints at which ranks have agreed on a turn before they knew of the newest one."""
         self._checkpoints = 0
-        self._said: int | None = None
-        """The interval that was logged last."""
+        self._said: float | None = None
+        """Seconds between two checkpoints that were logged last."""
         self._said_at = 0
 
-    @property
-    def looks(self) -> bool:
-        """Whether the next checkpoint is near enough for computing distances ahead, and iterations may be disturbed."""
-        return not self.cadence.overhead.probing and self.cadence.left(self._arena.head_step) <= LOOKS
-
-    def look(self) -> float:
-        """Note that distances are computed alongside the next iteration; return the share of them that is due there."""
-        self._looked = True
-        return 1 / min(self.cadence.interval, LOOKS)
-
-    def due(self, step: int, stalled: float) -> bool:
-        """Return whether a regular checkpoint is due after `step`. Call it once after every iteration.
-
-        stalled: seconds of the iteration that the training thread spent in hooks and waiting.
-        """
-        cadence, waiting = self.cadence, self.cadence.waiting
-        if waiting and not self._queue.has(min(waiting)):  # they become durable in order
+    def due(self, step: int) -> bool:
+        """Return whether a regular checkpoint is due after `step`. Call it once after every iteration."""
+        now, turns = time.monotonic(), self.turns
+        if turns.waiting and not self._queue.has(min(turns.waiting)):  # they become durable in order
             try:
-                waiting = self._queue.numbers()
-            except ScarError:
-                if not (cadence.fixed or cadence.shared):
-                    return True  # the checkpoint will meet the same fault, and report it
-        looked, self._looked = self._looked, False
-        due = cadence.due(time.monotonic(), step, waiting, stalled=stalled, busy=looked)
+                turns.look(now, self._queue.numbers())
+            except ScarError as error:  # the next checkpoint meets the same fault, and reports it
+                log.debug("the queue cannot be read: %s", error)
+        due = self.cadence.due(now, step)
         if due:
             self.due_at = step
-            self._selector.proposed = cadence.proposed
-            self._say(step)
+            self._selector.proposed = self.cadence.proposed
         return due
 
-    def handed_over(self, number: int, version: int, nbytes: int) -> None:
-        """Note that a hand-over of `nbytes` bytes of state waits for the store."""
-        regular = step_of(version) == self.due_at
-        self.cadence.handed_over(time.monotonic(), number, nbytes, regular=regular)
+    def turn(self, step: int) -> Turn:
+        """Return what the store gets of the regular checkpoint of `step`. Call it once for each."""
+        self._behind.look(step, self.lag(step), self.turn_steps, self._saver, self.cadence.step_seconds)
+        self._say(step)
+        fixed, mine = self.cadence.fixed, self._wanted()
+        due = fixed is None or step % fixed == 0
+        # Each rank may leave a part out by itself: the others then choose among theirs.
+        if not self._selector.shared or (fixed is not None and self._settings.policy != "full"):
+            return mine if due else Turn.NOTHING
+        skip = self._skip > 0
+        self._skip = max(0, self._skip - 1)
+        self._selector.wants = Turn.NOTHING if skip else mine
+        agreed = Turn.NOTHING if skip or not due else self._selector.turn
+        if agreed is not Turn.NOTHING:
+            self._skip = LAG
+        return agreed
+
+    def _wanted(self) -> Turn:
+        """Return what this process's store is ready to get. If the interval is a setting, at its next multiple."""
+        if self.cadence.fixed is None:
+            arena = self._arena
+            pending = int(arena.layout.partition_bytes[arena.pending()].sum())
+            # Everything, before the first copies: what the coming checkpoint copies is pending, too.
+            return self.turns.due(time.monotonic(), pending or self._state_bytes)
+        if self._settings.policy == "full":
+            return Turn.NOTHING if self.turns.waiting else Turn.WHOLE
+        # A part is left out while as much as the state waits.
+        room = self.turns.waiting_bytes + self._part_bytes <= max(self._state_bytes, 2 * self._part_bytes)
+        return Turn.PART if room else Turn.NOTHING
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes that the store gets in the next part."""
+        if self.cadence.fixed is not None:
+            return self._part_bytes
+        return self.turns.room(self.cadence.seconds or 0.0)
+
+    def lag(self, step: int) -> int:
+        """Return the iterations since the oldest checkpoint that waits for the store; 0 if none does."""
+        # Some may have become durable since the last look, in order.
+        waits = (since for number, since in self.turns.steps() if self._queue.has(number))
+        return max(0, step - next(waits, step))
+
+    @property
+    def turn_steps(self) -> int:
+        """Iterations in which all of the state is saved once."""
+        if (fixed := self.cadence.fixed) is not None:
+            whole = self._settings.policy == "full"
+            return math.ceil(fixed / (1.0 if whole else min(1.0, self._settings.fraction)))
+        return math.ceil(self.turns.turn_seconds / max(self.cadence.step_seconds or 1.0, 1e-9))
+
+    def handed_over(self, number: int, nbytes: int, step: int, turn: Turn) -> None:
+        """Note that a hand-over of `nbytes` bytes of the state of `step` waits for the store."""
+        self.turns.handed_over(time.monotonic(), number, nbytes, step, turn)
 
     def _say(self, step: int) -> None:
-        """Log the chosen interval when it is first known and after large changes; warn while copies get old."""
-        cadence, cost = self.cadence, self.cadence.overhead.cost
-        seconds = cadence.overhead.step_seconds
+        """Log the pace when it is first known and after large changes; warn while copies get old."""
+        cadence = self.cadence
         self._checkpoints += 1
-        self._arena.note_pace(cadence.interval, cadence.overhead.share)
-        if cost is None or not seconds or self._checkpoints <= _SETTLED:
+        self._arena.note_pace(cadence.interval, cadence.share)
+        cost, seconds = cadence.cost, cadence.seconds
+        if cost is None or seconds is None or self._checkpoints <= _SETTLED:
             return
-        interval = cadence.interval
-        said = self._said or 0
-        again = not self._said or self._checkpoints - self._said_at >= _AGAIN
-        steady = cadence.fixed or cadence.overhead.probing or said / _OTHER < interval < said * _OTHER
-        if again and not steady:
-            self._said, self._said_at = interval, self._checkpoints
-            log.info("step %d: %s", step, self._chosen(seconds))
-        self._warn(step, seconds)
+        said = self._said or 0.0
+        if self._said is None or (
+            self._checkpoints - self._said_at >= _AGAIN and not said / _OTHER < seconds < said * _OTHER
+        ):
+            self._said, self._said_at = seconds, self._checkpoints
+            log.info("step %d: %s", step, self._described(cost, seconds))
+        self._warn(step, cost, seconds)
 
-    def _chosen(self, seconds: float) -> str:
-        cadence, overhead = self.cadence, self.cadence.overhead
-        cost = overhead.cost
-        assert cost is not None
-        by_budget = overhead.interval >= cadence.interval > 1
-        limit = f"overhead={overhead.budget:g} allows" if by_budget else "the store allows"
+    def _described(self, cost: float, seconds: float) -> str:
         text = (
-            f"interval={cadence.interval} is chosen, {self._every(seconds)}: as often as {limit}. A checkpoint costs "
-            f"{1e3 * cost.seconds:.3g} ms of training: {1e3 * cost.stalled:.3g} ms in hooks and waiting, "
-            f"{1e3 * max(0.0, cost.slowed):.3g} ms by slower iterations alongside it"
+            f"memory has a whole checkpoint every {_time(seconds)}; one costs {1e3 * cost:.3g} ms of training, waiting "
+            f"and twice the copying"
         )
-        hooks = overhead.hook_seconds
-        if hooks > overhead.budget * seconds:
-            text += (
-                f". The hooks of every iteration take {1e3 * hooks:.2g} of its {1e3 * seconds:.3g} ms, which is more "
-                "than the overhead that was allowed: flush_on_signal=False makes them shorter"
+        if self.cadence.fixed is not None:
+            return f"{text}. The store gets a part every {counted(self.cadence.fixed, 'iteration')}"
+        turns = self.turns
+        if turns.small:
+            nbytes, commits = self._state_bytes, _DAY / self._settings.max_lag
+            what = f"the whole state every {_time(self._settings.max_lag)}"
+        else:
+            nbytes, commits = (
+                self._part_bytes,
+                _DAY / max(turns.turn_seconds * self._part_bytes / self._state_bytes, 1),
             )
-        return text
-
-    def _every(self, seconds: float) -> str:
-        turn = self._turn()
+            what = f"what changed most, all of the state in about {_time(turns.turn_seconds)}"
         return (
-            f"{_time(self.cadence.interval * seconds)} apart; all of the state is saved once in "
-            f"{counted(turn, 'iteration')} ({_time(turn * seconds)})"
+            f"{text}. The store gets {what}: up to {human_bytes(int(nbytes * commits))} and about "
+            f"{int(commits * _REQUESTS):,} requests per day"
         )
 
-    def _turn(self) -> int:
-        whole = self._settings.policy == "full"
-        share = 1.0 if whole else self._settings.fraction * self.cadence.share
-        return math.ceil(self.cadence.interval / min(1.0, share))
-
-    def _warn(self, step: int, seconds: float) -> None:
-        overhead, turn = self.cadence.overhead, self._turn() * seconds
-        cost = overhead.cost
-        if self.cadence.fixed or cost is None or turn < OLD_SECONDS / _OTHER:
-            self._caveats.withdraw(KIND)
-        elif turn > OLD_SECONDS and overhead.interval >= self.cadence.interval > 1:
-            more = "more than" if overhead.bounded else "all that"
+    def _warn(self, step: int, cost: float, seconds: float) -> None:
+        turn = self.turns.turn_seconds
+        if self.cadence.too_costly:
             self._caveats.say(
                 KIND,
-                f"step {step}: copies get old: a checkpoint takes {_time(cost.seconds)} of training, so they are "
-                f"{self._every(seconds)}, which is {more} overhead={overhead.budget:g} allows. "
-                f"Give a larger overhead, such as {3 * overhead.budget:g}, a smaller fraction, or an interval",
+                f"step {step}: a checkpoint in memory costs {_time(cost)} of training, so they are {_time(seconds)} "
+                f"apart, more than max_loss={self._settings.max_loss:g} s: even twice overhead="
+                f"{self._settings.overhead:g} does not allow more. Give a larger overhead, or more processor cores",
                 inexact=False,
             )
+        elif self.cadence.fixed is None and not self.turns.small and turn > MAX_TURN:
+            self._caveats.say(
+                KIND,
+                f"step {step}: the store takes {_time(turn)} for all of the state, more than {_time(MAX_TURN)}: its "
+                "copies get old. Memory has newer ones; use peers, a faster store, or a larger max_bandwidth",
+                inexact=False,
+            )
+        else:
+            self._caveats.withdraw(KIND)
 
 
 def _time(seconds: float) -> str:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from scarctl.state.rows import take_rows
 from scarctl.util.arrays import Ids
 
-RUN_BYTES = 1 << 14
+_RUN_BYTES = 1 << 14
 """Mean length of a run of adjacent rows below which one gather is faster than one copy per run, on the host."""
 
 
@@ -67,7 +67,7 @@ def copy_rows(
     run_starts = starts[np.concatenate(([0], breaks + 1))]
     run_stops = stops[np.append(breaks, starts.size - 1)]
     row_bytes = target.element_size() * (target.numel() // target.shape[0])
-    long = int((stops - starts).sum()) * row_bytes >= run_starts.size * RUN_BYTES or run_starts.size == 1
+    long = int((stops - starts).sum()) * row_bytes >= run_starts.size * _RUN_BYTES or run_starts.size == 1
     if queued and long:
         copy_runs(target, source, run_starts, run_stops)
     elif long:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from scarctl.policy.select import select
+from scarctl.policy.turns import Turn
+
+LAG = 2
+"""Regular checkpoints between what a rank reports and what all ranks agree on."""
 
 
 class Selector:
     """Selects the partitions of a partial checkpoint: here for one session; a subclass selects for all ranks together.
 
     Other ranks may wait for this rank's part in a regular checkpoint. So the caller announces it by `expect`, and
-    reports its end by `settle`. All calls but `select` come from the training thread.
+    reports its end by `settle`. All calls but `select` and `read_sample` come from the training thread.
     """
 
     shared = False
@@ -18,6 +22,10 @@ class Selector:
     """A number that this process announces to all others; the largest wins. 0: none."""
     proposed = 0
     """Iterations between regular checkpoints that this process proposes; the largest of all ranks wins."""
+    wants = Turn.NOTHING
+    """What this process's store is ready to get; the least of all ranks counts."""
+    turn = Turn.NOTHING
+    """What all ranks' stores were ready to get, as `agreed` has received it."""
     interval = 0
     """The interval that `agreed` has received; 0: no new one."""
     differs = False
@@ -40,6 +48,9 @@ class Selector:
 
     def settle(self) -> None:
         """Note that the copy has ended, or that nothing was copied."""
+
+    def read_sample(self) -> None:
+        """Compare what processes have in common, in a checkpoint that selects nothing. Called as `select` is."""
 
     select = staticmethod(select)
 

@@ -1,8 +1,8 @@
-"""Mark the partitions of a table that got a gradient since they were last compared, and keep the distances of all.
+"""Mark the partitions of a table whose gradient is sparse: only rows with a gradient change in a step.
 
-Rows without a gradient do not move, so their distances stay valid, and only touched partitions are compared again.
-Maeng et al. (CPR, MLSys 2021) count touches instead and save the most used rows. With Adam a count says little about
-how far a row has moved (docs/benchmarks.md), and few rows are touched between two checkpoints.
+The optimizers that take sparse gradients (`SparseAdam`, `SGD` without momentum, `Adagrad`) write to these rows alone.
+So a checkpoint in memory compares and copies only marked partitions. It also compares a few hundred of the others: if
+one of them has moved, something else writes to the table, and the marks are no longer used.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ class Touches:
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        """At first all partitions are marked, because no distance is known."""
+        """At first all partitions are marked, because it is not known how they differ from their copies."""
         self._per_partition = group.rows_per_partition
         self._marks = torch.ones(group.partitions, dtype=torch.bool, device=device)
-        self.known: NDArray[np.float64] = np.full(group.partitions, np.nan)
-        """Last known distances: float64 of shape (partitions,)."""
 
     def mark(self, rows: torch.Tensor) -> None:
         """Mark the rows that a step changes: a bool mask (rows,), or int64 row numbers in any order, even repeated."""
@@ -48,16 +46,6 @@ class Touches:
         marks: NDArray[np.bool_] = self._marks.cpu().numpy()
         return marks
 
-    def looked(self) -> None:
-        """Remove all marks, because `known` is current for every partition."""
-        self._marks.zero_()
-
-    def saved(self, ids: Ids) -> None:
-        """Note that partitions `ids` of the group are equal to their copies."""
-        self.known[ids] = 0.0
-        self._marks[torch.from_numpy(ids).to(self._marks.device)] = False
-
-    def saved_all(self) -> None:
-        """Note that all partitions are equal to their copies."""
-        self.known[:] = 0.0
+    def clear(self) -> None:
+        """Remove all marks: every partition equals its copy."""
         self._marks.zero_()

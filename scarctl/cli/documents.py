@@ -22,7 +22,6 @@ from scarctl.cli.document_parts import (
 from scarctl.daemon.status import MetricsStatus, ReplicaStatus, RunStatus
 from scarctl.ops.verify_memory import MemoryCheck
 from scarctl.store.check import Problem
-from scarctl.theory.extrapolation import Extrapolation
 from scarctl.theory.rework import Rework
 
 
@@ -134,18 +133,14 @@ class RestoredByRank(TypedDict):
     bytes: int
 
 
-class _LiveRecover(Restored):
+class LiveRecover(Restored):
+    """`scarctl live recover`."""
+
     saved_at: str | None
     live: bool
     pid: int
     head_step: int
     by_rank: list[RestoredByRank]
-
-
-class LiveRecover(_LiveRecover, total=False):
-    """`scarctl live recover`."""
-
-    extrapolation: Extrapolation
 
 
 class Prune(TypedDict):

@@ -81,12 +81,7 @@ def line(view: Survey) -> str:
         return "nothing is saved yet"
     parts = [_step(view)]
     if view.run is not None:
-        parts.append(
-            f"{view.run.pending_partitions} of {counted(view.layout.partitions, 'partition')} not durable yet, "
-            f"the oldest copied {counted(view.run.lag_steps, 'step')} ago"
-            if view.run.pending_partitions
-            else "all that was copied is durable"
-        )
+        parts.append(memory_of(view.run))
     never = int((view.saved_step < 0).sum())
     oldest = f"oldest saved {_at_least(view, int(view.staleness.max(initial=0)))} steps ago"
     parts += [
@@ -152,6 +147,15 @@ def _errors(run: RunOnHost) -> str:
     return counted(run.errors + run.failed_saves, "error")
 
 
+def memory_of(run: RunOnHost) -> str:
+    """Return how old this host's memory is, and how old the store's copies of what memory has newer."""
+    age = "incomplete" if run.memory_age is None else f"{counted(run.memory_age, 'step')} old"
+    if not run.pending_partitions:
+        return f"memory {age}, all of it in the store"
+    behind = f"{counted(run.pending_partitions, 'partition')} up to {counted(run.lag_steps, 'step')} old in the store"
+    return f"memory {age}, {behind}"
+
+
 def pace_of(run: RunOnHost) -> list[str]:
     """Return one line about a run's interval and overhead; no line if they are unknown."""
     if run.interval is None:
@@ -169,7 +173,7 @@ def _processes(view: Survey) -> list[str]:
             return []
         return [
             f"run on this host: process {run.pid} ({_alive(run.alive)}), step {run.head_step}, "
-            f"{counted(run.pending_partitions, 'partition')} not durable yet, {_errors(run)}",
+            f"{memory_of(run)}, {_errors(run)}",
             *pace_of(run),
         ]
     noun = topology.noun
@@ -182,7 +186,7 @@ def _processes(view: Survey) -> list[str]:
         stopped = f"; stopped: {noun} {', '.join(dead)}" if dead and run.alive else ""
         lines.append(
             f"{noun}s on this host: {len(here) - len(dead)} of {len(here)} alive{stopped}, "
-            f"{counted(run.pending_partitions, 'partition')} not durable yet, {_errors(run)}"
+            f"{memory_of(run)}, {_errors(run)}"
         )
         lines += pace_of(run)
     kept = [str(rank.rank) for rank in view.ranks if rank.replica_of is not None]

@@ -181,7 +181,9 @@ def _cards(report: Report) -> str:
     if sealed:
         cards.append((f"{len(sealed)}, newest of step {max(sealed)}", "snapshots"))
     if view.run is not None:
-        cards.append((counted(view.run.lag_steps, "iteration"), "the store is behind this host's memory"))
+        memory = view.run.memory_age
+        age = "incomplete" if memory is None else counted(memory, "iteration")
+        cards.append((age, "age of this host's memory"))
     boxes = "".join(f"<div class='card'><b>{text(value)}</b>{text(name)}</div>" for value, name in cards)
     return f"<div class='cards'>{boxes}</div>"
 

@@ -50,7 +50,7 @@ _PAUSE = 30.0
     help="How a share is chosen.",
 )
 @click.option(
-    "--mode", default="partial,rollback", show_default=True, metavar="NAMES", help="Also: extrapolate."
+    "--mode", default="partial,rollback", show_default=True, metavar="NAMES", help="Ways to recover."
 )
 @click.option(
     "--interval",

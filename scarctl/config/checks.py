@@ -50,6 +50,12 @@ def _check_share(name: str, value: object, hint: str) -> None:
         raise UsageError(f"the {name} is {value!r}, not a number above 0 and up to 1", hint=hint)
 
 
+def check_seconds(name: str, value: object) -> None:
+    """Raise UsageError naming the setting unless `value` is a finite number of seconds above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UsageError(f"{name} is {value!r:.40}", hint='give seconds above 0, such as 30, "30s" or "2m"')
+
+
 def check_policy(policy: object) -> None:
     """Raise UsageError unless `policy` is one of `POLICIES`."""
     if policy not in POLICIES:

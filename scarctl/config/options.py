@@ -17,7 +17,7 @@ from scarctl.state.encodings import Encoding
 Policy: TypeAlias = Literal["aged", "priority", "round", "random", "full"]
 NormName: TypeAlias = Literal["l2", "rms", "relative"]
 Norm: TypeAlias = NormName | Callable[..., Any]
-Tracker: TypeAlias = Literal["exact", "overlapped", "sampled", "touched", "auto"]
+Tracker: TypeAlias = Literal["auto", "exact"]
 OnError: TypeAlias = Literal["warn", "raise"]
 PeerAck: TypeAlias = Literal["next", "all"]
 Hooks: TypeAlias = Literal["auto", "begin", "off"]
@@ -27,6 +27,8 @@ NORMS: tuple[NormName, ...] = get_args(NormName)
 TRACKERS: tuple[Tracker, ...] = get_args(Tracker)
 DEFAULT_FRACTION = 1 / 8
 DEFAULT_OVERHEAD = 0.01
+DEFAULT_MAX_LOSS = 30.0
+DEFAULT_MAX_LAG = 30.0
 DEFAULT_POLICY: Policy = "aged"
 
 
@@ -61,20 +63,14 @@ class Selection:
         every time. docs/when-not-to-use.md compares them. Default: "aged".
     norm: Distance between live values and their saved copy: "l2", "rms", "relative", or a function of (live, saved)
         that returns one distance per partition, such as `scarctl.checkpoint.distance.curvature`. Default: "l2".
-    tracker: How distances are measured. "overlapped" compares all values, a part after every iteration, while training
-        continues. "exact" compares them at the checkpoint; "overlapped" does so too with less than 16 MiB of
-        parameters. "sampled" compares a few values, different ones each time, of every partition of 4,096 values or
-        more (1,024 on a GPU). "touched" compares those rows of embedding tables that got a gradient. "auto" takes
-        "touched" for sparse gradients, "sampled" for large partitions on a GPU, and "overlapped" for the rest. None of
-        them saves values that are not finite. Default: "overlapped".
+    tracker: How far a partition is from the store's copy. "auto" adds up how far it has moved between the checkpoints
+        in memory since then. "exact" compares the values with a copy of what the store has, which takes memory for
+        another copy of the parameters; it is for studies. Default: "auto".
     encoding: How partial checkpoints store parameters and their slots: "exact", "bfloat16" (half of the bytes of
         float32) or "int8" (a quarter; one scale for each row). Fewer bits save more partitions with the same bytes.
         Copies in memory, flushes and whole checkpoints stay exact. A resume from encoded copies is not exact (see
         docs/benchmarks.md). Default: "exact".
     max_staleness: Age in iterations at which a changed partition is saved before all others. Default: no limit.
-    extrapolate: In a partial recovery, continue each parameter's recent movement beyond its saved value. It continues
-        as far as would have helped at earlier checkpoints (see `scarctl.theory.extrapolation`). Takes 2 bytes of memory
-        per parameter value. Default: False.
     """
 
     policy: Policy | None = None
@@ -82,7 +78,6 @@ class Selection:
     tracker: Tracker | None = None
     encoding: Encoding | None = None
     max_staleness: int | None = None
-    extrapolate: bool | None = None
 
 
 @explained("settings")
@@ -92,8 +87,12 @@ class Settings:
 
     storage_options: Options for a remote store's file system: endpoint_url, key, secret, and others that fsspec takes.
         They stay in memory, and are never logged, shown or saved. Default: none.
-    overhead: Largest share of training time that checkpoints may take with interval="auto", above 0 and up to 1. It is
-        measured: hooks, waiting, and iterations that are slower alongside a copy. Default: 0.01.
+    overhead: Share of training time that checkpoints in memory may take, above 0 and up to 1: the time for which
+        training waits, and twice the processor time of copying. They are as frequent as this allows. Default: 0.01.
+    max_loss: Longest time between two checkpoints in memory, in seconds or as text: "30s", "2m". For this they may
+        take twice the `overhead`, and not more. Default: "30s".
+    max_lag: With interval="auto", the store gets the whole state this often, in seconds or as text, if it can take it
+        within this time. Otherwise it gets what changed most, all the time. Default: "30s".
     max_bandwidth: Bytes per second that checkpoints may write on average. Requires interval="auto". If several ranks
         train together, it holds for each of them. Default: no limit.
     flush_on_signal: On SIGTERM and SIGINT, copy the newest step to shared memory before the signal takes effect (see
@@ -130,6 +129,8 @@ class Settings:
 
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     overhead: float | None = None
+    max_loss: float | str | None = None
+    max_lag: float | str | None = None
     max_bandwidth: float | None = None
     flush_on_signal: bool | None = None
     grace: float | str | None = None

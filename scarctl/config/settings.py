@@ -22,6 +22,7 @@ from scarctl.config.checks import (
     check_peer_files,
     check_policy,
     check_rate,
+    check_seconds,
     check_storage_options,
     check_store,
     notice_of,
@@ -29,13 +30,15 @@ from scarctl.config.checks import (
     parse_fraction,
     parse_overhead,
     parse_paths,
+    seconds_of,
 )
 from scarctl.config.file import read_file
 from scarctl.config.options import (
     DEFAULT_FRACTION,
+    DEFAULT_MAX_LAG,
+    DEFAULT_MAX_LOSS,
     DEFAULT_OVERHEAD,
     DEFAULT_POLICY,
-    NORMS,
     TRACKERS,
     Norm,
     OnError,
@@ -65,9 +68,9 @@ class SessionSettings:
     store: Folder of the store, or an address such as s3://bucket/folder.
     fraction: Largest share of the state's bytes that one partial checkpoint writes, above 0 and up to 1 (the paper's
         r). Default: 1/8.
-    interval: Iterations between two partial checkpoints (the paper's rC), or "auto": as often as the store and the
-        `overhead` of `Settings` allow. If the store is slow, "auto" also makes checkpoints smaller, down to an eighth
-        of the fraction. If several ranks train together, the slowest sets the interval. Default: "auto".
+    interval: Iterations between two partial checkpoints in the store (the paper's rC), or "auto": the whole state every
+        `max_lag` seconds if the store can take it, otherwise what changed most, as fast as it can. Memory has its own
+        pace: see `overhead` and `max_loss` of `Settings`. Default: "auto".
     """
 
     store: str = dataclasses.field(repr=False)
@@ -76,13 +79,14 @@ class SessionSettings:
     fraction: float = DEFAULT_FRACTION
     interval: int | Literal["auto"] = "auto"
     overhead: float = DEFAULT_OVERHEAD
+    max_loss: float = DEFAULT_MAX_LOSS
+    max_lag: float = DEFAULT_MAX_LAG
     max_bandwidth: float | None = None
     policy: Policy = DEFAULT_POLICY
     norm: Norm = "l2"
-    tracker: Tracker = "overlapped"
+    tracker: Tracker = "auto"
     encoding: Encoding = "exact"
     max_staleness: int | None = None
-    extrapolate: bool = False
     shards: int | None = None
     seed: int | None = None
     partition_bytes: int | None = None
@@ -109,6 +113,8 @@ class SessionSettings:
         check_storage_options(self.storage_options)
         check_fraction(self.fraction)
         check_overhead(self.overhead)
+        check_seconds("max_loss", self.max_loss)
+        check_seconds("max_lag", self.max_lag)
         check_policy(self.policy)
         if self.interval != "auto":
             at_least("interval", self.interval, 1)
@@ -137,11 +143,6 @@ class SessionSettings:
         if self.encoding not in ENCODINGS:
             raise UsageError(
                 f"unknown encoding {self.encoding!r:.80}", hint=f"use one of {', '.join(ENCODINGS)}"
-            )
-        if self.tracker == "sampled" and callable(self.norm):
-            raise UsageError(
-                "a norm function has to see all values, and tracker='sampled' looks at a few",
-                hint='use tracker="exact", "touched" or "auto", or one of the norms ' + ", ".join(NORMS),
             )
         if self.on_error not in ("warn", "raise"):
             raise UsageError(f"on_error is {self.on_error!r}", hint='use "warn" or "raise"')
@@ -212,6 +213,9 @@ class SessionSettings:
                 values[name] = in_file[name]
         if "grace" in values:
             values["grace"] = notice_of("grace", values["grace"])
+        for name in ("max_loss", "max_lag"):
+            if name in values:
+                values[name] = seconds_of(name, values[name])
         if isinstance(values.get("peer_tls"), list):
             values["peer_tls"] = tuple(values["peer_tls"])
         # A file may spell these as the command line does: "1/8", "4KiB".
@@ -307,10 +311,22 @@ def _parse(name: str, text: str, read: Callable[[str], object]) -> object:
 # A norm function and row patterns have no form as text.
 _FROM_TEXT: dict[str, Callable[[str], object]] = {
     **dict.fromkeys(
-        ("store", "policy", "norm", "tracker", "encoding", "grace", "on_error", "arena_dir"), str
+        (
+            "store",
+            "policy",
+            "norm",
+            "tracker",
+            "encoding",
+            "grace",
+            "max_loss",
+            "max_lag",
+            "on_error",
+            "arena_dir",
+        ),
+        str,
     ),
     **dict.fromkeys(("peer_address", "peer_domain", "peer_ack", "peer_secret_file"), str),
-    **dict.fromkeys(("assume_single_writer", "extrapolate", "by_layer"), _flag),
+    **dict.fromkeys(("assume_single_writer", "by_layer"), _flag),
     **dict.fromkeys(("flush_on_signal", "daemon", "pin_memory", "validate"), _flag),
     **dict.fromkeys(("max_staleness", "shards", "seed", "peers"), int),
     "fraction": parse_fraction,

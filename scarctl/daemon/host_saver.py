@@ -13,7 +13,7 @@ from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import Corruption, ScarError, Unavailable, UsageError
 from scarctl.persist.evacuated import Evacuated
 from scarctl.persist.evacuation import Copies
-from scarctl.persist.persister import adopt_orphans
+from scarctl.persist.inherited import adopt_orphans
 from scarctl.persist.saver import LocalSaver
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current

@@ -9,7 +9,7 @@ from scarctl.config import SessionSettings
 from scarctl.errors import UsageError
 
 _ALIKE = ("store", "fraction", "interval", "overhead", "max_bandwidth", "policy", "tracker", "encoding",
-          "max_staleness", "extrapolate", "peers", "seed", "partition_bytes", "by_layer", "rows",
+          "max_staleness", "peers", "seed", "partition_bytes", "by_layer", "rows",
           "on_error")  # fmt: skip
 """Settings that all ranks have to share."""
 

@@ -186,11 +186,14 @@ def _bring_up(
             log.warning("%s: the arena in %s does not belong to this run", store.url, folder)
             return False
         queue = HandOverQueue(arena.folder, lambda: arena.taken)
-        waiting = queue.pending()
+        waiting, moment = queue.pending(), queue.moment()
         last = waiting[-1:]
-        # The owner sealed this step itself, or a later one.
-        if step_of(arena.sealed) >= step or any(h.sealed and step_of(h.version) >= step for h in last):
+        # The owner sealed this step itself, or a later one, or its memory has it as a whole.
+        reached = max(step_of(arena.sealed), step_of(arena.moment))
+        if reached >= step or any(h.sealed and step_of(h.version) >= step for h in last):
             return False
+        if moment is not None and all(moment.version > h.version for h in last):
+            waiting.append(moment)
         if not late and read_owner(folder) is not None:
             raise Contention(f"{folder}: its owner may still send to it")
         mine = np.zeros(arena.layout.partitions, dtype=bool)

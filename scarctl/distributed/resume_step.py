@@ -31,7 +31,7 @@ class RankState:
     whole: str = ""
     """Name of the commit of the whole state that has its copies and extras, "" if they are of different commits."""
     head: int | None = None
-    """The last iteration that its arena knows to be finished: `distance` was measured until then. None: its newest."""
+    """The last iteration until which `distance` was measured. None: its newest."""
 
     def to_list(self) -> list[Any]:
         """Return the fields as a list, for `Team.gather`."""

@@ -8,17 +8,17 @@ from collections.abc import Callable
 
 import torch
 
-from scarctl.checkpoint.selector import Selector
+from scarctl.checkpoint.selector import LAG, Selector
+from scarctl.distributed import global_selection
 from scarctl.distributed.common import digest_of
-from scarctl.distributed.global_selection import Books, Offer, Turn, no_offer, pick, pick_alone
+from scarctl.distributed.global_selection import Books, Offer, no_offer, pick, pick_alone
 from scarctl.distributed.rounds import Exchange, Round
 from scarctl.policy.select import Candidates, Selection, select
+from scarctl.policy.turns import Turn
 from scarctl.util.arrays import Ids
 
 log = logging.getLogger("scarctl")
 
-LAG = 2
-"""Rounds between a request and its fulfilment."""
 _UNKNOWN = -(1 << 63)
 """A sample that was not taken, which no other one is compared with."""
 _AGREED = 8
@@ -118,9 +118,10 @@ class GlobalSelector(Selector):
         """
         reported = self._exchange.result(self._rounds.popleft()) if len(self._rounds) >= LAG else ()
         if not reported:
-            self.interval = 0
+            self.interval, self.turn = 0, Turn.NOTHING
             return 0
-        request, self.interval, largest, negated = reported
+        request, self.interval, unwanted, largest, negated = reported
+        self.turn = Turn(-unwanted)
         if _UNKNOWN not in (largest, negated):
             self._compared(equal=largest == -negated)
         return request
@@ -138,6 +139,12 @@ class GlobalSelector(Selector):
         """Close the exchange. Never hangs; see `Exchange.close`."""
         self._exchange.close()
 
+    def read_sample(self) -> None:
+        """Read the sample of the checkpoint before, for the round of this one: `select` does, or this alone."""
+        if self._expected is not None:
+            sampled, self._sampled = self._sampled, None
+            self._digest = digest_of(sampled)  # if this fails, `settle` joins the round
+
     def select(
         self, policy: str, among: Candidates, budget: int, *, credit: int = 0, cursor: int = 0
     ) -> Selection:
@@ -148,9 +155,7 @@ class GlobalSelector(Selector):
 
         After a common selection the result's credit is that of all ranks.
         """
-        if self._expected is not None:
-            sampled, self._sampled = self._sampled, None
-            self._digest = digest_of(sampled)  # if this fails, `settle` joins the round
+        self.read_sample()
         if policy == "full":
             return select(policy, among, budget, credit=credit, cursor=cursor)
         offer = Offer(policy, among, shard=self._shard)
@@ -163,10 +168,10 @@ class GlobalSelector(Selector):
             ids, left = self._with_others(offer, expected[0], budget)
         return Selection(ids, int(among.nbytes[ids].sum()), left, cursor, offer.nonfinite)
 
-    def _join(self, step: int, turn: Turn) -> Round:
+    def _join(self, step: int, turn: global_selection.Turn) -> Round:
         sampled, self._digest = self._digest, 0
         samples = (sampled, -sampled) if sampled else (_UNKNOWN, _UNKNOWN)
-        joined = self._exchange.join(step, turn, (self.request, self.proposed, *samples))
+        joined = self._exchange.join(step, turn, (self.request, self.proposed, -self.wants, *samples))
         self._rounds.append(joined)
         self._joined += 1
         return joined
@@ -187,7 +192,7 @@ class GlobalSelector(Selector):
         self.late += 1
         spent, credit = turn.spent, turn.credit
         if self._exchange.replace(
-            joined, lambda: Turn(books, no_offer(), budget=0, spent=spent, credit=credit)
+            joined, lambda: global_selection.Turn(books, no_offer(), budget=0, spent=spent, credit=credit)
         ):
             return self._from(offer, budget)
         if books.share is not None:
@@ -210,6 +215,6 @@ class GlobalSelector(Selector):
         self._credit = min(room - int(offer.nbytes[ids].sum()), cap)
         return ids, self._credit
 
-    def _turn(self, offer: Offer, budget: int) -> Turn:
+    def _turn(self, offer: Offer, budget: int) -> global_selection.Turn:
         spent, self._spent = self._spent, 0
-        return Turn(self._books, offer, budget=budget, spent=spent, credit=self._credit or 0)
+        return global_selection.Turn(self._books, offer, budget=budget, spent=spent, credit=self._credit or 0)

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from scarctl.arena.view import ArenaView
 from scarctl.state.version import step_of
 from scarctl.store import Store
@@ -43,12 +46,27 @@ def age_of(store: Store, shards: Iterable[int], arenas: Iterable[ArenaView | Non
 
 
 def lag_of(arena: ArenaView) -> int:
-    """Return the iterations since the oldest pending copy was made; 0 if all copies are durable."""
-    waiting = arena.version[(arena.version != arena.durable) & (arena.version >= 0)]
-    return max(arena.head_step - int(step_of(waiting).min()), 0) if len(waiting) else 0
+    """Return the iterations since the oldest of the store's copies that memory has newer; 0 if all are durable."""
+    # A seal has found all durable copies unchanged.
+    stored = np.maximum(arena.durable, arena.sealed)[waiting_in(arena)]
+    return max(arena.head_step - max(int(step_of(stored).min()), 0), 0) if len(stored) else 0
+
+
+def memory_age_of(arena: ArenaView) -> int | None:
+    """Return the iterations since the oldest copy in memory; None if a partition has no copy there."""
+    newest = arena.newest
+    if not len(newest) or (newest < 0).any():
+        return None
+    return max(arena.head_step - int(step_of(newest).min()), 0)
+
+
+def waiting_in(arena: ArenaView) -> NDArray[np.bool_]:
+    """Return whether each partition's copy in memory is newer than the store's."""
+    found: NDArray[np.bool_] = (arena.version != arena.durable) & (arena.version >= 0)
+    return found
 
 
 def since_of(arena: ArenaView, step: int) -> int:
     """Return the iterations from the arena's newest checkpoint, when distances were measured, to `step`."""
-    newest = max(int(arena.version.max(initial=-1)), arena.sealed)
+    newest = int(arena.newest.max(initial=-1))
     return max(0, step - int(step_of(newest))) if newest >= 0 else 0

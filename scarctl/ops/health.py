@@ -10,12 +10,14 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.config.options import DEFAULT_MAX_LAG
 from scarctl.daemon.status import NO_HOST, RunStatus, is_unprotected, kept_copies, part_of
 from scarctl.errors import ScarError, UsageError
 from scarctl.ops.surveyed import ShardLine, Survey
 from scarctl.recovery.forecast import rework_of
 from scarctl.recovery.plan import with_errors
 from scarctl.state.layouts import parameters_of
+from scarctl.store.saved import seconds_since
 from scarctl.theory.rework import Rework
 from scarctl.util.document import Document, json_of
 from scarctl.util.text import counted
@@ -241,7 +243,7 @@ def _of_processes(view: Survey) -> Iterable[Finding]:
         else:
             text += ": the launcher starts the ranks again, otherwise start the job again on this host"
         yield Finding(LOSING, "rank-died", text, f"scarctl inspect --store {_name(view)}")
-    elif run.errors and run.pending_partitions:
+    elif run.errors and run.pending_partitions and _is_late(view):
         text = f"{counted(run.errors, 'error')} while saving; {_pending(run.pending_partitions)}"
         yield Finding(AT_RISK, "errors", text, _doctor(view.url))
 
@@ -286,7 +288,7 @@ def _losses(view: Survey) -> dict[str, Loss]:
     alive = view.run is not None and view.run.alive
     nowhere = np.full_like(saved, -1)
     near = saved if kept is None else np.maximum(kept, saved)
-    pending = kept is None or bool((kept > saved).any())
+    pending = kept is None or bool((kept > saved).any() if view.waiting is None else view.waiting.any())
     if kept is None:
         left = nowhere
     else:
@@ -349,6 +351,12 @@ def _loss(
 def worst_first(found: Iterable[Health]) -> Sequence[Health]:
     """Return the stores in the order in which they need attention."""
     return sorted(found, key=lambda one: (-_RANK[one.severity], one.url))
+
+
+def _is_late(view: Survey) -> bool:
+    """Return whether the store is older than it is anyway while a run trains, because memory is ahead of it."""
+    seconds = seconds_since(view.age.saved_at)
+    return seconds is None or seconds > 2 * DEFAULT_MAX_LAG
 
 
 def _pending(count: int) -> str:

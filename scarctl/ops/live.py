@@ -349,9 +349,7 @@ def _look(store: Store, arena_dir: str | None, asked_at: int, pid: int) -> LiveC
     newer = view.durable[view.durable > asked_at]
     if not newer.size:
         return None
-    version = int(newer.min())
-    waiting = (view.version != view.durable) & (view.version >= 0) & (view.version <= version)
-    return None if waiting.any() else LiveCheckpoint(pid, version, view.layout, view.durable, whole=False)
+    return LiveCheckpoint(pid, int(newer.min()), view.layout, view.durable, whole=False)
 
 
 def _closed(store: Store, asked_at: int, pid: int) -> LiveCheckpoint | None:

@@ -21,7 +21,7 @@ from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.view import ArenaView
 from scarctl.daemon.client import ask_status
 from scarctl.errors import ScarError
-from scarctl.ops.ages import age_of, lag_of, since_of
+from scarctl.ops.ages import age_of, lag_of, memory_age_of, since_of, waiting_in
 from scarctl.ops.surveyed import OtherShard, RankLine, RunOnHost, Survey
 from scarctl.recovery.forecast import stored_outlook
 from scarctl.state.caveats import Caveat
@@ -114,6 +114,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         comparable=told.norm == "l2",
         since=max((since_of(arena, step) for arena in arenas), default=0),
         kept_step=np.concatenate([_kept(share) for share in shares]) if arenas else None,
+        waiting=np.concatenate([_waiting_copies(share) for share in shares]),
         caveats=_caveats(told.caveats, shares, arena_dir),
         events=told.events,
         samples=told.samples,
@@ -237,7 +238,11 @@ def _errors(share: _Share) -> NDArray[np.float64]:
 
 
 def _kept(share: _Share) -> NDArray[np.int64]:
-    return np.full(share.layout.partitions, -1) if share.arena is None else step_of(share.arena.version)
+    return np.full(share.layout.partitions, -1) if share.arena is None else step_of(share.arena.newest)
+
+
+def _waiting_copies(share: _Share) -> NDArray[np.bool_]:
+    return np.zeros(share.layout.partitions, bool) if share.arena is None else waiting_in(share.arena)
 
 
 def _has_ended(share: _Share) -> bool:
@@ -249,11 +254,14 @@ def _run(arenas: Sequence[ArenaView]) -> RunOnHost | None:
     if not arenas:
         return None
     alive = [arena for arena in arenas if arena.alive]
+    ages = [memory_age_of(arena) for arena in arenas]
+    known = [age for age in ages if age is not None]
     return RunOnHost(
         pid=(alive or arenas)[0].pid,
         alive=bool(alive),
         head_step=max(arena.head_step for arena in arenas),
         pending_partitions=sum(arena.pending for arena in arenas),
+        memory_age=max(known) if len(known) == len(ages) else None,
         lag_steps=max(lag_of(arena) for arena in arenas),
         errors=sum(arena.errors for arena in arenas),
         failed_saves=sum(arena.failed_saves for arena in arenas),

@@ -40,9 +40,11 @@ class RunOnHost(Document):
     head_step: int
     """The newest step of all processes."""
     pending_partitions: int
-    """Number of partitions with a pending copy."""
+    """Number of partitions with a pending copy: while a run trains, memory is nearly always newer than the store."""
+    memory_age: int | None
+    """Iterations since the oldest copy in memory; None if a partition has no copy there."""
     lag_steps: int
-    """Iterations since the oldest pending copy was made."""
+    """Iterations since the oldest of the store's copies that memory has newer; 0 if the store has all of memory."""
     errors: int
     """Failures in the training processes."""
     failed_saves: int
@@ -87,7 +89,7 @@ class Layer(Document):
     oldest: int | None
     """Age of its oldest copy in iterations; None: a partition was never saved."""
     oldest_changed: int | None
-    """The same of the copies whose distance from the live values is not 0, or unknown; 0 without such copies."""
+    """The same of the copies that differ from memory's, or from the live values as far as known; 0 without such."""
     distance: float | None
     """Norm of the change since its copies were saved; None if unknown."""
 
@@ -164,6 +166,8 @@ class Survey:
     """Caveats of the run that saved this state."""
     kept_step: NDArray[np.int64] | None = None
     """Step of the newest copy in this host's memory, per partition; -1: no copy. None: no arena is on this host."""
+    waiting: NDArray[np.bool_] | None = None
+    """Whether each partition's copy in this host's memory is newer than the store's; None: as if none is."""
     events: tuple[Event, ...] = ()
     """Starts, resumes and recoveries of that run, as of its newest checkpoint."""
     samples: tuple[Sample, ...] = ()
@@ -253,7 +257,11 @@ class Survey:
         ages = np.where(self.staleness < 0, _NEVER, self.staleness)
         oldest, changed = np.zeros((2, len(names)), dtype=np.int64)
         np.maximum.at(oldest, which, ages)
-        np.maximum.at(changed, which, np.where(self.distance == 0, 0, ages))
+        # Distances are from the copies in memory.
+        same = self.distance == 0
+        if self.waiting is not None:
+            same &= ~self.waiting
+        np.maximum.at(changed, which, np.where(same, 0, ages))
         with np.errstate(over="ignore", invalid="ignore"):
             distance = np.sqrt(np.bincount(which, np.square(self.distance), len(names)))
         return [

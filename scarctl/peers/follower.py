@@ -129,7 +129,7 @@ class Follower:
         # The values read now describe the copies of this moment. They may be sent once the peer has these or later
         # copies.
         epoch, base, head = arena.epoch, arena.base_epoch, arena.head_step
-        errors, sealed, whole = arena.errors, arena.sealed, arena.whole
+        errors, sealed, moment, whole = arena.errors, arena.sealed, arena.moment, arena.whole
         handovers = self._handovers()
         left = np.flatnonzero(self.changed())
         until = self._clock() + _TORN_SECONDS
@@ -151,7 +151,7 @@ class Follower:
         named = whole if same and not self.withheld else ""
         self._under_way.append(_NO_COPIES)
         # Lines may belong to later records than the copies, but never to earlier ones.
-        yield Mark(epoch, base, head, errors, sealed, named, sorted(handovers), arena.lines).frame()
+        yield Mark(epoch, base, head, errors, sealed, moment, named, sorted(handovers), arena.lines).frame()
         self._sent = {number: identity for number, identity in self._sent.items() if number in handovers}
         self.marked_step, self.marked_whole, self.marked = head, named, self._seen
 
@@ -162,7 +162,7 @@ class Follower:
             queued = os.stat(arena.folder).st_mtime_ns
         except FileNotFoundError:
             queued = 0
-        return (arena.epoch, arena.head_step, arena.sealed, arena.progress, arena.errors, arena.whole, queued)
+        return (arena.epoch, arena.head_step, arena.sealed, arena.moment, arena.errors, arena.whole, queued)
 
     def _require_place(self) -> None:
         """Raise Fenced unless the arena is in its place: a replica of the job's next start may have taken it."""
@@ -179,7 +179,7 @@ class Follower:
         """
         found: dict[int, tuple[Identity, bytes | None]] = {}
         self.withheld = False
-        for number in self._queue.numbers():
+        for number in self._queue.small():
             # Read before the file: a file that is replaced meanwhile is sent again in the next round.
             identity = self._queue.identity(number)
             if identity is not None and self._sent.get(number) == identity:

@@ -266,6 +266,7 @@ class Mark:
     head_step: int
     errors: int
     sealed: int
+    moment: int
     whole: str
     handovers: Sequence[int]
     """Numbers of all waiting hand-overs."""
@@ -275,7 +276,8 @@ class Mark:
     def frame(self) -> list[Buffer]:
         """Return the mark's frame."""
         head = {
-            name: getattr(self, name) for name in ("epoch", "base_epoch", "head_step", "errors", "sealed")
+            name: getattr(self, name)
+            for name in ("epoch", "base_epoch", "head_step", "errors", "sealed", "moment")
         }
         numbers = np.array(self.handovers, dtype="<i8").view(np.uint8)
         counts = {"whole": self.whole, "handovers": len(self.handovers)}
@@ -289,7 +291,7 @@ def decode_mark(head: Mapping[str, Any], body: Bytes) -> Mark:
         raise Corruption("a mark's body differs in length from its head")
     numbers = body.view("<i8").tolist()
     handovers, lines = numbers[:count], _unpack_lines(numbers[count:])
-    if not all(0 < number < MAX_NUMBER for number in handovers) or handovers != sorted(set(handovers)):
+    if not all(0 <= number < MAX_NUMBER for number in handovers) or handovers != sorted(set(handovers)):
         raise Corruption("a mark names impossible hand-overs")
     whole = text_of(head, "whole")
     if whole and not is_hex(whole, 32):
@@ -300,6 +302,7 @@ def decode_mark(head: Mapping[str, Any], body: Bytes) -> Mark:
         number_of(head, "head_step", NEVER, MAX_STEP),
         number_of(head, "errors", 0, MAX_NUMBER),
         number_of(head, "sealed", NEVER, pack(MAX_EPOCH, MAX_STEP)),
+        number_of(head, "moment", NEVER, pack(MAX_EPOCH, MAX_STEP)),
         whole,
         handovers,
         lines,

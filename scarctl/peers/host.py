@@ -288,7 +288,7 @@ class Host:
                 if kind in (Kind.BATCH, Kind.FIELDS):
                     replica.apply(decode_batch(head, body, partitions), rows=kind is Kind.BATCH)
                 elif kind is Kind.HANDOVER:
-                    replica.keep(number_of(head, "number", 1, MAX_NUMBER), body.tobytes())
+                    replica.keep(number_of(head, "number", 0, MAX_NUMBER), body.tobytes())
                 elif kind is Kind.MARK:
                     replica.mark(decode_mark(head, body))
                 elif kind is Kind.DONE:

@@ -177,10 +177,11 @@ class Replica:
             arena.name_whole("")
             if arena.sealed != mark.sealed:
                 arena.seal(NEVER)
-            present = set(queue.numbers())
+            arena.note_moment(NEVER)
+            present = set(queue.small())
             for number, path in self._handovers.items():
                 if number in mark.handovers:
-                    os.replace(path, self._folder / f"handover-{number:020d}.safetensors")
+                    queue.take(number, path)
                 else:
                     path.unlink(missing_ok=True)
             self._handovers.clear()
@@ -191,6 +192,7 @@ class Replica:
             arena.reach(mark.head_step)
             arena.note_errors(mark.errors)
             arena.seal(mark.sealed)
+            arena.note_moment(mark.moment)
             arena.name_whole(mark.whole)
             for number in present - set(mark.handovers):
                 queue.remove(number)

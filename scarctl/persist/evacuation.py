@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.notes import UNKNOWN
-from scarctl.arena.queue import HandOver, HandOverQueue, unsaved_distances
+from scarctl.arena.queue import NEWEST, HandOver, HandOverQueue, unsaved_distances
 from scarctl.errors import ScarError, UsageError
 from scarctl.persist.evacuated import Evacuated
 from scarctl.persist.speed import Speed
@@ -160,12 +160,23 @@ class Evacuation:
         except ScarError as error:
             self.error, self._unread = error.message, True
             return
+        moment = self._queue.moment()
+        if moment is not None and self._is_left(moment):
+            self._waiting.append(moment)
         self._unsaved = unsaved_distances(self._waiting, self._arena.layout.partitions)
         self._extras = next((one for one in reversed(self._waiting) if one.extras is not None), None)
         if self._extras is not None:
             self._notes = Notes.from_tree(self._extras.extras)
         seals = [one for one in self._waiting if one.sealed and one.extras is not None]
         self._seals |= {one.whole: Notes.from_tree(one.extras) for one in seals}
+
+    def _is_left(self, moment: HandOver) -> bool:
+        """Return whether neither the store nor a hand-over that waits has the newest memory checkpoint as a whole."""
+        lifted = self._arena.lifted
+        newest = max((one.version for one in self._waiting), default=NEVER)
+        known = np.array([self._arena.sealed, newest, moment.version])
+        sealed, waits, own = lifted(known).tolist()
+        return bool(sealed < own and waits <= own and all(one.whole != moment.whole for one in self._waiting))
 
     def run(self, ended: Callable[[], bool] = lambda: False) -> None:
         """Save until all is durable and sealed, the deadline would be missed, or `ended` returns True.
@@ -315,7 +326,8 @@ class Evacuation:
             if not self._tier.commit_extras(handover):
                 return False
             self._extras = None
-        self._queue.remove(handover.number)
+        if handover.number != NEWEST:  # memory has that moment for as long as it stays as it is
+            self._queue.remove(handover.number)
         del self._waiting[0]
         return True
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,17 +15,19 @@ from numpy.typing import NDArray
 from scarctl.arena.arena import Arena
 from scarctl.arena.header import inode_in
 from scarctl.arena.notes import stored_notes
-from scarctl.arena.queue import HandOver, HandOverQueue
+from scarctl.arena.queue import HandOver
+from scarctl.arena.staged import Rows
 from scarctl.errors import Corruption, Fenced, Overwritten, ScarError
 from scarctl.persist.space import SpaceFields
 from scarctl.persist.speed import Meter
 from scarctl.state.encoding import stored_as
 from scarctl.state.extras import Notes
-from scarctl.state.version import NEVER, pack, step_of
-from scarctl.store import Collector, ShardState, StoreWriter
+from scarctl.state.version import NEVER, step_of
+from scarctl.store import Collector, StoreWriter
+from scarctl.store.backends.base import Buffer
 from scarctl.store.encoder import Encoder
 from scarctl.store.segment import Source
-from scarctl.util.arrays import Ids, distinct
+from scarctl.util.arrays import Ids
 
 log = logging.getLogger("scarctl")
 
@@ -64,12 +64,15 @@ class Persister:
         """Number and identity of one hand-over, and the shards that it has sealed already."""
         self._extras_of = -1, NEVER
         """Number and version of the hand-over whose extras were saved last."""
+        self._checked: tuple[HandOver, Rows | None] | None = None
+        """The hand-over that was checked last, and its rows."""
         self._notes = "", Notes()
         """The newest seal, and the notes that were saved with it."""
 
     def check(self, handover: HandOver) -> None:
-        """Raise Corruption if the hand-over names partitions that the layout does not have.
+        """Raise Corruption if the hand-over names partitions that the layout does not have, or has other rows.
 
+        Raises FileNotFoundError if its rows are gone. Those that are there are kept for `persist`.
         Raises Fenced if another arena, fetched from another host, has taken the place: the hand-over is of its copies.
         """
         if inode_in(self._arena.folder) != self._inode:
@@ -79,36 +82,51 @@ class Persister:
             )
         if handover.ids.size and handover.ids[-1] >= self._arena.layout.partitions:
             raise Corruption(f"hand-over {handover.number} names partitions that do not exist")
+        self._checked = handover, self._rows_of(handover)
+
+    def _rows_of(self, handover: HandOver) -> Rows | None:
+        """Return the hand-over's own rows; None if they are those in the arena."""
+        checked, self._checked = self._checked, None
+        if checked is not None and checked[0] is handover:
+            return checked[1]
+        staged = handover.staged
+        return None if staged is None else Rows(staged.path, self._arena.layout, handover.ids)
 
     def persist(self, handover: HandOver) -> int:
         """Commit a hand-over and acknowledge it in the arena. Return the bytes of state written.
 
-        Pending copies that are older than the hand-over are committed with it: it replaced theirs, or theirs was lost.
-        After a failure call it again: durable copies are not written twice. Partitions that have a newer copy are left
-        to the hand-over of that copy. Raises as `StoreWriter.commit` does, and Interrupted.
+        A hand-over with rows of its own saves these. Otherwise its rows are the arena's: pending copies that are older
+        are committed with them, and partitions that have a newer copy are left out. After a failure call it again:
+        durable copies are not written twice. Raises as `StoreWriter.commit` does, and Interrupted.
         """
         arena, version = self._arena, handover.version
         named = handover.number, handover.whole  # another process's queue may use the number again
         if self._sealed[0] != named:
             self._sealed = named, set()
         already = self._sealed[1]
-        with self._reading(handover):
-            waiting = arena.pending() & arena.intact() & (arena.version < version)
-            own = handover.ids[arena.version[handover.ids] == version]
-            waiting[own[arena.durable[own] != version]] = True
-            if handover.sealed:
-                waiting |= self._encoded() & arena.intact()
-            ids = np.flatnonzero(waiting)
-            shard_of = self._shard_of[ids]
-            parts = [(shard, ids[shard_of == shard]) for shard in self._members if shard not in already]
-            parts = [(shard, own) for shard, own in parts if own.size or handover.sealed]
-            written = self._commit_all(parts, handover, already)
+        rows = self._rows_of(handover)
+        ids = self._waiting(handover) if rows is None else handover.ids
+        shard_of = self._shard_of[ids]
+        parts = [(shard, ids[shard_of == shard]) for shard in self._members if shard not in already]
+        parts = [(shard, own) for shard, own in parts if own.size or handover.sealed]
+        written = self._commit_all(parts, handover, already, rows)
+        arena.read(handover.number)
         self.commit_extras(handover)
         if handover.sealed and len(already) == len(self._members):
             arena.seal(version)
             if handover.extras is not None:
                 self._notes = handover.whole, Notes.from_tree(handover.extras)
         return written
+
+    def _waiting(self, handover: HandOver) -> Ids:
+        """Return the partitions whose copies in the arena a hand-over without rows of its own saves, ascending."""
+        arena, version = self._arena, handover.version
+        waiting = arena.pending() & arena.intact() & (arena.version < version)
+        own = handover.ids[arena.version[handover.ids] == version]
+        waiting[own[arena.durable[own] != version]] = True
+        if handover.sealed:
+            waiting |= self._encoded() & arena.intact()
+        return np.flatnonzero(waiting)
 
     def covers(self, handover: HandOver) -> bool:
         """Return whether all of the state up to a durable hand-over is durable: its extras, and every copy."""
@@ -122,8 +140,7 @@ class Persister:
         shard_of = self._shard_of[ids]
         parts = [(shard, ids[shard_of == shard]) for shard in np.unique(shard_of).tolist()]
         committed: dict[int, tuple[Ids, bool]] = {}
-        with self._reading(part):
-            self._commit_each(parts, part, committed)
+        self._commit_each(parts, part, committed)
         return sum(int(self._arena.layout.partition_bytes[own].sum()) for own, _ in committed.values())
 
     def commit_extras(self, handover: HandOver) -> bool:
@@ -159,15 +176,6 @@ class Persister:
         for state in self._writer.states.values():
             found[state.ids] = state.version
         return found
-
-    @contextmanager
-    def _reading(self, handover: HandOver) -> Iterator[None]:
-        """Note in the arena that copies are read inside. `_commit_all` may note the end earlier."""
-        self._arena.read_begins(handover.version)
-        try:
-            yield
-        finally:
-            self._arena.read_ends(0)
 
     def tidy(self, limit: int) -> bool:
         """Collect old copies, moving about `limit` bytes. Return whether more may be left to do.
@@ -206,23 +214,17 @@ class Persister:
             else None,
         }
 
-    def _commit_all(self, parts: list[tuple[int, Ids]], handover: HandOver, already: set[int]) -> int:
+    def _commit_all(
+        self, parts: list[tuple[int, Ids]], handover: HandOver, already: set[int], rows: Rows | None
+    ) -> int:
         """Commit the ids of every shard of `parts`, all at once, and add newly sealed shards to `already`.
 
         Returns the bytes written.
         """
         sizes = stored_as(self._arena.layout, handover.encoding).partition_bytes
-        unread = {shard for shard, _ in parts}
         committed: dict[int, tuple[Ids, bool]] = {}
-
-        def read(shard: int) -> None:
-            unread.discard(shard)
-            if not unread:
-                # The rest of the commits, which may take long, needs no copies: they may change.
-                self._arena.read_ends(handover.number)
-
         try:
-            self._commit_each(parts, handover, committed, read)
+            self._commit_each(parts, handover, committed, rows)
         finally:
             already.update(shard for shard, (_, sealed) in committed.items() if sealed)
         return sum(int(sizes[ids].sum()) for ids, _ in committed.values())
@@ -232,12 +234,12 @@ class Persister:
         parts: list[tuple[int, Ids]],
         handover: HandOver,
         committed: dict[int, tuple[Ids, bool]],
-        read: Callable[[int], None] = lambda _: None,
+        rows: Rows | None = None,
     ) -> None:
         """Commit the ids of every shard of `parts`, all at once, and add what `_commit` returns to `committed`.
 
-        The first shard carries the extras. read: called with each shard once its copies are read. The error of one
-        shard is raised when all shards have ended.
+        The first shard carries the extras. rows: the hand-over's own; None: those in the arena. The error of one shard
+        is raised when all shards have ended.
         """
         sizes = stored_as(self._arena.layout, handover.encoding).partition_bytes
         carrier = parts[0][0] if parts else None  # extras belong to the whole process: one shard has them
@@ -246,7 +248,8 @@ class Persister:
             shard, ids = part
             try:
                 extras = handover.extras if shard == carrier else None
-                committed[shard] = self._commit(shard, ids, handover, extras, partial(read, shard))
+                commit = self._commit if rows is None else partial(self._commit_staged, rows)
+                committed[shard] = commit(shard, ids, handover, extras)
             except BaseException as error:  # raised once the other commits have ended
                 return error
             return None
@@ -258,12 +261,58 @@ class Persister:
         if faults := [fault for fault in ended if fault is not None]:
             raise next((fault for fault in faults if not isinstance(fault, Exception)), faults[0])
 
-    def _commit(
-        self, shard: int, ids: Ids, handover: HandOver, extras: Any, read: Callable[[], object] = lambda: None
+    def _commit_staged(
+        self, rows: Rows, shard: int, ids: Ids, handover: HandOver, extras: Any
     ) -> tuple[Ids, bool]:
-        """Commit and acknowledge the `ids` without a newer copy.
+        """Commit and acknowledge those of the `ids` that the store lacks, from the hand-over's rows.
 
-        read: called once the copies are read, before the commit is complete.
+        Returns these ids, and whether the shard is sealed.
+        """
+        arena, staged = self._arena, handover.staged
+        assert staged is not None
+        at = np.searchsorted(staged.ids, ids)
+        versions, generation = staged.versions[at], staged.generation[at]
+        stored, state = arena.lifted(versions), self._writer.states[shard]
+        there = arena.lifted(state.version[state.find(ids)])
+        # An evacuation may have saved newer copies meanwhile. Those that are acknowledged are durable since an earlier
+        # attempt.
+        newer = there > stored
+        same = (arena.lifted(arena.durable[ids]) == stored) & (arena.encoding_error[ids] < 0)
+        # Steps of an epoch never decrease: a commit at a later step neither seals nor has extras of an earlier one.
+        step, floor = step_of(handover.version), self._writer.floor(shard)
+        sealed = handover.sealed and step >= floor and not newer.any()
+        extras = extras if step >= floor else None
+        lacking = ~(newer | same)
+        ids, versions, generation = ids[lacking], versions[lacking], generation[lacking]
+        if not (ids.size or sealed):
+            return ids, False
+        encoder = (
+            None if handover.encoding == "exact" else Encoder(arena.layout, handover.encoding, rows, ids)
+        )
+        self._writer.commit(
+            shard,
+            ids,
+            encoder or partial(self._uninterrupted, rows),
+            step=max(step, floor),
+            steps=step_of(versions),
+            sealed=sealed,
+            whole=handover.whole if sealed else "",
+            extras=extras,
+        )
+        if extras is not None:
+            self._extras_of = handover.number, handover.version
+        arena.encoding_error[ids] = -1.0 if encoder is None else encoder.errors
+        arena.acknowledge(ids, versions, generation)
+        return ids, sealed
+
+    def _uninterrupted(self, source: Source, g: int, t: int, start: int, stop: int) -> Buffer:
+        """Return rows of a source. Raises Interrupted if another thread has asked for it."""
+        if self.interrupt.is_set():
+            raise Interrupted
+        return source(g, t, start, stop)
+
+    def _commit(self, shard: int, ids: Ids, handover: HandOver, extras: Any) -> tuple[Ids, bool]:
+        """Commit and acknowledge those of the `ids` without a newer copy in the arena.
 
         Returns these ids, and whether the shard is sealed.
         """
@@ -277,7 +326,6 @@ class Persister:
             ids, before, versions = ids[good], before[good], versions[good]
             sealed = handover.sealed and self._is_of(handover, shard, ids)
             if not ids.size and not sealed:
-                read()
                 return ids, False
             # Extras, seals and parts (number 0) are of the hand-over's step, other commits as old as their newest copy.
             own = sealed or extras is not None or not handover.number
@@ -296,7 +344,7 @@ class Persister:
                     sealed=sealed,
                     whole=handover.whole if sealed else "",
                     extras=extras,
-                    verify_source=partial(self._unchanged, ids, before, read),
+                    verify_source=partial(self._unchanged, ids, before),
                 )
             except Overwritten:
                 continue
@@ -309,15 +357,12 @@ class Persister:
             f"shard {shard}: copies keep changing while they are written", hint="saving retries"
         )
 
-    def _source(self, g: int, t: int, start: int, stop: int) -> memoryview:
-        if self.interrupt.is_set():
-            raise Interrupted
-        self._arena.read_on()
-        return self._arena.source(g, t, start, stop)
+    def _source(self, g: int, t: int, start: int, stop: int) -> Buffer:
+        return self._uninterrupted(self._arena.source, g, t, start, stop)
 
     def _source_of(
         self, ids: Ids, before: NDArray[np.uint64], g: int, t: int, start: int, stop: int
-    ) -> memoryview:
+    ) -> Buffer:
         """Return rows of the arena. Raises Overwritten if a copy in them has changed, to stop writing early."""
         base, rows = int(self._arena.layout.base[g]), self._arena.layout.groups[g].rows_per_partition
         first, last = np.searchsorted(ids, (base + start // rows, base + -(-stop // rows)))
@@ -325,11 +370,8 @@ class Persister:
             raise Overwritten("copies have changed while they were written", hint="saving retries")
         return self._source(g, t, start, stop)
 
-    def _unchanged(self, ids: Ids, before: NDArray[np.uint64], read: Callable[[], object]) -> bool:
-        unchanged = bool((self._arena.generation[ids] == before).all())
-        if unchanged:
-            read()
-        return unchanged
+    def _unchanged(self, ids: Ids, before: NDArray[np.uint64]) -> bool:
+        return bool((self._arena.generation[ids] == before).all())
 
     def _is_of(self, handover: HandOver, shard: int, ids: Ids) -> bool:
         """Return whether committing `ids` seals the shard: no copy is newer, and no other one pending."""
@@ -342,66 +384,3 @@ class Persister:
         done = (arena.durable[members] == arena.version[members]) & ~self._encoded()[members]
         done[np.searchsorted(members, ids)] = True
         return bool((done & (arena.version[members] <= version) & arena.intact()[members]).all())
-
-
-def adopt_orphans(arena: Arena, queue: HandOverQueue) -> int:
-    """Queue complete copies that were never handed over, because their process died or failed after the copy.
-
-    Returns the number of these partitions. Their extras are lost, so a resume combines them with older extras.
-    """
-    waiting = queue.pending()
-    # Older copies than a waiting hand-over are saved with it.
-    newest = max((handover.version for handover in waiting), default=NEVER)
-    orphans = arena.pending() & arena.intact() & (arena.version >= newest)
-    for handover in waiting:
-        orphans[handover.ids[arena.version[handover.ids] == handover.version]] = False
-    ids = np.flatnonzero(orphans)
-    versions = arena.version[ids]
-    for version in distinct(versions).tolist():
-        queue.put(version=version, ids=ids[versions == version], extras=None)
-    return int(ids.size)
-
-
-def reconcile(arena: Arena, queue: HandOverQueue, states: Mapping[int, ShardState], epoch: int) -> None:
-    """Bring the arena of a dead process, and its queue, into the epoch that begins now.
-
-    states: states of the shards in the store.
-
-    If the run has continued elsewhere, the store has newer copies of some partitions: those are spoiled, and never
-    saved. All others count as copies of `epoch`. Pending ones will be committed in it, and must not look newer in the
-    store than in the arena.
-    """
-    queue.sweep()
-    arena.unseal()
-    stored = np.full(arena.layout.partitions, NEVER, dtype=np.int64)
-    for state in states.values():
-        stored[state.ids] = state.version
-        error = arena.encoding_error[state.ids]
-        # Without a measured error the arena's copy will come from the store, so the two are equal.
-        arena.encoding_error[state.ids] = np.where(state.encoded, np.maximum(error, 0.0), -1.0)
-        if state.whole and state.whole == arena.whole:
-            # The process died after it had committed the whole state, but before it noted the commit in the arena.
-            arena.confirm(state.ids, state.version)
-    stale = arena.lifted(stored) > arena.lifted(arena.version)
-    arena.begin(np.flatnonzero(stale))
-    old, waiting = arena.version.copy(), arena.pending()
-    current = (old >= 0) & ~stale
-    # In this order a process that dies or fails meanwhile leaves the old or the new queue complete. The next process
-    # drops those hand-overs of the other queue that do not fit the copies.
-    before = queue.pending()
-    for handover in before:
-        kept = current[handover.ids] & (old[handover.ids] == handover.version)
-        ids = handover.ids[kept]
-        sealed = handover.sealed and not stale.any() and bool((old[handover.ids] == handover.version).all())
-        if ids.size or sealed:
-            queue.put(
-                version=pack(epoch, step_of(handover.version)),
-                ids=ids,
-                whole=handover.whole if sealed else "",
-                extras=handover.extras,
-                unsaved=None if handover.unsaved is None else handover.unsaved[kept],
-                encoding=handover.encoding,
-            )
-    arena.relabel_all(current, waiting, epoch)
-    for handover in before:
-        queue.remove(handover.number)

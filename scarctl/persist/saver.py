@@ -16,7 +16,8 @@ from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import ScarError, Unavailable
 from scarctl.persist.evacuated import Evacuated
 from scarctl.persist.evacuation import STORE_ONLY, Copies, unknown_host
-from scarctl.persist.persister import Persister, reconcile
+from scarctl.persist.inherited import reconcile
+from scarctl.persist.persister import Persister
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current, PersisterThread
 from scarctl.store import Store, StoreWriter, open_writer
@@ -150,8 +151,9 @@ class LocalSaver:
         self.stopped = True
 
     def notify(self) -> None:
-        """Wake the thread."""
-        self._running().notify()
+        """Wake the thread. Without one, `resume` starts one that reads the queue."""
+        if self._thread is not None:
+            self._thread.notify()
 
     def drain(self, timeout: float) -> bool:
         return self._running().drain(timeout)

@@ -328,9 +328,10 @@ class PersisterThread:
             try:
                 handover = self._queue.read(number)
                 self._persister.check(handover)
-            except FileNotFoundError:
-                return partial(self._machine.persisted, number)
-            except Corruption as error:
+            except (FileNotFoundError, Corruption) as found:
+                if isinstance(found, FileNotFoundError) and not self._queue.has(number):
+                    return partial(self._machine.persisted, number)
+                error = found if isinstance(found, Corruption) else Corruption(f"its rows are gone: {found}")
                 # Its copies stay pending in the arena.
                 log.error("a damaged hand-over was set aside: %s", error)
                 self._damaged = error

@@ -356,7 +356,7 @@ class ArenaSink:
         """Write partitions and their versions. Their distances from the live values become unknown (NaN)."""
         arena = self._arena
         rows = rows_of(arena.layout, group, ids)
-        if (versions < arena.sealed).any():
+        if (versions < max(arena.sealed, arena.moment)).any():
             arena.unseal()
         arena.begin(ids)
         for t, data in enumerate(tensors):

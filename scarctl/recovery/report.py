@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from scarctl.recovery.plan import MEMORY, PEER, Perturbation, Plan, count_tiers
-from scarctl.theory.extrapolation import Extrapolation
 from scarctl.theory.rework import Cost
 
 
@@ -30,8 +29,6 @@ class Report:
     """Predicted cost of the recovery; None if no prediction was requested."""
     saved_at: str | None = None
     """UTC time of the store's newest commit; None if no copy came from the store, or its records lack the time."""
-    extrapolation: Extrapolation | None = None
-    """Values extrapolated beyond their copies; None if not requested, or if all copies are of one step."""
 
     def from_peer(self) -> Report:
         """Return the report of a recovery whose copies in memory were brought from another host."""
@@ -94,5 +91,4 @@ class Report:
             "problems": list(self.problems),
             "saved_at": self.saved_at,
             **(self.cost.to_json() if self.cost is not None else {}),
-            **({"extrapolation": self.extrapolation.to_json()} if self.extrapolation is not None else {}),
         }

@@ -137,7 +137,6 @@ class LastState:
         with contextlib.ExitStack() as last:
             last.callback(self._saving.worker.close)
             last.callback(self._close, ending)
-            self._saving.rest()
 
     def _close(self, ending: Ending) -> None:
         if self._opening.opened is None and not self._automatic and ending is not Ending.FAILED:

@@ -23,6 +23,10 @@ from scarctl.util.arrays import Ids
 log = logging.getLogger("scarctl")
 
 
+MUCH_OLDER = 10
+"""Times the mean age of the newest copies above which a state of one step is too old to be resumed from by itself."""
+
+
 def weigh_loss(
     engine: Engine,
     ids: Ids,
@@ -50,29 +54,46 @@ def weigh_loss(
     return _decide(together.gather(together.agree(look)), engine, step, together, mode, max_rework)
 
 
-def weigh_resume(
-    engine: Engine, states: dict[int, ShardState], newest: Saved | None, together: Together
-) -> tuple[str, Cost]:
-    """Choose the mode of resuming the state of an earlier process. Return it and its predicted cost.
+def mode_of_resume(
+    engine: Engine, found: tuple[dict[int, ShardState], Saved | None] | None, together: Together
+) -> str:
+    """Return the mode in which "auto" resumes the state of an earlier process: the same on all ranks.
 
-    newest: the newest extras. Iterations are counted from their step, because a partial recovery continues there.
+    That is partial if all copies are of the step of the extras. Otherwise a state of one step is taken if it is no
+    older than the extras. It may also be `MUCH_OLDER` times as old as the copies are on average.
+
+    found: the store's states and the newest extras; None if a rank has no state.
     """
-    step = max(together.gather(-1 if newest is None else step_of(newest.version)))
-
-    def look() -> dict[str, Any]:
-        arena = engine.arena
+    step, copies = -1, np.empty(0, dtype=np.int64)
+    if found is not None:
+        arena, step = engine.arena, -1 if found[1] is None else step_of(found[1].version)
         stored = np.full(engine.layout.partitions, NEVER, dtype=np.int64)
-        for state in states.values():
+        for state in found[0].values():
             stored[state.ids] = state.version
         copies = np.maximum(step_of(np.where(arena.intact(), arena.newest(), NEVER)), step_of(stored))
-        known = engine.settings.norm == "l2" and arena.head_step == step and arena.intact().all()
-        distance = arena.distance.copy() if known else np.full(len(copies), np.nan)
-        distance[copies == step] = 0.0
-        everything = np.arange(engine.layout.partitions)
-        history = History() if newest is None else History.from_array(newest.extras.notes.points)
-        return _seen(engine, everything, step, copies, distance, history)
-
-    return _decide(together.gather(together.agree(look)), engine, step, together, "auto", None)
+    # A process that dies between a copy and its hand-over leaves copies that are newer than the extras.
+    mine = [
+        step,
+        int(copies.sum()),
+        copies.size,
+        int(copies.min(initial=step)),
+        int(copies.max(initial=step)),
+    ]
+    everyone = together.gather(mine)
+    steps, total, count = (
+        [one[0] for one in everyone],
+        sum(o[1] for o in everyone),
+        sum(o[2] for o in everyone),
+    )
+    newest = max(one[4] for one in everyone)
+    if min(steps) < 0 or {step for one in everyone for step in (one[0], *one[3:])} == {newest}:
+        return "partial"
+    looked = together.gather(_back(engine, newest) if together.leads else None)
+    back = next(one for one in looked if one)[0]
+    mean = newest - total / max(1, count)
+    if back is None or back > max(MUCH_OLDER * mean, newest - max(steps)):
+        return "partial"
+    return "rollback"
 
 
 def _seen(

@@ -37,7 +37,7 @@ def claim(store: Store, settings: SessionSettings, binding: Binding, requests: R
     Raises as `Saver.claim` does. Raises Unavailable if there is no room for the arena, so that no step fails for it.
     """
     folder = arena_folder(settings.arena_dir, store.run_id)
-    require_room(folder, binding.least_bytes(movements=settings.extrapolate))
+    require_room(folder, binding.least_bytes())
     return claim_saver(store, settings, requests.add)
 
 
@@ -130,6 +130,13 @@ class Opening:
             sealed = engine.is_sealed()
         step = f"{engine.arena.head_step}, {'sealed' if sealed else 'not sealed'}"
         waiting, folder = int(engine.arena.pending().sum()), engine.arena.folder
+        drained = False
+
+        def drain() -> bool:
+            nonlocal drained
+            drained = self._drain(engine)
+            return drained
+
         if engine is not self.engine:
             engine.leave()  # after a failed resume, arena and store stay unchanged
             log.info("closed %s: it was not resumed, and is unchanged", self.store.url)
@@ -142,8 +149,17 @@ class Opening:
                 waiting,
                 folder,
             )
-        elif engine.close(lambda: self._drain(engine)):
+        elif engine.close(drain):
             log.info("closed %s: step %s, all of it durable", self.store.url, step)
+        elif drained:
+            log.info(
+                "closed %s: step %s. The store has what it was sent; newer copies of %d partitions stay in %s, and the "
+                "next session on this host saves them",
+                self.store.url,
+                step,
+                waiting,
+                folder,
+            )
         else:
             log.info("closed %s: step %s, not all of it durable", self.store.url, step)
             log.error(

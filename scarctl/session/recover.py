@@ -19,7 +19,6 @@ from scarctl.adapter import Adapter, derive
 from scarctl.arena.notes import UNKNOWN
 from scarctl.checkpoint.copies import Sealed
 from scarctl.checkpoint.engine import Engine
-from scarctl.checkpoint.extrapolated import load_extrapolated
 from scarctl.checkpoint.filling import Staged, age_after
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.errors import ScarError, UsageError
@@ -27,7 +26,7 @@ from scarctl.recovery.lost import Lost
 from scarctl.recovery.plan import MEMORY, Perturbation, estimate
 from scarctl.recovery.report import Report
 from scarctl.session.completing import complete, left_behind
-from scarctl.session.forecast import shared_history, weigh_loss, weigh_resume
+from scarctl.session.forecast import mode_of_resume, shared_history, weigh_loss
 from scarctl.session.peers import Found, Together
 from scarctl.state.caveats import Caveat, read_caveats, reasons
 from scarctl.state.common import in_common
@@ -36,8 +35,7 @@ from scarctl.state.journal import Fact
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import Snapshot, Store
 from scarctl.store.saved import describe
-from scarctl.theory.extrapolation import Extrapolation
-from scarctl.theory.rework import MODES, Cost
+from scarctl.theory.rework import MODES
 from scarctl.util.arrays import Ids
 from scarctl.util.text import counted
 
@@ -63,6 +61,8 @@ class Resumed:
     """UTC time of the newest commit in the store, in ISO 8601; None if no record has it."""
     whole: bool = True
     """All partitions and extras are of `step`, as one commit saved them. A whole state may still not be exact."""
+    reached: int | None = None
+    """The newest iteration that the earlier run is known to have finished; None if that is unknown."""
 
     @property
     def new(self) -> bool:
@@ -84,6 +84,9 @@ class Resumed:
             oldest = int(step_of(report.plan.version).min())
             tiers = (f"{counted(count, 'partition')} from {tier}" for tier, count in report.tiers.items())
             line += f"; oldest copy of step {oldest}; {', '.join(tiers)}"
+        if self.reached is not None and self.reached > self.step:
+            again = counted(self.reached - self.step, "iteration")
+            line += f"; {again} of {self.reached} {'is' if again.startswith('1 ') else 'are'} trained again"
         return f"{line}; {describe(self.saved_at)}"
 
     def __repr__(self) -> str:
@@ -128,33 +131,21 @@ def resume_live(
 
     Raises NoIntactCopy, Corruption, UsageError, with no live value changed.
     """
-    cost = None
     if mode == "auto":
-        mode, cost = _weigh(engine, together)
+        mode = mode_of_resume(engine, together.agree(engine.copies.newest), together)
     if mode == "rollback":
+        engine.adopt_orphans()  # memory may have the newest state of one step
         report, sealed = _roll_back(engine, live, together, snapshot=snapshot)
         assert report.step is not None
-        engine.learn(shared_history(engine, sealed, report.step, together), sealed)
-        return Resumed(report.step, report.whole, replace(report, cost=cost)), sealed
+        engine.learn(shared_history(engine, sealed, report.step, together))
+        return Resumed(report.step, report.whole, report), sealed
     # Saving stops, because extras that move from the queue to the store meanwhile would be seen in neither. Saving
     # stays stopped after a failure, because hand-overs may be later than the step from which another attempt continues.
     together.agree(engine.stop)
     resumed, extras = _resume(engine, live, together, staged)
     together.agree(engine.start)
     engine.adopt_orphans()
-    if resumed.report is not None:
-        resumed = replace(resumed, report=replace(resumed.report, cost=cost))
     return resumed, extras
-
-
-def _weigh(engine: Engine, together: Together) -> tuple[str, Cost | None]:
-    """Choose the mode, and return it with its cost. Partial, without a cost, if a rank has no state."""
-
-    found = together.agree(engine.copies.newest)
-    everywhere = together.gather(found is not None)
-    if found is None or not all(everywhere):
-        return "partial", None
-    return weigh_resume(engine, *found, together)
 
 
 def _resume(
@@ -170,16 +161,14 @@ def _resume(
     # Copies may be newer than the extras, if the process died before it queued them. Random generators, schedules and
     # the data position are of the older step, so the run continues there.
     age_after(engine.arena, step)
-    engine.learn(shared_history(engine, agreed.extras, step, together), agreed.extras)
+    engine.learn(shared_history(engine, agreed.extras, step, together))
     assert report is not None, "every state that was found has a report"
-    plan, exact = report.plan, agreed.exact
+    plan = report.plan
     if staged is not None and staged.complete:
         live.load(plan.ids, staged.tensors)
         engine.filling.later(plan, staged.source(live), step)
-        extrapolation = None
     else:
-        extrapolation, _, _ = together.agree(lambda: load_extrapolated(engine, live, plan, step, exact=exact))
-    report = _with(report, extrapolation)
+        together.agree(lambda: live.load(plan.ids))
     if together.brought:
         report = report.from_peer()
     together.spread()
@@ -198,8 +187,10 @@ def _fetch(engine: Engine, live: LiveState, staged: Staged | None) -> tuple[Foun
     if newest is None and (owns or engine.store.part is None):
         return None, None
     engine.copies.believe_newest_seal()
-    # Before the arena is filled up.
-    known, head = estimate(arena.distance).value, arena.head_step if (arena.version >= 0).any() else None
+    # Before the arena is filled up. Distances are measured when memory is brought up, and say nothing of later steps.
+    known, head = estimate(arena.distance).value, None
+    if (arena.version >= 0).any():
+        head = min(arena.head_step, int(step_of(arena.newest()).max()))
     report = engine.copies.fetch_all(states, live.new_slots, staged)
     version, whole = (NEVER, "") if newest is None else (newest.version, newest.whole)
     of_one = report.whole and report.step == step_of(version) and report.plan.whole == whole
@@ -233,23 +224,15 @@ def recover_live(
     if mode == "rollback":
         report, extras = _roll_back(engine, live, together, lost=ids.size)
         report = _labelled(report, extras.notes, together)
-        engine.learn(shared_history(engine, extras, report.step or 0, together), extras)
+        engine.learn(shared_history(engine, extras, report.step or 0, together))
         together.agree(lambda: adapter.restore(extras.early, extras.late))
         left = together.agree(lambda: left_behind(engine, live, adapter, ids, extras.late))
         return _checked(replace(report, cost=cost), left, together)
     with _known_to_differ(engine, ids):
         report = together.agree(lambda: _fetch_lost(engine, live, ids, now, head_step))
         report = _labelled(report, _saved_with(engine, report), together)
-    # Each rank's share may be of one step, but these steps may differ.
-    exact = report.whole and not together.several
-    extrapolation, moved, changes = together.agree(
-        lambda: load_extrapolated(engine, live, report.plan, head_step, exact=exact)
-    )
-    engine.jumped(live, ids, moved)
-    if moved.size:
-        now[np.searchsorted(ids, moved)] = changes
-        report = replace(report, perturbation=_perturbation(now, report.perturbation))
-    report = _with(report, extrapolation)
+    together.agree(lambda: live.load(report.plan.ids))
+    engine.jumped(ids)
     left = together.agree(lambda: complete(engine, live, adapter, ids))
     together.spread()
     derive(adapter)
@@ -260,12 +243,6 @@ def _checked(report: Report, left: list[str], together: Together) -> Report:
     """Return the report with the problems of all ranks."""
     everywhere = [text for theirs in together.gather(left) for text in theirs]
     return replace(report, problems=tuple(dict.fromkeys([*report.problems, *everywhere])))
-
-
-def _with(report: Report, extrapolation: Extrapolation | None) -> Report:
-    """Return the report with the extrapolation. Extrapolated values are not of any step."""
-    of_one = report.whole and (extrapolation is None or not extrapolation.partitions)
-    return replace(report.labelled(of_one, report.plan.caveats), extrapolation=extrapolation)
 
 
 def _saved_with(engine: Engine, report: Report) -> Notes | ScarError:

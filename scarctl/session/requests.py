@@ -7,11 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from scarctl.checkpoint.copied import Extent
-from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.selector import Selector
 from scarctl.daemon.request import Request
 from scarctl.errors import ScarError, error_fields
+from scarctl.policy.turns import Turn
 from scarctl.recovery.report import Report
 from scarctl.session.peers import Together
 
@@ -23,12 +22,10 @@ class Requests:
 
     def __init__(self, together: Together) -> None:
         self._together = together
-        self._arrived: deque[Extent] = deque()
+        self._arrived: deque[Turn] = deque()
         """Checkpoints that other threads have requested since the newest step."""
-        self._requested: Extent | None = None
-        """The requested checkpoint."""
-        self._tried = False
-        """The newest checkpoint was a requested partial one."""
+        self._requested: Turn | None = None
+        """What the store is to get of the requested checkpoint."""
         self._waiting: deque[Request] = deque()
         """Requests that all ranks have to fulfil after the same step."""
         self.flush: Callable[[Request], None] = lambda _: None
@@ -41,7 +38,7 @@ class Requests:
         elif request.kind == "recover" or (request.kind == "full" and self._together.several):
             self._waiting.append(request)
         else:
-            self._arrived.append(Extent.WHOLE if request.kind == "full" else Extent.PART)
+            self._arrived.append(Turn.WHOLE if request.kind == "full" else Turn.PART)
 
     def receive(self) -> None:
         """Take in the checkpoints requested so far. Call it before a step's end becomes visible to other processes.
@@ -49,14 +46,7 @@ class Requests:
         A command waits for a newer step than it has seen, so a request that comes later has to wait for the next step.
         """
         while self._arrived:
-            extent = self._arrived.popleft()
-            if extent is Extent.WHOLE or self._requested is None:
-                self._requested = extent
-
-    def missed(self) -> None:
-        """Repeat a requested partial checkpoint that copied nothing although something has changed."""
-        if self._tried:
-            self._arrived.append(Extent.PART)
+            self._requested = max(self._arrived.popleft(), self._requested or Turn.NOTHING)
 
     def recovery(self, selector: Selector, *, regular: bool) -> Request | None:
         """Return the recovery that all ranks carry out after this same step. Call it once after every step.
@@ -67,23 +57,19 @@ class Requests:
         """
         request = self._together.grant(self._waiting, selector, regular=regular)
         if request is not None and request.kind == "full":
-            self._requested = Extent.WHOLE
+            self._requested = Turn.WHOLE
             return None
         return request
 
-    def due(self, engine: Engine, *, regular: bool) -> Extent | None:
-        """Return the checkpoint that is due: the regular or a requested one; None: no checkpoint is due.
+    def due(self, regular: Turn | None) -> Turn | None:
+        """Return what the store gets of the checkpoint that is due: a regular or a requested one; None: none is due.
 
-        A requested partial checkpoint waits while all partitions are pending, because it could not save any.
+        regular: what it gets of the regular one; None if that is not due.
         """
-        requested = self._requested
-        if requested is Extent.WHOLE or (requested is not None and engine.may_copy):
-            self._requested, self._tried = None, requested is Extent.PART
-            return requested
-        self._tried = False
-        if not regular:
-            return None
-        return Extent.WHOLE_UNLESS_BEHIND if engine.settings.policy == "full" else Extent.PART
+        requested, self._requested = self._requested, None
+        if requested is None or regular is None:
+            return regular if requested is None else requested
+        return max(requested, regular)
 
 
 def answer(recover: Callable[[], Report], step: int, together: Together) -> dict[str, Any]:

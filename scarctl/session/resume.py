@@ -93,8 +93,8 @@ class Resumption:
         reached = engine.arena.head_step
         live = self._binding.live(engine.arena)
         live.new_slots = NewSlots(live.tensors, missing)
-        # Other ranks may need this one's copies, extrapolating needs the arena's. Without hooks no step waits.
-        at_once = self._together.several or engine.trend is not None or self._unhooked
+        # Other ranks may need this one's copies. Without hooks no step waits.
+        at_once = self._together.several or self._unhooked
         staged = None if at_once or not may_wait(live) else Staged(layout, live.new_slots)
         try:
             resumed, extras = resume_live(
@@ -107,13 +107,12 @@ class Resumption:
             live.new_slots = None
         if extras is None:
             remove_slots()
-        resumed = replace(resumed, saved_at=saved_at)
-        stored = self._continue(engine, resumed, extras)
-        if extras is None:
-            return Outcome(resumed, stored)
         report = resumed.report
         newest = 0 if report is None else int(step_of(report.plan.version).max(initial=0))
-        return Outcome(resumed, stored, max(reached, newest, resumed.step))
+        reached = max(reached, newest, resumed.step)
+        resumed = replace(resumed, saved_at=saved_at, reached=None if extras is None else reached)
+        stored = self._continue(engine, resumed, extras)
+        return Outcome(resumed, stored, resumed.reached)
 
     def _from(self, elsewhere: Elsewhere) -> Outcome:
         """Resume from a state that was saved under another division."""

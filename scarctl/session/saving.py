@@ -16,13 +16,16 @@ import threading
 import time
 from typing import Literal
 
+import numpy as np
+
 from scarctl.arena.durability import durability
 from scarctl.checkpoint.checkpointer import Checkpoints, Stats
-from scarctl.checkpoint.copied import Extent
+from scarctl.checkpoint.copied import Copied
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.step_end import Moment, Moments
 from scarctl.checkpoint.streams import Streams
 from scarctl.errors import LayoutMismatch, ScarError, Unavailable, UsageError
+from scarctl.policy.turns import Turn
 from scarctl.session.beginning import Beginning
 from scarctl.session.parts import Parts
 from scarctl.session.rest import Rest
@@ -48,8 +51,8 @@ class Saving:
         """The moment at the end of the newest step, if it was kept: for a checkpoint, or as every step's end is."""
         self.flushed: int | None = None
         """The newest step that a flush has sealed."""
-        self.missed = False
-        """The newest checkpoint copied nothing, although something had changed."""
+        self._copied: Copied | None = None
+        """The newest checkpoint."""
         self.doomed = False
         """A fatal signal has arrived: the flushed state must not be overwritten."""
         self.streams = Streams()
@@ -170,8 +173,8 @@ class Saving:
             moment.settled = False
         return moment
 
-    def begin(self, moment: Moment | None, extent: Extent) -> None:
-        """Start the first half: copy the state of `moment`. Do nothing for None."""
+    def begin(self, moment: Moment | None, turn: Turn, *, thorough: bool = True) -> None:
+        """Start the first half: copy the state of `moment`. Do nothing for None. See `Checkpoints.begin`."""
         engine = self._opening.engine
         if moment is None or engine is None or self.doomed:
             return
@@ -180,7 +183,7 @@ class Saving:
             self._moments.weights.follow(live)
             if torn := self._gate.torn:
                 self._progress.torn(moment)
-            self._checkpoints.begin(engine, live, moment, extent, torn=torn)
+            self._checkpoints.begin(engine, live, moment, turn, torn=torn, thorough=thorough)
         except Exception as error:
             self.fault(error)
 
@@ -195,7 +198,7 @@ class Saving:
         engine.selector.hurry()
         copied = self._checkpoints.finish(engine, hook=hook)
         engine.selector.settle()
-        self.missed = copied is not None and copied.missed
+        self._copied = copied
         return copied is not None and copied.sealed
 
     def end_copy(self) -> None:
@@ -213,20 +216,20 @@ class Saving:
     def seal(self, moment: Moment | None) -> bool:
         """Save the whole state of `moment`, both halves at once. Return whether it is sealed in this host's memory."""
         self.finish()
-        self.begin(moment, Extent.WHOLE)
+        self.begin(moment, Turn.WHOLE)
         sealed = self.finish()
         if sealed and moment is not None:
             self.flushed = moment.step
         return sealed
 
-    def now(self, extent: Extent) -> str:
+    def now(self, turn: Turn) -> str:
         """Save the live state now, both halves at once. Return why that failed, or did not seal the whole; or ""."""
         self.finish()
         errors, kept = self.stats.errors, self.moment
         if kept is not None and not kept.weights.moves():
             self._look_outside(kept)
-        self.begin(self.take_between(), extent)
-        sealed = self.finish() or extent is not Extent.WHOLE
+        self.begin(self.take_between(), turn)
+        sealed = self.finish() or turn is not Turn.WHOLE
         why = "" if sealed else TORN if self._gate.torn else UNSAVED
         return self.stats.last_error if self.stats.errors > errors else why
 
@@ -295,13 +298,11 @@ class Saving:
         """Look whether the state, which is about to be saved, is still that of the step of `moment`."""
         self._progress.flushed(moment, changed=self._rest.changed_outside(moment.weights))
 
-    def look_ahead(self) -> None:
-        """Have the worker compute distances for coming checkpoints, after a step."""
-        engine = self._opening.engine
-        if engine is not None:
-            # A loop without hooks may replace its arrays in every iteration.
-            replaced = None if self._automatic else lambda: self._binding.live(engine.arena)
-            self._checkpoints.look(engine, replaced)
+    def spent(self) -> None:
+        """Count what the checkpoint that a hook has just finished has cost."""
+        engine, copied, self._copied = self._opening.engine, self._copied, None
+        if engine is not None and copied is not None:
+            engine.cadence.spent(self.stats.last_stall_seconds, copied.seconds)
 
     def extras(self, engine: Engine, moment: Moment) -> Extras:
         """Return the extras of the step of `moment`. Call it right before the next step."""
@@ -318,7 +319,9 @@ class Saving:
         arena = engine.arena
         changed = arena.distance != 0
         copied = step_of(arena.newest()[changed]).min(initial=step)
-        durable = step_of(arena.durable[changed | arena.pending()]).min(initial=step)
+        # A seal has found all durable copies unchanged.
+        stored = np.maximum(arena.durable, arena.sealed)
+        durable = step_of(stored[changed | arena.pending()]).min(initial=step)
         self._journal.sample(Sample(now, step, int(copied), int(durable), self.stats.stall_seconds))
 
     def jumped(self) -> None:
@@ -337,10 +340,6 @@ class Saving:
         self.stats.last_error = str(error)
         if self._settings.on_error == "raise":
             raise error
-
-    def rest(self) -> None:
-        """Wait for the current `look_ahead`, and release arena and state."""
-        self._checkpoints.rest(self._opening.engine)
 
     def require_started(self) -> Engine:
         """Return the engine. Raises UsageError before the first step."""

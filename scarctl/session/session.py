@@ -14,7 +14,6 @@ from typing import Literal, TypeVar
 from scarctl.adapter import Adapter, watch_of
 from scarctl.checkpoint.binding import Binding
 from scarctl.checkpoint.checkpointer import Stats
-from scarctl.checkpoint.copied import Extent
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.step_end import check_step
 from scarctl.checkpoint.tracker import touched_of
@@ -23,6 +22,7 @@ from scarctl.config.checks import notice_of
 from scarctl.daemon.request import Request
 from scarctl.errors import UsageError
 from scarctl.persist.evacuated import Evacuated
+from scarctl.policy.turns import Turn
 from scarctl.recovery.report import Report
 from scarctl.session import attached
 from scarctl.session.departure import Departure
@@ -67,8 +67,7 @@ class Session:
         """Parts of this run that are not protected or not exact. Each caveat was logged at WARNING."""
         self._together = together or Together()
         self._adapter = adapter
-        self._hooked = hooks == "auto"
-        self._hooked_begin = hooks == "begin"
+        self._hooked, self._hooked_begin = hooks == "auto", hooks == "begin"
         self._journal = Journal()
         self._journal.add("started", 0, process=who())
         self._closed = False
@@ -89,7 +88,7 @@ class Session:
         self._lasts = self._progress.framework
         with contextlib.ExitStack() as undo:
             undo.callback(self._together.close)
-            touched = touched_of(adapter, settings, hooked=hooks != "off")
+            touched = touched_of(adapter, hooked=hooks != "off")
             self.store = self._together.open_store(settings)
             undo.callback(self.store.close)
             self._binding = Binding(adapter, self.store, self.caveats)
@@ -160,7 +159,7 @@ class Session:
 
     @property
     def lag(self) -> int:
-        """Iterations since the oldest copy that is not durable yet; 0 if all copies are."""
+        """Iterations since the oldest copies that wait for the store were made; 0 if none wait."""
         return self._engine.lag() if self._engine is not None else 0
 
     def metrics(self, prefix: str = "scarctl/") -> dict[str, float]:
@@ -233,7 +232,7 @@ class Session:
         check_wait(wait, self.settings)
         engine = self._started()
         with self._gate.outside("checkpoint()"):
-            why = self._saving.now(Extent.WHOLE if full else Extent.PART)
+            why = self._saving.now(Turn.WHOLE if full else Turn.PART)
         if wait:
             self._saving.require(engine, wait, why)
         elif full and why:
@@ -276,11 +275,11 @@ class Session:
         save_named(name, self.store, self._together, save, self.head_step)
         return self.head_step
 
-    def resume(self, mode: Mode = "partial", snapshot: str | None = None) -> Resumed:
+    def resume(self, mode: Mode = "auto", snapshot: str | None = None) -> Resumed:
         """Restore the state from the store and this host's memory, in place. An empty store changes nothing.
 
-        mode: "partial" takes every partition's newest copy. "rollback" takes the newest state of one step. "auto" takes
-            the mode with the lower predicted cost in iterations (see `recover`).
+        mode: "partial" takes every partition's newest copy, "rollback" the newest state of one step. "auto" rolls
+            back unless the copies are of one step, as memory's are, or are ten times newer.
         snapshot: restore the snapshot of this name, exactly.
         Returns the step after which to continue, whether the state is exact, and the report.
         Raises LayoutMismatch (another model or optimizer), NoIntactCopy, Corruption. Nothing is changed then.

@@ -10,10 +10,10 @@ from typing import Protocol
 import torch
 
 from scarctl.adapter import Watching
-from scarctl.checkpoint.copied import Extent
 from scarctl.checkpoint.step_end import check_step
 from scarctl.daemon.request import Request
 from scarctl.errors import LayoutMismatch, ScarError, UsageError
+from scarctl.policy.turns import Turn
 from scarctl.session.parts import Parts
 from scarctl.session.progress import PASSING
 from scarctl.session.requests import Requests
@@ -68,8 +68,6 @@ class Steps:
         """Whether the state was found to be savable."""
         self._regular = False
         """A regular checkpoint is due after the newest step."""
-        self._stalls = 0.0
-        """Seconds in hooks and waiting when the newest step had ended."""
         self._differ = False
         """Ranks were found to differ, and not yet to agree again."""
 
@@ -149,10 +147,10 @@ class Steps:
             started, part = time.perf_counter(), self._saving.under_way
             try:
                 self._saving.finish(hook=True)
-                if self._saving.missed:
-                    self._requests.missed()
             finally:
                 self._saving.stats.stalled(started, part=part)
+                if part and self._regular:
+                    self._saving.spent()
 
     def _end(self) -> Request | None:
         """Count the iteration, right after the last optimizer's step. Return the recovery that is due, if any."""
@@ -175,13 +173,9 @@ class Steps:
         if engine is None:
             return None
         engine.arena.reach(progress.head_step)
-        stalls = saving.stats.stall_seconds
-        self._regular = engine.pace.due(progress.head_step, stalls - self._stalls)
-        self._stalls = stalls
+        # While the host is about to shut down, memory stays as it was flushed.
+        self._regular = engine.pace.due(progress.head_step) and not engine.leaving.now
         saving.stats.interval = engine.cadence.interval
-        saving.stats.slowed_seconds = engine.cadence.overhead.slowed_seconds
-        if self._regular and engine.owes_seal():
-            self._requests.add(Request("full"))
         try:
             return self._requests.recovery(engine.selector, regular=self._regular)
         except ScarError as error:
@@ -198,23 +192,24 @@ class Steps:
                 moment = saving.take(early=not self._progress.loop.used)
             self._progress.step_ended(step, moment)
             if due is not None:
-                saving.begin(moment, due)
-            saving.look_ahead()
+                saving.begin(moment, due, thorough=not self._regular)
         finally:
             saving.stats.stalled(started, first=due is not None, part=due is not None)
 
-    def _due(self, step: int) -> Extent | None:
+    def _due(self, step: int) -> Turn | None:
         engine = self._opening.engine
         if engine is None:
             with without_collection():
                 layout = self._binding.build_layout()
                 self._opening.start(layout, step)
                 self._binding.advise(layout)
-            return Extent.WHOLE
+            return Turn.WHOLE
+        regular = None
         if self._regular:
             engine.expect(step)
             self._compare_ranks(differ=engine.selector.differs)
-        return self._requests.due(engine, regular=self._regular)
+            regular = engine.pace.turn(step)
+        return self._requests.due(regular)
 
     def _compare_ranks(self, *, differ: bool) -> None:
         """Say when ranks begin to differ, and withdraw it once they agree again. The journal keeps both."""

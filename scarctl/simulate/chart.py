@@ -19,7 +19,6 @@ _STYLES = {"full": ("#444444", "circle"), "aged": ("#cc79a7", "circle"), "priori
 _WIDTH, _HEIGHT = 360.0, 260.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52.0, 14.0, 34.0, 44.0
 _LEGEND = 46.0
-_DASHES = "stroke-dasharray='3 3'"
 
 
 def draw(study: Study, summary: Summary) -> str:
@@ -39,8 +38,7 @@ def draw(study: Study, summary: Summary) -> str:
             "</g>",
         ]
     shown = [policy for policy in _STYLES if any(line.cell.policy == policy for line in partial)]
-    guessed = any(line.cell.mode == "extrapolate" for line in partial)
-    parts += _legend(shown, rollback is not None, guessed, summary)
+    parts += _legend(shown, rollback is not None, summary)
     width, height = max(1, len(panels)) * _WIDTH, _HEIGHT + _LEGEND
     return picture(f"{study.workload}: rework cost", width, height, parts)
 
@@ -92,16 +90,13 @@ def _panel(
     def place(line: CellMeans) -> tuple[float, float]:
         return x(line.cell.fraction) + shifts[line.cell.policy], y(line.rework.mean)
 
-    for mode in dict.fromkeys(line.cell.mode for line in lines):
-        mine = [line for line in lines if line.cell.mode == mode]
-        full = [line for line in mine if line.cell.policy == "full"]
-        for policy in policies:
-            points = [place(line) for line in [*full, *mine] if line in full or line.cell.policy == policy]
-            path = " ".join(f"{px:.1f},{py:.1f}" for px, py in dict.fromkeys(points))
-            dashes = _DASHES if mode == "extrapolate" else ""
-            parts.append(
-                f"<polyline points='{path}' fill='none' stroke='{_STYLES[policy][0]}' stroke-width='1.5' {dashes}/>"
-            )
+    full = [line for line in lines if line.cell.policy == "full"]
+    for policy in policies:
+        points = [place(line) for line in [*full, *lines] if line in full or line.cell.policy == policy]
+        path = " ".join(f"{px:.1f},{py:.1f}" for px, py in dict.fromkeys(points))
+        parts.append(
+            f"<polyline points='{path}' fill='none' stroke='{_STYLES[policy][0]}' stroke-width='1.5'/>"
+        )
     for line in lines:
         (at, mean), (colour, mark) = place(line), _STYLES[line.cell.policy]
         if line.rework.low is not None and line.rework.high is not None:
@@ -110,7 +105,7 @@ def _panel(
     return parts
 
 
-def _legend(policies: list[str], rollback: bool, guessed: bool, summary: Summary) -> list[str]:
+def _legend(policies: list[str], rollback: bool, summary: Summary) -> list[str]:
     parts, at, y = [], 14.0, _HEIGHT + 12
     for policy in policies:
         parts += [_mark(at, y - 4, *_STYLES[policy]), text(at + 9, y, policy)]
@@ -119,8 +114,6 @@ def _legend(policies: list[str], rollback: bool, guessed: bool, summary: Summary
         parts += [stroke(at, y - 4, at + 22, y - 4, "#000000", "stroke-dasharray='6 4' stroke-width='1.5'")]
         parts += [text(at + 28, y, "rollback")]
     note = f"{summary.trials} trials, bars are 95 % intervals of the mean"
-    if guessed:
-        note += "; dotted: extrapolated"
     return [*parts, text(_LEFT, y + 20, note, extra="fill='#666666'")]
 
 

@@ -13,10 +13,8 @@ from scarctl.simulate.workload import check_name
 from scarctl.util.document import Document, json_of
 
 POLICIES = ("aged", "priority", "round", "random")
-Mode: TypeAlias = Literal["partial", "rollback", "extrapolate"]
-MODES: tuple[Mode, ...] = ("partial", "rollback", "extrapolate")
-_PARTIAL: tuple[Mode, ...] = ("partial", "extrapolate")
-USUAL_MODES = ("partial", "rollback")
+Mode: TypeAlias = Literal["partial", "rollback"]
+MODES: tuple[Mode, ...] = ("partial", "rollback")
 _MAX_PARTS = 1 << 20
 
 
@@ -25,8 +23,8 @@ class Cell(Document):
     """One way of saving and recovering, and the lost share."""
 
     mode: Mode
-    """"partial": restore the lost share from the running checkpoint. "extrapolate": the same, extrapolated (see
-    `scarctl.theory.extrapolation`). "rollback": restore everything from the newest full checkpoint."""
+    """"partial": restore the lost share from the running checkpoint. "rollback": restore everything from the
+    newest full checkpoint."""
     policy: str
     """The policy of partial checkpoints, or "full" if every checkpoint saves everything."""
     fraction: Fraction
@@ -46,7 +44,7 @@ class Study:
     lost: tuple[Fraction, ...] = (Fraction(1, 2),)
     fractions: tuple[Fraction, ...] = (Fraction(1), Fraction(1, 2), Fraction(1, 4), Fraction(1, 8))
     policies: tuple[str, ...] = POLICIES
-    modes: tuple[str, ...] = USUAL_MODES
+    modes: tuple[str, ...] = MODES
     interval: int = 8
     """Iterations between two full checkpoints (the paper's C); a fraction r is saved every rC."""
     failure_rate: float | None = None
@@ -106,11 +104,10 @@ class Study:
     def cells(self) -> list[Cell]:
         """Return the cells of a trial, in the order of its results."""
         cells = [Cell("rollback", "full", Fraction(1), None)] if "rollback" in self.modes else []
-        for mode in _PARTIAL:
-            for lost in self.lost if mode in self.modes else ():
-                for fraction in self.fractions:
-                    policies = ("full",) if fraction == 1 else self.policies
-                    cells += [Cell(mode, policy, fraction, lost) for policy in policies]
+        for lost in self.lost if "partial" in self.modes else ():
+            for fraction in self.fractions:
+                policies = ("full",) if fraction == 1 else self.policies
+                cells += [Cell("partial", policy, fraction, lost) for policy in policies]
         return cells
 
     def to_json(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Run one trial: fail a run at one moment, and recover and finish it once for every cell of the study.
 
 The run is trained twice. The first, undisturbed, gives the iterations to reach the target. The second keeps one running
-checkpoint for each way of saving, with a session's layout, distances, policies, copies and extrapolation. An arena
+checkpoint for each way of saving, with a session's layout, distances, policies and copies. An arena
 stands for the store. At the failure the state is set aside, so that every cell starts from the same state and sees the
 same batches afterwards.
 
@@ -22,14 +22,11 @@ import numpy as np
 
 from scarctl.adapter import Adapter, find_adapter
 from scarctl.arena.arena import Arena
-from scarctl.arena.movements import Movements
 from scarctl.checkpoint.binding import layout_of, tensors_of
 from scarctl.checkpoint.distance import Norm
-from scarctl.checkpoint.extrapolated import extrapolate
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.motion import Motion
 from scarctl.checkpoint.step_end import captured
-from scarctl.checkpoint.trend import Trend
 from scarctl.errors import UsageError
 from scarctl.policy.select import Candidates, select, squared
 from scarctl.recovery.forecast import rework_of
@@ -173,21 +170,9 @@ def _stratified(study: Study, trial: int, chance: float) -> float:
 class _Keeper:
     """A running checkpoint of one way of saving."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        policy: str,
-        fraction: Fraction,
-        interval: int,
-        seed: int,
-        *,
-        extrapolates: bool = False,
-    ) -> None:
-        """extrapolates: keep the data that an extrapolating recovery needs."""
+    def __init__(self, layout: Layout, policy: str, fraction: Fraction, interval: int, seed: int) -> None:
         self.every = int(interval * fraction)
         self.arena = Arena.anonymous(layout)
-        self._trend = Trend(layout) if extrapolates else None
-        self._movements = None if self._trend is None else Movements(None, layout, self._trend.groups)
         self.extras: tuple[str, Any] | None = None
         self._policy = policy
         self._budget = max(1, int(fraction * layout.nbytes))
@@ -241,23 +226,13 @@ class _Keeper:
         self.arena.note_distances(distance)
         self._copy(live, chosen.ids, iteration)
 
-    def load(self, adapter: Adapter, ids: Ids, iteration: int | None = None) -> None:
-        """Restore the partitions `ids`. iteration: the iteration to which they are extrapolated."""
-        live = self.live(adapter)
-        if iteration is None:
-            live.load(ids)
-            return
-        assert self._trend is not None, "made with extrapolates=True"
-        assert self._movements is not None
-        extrapolate(live, self._trend, self._movements, ids, self.arena.version[ids], iteration)
+    def load(self, adapter: Adapter, ids: Ids) -> None:
+        """Restore the partitions `ids`."""
+        self.live(adapter).load(ids)
 
     def _copy(self, live: LiveState, ids: Ids, iteration: int) -> None:
-        if self._trend is not None:
-            self._trend.look(live.tensors, iteration)
-        live.save(ids, pack(self.arena.epoch, iteration), self._movements)
+        live.save(ids, pack(self.arena.epoch, iteration))
         self.arena.note_distances(0.0, ids)
-        if self._trend is not None:
-            self._trend.saved(ids, iteration)
 
 
 class _Run:
@@ -285,14 +260,7 @@ class _Run:
                 # After the first step, as in a session: before it, an optimizer has no moments.
                 layout = layout_of(self._adapter, _cut(self._workload))
                 for policy, fraction in sorted(ways):
-                    keeper = _Keeper(
-                        layout,
-                        policy,
-                        fraction,
-                        self._study.interval,
-                        self._seed,
-                        extrapolates="extrapolate" in self._study.modes,
-                    )
+                    keeper = _Keeper(layout, policy, fraction, self._study.interval, self._seed)
                     keeper.save_all(self._adapter, 1)
                     self._keepers[policy, fraction] = keeper
                     self._motions[keeper.every] = Motion(layout)
@@ -324,7 +292,7 @@ class _Run:
         else:
             iteration = self._failed_after
             lost = _lost(keeper.arena.layout, cell.lost, shard_seed)
-            keeper.load(self._adapter, lost, iteration if cell.mode == "extrapolate" else None)
+            keeper.load(self._adapter, lost)
         if recompute := getattr(self._workload, "recompute", None):
             recompute()
         moved = self._aside.live(self._adapter).distances()
@@ -372,11 +340,11 @@ class _Run:
         return {group.name: int(ages[first:stop].max(initial=0)) for group, first, stop in parts}
 
     def predict(self, cell: Cell, shard_seed: int) -> dict[str, Any] | None:
-        """Predict the rework of `cell` as a session would at the failure. None if its mode is not predicted.
+        """Predict the rework of `cell` as a session would at the failure. None for a rollback.
 
         The result has a prediction from the lost partitions' distances, and one from the ages of their copies alone.
         """
-        if cell.mode != "partial" or cell.lost is None:
+        if cell.lost is None:
             return None
         assert self._aside is not None, "it has not trained yet"
         _restore(self._aside, self._adapter)

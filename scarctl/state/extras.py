@@ -68,8 +68,6 @@ class Notes:
     """Starts, resumes and recoveries of the run: see `scarctl.state.journal`."""
     samples: Any = None
     """Ages of copies over time: `scarctl.state.journal.Journal.samples`; `read_samples` checks it."""
-    fits: Any = None
-    """Fits of extrapolating recovery: `scarctl.theory.extrapolation.Fits.to_array`; `from_array` checks it."""
     common: Mapping[str, str] = field(default_factory=dict)
     """In a seal of one of several ranks, digests of what it has in common with others: see `scarctl.state.common`."""
 
@@ -86,7 +84,6 @@ class Notes:
             caveats=read_caveats(found.get("caveats")),
             events=read_events(found.get("events")),
             samples=_array(found.get("samples")),
-            fits=_array(found.get("extrapolation")),
             common=read_digests(found.get("common")),
         )
 
@@ -101,8 +98,6 @@ class Notes:
             tree["events"] = [event.to_json() for event in self.events]
         if self.samples is not None:
             tree["samples"] = self.samples
-        if self.fits is not None:
-            tree["extrapolation"] = self.fits
         if self.common:
             tree["common"] = dict(self.common)
         return tree
@@ -111,7 +106,7 @@ class Notes:
         """Return these notes of another process, with the fields of `own` that describe one process's part of the
         state.
         """
-        return replace(self, points=own.points, norm=own.norm, samples=own.samples, fits=own.fits)
+        return replace(self, points=own.points, norm=own.norm, samples=own.samples)
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,7 @@ class StoreWriter:
         self._usable()
         state = self._state(shard)
         self._publisher.settle(shard)
-        ids = checked_ids(state, ids, step, self._floor.get(shard, 0), sealed=sealed, extras=extras)
+        ids = checked_ids(state, ids, step, self.floor(shard), sealed=sealed, extras=extras)
         if sealed and isinstance(source, Encoder):
             raise UsageError("a sealed commit cannot have encoded copies", hint="commit exact ones")
         versions = None if steps is None else checked_versions(state, ids, self.epoch, step, steps)
@@ -174,6 +174,10 @@ class StoreWriter:
         if half or state.unindexed_records >= INDEX_RECORDS:
             self._write_index(shard)
         return record
+
+    def floor(self, shard: int) -> int:
+        """Return the step of the newest commit to a shard in this epoch, the least for the next one; 0 without one."""
+        return self._floor.get(shard, 0)
 
     def roll_back(self, seqs: Mapping[int, int]) -> None:
         """Start a new epoch in which shard s has its state after record `seqs[s]`. Other shards stay unchanged.

@@ -1,1 +1,1 @@
-"""Compute rework bounds, convergence rates, extrapolation fits and failure costs. No torch."""
+"""Compute rework bounds, convergence rates and failure costs. No torch."""

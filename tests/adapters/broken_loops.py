@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -65,14 +66,16 @@ class KeepsSession(Loop):
 
 
 class NeverSeals(Loop):
-    """State that is not saved when the loop ends is never saved."""
+    """State that is not saved when the loop ends is never saved, and memory is gone."""
 
     def step_done(self, session: scarctl.Session) -> None:
         session._finish()
         assert session._started().saver.drain(60)  # else it is up to the store what the last step may save
 
     def end(self, session: scarctl.Session) -> None:
+        memory = session._started().arena.folder
         session.close(seal=False)
+        shutil.rmtree(memory, ignore_errors=True)
 
 
 class SwallowsExceptions(Loop):

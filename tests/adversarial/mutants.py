@@ -116,10 +116,10 @@ MUTANTS = (
         "",
     ),
     Mutant(
-        "test_a_store_that_falls_behind_is_said_with_reason_and_remedy",
+        "test_the_reason_and_what_to_do",
         "scarctl/checkpoint/behind.py",
-        "            self._caveats.say(KIND, self._text(lag, step, saver.speed), inexact=False)",
-        "            pass",
+        "        if speed.processor_share > _HALF:",
+        "        if speed.processor_share > 2:",
     ),
     Mutant(
         "test_a_store_that_was_copied_away_says_that_the_run_may_be_further",
@@ -184,10 +184,28 @@ MUTANTS = (
         "            pass\n        return False",
     ),
     Mutant(
-        "test_a_request_is_kept_while_all_that_changes_is_being_read",
-        "scarctl/session/requests.py",
-        "            self._arrived.append(Extent.PART)\n\n",
-        "            pass\n\n",
+        "test_a_copier_that_is_killed_spoils_only_what_it_was_copying",
+        "scarctl/arena/arena.py",
+        "            whole[part] = ((self.generation[part] & np.uint64(1)) == 0) & (self.version[part] >= 0)",
+        "            whole[part] = ((self.generation[part] & np.uint64(1)) == 0) | (self.version[part] >= 0)",
+    ),
+    Mutant(
+        "test_the_store_gets_what_was_set_aside_and_not_what_memory_has_by_then",
+        "scarctl/persist/persister.py",
+        "            encoder or partial(self._uninterrupted, rows),",
+        "            encoder or self._source,",
+    ),
+    Mutant(
+        "test_an_older_copy_replaces_no_newer_one",
+        "scarctl/persist/persister.py",
+        "        newer = there > stored",
+        "        newer = np.zeros(ids.size, dtype=bool)",
+    ),
+    Mutant(
+        "test_without_one_of_its_rows_nothing_is_sealed",
+        "scarctl/persist/persister.py",
+        "        sealed = handover.sealed and step >= floor and not newer.any()",
+        "        sealed = handover.sealed",
     ),
     Mutant(
         "test_a_writer_that_is_overtaken_but_not_collected_counts",

@@ -25,9 +25,11 @@ from unittest import mock
 import numpy as np
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.queue import HandOverQueue
+from scarctl.arena.queue import NEWEST, HandOverQueue
+from scarctl.arena.staged import copy_out
 from scarctl.errors import NoIntactCopy
-from scarctl.persist.persister import adopt_orphans, reconcile
+from scarctl.persist.inherited import adopt_orphans, reconcile
+from scarctl.policy.turns import Turn
 from scarctl.recovery import plan as planning
 from scarctl.recovery.plan import Plan, plan_partial, plan_rollback
 from scarctl.state.identity import Identities
@@ -147,8 +149,33 @@ class History:
             self.names.failed(arena.whole)
             adopt_orphans(arena, self.rig.queue)
 
+    def _memory(self) -> None:
+        """Do a memory checkpoint: `Engine.copy`, with what it sets aside for the store, and `Engine.hand_over`."""
+        arena, queue, version = self.rig.arena, self.rig.queue, self.rig.version(self.step)
+        there = np.array([min(values(arena, i), default=0) for i in range(self.live.size)])
+        changed = np.flatnonzero((there != self.live % 251) | ~arena.intact())
+        self._copy(changed)
+        turn = self._rng.choice((Turn.NOTHING, Turn.PART, Turn.PART, Turn.WHOLE))
+        ids = np.flatnonzero(arena.pending() & arena.intact())
+        if turn is Turn.PART:
+            ids = np.sort(np.array(self._rng.sample(ids.tolist(), len(ids) // 2), np.int64))
+        staged = copy_out(arena, ids) if ids.size and turn is not Turn.NOTHING else None
+        whole = self.names.of(self.step, arena.whole, changed=bool(changed.size), extras=bytes)
+        extras = {"state": self.live.tolist()}
+        queue.note(version=version, whole=whole, extras=extras)
+        arena.name_whole(whole)
+        arena.note_moment(version)
+        self.names.made()
+        if turn is Turn.NOTHING or (turn is Turn.PART and not ids.size):
+            return
+        before = queue.numbers() if turn is Turn.WHOLE else []
+        named = whole if turn is Turn.WHOLE else ""
+        queue.put(version=version, ids=ids, whole=named, extras=extras, staged=staged)
+        for number in before:
+            queue.remove(number)
+
     def _part(self) -> None:
-        """Do `Engine.copy` and `Engine.hand_over`."""
+        """Do `Engine.copy` and `Engine.hand_over` where memory has no room for rows that are set aside."""
         if any(one.sealed for one in self.rig.queue.pending()):
             return
         free = np.flatnonzero(~self.rig.arena.pending())
@@ -259,6 +286,7 @@ class History:
         rig.writer.roll_back(plan.seqs)
         rig.arena.begin_epoch(rig.writer.epoch, again=True)
         rig.arena.mark_all_durable(plan.whole)
+        rig.queue.remove(NEWEST)
         assert plan.step is not None
         self.step = plan.step
         self.names.turn()
@@ -341,8 +369,12 @@ class History:
         ]
         newest = max(((v, w, e[1]) for v, w, e in found if e is not None), key=lambda e: e[0], default=None)
         if arena is not None:
-            for one in self.rig.queue.pending():
-                if one.extras is not None:
+            for one in (self.rig.queue.moment(), *self.rig.queue.pending()):
+                if (
+                    one is not None
+                    and one.extras is not None
+                    and (newest is None or one.version >= newest[0])
+                ):
                     newest = one.version, one.whole, one.extras
         if newest is None or not plan.exact or plan.whole != newest[1]:
             return
@@ -355,8 +387,11 @@ class History:
         self.rig.die()
 
 
-def explore(case: int, seed: int, length: int = 12) -> str:
-    """Play one history; return the violation with the word that leads to it, or ""."""
+def explore(case: int, seed: int, length: int = 12, *, aside: bool = False) -> str:
+    """Play one history; return the violation with the word that leads to it, or "".
+
+    aside: with memory checkpoints, of which rows are set aside for the store.
+    """
     rng = random.Random(f"{seed}/{case}")
     folder = Path(tempfile.mkdtemp(prefix="scarctl-same-", dir=_MEMORY if _MEMORY.is_dir() else None))
     word = []
@@ -364,7 +399,7 @@ def explore(case: int, seed: int, length: int = 12) -> str:
     try:
         history.do("full")
         for _ in range(length):
-            word.append(rng.choice(ACTIONS))
+            word.append(rng.choice(ACTIONS + ("memory",) * 4 if aside else ACTIONS))
             history.do(word[-1])
     except Broken as error:
         return f"{error}\n    case {case}, seed {seed}: full {' '.join(word)}"
@@ -389,7 +424,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     failed, started = 0, time.monotonic()
     for case in range(args.cases):
-        broken = explore(case, args.seed)
+        broken = explore(case, args.seed, aside=case % 2 == 1)
         if broken:
             failed += 1
             print(broken, flush=True)  # noqa: T201

@@ -13,6 +13,11 @@ def test_what_is_exact_was_there(case: int) -> None:
     assert explore(case, seed=0) == ""
 
 
+@pytest.mark.parametrize("case", range(16))
+def test_so_was_what_was_set_aside(case: int) -> None:
+    assert explore(case, seed=1, length=16, aside=True) == ""
+
+
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_every_comparison_is_needed(mutant: str) -> None:
     assert caught(mutant, cases=40, seed=0)

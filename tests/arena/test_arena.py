@@ -39,6 +39,22 @@ def test_a_new_arena_has_no_copies(place: Path) -> None:
     arena.remove()
 
 
+def test_copies_that_a_moment_has_found_unchanged_are_of_its_step(place: Path) -> None:
+    arena = create(place)
+    arena.begin(ALL[1:])
+    arena.end(ALL[1:], pack(1, 5))
+    arena.acknowledge(ALL[1:2], pack(1, 5))
+    arena.note_moment(pack(1, 8))
+    arena.end(ALL[-1:], pack(1, 9))
+    steps = [NEVER, *[8] * (ALL.size - 2), 9]
+    assert step_of(arena.newest()).tolist() == step_of(np.array([NEVER])).tolist() + steps[1:]
+    arena.unseal()
+    assert arena.moment == NEVER
+    assert step_of(arena.version[1:]).tolist() == steps[1:]
+    assert np.flatnonzero(arena.pending()).tolist() == ALL[2:].tolist()
+    arena.remove()
+
+
 def test_everything_is_found_again(place: Path) -> None:
     arena = create(place)
     arena.begin(ALL)

@@ -30,7 +30,8 @@ def test_every_field_has_its_word(words: np.ndarray) -> None:
     fields.seal(11)
     fields.note_errors(2)
     fields.count_failed_save()
-    fields.read_begins(13)
+    fields.read(13)
+    fields.note_moment(12)
     assert named(words) == {
         "epoch": 3,
         "base_epoch": 3,
@@ -39,12 +40,12 @@ def test_every_field_has_its_word(words: np.ndarray) -> None:
         "sealed": 11,
         "errors": 2,
         "failed_saves": 1,
-        "reading": 13,
-        "progress": 1,
+        "taken": 13,
+        "moment": 12,
     }
     read = (fields.epoch, fields.base_epoch, fields.head_step, fields.pid, fields.sealed, fields.errors)
     assert read == (3, 3, 7, 99, 11, 2)
-    assert (fields.reading, fields.taken, fields.progress, fields.failed_saves) == (13, 0, 1, 1)
+    assert (fields.taken, fields.moment, fields.failed_saves) == (13, 12, 1)
     fields.take_over()
     assert fields.pid == os.getpid()
 
@@ -52,21 +53,12 @@ def test_every_field_has_its_word(words: np.ndarray) -> None:
 def test_another_daemon_keeps_the_first_epoch_and_what_was_taken(words: np.ndarray) -> None:
     fields = Fields(words)
     fields.begin_epoch(3)
-    fields.read_begins(13)
-    fields.read_ends(5)
+    fields.read(5)
+    fields.read(4)  # what waited longer was read later
     fields.begin_epoch(4, again=True)
-    assert (fields.base_epoch, fields.epoch, fields.taken, fields.reading) == (3, 4, 5, 0)
+    assert (fields.base_epoch, fields.epoch, fields.taken) == (3, 4, 5)
     fields.begin_epoch(6)
     assert (fields.base_epoch, fields.epoch, fields.taken) == (6, 6, 0)
-
-
-def test_a_read_that_stopped_early_takes_nothing(words: np.ndarray) -> None:
-    fields = Fields(words)
-    fields.read_begins(1)
-    fields.read_ends(8)
-    fields.read_begins(2)
-    fields.read_ends(0)
-    assert (fields.reading, fields.taken, fields.progress) == (0, 8, 4)
 
 
 @pytest.mark.parametrize("whole", ["", "f" * 32, "0" * 31 + "1", "8" + "0" * 31, "0123456789abcdef" * 2])
@@ -92,9 +84,9 @@ def test_a_process_without_copies_keeps_epoch_step_and_errors(words: np.ndarray)
     fields.note_errors(2)
     fields.seal(11)
     fields.name_whole("a" * 32)
-    fields.read_begins(13)
-    fields.read_ends(4)
+    fields.note_moment(12)
+    fields.read(4)
     fields._clear()
     assert (fields.epoch, fields.head_step, fields.errors) == (3, 7, 2)
-    assert (fields.sealed, fields.whole, fields.reading, fields.taken) == (NEVER, "", 0, 0)
+    assert (fields.sealed, fields.whole, fields.moment, fields.taken) == (NEVER, "", NEVER, 0)
     assert fields.pid == os.getpid()

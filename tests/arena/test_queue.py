@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scarctl.arena.queue import HandOverQueue
+from scarctl.arena.queue import NEWEST, HandOverQueue
+from scarctl.arena.staged import Staged
 from scarctl.errors import AccessDenied, Corruption, Unavailable
 from scarctl.state.version import pack
 
@@ -41,6 +42,90 @@ def test_comes_back_as_it_was_put(tmp_path: Path, ids: Any, extras: Any, whole: 
     assert (found.number, found.version, found.whole, found.sealed) == (number, VERSION, whole, bool(whole))
     np.testing.assert_array_equal(found.ids, ids)
     np.testing.assert_equal(found.extras, extras)
+
+
+def staged(folder: Path, content: bytes = b"rows") -> Staged:
+    """Return rows that were copied out."""
+    path = folder / f".rows-{len(os.listdir(folder))}"
+    path.write_bytes(content)
+    return Staged(IDS, np.array([VERSION, VERSION - 1, VERSION]), np.array([2, 4, 6], np.uint64), path)
+
+
+def test_rows_of_its_own_come_and_go_with_a_hand_over(tmp_path: Path) -> None:
+    queue = HandOverQueue(tmp_path)
+    first, second = put(queue, staged=staged(tmp_path, b"a")), put(queue, staged=staged(tmp_path, b"b"))
+    third = put(queue)
+    assert HandOverQueue(tmp_path).numbers() == [first, second, third]
+    one, two, other = HandOverQueue(tmp_path).pending()
+    assert (other.staged, queue.has(first)) == (None, True)
+    for found, content in ((one, b"a"), (two, b"b")):
+        assert found.staged is not None
+        assert found.staged.path.read_bytes() == content
+        assert found.staged.versions.tolist() == [VERSION, VERSION - 1, VERSION]
+        assert found.staged.generation.tolist() == [2, 4, 6]
+    queue.remove(first)
+    queue.set_aside(second)
+    assert not queue.has(first)
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".bad", ".safetensors"]
+    queue.clear()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_newest_moment_is_no_hand_over(tmp_path: Path) -> None:
+    queue = HandOverQueue(tmp_path)
+    assert queue.moment() is None
+    for step in (5, 7):
+        queue.note(version=pack(2, step), whole="0f" * 16, extras={"step": step})
+    assert (queue.numbers(), queue.pending()) == ([], [])
+    found = HandOverQueue(tmp_path).moment()
+    assert found is not None
+    assert (found.number, found.version, found.ids.size, found.sealed) == (NEWEST, pack(2, 7), 0, True)
+    assert found.extras == {"step": 7}
+    queue.remove(NEWEST)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_moment_is_left_out_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    queue = HandOverQueue(tmp_path)
+    queue.note(version=VERSION, whole="", extras={})
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    assert queue.moment() is queue.moment() is None
+    assert caplog.text.count("cannot be read") == 1
+    queue.note(version=VERSION, whole="", extras={})
+    assert queue.moment() is not None
+
+
+def test_only_hand_overs_without_rows_and_the_moment_leave_the_host(tmp_path: Path) -> None:
+    queue = HandOverQueue(tmp_path)
+    put(queue, staged=staged(tmp_path))
+    assert queue.small() == []
+    number = put(queue)
+    queue.note(version=VERSION, whole="", extras={})
+    assert queue.small() == [NEWEST, number]
+    files = [queue.file(number) for number in queue.small()]
+    other = HandOverQueue(tmp_path / "other")
+    assert other.small() == []
+    (tmp_path / "other").mkdir()
+    for n, data in zip(queue.small(), files, strict=True):
+        assert data is not None
+        (tmp_path / "file").write_bytes(data)
+        other.take(n, tmp_path / "file")
+    assert [found.number for found in other.pending()] == [number]
+    assert other.moment() is not None
+
+
+def test_no_seal_waits_any_more_but_those_with_rows_of_their_own(tmp_path: Path) -> None:
+    queue, whole = HandOverQueue(tmp_path), "0f" * 16
+    put(queue, whole=whole, staged=staged(tmp_path))
+    put(queue, whole=whole)
+    queue.note(version=VERSION, whole=whole, extras={"x": 1})
+    queue.unseal()
+    assert [found.whole for found in queue.pending()] == [whole, ""]
+    assert queue.pending()[1].extras == {"rng": [1, 2]}
+    moment = queue.moment()
+    assert moment is not None
+    assert (moment.whole, moment.extras) == ("", {"x": 1})
 
 
 def test_order_and_numbers_outlive_the_process(tmp_path: Path) -> None:
@@ -152,8 +237,13 @@ def test_a_full_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "link", full)
+    for rows in (None, staged(tmp_path)):
+        with pytest.raises(Unavailable, match="No space left"):
+            put(queue, staged=rows)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(Unavailable, match="No space left"):
-        put(queue)
+        queue.note(version=VERSION, whole="", extras={})
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(os, "link", link)
     assert queue.numbers() == []
@@ -213,16 +303,17 @@ def test_two_processes_that_put_at_once_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_had_not_queued_is_swept_away(tmp_path: Path) -> None:
-    old, new = tmp_path / ".handover-old", tmp_path / ".handover-new"
-    for path in (old, new):
-        path.touch()
-    os.utime(old, (1, 1))
     queue = HandOverQueue(tmp_path)
-    put(queue)
+    number = put(queue, staged=staged(tmp_path))
+    queue.note(version=VERSION, whole="", extras={})
+    kept = [*tmp_path.iterdir(), tmp_path / ".handover-new"]
+    old = [tmp_path / name for name in (".handover-old", ".rows-0", f"rows-{number + 1:020d}")]
+    for path in (kept[-1], *old):
+        path.touch()
+    for path in (*kept[:-1], old[0]):
+        os.utime(path, (1, 1))
     queue.sweep()
-    assert not old.exists()
-    assert new.exists()
-    assert len(queue.pending()) == 1
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
 
 
 WRITER = """

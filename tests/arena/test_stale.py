@@ -55,6 +55,9 @@ def left(base: Path, store_id: str = ID, *, pending: int = 0, queued: bool = Fal
 
 def test_what_a_dead_run_left_is_found_and_removed(arena_dir: Path) -> None:
     folder = left(arena_dir)
+    HandOverQueue(folder).note(version=pack(1, 7), whole="", extras={})
+    for killed in (".rows-0", ".handover-0"):
+        (folder / killed).touch()
     (found,) = survey(folder.parent)
     assert (found.id, found.folder, found.pid) == (ID, str(folder), NO_PROCESS)
     assert (found.head_step, found.durable_step, found.pending_partitions, found.handovers) == (9, 7, 0, 0)

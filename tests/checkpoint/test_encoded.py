@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from scarctl.arena.arena import Arena
-from scarctl.checkpoint.copied import Copied
 from scarctl.checkpoint.encoded import EncodedCopies
 from scarctl.config import Norm
 from scarctl.state.encodings import Encoding
@@ -61,15 +60,3 @@ def test_a_later_exact_session_replaces_what_is_encoded() -> None:
     weighed = copies("exact", errors=[1.0, -1, -1, -1, -1, -1]).weigh(np.zeros(ROWS))
     assert np.flatnonzero(weighed.distance_sq).tolist() == [0]
     assert weighed.nbytes.tolist() == [4 * WIDTH] * ROWS
-
-
-def test_what_is_handed_over_has_the_bytes_that_were_weighed() -> None:
-    found, ids = copies("int8"), np.array([0, 2, 3])
-    some = Copied(1, ids, sealed=False, exact=np.array([2]))
-    parts = [(encoding, ids[part].tolist()) for encoding, part in found.parts(some, sealed=False)]
-    assert parts == [("int8", [0, 3]), ("exact", [2])]
-    assert found.sizes(some).tolist() == [WIDTH + 4, 4 * WIDTH, WIDTH + 4]
-    assert [encoding for encoding, _ in found.parts(some, sealed=True)] == ["exact"]
-    assert found.sizes(some, sealed=True).tolist() == [4 * WIDTH] * 3
-    nothing = Copied(1, ids[:0], sealed=False, exact=ids[:0])
-    assert [encoding for encoding, _ in found.parts(nothing, sealed=False)] == ["exact"], "extras need one"

@@ -1,4 +1,4 @@
-"""Test trackers: estimated or remembered distances against measured ones, with tables that are really trained."""
+"""Test that a look finds all that has changed, also in groups of which it compares only a part."""
 
 from __future__ import annotations
 
@@ -13,236 +13,182 @@ from hypothesis import strategies as st
 from scarctl.arena.arena import Arena
 from scarctl.checkpoint.binding import layout_of, tensors_of
 from scarctl.checkpoint.live_state import LiveState
-from scarctl.checkpoint.tracker import Tracker
+from scarctl.checkpoint.tracker import _TURNS, Tracker
 from scarctl.state.version import pack
 from scarctl.store import Settings
 from scarctl_adapters.torch import TorchAdapter
 
-NOTHING = np.empty(0, dtype=np.int64)
+ROWS = 4000
 
 
 class Table:
-    """A table that is trained, the rows that its gradients name, and a copy of it with a tracker."""
+    """A table that is trained with sparse gradients, copied into memory at every look."""
 
     def __init__(
-        self, kind: str, *, sparse: bool = True, rows: int = 1, norm: Any = "l2", **options: Any
+        self, *, per: int = 1, norm: Any = "l2", frozen: bool = False, optimizer: Any = None
     ) -> None:
         torch.manual_seed(0)
-        self.model = torch.nn.EmbeddingBag(4000, 4, mode="sum", sparse=sparse)
-        optimizer = options.pop("optimizer", torch.optim.SparseAdam if sparse else torch.optim.Adam)
-        self.optimizer = optimizer(self.model.parameters(), **{"lr": 0.1, **options})
+        self.model = torch.nn.EmbeddingBag(ROWS, 4, mode="sum", sparse=True)
+        self.optimizer = (optimizer or torch.optim.SparseAdam)(self.model.parameters(), lr=0.1)
         self.adapter = TorchAdapter.build(self.model, [self.optimizer])
-        self.norm = norm
-        self.step_number = 0
+        self.norm, self.step = norm, 0
+        self.compared = 0
+        """Groups of which the newest look has compared everything."""
         self.train([0])
-        self.layout = layout_of(self.adapter, Settings(rows=(("weight", rows),)))
+        self.layout = layout_of(self.adapter, Settings(rows=(("weight", per),)))
         self.arena = Arena.anonymous(self.layout)
-        self.tracker = Tracker(self.layout, kind, norm)
-        self.live = LiveState(self.layout, tensors_of(self.adapter, self.layout), self.arena)
-        self.save(np.arange(self.layout.partitions))
+        self.tracker = Tracker(self.layout, norm)
+        tensors = tensors_of(self.adapter, self.layout)
+        self.live = LiveState(self.layout, tensors, self.arena, frozenset({0}) if frozen else frozenset())
+        self.everything = np.arange(self.layout.partitions)
+        self.live.save(self.everything, pack(1, 1))
+        whole = self.live.groups_distances
+
+        def counted(groups: Any, *rest: Any) -> Any:
+            self.compared += len(groups)
+            return whole(groups, *rest)
+
+        self.live.groups_distances = counted  # type: ignore[method-assign, assignment]
+        self.train([0])
+        self.look()  # from now on it knows that all copies are equal
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.model.weight.detach()
 
     def train(self, rows: list[int]) -> None:
-        self.step_number += 1
         self.optimizer.zero_grad()
         self.model(torch.tensor([rows])).square().sum().backward()
         if hasattr(self, "tracker"):
-            self.tracker.touch(self.adapter.touched_rows(dense=True))
+            self.tracker.touch(self.adapter.touched_rows(dense=False))
         self.optimizer.step()
 
-    def save(self, ids: np.ndarray) -> None:
-        self.live.save(ids, pack(1, self.step_number))
-        self.tracker.saved(ids)
+    def look(self, *, thorough: bool = False, save: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        self.compared = 0
+        found = self.tracker.look(self.live, thorough=thorough)
+        self.step += 1
+        if save:
+            self.live.save(np.flatnonzero(found[1]), pack(1, self.step))
+            self.tracker.copied(but=self.everything[:0])
+        return found
 
-    def look(self) -> np.ndarray:
-        return self.tracker.distances(self.live, self.step_number)
+    def check(self, **options: bool) -> None:
+        """Assert that a look finds what has changed."""
+        distance, changed = self.live.distances(self.norm), self.live.changed()
+        found = self.look(**options)
+        np.testing.assert_allclose(found[0], distance, rtol=1e-4)
+        assert np.array_equal(found[1], changed)
 
-    def exact(self) -> np.ndarray:
-        return self.live.distances(self.norm)
 
-
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(
-    sparse=st.booleans(),
-    per_partition=st.sampled_from([1, 3]),
-    steps=st.lists(
-        st.one_of(
-            st.lists(st.integers(0, 3999), min_size=1, max_size=12),
-            st.sets(st.integers(0, 1333), max_size=9),
-            st.none(),
-        ),
-        max_size=12,
-    ),
+    per=st.sampled_from([1, 3]),
+    steps=st.lists(st.none() | st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=12), max_size=8),
 )
-def test_touched_is_exact_where_only_rows_with_gradients_move(
-    sparse: bool, per_partition: int, steps: list[Any]
-) -> None:
-    """Steps, saves of some partitions, and comparisons in any order; rows are named once or several times in a step."""
-    table = Table("touched", sparse=sparse, rows=per_partition, optimizer=torch.optim.SGD)
-    for step in steps:
-        if step is None:
-            np.testing.assert_allclose(table.look(), table.exact(), rtol=1e-4)
-        elif isinstance(step, set):
-            table.save(np.array(sorted(step), dtype=np.int64))
-        else:
-            table.train(step)
-    np.testing.assert_allclose(table.look(), table.exact(), rtol=1e-4)
+def test_a_table_is_compared_only_where_it_has_gradients(per: int, steps: list[Any]) -> None:
+    table = Table(per=per, optimizer=torch.optim.SGD)
+    for rows in [*steps, None]:
+        table.check() if rows is None else table.train(rows)
+    assert not table.compared
 
 
-def test_marks_are_those_of_a_recount() -> None:
-    rng = np.random.default_rng(0)
-    for sparse in (True, False):
-        table = Table("touched", sparse=sparse, rows=3, optimizer=torch.optim.SGD)
-        table.train([1])
-        table.look()
-        touches = table.tracker._touches[0]
-        expected = np.zeros(table.layout.partitions, dtype=bool)
-        for _ in range(20):
-            rows = rng.integers(4000, size=8).tolist()
-            table.train(rows)
-            expected[np.array(rows) // 3] = True
-            assert np.array_equal(touches.marked(), expected)
-        saved = np.flatnonzero(expected)[::2]
-        table.save(saved)
-        expected[saved] = False
-        assert np.array_equal(touches.marked(), expected)
-        table.look()
-        assert not touches.marked().any()
-
-
-@pytest.mark.parametrize("options", [{"weight_decay": 0.1}, {"momentum": 0.9}])
-def test_touched_compares_the_whole_table_where_the_optimizer_moves_other_rows(
-    options: dict[str, float],
-) -> None:
-    table = Table("touched", sparse=False, optimizer=torch.optim.SGD, **options)
-    table.train(list(range(2000)))
-    table.look()
-    table.train([5])  # weight decay moves all rows, momentum half of them
-    assert table.tracker._touches[0].marked().sum() <= 2
-    np.testing.assert_allclose(table.look(), table.exact(), rtol=1e-4)
-    assert np.count_nonzero(table.exact()) > 1000
-
-
-def test_a_few_rows_that_somebody_writes_to_are_found_in_time() -> None:
-    table = Table("touched")
+def test_slots_count_though_the_parameter_has_not_moved() -> None:
+    table = Table()
     table.train([1])
     table.look()
-    with torch.no_grad():
-        table.model.weight[100:110] += 1
-    for _ in range(200):
+    table.live.tensors[0][1][1] += 1
+    table.tracker.touch({"weight": torch.tensor([1])})
+    distance, changed = table.look()
+    assert (distance[1], changed[1], changed.sum()) == (0, True, 1)
+
+
+def test_if_most_rows_have_gradients_all_are_compared() -> None:
+    table = Table()
+    table.train(list(range(ROWS // 2)))
+    table.check()
+    assert table.compared == 1
+
+
+def test_a_table_that_somebody_writes_to_beside_the_gradients_is_compared_like_others() -> None:
+    table = Table()
+    table.weight[100:200] += 1
+    for _ in range(20):
         table.train([1])
-        found = table.look()
-    assert found[100:110].all()
+        table.look()
+    assert not table.live.changed().any()
+    table.weight[7] += 1
+    table.train([1])
+    table.check()
 
 
-def test_touched_with_a_norm_of_the_users() -> None:
+def test_a_thorough_look_compares_everything() -> None:
+    for frozen in (False, True):
+        table = Table(frozen=frozen)
+        table.model.weight.data[9] += 1
+        table.check(thorough=True)
+
+
+def test_a_norm_of_the_users() -> None:
     def weighted(now: Any, then: Any) -> torch.Tensor:
-        return ((now[""] - then[""]).abs() * now["exp_avg_sq"]).sum(dim=1)
+        found: torch.Tensor = ((now[""] - then[""]).abs() * now["exp_avg_sq"]).sum(dim=1)
+        return found
 
-    table = Table("touched", norm=weighted)
+    table = Table(norm=weighted)
     for rows in ([1, 2], [2, 3, 3], [7]):
         table.train(rows)
-        np.testing.assert_allclose(table.look(), table.exact(), rtol=1e-4)
+        table.check()
 
 
-@pytest.mark.parametrize("kind", ["touched", "auto"])
-def test_a_spoiled_copy_is_looked_at_again(kind: str) -> None:
-    table = Table(kind)
-    table.train([1])
-    table.look()
-    table.live._saved[0][0][50] += 1
-    table.tracker.moved(np.array([50]))
-    assert table.look()[50] == pytest.approx(2.0)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_copies_that_were_given_up_are_compared_again(frozen: bool) -> None:
+    """Without a write: somebody has changed the copy, or it was left out of the last checkpoint."""
+    table = Table(frozen=frozen)
+    for tell in (table.tracker.moved, lambda ids: table.tracker.copied(but=ids)):
+        table.live._saved[0][0][50] += 1
+        tell(np.array([50]))
+        assert table.look()[0][50] == pytest.approx(2.0)
 
 
-def wide(kind: str, norm: str = "l2", values: int = 4096, rows: int = 64) -> tuple[Tracker, LiveState]:
-    """Return a matrix in which later rows have moved further."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(values, rows, bias=False)
-    adapter = TorchAdapter.build(model, [])
-    layout = layout_of(adapter, Settings(rows=(("weight", 1),)))
-    arena = Arena.anonymous(layout)
-    live = LiveState(layout, tensors_of(adapter, layout), arena)
-    live.save(np.arange(layout.partitions), pack(1, 1))
-    with torch.no_grad():
-        model.weight += torch.rand(rows, values) * torch.arange(rows)[:, None]
-    return Tracker(layout, kind, norm, seed=3), live
-
-
-@pytest.mark.parametrize("norm", ["l2", "rms", "relative"])
-def test_sampled_estimates_every_norm(norm: str) -> None:
-    tracker, live = wide("sampled", norm)
-    looks = [np.square(tracker.distances(live, 10)) for _ in range(16)]
-    np.testing.assert_allclose(np.mean(looks, axis=0), np.square(live.distances(norm)), rtol=1e-3)
-    assert not np.array_equal(looks[0], looks[1])
-
-
-def test_relative_follows_the_copies() -> None:
-    tracker, live = wide("sampled", "relative")
-    tracker.distances(live, 1)
-    ids = np.array([5, 60])
-    live.save(ids, pack(1, 2))
-    tracker.saved(ids)
-    with torch.no_grad():
-        live.tensors[0][0].mul_(2)
-    looks = [np.square(tracker.distances(live, 10)) for _ in range(16)]
-    np.testing.assert_allclose(np.mean(looks, axis=0), np.square(live.distances("relative")), rtol=1e-3)
-
-
-def test_narrow_rows_are_never_sampled() -> None:
-    for kind in ("sampled", "auto"):
-        tracker, live = wide(kind, values=4095)
-        assert np.array_equal(tracker.distances(live, 1), live.distances())
-
-
-def test_what_is_chosen_is_checked_exactly_and_watched_until_it_is_good() -> None:
-    tracker, live = wide("sampled")
-    unseen = 0
-    while True:  # a value that is not sampled in this turn
-        with torch.no_grad():
-            before = live.tensors[0][0][63, unseen].item()
-            live.tensors[0][0][63, unseen] = torch.nan
-        distance = tracker.distances(live, 10)
-        if np.isfinite(distance).all():
-            break
-        with torch.no_grad():
-            live.tensors[0][0][63, unseen] = before
-        unseen += 1
-    ids, bad = tracker.check(live, np.array([2, 63]), distance)
-    assert ids.tolist() == [2]
-    assert bad.tolist() == [63]
-    assert distance[2] == pytest.approx(live.distances()[2])
-    for _ in range(3):
-        assert np.isnan(tracker.distances(live, 10)[63])
-    with torch.no_grad():
-        live.tensors[0][0][63, unseen] = before
-    assert np.isfinite(tracker.distances(live, 10)).all()
-
-
-def test_what_was_written_while_a_table_was_frozen_is_known_when_it_is_trained_again() -> None:
-    table = Table("touched", optimizer=torch.optim.SGD)
+def test_values_that_are_not_finite_are_found_until_they_are() -> None:
+    table = Table()
     table.train([5])
-    table.look()
+    table.weight[5] = torch.nan
+    for _ in range(2):
+        distance, changed = table.look(save=False)
+        assert (np.flatnonzero(~np.isfinite(distance)).tolist(), changed[5]) == ([5], True)
+        table.tracker.copied(but=np.array([5]))
+    table.weight[5] = 0.0
+    table.check()
+
+
+def test_a_frozen_group_is_compared_only_after_a_write_that_torch_counts() -> None:
+    table = Table(frozen=True, optimizer=torch.optim.SGD)
+    table.check()
+    for compared in (0, 0):
+        table.check()
+        assert table.compared == compared
+    with torch.no_grad():
+        table.model.weight[7] += 1
+    for compared in (1, 1, 0):  # once more after it was copied
+        table.check()
+        assert table.compared == compared
+
+
+def test_a_write_to_a_frozen_group_that_torch_does_not_count_is_found_in_time() -> None:
+    table = Table(frozen=True, per=30)
+    table.model.weight.data[3999] += 1
+    looks = [table.look()[1].any() for _ in range(_TURNS)]
+    assert sum(looks) == 1
+    table.model.weight.data.mul_(2)
+    table.check()  # any partition shows it
+
+
+def test_a_frozen_group_that_is_trained_again_is_compared() -> None:
+    table = Table(optimizer=torch.optim.SGD)
     trained, table.live = table.live, table.live.with_tensors({}, frozenset({0}))
     with torch.no_grad():
         table.model.weight[7] += 1
-    np.testing.assert_allclose(table.look(), table.exact(), rtol=1e-4)
+    table.check()
     table.live = trained
     table.train([9])
-    np.testing.assert_allclose(table.look(), table.exact(), rtol=1e-4)
-
-
-def test_a_frozen_group_that_somebody_writes_to_at_every_step_is_sampled_like_others() -> None:
-    """A teacher follows its student as an average."""
-    table = Table("sampled", rows=4000)
-    table.live = table.live.with_tensors({}, frozenset({0}))
-    compared: list[int] = []
-    whole = table.live.group_distances
-    table.live.group_distances = lambda g, *rest: compared.append(g) or whole(g, *rest)  # type: ignore[method-assign, func-returns-value]
-    for _ in range(3):
-        with torch.no_grad():
-            table.model.weight.mul_(0.9)
-        table.step_number += 1
-        assert table.look().any()
-    assert not compared
-    table.look()
-    assert compared
+    table.check()

@@ -75,7 +75,7 @@ def test_a_session_that_does_not_answer(tmp_path: Path) -> None:
     with Forked(lambda tell: trains(store, tell, 8)) as child:
         child.expect("ready")
         child.signal(signal.SIGSTOP)
-        code, found = evacuate("--deadline", "4s")
+        code, found = evacuate("--deadline", "12s")
         assert code == 3
         (process,) = found["stores"][0]["processes"]
         assert process["flushed"] is False

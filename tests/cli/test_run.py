@@ -62,7 +62,11 @@ def test_wrong_calls(run: Run, arguments: list[str]) -> None:
     assert "run" in done.stderr
 
 
-def test_what_the_command_gets(folder: Path, tmp_path: Path, arena_dir: Path) -> None:
+def test_what_the_command_gets(
+    folder: Path, tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SCARCTL_OVERHEAD")  # the one of the tests
+
     def told(*options: str) -> dict[str, str]:
         lines = Running(tmp_path, *options, "--", "env").ends(0).stdout.splitlines()
         return {name: value for name, _, value in (line.partition("=") for line in lines)}

@@ -51,7 +51,7 @@ def test_it_ends_with_the_run(run: Run, arena: Arena) -> None:
     assert {document["schema_version"] for document in documents} == {1}
     assert all(document["run"]["alive"] for document in documents[:-1])
     assert not documents[-1]["run"]["alive"]
-    assert documents[0]["run"]["lag_steps"] == 9
+    assert documents[0]["run"]["lag_steps"] == 40
     assert documents[0]["partitions"] == []
     assert documents[0]["shards"] != []
     assert "the run has ended" in done.stderr
@@ -73,10 +73,19 @@ def test_without_a_run_it_shows_the_store_once(run: Run, saved: Model) -> None:
 def test_a_line_says_what_matters(arena: Arena, arena_dir: Path) -> None:
     store = Store.open("ckpt")
     text = line(survey(store, str(arena_dir)))
-    assert "step 40, 2 of " in text
-    assert "the oldest copied 9 steps ago" in text
+    assert (
+        "step 40, memory incomplete, 2 partitions up to 40 steps old in the store, oldest saved 40 " in text
+    )
+    arena.version[:] = 1 << 40 | 31
+    arena.durable[:] = 1 << 40 | 20
+    text = line(survey(store, str(arena_dir)))
+    assert (
+        f"step 40, memory 9 steps old, {len(arena.version)} partitions up to 20 steps old in the store"
+        in text
+    )
     arena.durable[:] = arena.version
-    assert "all that was copied is durable, oldest saved 40 steps ago" in line(survey(store, str(arena_dir)))
+    text = line(survey(store, str(arena_dir)))
+    assert "step 40, memory 9 steps old, all of it in the store, oldest saved 40 steps ago" in text
     Store.create("empty")
     assert line(survey(Store.open("empty"), None)) == "nothing is saved yet"
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.queue import HandOverQueue
+from scarctl.arena.staged import copy_out
 from scarctl.persist.persister import Persister
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import pack, step_of
@@ -93,17 +94,22 @@ class Rig:
         fill(self.arena, ids, step if value is None else value)
         self.arena.end(ids, self.version(step))
 
-    def hand_over(self, ids: Ids, step: int, *, sealed: bool = False, extras: Any = "step") -> int:
+    def hand_over(
+        self, ids: Ids, step: int, *, sealed: bool = False, staged: bool = False, extras: Any = "step"
+    ) -> int:
         extras = {"step": step} if extras == "step" else extras
         whole = uuid.uuid4().hex if sealed else ""
         if sealed:
             self.arena.name_whole(whole)
-        return self.queue.put(version=self.version(step), ids=ids, whole=whole, extras=extras)
+        rows = copy_out(self.arena, ids) if staged else None
+        return self.queue.put(version=self.version(step), ids=ids, whole=whole, extras=extras, staged=rows)
 
-    def save(self, ids: Ids, step: int, *, sealed: bool = False, value: int | None = None) -> int:
-        """Copy and hand over, as a checkpoint does; return the hand-over's number."""
+    def save(
+        self, ids: Ids, step: int, *, sealed: bool = False, staged: bool = False, value: int | None = None
+    ) -> int:
+        """Copy and hand over, as a checkpoint does; return the hand-over's number. staged: with rows of its own."""
         self.copy(ids, step, value)
-        return self.hand_over(ids, step, sealed=sealed)
+        return self.hand_over(ids, step, sealed=sealed, staged=staged)
 
     def persist(self, number: int) -> int:
         written = self.persister.persist(self.queue.read(number))

@@ -110,7 +110,7 @@ class TestKilled:
         told = Training(tmp_path / "store", arena_dir, tmp_path / "log").kill()
         wait_until(lambda: idle(folder))
         assert_stored(tmp_path / "store", told["handed"])
-        assert list(folder.glob("*/handover-*")) == []
+        assert [*folder.glob("*/handover-*"), *folder.glob("*/staged-*"), *folder.glob("*/rows-*")] == []
         view = peek(str(arena_dir), Store.open(str(tmp_path / "store")).run_id)
         assert view is not None
         assert not view.alive

@@ -288,33 +288,6 @@ def descend(rank: int, world: int, folder: str, steps: int, options: dict[str, A
     return {"step": resumed.step, "ranks": ranks, "report": report, "refused": refused}
 
 
-def drift(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """Train so that every value grows by 1 per iteration, and all are saved in every eighth. Lose rank 1 after 51."""
-    model = Bowl()
-    fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    Path(folder, "arena").mkdir(exist_ok=True)
-    session = scarctl.attach(
-        model,
-        optimizer,
-        store=f"{folder}/store",
-        fraction=1.0,
-        interval=1 << 20,
-        selection=scarctl.Selection(extrapolate=True),
-        settings=scarctl.Settings(arena_dir=f"{folder}/arena", daemon=False),
-    )
-    with session:
-        for number in range(1, 52):
-            optimizer.zero_grad()
-            (-model.rows).sum().backward()
-            optimizer.step()
-            if number % 8 == 0:
-                session.checkpoint(wait=True)
-        report = session.recover("rank:1").to_json()
-        parts = torch.chunk(_full(model.rows), world)
-    return {"report": report, "values": [sorted(set(part.flatten().tolist())) for part in parts]}
-
-
 class Commas(nn.Module):
     """A model with parameters of the same size, one of which has a comma in its name."""
 
@@ -355,8 +328,8 @@ def note_checkpoints(steps: list[int]) -> None:
     """Add to `steps` each step after which a regular checkpoint is due."""
     due = Cadence.due
 
-    def noting(self: Cadence, now: float, step: int, waiting: Any, **measured: Any) -> bool:
-        found = due(self, now, step, waiting, **measured)
+    def noting(self: Cadence, now: float, step: int) -> bool:
+        found = due(self, now, step)
         if found:
             steps.append(step)
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -97,17 +98,23 @@ def test_an_old_one_is_killed_and_its_memory_on_this_host_is_taken_over(tmp_path
     assert max(found[12:]) > 4  # a copy under way when it died is torn: those rows are as the store had them
 
 
-def test_a_rollback_takes_over_what_was_sealed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_rollback_takes_over_what_was_sealed(tmp_path: Path, arena_dir: Path, lost: bool) -> None:
+    """Or what memory has as a whole, which is sealed first. lost: memory goes with its process."""
     store = tmp_path / "s"
     prepared(store)
-    # Two of its twelve rows are of two more steps, and durable.
+    # In memory all of its twelve rows are of two more steps; in the store perhaps some.
     point = "scarctl.session.ending.LastState.save"
     program = start(store, 1, 2, 2, tmp_path / "err", kill=point, fraction=1 / 12, daemon=False)
     assert program.wait(120) == -signal.SIGKILL, (tmp_path / "err").read_text()
+    if lost:
+        for folder in filter(Path.is_dir, arena_dir.glob("scarctl-*/*")):
+            shutil.rmtree(folder)
     options: dict[str, Any] = {"replaces": 2, "daemon": False}
-    assert all_rows(store, 3, mode="rollback", **options) == ROWS
-    assert step_of(Store.open(store).state(1).version).max() > 4, "there were newer copies"
-    assert all_rows(store, 2, replaces=3, after=2, daemon=False) == ROWS
+    sealed = ROWS if lost else ROWS[:12] + [6] * 12
+    assert all_rows(store, 3, mode="rollback", **options) == sealed
+    assert lost or step_of(Store.open(store).state(1).version).max() > 4, "there were newer copies"
+    assert all_rows(store, 2, replaces=3, after=2, daemon=False) == sealed
 
 
 @pytest.mark.long

@@ -300,6 +300,21 @@ def test_samples_are_compared_with_every_policy(tmp_path: Path, policy: str, dif
     assert results(tmp_path, [body] * 2) == [differ] * 2
 
 
+def test_samples_are_compared_also_where_nothing_is_selected(tmp_path: Path) -> None:
+    """In most checkpoints it is not the store's turn."""
+
+    def body(member: Member) -> bool:
+        member.selector._sample = lambda number: torch.full((1,), float(number + member.rank))
+        for step in range(5):
+            member.selector.agreed()
+            member.expect(step)
+            member.selector.read_sample()
+            member.selector.settle()
+        return member.selector.differs
+
+    assert results(tmp_path, [body] * 2) == [True] * 2
+
+
 def test_ranks_that_agree_again_are_believed_after_a_while_and_later_ones_less(tmp_path: Path) -> None:
     """As with an average of the replicas now and then: one equal sample proves little."""
     differing = {3, 4, 17}

@@ -109,8 +109,8 @@ def test_losing_a_rank_loses_only_what_it_owned(tmp_path: Path) -> None:
     assert found[0]["ranks"]["lost"] == [1]
     assert found[0]["ranks"]["steps"] == [13, 10, 13, 13]
     assert found[0]["ranks"]["rollback_steps"] == 12, "the only sealed state is that of the first step"
-    assert found[0]["ranks"]["perturbation"]["kind"] == "estimated"
-    assert found[0]["ranks"]["perturbation"]["value"] > 0
+    # Its memory shows nothing of the iterations since: it would be wrong to call them small.
+    assert found[0]["ranks"]["perturbation"] == {"value": None, "kind": "unknown"}
 
 
 @pytest.mark.long
@@ -319,22 +319,6 @@ def test_all_ranks_predict_the_same_cost_of_a_loss(tmp_path: Path) -> None:
     assert 0 <= found[0]["ranks"]["rework"]["iterations"] < 20
 
 
-@pytest.mark.long
-def test_each_rank_extrapolates_its_own_part(tmp_path: Path) -> None:
-    found = launch("tests.distributed.jobs:drift", 2, str(tmp_path))
-    other, lost = (one["report"] for one in found)
-    assert (other["extrapolation"]["partitions"], other["extrapolation"]["factors"]) == (0, {})
-    told = lost["extrapolation"]
-    assert (told["partitions"], told["unknown"]) == (lost["restored_partitions"], 0)
-    assert not lost["exact"]
-    (factor,) = told["factors"].values()
-    assert 0.7 < factor < 1
-    for one in found:
-        survivor, restored = one["values"]
-        assert survivor == [52.0]
-        assert restored == pytest.approx([52 - 3 * (1 - factor)])
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -344,7 +328,7 @@ def test_each_rank_extrapolates_its_own_part(tmp_path: Path) -> None:
             {"settings": {"interval": 7}}, "usage: rank 1 has another interval", marks=pytest.mark.long
         ),
         pytest.param(
-            {"settings": {"tracker": "sampled"}}, "usage: rank 1 has another tracker", marks=pytest.mark.long
+            {"settings": {"tracker": "exact"}}, "usage: rank 1 has another tracker", marks=pytest.mark.long
         ),
         pytest.param({"store": "elsewhere"}, "usage: rank 1 has another store", marks=pytest.mark.long),
         ({"absent": True}, "rank-missing: not all 2 ranks joined within 3 s: rank 1 is missing"),

@@ -22,7 +22,7 @@ SOURCES = {
 ELSEWHERE: dict[tuple[str, str], str] = {
     ("session", "one process's training: only a whole session shows whether its parts agree"): """
         scarctl.checkpoint.checkpointer scarctl.checkpoint.copies
-        scarctl.checkpoint.engine scarctl.checkpoint.extrapolated
+        scarctl.checkpoint.copied
         scarctl.checkpoint.filling scarctl.checkpoint.found_extras
         scarctl.checkpoint.leaving scarctl.checkpoint.step_end scarctl.checkpoint.uncounted
         scarctl.checkpoint.weights scarctl.recovery.memory scarctl.session.attached scarctl.session.loop
@@ -31,21 +31,19 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         scarctl.session.saving scarctl.session.snapshot scarctl.session.steps scarctl.session.witness
         scarctl_adapters.torch.light scarctl_adapters.torch.watch""",
     ("distributed", "several ranks: each needs processes that agree"): """
-        scarctl.checkpoint.selector scarctl.distributed.coordinator
+        scarctl.distributed.coordinator
         scarctl.distributed.heir scarctl.distributed.own_extras scarctl.distributed.placed_adapter
         scarctl.distributed.reshard scarctl.session.peers
         scarctl_adapters.torch.mixing scarctl_adapters.torch.sharding""",
     ("theory", "what is measured is checked with the theory that reads it"): """
-        scarctl.checkpoint.motion scarctl.checkpoint.trend""",
-    ("policy/test_interval.py", "what is measured is checked with the policy that reads it"): """
-        scarctl.checkpoint.pace""",
+        scarctl.checkpoint.motion""",
     ("daemon", "by the daemon's requests, and `scarctl daemon status`"): """
         scarctl.daemon.host_saver scarctl.persist.saver""",
     ("cli", "by the command that prints it: its output is what a user sees"): """
         scarctl.cli.about scarctl.cli.completion scarctl.cli.doctor scarctl.cli.export scarctl.cli.groups
         scarctl.cli.live scarctl.cli.man scarctl.cli.output scarctl.cli.report_page scarctl.cli.short_help
         scarctl.formats.dcp scarctl.formats.dcp_check scarctl.formats.hf_index
-        scarctl.ops.checkpoint scarctl.ops.health scarctl.ops.known scarctl.ops.live scarctl.ops.recover
+        scarctl.ops.checkpoint scarctl.ops.known scarctl.ops.live scarctl.ops.recover
         scarctl.ops.report scarctl.ops.sinks scarctl.ops.store_source scarctl.ops.verify_file
         scarctl.peers.probe scarctl.recovery.forecast scarctl.recovery.label scarctl.recovery.members
         scarctl.simulate.worker scarctl.simulate.workers

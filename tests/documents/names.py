@@ -43,7 +43,9 @@ def in_backticks(document: str, pattern: re.Pattern[str]) -> list[str]:
 
 
 def is_there(path: str) -> bool:
-    """Return whether a path is in the tree. A module's path may lack `.py`."""
+    """Return whether a path is in the tree, or made by a build. A module's path may lack `.py`."""
+    if path.startswith("build/"):
+        return True
     return any((place / path).exists() or (place / f"{path}.py").exists() for place in PLACES)
 
 
@@ -118,7 +120,7 @@ def pages_of_the_site() -> Iterator[str]:
 def names_of_nothing(document: str) -> Iterator[str]:
     """Yield paths, modules, names of the code and make targets in backticks that do not exist."""
     for path in in_backticks(document, PATH):
-        if not is_there(path):
+        if not (is_there(path) or path.startswith("build/")):  # what make writes
             yield f"{document}: `{path}` is not in the tree"
     for name in in_backticks(document, DOTTED):
         if name not in NO_MODULES and not resolves(name):

@@ -53,7 +53,7 @@ def test_a_failure_and_all_ways_back(name: str, folder: str, target: float | Non
         target=target,
         fractions=(EIGHTH,),
         policies=("priority",),
-        modes=("rollback", "partial", "extrapolate"),
+        modes=("rollback", "partial"),
     )
     result = run_trial(of, workload, 0)
     assert result["same"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,12 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder
 from scarctl.errors import Corruption
 from scarctl.ops.ages import Age
+from scarctl.ops.health import health_of
 from scarctl.ops.survey import survey
 from scarctl.ops.surveyed import Survey
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.layouts import Layouts
+from scarctl.state.version import pack
 from scarctl.store import Store
 from scarctl.theory.history import History
 from scarctl.theory.rework import Outlook, mean_age, rework_of_loss
@@ -143,6 +146,43 @@ def test_an_arena_of_another_layout_says_nothing_of_the_store(tmp_path: Path, ar
     view = survey(store, str(arena_dir))
     assert (view.step, view.run, view.age.is_lower_bound) == (3, None, True)
     assert np.isnan(view.distance).all()
+
+
+@pytest.mark.leaves_arena
+def test_memory_that_is_newer_than_the_store_is_no_alarm(tmp_path: Path, arena_dir: Path) -> None:
+    layout = layout_of(0, 1)
+    made = RankStore(tmp_path / "store", 1)
+    made.save(3)
+    made.close()
+    shutil.rmtree(made.path / "topology")
+    store = Store.open(made.path)
+    arena = arena_of(store, arena_dir, layout)
+    every = np.arange(layout.partitions)
+    arena.end(every, pack(1, 30))
+    arena.acknowledge(every, pack(1, 30))
+    arena.seal(pack(1, 35))
+    arena.end(every[:1], pack(1, 38))
+    arena.note_moment(pack(1, 39))
+    arena.note_distances(0.0, every)
+    view = survey(store, str(arena_dir))
+    assert view.run is not None
+    # What the copy of step 30 has was found unchanged at step 35, and all of memory is as it was at step 39.
+    assert (view.run.memory_age, view.run.pending_partitions, view.run.lag_steps) == (1, 1, 5)
+    health = health_of(view, [])
+    assert health.well
+    assert health.losses["process"].steps == 1
+    assert health.losses["host"].steps == 37
+    # What equals its copy in memory may differ from the store's.
+    assert view.stalest_layers(9)[0].oldest_changed == 37
+    arena.note_errors(1)
+    assert health_of(survey(store, str(arena_dir)), []).well, "the store is not late"
+    late = replace(survey(store, str(arena_dir)), age=Age("2020-01-01T00:00:00+00:00", is_lower_bound=False))
+    assert [found.kind for found in health_of(late, []).findings] == ["errors"]
+    arena.acknowledge(every[:1], pack(1, 38))
+    all_there = survey(store, str(arena_dir)).run
+    assert all_there is not None
+    assert (all_there.memory_age, all_there.pending_partitions, all_there.lag_steps) == (1, 0, 0)
+    arena.close()
 
 
 def test_a_run_that_is_alive_knows_its_step(tmp_path: Path, arena_dir: Path) -> None:

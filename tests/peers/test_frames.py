@@ -78,8 +78,9 @@ def marks(draw: st.DrawFn) -> Mark:
         draw(st.integers(-1, 1 << 30)),
         draw(st.integers(0, 9)),
         draw(st.integers(-1, 1 << 50)),
+        draw(st.integers(-1, 1 << 50)),
         draw(st.sampled_from(["", "5" * 32])),
-        sorted(draw(st.sets(numbers))),
+        sorted(draw(st.sets(st.integers(0, 1 << 50)))),
         draw(lines),
     )
 
@@ -156,7 +157,8 @@ def test_random_bytes_raise_nothing_but_corruption(data: bytes) -> None:
     st.dictionaries(
         st.sampled_from(
             [
-                *("count", "epoch", "base_epoch", "head_step", "errors", "sealed", "whole", "handovers"),
+                *("count", "epoch", "base_epoch", "head_step", "errors", "sealed", "moment", "whole"),
+                "handovers",
                 *("found", "newest", "steps", "size", "files", "files_size", "withheld"),
             ]
         ),

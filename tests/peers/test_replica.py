@@ -52,6 +52,8 @@ class Run:
         self.step = 0
         self.wholes: dict[str, bytes] = {}
         """Bytes of the named whole states."""
+        self.moments: dict[int, Any] = {}
+        """The version of each copy at every complete memory checkpoint, by its version."""
         self.connect()
 
     def copy(self, ids: Any, *, finish: bool = True) -> None:
@@ -71,6 +73,16 @@ class Run:
         self.queue.put(
             version=pack(self.arena.epoch, self.step), ids=ids, whole=name, extras={"step": self.step}
         )
+
+    def moment(self, ids: Any) -> None:
+        """Bring memory up to a step as a whole, which only `ids` have changed, or all if a copy is missing."""
+        self.copy(ids if self.arena.intact().all() else EVERYTHING)
+        name, version = uuid.uuid4().hex, pack(self.arena.epoch, self.step)
+        self.queue.note(version=version, whole=name, extras={"step": self.step})
+        self.arena.name_whole(name)
+        self.wholes[name] = self.arena.memory().tobytes()
+        self.moments[version] = self.arena.version.copy()
+        self.arena.note_moment(version)
 
     def connect(self) -> None:
         owner = Owner("east", self.start, self.arena.base_epoch)
@@ -101,6 +113,9 @@ class Run:
         self.copy(ids)
         self.hand_over(ids, whole=True)
 
+    def moment_meanwhile(self) -> None:
+        self.moment(EVERYTHING[1:3])
+
     def check(self) -> None:
         """Check that recovery would find a true state."""
         place = self.host / RUN
@@ -123,6 +138,16 @@ class Run:
             assert intact.all()
             assert found.memory().tobytes() == self.wholes[found.whole], "a state is called whole, and is not"
         assert (found.version >= found.sealed).all(), "a copy from before a seal counts as one of the seal"
+        if found.moment >= 0:
+            then = self.moments[found.moment]
+            older = found.version <= found.moment
+            assert (found.version[older] == then[older]).all(), (
+                "a copy from before a moment counts as one of it"
+            )
+        noted = HandOverQueue(place).moment()
+        assert noted is None or noted.extras == {"step": step_of(noted.version)}
+        if noted is not None and noted.whole and noted.whole == found.whole:
+            assert (step_of(found.version) <= step_of(noted.version)).all()
 
 
 def equal(run: Run) -> bool:
@@ -133,10 +158,10 @@ def equal(run: Run) -> bool:
     return (
         bool((found.version == run.arena.version).all() and (found.durable == run.arena.durable).all())
         and found.memory().tobytes() == run.arena.memory().tobytes()
-        and (found.head_step, found.epoch, found.sealed)
-        == (run.arena.head_step, run.arena.epoch, run.arena.sealed)
+        and (found.head_step, found.epoch, found.sealed, found.moment)
+        == (run.arena.head_step, run.arena.epoch, run.arena.sealed, run.arena.moment)
         and found.whole == run.arena.whole
-        and HandOverQueue(place).numbers() == run.queue.numbers()
+        and HandOverQueue(place).small() == run.queue.small()
     )
 
 
@@ -161,10 +186,11 @@ ACTIONS = st.one_of(
     st.tuples(st.just("copy"), IDS),
     st.tuples(st.just("copy and hand over"), IDS),
     st.tuples(st.just("seal"), st.none()),
+    st.tuples(st.just("moment"), IDS),
     st.tuples(st.just("acknowledge"), IDS),
     st.tuples(st.just("send"), st.integers(0, 6)),
     st.tuples(st.just("send"), st.none()),
-    st.tuples(st.just("send meanwhile"), st.sampled_from(["seal", "name_again"])),
+    st.tuples(st.just("send meanwhile"), st.sampled_from(["seal", "name_again", "moment_meanwhile"])),
     st.tuples(st.just("connect"), st.none()),
     st.tuples(st.just("persisted"), st.none()),
 )
@@ -184,6 +210,8 @@ def test_any_actions_cut_anywhere(
             run.hand_over(about)
         elif action == "seal":
             run.seal()
+        elif action == "moment":
+            run.moment(about)
         elif action == "acknowledge":
             ids = about[run.arena.version[about] >= 0]
             run.arena.durable[ids] = run.arena.version[ids]
@@ -388,31 +416,3 @@ def test_a_layout_that_is_none_is_refused(
 ) -> None:
     with pytest.raises(ScarError):
         Replica.begin(Path("/nonexistent"), RUN, data, Owner("east", "11" * 16, 1), 1, "")
-
-
-def test_another_hand_over_under_the_same_number_is_sent(tmp_path: Path) -> None:
-    """A process that died had put the newest hand-over; it was saved, and the daemon numbers again."""
-    run = Run(tmp_path)
-    run.seal()
-    run.copy(EVERYTHING[:2])
-    run.hand_over(EVERYTHING[:2])
-    assert run.send()
-    for number in run.queue.numbers():
-        run.queue.remove(number)
-    run.copy(EVERYTHING[2:4])
-    again = HandOverQueue(run.arena.folder)
-    number = again.put(version=pack(1, run.step), ids=EVERYTHING[2:4], extras={"step": run.step})
-    assert number == 1
-    assert run.send()
-    (found,) = HandOverQueue(run.host / RUN).pending()
-    assert found.extras == {"step": run.step}
-    run.check()
-
-
-def test_a_seal_that_was_withdrawn_is_withdrawn_on_the_peer(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.seal()
-    assert run.send()
-    run.queue.unseal()
-    assert run.send()
-    assert [handover.sealed for handover in HandOverQueue(run.host / RUN).pending()] == [False]

@@ -111,6 +111,17 @@ def test_what_fits_is_sealed_and_exact(slow: Slow) -> None:
     assert found.commits > 3, "in small commits all the same"
 
 
+def test_rows_of_an_older_state_that_wait_take_no_time(slow: Slow) -> None:
+    slow.save(slow.everything, 5, sealed=True, staged=True)
+    slow.flush(7, RISING)
+    evacuation = slow.evacuation(60.0)  # not enough for two states
+    evacuation.run()
+    assert evacuation.report().sealed
+    assert set(slow.stored()[1]) == {7}
+    assert slow.extras()["step"] == 7
+    assert slow.queue.numbers() == []
+
+
 def test_a_seal_without_copies_takes_as_long_as_its_extras(slow: Slow) -> None:
     """The step was flushed again, twice, with nothing to copy."""
     slow.flush(7, RISING)

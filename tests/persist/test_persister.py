@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scarctl.arena.header import FILE
 from scarctl.arena.queue import HandOver, HandOverQueue
 from scarctl.errors import AccessDenied, Corruption, Fenced, Overwritten, ScarError, Unavailable
-from scarctl.persist.persister import adopt_orphans, reconcile
+from scarctl.persist.inherited import adopt_orphans, reconcile
 from scarctl.persist.thread import PersisterThread
 from scarctl.state.version import step_of
 from scarctl.store import Store, complete_sets
@@ -396,10 +396,13 @@ def test_any_order_of_copies_hand_overs_and_failures(tmp_path_factory: Any, data
         newest[ids] = step
         at_step[step] = newest.copy()
         rig.copy(ids, step)
+        staged, before = data.draw(st.booleans()), rig.queue.numbers()
         if sealed:  # all pending copies are saved too
-            rig.hand_over(np.union1d(ids, np.flatnonzero(rig.arena.pending())), step, sealed=True)
-        else:
-            rig.hand_over(ids, step)
+            ids = np.union1d(ids, np.flatnonzero(rig.arena.pending()))
+        rig.hand_over(ids, step, sealed=sealed, staged=staged)
+        if sealed:  # it has all that waits, and newer
+            for number in before:
+                rig.queue.remove(number)
         while rig.queue.numbers() and data.draw(st.booleans()):
             if data.draw(st.booleans()):
                 rig.blobs.fail(data.draw(st.sampled_from(OPERATIONS)), at=[data.draw(st.integers(1, 4))])

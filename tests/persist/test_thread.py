@@ -18,7 +18,7 @@ import pytest
 
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import AccessDenied, Corruption, Fenced, Unavailable
-from scarctl.persist.persister import adopt_orphans
+from scarctl.persist.inherited import adopt_orphans
 from scarctl.persist.thread import PersisterThread
 from scarctl.store import open_writer
 from scarctl.util.niceness import POLITE

@@ -119,7 +119,7 @@ def test_what_waits_is_saved_by_change_whatever_its_step(tmp_path: Path) -> None
     assert loop.session.flush()
     waiting = engine.arena.pending()
     assert set(step_of(engine.arena.version[waiting])) == {STEPS + 1}
-    assert np.isfinite(engine.leaving.unsaved[waiting]).all()
+    assert np.isfinite(engine.sent.unsaved()[waiting]).all()
     throttled.stuck.clear()
     assert loop.session.evacuate(60.0).sealed
     loop.session.close()
@@ -203,7 +203,7 @@ def test_sigterm_with_grace_brings_to_the_store_what_the_time_allows(tmp_path: P
     leave_host(arena_dir)
     model, optimizer = stepper.build()
     session = stepper.attach(model, optimizer, str(store))
-    resumed = session.resume()
+    resumed = session.resume(mode="partial")
     assert stepper.torn_rows(model, optimizer) == []
     assert 1 <= resumed.step <= STEPS + 1
     assert resumed.exact == (len(set(steps)) == 1)

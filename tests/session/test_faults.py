@@ -22,11 +22,12 @@ from torch import nn
 
 import scarctl
 from scarctl.arena.view import peek
-from scarctl.checkpoint.copied import Copied, Extent
+from scarctl.checkpoint.copied import Copied
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.daemon import saver
 from scarctl.errors import ScarError, Unavailable, UsageError
+from scarctl.policy.turns import Turn
 from scarctl.session import opening
 from scarctl.session.ending import LastState
 from scarctl.store.backends.remote_errors import Patience
@@ -45,7 +46,7 @@ def full_queue() -> Iterator[None]:
     link = os.link
 
     def full(source: Any, target: Any) -> None:
-        if "handover" in str(target):
+        if "staged" in str(target):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         link(source, target)
 
@@ -201,8 +202,8 @@ def test_ctrl_c_while_a_copy_is_made_loses_nothing(tmp_path: Path, monkeypatch: 
         loop.train(3, settle=True)
         copy = Engine.copy
 
-        def slow(self: Engine, live: LiveState, step: int, extent: Extent) -> Copied:
-            copied = copy(self, live, step, extent)
+        def slow(self: Engine, live: LiveState, step: int, turn: Turn, *, thorough: bool = True) -> Copied:
+            copied = copy(self, live, step, turn, thorough=thorough)
             time.sleep(0.6)  # a large state
             return copied
 

@@ -131,7 +131,7 @@ def test_the_arena_has_the_copies_and_the_name_of_the_store(store: Path, saved: 
     assert (run.arena.version == report.plan.version).all()
     live = run.session._binding.live(run.arena)
     assert not live.changed().any()
-    assert not run.session._started().owes_seal()
+    assert not run.session._started().filling.lacks_copies
     run.session.close()
 
 
@@ -167,7 +167,7 @@ def test_what_a_loop_writes_meanwhile_does_not_count_as_the_stores_copy(
     run.session._finish()
     layout, lacks = run.arena.layout, np.flatnonzero(~run.arena.intact())
     assert [layout.name(int(i)).split("[")[0] for i in lacks] == ["0.weight"]
-    assert run.session._started().owes_seal()
+    assert run.session._started().filling.lacks_copies
     assert run.arena.whole == ""
     kinds = [bytes(frame[0])[0] for frame in Follower(run.arena).round()]
     assert kinds[-1] == Kind.MARK, "another host does not wait for them"
@@ -177,7 +177,7 @@ def test_what_a_loop_writes_meanwhile_does_not_count_as_the_stores_copy(
     run.step()
     run.session.checkpoint(full=True, wait=True)
     assert run.arena.intact().all()
-    assert not run.session._started().owes_seal()
+    assert not run.session._started().filling.lacks_copies
     run.session.close()
 
 
@@ -432,7 +432,7 @@ def test_values_that_are_not_finite_never_replace_the_stores_copies(
         with pytest.raises(ScarError, match="could not be sealed: values are not finite"):
             session.checkpoint(full=True, wait=True)
         assert session.stats.nonfinite_partitions == checkpoints * session.layout.partitions
-    assert session._started().owes_seal()
+    assert session._started().filling.lacks_copies
     assert not session._started().is_sealed()
     session.close(seal=False)
     model, session = attach("third")

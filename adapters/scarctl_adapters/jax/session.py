@@ -10,14 +10,12 @@ with scarctl_adapters.jax.attach(state, store="ckpt") as session:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
 import jax
 
 import scarctl
-from scarctl.config import Selection
 from scarctl.errors import UsageError
 from scarctl.recovery.report import Report
 from scarctl.session.recover import Resumed
@@ -54,23 +52,9 @@ def attach(
             f"{jax.process_count()} processes of jax.distributed train together, and would share one store",
             hint="if each has a state of its own, pass member=(jax.process_index(), jax.process_count())",
         )
-    options["selection"] = _selection(options.get("selection"))
     tree = Tree(state, parameters, donated=donated)
     session = scarctl.attach(tree, **options)
     return TreeSession(session, donated=donated)
-
-
-def _selection(given: Selection | None) -> Selection:
-    """Return a selection that compares the state of one moment: between two checkpoints arrays come and go."""
-    found = given or Selection()
-    if found.tracker in (None, "auto"):
-        return replace(found, tracker="exact")
-    if found.tracker not in ("exact", "sampled"):
-        raise UsageError(
-            f"tracker={found.tracker!r} reads the state between two checkpoints, which JAX replaces",
-            hint='use tracker="exact" or tracker="sampled"',
-        )
-    return found
 
 
 class TreeSession(Generic[T]):
@@ -101,7 +85,7 @@ class TreeSession(Generic[T]):
         """Iterations finished so far, counted over restarts."""
         return self.session.head_step
 
-    def resume(self, mode: Mode = "partial", snapshot: str | None = None) -> T:
+    def resume(self, mode: Mode = "auto", snapshot: str | None = None) -> T:
         """Return the state to continue from: the one in the store and this host's memory, or a new run's attached
         state.
 

@@ -76,7 +76,7 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
 
     It does nothing in validate, test and predict, nor with `fast_dev_run`. It leaves Lightning's own checkpoints alone.
 
-    mode: "partial" restores every partition's newest copy; "rollback" the newest sealed state, if there is one.
+    mode: see `Session.resume`. Without a state of one step, "rollback" takes the newest copies.
     snapshot: restore the snapshot of this name, exactly.
     options: see `scarctl.attach`. The callback adds optimizers, schedulers, gradient scaler and the loops' counters. It
     also adds the order of the training data, and the states of the data module and of other callbacks.
@@ -92,7 +92,7 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
         self,
         store: str | os.PathLike[str] | None = None,
         *,
-        mode: Mode = "partial",
+        mode: Mode = "auto",
         snapshot: str | None = None,
         **options: Any,
     ) -> None:
@@ -309,7 +309,7 @@ def _resume(session: Session, mode: Mode, snapshot: str | None) -> Resumed:
             raise
         # The run died before its first sealed state was durable: the arena, if on this host, has the only copies.
         log.warning("%s: continuing from the newest copies", error.message)
-        return session.resume()
+        return session.resume("partial")
 
 
 def _check_callbacks(callbacks: Iterable[Any]) -> None:

@@ -230,7 +230,6 @@ class TorchAdapter:
         found = ((name, module._buffers.get(key)) for name, module, key in self._places)
         return {name: distinct_part(buffer) for name, buffer in found if buffer is not None}
 
-    @torch.no_grad()
     def touched_rows(self, *, dense: bool) -> dict[str, torch.Tensor]:
         """Return the rows with a gradient by table: indices if it is sparse, otherwise a mask, bool of shape (rows,).
 

@@ -68,8 +68,8 @@ class ScarCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torchti
         store: str = "scarctl"
         """Folder of scarctl's store, relative to the dump folder; or an address such as s3://bucket/folder."""
 
-        mode: Mode = "partial"
-        """State to resume from: "partial" takes every partition's newest copy, "rollback" the newest sealed state."""
+        mode: Mode = "auto"
+        """State to resume from: see `Session.resume`."""
 
         snapshot: str | None = None
         """Snapshot to resume from, exactly."""

@@ -67,12 +67,11 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
     """
 
     def __init__(
-        self, trainer: Trainer, *, mode: Mode = "partial", snapshot: str | None = None, **options: Any
+        self, trainer: Trainer, *, mode: Mode = "auto", snapshot: str | None = None, **options: Any
     ) -> None:
         """Wrap `trainer.train`. Add the callback to the trainer, too (`trainer.add_callback`).
 
-        mode: "partial" restores every partition's newest copy; "rollback" the newest sealed state, from which the run
-            ends bit for bit like one that was not interrupted.
+        mode: see `Session.resume`.
         snapshot: restore the snapshot of this name, exactly, at the beginning of every `train()`.
         options: options of `scarctl.attach` (store, fraction, interval, ...), except those that come from the Trainer:
         model, optimizer, schedulers, scaler, ranks, hooks.

@@ -200,11 +200,6 @@ def test_a_bare_tree_says_how_to_attach(tmp_path: Path) -> None:
     assert "scarctl_adapters.jax.attach" in str(raised.value.hint)
 
 
-def test_trackers_that_read_between_checkpoints_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="tracker"):
-        attach(models.build(), **options(tmp_path, tracker="touched"))
-
-
 def test_every_kind_of_leaf_comes_back_as_it_was(tmp_path: Path) -> None:
     """Class, dtype, weak type and bits are kept: of random keys, Python's numbers, bfloat16, numpy arrays, 0-dim
     arrays.

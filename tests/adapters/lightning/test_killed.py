@@ -68,8 +68,8 @@ def test_what_lightning_does_with_a_signal_it_still_does(signum: int, tmp_path: 
     assert differing(outcome(net, trainer), expected) == []
 
 
-def test_a_killed_fit_is_perturbed_and_goes_on(tmp_path: Path) -> None:
-    """With partial checkpoints the newest copies are of several steps, but the counters of one step."""
+def test_a_killed_fit_with_partial_checkpoints_goes_on(tmp_path: Path) -> None:
+    """Only the store gets a part. Memory is of one step, unless the kill came within a copy; so are the counters."""
     part = {"policy": "priority", "fraction": 0.25, "interval": 2}
     store = tmp_path / "store"
     with Forked(lambda tell: fit(Net, store, ("train", 1, 3), kill, callback=part)) as child:

@@ -234,7 +234,8 @@ class Rack:
         """Check that without its trainer the daemon makes every hand-over durable."""
         queue = arena_folder(str(self.arenas), "x").parent
         self.wait_for(
-            "the daemon to empty the queue", lambda: not list(queue.glob("*/handover-*.safetensors"))
+            "the daemon to empty the queue",
+            lambda: not [*queue.glob("*/handover-*.safetensors"), *queue.glob("*/staged-*.safetensors")],
         )
         store = open_store(self.store)
         if store is None:
