@@ -117,10 +117,6 @@ class Cadence:
             self._saved_at, self._begun_at = step, now
         return due
 
-    def begun(self, now: float, step: int) -> None:
-        """Note a checkpoint that was not due: the next one may wait."""
-        self._saved_at, self._begun_at = step, now
-
     def agree(self, interval: int) -> None:
         """Adopt the interval, in iterations, that all ranks agreed on; 0 keeps the current one."""
         if interval and self.shared:

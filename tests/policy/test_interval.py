@@ -117,13 +117,6 @@ def test_ranks_use_the_interval_that_they_agree_on() -> None:
     assert alone.interval == 1
 
 
-def test_a_checkpoint_that_was_asked_for_puts_off_the_next_one() -> None:
-    made = cadence()
-    train(made, 20, 1.0, 0.1)
-    made.begun(1000.0, 1000)
-    assert [step for step in range(1001, 1022) if made.due(float(step), step)] == [1010, 1020]
-
-
 def test_a_rollback_does_not_stop_checkpoints() -> None:
     made = cadence()
     train(made, 100, 1.0, 0.1, first=1000)
