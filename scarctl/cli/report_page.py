@@ -29,19 +29,19 @@ from scarctl.store.saved import describe, parse
 from scarctl.util.text import counted, human_bytes
 
 _LEVELS = {LOSING: "bad", AT_RISK: "warn", NOTE: "info"}
+_STYLE = files("scarctl.cli").joinpath("report.css").read_text(encoding="utf-8")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
 def page(report: Report, data: Mapping[str, Any]) -> str:
     """Return the HTML document. data: the report's `to_json`, which is embedded."""
-    style = files("scarctl.cli").joinpath("report.css").read_text(encoding="utf-8")
     parts = [
         "<!doctype html>",
         "<html lang='en'><head><meta charset='utf-8'>",
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         "<meta name='viewport' content='width=device-width, initial-scale=1'>",
         f"<title>scarctl: {text(report.view.url)}</title>",
-        f"<style>{style}</style></head><body>",
+        f"<style>{_STYLE}</style></head><body>",
         *_body(report),
         f"<script type='application/json' id='data'>{_embedded(data)}</script>",
         "</body></html>",
