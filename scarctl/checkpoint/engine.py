@@ -130,15 +130,19 @@ class Engine:
             self.motion.look(live.tensors, step)
         arena, version = self.arena, pack(self.arena.epoch, step)
         if self.filling.lacks_copies or (arena.version >= 0).any():
-            distance, changed = self.tracker.look(live, thorough=thorough or self.filling.lacks_copies)
+            partly = self.pace.turns.small and self.settings.tracker != "exact"
+            thorough = thorough or self.filling.lacks_copies
+            distance, changed = self.tracker.look(live, thorough=thorough, partly=partly)
             # A torn copy is replaced, even if its bytes happen to be right.
             changed |= ~arena.intact()
         else:
             distance, changed = np.zeros(self.layout.partitions), np.ones(self.layout.partitions, dtype=bool)
         good = np.isfinite(distance)
-        ids, nonfinite = np.flatnonzero(changed & good), np.flatnonzero(changed & ~good)
+        ids = np.flatnonzero(changed & good)
         self.sent.moved(ids, distance[ids])
-        live.save(ids, version)
+        bad = live.save(ids, version, self.tracker.unread)
+        good[bad], distance[bad] = False, np.nan
+        ids, nonfinite = np.flatnonzero(changed & good), np.flatnonzero(changed & ~good)
         arena.note_distances(np.where(good, 0.0, distance))
         self.tracker.copied(but=nonfinite)
         if self.leaving.now:

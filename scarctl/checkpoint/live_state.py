@@ -19,6 +19,7 @@ from scarctl.arena.arena import Arena
 from scarctl.checkpoint.batched import distances_of_groups
 from scarctl.checkpoint.distance import Norm, Scratch, bits, changed, distances_of, finite
 from scarctl.checkpoint.loading import LARGE, NewSlots, Piece, copy_all, pieces_of, views_of
+from scarctl.checkpoint.partly import estimates
 from scarctl.checkpoint.row_copies import copy_rows, equal, is_gpu, wait_for
 from scarctl.state.layout import Layout
 from scarctl.state.rows import take_rows
@@ -30,6 +31,8 @@ _ATTEMPTS = 3
 _BATCH_BYTES = 4 << 20
 _GPU_BATCH_BYTES = 32 << 20
 """The same for a state on a GPU, which copies this in about the time in which the host copies the other."""
+_UNEVEN = 8
+"""Share, as its reciprocal, of a group's partitions that may not have moved in a part of their values."""
 _GATHER = 3
 """Gathering and comparing one partition takes about as long as comparing this many in place."""
 
@@ -161,6 +164,22 @@ class LiveState:
             scratch,
         )
 
+    def estimates(self, g: int, look: int, scratch: Scratch) -> NDArray[np.float64] | None:
+        """Return distances of group `g`, estimated from a part of its values: see `scarctl.checkpoint.partly`.
+
+        Partitions of which that part has not changed are compared completely. None if all of the group, or much of it,
+        has to be.
+        """
+        group, live, saved = self.layout.groups[g], self.tensors[g][0], self._saved[g][0]
+        found = estimates(group, live.detach(), saved, look, scratch)
+        if found is not None:
+            # Not finite, or as if it had not moved: all of its values decide.
+            rest = np.flatnonzero(~(np.isfinite(found) & (found > 0)))
+            if rest.size > 1 + found.size // _UNEVEN:
+                return None
+            found[rest] = self.distances_of(g, int(self.layout.base[g]) + rest, scratch=scratch)
+        return found
+
     def changed(self) -> NDArray[np.bool_]:
         """Return which partitions differ from their copy in any byte: bool of shape (layout.partitions,).
 
@@ -190,13 +209,16 @@ class LiveState:
             result |= np.logical_or.reduceat(differs, firsts)
         return result
 
-    def save(self, ids: Ids, version: int) -> None:
+    def save(self, ids: Ids, version: int, unread: Set[int] = frozenset()) -> Ids:
         """Copy the partitions `ids` (ascending) into the arena as `version`.
 
         Partitions that another thread keeps writing to meanwhile, as counted by torch, are left torn.
+        unread: groups whose parameters may have values that are not finite. Returns the partitions that have such
+        values, ascending: they are not copied.
         """
         limit = _GPU_BATCH_BYTES if any(map(is_gpu, self.devices)) else _BATCH_BYTES
-        for g, batch, starts, stops in self._batches(ids, limit):
+        left: list[Ids] = []
+        for g, batch, starts, stops in self._finite_batches(ids, limit, unread, left):
             self.arena.begin(batch)
             for _ in range(_ATTEMPTS):
                 before = self.counters(g)
@@ -206,6 +228,22 @@ class LiveState:
                 if self.counters(g) == before:
                     self.arena.end(batch, version)
                     break
+        return np.concatenate([ids[:0], *left])
+
+    def _finite_batches(
+        self, ids: Ids, limit: int, unread: Set[int], left: list[Ids]
+    ) -> Iterator[tuple[int, Ids, Ids, Ids]]:
+        """Yield as `_batches` does, but not what is not finite: that is added to `left`."""
+        for piece in self._batches(ids, limit):
+            g, batch = piece[:2]
+            good = self.finite(g, batch) if g in unread else np.ones(batch.size, dtype=bool)
+            if good.all():
+                yield piece
+                continue
+            # A sum may overflow, and a value that is not finite may equal its copy.
+            good[~good] = np.isfinite(self.distances_of(g, batch[~good]))
+            left.append(batch[~good])
+            yield from self._batches(batch[good], limit)
 
     @functools.cached_property
     def parameters(self) -> NDArray[np.bool_]:

@@ -68,7 +68,7 @@ class Motion:
             return
         with np.errstate(invalid="ignore", over="ignore"):
             changes = {g: now[g] - before[1][g] for g in now}
-            # Not `change @ change`: for that numpy wakes threads, which takes a hundred times as long on a busy machine.
+            # `change @ change` would wake other threads, and wait for them on a busy machine.
             square = sum(self._weight[g] * float(np.square(change).sum()) for g, change in changes.items())
         if not math.isfinite(square):
             self.forget()

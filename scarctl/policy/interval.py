@@ -22,6 +22,13 @@ MOST_TIMES = 2.0
 COPY_WEIGHT = 2.0
 """Seconds of training that a second of the copying thread's processor time costs."""
 
+FIRST_SECONDS = 1.0
+"""Most time between the first checkpoints, as far as `EARLY_TIMES` allows."""
+EARLY_TIMES = 5.0
+"""Times the budget that the first checkpoints may take. A few costs have to be known before one can be relied on: the
+first is that of new memory, and a busy moment multiplies any."""
+_FEW = 4
+"""Number of costs that can be relied on."""
 _COSTS = 9
 """Newest checkpoints whose costs are compared."""
 _NEW = 0.3  # weight of a new measurement
@@ -84,6 +91,8 @@ class Cadence:
             return None
         wanted = cost / self._overhead
         bounded = max(self._max_loss, wanted / MOST_TIMES)
+        if len(self._costs) < _FEW:
+            bounded = min(bounded, max(FIRST_SECONDS, wanted / EARLY_TIMES))
         return max(LEAST_SECONDS, min(wanted, bounded))
 
     @property

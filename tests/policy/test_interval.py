@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,6 +65,18 @@ def test_the_longest_loss_may_take_twice_the_budget_and_not_more(
     assert made.seconds == pytest.approx(seconds)
     assert made.share == pytest.approx(share)
     assert made.too_costly is costly
+
+
+def test_a_dear_first_checkpoint_is_not_relied_on() -> None:
+    made, costs = cadence(), iter([0.12, 0.1, 0.03])
+    now, at = 0.0, list[float]()
+    for step in range(1, 2000):
+        now += 0.01
+        if made.due(now, step):
+            at.append(now)
+            made.spent(next(costs, 0.02), 0.0)
+    assert at[3] - at[0] < 3 * 0.12 / 0.05 + 0.1, "the first few may take five times the budget"
+    assert np.diff(at)[4:] == pytest.approx(2.0, abs=0.02)
 
 
 def test_waiting_and_copying_count_and_the_latter_twice() -> None:
