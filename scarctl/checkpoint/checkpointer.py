@@ -252,6 +252,7 @@ class Checkpoints:
         identities, copied = under_way.moment.identities, under_way.copied
         try:
             copied = copied or self._copy_again(under_way, self._wait(under_way.job, hook=hook), engine)
+            copied = engine.without_lost(copied)
             self._count(copied, engine)
             if not copied.ids.size and not copied.sealed:
                 copied.discard()
@@ -303,7 +304,7 @@ class Checkpoints:
         Torch counts in-place writes to a tensor (`_version`), except writes through `.data`: `Uncounted` finds most of
         those, `validate` all.
         """
-        live, arena = under_way.live, engine.arena
+        live, arena, copied = under_way.live, engine.arena, engine.without_lost(copied)
         everything = copied.ids
         written = live.written(under_way.counters)
         if under_way.snapshot is None:

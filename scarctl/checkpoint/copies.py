@@ -18,13 +18,15 @@ from scarctl.arena.queue import HandOverQueue
 from scarctl.checkpoint.filling import Staged
 from scarctl.checkpoint.found_extras import Saved, all_extras, newest_extras, sealed_extras
 from scarctl.checkpoint.loading import NewSlots
+from scarctl.recovery.before import in_memory_before, plan_before
 from scarctl.recovery.execute import ArenaSink, execute
-from scarctl.recovery.plan import MEMORY, STORE, Plan, plan_partial, plan_rollback
+from scarctl.recovery.plan import MEMORY, STORE, Plan, plan_partial, plan_rollback, versions_of
 from scarctl.recovery.report import Report
 from scarctl.state.caveats import Caveats
 from scarctl.state.extras import Extras, Notes
+from scarctl.state.version import NEVER
 from scarctl.store import ShardState, Snapshot, Store
-from scarctl.util.arrays import Ids, distinct
+from scarctl.util.arrays import Ids, distinct, places
 
 States = dict[int, ShardState]
 Sealed = tuple[int, int, str]
@@ -124,6 +126,26 @@ class Copies:
         if report.whole:
             arena.name_whole(report.plan.whole)
         return report
+
+    def fetch_before(self, ids: Ids, before: int) -> tuple[Report, Ids]:
+        """Bring into the arena the newest copies of partitions `ids` that are of step `before` or earlier.
+
+        Returns the report, and those of `ids` of which the store's newest copy is another one. Call it while nothing is
+        saved. Raises NoIntactCopy.
+        """
+        arena = self._arena
+        far = ids[~in_memory_before(arena, ids, before)]
+        states = self._store.states(distinct(self._store.log_of(self._layout)[far]).tolist())
+        if far.size:
+            self.require_same_line()
+        report = self._fetch(
+            plan_before(ids, self._layout, self._shard_of, self._store, states, arena, before)
+        )
+        taken = report.plan.version[places(ids, far)]
+        newest = np.full(far.size, NEVER)
+        for state in states.values():
+            newest = np.maximum(newest, versions_of(state, far))
+        return report, far[newest != taken]
 
     def fetch_sealed(
         self, *, lost: int | None, until: Sealed | None, snapshot: Snapshot | None

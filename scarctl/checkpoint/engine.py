@@ -29,6 +29,7 @@ from scarctl.checkpoint.encoded import EncodedCopies
 from scarctl.checkpoint.filling import Filling
 from scarctl.checkpoint.leaving import Leaving
 from scarctl.checkpoint.live_state import LiveState
+from scarctl.checkpoint.marked import Marked
 from scarctl.checkpoint.motion import Motion
 from scarctl.checkpoint.pace import Pace
 from scarctl.checkpoint.pinning import Pinning
@@ -42,7 +43,9 @@ from scarctl.persist.saver import Saver
 from scarctl.persist.thread import Current
 from scarctl.policy.select import Candidates
 from scarctl.policy.turns import Turn
+from scarctl.recovery.before import in_memory_before
 from scarctl.recovery.plan import Plan
+from scarctl.recovery.report import Report
 from scarctl.state.caveats import Caveats
 from scarctl.state.encodings import Encoding
 from scarctl.state.extras import Extras, Notes, PolicyMemory
@@ -89,6 +92,7 @@ class Engine:
         self.tracker = Tracker(layout, settings.norm, store.settings.seed)
         self.policy_memory = PolicyMemory()
         self.motion = Motion(layout)
+        self.marked = Marked(layout)
         self.arena = arena_for(folder, layout, store, sparse=resuming)
         self.filling = Filling(self.arena)
         self.pinning = Pinning(self.arena.memory())
@@ -114,8 +118,9 @@ class Engine:
     def copy(self, live: LiveState, step: int, turn: Turn, *, thorough: bool = True) -> Copied:
         """Bring the arena up to the state after `step`, and set aside what the store gets. Called in the worker thread.
 
-        Partitions that are not finite are left out: their last good copies stay, and the state is not sealed. The very
-        first checkpoint copies everything: it is the running checkpoint's x(0) (Qiao et al., section 4.2).
+        Partitions that are not finite, or marked as lost, are left out: their last good copies stay, and the state is
+        not sealed. The very first checkpoint copies everything: it is the running checkpoint's x(0) (Qiao et al.,
+        section 4.2).
 
         thorough: compare everything, also what cannot have changed unless something unusual has written to it.
         """
@@ -137,23 +142,36 @@ class Engine:
             changed |= ~arena.intact()
         else:
             distance, changed = np.zeros(self.layout.partitions), np.ones(self.layout.partitions, dtype=bool)
-        good = np.isfinite(distance)
+        lost, good = self.marked.mask, np.isfinite(distance)
+        changed &= ~lost
         ids = np.flatnonzero(changed & good)
         self.sent.moved(ids, distance[ids])
         bad = live.save(ids, version, self.tracker.unread)
         good[bad], distance[bad] = False, np.nan
         ids, nonfinite = np.flatnonzero(changed & good), np.flatnonzero(changed & ~good)
+        left = union(nonfinite, np.flatnonzero(lost))
         arena.note_distances(np.where(good, 0.0, distance))
-        self.tracker.copied(but=nonfinite)
+        self.tracker.copied(but=left)
         if self.leaving.now:
             # All that the store lacks equals the live values now. As copies of one step they are saved in any order.
             # What was so before, and has not changed since, keeps the name of its state.
             waiting = arena.pending() & arena.intact() & (arena.version != version)
-            waiting[nonfinite] = False
+            waiting[left] = False
             arena.relabel(np.flatnonzero(waiting), version)
-        self.filling.lacks_copies &= bool(nonfinite.size)
-        copied = Copied(version, ids, sealed=not nonfinite.size, nonfinite=nonfinite, turn=turn)
-        return self._set_aside(copied)
+        self.filling.lacks_copies &= bool(left.size)
+        copied = Copied(version, ids, sealed=not left.size, nonfinite=nonfinite, turn=turn)
+        return self._set_aside(self.without_lost(copied))
+
+    def without_lost(self, copied: Copied) -> Copied:
+        """Give up the copies of partitions that were marked as lost since the copy began: their values may be wrong."""
+        lost = self.marked.mask
+        if not lost.any():
+            return copied
+        bad = copied.ids[lost[copied.ids]]
+        if bad.size:
+            self.spoil(bad)
+            copied = self.set_aside_again(replace(copied, ids=copied.ids[~lost[copied.ids]]))
+        return replace(copied, sealed=False)
 
     def _set_aside(self, copied: Copied) -> Copied:
         """Choose what the store gets, and copy it out of the arena, which changes before the store has taken it."""
@@ -177,7 +195,7 @@ class Engine:
         return replace(copied, parts=made)
 
     def set_aside_again(self, copied: Copied) -> Copied:
-        """Repeat `_set_aside`'s copy: the arena has changed since. Called in the training thread."""
+        """Repeat `_set_aside`'s copy: the arena has changed since."""
         copied.discard()
         parts, intact = [], self.arena.intact()
         for part in copied.parts:
@@ -319,6 +337,20 @@ class Engine:
         """Note that the live values of `ids` (ascending) were restored in place."""
         self.equal(ids)
         self.motion.forget()
+
+    def fetch_before(self, ids: Ids, before: int) -> Report:
+        """Bring the newest copies of `ids` that are of step `before` or earlier into the arena: see `Copies`.
+
+        What waits for the store is saved first, for up to `timeout` seconds. Raises NoIntactCopy.
+        """
+        if not in_memory_before(self.arena, ids, before).all():
+            self.drain()  # copies that wait may be the ones to take
+        with self.nothing_saved():
+            report, other = self.copies.fetch_before(ids, before)
+            # The store's newest copies of these are of later steps, so it gets those that were restored.
+            self.arena.relabel(other, pack(self.arena.epoch, self.arena.head_step))
+        self.sent.replaced(other)
+        return report
 
     def is_sealed(self) -> bool:
         """Return whether the store has the newest iteration as a whole, or gets it: it waits."""

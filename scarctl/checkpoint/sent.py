@@ -86,6 +86,11 @@ class Sent:
         found = self._moved + self._under_way
         return np.where(found < _UNKNOWN, np.minimum(found, 3e38), np.nan).astype(np.float32)
 
+    def replaced(self, ids: Ids) -> None:
+        """Note that the copies of these partitions in memory were replaced, so that no distance of theirs is known."""
+        self._moved[ids] = _UNKNOWN
+        self._known[ids] = False
+
     def forget(self) -> None:
         """Note that copies in memory were replaced, so that no distance is known."""
         self.version[:] = self._handed[:] = self._arena.durable

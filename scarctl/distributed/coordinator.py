@@ -7,6 +7,7 @@ The session of a rank is an ordinary one. It sees only the rows that its rank ow
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import hashlib
 import logging
 import uuid
@@ -372,11 +373,28 @@ class RankCoordinator(Together):
 
     def lost_ids(self, lost: Lost, layout: Layout, store: Store) -> NDArray[np.int64]:
         """See `Together`. Raises UsageError for a name that no rank has. Another rank's name is valid."""
-        names = dict.fromkeys(part.name for owned in self.division.owned for part in owned)
+        names = self._names()
         items = self.agree(lambda: parse_lost(lost, names, self.shards, self.team.world))
         ids, unmatched = find_lost(items, layout, store.shard_of(layout), self.team.rank)
         refuse_unmatched(self.team.gather(unmatched), names)
         return ids
+
+    def own_ids(self, lost: Lost, layout: Layout, store: Store) -> NDArray[np.int64]:
+        """See `Together`. Raises UsageError for a name that no rank has. Rows are not compared with other ranks'."""
+        names = self._names()
+        items = parse_lost(lost, names, self.shards, self.team.world)
+        ids, unmatched = find_lost(items, layout, store.shard_of(layout), self.team.rank)
+        nowhere = {
+            name: why
+            for name, why in unmatched.items()
+            if not fnmatch.filter(names, name) and not fnmatch.filter(names, name.rpartition("[")[0])
+        }
+        refuse_unmatched([nowhere], names)
+        return ids
+
+    def _names(self) -> dict[str, None]:
+        """Return the names of all ranks' groups."""
+        return dict.fromkeys(part.name for owned in self.division.owned for part in owned)
 
     def spread(self) -> None:
         if self.division.copies:

@@ -31,7 +31,7 @@ from scarctl.recovery.plan import (
 )
 from scarctl.recovery.report import Report
 from scarctl.state.rows import rows_of
-from scarctl.state.version import NEVER
+from scarctl.state.version import NEVER, step_of
 from scarctl.store import ShardState, Store
 from scarctl.store.read import Room
 from scarctl.store.saved import last_saved
@@ -279,6 +279,8 @@ class _Run:
         stored = versions_of(older, ids) if older is not None else np.full(len(ids), NEVER)
         near, memory = nearer(self.arena, ids, stored)
         near &= ~self.changed[places(self.plan.ids, ids)]
+        if self.plan.before is not None:
+            near &= step_of(self.arena.version[ids]) <= self.plan.before
         self._settle(ids[near], MEMORY, memory[near])
         self.same &= not near.any() or self.arena.whole == self.plan.whole
         yield from self._from_memory(ids[near], memory[near])

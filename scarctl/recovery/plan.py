@@ -70,6 +70,8 @@ class Plan:
 
     caveats: tuple[str, ...] = ()
     """Why the state is not exact although it is of one commit: see `scarctl.recovery.label`. Who plans reads them."""
+    before: int | None = None
+    """The newest step of a copy that may be taken; None: of any step."""
     decoded: NDArray[np.bool_] | None = None
     """Which copies were read from encoded ones, where that differs from the plan's states; None: see `encoded`."""
 

@@ -14,7 +14,7 @@ from scarctl.checkpoint.step_end import Moment
 from scarctl.errors import ScarError
 from scarctl.session.parts import Parts
 from scarctl.session.postponed import postponed
-from scarctl.session.saving import TORN, UNSAVED, Saving
+from scarctl.session.saving import TORN, Saving
 from scarctl.state.version import NEVER, step_of
 
 log = logging.getLogger("scarctl")
@@ -71,12 +71,12 @@ class LastState:
             )
         return False
 
-    def _report_unsaved(self, engine: Engine, *, failed: bool, why: str = UNSAVED) -> None:
+    def _report_unsaved(self, engine: Engine, *, failed: bool, why: str = "") -> None:
         """Log that the run ends without a sealed copy of its newest step. `fault` logs a lasting error only once.
 
         failed: an error is the reason, not `why`.
         """
-        why = TORN if self._gate.torn and why == UNSAVED else why
+        why = why or (TORN if self._gate.torn else self._saving.unsealed)
         head, reason = self._progress.head_step, (failed and self._saving.stats.last_error) or why
         if engine.filling.since == head:
             log.error(
@@ -150,7 +150,9 @@ class LastState:
             self._saving.fault(error)
 
     def _rescue(self, engine: Engine, moment: Moment) -> None:
-        """Update the arenas of dead ranks, once the state of `moment` is saved after a failure."""
+        """Update the arenas of dead ranks, once the state of `moment` is saved after a failure. No part may be lost."""
+        if engine.marked.told:
+            return
         whole = engine.arena.whole if self._saving.flushed == moment.step else ""
         store = self._opening.store
         self._together.rescue(store, moment.step, lambda: self._saving.extras(engine, moment), whole)

@@ -35,10 +35,12 @@ def weigh_loss(
     together: Together,
     mode: str,
     max_rework: float | None,
+    before: int | None = None,
 ) -> tuple[str, Cost]:
     """Choose the mode of recovering `ids` in a process that has finished `step` iterations. Return it and its cost.
 
-    now: distances (l2) of `ids` from their copies, NaN if unknown: float64 of the shape of `ids`.
+    now: distances (l2) of `ids` from their copies, NaN if unknown: float64 of the shape of `ids`. before: the newest
+    step of a copy that may be taken.
 
     Raises ScarError (kind "too-much-rework") on all ranks.
     """
@@ -49,7 +51,9 @@ def weigh_loss(
         known = engine.settings.norm == "l2"
         distance = arena.distance.copy() if known else np.full(len(arena.distance), np.nan)
         distance[ids] = np.where(np.isfinite(now), now, distance[ids])
-        return _seen(engine, ids, step, step_of(arena.newest()), distance, engine.motion.history)
+        newest = step_of(arena.newest())
+        newest = newest if before is None else np.minimum(newest, before)
+        return _seen(engine, ids, step, newest, distance, engine.motion.history)
 
     return _decide(together.gather(together.agree(look)), engine, step, together, mode, max_rework)
 

@@ -211,6 +211,10 @@ class Together:
         refuse_unmatched([unmatched], names)
         return ids
 
+    def own_ids(self, lost: Lost, layout: Layout, store: Store) -> NDArray[np.int64]:
+        """Return the same without asking other processes: none may be of this one. For any thread."""
+        return Together.lost_ids(self, lost, layout, store)
+
     def spread(self) -> None:
         """Send restored live values of this process to the other ranks that hold them."""
 

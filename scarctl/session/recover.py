@@ -22,7 +22,6 @@ from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.filling import Staged, age_after
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.errors import ScarError, UsageError
-from scarctl.recovery.lost import Lost
 from scarctl.recovery.plan import MEMORY, Perturbation, estimate
 from scarctl.recovery.report import Report
 from scarctl.session.completing import complete, left_behind
@@ -204,23 +203,24 @@ def recover_live(
     engine: Engine,
     live: LiveState,
     adapter: Adapter,
-    lost: Lost,
+    ids: Ids,
     mode: str,
     head_step: int,
     together: Together,
     max_rework: float | None = None,
+    before: int | None = None,
 ) -> Report:
-    """Restore lost partitions in a running process, and for a rollback the extras, too.
+    """Restore partitions `ids` in a running process, and for a rollback everything, and the extras, too.
+
+    before: the newest step of a copy that may be taken.
 
     The report's problems name values, on any rank, that are not finite although their copy is.
 
     Raises UsageError, NoIntactCopy, ScarError (kind "too-much-rework"), with no live value changed.
     """
-    check_mode(mode)
     together.agree(engine.filling.run)
-    ids = together.lost_ids(lost, engine.layout, engine.store)
     now = together.agree(lambda: _distances(engine, live, ids))
-    mode, cost = weigh_loss(engine, ids, now, head_step, together, mode, max_rework)
+    mode, cost = weigh_loss(engine, ids, now, head_step, together, mode, max_rework, before)
     if mode == "rollback":
         report, extras = _roll_back(engine, live, together, lost=ids.size)
         report = _labelled(report, extras.notes, together)
@@ -229,7 +229,7 @@ def recover_live(
         left = together.agree(lambda: left_behind(engine, live, adapter, ids, extras.late))
         return _checked(replace(report, cost=cost), left, together)
     with _known_to_differ(engine, ids):
-        report = together.agree(lambda: _fetch_lost(engine, live, ids, now, head_step))
+        report = together.agree(lambda: _fetch_lost(engine, live, ids, now, head_step, before))
         report = _labelled(report, _saved_with(engine, report), together)
     together.agree(lambda: live.load(report.plan.ids))
     engine.jumped(ids)
@@ -271,14 +271,22 @@ def _distances(engine: Engine, live: LiveState, ids: Ids) -> NDArray[np.float64]
 
 
 def _fetch_lost(
-    engine: Engine, live: LiveState, ids: Ids, now: NDArray[np.float64], head_step: int
+    engine: Engine,
+    live: LiveState,
+    ids: Ids,
+    now: NDArray[np.float64],
+    head_step: int,
+    before: int | None,
 ) -> Report:
-    """Bring the newest copies of `ids` into the arena.
+    """Bring the newest copies of `ids` into the arena, or the newest that are not later than step `before`.
 
     now: live distances from the copies in the arena; updated in place for replaced copies.
     """
     known = engine.arena.distance[ids]
-    report = engine.copies.fetch_lost(ids, _survivors(engine, live, ids, head_step))
+    if before is None:
+        report = engine.copies.fetch_lost(ids, _survivors(engine, live, ids, head_step))
+    else:
+        report = engine.fetch_before(ids, before)
     if report.step != head_step:
         # Extras, such as random generators and step counts, are not restored, so the whole is not a saved state.
         report = report.labelled(False, ())

@@ -230,8 +230,14 @@ class Saving:
             self._look_outside(kept)
         self.begin(self.take_between(), turn)
         sealed = self.finish() or turn is not Turn.WHOLE
-        why = "" if sealed else TORN if self._gate.torn else UNSAVED
+        why = "" if sealed else TORN if self._gate.torn else self.unsealed
         return self.stats.last_error if self.stats.errors > errors else why
+
+    @property
+    def unsealed(self) -> str:
+        """Why a state that was saved without a fault is not sealed."""
+        engine = self._opening.engine
+        return (engine.marked.told if engine is not None else "") or UNSAVED
 
     def require(self, engine: Engine, what: bool | Literal["peers"], why: str) -> None:
         """Wait for the store, or with "peers" for other hosts: see `Session.checkpoint`. why: the result of `now`.
@@ -240,7 +246,7 @@ class Saving:
         """
         if why:
             step, hint = self._progress.head_step, "earlier checkpoints are safe"
-            if why == UNSAVED:
+            if why in (UNSAVED, engine.marked.told):
                 raise ScarError(f"step {step} could not be sealed: {why}", hint=hint, kind="not-sealed")
             raise Unavailable(f"the checkpoint of step {step} failed: {why}", hint=hint, kind="not-saved")
         if what == "peers":

@@ -28,13 +28,14 @@ from scarctl.session import attached
 from scarctl.session.departure import Departure
 from scarctl.session.ending import Ending, LastState
 from scarctl.session.gate import Gate
+from scarctl.session.lost import LostParts
 from scarctl.session.metrics import measure
 from scarctl.session.opening import Opening, claim
 from scarctl.session.origin import Origin
 from scarctl.session.parts import Parts
 from scarctl.session.peers import Together, check_wait
 from scarctl.session.progress import Progress
-from scarctl.session.recover import Resumed, check_mode, facts, logged, recover_live
+from scarctl.session.recover import Resumed, check_mode, logged
 from scarctl.session.requests import Requests, answer
 from scarctl.session.resume import Resumption
 from scarctl.session.saving import FLUSH_SECONDS, Saving
@@ -105,6 +106,7 @@ class Session:
         shared = (adapter, settings, self._together, self._gate, self._progress, self._binding, self._opening)
         parts = Parts(*shared, self._journal)
         self._saving = Saving(parts)
+        self._lost = LostParts(parts, self._saving)
         self._steps = Steps(self, parts, self._requests, self._saving, self._watch, touched)
         self._resumption = Resumption(parts)
         # A loop that ends without `close` would lose the steps since its last checkpoint.
@@ -281,8 +283,8 @@ class Session:
         mode: "partial" takes every partition's newest copy, "rollback" the newest state of one step. "auto" rolls
             back unless the copies are of one step, as memory's are, or are ten times newer.
         snapshot: restore the snapshot of this name, exactly.
-        Returns the step after which to continue, whether the state is exact, and the report.
-        Raises LayoutMismatch (another model or optimizer), NoIntactCopy, Corruption. Nothing is changed then.
+        Returns the step after which to continue, whether the state is exact, and the report. Raises LayoutMismatch
+        (another model or optimizer), NoIntactCopy, Corruption. Nothing is changed then.
         """
         self._check_open()
         check_mode(mode)
@@ -318,8 +320,8 @@ class Session:
         The first step saves the whole live state, sealed, as the newest one. Until that is durable, the store keeps the
         earlier run's state. Pending copies of that run, and newer ones in this host's memory, are discarded.
 
-        step: iterations that the live state has finished.
-        Raises UsageError after `resume` and after the first step, LayoutMismatch for another model or optimizer.
+        step: iterations that the live state has finished. Raises UsageError after `resume` and after the first step,
+        LayoutMismatch for another model or optimizer.
         """
         self._check_open()
         if self._engine is not None:
@@ -335,38 +337,39 @@ class Session:
         self._opening.looked(superseding=True)
         self._progress.head_step = step
 
+    def mark_lost(self, lost: str | int | Iterable[str | int]) -> int:
+        """Note that parts of the live state are lost: they are not copied any more, until `recover` has restored them.
+
+        Their older copies stay; one that is under way is given up. What is saved meanwhile, also by a flush, SIGTERM or
+        `close`, is not a whole state. For any thread. lost: see `recover`. Each rank marks its own. Returns the number
+        of partitions. Raises UsageError for an unknown part, and before the first step.
+        """
+        return self._lost.mark(self._started(), lost)
+
     def recover(
         self,
-        lost: str | int | Iterable[str | int],
+        lost: str | int | Iterable[str | int] | None = None,
         mode: Mode = "partial",
         max_rework: float | None = None,
+        *,
+        before: int | None = None,
     ) -> Report:
         """Restore lost partitions in the running process, in place. Other partitions keep their progress.
 
-        lost: shard numbers, patterns of group names ("layers.3.*", "emb.weight[0:512]"), or "all". If several ranks
-            train together, numbers are those of ranks ("rank:2"), and all ranks call this after the same step.
-        mode: "partial" restores lost partitions only. "rollback" restores the newest sealed state, with its extras. It
-            waits up to `timeout` seconds if that state is still being saved. "auto" takes the mode with the lower
-            predicted cost in iterations, partial without a prediction. The report's `cost` has both predictions.
+        lost: shard numbers, patterns of group names ("layers.3.*", "emb.weight[0:512]"), or "all". Several ranks have
+            numbers of ranks ("rank:2"), and call this after the same step. None: what `mark_lost` has marked.
+        mode: "partial" restores lost partitions only. "rollback" restores the newest sealed state, with its extras,
+            and waits up to `timeout` seconds while it is being saved. "auto" takes the mode with the lower predicted
+            cost in iterations, partial without a prediction. The report's `cost` has both.
         max_rework: most predicted rework, in iterations.
+        before: take no copies of later steps than this. Memory has one copy of each partition: if that is later, the
+            store's newest copy that is not later is taken.
         Raises UsageError for a part that does not exist, NoIntactCopy if a partition has no copy. Raises ScarError
         (kind "too-much-rework") if the predicted rework exceeds `max_rework` or is unknown. Changes nothing then.
         """
         engine = self._started()
         with self._gate.outside("recover()"):
-            self._finish()
-            live = self._together.agree(lambda: self._binding.live(engine.arena))
-            report = recover_live(
-                engine, live, self._adapter, lost, mode, self.head_step, self._together, max_rework
-            )
-            self._saving.jumped()
-            if report.mode == "rollback" and report.step is not None:
-                self._progress.head_step = report.step
-                engine.arena.reach(report.step)
-            self._journal.add("recovered", self.head_step, **facts(report))
-            if self.settings.flush_on_signal:
-                self._saving.take()
-        return report
+            return self._lost.recover(engine, lost, mode, max_rework, before)
 
     def close(self, *, seal: bool = True) -> None:
         """Save the whole state as a sealed checkpoint, wait up to `timeout` seconds for the store, and release it.
@@ -398,7 +401,6 @@ class Session:
         return self._closed or self._saving.doomed or os.getpid() != self._pid
 
     def _finish(self) -> bool:
-        """Do the second half of the current checkpoint, if any. Return whether it has sealed the state."""
         return self._saving.finish()
 
     @property

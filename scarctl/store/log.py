@@ -364,7 +364,7 @@ class ShardLog:
         passed = np.zeros(len(found.ids), bool)  # the copy in `state` is newer than the record at hand
         # The older copy's version after a seal between the two copies.
         sealed_as = np.full(len(wanted), NEVER, np.int64)
-        for record in self._back(state.seq):
+        for record in self.back(state.seq):
             if not wanted.any() or record.layout != state.layout.digest:
                 break
             if record.kind == "epoch":
@@ -426,7 +426,7 @@ class ShardLog:
                 found.checksum[take] = kept.checksum[source]
             wanted = wanted[~older]
 
-    def _back(self, seq: int) -> Iterator[Record]:
+    def back(self, seq: int) -> Iterator[Record]:
         """Yield the records from `seq` back to the beginning of the log, without rolled-back ones."""
         child: Record | None = None
         while seq >= 0:

@@ -118,11 +118,20 @@ class TreeSession(Generic[T]):
             self._adapter.after()
         return self._left()
 
+    def mark_lost(self, lost: str | int | Iterable[str | int]) -> int:
+        """See `scarctl.Session.mark_lost`."""
+        return self.session.mark_lost(lost)
+
     def recover(
-        self, lost: str | int | Iterable[str | int], mode: Mode = "partial", max_rework: float | None = None
+        self,
+        lost: str | int | Iterable[str | int] | None = None,
+        mode: Mode = "partial",
+        max_rework: float | None = None,
+        *,
+        before: int | None = None,
     ) -> T:
         """Return the newest state with its lost parts restored; see `scarctl.Session.recover`, and `report`."""
-        self.report = self.session.recover(lost, mode, max_rework)
+        self.report = self.session.recover(lost, mode, max_rework, before=before)
         return self._left()
 
     def epochs(self, count: int) -> Iterator[int]:

@@ -1,0 +1,71 @@
+"""Plan a recovery from copies that are not later than a step, because later ones may have wrong values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scarctl.arena.arena import Arena
+from scarctl.recovery.plan import MEMORY, STORE, Plan, no_copy, only_step, versions_of
+from scarctl.state.layout import Layout
+from scarctl.state.version import NEVER, step_of
+from scarctl.store import ShardState, Store
+from scarctl.store.before import state_before
+from scarctl.util.arrays import Ids, places
+
+
+def in_memory_before(arena: Arena, ids: Ids, before: int) -> NDArray[np.bool_]:
+    """Return whether memory's copy of each of `ids` is intact and of step `before` or earlier: bool of their shape.
+
+    A copy that later checkpoints have found unchanged is of the step at which it was made, too.
+    """
+    own = arena.version[ids]
+    return arena.intact()[ids] & (own >= 0) & (step_of(own) <= before)
+
+
+def plan_before(
+    ids: Ids,
+    layout: Layout,
+    shard_of: NDArray[np.int32],
+    store: Store,
+    states: Mapping[int, ShardState],
+    arena: Arena,
+    before: int,
+) -> Plan:
+    """Plan to restore `ids` (ascending) from the newest copies of step `before` or earlier.
+
+    states: the newest state of every log that has one of those that memory lacks.
+
+    Raises NoIntactCopy, naming the partitions, if any has no such copy; Unavailable, AccessDenied.
+    """
+    near = in_memory_before(arena, ids, before)
+    tier = np.where(near, MEMORY, STORE).astype(np.int8)
+    newest = arena.newest()[ids]
+    version = np.where(step_of(newest) <= before, newest, arena.version[ids])
+    far, older = ids[~near], dict[int, ShardState]()
+    version[~near] = NEVER
+    doubt = False
+    for log, state in states.items():
+        mine = far[state.find(far) >= 0]
+        older[log] = found = state_before(store.log(log), state, mine, before)
+        version[places(ids, mine)] = versions_of(found, mine)
+        doubt |= bool(found.doubt.any())
+    missing = ids[version < 0]
+    if missing.size:
+        raise no_copy(f"no copy of step {before} or earlier:", layout, missing, [])
+    return Plan(
+        "partial",
+        layout,
+        shard_of,
+        len(ids),
+        ids,
+        tier,
+        version,
+        older,
+        of_one=False,
+        step=only_step(version),
+        degraded=doubt,
+        before=before,
+    )
