@@ -8,7 +8,7 @@ process maps it again. Each partition has these fields:
     generation uint64   odd during a copy, and after it if the process died, so that torn copies are known
     version    int64    (epoch, step) of the copy, see `scarctl.state.version`; -1 without a copy
     durable    int64    version that the store has; if it differs, the copy is pending
-    distance   float64  last known distance of the live values from the copy; NaN if unknown
+    distance   float64  distance of the copy from the store's, see `scarctl.arena.distances`; NaN if unknown
     encoding_error      float64, squared error of the parameter in the store's copy if that is encoded; -1 if exact
 
 The owner locks the folder, not the file: views of a map keep its file open, in forked children too, and a lock on the
@@ -401,7 +401,7 @@ class Arena(Fields):
         self.durable[:] = np.where(waiting, NEVER, self.version)
 
     def note_distances(self, distance: float | NDArray[np.float64], ids: Ids | None = None) -> None:
-        """Note the distances of live values from the copies of `ids`, or of all partitions; NaN if unknown."""
+        """Note the distances from the store's copies of `ids`, or of all partitions; NaN if unknown."""
         self.distance[slice(None) if ids is None else adjacent(ids)] = distance
 
     def pending(self) -> NDArray[np.bool_]:

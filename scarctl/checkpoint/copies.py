@@ -6,6 +6,7 @@ change live values.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -24,8 +25,10 @@ from scarctl.recovery.plan import MEMORY, STORE, Plan, plan_partial, plan_rollba
 from scarctl.recovery.report import Report
 from scarctl.state.caveats import Caveats
 from scarctl.state.extras import Extras, Notes
+from scarctl.state.held import Held
 from scarctl.state.version import NEVER
 from scarctl.store import ShardState, Snapshot, Store
+from scarctl.store.saved import seconds_since
 from scarctl.util.arrays import Ids, distinct, places
 
 States = dict[int, ShardState]
@@ -73,6 +76,22 @@ class Copies:
         for state in states.values():
             there[state.ids[state.version >= 0]] = True
         return (states, newest_extras(self._queue, self._store, states)) if there.all() else None
+
+    def in_memory(self) -> Held | None:
+        """Return what this host's memory has, before a recovery changes it; None without any copy."""
+        arena = self._arena
+        if not arena.intact().any():
+            return None
+        notes = waiting_notes(self._queue)
+        since = None if notes is None or notes.at is None else max(0.0, time.time() - notes.at)
+        return Held.of_versions(np.where(arena.intact(), arena.newest(), NEVER), since)
+
+    def in_store(self, plan: Plan, saved_at: str | None) -> Held:
+        """Return what the store has, as far as `plan` knows it. saved_at: time of its newest commit."""
+        stored = np.full(self._layout.partitions, NEVER)
+        for state in plan.states.values():
+            stored[state.ids] = state.version
+        return Held.of_versions(stored, seconds_since(saved_at))
 
     def require_same_line(self) -> None:
         """Raise Fenced unless arena and store are of the same line."""

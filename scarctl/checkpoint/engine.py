@@ -150,7 +150,7 @@ class Engine:
         good[bad], distance[bad] = False, np.nan
         ids, nonfinite = np.flatnonzero(changed & good), np.flatnonzero(changed & ~good)
         left = union(nonfinite, np.flatnonzero(lost))
-        arena.note_distances(np.where(good, 0.0, distance))
+        arena.note_distances(self.sent.unsaved().astype(np.float64))
         self.tracker.copied(but=left)
         if self.leaving.now:
             # All that the store lacks equals the live values now. As copies of one step they are saved in any order.
@@ -243,10 +243,6 @@ class Engine:
         both: list[tuple[Encoding, Ids]] = [(self.encoded.encoding, ids[~exact]), ("exact", ids[exact])]
         return [part for part in both if part[1].size]
 
-    def equal(self, ids: Ids) -> None:
-        """Note that live values of these partitions equal their copies in the arena."""
-        self.arena.note_distances(0.0, ids)
-
     def spoil(self, ids: Ids) -> None:
         """Give up the copies of these partitions."""
         self.arena.spoil(ids)
@@ -271,6 +267,8 @@ class Engine:
             notes,
             points=self.motion.history.to_array(),
             norm=norm if isinstance(norm, str) else "a function",
+            at=time.time(),
+            max_lag=self.settings.max_lag,
         )
         return replace(settled, policy=self.policy_memory, notes=notes)
 
@@ -333,9 +331,8 @@ class Engine:
         """Continue with the common history of all ranks."""
         self.motion.continue_from(history)
 
-    def jumped(self, ids: Ids) -> None:
-        """Note that the live values of `ids` (ascending) were restored in place."""
-        self.equal(ids)
+    def jumped(self) -> None:
+        """Note that live values were restored in place."""
         self.motion.forget()
 
     def fetch_before(self, ids: Ids, before: int) -> Report:
@@ -349,6 +346,7 @@ class Engine:
             report, other = self.copies.fetch_before(ids, before)
             # The store's newest copies of these are of later steps, so it gets those that were restored.
             self.arena.relabel(other, pack(self.arena.epoch, self.arena.head_step))
+            self.arena.note_distances(np.nan, other)
         self.sent.replaced(other)
         return report
 

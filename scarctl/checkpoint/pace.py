@@ -14,23 +14,22 @@ from scarctl.config import SessionSettings
 from scarctl.errors import ScarError
 from scarctl.persist.saver import Saver
 from scarctl.policy.interval import Cadence
-from scarctl.policy.turns import MAX_TURN, Turn, Turns
+from scarctl.policy.turns import DAY, MAX_TURN, Turn, Turns, per_day
 from scarctl.state.caveats import Caveats
-from scarctl.util.text import counted, human_bytes
+from scarctl.util.text import counted, human_bytes, span
 
 log = logging.getLogger("scarctl")
 
 KIND = "seldom"
-"""Kind of the caveat."""
+"""Kind of the caveat that memory has checkpoints more seldom than `max_loss` says."""
 _SETTLED = 4
 """Checkpoints of known cost after which the pace is logged."""
 _OTHER = 2.0
 """Factor by which the pace changes until it is logged again."""
 _AGAIN = 16
 """Fewest checkpoints between two such lines."""
-_DAY = 86400.0
-_REQUESTS = 6
-"""Requests to a remote store per commit, about."""
+TURN = "turn"
+"""Kind of the caveat that the store takes too long for all of the state."""
 
 
 class Pace:
@@ -77,7 +76,8 @@ class Pace:
         self._checkpoints = 0
         self._said: float | None = None
         """Seconds between two checkpoints that were logged last."""
-        self._said_at = 0
+        self._said_at, self._said_all = 0, False
+        """The checkpoint at which that was, and whether the store's part was known."""
 
     def due(self, step: int) -> bool:
         """Return whether a regular checkpoint is due after `step`. Call it once after every iteration."""
@@ -156,58 +156,62 @@ class Pace:
         cost, seconds = cadence.cost, cadence.seconds
         if cost is None or seconds is None or self._checkpoints <= _SETTLED:
             return
-        said = self._said or 0.0
-        if self._said is None or (
-            self._checkpoints - self._said_at >= _AGAIN and not said / _OTHER < seconds < said * _OTHER
+        said, known = self._said or 0.0, cadence.fixed is not None or self.turns.known
+        if (
+            self._said is None
+            or known > self._said_all
+            or (self._checkpoints - self._said_at >= _AGAIN and not said / _OTHER < seconds < said * _OTHER)
         ):
-            self._said, self._said_at = seconds, self._checkpoints
+            self._said, self._said_at, self._said_all = seconds, self._checkpoints, known
             log.info("step %d: %s", step, self._described(cost, seconds))
         self._warn(step, cost, seconds)
 
     def _described(self, cost: float, seconds: float) -> str:
         text = (
-            f"memory has a whole checkpoint every {_time(seconds)}; one costs {1e3 * cost:.3g} ms of training, waiting "
+            f"memory has a whole checkpoint every {span(seconds)}; one costs {1e3 * cost:.3g} ms of training, waiting "
             f"and twice the copying"
         )
-        if self.cadence.fixed is not None:
-            return f"{text}. The store gets a part every {counted(self.cadence.fixed, 'iteration')}"
-        turns = self.turns
-        if turns.small:
-            nbytes, commits = self._state_bytes, _DAY / self._settings.max_lag
-            what = f"the whole state every {_time(self._settings.max_lag)}"
+        fixed = self.cadence.fixed
+        if fixed is not None:
+            turns = int(DAY / max(fixed * (self.cadence.step_seconds or 1.0), 1e-3))
+            what = f"a part every {counted(fixed, 'iteration')}: {per_day(turns * self._part_bytes, turns)}"
+        elif not self.turns.known:
+            return f"{text}. The store's speed is not known yet"
         else:
-            nbytes, commits = (
-                self._part_bytes,
-                _DAY / max(turns.turn_seconds * self._part_bytes / self._state_bytes, 1),
-            )
-            what = f"what changed most, all of the state in about {_time(turns.turn_seconds)}"
-        return (
-            f"{text}. The store gets {what}: up to {human_bytes(int(nbytes * commits))} and about "
-            f"{int(commits * _REQUESTS):,} requests per day"
-        )
+            what = self.turns.told
+        return f"{text}. The store gets {what}"
 
     def _warn(self, step: int, cost: float, seconds: float) -> None:
-        turn = self.turns.turn_seconds
         if self.cadence.too_costly:
             self._caveats.say(
                 KIND,
-                f"step {step}: a checkpoint in memory costs {_time(cost)} of training, so they are {_time(seconds)} "
+                f"step {step}: a checkpoint in memory costs {span(cost)} of training, so they are {span(seconds)} "
                 f"apart, more than max_loss={self._settings.max_loss:g} s: even twice overhead="
                 f"{self._settings.overhead:g} does not allow more. Give a larger overhead, or more processor cores",
                 inexact=False,
-            )
-        elif self.cadence.fixed is None and not self.turns.small and turn > MAX_TURN:
-            self._caveats.say(
-                KIND,
-                f"step {step}: the store takes {_time(turn)} for all of the state, more than {_time(MAX_TURN)}: its "
-                "copies get old. Memory has newer ones; use peers, a faster store, or a larger max_bandwidth",
-                inexact=False,
+                once=True,
             )
         else:
             self._caveats.withdraw(KIND)
-
-
-def _time(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
+        turns = self.turns
+        if self.cadence.fixed is not None or turns.backlog_seconds <= MAX_TURN:
+            self._caveats.withdraw(TURN)
+            return
+        if turns.bound == "max_bandwidth":
+            why = f"max_bandwidth={human_bytes(int(self._settings.max_bandwidth or 0))}/s allows no more"
+            remedy = "Give a larger max_bandwidth"
+        else:
+            size = human_bytes(self._part_bytes)
+            why = f"it takes {human_bytes(int(turns.bandwidth or 0))}/s in hand-overs of {size}"
+            remedy = (
+                "Use a faster store or network; if hand-overs are small, a larger fraction, and larger and fewer "
+                "partitions, make fewer requests"
+            )
+        self._caveats.say(
+            TURN,
+            f"step {step}: the store takes {span(turns.backlog_seconds)} for all that has changed, more than "
+            f"{span(MAX_TURN)}, because {why}: its copies get old. Memory has newer ones, and with peers other hosts "
+            f"have them, too. {remedy}",
+            inexact=False,
+            once=True,
+        )

@@ -114,6 +114,8 @@ class _Survey(TypedDict):
     """The newest step that is known; None if nothing is saved."""
     saved_at: str | None
     saved_seconds_ago: float | None
+    memory_seconds_ago: float | None
+    """Seconds since the newest checkpoint in this host's memory; None if unknown."""
     age_is_lower_bound: bool
     """Whether the run may be further than `step`."""
     total_partitions: int
@@ -255,9 +257,10 @@ class _Health(TypedDict):
 
 
 class Health(_Health, total=False):
-    """A store's problems, and the cost of losses. The last four fields are present if the store can be read."""
+    """A store's problems, and the cost of losses. The last five fields are present if the store can be read."""
 
     step: int | None
     saved_at: str | None
     saved_seconds_ago: float | None
+    memory_seconds_ago: float | None
     run: RunOnHost | None

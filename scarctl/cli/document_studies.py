@@ -66,6 +66,17 @@ class SavedSoFar(TypedDict):
     fraction: float | None
 
 
+class StoreTurns(TypedDict):
+    """What the store gets without an interval, at most, while all of the state changes all the time."""
+
+    bytes_per_day: int
+    requests_per_day: int
+    turn_seconds: float
+    """Seconds in which all of the state reaches the store."""
+    whole: bool
+    """Whether every turn is a whole state."""
+
+
 class Plan(TypedDict):
     """`scarctl plan`."""
 
@@ -77,6 +88,7 @@ class Plan(TypedDict):
     """The best of the other ways."""
     saves: float | None
     """Seconds per hour saved, compared with `rival`."""
+    store: StoreTurns
     history: SavedSoFar | None
 
 

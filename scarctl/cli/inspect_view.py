@@ -80,18 +80,12 @@ def line(view: Survey) -> str:
     if view.layout is None:
         return "nothing is saved yet"
     parts = [_step(view)]
-    if view.run is not None:
-        parts.append(memory_of(view.run))
-    never = int((view.saved_step < 0).sum())
-    oldest = f"oldest saved {_at_least(view, int(view.staleness.max(initial=0)))} steps ago"
-    parts += [
-        f"{never} never saved" if never else oldest,
-        describe(view.age.saved_at),
-        f"{human_bytes(view.usage['bytes'])} on disk",
-    ]
+    if never := int((view.saved_step < 0).sum()):
+        parts.append(f"{never} never saved")
+    parts += [describe(view.age.saved_at), f"{human_bytes(view.usage['bytes'])} on disk"]
     if view.run is not None:
         parts.append(_errors(view.run))
-    return ", ".join(parts)
+    return f"{', '.join(parts)}; {view.ages}"
 
 
 # -- the summary -------------------------------------------------------------------------------------------------
@@ -107,6 +101,7 @@ def summary(view: Survey) -> list[str]:
         f"store {view.url}: {_step(view)}, {counted(view.layout.partitions, 'partition')}, "
         f"{human_bytes(view.layout.nbytes)}",
         f"{describe(view.age.saved_at)}{bound if view.age.is_lower_bound else ''}",
+        view.ages,
         f"on disk {human_bytes(usage['bytes'])}, of which live {human_bytes(usage['live_bytes'])}; "
         f"{counted(usage['segments'], 'segment')}, {counted(usage['records'], 'record')}",
     ]
@@ -147,15 +142,6 @@ def _errors(run: RunOnHost) -> str:
     return counted(run.errors + run.failed_saves, "error")
 
 
-def memory_of(run: RunOnHost) -> str:
-    """Return how old this host's memory is, and how old the store's copies of what memory has newer."""
-    age = "incomplete" if run.memory_age is None else f"{counted(run.memory_age, 'step')} old"
-    if not run.pending_partitions:
-        return f"memory {age}, all of it in the store"
-    behind = f"{counted(run.pending_partitions, 'partition')} up to {counted(run.lag_steps, 'step')} old in the store"
-    return f"memory {age}, {behind}"
-
-
 def pace_of(run: RunOnHost) -> list[str]:
     """Return one line about a run's interval and overhead; no line if they are unknown."""
     if run.interval is None:
@@ -172,8 +158,7 @@ def _processes(view: Survey) -> list[str]:
         if run is None:
             return []
         return [
-            f"run on this host: process {run.pid} ({_alive(run.alive)}), step {run.head_step}, "
-            f"{memory_of(run)}, {_errors(run)}",
+            f"run on this host: process {run.pid} ({_alive(run.alive)}), step {run.head_step}, {_errors(run)}",
             *pace_of(run),
         ]
     noun = topology.noun
@@ -185,8 +170,7 @@ def _processes(view: Survey) -> list[str]:
         dead = [str(rank.rank) for rank in here if not rank.alive]
         stopped = f"; stopped: {noun} {', '.join(dead)}" if dead and run.alive else ""
         lines.append(
-            f"{noun}s on this host: {len(here) - len(dead)} of {len(here)} alive{stopped}, "
-            f"{memory_of(run)}, {_errors(run)}"
+            f"{noun}s on this host: {len(here) - len(dead)} of {len(here)} alive{stopped}, {_errors(run)}"
         )
         lines += pace_of(run)
     kept = [str(rank.rank) for rank in view.ranks if rank.replica_of is not None]

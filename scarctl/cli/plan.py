@@ -11,9 +11,10 @@ import click
 from scarctl.cli.groups import Command
 from scarctl.cli.output import EXIT_OK, emit, open_store, output_options, store_option
 from scarctl.cli.units import Given, Size, Time
-from scarctl.config.options import DEFAULT_OVERHEAD
+from scarctl.config.options import DEFAULT_FRACTION, DEFAULT_MAX_LAG, DEFAULT_OVERHEAD
 from scarctl.errors import NoIntactCopy, UsageError
-from scarctl.util.text import aligned, counted
+from scarctl.policy.turns import MAX_TURN, REQUESTS, Turns
+from scarctl.util.text import aligned, counted, span
 
 if TYPE_CHECKING:
     from scarctl.store.run_pace import Pace
@@ -144,6 +145,7 @@ def command(
         **of_job,
     )
     advice = advise(job)
+    turns = _turns(job)
     copies = None if peers is None or hosts is None else _copies(state_bytes, hosts, peers)
     fields = {
         "copies": copies,
@@ -152,11 +154,33 @@ def command(
         "pays": advice.pays,
         "rival": advice.rival.name,
         "saves": _finite(_saves(advice)),
+        "store": _store(turns),
         "history": None if known is None else _history(known, stored),
     }
-    text = _text(job, advice, known, stored)
+    text = f"{_text(job, advice, known, stored)}\n\nWithout an interval, the store gets {turns.told}."
+    if turns.turn_seconds > MAX_TURN:
+        text += f" More than {span(MAX_TURN)} for all of it: its copies get old."
     emit(fields, text=text if copies is None else f"{text}\n\n{_copies_text(copies)}")
     return EXIT_OK
+
+
+def _turns(job: Job) -> Turns:
+    """Return the store's turns of a session with the default settings, if all of the state changes all the time."""
+    state, most = int(job.state_bytes), DEFAULT_FRACTION * job.state_bytes
+    turns = Turns(state_bytes=state, part_bytes=max(1, int(most)), max_lag=DEFAULT_MAX_LAG)
+    turns.bandwidth = job.bandwidth
+    return turns
+
+
+def _store(turns: Turns) -> dict[str, Any]:
+    """Return what the store gets in a day."""
+    nbytes, count = turns.daily
+    return {
+        "bytes_per_day": nbytes,
+        "requests_per_day": count * REQUESTS,
+        "turn_seconds": turns.turn_seconds,
+        "whole": turns.small,
+    }
 
 
 def _copies(state_bytes: float, hosts: int, peers: int) -> dict[str, Any]:

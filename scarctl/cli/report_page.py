@@ -22,6 +22,7 @@ from scarctl.cli.report_charts import (
     text,
 )
 from scarctl.cli.status_view import LOSS_COLUMNS, loss_cells
+from scarctl.ops.falls import with_falls
 from scarctl.ops.health import AT_RISK, LOSING, NOTE, Health
 from scarctl.ops.report import Report
 from scarctl.state.journal import Event
@@ -70,7 +71,7 @@ def _body(report: Report) -> list[str]:
         _table(_losses(report.health)),
     ]
     pace = [] if view.run is None else pace_of(view.run)
-    parts += [f"<p class='soft'>{text(line)}</p>" for line in (*summary(view)[1:3], *pace)]
+    parts += [f"<p class='soft'>{text(line)}</p>" for line in (*summary(view)[1:4], *pace)]
     history = report.history
     if report.history.damage is not None:
         parts.append(f"<p>The history cannot be shown: {text(report.history.damage)}</p>")
@@ -110,7 +111,8 @@ def _body(report: Report) -> list[str]:
 
 def _steps(report: Report) -> list[str]:
     """Return the picture of steps over time: of the run's own samples, or without any, of the store's logs."""
-    samples, points = sorted(report.view.samples), report.history.points
+    samples = with_falls(report.view.samples, report.view.events)
+    points = report.history.points
     if len(samples) > 1:
         marks = [
             Mark(moment.timestamp(), _is_failure(event), f"{event.kind} at step {event.step}")
@@ -123,7 +125,10 @@ def _steps(report: Report) -> list[str]:
             Line("median", "oldest copy in memory", [sample.copied for sample in samples]),
             Line("oldest", "oldest copy in the store", [sample.durable for sample in samples]),
         ]
-        about = "Partitions that equal their copy do not count. With several ranks, this is the first rank."
+        about = (
+            "A fall is a death: the steps that it loses were trained again after the resume. With several ranks, this "
+            "is the first rank."
+        )
         stall = f" The session has delayed training by {samples[-1].stall:.3g} s in total."
     elif points:
         moments = [(parse(start.at), start) for start in report.history.starts]

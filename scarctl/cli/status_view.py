@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from scarctl.cli.inspect_view import memory_of, pace_of
+from scarctl.cli.inspect_view import pace_of
 from scarctl.cli.output import in_iterations
 from scarctl.ops.health import AT_RISK, LOSING, NOTE, Finding, Health, Loss, Saving
 from scarctl.ops.surveyed import ShardLine
@@ -48,8 +48,9 @@ def _store(one: Health, width: int) -> Iterator[str]:
             f"  step {view.step}{bound}, {counted(view.layout.partitions, 'partition')}, "
             f"{human_bytes(view.layout.nbytes)}; {who}; {describe(view.age.saved_at)}"
         )
+        yield f"  {view.ages}"
         if view.run is not None and view.run.alive:
-            yield from (f"  {line}" for line in (memory_of(view.run), *pace_of(view.run)))
+            yield from (f"  {line}" for line in pace_of(view.run))
     yield from _losses(one, width)
     yield from _progress(one, width)
     for finding in one.findings:

@@ -393,7 +393,6 @@ class RankCoordinator(Together):
         return ids
 
     def _names(self) -> dict[str, None]:
-        """Return the names of all ranks' groups."""
         return dict.fromkeys(part.name for owned in self.division.owned for part in owned)
 
     def spread(self) -> None:

@@ -206,8 +206,7 @@ def _bring_up(
         ids = np.flatnonzero(changed & finite)
         disown(folder)  # if its host still sends, its copies are older
         live.save(ids, version)
-        # Otherwise the report counts changes since the owner's last checkpoint as lost.
-        arena.note_distances(0.0, np.flatnonzero(mine & (finite | ~changed)))
+        arena.note_distances(np.nan, ids)  # only the owner knew how far the store's copies are
         if whole and mine.all() and finite[changed].all():
             queued = next((h.extras for h in reversed(waiting) if h.extras is not None), None)
             known = None if queued is None else Extras.from_tree(queued)

@@ -10,12 +10,11 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.config.options import DEFAULT_MAX_LAG
 from scarctl.daemon.status import NO_HOST, RunStatus, is_unprotected, kept_copies, part_of
 from scarctl.errors import ScarError, UsageError
 from scarctl.ops.surveyed import ShardLine, Survey
+from scarctl.recovery.distances import with_errors
 from scarctl.recovery.forecast import rework_of
-from scarctl.recovery.plan import with_errors
 from scarctl.state.layouts import parameters_of
 from scarctl.store.saved import seconds_since
 from scarctl.theory.rework import Rework
@@ -31,6 +30,8 @@ NOTE: Final = "note"
 """Worth knowing."""
 _RANK: dict[Severity, int] = {NOTE: 0, AT_RISK: 1, LOSING: 2}
 
+_RISKS = ("behind", "turn")
+"""Kinds of caveats that put the store's copies at risk of getting old."""
 _AGAIN = "start it again with the command that started it"
 _GONE = (
     "a run has left copies for it in this host's memory: mount it, or move it back; if the run is over, "
@@ -138,7 +139,10 @@ class Health:
         }
         if view is not None:
             whole = view.to_json(0)
-            fields |= {name: whole[name] for name in ("step", "saved_at", "saved_seconds_ago", "run")}
+            fields |= {
+                name: whole[name]
+                for name in ("step", "saved_at", "saved_seconds_ago", "memory_seconds_ago", "run")
+            }
         return fields
 
 
@@ -161,7 +165,7 @@ def health_of(view: Survey, runs: Iterable[RunStatus]) -> Health:
     failing = any(run.get("last_error") is not None for run in runs)
     found = [*_of_damage(view), *_of_saving(view, runs), *_of_processes(view), *_of_copies(view, failing)]
     found += [
-        Finding(AT_RISK if caveat.kind == "behind" else NOTE, caveat.kind, caveat.message)
+        Finding(AT_RISK if caveat.kind in _RISKS else NOTE, caveat.kind, caveat.message)
         for caveat in view.caveats
     ]
     if view.note is not None:
@@ -288,7 +292,8 @@ def _losses(view: Survey) -> dict[str, Loss]:
     alive = view.run is not None and view.run.alive
     nowhere = np.full_like(saved, -1)
     near = saved if kept is None else np.maximum(kept, saved)
-    pending = kept is None or bool((kept > saved).any() if view.waiting is None else view.waiting.any())
+    # Memory is as the live values were at its newest checkpoint.
+    from_near = None if kept is None else np.where(kept >= saved, 0.0, np.nan)
     if kept is None:
         left = nowhere
     else:
@@ -296,18 +301,14 @@ def _losses(view: Survey) -> dict[str, Loss]:
         has = (kept >= 0).all() or (view.topology is None and view.run is not None and view.run.head_step > 0)
         left = np.full_like(saved, np.maximum(view.head, 0)) if alive and has else kept
     return {
-        "process": _loss(
-            view, near, view.distance if kept is not None else None, hidden=view.hidden and kept is None
-        ),
-        "host": _loss(
-            view, saved, _from_store(view) if kept is not None and not pending else None, hidden=view.hidden
-        ),
+        "process": _loss(view, near, from_near, hidden=view.hidden and kept is None),
+        "host": _loss(view, saved, None if kept is None else _from_store(view), hidden=view.hidden),
         "store": _loss(view, left, None),
     }
 
 
 def _from_store(view: Survey) -> NDArray[np.float64]:
-    """Return the distances from the store's copies, if those are the copies in memory, encoded or not."""
+    """Return the distances of memory from the store's copies, encoded or not."""
     return view.distance if view.encoding_error is None else with_errors(view.distance, view.encoding_error)
 
 
@@ -356,7 +357,7 @@ def worst_first(found: Iterable[Health]) -> Sequence[Health]:
 def _is_late(view: Survey) -> bool:
     """Return whether the store is older than it is anyway while a run trains, because memory is ahead of it."""
     seconds = seconds_since(view.age.saved_at)
-    return seconds is None or seconds > 2 * DEFAULT_MAX_LAG
+    return seconds is None or seconds > 2 * view.max_lag
 
 
 def _pending(count: int) -> str:

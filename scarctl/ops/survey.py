@@ -6,6 +6,7 @@ A process that saves alone is surveyed as the only rank: its share is the whole 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.arena.distances import from_store
 from scarctl.arena.folder import arena_folder, host_folder
 from scarctl.arena.kinship import view_of
 from scarctl.arena.notes import waiting_notes
 from scarctl.arena.owner import read_owner
 from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.view import ArenaView
+from scarctl.config.options import DEFAULT_MAX_LAG
 from scarctl.daemon.client import ask_status
 from scarctl.errors import ScarError
 from scarctl.ops.ages import age_of, lag_of, memory_age_of, since_of, waiting_in
@@ -26,6 +29,7 @@ from scarctl.ops.surveyed import OtherShard, RankLine, RunOnHost, Survey
 from scarctl.recovery.forecast import stored_outlook
 from scarctl.state.caveats import Caveat
 from scarctl.state.encodings import ENCODINGS, Encoding
+from scarctl.state.extras import Notes
 from scarctl.state.layout import Layout
 from scarctl.state.layouts import Layouts, parameters_of
 from scarctl.state.version import NEVER, step_of
@@ -89,6 +93,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
     apart = topology is not None and topology.independent
     layout = Layouts(_named(shares) if apart else [share.layout for share in shares])
     arenas = [share.arena for share in shares if share.arena is not None]
+    notes = [_waiting(arena_folder(arena_dir, share.id)) for share in shares if share.arena is not None]
     step = max((state.step for state in states.values()), default=-1)
     step = max([step, *(arena.head_step for arena in arenas)])
     with_parameters = [share for share in shares if parameters_of(share.layout).any()] or shares
@@ -115,7 +120,9 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         since=max((since_of(arena, step) for arena in arenas), default=0),
         kept_step=np.concatenate([_kept(share) for share in shares]) if arenas else None,
         waiting=np.concatenate([_waiting_copies(share) for share in shares]),
-        caveats=_caveats(told.caveats, shares, arena_dir),
+        caveats=_caveats(told.caveats, notes),
+        memory_seconds=_since(notes),
+        max_lag=max((one.max_lag for one in notes if one.max_lag is not None), default=DEFAULT_MAX_LAG),
         events=told.events,
         samples=told.samples,
         damage=tuple(sorted(files.items())),
@@ -127,24 +134,26 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
     )
 
 
-def _caveats(stored: Sequence[Caveat], shares: Sequence[_Share], arena_dir: str | None) -> tuple[Caveat, ...]:
-    """Return the caveats in the store, and those of hand-overs that only the arenas have, which replace older ones."""
-    waiting = dict[Caveat, None]()
-    for share in shares:
-        if share.arena is not None:
-            waiting |= dict.fromkeys(_waiting(arena_folder(arena_dir, share.id)))
+def _caveats(stored: Sequence[Caveat], notes: Iterable[Notes]) -> tuple[Caveat, ...]:
+    """Return the caveats in the store, and those that only the arenas have, which replace older ones."""
+    waiting = dict.fromkeys(caveat for one in notes for caveat in one.caveats)
     newer = {caveat.kind for caveat in waiting}
     return (*(caveat for caveat in stored if caveat.kind not in newer), *waiting)
 
 
-def _waiting(folder: Path) -> tuple[Caveat, ...]:
-    """Return the caveats of the newest hand-over in an arena's folder that has extras."""
+def _waiting(folder: Path) -> Notes:
+    """Return the notes of the newest moment or hand-over in an arena's folder that has extras."""
     try:
-        notes = waiting_notes(HandOverQueue(folder))
+        return waiting_notes(HandOverQueue(folder)) or Notes()
     except ScarError as error:
         log.warning("%s", error)
-        return ()
-    return () if notes is None else notes.caveats
+        return Notes()
+
+
+def _since(notes: Sequence[Notes]) -> float | None:
+    """Return the seconds since the oldest of the arenas' newest checkpoints; None if one is unknown, or without one."""
+    times = [one.at for one in notes if one.at is not None]
+    return max(0.0, time.time() - min(times)) if times and len(times) == len(notes) else None
 
 
 def _encoded(states: Iterable[ShardState]) -> dict[Encoding, int]:
@@ -230,7 +239,7 @@ def _head(share: _Share) -> int:
 
 
 def _distance(share: _Share) -> NDArray[np.float64]:
-    return np.full(share.layout.partitions, np.nan) if share.arena is None else share.arena.distance
+    return np.full(share.layout.partitions, np.nan) if share.arena is None else from_store(share.arena)
 
 
 def _errors(share: _Share) -> NDArray[np.float64]:

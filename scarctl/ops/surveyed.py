@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.config.options import DEFAULT_MAX_LAG
 from scarctl.ops.ages import Age
 from scarctl.recovery.forecast import rework_of
 from scarctl.recovery.plan import Perturbation
 from scarctl.state.caveats import Caveat
 from scarctl.state.encodings import Encoding
+from scarctl.state.held import MEMORY, STORE, Held, told_places
 from scarctl.state.journal import Event, Sample
 from scarctl.state.layouts import Layouts, parameters_of
 from scarctl.store import Snapshot, Topology
+from scarctl.store.saved import seconds_since
 from scarctl.theory.rework import Outlook, Rework
 from scarctl.util.arrays import Ids
 from scarctl.util.document import INTERNAL, Document, json_of
@@ -140,7 +143,7 @@ class Survey:
     saved_step: NDArray[np.int64]
     """Step of the newest copy; -1: never saved."""
     distance: NDArray[np.float64]
-    """Norm of current minus saved values; NaN: unknown."""
+    """Distance of this host's memory from the store's copies, see `scarctl.arena.distances`; NaN: unknown."""
     usage: Mapping[str, int]
     """Numbers of files and bytes: see `Store.usage`."""
     age: Age
@@ -166,6 +169,10 @@ class Survey:
     """Caveats of the run that saved this state."""
     kept_step: NDArray[np.int64] | None = None
     """Step of the newest copy in this host's memory, per partition; -1: no copy. None: no arena is on this host."""
+    memory_seconds: float | None = None
+    """Seconds since the newest checkpoint in this host's memory; None if unknown, or without one."""
+    max_lag: float = DEFAULT_MAX_LAG
+    """Seconds after which the store should have the whole state, as the run on this host says."""
     waiting: NDArray[np.bool_] | None = None
     """Whether each partition's copy in this host's memory is newer than the store's; None: as if none is."""
     events: tuple[Event, ...] = ()
@@ -189,6 +196,14 @@ class Survey:
     def head(self) -> NDArray[np.int64]:
         """The newest known step of each partition, or one for all: int64, of shape (partitions,) or ()."""
         return np.array(self.step or 0) if self.heads is None else self.heads
+
+    @property
+    def ages(self) -> str:
+        """What this host's memory and the store have, and how old that is, in words."""
+        memory = None if self.kept_step is None else Held.of(self.kept_step, self.memory_seconds)
+        store = Held.of(self.saved_step, seconds_since(self.age.saved_at))
+        head = self.step or 0
+        return told_places({MEMORY: memory, STORE: store}, head, least=self.age.is_lower_bound)
 
     @cached_property
     def staleness(self) -> NDArray[np.int64]:
@@ -257,7 +272,6 @@ class Survey:
         ages = np.where(self.staleness < 0, _NEVER, self.staleness)
         oldest, changed = np.zeros((2, len(names)), dtype=np.int64)
         np.maximum.at(oldest, which, ages)
-        # Distances are from the copies in memory.
         same = self.distance == 0
         if self.waiting is not None:
             same &= ~self.waiting
@@ -346,6 +360,7 @@ class Survey:
         return {
             "step": self.step,
             **self.age.to_json(),
+            "memory_seconds_ago": None if self.memory_seconds is None else round(self.memory_seconds, 3),
             "total_partitions": total,
             "total_bytes": 0 if self.layout is None else self.layout.nbytes,
             "shards": json_of(self.shards),

@@ -13,17 +13,27 @@ import math
 from collections.abc import Collection, Sequence
 from enum import IntEnum
 
+from scarctl.util.text import human_bytes, span
+
 SHARE = 0.8
 """Usable share of the measured bandwidth. The rest is a reserve for neighbours, the file system and collecting."""
 FULL_EVERY = 20.0
 """Least time between two whole states of a large state, in times of sending one."""
 MAX_TURN = 600.0
 """Seconds in which all of the state should reach the store once."""
+DAY = 86_400.0
+REQUESTS = 6
+"""Requests to a remote store per commit, about."""
 LEAST = 1 / 4
 """Least size of a hand-over, as a share of a turn's, from which the bandwidth is measured: smaller ones measure the
 store's fixed time per commit."""
 
 _NEW = 0.3  # weight of a new measurement
+
+
+def per_day(nbytes: int, turns: int) -> str:
+    """Return bytes and requests of a day in words. turns: hand-overs."""
+    return f"up to {human_bytes(nbytes)} and about {turns * REQUESTS:,} requests per day"
 
 
 class Turn(IntEnum):
@@ -66,6 +76,7 @@ class Turns:
         self._turn_step = -1
         self._turn_bytes = 0
         self._whole_at = -math.inf
+        self._pending_bytes = 0
 
     @property
     def waiting(self) -> Collection[int]:
@@ -119,6 +130,7 @@ class Turns:
 
     def due(self, now: float, pending_bytes: int) -> Turn:
         """Return the turn of a memory checkpoint made `now`. pending_bytes: what the store lacks."""
+        self._pending_bytes = pending_bytes
         if self._waiting or not pending_bytes:
             return Turn.NOTHING
         if now < self._turn_at + self._seconds(self._turn_bytes):
@@ -149,6 +161,40 @@ class Turns:
             return self._max_lag
         turns = math.ceil(self._state_bytes / max(1, self._part_bytes))
         return turns * self._seconds(self._part_bytes)
+
+    @property
+    def known(self) -> bool:
+        """Whether it is known how fast the store is, or may be used."""
+        return self.bandwidth is not None or self._most is not None
+
+    @property
+    def bound(self) -> str:
+        """What sets that: "max_bandwidth", or the store's "bandwidth"."""
+        measured = SHARE * self.bandwidth if self.bandwidth else math.inf
+        return "max_bandwidth" if self._most is not None and self._most < measured else "bandwidth"
+
+    @property
+    def daily(self) -> tuple[int, int]:
+        """Most bytes of the state that the store gets per day, and the number of its turns."""
+        if self.small:
+            turns = DAY / self._max_lag
+            return int(self._state_bytes * turns), int(turns)
+        turns = DAY / max(self._seconds(self._part_bytes), 1.0)
+        return int(self._part_bytes * turns), int(turns)
+
+    @property
+    def backlog_seconds(self) -> float:
+        """Seconds in which all that the store lacked of the newest memory checkpoint reaches it."""
+        return self._seconds(self._pending_bytes)
+
+    @property
+    def told(self) -> str:
+        """What the store gets, with bytes and requests per day, in words."""
+        nbytes, turns = self.daily
+        what = f"what changed most, all of the state in about {span(self.turn_seconds)}"
+        if self.small:
+            what = f"the whole state every {span(self._max_lag)}"
+        return f"{what}: {per_day(nbytes, turns)}"
 
     def _seconds(self, nbytes: int) -> float:
         """Return the seconds that these bytes may take; 0 if nothing is known."""

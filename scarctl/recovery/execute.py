@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.errors import NoIntactCopy
+from scarctl.recovery.distances import last_distances
 from scarctl.recovery.memory import differing, fault
 from scarctl.recovery.plan import (
     MEMORY,
@@ -107,8 +108,8 @@ def execute(plan: Plan, store: Store | None, arena: Arena | None, sink: Sink) ->
 def execute_once(plan: Plan, store: Store | None, arena: Arena | None, sink: Sink) -> Report:
     """Execute like `execute`, but raise SealedStateDamaged if a copy of the sealed state is damaged."""
     started = time.perf_counter()
-    # The sink may be the arena itself, and forgets the distances of what it takes in.
-    distance = None if arena is None else np.array(arena.distance)
+    # The sink may be the arena itself, and replaces the distances of what it takes in.
+    distance = None if arena is None else last_distances(plan, arena)
     run = _Run(plan, store, arena)
     if sink.overwrites(plan.ids, plan.version):
         for _ in run.pieces():
@@ -118,7 +119,7 @@ def execute_once(plan: Plan, store: Store | None, arena: Arena | None, sink: Sin
     done = run.outcome()
     return Report(
         done,
-        _perturbation(done.ids, squared, distance),
+        _perturbation(squared, distance),
         time.perf_counter() - started,
         tuple(dict.fromkeys(run.problems)),
         run.memory_fault,
@@ -305,15 +306,13 @@ def _checksums(state: ShardState, ids: Ids) -> NDArray[np.uint64]:
     return np.asarray(state.checksum[state.find(ids)], dtype=np.uint64)
 
 
-def _perturbation(
-    ids: Ids, squared: NDArray[np.float64], distance: NDArray[np.float64] | None
-) -> Perturbation:
+def _perturbation(squared: NDArray[np.float64], distance: NDArray[np.float64] | None) -> Perturbation:
     unknown = np.isnan(squared)
     if unknown.any():
-        if distance is None or not np.isfinite(distance[ids[unknown]]).all():
+        if distance is None or not np.isfinite(distance[unknown]).all():
             return Perturbation(None, "unknown")
         squared = squared.copy()
-        squared[unknown] = distance[ids[unknown]] ** 2
+        squared[unknown] = distance[unknown] ** 2
     norm = math.sqrt(float(squared.sum()))
     if not math.isfinite(norm):
         return Perturbation(None, "unknown")
@@ -355,7 +354,7 @@ class ArenaSink:
         return places if any(place is not None for place in places) else None
 
     def put(self, group: int, ids: Ids, versions: Ids, tensors: Sequence[Bytes]) -> None:
-        """Write partitions and their versions. Their distances from the live values become unknown (NaN)."""
+        """Write partitions and their versions. The store has these copies."""
         arena = self._arena
         rows = rows_of(arena.layout, group, ids)
         if (versions < max(arena.sealed, arena.moment)).any():
@@ -374,4 +373,4 @@ class ArenaSink:
             arena.end(of_version, version)
             arena.acknowledge(of_version, version)
         self.written[ids] = arena.generation[ids]
-        arena.note_distances(np.nan, ids)
+        arena.note_distances(0.0, ids)

@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.distances import from_memory, from_store
 from scarctl.errors import Corruption
-from scarctl.recovery.plan import in_memory, with_errors
+from scarctl.recovery.distances import with_errors
+from scarctl.recovery.plan import in_memory
 from scarctl.state.caveats import Caveat
 from scarctl.state.common import in_common
 from scarctl.state.extras import Notes
@@ -158,17 +160,16 @@ def weigh(
 
 def _copies(loss: Loss) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return the step of every partition's best copy, and its distance from the live value (NaN where unknown)."""
-    count = loss.layout.partitions
-    newest = np.full(count, NEVER, dtype=np.int64)
+    count, arena = loss.layout.partitions, loss.arena
+    stored = np.full(count, NEVER, dtype=np.int64)
     for state in loss.states.values():
-        newest[state.ids] = step_of(state.version)
-    distance = np.full(count, np.nan)
-    if loss.arena is not None:
-        if loss.from_arena:
-            newest = np.maximum(newest, step_of(in_memory(loss.arena)))
-        same = newest == step_of(loss.arena.newest())
-        known = loss.arena.distance
-        if not loss.from_arena:  # the store's copies are restored, with the errors of encoded ones
-            known = with_errors(known, loss.arena.encoding_error)
-        distance[same] = known[same]
-    return newest, distance
+        stored[state.ids] = step_of(state.version)
+    if arena is None:
+        return stored, np.full(count, np.nan)
+    memory = step_of(in_memory(arena)) if loss.from_arena else np.full(count, NEVER, dtype=np.int64)
+    near, same = (
+        (memory >= stored) & (memory >= 0),
+        stored == step_of(np.maximum(arena.durable, arena.sealed)),
+    )
+    far = np.where(same, with_errors(from_store(arena), arena.encoding_error), np.nan)
+    return np.maximum(stored, memory), np.where(near, from_memory(arena.newest()), far)

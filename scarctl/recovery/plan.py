@@ -354,15 +354,6 @@ def estimate(distance: NDArray[np.float64]) -> Perturbation:
     return Perturbation(norm, "estimated")
 
 
-def with_errors(distance: NDArray[np.float64], error: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the distances (l2) from the store's copies: float64 (partitions,).
-
-    distance: from the copies in memory. error: see `Arena.encoding_error`.
-    """
-    with np.errstate(over="ignore"):
-        return np.where(error > 0, np.sqrt(np.square(distance) + np.maximum(error, 0.0)), distance)
-
-
 def _stored(layout: Layout, states: Mapping[int, ShardState]) -> Ids:
     """Return every partition's newest version in the store: int64 (partitions,), `NEVER` for those never saved."""
     result = np.full(layout.partitions, NEVER, dtype=np.int64)

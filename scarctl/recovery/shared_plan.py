@@ -11,15 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import NoIntactCopy
+from scarctl.recovery.distances import last_distances
 from scarctl.recovery.execute import SealedStateDamaged, Sink, execute_once
 from scarctl.recovery.label import Writer, saved_caveats, why_mixed
 from scarctl.recovery.plan import (
-    STORE,
     Perturbation,
     Plan,
     count_tiers,
@@ -27,7 +26,6 @@ from scarctl.recovery.plan import (
     only_step,
     plan_partial,
     plan_sealed,
-    with_errors,
 )
 from scarctl.recovery.report import Report
 from scarctl.recovery.shares import Share, SharedState, damaged_snapshot
@@ -295,16 +293,11 @@ def execute_shared(plan: SharedPlan, arenas: Arenas, sinks: Sequence[Sink]) -> S
 def estimated(plan: SharedPlan, arenas: Arenas) -> Perturbation:
     """Estimate the perturbation before the plan is carried out."""
     known = [
-        np.full(len(one.ids), np.nan) if arena is None else _distance(one, arena)
+        np.full(len(one.ids), np.nan) if arena is None else last_distances(one, arena)
         for one, arena in zip(plan.plans, arenas, strict=True)
         if one is not None
     ]
     return estimate(np.concatenate(known or [np.empty(0)]))
-
-
-def _distance(plan: Plan, arena: Arena) -> NDArray[np.float64]:
-    near = arena.distance[plan.ids]
-    return np.where(plan.tier == STORE, with_errors(near, arena.encoding_error[plan.ids]), near)
 
 
 class DiscardingSink:

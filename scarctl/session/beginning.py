@@ -73,7 +73,6 @@ class Beginning:
             kept_back = self._together.several and bool(changed.size)
             if changed.size and not kept_back:
                 live.load(changed)
-                engine.equal(changed)
             self._adapter.restore(*state)
             # Partitions that already differed from the arena have no copy.
             if kept_back or before & live.written(self._counters):

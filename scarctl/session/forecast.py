@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.arena.distances import from_memory
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.found_extras import Saved
 from scarctl.errors import ScarError
@@ -49,7 +50,7 @@ def weigh_loss(
         arena = engine.arena
         # If live values are no longer finite, their last known distances are used.
         known = engine.settings.norm == "l2"
-        distance = arena.distance.copy() if known else np.full(len(arena.distance), np.nan)
+        distance = from_memory(arena.newest()) if known else np.full(arena.layout.partitions, np.nan)
         distance[ids] = np.where(np.isfinite(now), now, distance[ids])
         newest = step_of(arena.newest())
         newest = newest if before is None else np.minimum(newest, before)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from scarctl.arena.distances import from_memory
 from scarctl.arena.durability import durability
 from scarctl.checkpoint.checkpointer import Stats
 from scarctl.checkpoint.engine import Engine
@@ -104,7 +105,7 @@ def _rework(engine: Engine, step: int) -> dict[str, float]:
         Outlook.of(step, [engine.motion.history.until(step)]),
         1.0,
         ages=np.maximum(step - newest[parameters], 0),
-        distance=engine.arena.distance[parameters] if engine.settings.norm == "l2" else None,
+        distance=from_memory(engine.arena.newest())[parameters] if engine.settings.norm == "l2" else None,
         since=max(0, step - int(newest.max())),
     )
     if predicted.iterations is None or predicted.high is None:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.adapter import Adapter, derive
+from scarctl.arena.distances import from_memory
 from scarctl.arena.notes import UNKNOWN
 from scarctl.checkpoint.copies import Sealed
 from scarctl.checkpoint.engine import Engine
@@ -30,10 +31,11 @@ from scarctl.session.peers import Found, Together
 from scarctl.state.caveats import Caveat, read_caveats, reasons
 from scarctl.state.common import in_common
 from scarctl.state.extras import Extras, Notes
+from scarctl.state.held import MEMORY as THIS_HOST
+from scarctl.state.held import STORE, Held, told_places
 from scarctl.state.journal import Fact
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import Snapshot, Store
-from scarctl.store.saved import describe
 from scarctl.theory.rework import MODES
 from scarctl.util.arrays import Ids
 from scarctl.util.text import counted
@@ -62,6 +64,10 @@ class Resumed:
     """All partitions and extras are of `step`, as one commit saved them. A whole state may still not be exact."""
     reached: int | None = None
     """The newest iteration that the earlier run is known to have finished; None if that is unknown."""
+    memory: Held | None = None
+    """What this host's memory had; None without any."""
+    stored: Held | None = None
+    """What the store had, as far as the resume has looked."""
 
     @property
     def new(self) -> bool:
@@ -80,13 +86,15 @@ class Resumed:
         inexact = f"{'whole, but ' if self.whole else ''}not exact: {'; '.join(self.reasons)}"
         line, report = f"step {self.step}, {'exact' if self.exact else inexact}", self.report
         if report is not None and report.plan.ids.size:
-            oldest = int(step_of(report.plan.version).min())
             tiers = (f"{counted(count, 'partition')} from {tier}" for tier, count in report.tiers.items())
-            line += f"; oldest copy of step {oldest}; {', '.join(tiers)}"
+            line += f"; {', '.join(tiers)}"
+        head = self.step if self.reached is None else self.reached
+        if had := told_places({THIS_HOST: self.memory, STORE: self.stored}, head):
+            line += f"; {had}"
         if self.reached is not None and self.reached > self.step:
             again = counted(self.reached - self.step, "iteration")
             line += f"; {again} of {self.reached} {'is' if again.startswith('1 ') else 'are'} trained again"
-        return f"{line}; {describe(self.saved_at)}"
+        return line
 
     def __repr__(self) -> str:
         return f"<Resumed: {self}>"
@@ -186,8 +194,8 @@ def _fetch(engine: Engine, live: LiveState, staged: Staged | None) -> tuple[Foun
     if newest is None and (owns or engine.store.part is None):
         return None, None
     engine.copies.believe_newest_seal()
-    # Before the arena is filled up. Distances are measured when memory is brought up, and say nothing of later steps.
-    known, head = estimate(arena.distance).value, None
+    # Before the arena is filled up. Distances are those at the newest checkpoint in memory, and not of later steps.
+    known, head = estimate(from_memory(arena.newest())).value, None
     if (arena.version >= 0).any():
         head = min(arena.head_step, int(step_of(arena.newest()).max()))
     report = engine.copies.fetch_all(states, live.new_slots, staged)
@@ -232,7 +240,7 @@ def recover_live(
         report = together.agree(lambda: _fetch_lost(engine, live, ids, now, head_step, before))
         report = _labelled(report, _saved_with(engine, report), together)
     together.agree(lambda: live.load(report.plan.ids))
-    engine.jumped(ids)
+    engine.jumped()
     left = together.agree(lambda: complete(engine, live, adapter, ids))
     together.spread()
     derive(adapter)
@@ -282,7 +290,7 @@ def _fetch_lost(
 
     now: live distances from the copies in the arena; updated in place for replaced copies.
     """
-    known = engine.arena.distance[ids]
+    known = from_memory(engine.arena.newest())[ids]
     if before is None:
         report = engine.copies.fetch_lost(ids, _survivors(engine, live, ids, head_step))
     else:
@@ -312,7 +320,7 @@ def _roll_back(
     snapshot: Snapshot | None = None,
 ) -> tuple[Report, Extras]:
     """Roll live values and store back to the newest state that all shards sealed at one step."""
-    known = engine.arena.distance.copy()
+    known = from_memory(engine.arena.newest())
     # The newest sealed state may still wait in the queue.
     together.agree(engine.drain)
     everything = np.arange(engine.layout.partitions)
@@ -336,7 +344,6 @@ def _roll_back(
         together.agree(lambda: engine.forget_after(report.plan))
     live.load(everything)
     together.spread()
-    engine.equal(everything)
     return report, together.completed(extras)
 
 

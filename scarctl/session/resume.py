@@ -90,7 +90,7 @@ class Resumption:
         remove_slots = self._adapter.create_slots(layout)
         # Hand-overs of a dead process are saved only after the step is known from which this process continues.
         engine = self._opening.open(layout, resuming=True)
-        reached = engine.arena.head_step
+        reached, memory = engine.arena.head_step, engine.copies.in_memory()
         live = self._binding.live(engine.arena)
         live.new_slots = NewSlots(live.tensors, missing)
         # Other ranks may need this one's copies. Without hooks no step waits.
@@ -110,9 +110,11 @@ class Resumption:
         report = resumed.report
         newest = 0 if report is None else int(step_of(report.plan.version).max(initial=0))
         reached = max(reached, newest, resumed.step)
-        resumed = replace(resumed, saved_at=saved_at, reached=None if extras is None else reached)
-        stored = self._continue(engine, resumed, extras)
-        return Outcome(resumed, stored, resumed.reached)
+        stored = None if report is None else engine.copies.in_store(report.plan, saved_at)
+        resumed = replace(resumed, saved_at=saved_at, memory=memory, stored=stored)
+        resumed = replace(resumed, reached=None if extras is None else reached)
+        reasons_found = self._continue(engine, resumed, extras)
+        return Outcome(resumed, reasons_found, resumed.reached)
 
     def _from(self, elsewhere: Elsewhere) -> Outcome:
         """Resume from a state that was saved under another division."""

@@ -318,16 +318,15 @@ class Saving:
         return engine.extras(settled, Notes(caveats=caveats, events=events, samples=self._journal.samples))
 
     def _note_ages(self, engine: Engine, step: int) -> None:
-        """Keep in the journal how old the copies are. Partitions that equal their copy have no age."""
+        """Keep in the journal how old the copies are. Partitions of which the store has the copy have no age there."""
         now = time.time()
         if not self._journal.due(now):
             return
         arena = engine.arena
-        changed = arena.distance != 0
-        copied = step_of(arena.newest()[changed]).min(initial=step)
+        copied = step_of(arena.newest()).min(initial=step)
         # A seal has found all durable copies unchanged.
         stored = np.maximum(arena.durable, arena.sealed)
-        durable = step_of(stored[changed | arena.pending()]).min(initial=step)
+        durable = step_of(stored[arena.pending()]).min(initial=step)
         self._journal.sample(Sample(now, step, int(copied), int(durable), self.stats.stall_seconds))
 
     def jumped(self) -> None:

@@ -283,8 +283,8 @@ class Session:
         mode: "partial" takes every partition's newest copy, "rollback" the newest state of one step. "auto" rolls
             back unless the copies are of one step, as memory's are, or are ten times newer.
         snapshot: restore the snapshot of this name, exactly.
-        Returns the step after which to continue, whether the state is exact, and the report. Raises LayoutMismatch
-        (another model or optimizer), NoIntactCopy, Corruption. Nothing is changed then.
+        Returns the step after which to continue, whether it is exact, and the report. Raises LayoutMismatch (another
+        model or optimizer), NoIntactCopy, Corruption; nothing is changed then.
         """
         self._check_open()
         check_mode(mode)
@@ -319,9 +319,8 @@ class Session:
 
         The first step saves the whole live state, sealed, as the newest one. Until that is durable, the store keeps the
         earlier run's state. Pending copies of that run, and newer ones in this host's memory, are discarded.
-
-        step: iterations that the live state has finished. Raises UsageError after `resume` and after the first step,
-        LayoutMismatch for another model or optimizer.
+        step: iterations that it has finished. Raises UsageError after `resume` and after the first step, LayoutMismatch
+        for another model or optimizer.
         """
         self._check_open()
         if self._engine is not None:

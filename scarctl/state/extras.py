@@ -68,6 +68,10 @@ class Notes:
     """Starts, resumes and recoveries of the run: see `scarctl.state.journal`."""
     samples: Any = None
     """Ages of copies over time: `scarctl.state.journal.Journal.samples`; `read_samples` checks it."""
+    at: float | None = None
+    """Unix time at which the checkpoint was complete in memory."""
+    max_lag: float | None = None
+    """Seconds after which the store should have the whole state, as set."""
     common: Mapping[str, str] = field(default_factory=dict)
     """In a seal of one of several ranks, digests of what it has in common with others: see `scarctl.state.common`."""
 
@@ -84,6 +88,8 @@ class Notes:
             caveats=read_caveats(found.get("caveats")),
             events=read_events(found.get("events")),
             samples=_array(found.get("samples")),
+            at=_seconds(found.get("at")),
+            max_lag=_seconds(found.get("max_lag")),
             common=read_digests(found.get("common")),
         )
 
@@ -98,6 +104,7 @@ class Notes:
             tree["events"] = [event.to_json() for event in self.events]
         if self.samples is not None:
             tree["samples"] = self.samples
+        tree |= {name: value for name in ("at", "max_lag") if (value := getattr(self, name)) is not None}
         if self.common:
             tree["common"] = dict(self.common)
         return tree
@@ -168,6 +175,10 @@ class Extras:
         for tensor in tensors.values():
             digest.update(memoryview(tensor.data).cast("B"))
         return digest.digest()
+
+
+def _seconds(value: object) -> float | None:
+    return value if isinstance(value, float) and 0 <= value < 1e12 else None
 
 
 def _array(value: object) -> NDArray[Any] | None:

@@ -37,6 +37,14 @@ def human_bytes(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
+def span(seconds: float) -> str:
+    """Return a readable time: 0.94 -> "0.94 s", 600 -> "10 min"."""
+    for unit, length, most in (("s", 1.0, 120.0), ("min", 60.0, 7200.0), ("h", 3600.0, 172_800.0)):
+        if seconds < most:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds / 86_400:.3g} days"
+
+
 def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
     """Return rows of cells as lines with aligned columns. The last cell of a shorter row may exceed its column."""
     full = [row for row in rows if len(row) == len(rows[0])]

@@ -11,7 +11,7 @@ import pytest
 
 from scarctl.arena.arena import Arena
 from scarctl.checkpoint import pace as module
-from scarctl.checkpoint.pace import KIND, Pace
+from scarctl.checkpoint.pace import TURN, Pace
 from scarctl.checkpoint.selector import LAG, Selector
 from scarctl.config import SessionSettings
 from scarctl.policy.turns import Turn
@@ -171,12 +171,17 @@ def test_ranks_take_the_turn_that_all_of_them_want_and_take_it_once(clock: Clock
     assert not waited & {step - 1 - LAG for step in given}, "when it has saved, and everyone knows"
 
 
-def test_a_store_that_gets_old_copies_of_a_large_state_is_said(clock: Clock) -> None:
+def test_a_store_that_gets_old_copies_of_a_large_state_is_said_once(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     run = Run(max_bandwidth=STATE / 1000)
     train(run, clock, 50)
     [caveat] = run.caveats
-    assert (caveat.kind, caveat.inexact) == (KIND, False)
-    assert "the store takes 16.7 min for all of the state" in caveat.message
+    assert (caveat.kind, caveat.inexact) == (TURN, False)
+    assert "the store takes 16.7 min for all that has changed, more than 10 min" in caveat.message
+    assert "because max_bandwidth=100 B/s allows no more" in caveat.message
+    [said] = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert said.getMessage().endswith("Give a larger max_bandwidth")
 
 
 def test_checkpoints_that_cost_too_much_are_said_until_they_no_longer_do(clock: Clock) -> None:

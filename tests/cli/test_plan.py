@@ -58,6 +58,10 @@ def test_the_document_is_what_the_model_says(run: Run) -> None:
         assert found["seconds_per_hour"]["total"] == pytest.approx(way.cost.total)
         assert found["interval_seconds"] == (None if way.fraction is None else way.interval)
     assert document["pays"] is True
+    # 100 GB at 80 % of 1 GB/s, an eighth of it at a time.
+    assert document["store"]["turn_seconds"] == pytest.approx(125.0)
+    assert document["store"]["bytes_per_day"] == pytest.approx(86_400 * 0.8e9, rel=1e-3)
+    assert (document["store"]["requests_per_day"], document["store"]["whole"]) == (5529 * 6, False)
     assert document["rival"] == "background"
     assert document["saves"] == pytest.approx(advice.rival.cost.total - advice.scar.cost.total)
     assert document["history"] is None
@@ -75,6 +79,16 @@ def test_it_says_when_it_pays_and_when_not(run: Run) -> None:
     assert "SCAR does not pay here" in said
     assert "so partial recovery is impossible" in said
     assert run("plan", *SLOW, "--json").document["pays"] is False
+
+
+def test_it_says_what_the_store_gets_in_a_day(run: Run) -> None:
+    small = run("plan", *SMALL).stdout
+    assert (
+        "the store gets the whole state every 30 s: up to 2.7 GiB and about 17,280 requests per day." in small
+    )
+    slow = run("plan", *LARGE, "--bandwidth", "100MB/s").stdout
+    assert "all of the state in about 20.8 min" in slow
+    assert "More than 10 min for all of it: its copies get old." in slow
 
 
 def test_its_table_fits_a_terminal(run: Run) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from scarctl.config import checks
+from scarctl.config import SessionSettings, checks
 from scarctl.errors import UsageError
 
 
@@ -114,3 +114,21 @@ def test_rates(value: object) -> None:
         checks.check_rate("rate", value)
     checks.check_rate("rate", None)
     checks.check_rate("rate", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_loss", "0s"),
+        ("max_loss", -1),
+        ("max_lag", "0s"),
+        ("overhead", -0.01),
+        ("overhead", 0),
+        ("fraction", -0.125),
+        ("max_bandwidth", -5.0),
+        ("interval", -3),
+    ],
+)
+def test_a_budget_that_allows_nothing_is_refused_by_its_name(name: str, value: object) -> None:
+    with pytest.raises(UsageError, match=name):
+        SessionSettings.resolve({"store": "s", name: value}, environ={})

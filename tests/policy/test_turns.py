@@ -129,3 +129,19 @@ def test_a_part_is_as_large_as_the_store_takes_until_memory_is_up_to_date_again(
     assert made.room(30.0) == 600
     assert made.room(300.0) == 1000
     assert Turns(state_bytes=1000, part_bytes=100, max_lag=1.0).room(30.0) == 100
+
+
+def test_what_a_store_gets_in_a_day() -> None:
+    turns = Turns(state_bytes=30 * MB, part_bytes=4 * MB, max_lag=30.0)
+    assert not turns.known
+    turns.bandwidth = 100.0 * MB
+    assert (turns.known, turns.bound) == (True, "bandwidth")
+    assert turns.daily == (2880 * 30 * MB, 2880)
+    assert turns.told == "the whole state every 30 s: up to 80.5 GiB and about 17,280 requests per day"
+    large = Turns(state_bytes=STATE, part_bytes=PART, max_lag=30.0, max_bandwidth=10.0 * MB)
+    large.bandwidth = 100.0 * MB
+    assert (large.known, large.bound) == (True, "max_bandwidth")
+    assert large.daily == (8640 * PART, 8640)
+    assert large.told.startswith("what changed most, all of the state in about 100 s: up to 804.7 GiB and ")
+    assert large.due(0.0, STATE // 2) is Turn.WHOLE, "the first"
+    assert large.backlog_seconds == 50.0

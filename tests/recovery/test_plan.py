@@ -264,7 +264,7 @@ class TestIntoAnArena:
         assert target.intact().sum() == 4
         assert not target.pending().any()
         assert [values(target, i) for i in ids.tolist()] == [values(job.live, i) for i in ids.tolist()]
-        assert np.isnan(target.distance[ids]).all()
+        assert (target.distance[ids] == 0).all()
         assert report.perturbation.kind == "estimated"
         assert report.perturbation.value == pytest.approx(4.0)
 

@@ -209,11 +209,12 @@ def test_the_command_goes_back_where_that_is_nearer(tmp_path: Path, arena_dir: P
     store, output = tmp_path / "store", tmp_path / "whole.safetensors"
     done = forkserver.run(["-c", SEALED, str(store)], timeout=60)
     assert done.returncode == -signal.SIGKILL
-    # The last look has found a run that was disturbed right before.
+    # All of memory is torn, and the store's copies are far from what the run had.
     run = Store.open(store).run_id
     arena = Arena.open_existing(arena_folder(str(arena_dir), run), run_id=run)
     assert arena is not None
     arena.distance[:] = 5.0
+    arena.begin(np.arange(arena.layout.partitions))
     arena.close()
     call = ("recover", "--store", store, "--lost", "all", "--output", output, "--mode", "auto")
     plan = invoke(*call, "--dry-run")
@@ -259,7 +260,8 @@ def test_commands_tell_what_a_killed_run_would_cost(killed: Path, tmp_path: Path
     plan = invoke(*call, "--dry-run", "--mode", "auto")
     assert (plan["mode"], plan["rollback_steps"]) == ("partial", 44)
     assert "predicted: partial" in plan["reason"]
-    assert plan["rework"]["iterations"] == pytest.approx(seen["shards"][0]["rework"]["iterations"])
+    # The file is made from memory, and a shard that inspect counts as lost comes from the store.
+    assert plan["rework"]["iterations"] < seen["shards"][0]["rework"]["iterations"]
     refused = invoke(*call, "--max-rework", 0.1, code=1)
     assert refused["error"]["kind"] == "too-much-rework"
     assert not (tmp_path / "lost.safetensors").exists()

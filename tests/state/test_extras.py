@@ -89,7 +89,9 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
-FIELDS = st.sampled_from(["early", "late", "next", "loop", "policy", "history", "caveats", "unknown"])
+FIELDS = st.sampled_from(
+    ["early", "late", "next", "loop", "policy", "history", "caveats", "at", "max_lag", "unknown"]
+)
 
 
 @given(st.dictionaries(FIELDS, VALUES) | VALUES)
@@ -106,3 +108,10 @@ def test_notes_of_another_process_keep_what_is_of_the_run() -> None:
     mixed = full().notes.of_part(Notes())
     assert mixed == Notes(caveats=full().notes.caveats, events=full().notes.events)
     assert mixed.to_tree().keys() == {"caveats", "events"}
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "now", 3, True, None, [1.0]])
+def test_a_time_that_no_session_stored_is_unknown(value: object) -> None:
+    assert Notes.from_tree({"at": value, "max_lag": value}) == Notes()
+    notes = Notes(at=1.75e9, max_lag=30.0)
+    assert Notes.from_tree(notes.to_tree()) == notes
