@@ -108,7 +108,7 @@ def cautions(store: str) -> list[str]:
     if not os.path.isdir(store):
         return []
     found = survey(Store.open(store), None).caveats
-    return [caveat.message for caveat in found if caveat.kind not in ("behind", "seldom")]
+    return [caveat.message for caveat in found if caveat.kind not in ("behind", "seldom", "turn")]
 
 
 class Digits(Dataset[Any]):

@@ -16,9 +16,10 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder
 from scarctl.errors import Corruption
 from scarctl.ops.ages import Age
-from scarctl.ops.health import health_of
+from scarctl.ops.health import AT_RISK, health_of
 from scarctl.ops.survey import survey
 from scarctl.ops.surveyed import Survey
+from scarctl.state.caveats import Caveat
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.layouts import Layouts
 from scarctl.state.version import pack
@@ -179,6 +180,10 @@ def test_memory_that_is_newer_than_the_store_is_no_alarm(tmp_path: Path, arena_d
     late = replace(survey(store, str(arena_dir)), age=Age("2020-01-01T00:00:00+00:00", is_lower_bound=False))
     assert [found.kind for found in health_of(late, []).findings] == ["errors"]
     assert health_of(replace(late, max_lag=1e9), []).well, "this run lets the store be older"
+    slow = replace(
+        view, caveats=(Caveat("turn", "the store takes 20 min for all that has changed", inexact=False),)
+    )
+    assert health_of(slow, []).severity == AT_RISK
     arena.acknowledge(every[:1], pack(1, 38))
     all_there = survey(store, str(arena_dir)).run
     assert all_there is not None
