@@ -318,9 +318,18 @@ def lose(rank: int, world: int, folder: str, losses: list[str | list[str]]) -> l
         session.checkpoint(full=True, wait=True)
         for lost in losses:
             try:
+                marked = session.mark_lost(lost)
                 found.append(session.recover(lost).restored_partitions)
+                assert marked == found[-1], "each rank marks its own"
             except UsageError as error:
                 found.append([error.message, error.hint])
+        marked = session.mark_lost("a")
+        assert session.recover().restored_partitions == marked
+        try:
+            session.recover()
+            raise AssertionError("nothing is marked any more")
+        except UsageError as error:
+            assert "nothing is marked" in error.message
     return found
 
 
