@@ -35,7 +35,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 .PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick servers servers-quick man schemas pictures quick test lint types layers unit long oldest pythons optimizers frameworks gpu docs package format bench kills ettr ettr-quick torture soak attack ceph clean
 
 help:
-	@echo "make demo     the quickstart: break a training run, repair only what was lost"
+	@echo "make demo     a host is lost with its memory, the store is slow: the cost with scarctl and with full checkpoints: under a minute"
 	@echo "make demo-ranks  four ranks train, one is killed, all go on: FSDP2, and a mixture of experts"
 	@echo "make demo-rows   half of the rows of an embedding model are lost: what each way of saving them has cost: some minutes"
 	@echo "make paper    the paper's figures, into docs: long, goes on where it was stopped: DATA=$(DATA) TRIALS=30"
@@ -69,7 +69,7 @@ help:
 	@echo "make clean    remove $(VENV), caches and build results"
 
 demo: $(VENV)/.examples
-	$(BIN)/python examples/quickstart/quickstart.py
+	$(BIN)/python examples/quickstart/demo.py --data $(DATA)
 
 demo-ranks: $(VENV)/.examples
 	$(BIN)/python examples/lost_rank.py fsdp_transformer --kill
@@ -235,7 +235,7 @@ $(VENV)/.dev: $(SETUP) | $(BIN)/python
 	@touch $(VENV)/.examples $(VENV)/.paper $@
 
 $(VENV)/.examples: $(SETUP) | $(BIN)/python
-	$(INSTALL) '.[examples]'
+	$(INSTALL) .
 	@touch $@
 
 $(VENV)/.paper: $(SETUP) | $(BIN)/python

@@ -214,7 +214,7 @@ def main() -> None:
                 with tempfile.TemporaryDirectory(dir=args.folder) as folder:
                     outcome, target = run(name, encoding, seed, Path(folder), target)
                 found[encoding].append(outcome)
-        exact = found["exact"]
+        exact = found["consistent"]
         for encoding, outcomes in found.items():
             pairs = list(zip(outcomes, exact, strict=True))
             rows.append(

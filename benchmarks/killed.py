@@ -295,7 +295,7 @@ class Scarctl(Way):
     def resume(self) -> int:
         resumed = self._session.resume()
         print(resumed, flush=True)
-        self.whole = resumed.whole
+        self.whole = resumed.consistent
         return resumed.step
 
     def after(self, step: int) -> None:

@@ -106,7 +106,7 @@ class Bench:
         start = began if attach else now()
         resumed = session.resume()
         taken = since(start)
-        assert resumed.exact
+        assert resumed.consistent
         assert resumed.report is not None
         assert set(resumed.report.tiers) == {"memory"}, resumed.report.tiers
         return self.checked(taken, model, optimizer)

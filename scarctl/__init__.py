@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from scarctl.recovery.report import Report
-    from scarctl.session.recover import Resumed
+    from scarctl.session.resumed import Resumed
     from scarctl.session.session import Session
 
 __version__ = "0.1.0"

@@ -7,16 +7,14 @@ imports a framework that the user does not use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from inspect import Parameter, signature
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from scarctl.errors import UsageError
 from scarctl.state.caveats import Caveats
@@ -55,18 +53,18 @@ class StateGroup:
 
 
 class Adapter(Protocol):
-    """A training framework's state as groups of tensors and two small structures of extras. See `AdapterClass`."""
+    """A training framework's state as groups of tensors and a small structure of extras. See `AdapterClass`."""
 
     @property
     def automatic(self) -> bool:
         """Whether `install` hooks into the training loop; otherwise the user calls `session.step()`."""
 
     @property
-    def late_per_rank(self) -> bool:
-        """Whether `capture_late` contains values of this rank alone, which no other rank can restore."""
+    def extras_per_rank(self) -> bool:
+        """Whether `capture` contains an optimizer's values of this rank alone, which no other rank can restore."""
 
-    def mix_late(self, theirs: Any, own: Any) -> Any:
-        """Return another rank's late extras of the agreed step, with this rank's private values from `own`."""
+    def mix(self, theirs: Any, own: Any) -> Any:
+        """Return another rank's extras of the agreed step, with the optimizer's values of this rank from `own`."""
 
     @property
     def optimizer(self) -> str:
@@ -81,14 +79,16 @@ class Adapter(Protocol):
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """Return the current tensors of the groups of kind "buffer", by name. Called after every step: be quick."""
 
-    def capture_early(self) -> Any:
-        """Return extras that must be read right after a step, because the next batch changes them (RNG, data)."""
+    def capture(self) -> Mapping[str, Any]:
+        """Return the extras: random generators under "rng", the user's objects under "extras", and all that is in no
+        group. Called at each declared end of a step: be quick.
 
-    def capture_late(self) -> Any:
-        """Return extras that must be read right before the next step, because the loop changes them (schedulers)."""
+        Return copies (`scarctl.state.torch_dtypes.private`). What only a step changes may be a `Deferred`, which is
+        read until the next step.
+        """
 
-    def restore(self, early: Any, late: Any) -> None:
-        """Restore the results of the two captures. Raises UsageError when the structures do not fit."""
+    def restore(self, state: Any) -> None:
+        """Restore the result of `capture`. Raises UsageError when the structure does not fit."""
 
     def create_slots(self, layout: Layout) -> Callable[[], None]:
         """Create the optimizer's slots in `layout` that the optimizer, before its first step, does not have yet.
@@ -116,31 +116,6 @@ class KnowsTouched(Protocol):
 
         dense: include tables with dense gradients, which must be read to find their rows.
         """
-
-
-class KnowsLoop(Protocol):
-    """Optional part of an adapter, to detect when a training loop is done with a step and how it continues."""
-
-    def modules(self) -> Iterable[nn.Module]:
-        """Return the modules of the trained model."""
-
-    def late_extras(self) -> Mapping[str, Any]:
-        """Return the objects whose state `capture_late` reads, because the loop changes them after a step."""
-
-    def early_extras(self) -> Mapping[str, Any]:
-        """Return the objects whose state `capture_early` reads."""
-
-    def capture_light(self) -> Any:
-        """Copy the part of `capture_late` that loops change after a step: schedules, rates, a scale. Be quick."""
-
-    def with_light(self, late: Any, light: Any) -> Any:
-        """Return `late` with the values of `capture_light` in their places."""
-
-
-def loop_known(adapter: Adapter) -> KnowsLoop | None:
-    """Return the adapter's `KnowsLoop`, or None."""
-    inner: Any = getattr(adapter, "whole", adapter)
-    return inner if hasattr(inner, "capture_light") else None
 
 
 def touched_rows_of(adapter: Adapter) -> Callable[..., Mapping[str, torch.Tensor]] | None:
@@ -218,9 +193,6 @@ class Watching(Protocol):
     def stepped(self) -> None:
         """Note that an iteration of the session has ended."""
 
-    def look(self) -> None:
-        """Check once more, because the session is about to close."""
-
     def end(self) -> None:
         """Remove every hook. May be called more than once."""
 
@@ -234,9 +206,6 @@ class KnowsCaveats(Protocol):
 
 class _Blind:
     def stepped(self) -> None:
-        pass
-
-    def look(self) -> None:
         pass
 
     def end(self) -> None:
@@ -265,22 +234,11 @@ def find_adapter(model: Any, optimizers: Sequence[Any], **options: Any) -> Adapt
     for root in _roots(model):
         if root in installed:
             found: AdapterClass = installed[root].load()
-            _check_late(found, root, options.get("after_step"))
             return found.build(model, optimizers, **options)
     raise UsageError(
         f"no adapter is installed for {type(model).__module__}.{type(model).__qualname__}",
         hint=f"installed adapters: {', '.join(sorted(installed)) or 'none'}; or pass a dict of numpy arrays",
     )
-
-
-def _check_late(adapter: AdapterClass, name: str, late: Mapping[str, Any] | None) -> None:
-    """Raise UsageError if there are extras to read when the loop is done with a step, and the adapter cannot do so."""
-    takes = signature(adapter.build).parameters.values()
-    if late and not any(one.name == "after_step" or one.kind is Parameter.VAR_KEYWORD for one in takes):
-        raise UsageError(
-            f"the adapter for {name} reads all extras right after a step, and none later: {', '.join(sorted(late))}",
-            hint="pass them without after_step",
-        )
 
 
 def _roots(model: Any) -> list[str]:

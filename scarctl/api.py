@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from scarctl.adapter import find_adapter
+from scarctl.adapter import Adapter, find_adapter
 from scarctl.config import (
     Extra,
     Hooks,
@@ -21,12 +21,12 @@ from scarctl.config import (
 from scarctl.config.environment import warn_of_unread
 from scarctl.config.unknown import explains_options
 from scarctl.distributed.collectives import Solo, Team, is_rank, world_size
-from scarctl.distributed.coordinator import RankCoordinator
-from scarctl.distributed.members import Membership, member_of
 from scarctl.errors import UsageError
+from scarctl.rehearse.run import VARIABLE
 from scarctl.session.attached import take_over
 from scarctl.session.peers import WrittenByRanks
 from scarctl.session.session import Session
+from scarctl.store.verdict import bring_verdict
 from scarctl.util.collection import without_collection
 
 
@@ -64,11 +64,11 @@ def attach(
         pace: see `overhead` and `max_loss` of `Settings`. Default: "auto".
     partitioning: How the state is divided; fixed when the store is created. See `scarctl.Partitioning`.
     selection: Which partitions a checkpoint saves. See `scarctl.Selection`.
-    schedulers: Learning-rate schedulers, one or a list. They are read when the loop is done with a step.
-    scaler: Gradient scaler. It is read when the loop is done with a step.
+    schedulers: Learning-rate schedulers, one or a list.
+    scaler: Gradient scaler.
     extras: More objects with a state by name: with state_dict() and load_state_dict(), a dict, or a random number
-        generator. They are read right after a step, and are expected to be the same on all ranks; `scarctl.Extra`
-        marks exceptions.
+        generator. They are read when a step's end is declared (docs/loops.md), and are expected to be the same on all
+        ranks; `scarctl.Extra` marks exceptions.
     ranks: Save together with all ranks of `torch.distributed`, which all have to attach. `scarctl.Ranks` names
         parameters that they keep equal. False: this process saves alone, such as rank 0 of a data-parallel job.
         Default: together, if there are several.
@@ -93,21 +93,45 @@ def attach(
     given["arena_dir"] = _path("arena_dir", given.get("arena_dir"))
     resolved = SessionSettings.resolve(given, environ=os.environ)
     warn_of_unread(os.environ)
+    watcher = None
+    if VARIABLE in os.environ:
+        from scarctl.rehearse.watcher import watcher_of
+
+        watcher = watcher_of(os.environ)
+    if watcher is not None:
+        resolved = watcher.settings(resolved)
     named = _by_name(extras)
-    late = {name: extra.value for name, extra in named.items() if extra.after_step}
     adapter = find_adapter(
         model,
         _as_list(optimizer),
         schedulers=_as_list(schedulers),
         scaler=scaler,
-        extras={name: extra.value for name, extra in named.items() if not extra.after_step},
+        extras={name: extra.value for name, extra in named.items()},
         replicated=_replicated(ranks),
-        **({"after_step": late} if late else {}),
     )
-    hooks = hooks if adapter.automatic else "off"
-    checked = None if member is None else member_of(member)
+    session = _session(adapter, resolved, named, ranks, member, hooks if adapter.automatic else "off")
+    if watcher is not None:
+        watcher.follow(session, adapter, model, _as_list(optimizer))
+    else:
+        bring_verdict(session.store)
+    return session
+
+
+def _session(
+    adapter: Adapter,
+    resolved: SessionSettings,
+    named: Mapping[str, Extra],
+    ranks: bool | Ranks | None,
+    member: tuple[int, int] | Member | None,
+    hooks: Hooks,
+) -> Session:
+    """Return the session of a process that trains alone, of a member, or of a rank."""
     per_rank = frozenset(name for name, extra in named.items() if extra.per_rank)
-    alone = None if checked is None else Membership(checked, adapter, per_rank)
+    alone = None
+    if member is not None:
+        from scarctl.distributed.members import Membership, member_of
+
+        alone = Membership(member_of(member), adapter, per_rank)
     if alone is not None and ranks:
         raise UsageError("a member saves without the other ranks", hint="leave out ranks, or member")
     together = ranks is not False and alone is None
@@ -129,6 +153,8 @@ def attach(
         except WrittenByRanks:
             if ranks is False:
                 raise
+    from scarctl.distributed.coordinator import RankCoordinator
+
     team = Team() if several else Solo()
     try:
         coordinator = RankCoordinator.join(adapter, resolved, team, per_rank)

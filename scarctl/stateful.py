@@ -1,4 +1,4 @@
-"""Capture and restore objects with a state that exact resumption needs: generators, data positions, schedulers."""
+"""Capture and restore objects with a state that a resume needs: generators, data positions, schedulers."""
 
 from __future__ import annotations
 

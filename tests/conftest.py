@@ -7,7 +7,6 @@ import multiprocessing.resource_tracker
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -36,15 +35,14 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 # Wall-clock deadlines fail on a busy machine; in CI the examples are the same every time.
 settings.register_profile(
     "scarctl",
-    max_examples=40,
+    max_examples=20,
     deadline=None,
     derandomize=bool(os.environ.get("CI")),
     suppress_health_check=[HealthCheck.too_slow],
     print_blob=True,
 )
 settings.register_profile("long", settings.get_profile("scarctl"), max_examples=200)
-settings.register_profile("quick", settings.get_profile("scarctl"), max_examples=20)
-settings.load_profile("quick" if "tests.support.quick" in sys.modules else "scarctl")
+settings.load_profile("scarctl")
 
 ARENA_VARIABLE = "SCARCTL_ARENA_DIR"
 DAEMON_FILES = ("daemon.lock", "daemon.log")
@@ -78,7 +76,7 @@ def arena_dir(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
     folder = Path(tempfile.mkdtemp(prefix="scarctl-"))
     monkeypatch.setenv(ARENA_VARIABLE, str(folder))
     threads = set(threading.enumerate())
-    processes = set(_processes())
+    processes = set(_ids())
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield folder
@@ -167,15 +165,15 @@ def _dismiss_daemons(folder: Path) -> None:
             stop(socket.parent)
 
 
+def _ids() -> list[int]:
+    """Return the ids of all processes of the machine; none without /proc."""
+    return list(map(int, filter(str.isdigit, os.listdir("/proc")))) if os.path.isdir("/proc/self") else []
+
+
 def _new_processes(folder: Path, before: set[int]) -> dict[int, str]:
-    return {pid: what for pid, what in _processes(folder).items() if pid not in before}
+    """Return command lines by process id: of new children, and of new processes started with this arena folder.
 
-
-def _processes(folder: Path | None = None) -> dict[int, str]:
-    """Return command lines by process id: of this process's children, and of processes started with this arena folder.
-
-    A detached process is not a child any longer, but keeps its environment. Without /proc nothing is found. folder
-    None: only this process's children.
+    A detached process is not a child any longer, but keeps its environment.
     """
     found: dict[int, str] = {}
     # Helpers that live as long as the interpreter: the standard library's own, and those that fork programs for tests.
@@ -186,29 +184,24 @@ def _processes(folder: Path | None = None) -> dict[int, str]:
         *servers,
     }
     marker = f"{ARENA_VARIABLE}={folder}".encode()
-    if not os.path.isdir("/proc/self"):
-        return found
-    begun = _stat("self")[2]
-    # Every test runs this twice: an older process is not the test's, and its environment need not be read.
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        if (pid := int(name)) in helpers:
+    for pid in _ids():
+        if pid in before or pid in helpers:
             continue
         try:
-            state, parent, started = _stat(name)
+            state, parent = _stat(pid)
             ours = parent in (os.getpid(), *servers)
-            if not ours and folder is not None and started >= begun:
-                ours = marker in _read(f"/proc/{name}/environ").split(b"\0")
+            ours = ours or marker in _read(f"/proc/{pid}/environ").split(b"\0")
             if ours and state != "Z":
-                found[pid] = _read(f"/proc/{name}/cmdline").replace(b"\0", b" ").decode(errors="replace")
+                found[pid] = _read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # it has ended, or belongs to another user
     return found
 
 
-def _stat(process: str) -> tuple[str, int, int]:
-    """Return a process's state, its parent, and its start in ticks since the machine's."""
-    fields = _read(f"/proc/{process}/stat").rpartition(b")")[2].split()
-    return fields[0].decode(), int(fields[1]), int(fields[19])
+def _stat(pid: int) -> tuple[str, int]:
+    """Return a process's state and its parent."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    return fields[0].decode(), int(fields[1])
 
 
 def _read(path: str) -> bytes:

@@ -82,11 +82,6 @@ def test_options_are_grouped_by_name() -> None:
     }
 
 
-def test_an_extra_that_changes_after_the_step_is_of_all_ranks() -> None:
-    with pytest.raises(UsageError, match="the same on all ranks"):
-        scarctl.Extra({}, per_rank=True, after_step=True)
-
-
 @pytest.fixture
 def folder(arena_dir: Path, usual_saver: None) -> Iterator[Path]:
     """Yield the daemon's folder."""

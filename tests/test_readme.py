@@ -164,7 +164,7 @@ def test_the_exit_codes_are_those_that_there_are() -> None:
         for item in vars(errors).values()
         if isinstance(item, type) and issubclass(item, errors.ScarError)
     }
-    assert documented == raised | {0, 3, 4}
+    assert documented == raised | {0, 3, 4, 5}
 
 
 def test_the_arguments_of_attach_are_those_that_there_are() -> None:

@@ -22,7 +22,8 @@ from torch import nn
 
 import scarctl
 from scarctl.errors import UsageError
-from scarctl.session.recover import Resumed, check_mode
+from scarctl.session.recover import check_mode
+from scarctl.session.resumed import Resumed
 from scarctl.state.codec import encode
 from scarctl.state.torch_dtypes import plain
 from scarctl.stateful import check_stateful, state_of

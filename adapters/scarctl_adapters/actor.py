@@ -29,7 +29,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import scarctl
 from scarctl.errors import Contention, NoIntactCopy, UsageError
-from scarctl.session.recover import Resumed
+from scarctl.session.resumed import Resumed
 from scarctl.state.codec import encode
 from scarctl.state.torch_dtypes import plain
 from scarctl.store import complete_sets
@@ -147,7 +147,7 @@ class Kept:
                 raise
         # The process died before its first call was sealed. So no call was answered.
         self.session.supersede()
-        return Resumed(step=0, exact=True, report=None)
+        return Resumed(step=0, consistent=True, report=None)
 
     @property
     def fencing_token(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from scarctl.state.layout import Layout
+from scarctl.state.torch_dtypes import private
 from scarctl.stateful import (
     capture_host_rng,
     check_names,
@@ -24,7 +25,7 @@ class LoopAdapter:
     Arrays have no slots and no buffers, and nothing of an iteration changes after its end.
     """
 
-    late_per_rank: ClassVar[bool] = False
+    extras_per_rank: ClassVar[bool] = False
 
     def __init__(self, extras: Mapping[str, Any] | None) -> None:
         """Take the user's extras. Raises UsageError for one without a state that can be saved."""
@@ -38,20 +39,17 @@ class LoopAdapter:
     def create_slots(self, layout: Layout) -> Callable[[], None]:
         return lambda: None
 
-    def capture_early(self) -> dict[str, Any]:
+    def capture(self) -> dict[str, Any]:
         return {
             "rng": capture_host_rng(),
-            "extras": {name: state_of(item) for name, item in self._extras.items()},
+            "extras": {name: private(state_of(item)) for name, item in self._extras.items()},
         }
 
-    def capture_late(self) -> None:
-        return
-
-    def mix_late(self, theirs: Any, own: Any) -> Any:
+    def mix(self, theirs: Any, own: Any) -> Any:
         return theirs
 
-    def restore(self, early: Any, late: Any) -> None:
-        check_names("extras", early["extras"], self._extras)
+    def restore(self, state: Any) -> None:
+        check_names("extras", state["extras"], self._extras)
         for name, item in self._extras.items():
-            restore_state(item, early["extras"][name])
-        restore_host_rng(early["rng"])
+            restore_state(item, state["extras"][name])
+        restore_host_rng(state["rng"])

@@ -133,8 +133,8 @@ class Preemption:
         """Evacuate once for each set of nodes that are about to shut down. Return what is safe; None without such
         nodes.
 
-        All ranks evacuate, even those on other nodes: only a state of all ranks is exact. Training may continue. If
-        several nodes shut down, only the store counts, because the node with a copy may be one of them.
+        All ranks evacuate, even those on other nodes: only a state of all ranks is consistent. Training may
+        continue. If several nodes shut down, only the store counts, because the node with a copy may be one of them.
         """
         import ray.train
 

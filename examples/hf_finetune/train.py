@@ -108,7 +108,7 @@ def train(arguments: argparse.Namespace) -> None:
     resumed = callback.resumed
     assert resumed is not None
     restored = resumed.report.to_json()["bytes"] if resumed.report is not None else 0
-    print(f"resumed {resumed.step} {'exact' if resumed.exact else 'mixed'} {restored}")
+    print(f"resumed {resumed.step} {'consistent' if resumed.consistent else 'mixed'} {restored}")
     print(f"done {result.global_step} {_loss(trainer):.4f}", flush=True)
 
 

@@ -56,8 +56,8 @@ def train(store: Path, steps: int) -> None:
     state = {"params": params, "opt_state": tx.init(params)}
     with attach(state, store=store, interval=4, donated=True) as session:
         state = session.resume()
-        exact = session.resumed.exact
-        print(f"resumed after step {session.head_step}, {'exact' if exact else 'not exact'}", flush=True)
+        label = "consistent" if session.resumed.consistent else "mixed"
+        print(f"resumed after step {session.head_step}, {label}", flush=True)
         for number in range(session.head_step + 1, steps + 1):
             state, loss = step(state, *batch(number))
             state = session.step(state)

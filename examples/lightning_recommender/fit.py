@@ -27,8 +27,8 @@ class Says(pl.Callback):
         """See `Callback`."""
         resumed = self._saving.resumed
         if resumed is not None and resumed.step:
-            exactly = "exact" if resumed.exact else f"not exact: {'; '.join(resumed.reasons)}"
-            print(f"resumed after step {resumed.step} ({exactly})", flush=True)
+            label = "consistent" if resumed.consistent else f"mixed: {'; '.join(resumed.reasons)}"
+            print(f"resumed after step {resumed.step} ({label})", flush=True)
 
     def on_train_batch_end(self, trainer: Any, net: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """See `Callback`."""

@@ -12,7 +12,7 @@ from scarctl.store import ShardState, Store
 from scarctl.store.around import state_around
 from scarctl.store.record import alone
 
-UNKNOWN = "the caveats that were saved with this state cannot be read, so that it may not be exact: {}"
+UNKNOWN = "what was saved with this state cannot be read, so that it may not be consistent: {}"
 
 
 def waiting_notes(queue: HandOverQueue, whole: str | None = None) -> Notes | None:

@@ -56,7 +56,7 @@ class Behind:
         starting = saver.speed is None and lag * (step_seconds or 0.0) < _STARTING
         if lag > TURNS * turn and lag >= 2 * self._said and not starting:
             self._said = lag
-            self._caveats.say(KIND, self._text(lag, step, turn, saver.speed, step_seconds), inexact=False)
+            self._caveats.say(KIND, self._text(lag, step, turn, saver.speed, step_seconds))
 
     def _text(self, lag: int, step: int, turn: int, speed: Speed | None, step_seconds: float | None) -> str:
         text = (

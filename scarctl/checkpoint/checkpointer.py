@@ -1,7 +1,7 @@
 """Make one checkpoint in two halves, and count the work of a session.
 
 The first half starts the copy on a worker thread. The second half waits for it, and repeats the copy of groups that
-were written meanwhile. Then it reads late extras, and queues the result.
+were written meanwhile. Then it queues the result with the extras.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.step_end import Moment
 from scarctl.checkpoint.streams import Streams, Waits, ignore_captures
-from scarctl.checkpoint.uncounted import Uncounted
 from scarctl.errors import Corruption
 from scarctl.policy.interval import COPY_WEIGHT
 from scarctl.policy.turns import Turn
@@ -117,8 +116,6 @@ class _UnderWay:
     common: Callable[[], Mapping[str, str]]
     """Digests what ranks have in common."""
     torn: bool
-    copied: Copied | None = None
-    """The copy, if it has ended and is not to be repeated."""
     repeated: bool = False
     """Something was copied again after the rows for the store were set aside."""
 
@@ -146,11 +143,12 @@ class Checkpoints:
         self._streams = streams
         self._waits = Waits(streams)
         self._stats = stats
-        self._uncounted = Uncounted()
         self._fault = fault
         self._extras = extras
         self._lockstep = lockstep
         self._validate = validate
+        self.busy = False
+        """Whether `finish` has something to wait for."""
         self._under_way: _UnderWay | None = None
         self._fill: Job[None] | None = None
         self._ignores = False
@@ -159,21 +157,21 @@ class Checkpoints:
 
     def fill(self, engine: Engine) -> None:
         """Have the worker fill the arena after a resume: see `Filling`. `finish` waits for it."""
-        self._fill = self._worker.submit(engine.filling.run)
+        self._fill, self.busy = self._worker.submit(engine.filling.run), True
 
     def filled(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds until the arena is filled after a resume. Return whether that has ended."""
         return self._fill is None or self._fill.settle(timeout)
 
     @property
-    def unfinished(self) -> bool:
-        """Whether `finish` has something to wait for."""
-        return self._under_way is not None or self._fill is not None
-
-    @property
     def under_way(self) -> bool:
         """Whether a first half waits for its second."""
         return self._under_way is not None
+
+    @property
+    def moment(self) -> Moment | None:
+        """The moment whose first half waits for its second; None without one."""
+        return None if self._under_way is None else self._under_way.moment
 
     def begin(
         self,
@@ -208,29 +206,20 @@ class Checkpoints:
         def copy() -> Copied:
             with self._streams.alongside(marks):
                 copied = engine.copy(live, moment.step, turn, thorough=thorough)
-                return replace(copied, common=_steady(common, moment)) if copied.sealed else copied
+                return replace(copied, common=common()) if copied.sealed else copied
 
         counters, writes = live.all_counters(), self._lockstep.writes()
         snapshot = [[t.clone() for t in group] for group in live.tensors] if self._validate else None
         job = self._worker.submit(copy)
-        self._under_way = _UnderWay(moment, job, live, counters, snapshot, writes, common, torn)
+        self._under_way, self.busy = (
+            _UnderWay(moment, job, live, counters, snapshot, writes, common, torn),
+            True,
+        )
 
     def ready(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for the copy that the second half needs. Return whether it is done."""
         job = self._fill if self._under_way is None else self._under_way.job
         return job is None or job.settle(timeout)
-
-    def end_copy(self, engine: Engine) -> None:
-        """End the copy before the second half: it is not repeated for what is written from here on."""
-        under_way = self._under_way
-        if under_way is None or under_way.copied is not None:
-            return
-        try:
-            waited = self._wait(under_way.job, hook=True)
-            under_way.copied = self._copy_again(under_way, waited, engine)
-        except BaseException as error:
-            self._under_way = None
-            self._failed(under_way, engine, error)
 
     def _failed(self, under_way: _UnderWay, engine: Engine, error: BaseException) -> None:
         # After Ctrl-C, or an exception of a signal handler in the main thread, the copy itself continues.
@@ -246,12 +235,14 @@ class Checkpoints:
         hook: whether a hook waits for it. A call of the loop's own may wait as well, which does not count as a stall.
         """
         self._end_filling(engine)
+        self.busy = False
         under_way, self._under_way = self._under_way, None
         if under_way is None:
             return None
-        identities, copied = under_way.moment.identities, under_way.copied
+        identities = under_way.moment.identities
+        copied: Copied | None = None
         try:
-            copied = copied or self._copy_again(under_way, self._wait(under_way.job, hook=hook), engine)
+            copied = self._copy_again(under_way, self._wait(under_way.job, hook=hook), engine)
             copied = engine.without_lost(copied)
             self._count(copied, engine)
             if not copied.ids.size and not copied.sealed:
@@ -301,15 +292,11 @@ class Checkpoints:
     def _copy_again(self, under_way: _UnderWay, copied: Copied, engine: Engine) -> Copied:
         """Repeat the copy of groups that were written meanwhile.
 
-        Torch counts in-place writes to a tensor (`_version`), except writes through `.data`: `Uncounted` finds most of
-        those, `validate` all.
+        Torch counts in-place writes to a tensor (`_version`), except writes through `.data`: `validate` finds those.
         """
         live, arena, copied = under_way.live, engine.arena, engine.without_lost(copied)
         everything = copied.ids
         written = live.written(under_way.counters)
-        if under_way.snapshot is None:
-            with under_way.moment.alongside():
-                written = written | self._uncounted.written(live, everything, written)
         for g, part in live.parts(everything) if written or under_way.snapshot is not None else ():
             ids = everything[part]
             if g in written:
@@ -328,11 +315,9 @@ class Checkpoints:
                             hint="do not write through .data between optimizer steps; the copy was repeated",
                         )
                     )
-        if copied.sealed and (under_way.torn or _misses(copied, under_way) or self._uncounted.misses(live)):
+        if copied.sealed and (under_way.torn or _misses(copied, under_way)):
             copied = replace(copied, sealed=False)
-        elif copied.sealed and (
-            copied.common is None or written or under_way.writes != self._lockstep.writes()
-        ):
+        elif copied.sealed and (written or under_way.writes != self._lockstep.writes()):
             copied = replace(copied, common=under_way.common())
         if under_way.repeated:
             under_way.repeated, copied = False, engine.set_aside_again(copied)
@@ -365,12 +350,6 @@ class Checkpoints:
                     engine.layout.name(int(copied.nonfinite[0])),
                 )
             stats.nonfinite_partitions += int(copied.nonfinite.size)
-
-
-def _steady(digests: Callable[[], Mapping[str, str]], moment: Moment) -> Mapping[str, str] | None:
-    """Return the digests; None if the loop had other weights in place meanwhile, as for an evaluation on one rank."""
-    before, found = moment.weights.replaced(), digests()
-    return None if before or moment.weights.replaced() else found
 
 
 def _misses(copied: Copied, under_way: _UnderWay) -> bool:

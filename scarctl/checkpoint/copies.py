@@ -192,7 +192,7 @@ class Copies:
         self._arena.end_filling()
         if report.memory_fault:
             # The state has the right bytes: the store's.
-            self._caveats.say("memory-changed", report.memory_fault, inexact=False)
+            self._caveats.say("memory-changed", report.memory_fault)
         if new is not None:
             new.written = sink.written
         return report

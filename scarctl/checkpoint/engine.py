@@ -373,10 +373,13 @@ class Engine:
         self.arena.reset()
         self.sent.forget()
 
-    def adopt_orphans(self) -> None:
-        """Queue copies in memory that the store lacks, after the death of a process. Never raises."""
+    def adopt_orphans(self, *, whole: bool = False) -> None:
+        """Queue copies in memory that the store lacks, after the death of a process. Never raises.
+
+        whole: only if they are of one step.
+        """
         try:
-            adopt_orphans(self.arena, self.queue)
+            adopt_orphans(self.arena, self.queue, whole=whole)
             self.pace.turns.soon()
             self.saver.notify()
         except ScarError as error:

@@ -25,7 +25,7 @@ from scarctl.recovery.plan import Plan
 from scarctl.state.layout import Layout
 from scarctl.state.rows import rows_of
 from scarctl.state.torch_dtypes import torch_of
-from scarctl.state.version import NEVER, pack, step_of
+from scarctl.state.version import NEVER, epoch_of, pack, step_of
 from scarctl.util.arrays import Bytes, Ids, distinct
 
 _WORTH = 64 << 20
@@ -114,7 +114,7 @@ class Filling:
         self._later: tuple[Plan, list[list[torch.Tensor]], int] | None = None
 
     def later(self, plan: Plan, source: list[list[torch.Tensor]], step: int) -> None:
-        """Have `run` write the copies of `plan`, all of them the store's and exact.
+        """Have `run` write the copies of `plan`, all of them the store's, and not encoded.
 
         source: see `Staged.source`. step: the step from which the run continues.
         """
@@ -160,13 +160,16 @@ class Filling:
                 arena.put_rows(g, t, rows, there[rows])
             # Read from the arena: a write to the live tensors between two reads would not show.
             right[part] = checksums(arena, g, ids) == wanted[ids]
-        # All copies appear last: if the process dies before, the store's state is exact as it was.
+        # All copies appear last: if the process dies before, the store has its state as before.
         if plan.of_one and right.all():
             arena.name_whole(plan.whole)
         for version in distinct(plan.version[right]).tolist():
             ids = plan.ids[right & (plan.version == version)]
             arena.end(ids, version)
             arena.acknowledge(ids, version)
+        if right.all() and arena.whole and plan.step is not None and plan.ids.size:
+            # The store has all of this commit, which may be of a later step than any of its copies.
+            arena.seal(pack(epoch_of(int(plan.version.max())), plan.step))
         # No copy, rather than one in progress: other hosts wait for those before they count as complete.
         arena.end(plan.ids[~right], NEVER)
         return bool(right.all())
@@ -175,7 +178,7 @@ class Filling:
 def age_after(arena: Arena, step: int) -> None:
     """Relabel copies of later steps than `step`, from which the run continues, with the step before it.
 
-    So they never count as exact, and the next checkpoint is newer than they are.
+    So they never count as of one step, and the next checkpoint is newer than they are.
     """
     ahead = np.flatnonzero(step_of(arena.newest()) > step)
     if ahead.size:

@@ -82,7 +82,8 @@ class Pace:
     def due(self, step: int) -> bool:
         """Return whether a regular checkpoint is due after `step`. Call it once after every iteration."""
         now, turns = time.monotonic(), self.turns
-        if turns.waiting and not self._queue.has(min(turns.waiting)):  # they become durable in order
+        waiting = turns.waiting
+        if waiting and not self._queue.has(min(waiting)):  # they become durable in order
             try:
                 turns.look(now, self._queue.numbers())
             except ScarError as error:  # the next checkpoint meets the same fault, and reports it
@@ -98,25 +99,30 @@ class Pace:
         self._behind.look(step, self.lag(step), self.turn_steps, self._saver, self.cadence.step_seconds)
         self._say(step)
         fixed, mine = self.cadence.fixed, self._wanted()
-        due = fixed is None or step % fixed == 0
+        due = fixed is None or step % fixed == 0 or self.cadence.crossed
         # Each rank may leave a part out by itself: the others then choose among theirs.
         if not self._selector.shared or (fixed is not None and self._settings.policy != "full"):
             return mine if due else Turn.NOTHING
         skip = self._skip > 0
         self._skip = max(0, self._skip - 1)
-        self._selector.wants = Turn.NOTHING if skip else mine
+        self._selector.wants = mine
         agreed = Turn.NOTHING if skip or not due else self._selector.turn
         if agreed is not Turn.NOTHING:
             self._skip = LAG
         return agreed
 
     def _wanted(self) -> Turn:
-        """Return what this process's store is ready to get. If the interval is a setting, at its next multiple."""
+        """Return what this process's store is ready to get. If the interval is a setting, at its next multiple.
+
+        Among ranks: what it will be ready to get when all of them have agreed.
+        """
         if self.cadence.fixed is None:
             arena = self._arena
             pending = int(arena.layout.partition_bytes[arena.pending()].sum())
             # Everything, before the first copies: what the coming checkpoint copies is pending, too.
-            return self.turns.due(time.monotonic(), pending or self._state_bytes)
+            lag = LAG * self.cadence.interval if self._selector.shared else 0
+            ready_at = time.monotonic() + lag * (self.cadence.step_seconds or 0.0)
+            return self.turns.due(ready_at, pending or self._state_bytes)
         if self._settings.policy == "full":
             return Turn.NOTHING if self.turns.waiting else Turn.WHOLE
         # A part is left out while as much as the state waits.
@@ -188,7 +194,6 @@ class Pace:
                 f"step {step}: a checkpoint in memory costs {span(cost)} of training, so they are {span(seconds)} "
                 f"apart, more than max_loss={self._settings.max_loss:g} s: even twice overhead="
                 f"{self._settings.overhead:g} does not allow more. Give a larger overhead, or more processor cores",
-                inexact=False,
                 once=True,
             )
         else:
@@ -212,6 +217,5 @@ class Pace:
             f"step {step}: the store takes {span(turns.backlog_seconds)} for all that has changed, more than "
             f"{span(MAX_TURN)}, because {why}: its copies get old. Memory has newer ones, and with peers other hosts "
             f"have them, too. {remedy}",
-            inexact=False,
             once=True,
         )

@@ -48,30 +48,31 @@ class Streams:
     """One stream for each GPU that holds part of the state."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.known: dict[torch.device, torch.cuda.Stream] = {}
+        """The streams, by GPU."""
         self._trains: dict[torch.device, torch.cuda.Stream] = {}
         self._thread = threading.get_ident()
 
     def follow(self) -> None:
         """Note that a step has ended in this thread, which becomes the training thread, on its current streams."""
         self._thread = threading.get_ident()
-        if self._streams:
-            self._trains = {device: torch.cuda.current_stream(device) for device in self._streams}
+        if self.known:
+            self._trains = {device: torch.cuda.current_stream(device) for device in self.known}
 
     def mark(self) -> Marks:
         """Mark the work that the training thread has queued so far on all known GPUs. Call it in any thread."""
-        if not self._streams:
+        if not self.known:
             return {}
         here = threading.get_ident() == self._thread
-        return {device: _mark(device, None if here else self._trains.get(device)) for device in self._streams}
+        return {device: _mark(device, None if here else self._trains.get(device)) for device in self.known}
 
     def complete(self, marks: Marks, among: Iterable[torch.device]) -> Marks:
         """Return marks for the GPUs among these devices, which become known; missing marks are made."""
         devices = {device for device in among if device.type == "cuda"}
-        for device in devices - self._streams.keys():
+        for device in devices - self.known.keys():
             # Of high priority: streams of one priority may share a hardware queue, in which a copy would wait for
             # all that training has queued.
-            self._streams[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+            self.known[device] = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
             if threading.get_ident() == self._thread:
                 self._trains[device] = torch.cuda.current_stream(device)
         return {device: marks.get(device) or _mark(device) for device in devices}
@@ -93,7 +94,7 @@ class Streams:
         made: dict[torch.device, torch.cuda.Event] = {}
         if threading.get_ident() != self._thread or is_capturing():
             return made
-        for device in self._streams:
+        for device in self.known:
             made[device] = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             made[device].record(self._trains.get(device) or torch.cuda.current_stream(device))
         return made
@@ -103,7 +104,7 @@ class Streams:
         """Run the work inside after the marks, and wait for it at exit. Call it in any thread."""
         with contextlib.ExitStack() as stack:
             for device, mark in marks.items():
-                stream = self._streams[device]
+                stream = self.known[device]
                 stream.wait_event(mark)
                 stack.enter_context(torch.cuda.stream(stream))
                 stack.callback(stream.synchronize)
@@ -114,18 +115,18 @@ class Waits:
     """Measures how long GPUs have nothing to do because the training thread waits."""
 
     def __init__(self, streams: Streams) -> None:
-        self._streams = streams
+        self.known = streams
         self._began: Marks = {}
         self._open: list[tuple[Marks, Marks]] = []
 
     def begin(self) -> None:
         """Note that the training thread begins to wait."""
-        self._began = self._streams.times()
+        self._began = self.known.times()
 
     def end(self) -> bool:
         """Note that it has waited. Return whether GPUs are measured: then its waiting is not time lost."""
         if self._began:
-            self._open.append((self._began, self._streams.times()))
+            self._open.append((self._began, self.known.times()))
         return bool(self._began)
 
     def idle(self) -> float:

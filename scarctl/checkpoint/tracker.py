@@ -16,6 +16,7 @@ the store as a whole compares a quarter of the values (`scarctl.checkpoint.partl
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
+from functools import partial
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ def touched_of(adapter: Adapter, *, hooked: bool) -> Callable[[], Mapping[str, t
     hooked: whether the session hooks into the optimizers' steps.
     """
     rows = touched_rows_of(adapter)
-    return (lambda: rows(dense=False)) if rows is not None and hooked else None
+    return partial(rows, dense=False) if rows is not None and hooked else None
 
 
 class Tracker:

@@ -123,5 +123,5 @@ def _text(done: Checkpoint, store: str, dry_run: bool) -> str:
     return (
         f"step {done.step}: {verb} {done.saved_partitions} of {counted(done.total_partitions, 'partition')}, "
         f"{human_bytes(done.saved_bytes)} of {human_bytes(done.total_bytes)} ({share:.1%}), to {store}"
-        f"{of_whole(done.whole, done.reasons)}"
+        f"{of_whole(done.consistent, done.reasons)}"
     )

@@ -125,7 +125,7 @@ class _Survey(TypedDict):
     stalest_layers: list[Layer]
     """The parameters and buffers with the oldest copies of changed values, at most 20."""
     encoded_partitions: dict[str, int]
-    """Newest copies in the store that are not exact, by their encoding: see `Selection.encoding`."""
+    """Newest copies in the store in fewer bits, by their encoding: see `Selection.encoding`."""
     store: Usage
     snapshots: list[Snapshot]
     run: RunOnHost | None
@@ -173,12 +173,10 @@ class RecoveredRanks(TypedDict):
 
 class _Restored(TypedDict):
     mode: Literal["partial", "rollback"]
-    exact: bool
-    """The restored state is that of one commit of the whole state, and no caveat was saved with it."""
-    whole: bool
-    """The restored state is that of one commit of the whole state. It may still not be exact."""
+    consistent: bool
+    """Everything that was given to `attach` is of one step, as one commit saved it."""
     reasons: list[str]
-    """Reasons why it is not exact, one sentence each. Empty if it is."""
+    """Reasons why it is mixed, one sentence each. Empty if it is consistent."""
     degraded: bool
     """Whether an older copy had to be used instead of the newest one."""
     step: int | None
@@ -188,7 +186,7 @@ class _Restored(TypedDict):
     bytes: int
     tiers: Tiers
     encoded_partitions: int
-    """Restored from encoded copies, which are not exact."""
+    """Restored from encoded copies, which have fewer bits."""
     perturbation: Perturbation
     rework: Rework
     rollback_steps: int | None
@@ -223,12 +221,10 @@ class SavedByProcess(TypedDict):
     total_bytes: int
     saved_bytes: int
     durable: bool
-    exact: bool
-    """Whether the store has the whole state of `step`, and no caveat was saved with it."""
-    whole: bool
-    """Whether the store has the whole state of `step`. It may still not be exact."""
+    consistent: bool
+    """Whether the store has the whole state of `step`, as one commit saved it."""
     reasons: list[str]
-    """Reasons why it is not exact, one sentence each. Empty if it is."""
+    """Reasons why it is mixed, one sentence each. Empty if it is consistent."""
     pid: int
 
 

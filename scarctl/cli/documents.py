@@ -86,12 +86,10 @@ class EvacuatedStore(TypedDict):
 
     store: str
     safe: bool
-    exact: bool
-    """Whether one commit of their whole state outlives the host, without a caveat, and with equal values of ranks."""
-    whole: bool
-    """Whether one commit of their whole state outlives the host. It may still not be exact."""
+    consistent: bool
+    """Whether one commit of their whole state outlives the host, with equal values of ranks."""
     reasons: list[str]
-    """Reasons why it is not exact, one sentence each. Empty if it is."""
+    """Reasons why it is mixed, one sentence each. Empty if it is consistent."""
     rework: Rework
     processes: list[EvacuatedProcess]
 

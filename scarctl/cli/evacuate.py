@@ -96,7 +96,7 @@ def _of_store(store: Store) -> list[str]:
     stored = not there and (not store.whole or all(one.sealed for one in found))
     how = " in the store" if stored else ""
     if store.whole:
-        how += " (exact)" if store.exact else f" (not exact: {joined(store.reasons)})"
+        how += " (consistent)" if store.consistent else f" (mixed: {joined(store.reasons)})"
     head = f"{store.url}: step {step}: {human_bytes(total - lost)} of {human_bytes(total)} are safe{how}"
     lines = [
         f"{head}; {human_bytes(written)} written now" if found else f"{store.url}: what is safe is not known"

@@ -20,7 +20,7 @@ from scarctl.cli.output import (
 )
 from scarctl.cli.progress import Progress
 from scarctl.cli.units import WholeSize
-from scarctl.util.text import counted, human_bytes, joined
+from scarctl.util.text import counted, human_bytes
 
 EXAMPLES = """\b
 Examples:
@@ -77,13 +77,11 @@ def command(output: Path, store: str, max_shard_size: int, **options: Any) -> in
     done = export(settings, progress=Progress("exported"))
     for problem in done.problems:
         warn(problem)
-    why = "not exact, as newer copies may be lost" if done.degraded else "mixed"
+    why = "mixed, as newer copies may be lost" if done.degraded else "mixed"
     label = (
-        f"exact, of step {done.step}"
-        if done.exact
-        else f"of step {done.step}, not exact: {joined(done.reasons)}"
-        if done.whole
-        else f"not exact, with {counted(done.encoded_partitions, 'partition')} from encoded copies, "
+        f"consistent, of step {done.step}"
+        if done.consistent
+        else f"mixed, with {counted(done.encoded_partitions, 'partition')} from encoded copies, "
         f"of steps {done.oldest_step} to {done.newest_step}"
         if done.encoded_partitions
         else f"{why}, of steps {done.oldest_step} to {done.newest_step}"

@@ -106,7 +106,7 @@ def summary(view: Survey) -> list[str]:
         f"{counted(usage['segments'], 'segment')}, {counted(usage['records'], 'record')}",
     ]
     lines += [
-        f"not exact: {counted(copies, 'copy', 'copies')} in {encoding}, "
+        f"in fewer bits: {counted(copies, 'copy', 'copies')} in {encoding}, "
         f"with errors up to {100 * ERROR_BOUND[encoding]:.1f} % of {_OF[encoding]}"
         for encoding, copies in view.encoded.items()
     ]
@@ -360,6 +360,8 @@ def heatmap(staleness: NDArray[np.int64], width: int) -> list[Text]:
 
 
 def _step(view: Survey) -> str:
+    if view.age.finished:
+        return f"finished at step {view.step}"
     return f"step {view.step}{' or later' if view.age.is_lower_bound else ''}"
 
 

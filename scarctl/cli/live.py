@@ -21,7 +21,7 @@ from scarctl.cli.output import (
     timeout_option,
     warn,
 )
-from scarctl.cli.recover import cost_lines, not_exact
+from scarctl.cli.recover import cost_lines, not_consistent
 from scarctl.util.text import counted, human_bytes
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ def report_saved(
         {**done, "live": True, "full": full},
         text=f"step {done['step']}: {who} saved {done['saved_partitions']} of "
         f"{counted(done['total_partitions'], 'partition')}, {human_bytes(done['saved_bytes'])}, "
-        f"to {shown_url(url)}{of_whole(done['whole'], done['reasons'])}",
+        f"to {shown_url(url)}{of_whole(made.whole, made.reasons)}",
     )
-    if not full or done["whole"] or (done.get("members") and done["complete"]):
+    if not full or made.whole or (done.get("members") and done["complete"]):
         return EXIT_OK
     missing = ", so no snapshot is made" if snapshot else ""
     why = "values may not be finite"
@@ -128,8 +128,8 @@ def recover(
     lines = [
         f"restored {counted(partitions, 'partition')}, {human_bytes(nbytes)}, in place, after step {done['step']}"
     ]
-    if report["whole"] and report["reasons"]:
-        lines.append(not_exact(report["step"], report["reasons"]))
+    if not report["consistent"]:
+        lines.append(not_consistent(report["step"], report["reasons"]))
     cost = Cost(Rework(**report["rework"]), report["rollback_steps"], report["reason"])
     lines += cost_lines(cost, report["mode"])
     if len(ranks) > 1:

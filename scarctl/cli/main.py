@@ -38,6 +38,7 @@ COMMANDS = {
     "plan": "Recommend how often to save how much, and whether that pays.",
     "prune": "Delete old copies and sealed states that need not be kept.",
     "recover": "Restore only the lost parts of a state.",
+    "rehearse": "Kill a program, start it again, and compare, bit for bit.",
     "report": "Write a page about a store: safety, ages, recoveries.",
     "run": "Run a command whose sessions save through the host's daemon.",
     "simulate": "Fail runs of a workload, and count the iterations that costs.",
@@ -65,6 +66,7 @@ OPTIONS = frozenset(
         "dry_run",
         "restarts",
         "rounds",
+        "steps",
         "keep_last",
         "keep_every",
         "max_rework",
@@ -98,8 +100,9 @@ that has no effect is named in a warning. A scarctl.toml that others may write i
 
 \b
 Exit codes:
-  0 ok  1 error  2 usage  3 partly done  4 different  10 no store  11 contention  12 access denied  13 corruption
-  14 store lacks a guarantee  15 fenced  16 no intact copy  17 store unavailable  128+N ended by signal N
+  0 ok  1 error  2 usage  3 partly done  4 different  5 not deterministic  10 no store  11 contention
+  12 access denied  13 corruption  14 store lacks a guarantee  15 fenced  16 no intact copy
+  17 store unavailable  128+N ended by signal N
 """
 
 

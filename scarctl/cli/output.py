@@ -39,6 +39,7 @@ EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_PARTLY = 3
 EXIT_DIFFERENT = 4
+EXIT_NOT_DETERMINISTIC = 5
 EXIT_CORRUPT = 13
 EXIT_NO_GUARANTEE = 14
 EXIT_RUN_FAILED = 125
@@ -262,7 +263,7 @@ def of_whole(whole: bool, reasons: Sequence[str]) -> str:
     """Return the label of a checkpoint, after what was saved; "" unless the store has the whole state of its step."""
     if not whole:
         return ""
-    return f"; the whole state is of this step{f', not exact: {joined(reasons)}' if reasons else ''}"
+    return f"; the whole state is of this step{f', but mixed: {joined(reasons)}' if reasons else ''}"
 
 
 def in_iterations(amount: object) -> str:

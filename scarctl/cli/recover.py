@@ -109,9 +109,9 @@ def cost_lines(cost: Cost, mode: str) -> list[str]:
     return lines
 
 
-def not_exact(step: int | None, reasons: Sequence[str]) -> str:
-    """Return the label of copies that are all of one step, of a state that is not exact."""
-    return f"all copies are of step {step}; not exact: {joined(reasons)}"
+def not_consistent(step: int | None, reasons: Sequence[str]) -> str:
+    """Return the label of a state that is mixed. step: that of all copies; None if they are of several."""
+    return f"{'' if step is None else f'all copies are of step {step}; '}mixed: {joined(reasons)}"
 
 
 def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
@@ -119,17 +119,17 @@ def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
     tiers = ", ".join(f"{count} from {tier}" for tier, count in fields["tiers"].items()) or "none"
     encoded = fields["encoded_partitions"]
     if encoded:
-        label = f"{counted(encoded, 'copy', 'copies')} were encoded, in fewer bits: the state is perturbed"
-    elif plan.exact:
-        label = f"the state is exact, of step {plan.step}"
+        label = f"{counted(encoded, 'copy', 'copies')} were encoded, in fewer bits: the state is mixed"
+    elif plan.consistent:
+        label = f"the state is consistent, of step {plan.step}"
     elif plan.step is None:
-        label = "restored copies are of several steps: the state is perturbed"
+        label = "mixed: restored copies are of several steps"
     elif plan.degraded and not plan.of_one:
-        label = f"restored copies are of step {plan.step}, and newer ones may be lost: the state is not exact"
+        label = f"restored copies are of step {plan.step}, and newer ones may be lost: the state is mixed"
     elif plan.caveats or not plan.whole:
-        label = not_exact(plan.step, plan.caveats or plan.reasons)
+        label = not_consistent(plan.step, plan.caveats or plan.reasons)
     else:
-        label = f"restored copies are of step {plan.step}; the state is exact only if the survivors are, too"
+        label = f"restored copies are of step {plan.step}; the state is consistent only if the survivors are of it, too"
     lines = [
         f"{'would restore' if dry_run else 'restored'} {counted(fields['restored_partitions'], 'partition')} "
         f"({tiers}), "

@@ -158,8 +158,8 @@ def _steps(report: Report) -> list[str]:
 
 def _is_failure(event: Event) -> bool:
     """Return whether an event is a loss: a recovery, or a resume from a mix of steps."""
-    of_one = True in (event.facts.get("exact"), event.facts.get("whole"))
-    return event.kind == "recovered" or (event.kind == "resumed" and not of_one)
+    consistent = event.facts.get("consistent") is True
+    return event.kind == "recovered" or (event.kind == "resumed" and not consistent)
 
 
 # -- is it safe --------------------------------------------------------------------------------------------------
@@ -246,9 +246,11 @@ def _event_cells(event: Event) -> tuple[str, ...]:
     facts = event.facts
     if event.kind == "started":
         return "", str(facts.get("process", "")), "", "", ""
+    if event.kind == "closed":
+        return ("",)
     if event.kind in ("ranks differ", "ranks agree"):
         return ("of parameters that all ranks should have in common",)
-    label = next((f", {name}" for name in ("exact", "whole") if facts.get(name) is True), "")
+    label = ", consistent" if facts.get("consistent") is True else ""
     restored = f"{facts.get('partitions', 'all')}{label}"
     tiers = ", ".join(f"{facts[tier]} {tier}" for tier in ("memory", "peer", "store") if facts.get(tier))
     low, high = facts.get("low"), facts.get("high")

@@ -26,6 +26,7 @@ from scarctl.ops.surveyed import RankLine, ShardLine
 from scarctl.ops.verify_file import VerifiedCheckpoint
 from scarctl.peers.probe import PeerDiagnosis
 from scarctl.persist.evacuated import Evacuated
+from scarctl.rehearse.rehearsal import Rehearsed
 from scarctl.store.doctor import Diagnosis
 from scarctl.util.document import Document, document_fields
 
@@ -42,6 +43,7 @@ DOCUMENTS: dict[str, tuple[type, ...]] = {
     "plan": (studies.Plan,),
     "prune": (documents.Prune, documents.PruneOfRanks),
     "recover": (documents.Recover, documents.RecoverOfRanks),
+    "rehearse": (Rehearsed,),
     "report": (studies.Report,),
     "simulate": (studies.Simulate,),
     "snapshot create": (documents.SnapshotCreatedLive, Checkpoint),

@@ -85,6 +85,7 @@ def _look(wanted: str | None, arena_dir: str | None) -> list[Health]:
     from scarctl.ops.health import LOSING, Finding, health_of, unreadable, worst_first
     from scarctl.ops.known import daemon_here, known_stores, runs_of
     from scarctl.ops.survey import survey
+    from scarctl.store.verdict import read_verdict
 
     daemon: DaemonStatus | None = None
     silent: ScarError | None = None
@@ -103,7 +104,9 @@ def _look(wanted: str | None, arena_dir: str | None) -> list[Health]:
     for place in places:
         try:
             opened = open_store(place)
-            found.append(health_of(survey(opened, arena_dir), runs_of(daemon, opened.run_id)))
+            found.append(
+                health_of(survey(opened, arena_dir), runs_of(daemon, opened.run_id), read_verdict(opened))
+            )
         except ScarError as error:
             found.append(unreadable(place, error, remembered=wanted is None))
     if silent is not None:

@@ -54,12 +54,14 @@ OF_COMMANDS = frozenset(
             "state_bytes",
             "step",
             "step_time",
+            "steps",
         ),
         *(
             "to",
             "watch",
             "daemon_timeout",
             "live_timeout",
+            "rehearse_timeout",
             "run_timeout",
             "snapshot_timeout",
             "simulate_data",
@@ -76,7 +78,7 @@ _NOT_TEXT = {
     "storage_options": "give it in scarctl.toml, or in scarctl.Settings",
 }
 _RENAMED = {"wait": "run_timeout", "drain_timeout": "timeout"}
-_OURS = frozenset({"restart_count"})
+_OURS = frozenset({"rehearsal", "restart_count"})
 """Variables that scarctl sets for other programs."""
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 from scarctl.config.unknown import explained
-from scarctl.errors import UsageError
 from scarctl.state.encodings import Encoding
 
 Policy: TypeAlias = Literal["aged", "priority", "round", "random", "full"]
@@ -68,7 +67,7 @@ class Selection:
         another copy of the parameters; it is for studies. Default: "auto".
     encoding: How partial checkpoints store parameters and their slots: "exact", "bfloat16" (half of the bytes of
         float32) or "int8" (a quarter; one scale for each row). Fewer bits save more partitions with the same bytes.
-        Copies in memory, flushes and whole checkpoints stay exact. A resume from encoded copies is not exact (see
+        Copies in memory, flushes and whole checkpoints stay exact. A resume from encoded copies is mixed (see
         docs/benchmarks.md). Default: "exact".
     max_staleness: Age in iterations at which a changed partition is saved before all others. Default: no limit.
     """
@@ -153,25 +152,14 @@ class Settings:
 @explained()
 @dataclass(frozen=True)
 class Extra:
-    """An object in `extras` that is not the same on all ranks, or that the loop changes after the optimizer's step.
+    """An object in `extras` that is not the same on all ranks.
 
     value: Object with a state: state_dict() and load_state_dict(), a dict, or a random number generator.
     per_rank: Save each rank's own state. Otherwise all ranks are expected to have the same. Default: False.
-    after_step: Read the state when the loop is done with a step, as for an average of the model, and not right after
-        the optimizer's step. A loop over `Session.batches` does not need it. Default: False.
-
-    Raises UsageError if both are True: such a state cannot be saved yet.
     """
 
     value: Any
     per_rank: bool = False
-    after_step: bool = False
-
-    def __post_init__(self) -> None:
-        if self.per_rank and self.after_step:
-            raise UsageError(
-                "an extra with after_step=True is the same on all ranks", hint="leave out per_rank"
-            )
 
 
 @explained()

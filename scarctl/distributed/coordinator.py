@@ -33,7 +33,7 @@ from scarctl.distributed.digests import Digests
 from scarctl.distributed.host_address import place_of
 from scarctl.distributed.host_memory import bring_leftovers, bring_memory
 from scarctl.distributed.leftover_arenas import fence, save_leftovers
-from scarctl.distributed.own_extras import Early, completed, with_own
+from scarctl.distributed.own_extras import Own, completed, with_own
 from scarctl.distributed.owned_adapter import OwnedAdapter, broadcast_over, holdings_of, slots_of, spread
 from scarctl.distributed.ownership import Division, Holding, divide
 from scarctl.distributed.presence import Presence
@@ -279,9 +279,9 @@ class RankCoordinator(Together):
     def agree_on_state(self, found: Found | None, store: Store) -> AgreedState | None:
         mine = None
         if found is not None:
-            whole = found.whole if found.exact else ""
+            whole = found.whole if found.consistent else ""
             standing = RankState(
-                found.step, found.exact, found.survived, found.distance, found.owns, whole, found.head
+                found.step, found.consistent, found.survived, found.distance, found.owns, whole, found.head
             )
             mine = standing.to_list()
         gathered = self.team.gather(mine)
@@ -296,7 +296,7 @@ class RankCoordinator(Together):
             tree = None if extras is None else extras.to_tree()
             theirs = self.team.from_rank(agreement.reference, plain(tree) if leads else None)
         if extras is None or found.step != agreement.step:
-            own = extras or Extras(self.adapter.capture_early(), self.adapter.capture_late())
+            own = extras or Extras(self.adapter.capture())
             extras = self._mixed(Extras.from_tree(torched(theirs)), own)
         extras = self.completed(extras)
         stored = History() if found.extras is None else History.from_array(found.extras.notes.points)
@@ -305,19 +305,19 @@ class RankCoordinator(Together):
         moved = self.team.gather([list(point) for point in points] if measures else None)
         outlook = _outlook(agreement.step, [points for points in moved if points is not None])
         summary = self._summary(agreement, everyone, store, outlook)
-        return AgreedState(agreement.step, extras, agreement.exact, summary)
+        return AgreedState(agreement.step, extras, agreement.consistent, summary)
 
     def completed(self, extras: Extras) -> Extras:
-        early = Early.of(extras.early)
-        if early.rng is not None and not self._rank_extras - early.objects.keys():
+        own = Own.of(extras.state)
+        if own.rng is not None and not self._rank_extras - own.objects.keys():
             return extras
-        return completed(extras, Early.of(self.adapter.capture_early()), self._rank_extras)
+        return completed(extras, Own.of(self.adapter.capture()), self._rank_extras)
 
     def _mixed(self, theirs: Extras, own: Extras) -> Extras:
         """Return another rank's extras of the common step, with the parts that every rank saves itself from `own`."""
-        late = self.adapter.mix_late(theirs.late, own.late)
-        mixed = with_own(theirs, Early.of(own.early), self._rank_extras)
-        return replace(mixed, late=late, notes=theirs.notes.of_part(own.notes))
+        state = self.adapter.mix(theirs.state, own.state)
+        mixed = with_own(replace(theirs, state=state), Own.of(own.state), self._rank_extras)
+        return replace(mixed, notes=theirs.notes.of_part(own.notes))
 
     def _summary(
         self, agreement: Agreement, everyone: list[RankState], store: Store, outlook: Outlook
@@ -332,7 +332,7 @@ class RankCoordinator(Together):
                 "lost": list(agreement.lost),
                 "steps": [standing.step for standing in everyone],
                 "step": agreement.step,
-                "exact": agreement.exact,
+                "consistent": agreement.consistent,
                 "perturbation": perturbation_of(everyone, agreement).to_json(),
                 "rework": rework.to_json(),
                 "rollback_steps": back,

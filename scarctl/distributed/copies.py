@@ -82,7 +82,7 @@ def keep_copies(
     _say_missing(hosts, settings, caveats)
     keepers = [hosts[n] for n in chosen[: settings.peers]]
     if keepers and all(is_near(host.domain, host.address) for host in keepers):
-        caveats.say("peer-machine", NEAR, inexact=False)
+        caveats.say("peer-machine", NEAR)
     if not port or not isinstance(saver, DaemonSaver):
         return None
     peers = [
@@ -107,7 +107,7 @@ def _admit(saver: Saver, credentials: Credentials, address: str, rate: float | N
             )
         except ScarError as error:
             why = str(error)
-    caveats.say(COPIES, f"{NO_COPY}: {why}", inexact=False)
+    caveats.say(COPIES, f"{NO_COPY}: {why}")
     return 0
 
 
@@ -118,7 +118,6 @@ def _say_missing(hosts: Sequence[Location], settings: SessionSettings, caveats: 
         caveats.say(
             COPIES,
             f"peers={settings.peers}, but only {counted(there, 'host')} can keep copies of memory: {found}",
-            inexact=False,
         )
 
 

@@ -13,7 +13,7 @@ from scarctl.arena.arena import Arena
 from scarctl.checkpoint.live_state import is_placeholder
 from scarctl.config import SessionSettings
 from scarctl.distributed.leftover_arenas import save_own
-from scarctl.distributed.own_extras import Early, with_own
+from scarctl.distributed.own_extras import Own, with_own
 from scarctl.distributed.owned_adapter import group_of
 from scarctl.errors import LayoutMismatch, NoIntactCopy, Unavailable
 from scarctl.recovery.members import Predecessors, overlapping, predecessors
@@ -89,7 +89,7 @@ class Heir:
         )
 
     def fill(self, arena: Arena) -> AgreedState:
-        """See `Elsewhere`. No state of several members is exact."""
+        """See `Elsewhere`. No state of several members is consistent."""
         groups = arena.layout.groups
         taken = [g for g in range(len(groups)) if not self._new[g]]
         wanted = as_member(Layout([groups[g] for g in taken], arena.layout.optimizer), self._number)
@@ -104,13 +104,15 @@ class Heir:
                 f"{self._found.parts.store.url}: the extras of shard {self._shard} were collected meanwhile",
                 hint="resume again; nothing was changed",
             )
-        return AgreedState(step_of(saved[0]), self._mixed(Extras.from_tree(torched(saved[1]))), exact=False)
+        return AgreedState(
+            step_of(saved[0]), self._mixed(Extras.from_tree(torched(saved[1]))), consistent=False
+        )
 
     def _mixed(self, extras: Extras) -> Extras:
         """Return extras that may be another member's: the random generators of this member are its own."""
         if self._found.numbers[self._shard] == self._number:
             return extras
-        return with_own(extras, Early.of(self._adapter.capture_early()), self._own_extras)
+        return with_own(extras, Own.of(self._adapter.capture()), self._own_extras)
 
     def _keep(self, arena: Arena, g: int) -> None:
         """Put the live values of a tensor that no member has saved into the arena. Its slots are zeros."""

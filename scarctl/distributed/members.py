@@ -148,7 +148,7 @@ class Membership(Together):
         if not settings.peers or self._credentials is None:
             return
         if not isinstance(saver, DaemonSaver):
-            caveats.say("peers", f"{NO_COPY}: there is no daemon", inexact=False)
+            caveats.say("peers", f"{NO_COPY}: there is no daemon")
             return
         assert self._view is not None, "the store is open"
         self._meeting = Meeting(self._view, saver, settings, self._credentials, self.start, caveats)

@@ -97,11 +97,11 @@ class OwnedAdapter:
         return self._adapter.automatic
 
     @property
-    def late_per_rank(self) -> bool:
-        return self._adapter.late_per_rank
+    def extras_per_rank(self) -> bool:
+        return self._adapter.extras_per_rank
 
-    def mix_late(self, theirs: Any, own: Any) -> Any:
-        return self._adapter.mix_late(theirs, own)
+    def mix(self, theirs: Any, own: Any) -> Any:
+        return self._adapter.mix(theirs, own)
 
     @property
     def optimizer(self) -> str:
@@ -155,14 +155,11 @@ class OwnedAdapter:
         found = self._adapter.buffers()
         return {stored: found[name] for name, stored in self._buffers.items() if name in found}
 
-    def capture_early(self) -> Any:
-        return self._adapter.capture_early()
+    def capture(self) -> Any:
+        return self._adapter.capture()
 
-    def capture_late(self) -> Any:
-        return self._adapter.capture_late()
-
-    def restore(self, early: Any, late: Any) -> None:
-        self._adapter.restore(early, late)
+    def restore(self, state: Any) -> None:
+        self._adapter.restore(state)
 
     def learn_slots(self, slots: Slots) -> None:
         """Keep the slots of tensors that other ranks own, from `slots_of`, for `create_slots`."""

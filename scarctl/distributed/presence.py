@@ -144,7 +144,7 @@ class Presence:
 
     def _say(self, kind: str, message: str) -> None:
         if not self._ended.is_set():
-            self._caveats.say(kind, message, inexact=False)
+            self._caveats.say(kind, message)
 
 
 def jittered(seconds: float) -> float:

@@ -24,7 +24,7 @@ from scarctl.arena.owner import disown, read_owner
 from scarctl.arena.queue import HandOverQueue
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.config import SessionSettings
-from scarctl.distributed.own_extras import NOTHING, Early, with_own
+from scarctl.distributed.own_extras import NOTHING, Own, with_own
 from scarctl.distributed.ownership import Division
 from scarctl.errors import Contention, Unavailable
 from scarctl.state.caveats import Caveat
@@ -230,9 +230,9 @@ def _is_of(arena: Arena, store: Store) -> bool:
 
 def _for_owner(extras: Extras, known: Extras | None, names: Collection[str]) -> Extras:
     """Return the survivor's extras. Parts that every rank saves itself come from `known`, the owner's newest extras."""
-    early, notes = (NOTHING, Notes()) if known is None else (Early.of(known.early), known.notes)
+    own, notes = (NOTHING, Notes()) if known is None else (Own.of(known.state), known.notes)
     notes = extras.notes.of_part(notes)
-    return replace(with_own(extras, early, names), notes=replace(notes, caveats=(*notes.caveats, _OLDER)))
+    return replace(with_own(extras, own, names), notes=replace(notes, caveats=(*notes.caveats, _OLDER)))
 
 
 def _tensors(arena: Arena, held: _Held, groups: Sequence[StateGroup]) -> list[list[torch.Tensor]]:

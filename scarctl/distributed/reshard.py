@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scarctl.arena.arena import Arena
 from scarctl.distributed.collectives import Team
-from scarctl.distributed.own_extras import Early, with_own
+from scarctl.distributed.own_extras import Own, with_own
 from scarctl.distributed.owned_adapter import OwnedAdapter, group_of
 from scarctl.distributed.ownership import Division
 from scarctl.distributed.resume_step import MAX_APART, RankState, agree_on_step, perturbation_of
@@ -38,7 +38,7 @@ class Moved:
         self._rank_extras = rank_extras
         self._adapter = adapter
         self._team = team
-        if adapter.late_per_rank:
+        if adapter.extras_per_rank:
             raise UsageError(
                 "the optimizer's state differs between ranks, so it cannot be divided in another way",
                 hint="start as many ranks as before, or use an optimizer whose state is sharded by FSDP",
@@ -69,23 +69,23 @@ class Moved:
         mine = extras if rank == agreement.reference else None
         if mine is None and rank < len(shards):
             mine = self._extras(shards[rank])
-        own = None if mine is None else Early.of(mine.early)
+        own = None if mine is None else Own.of(mine.state)
         if own is None or own.rng is None:  # another rank saved this part, without this rank's generators
-            own = Early.of(self._adapter.capture_early())
+            own = Own.of(self._adapter.capture())
         mixed = with_own(extras, own, self._rank_extras & own.objects.keys())
-        exact = agreement.exact and bool(self._parts.whole)
+        consistent = agreement.consistent and bool(self._parts.whole)
         reasons = _otherwise(self._parts.world, self._team.world)
         summary = {
             "world": self._team.world,
             "lost": list(agreement.lost),
             "steps": [standing.step for standing in standings],
             "step": agreement.step,
-            "exact": exact and not reasons,
+            "consistent": consistent and not reasons,
             "perturbation": perturbation_of(standings, agreement).to_json(),
             "rework": Rework(None, reason="the state was saved under another division").to_json(),
             "rollback_steps": None,
         }
-        return AgreedState(agreement.step, mixed, exact, summary, reasons)
+        return AgreedState(agreement.step, mixed, consistent, summary, reasons)
 
     def _standings(self) -> tuple[list[RankState], list[int]]:
         """Return the standing and number of every shard with extras. A single process has extras in one shard."""
@@ -99,16 +99,18 @@ class Moved:
                 "generators were never saved"
             )
         steps = {shard: step_of(state.extras[0]) for shard, state in states.items() if state.extras}
-        exact = {shard: self._is_exact(states[shard], step) for shard, step in steps.items()}
+        consistent = {shard: self._is_consistent(states[shard], step) for shard, step in steps.items()}
         owns = {shard: bool(len(state.ids)) for shard, state in states.items()}
-        head = max((steps[shard] for shard in states if exact[shard] and owns[shard]), default=-1)
+        head = max((steps[shard] for shard in states if consistent[shard] and owns[shard]), default=-1)
         # Copies that survived in memory have been saved to the store since. Survivors were in the same iteration.
-        survived = {shard: exact[shard] and steps[shard] >= head - MAX_APART for shard in states}
-        wholes = {s: states[s].whole if exact[s] else "" for s in states}
-        found = [RankState(steps[s], exact[s], survived[s], owns=owns[s], whole=wholes[s]) for s in states]
+        survived = {shard: consistent[shard] and steps[shard] >= head - MAX_APART for shard in states}
+        wholes = {s: states[s].whole if consistent[s] else "" for s in states}
+        found = [
+            RankState(steps[s], consistent[s], survived[s], owns=owns[s], whole=wholes[s]) for s in states
+        ]
         return found, list(states)
 
-    def _is_exact(self, state: ShardState, step: int) -> bool:
+    def _is_consistent(self, state: ShardState, step: int) -> bool:
         """Return whether a shard's extras and copies are of one commit; for a single process, those of all shards."""
         whole = state.whole if self._parts.of_ranks else self._parts.whole
         same = not len(state.ids) or (bool(whole) and state.extras_whole == whole)

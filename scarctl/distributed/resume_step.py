@@ -20,7 +20,7 @@ class RankState:
 
     step: int
     """Step of its newest extras."""
-    exact: bool
+    consistent: bool
     """All its copies are of that step, and of one commit of the whole state."""
     survived: bool
     """Whether its arena has the last iteration that it finished."""
@@ -35,7 +35,7 @@ class RankState:
 
     def to_list(self) -> list[Any]:
         """Return the fields as a list, for `Team.gather`."""
-        return [self.step, self.exact, self.survived, self.distance, self.owns, self.whole, self.head]
+        return [self.step, self.consistent, self.survived, self.distance, self.owns, self.whole, self.head]
 
     def unseen(self, step: int) -> int:
         """Return the iterations up to `step` after the last one that its arena knows, as of a replica that was cut
@@ -54,7 +54,7 @@ class Agreement:
     """The rank with extras of `step`, which ranks without such extras take over."""
     lost: tuple[int, ...]
     """Ranks whose state is older than that of the survivors; () if all are equal."""
-    exact: bool
+    consistent: bool
     """Whether the whole state is of `step`, as one commit of the whole state saved it."""
 
 
@@ -65,7 +65,7 @@ def agree_on_step(ranks: Sequence[RankState]) -> Agreement:
     extras of the newest step. A rank whose state never changes saves no extras: its old ones must not set back others.
 
     Survivors that are more than one iteration behind the others (an arena that an earlier run left) count as lost.
-    Newer copies of a survivor are kept, and make the state inexact.
+    Newer copies of a survivor are kept, and make the state mixed.
     """
     owners = [rank for rank, standing in enumerate(ranks) if standing.owns] or list(range(len(ranks)))
     survivors = [rank for rank in owners if ranks[rank].survived]
@@ -73,19 +73,21 @@ def agree_on_step(ranks: Sequence[RankState]) -> Agreement:
         # Copies of survivors may have been saved to the store before their arenas were removed.
         head = max(ranks[rank].step for rank in owners)
         at_head = [rank for rank in owners if ranks[rank].step >= head - MAX_APART]
-        survivors = [rank for rank in at_head if ranks[rank].exact and ranks[rank].step == head] or at_head
+        survivors = [
+            rank for rank in at_head if ranks[rank].consistent and ranks[rank].step == head
+        ] or at_head
     newest = max((ranks[rank].step for rank in survivors), default=0)
     survivors = [rank for rank in survivors if ranks[rank].step >= newest - MAX_APART]
     # A rank that resumes exactly at a survivor's step has lost nothing, even if its arena did not survive.
     steps = {ranks[rank].step for rank in survivors}
-    survivors += [r for r in owners if r not in survivors and ranks[r].exact and ranks[r].step in steps]
+    survivors += [r for r in owners if r not in survivors and ranks[r].consistent and ranks[r].step in steps]
     chosen = sorted(survivors)
     step = min(ranks[rank].step for rank in chosen)
     reference = next(rank for rank in chosen if ranks[rank].step == step)
     lost = tuple(rank for rank in owners if rank not in chosen)
     one = len({ranks[rank].whole for rank in owners}) == 1
-    exact = one and all(standing.exact and standing.step == step for standing in ranks)
-    return Agreement(step, reference, lost, exact)
+    consistent = one and all(standing.consistent and standing.step == step for standing in ranks)
+    return Agreement(step, reference, lost, consistent)
 
 
 def perturbation_of(ranks: Sequence[RankState], agreement: Agreement) -> Perturbation:

@@ -23,6 +23,8 @@ class Age:
     """UTC time of the newest commit in ISO 8601; None if no record has it."""
     is_lower_bound: bool
     """The run may be further than the newest known step, so every age may be larger."""
+    finished: bool = False
+    """The run was closed properly after the newest step."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of a document."""

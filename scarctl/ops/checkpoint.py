@@ -23,8 +23,7 @@ from scarctl.errors import Corruption, NoStore, ScarError, SettingsConflict, Usa
 from scarctl.formats.state_file import StateFile
 from scarctl.policy.select import Candidates, select, squared
 from scarctl.recovery.label import PART
-from scarctl.state.caveats import reasons
-from scarctl.state.extras import FILE_POLICY, Notes, PolicyMemory
+from scarctl.state.extras import FILE_POLICY, PolicyMemory
 from scarctl.state.layout import Layout, build_layout
 from scarctl.state.rows import take_rows
 from scarctl.state.version import MAX_STEP, pack, step_of
@@ -97,12 +96,10 @@ class Checkpoint(Document):
     seq: dict[int, int]
     """Number of the newest record, by shard. Empty for a dry run."""
     durable: bool
-    exact: bool
-    """Whether the store has the whole state of `step`, and no caveat was saved with it."""
-    whole: bool
-    """Whether the store has the whole state of `step`. It may still not be exact."""
+    consistent: bool
+    """Whether the store has the whole state of `step`."""
     reasons: tuple[str, ...]
-    """Reasons why it is not exact, one sentence each. Empty if it is."""
+    """Reasons why it is mixed, one sentence each. Empty if it is consistent."""
     nonfinite_partitions: int
     """Number of partitions with values that are not finite."""
     policy: str
@@ -354,7 +351,6 @@ def _result(
     done = choice.unchanged.copy()
     done[choice.ids] = True
     whole = bool(done.all())
-    caveats = reasons(Notes.from_tree(choice.extras).caveats)
     return Checkpoint(
         step=settings.step,
         total_partitions=layout.partitions,
@@ -363,9 +359,8 @@ def _result(
         saved_bytes=int(layout.partition_bytes[choice.ids].sum()),
         seq=seq,
         durable=durable,
-        exact=whole and not caveats,
-        whole=whole,
-        reasons=caveats if whole else (PART,),
+        consistent=whole,
+        reasons=() if whole else (PART,),
         nonfinite_partitions=len(choice.nonfinite),
         left_out=tuple(layout.name(int(i)) for i in choice.left_out[:5]),
         left_out_partitions=len(choice.left_out),

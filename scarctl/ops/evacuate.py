@@ -23,7 +23,7 @@ from scarctl.daemon import client
 from scarctl.daemon.request import Request
 from scarctl.daemon.status import RunStatus
 from scarctl.errors import ScarError, UsageError
-from scarctl.persist.evacuated import Evacuated, rework_of_all, why_not_exact
+from scarctl.persist.evacuated import Evacuated, rework_of_all, why_mixed_ranks
 from scarctl.persist.evacuation import before, not_evacuated
 from scarctl.recovery.label import MEMBERS, NO_COMMIT
 from scarctl.theory.rework import Rework
@@ -89,14 +89,14 @@ class Store:
         return not self._why_mixed
 
     @property
-    def exact(self) -> bool:
-        """Whether it is whole, no caveat was saved with it, and all ranks with the same tensors had equal ones."""
+    def consistent(self) -> bool:
+        """Whether it is whole, and all ranks with the same tensors had equal ones."""
         return not self.reasons
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Reasons why it is not exact, one sentence each; () if it is."""
-        return self._why_mixed or why_not_exact(self._reports)
+        """Reasons why it is mixed, one sentence each; () if it is consistent."""
+        return self._why_mixed or why_mixed_ranks(self._reports)
 
     @property
     def _reports(self) -> list[Evacuated]:
@@ -124,8 +124,7 @@ class Store:
         return {
             "store": self.url,
             "safe": self.safe,
-            "exact": self.exact,
-            "whole": self.whole,
+            "consistent": self.consistent,
             "reasons": list(self.reasons),
             "rework": self.rework.to_json(),
             "processes": [process.to_json() for process in self.processes],

@@ -86,12 +86,10 @@ class Exported(Document):
     files: tuple[str, ...]
     tensors: int
     bytes: int
-    exact: bool
-    """The whole state is of `step`, and no caveat was saved with it. `reasons` says why not."""
-    whole: bool
-    """The whole state is of `step`, as one commit saved it. It may still not be exact."""
+    consistent: bool
+    """The whole state is of `step`, as one commit saved it. `reasons` says why not."""
     reasons: tuple[str, ...]
-    """Reasons why it is not exact, one sentence each."""
+    """Reasons why it is mixed, one sentence each."""
     step: int | None
     oldest_step: int
     newest_step: int
@@ -101,7 +99,7 @@ class Exported(Document):
     snapshot: str | None
     weights: bool
     encoded_partitions: int
-    """Exported from encoded copies, which are not exact."""
+    """Exported from encoded copies, which have fewer bits."""
 
 
 def export(settings: ExportSettings, *, progress: Callable[[int, int], None] | None = None) -> Exported:
@@ -146,8 +144,7 @@ def export(settings: ExportSettings, *, progress: Callable[[int, int], None] | N
         files=tuple(files),
         tensors=len(of_model.specs) + len(of_model.tied),
         bytes=sum(spec.nbytes for spec in specs.values()),
-        exact=done.exact and not done.degraded,
-        whole=done.of_one and not done.degraded,
+        consistent=done.consistent and not done.degraded,
         reasons=done.reasons or ((DOUBTFUL,) if done.degraded else ()),
         step=done.step,
         oldest_step=int(steps.min(initial=MAX_STEP)),

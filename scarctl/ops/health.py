@@ -17,6 +17,7 @@ from scarctl.recovery.distances import with_errors
 from scarctl.recovery.forecast import rework_of
 from scarctl.state.layouts import parameters_of
 from scarctl.store.saved import seconds_since
+from scarctl.store.verdict import Verdict
 from scarctl.theory.rework import Rework
 from scarctl.util.document import Document, json_of
 from scarctl.util.text import counted
@@ -159,8 +160,8 @@ def unreadable(url: str, error: ScarError, *, remembered: bool = False) -> Healt
     return Health(url, (Finding(LOSING, error.kind, reason, command),), exit_code=error.exit_code)
 
 
-def health_of(view: Survey, runs: Iterable[RunStatus]) -> Health:
-    """Judge a store. runs: the daemon's report on the runs that save to it."""
+def health_of(view: Survey, runs: Iterable[RunStatus], rehearsed: Verdict | None = None) -> Health:
+    """Judge a store. runs: the daemon's report on the runs that save to it. rehearsed: the last rehearsal's verdict."""
     runs = tuple(runs)
     failing = any(run.get("last_error") is not None for run in runs)
     found = [*_of_damage(view), *_of_saving(view, runs), *_of_processes(view), *_of_copies(view, failing)]
@@ -170,6 +171,8 @@ def health_of(view: Survey, runs: Iterable[RunStatus]) -> Health:
     ]
     if view.note is not None:
         found.append(Finding(AT_RISK, "incomplete", view.note, f"scarctl inspect --store {_name(view)}"))
+    if rehearsed is not None:
+        found.append(Finding(NOTE, "rehearsed", str(rehearsed)))
     unwell = sorted((line for line in view.shards if line.never_saved), key=lambda line: -line.never_saved)
     found.sort(key=lambda finding: -_RANK[finding.severity])
     return Health(view.url, tuple(found), _losses(view), tuple(unwell), view, _saving(runs))

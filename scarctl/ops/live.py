@@ -16,7 +16,7 @@ from scarctl.arena.view import peek
 from scarctl.daemon.client import ask, ask_status
 from scarctl.daemon.request import Request
 from scarctl.errors import Unavailable, UsageError, error_from
-from scarctl.recovery.label import MEMBERS, NO_COMMIT, PART, Writer, saved_caveats
+from scarctl.recovery.label import MEMBERS, NO_COMMIT, PART, Writer, why_not_consistent
 from scarctl.recovery.shares import open_shares
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER, epoch_of, pack, step_of
@@ -56,16 +56,16 @@ class LiveCheckpoint:
     whole: bool
     """Whether the whole state in the store is of this version."""
     caveats: tuple[str, ...] = ()
-    """Why it is not exact then: see `scarctl.recovery.label`."""
+    """Why it is not consistent then: see `scarctl.recovery.label`."""
 
     @property
-    def exact(self) -> bool:
-        """Whether the whole state in the store is of this version, and no caveat was saved with it."""
+    def consistent(self) -> bool:
+        """Whether the whole state in the store is of this version."""
         return self.whole and not self.caveats
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it is not exact, one sentence each; () if it is."""
+        """Why it is mixed, one sentence each; () if it is consistent."""
         return self.caveats if self.whole else (PART,)
 
     def to_json(self) -> dict[str, Any]:
@@ -77,8 +77,7 @@ class LiveCheckpoint:
             "total_bytes": self.layout.nbytes,
             "saved_bytes": int(self.layout.partition_bytes[saved].sum()),
             "durable": True,
-            "exact": self.exact,
-            "whole": self.whole,
+            "consistent": self.consistent,
             "reasons": list(self.reasons),
             "pid": self.pid,
         }
@@ -94,7 +93,7 @@ class LiveRanks:
     independent: bool = False
     """Whether the processes are members, which have no common step."""
     caveats: tuple[str, ...] = ()
-    """Why the whole state of all ranks is not exact: see `scarctl.recovery.label`."""
+    """Why the whole state of all ranks is not consistent: see `scarctl.recovery.label`."""
 
     @property
     def step(self) -> int:
@@ -113,13 +112,13 @@ class LiveRanks:
         return self.complete and not self.apart and not self.independent
 
     @property
-    def exact(self) -> bool:
-        """Whether the whole state in the store is of one step, and no caveat was saved with it."""
+    def consistent(self) -> bool:
+        """Whether the whole state in the store is of one step."""
         return self.whole and not self.caveats
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it is not exact, one sentence each; () if it is."""
+        """Why it is mixed, one sentence each; () if it is consistent."""
         return self.caveats if self.whole else (MEMBERS if self.independent else PART,)
 
     @property
@@ -135,8 +134,7 @@ class LiveRanks:
             "step": self.step,
             **{name: sum(line[name] for line in lines.values()) for name in names},
             "durable": True,
-            "exact": self.exact,
-            "whole": self.whole,
+            "consistent": self.consistent,
             "reasons": list(self.reasons),
             "pid": next(iter(self.ranks.values())).pid,
             "world": self.world,
@@ -232,7 +230,7 @@ def _ask_ranks(store: Store, topology: Topology, request: _Request) -> LiveRanks
 
 
 def _caveats(store: Store, saved: Sequence[tuple[Store, LiveCheckpoint]]) -> tuple[str, ...]:
-    """Return why these whole checkpoints, each with its writer's view of the store, are not exact together."""
+    """Return why these whole checkpoints, each with its writer's view of the store, are not consistent together."""
     writers, wholes = [], set[str]()
     for view, made in saved:
         states = list(view.states(view.shards()).values())
@@ -246,7 +244,7 @@ def _caveats(store: Store, saved: Sequence[tuple[Store, LiveCheckpoint]]) -> tup
         writers.append(Writer(states))
     if "" in wholes:
         return (UNKNOWN.format("the store no longer has its record"),)
-    return (NO_COMMIT,) if len(wholes) > 1 else saved_caveats(store, writers, *wholes)
+    return (NO_COMMIT,) if len(wholes) > 1 else why_not_consistent(store, writers, *wholes)
 
 
 def _under_way(store: Store, arena_dir: str | None) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +98,9 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
     step = max([step, *(arena.head_step for arena in arenas)])
     with_parameters = [share for share in shares if parameters_of(share.layout).any()] or shares
     told = stored_outlook([(store, share.states) for share in with_parameters], max(step, 0))
+    age = age_of(store, states, [share.arena for share in shares if share.layout.partitions])
+    newest = told.events[-1] if told.events else None
+    finished = newest is not None and newest.kind == "closed" and newest.step == step
     outlook = Outlook(max(step, 0), NoEstimate("each member converges alone")) if apart else told.outlook
     return Survey(
         store.url,
@@ -107,7 +110,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         step_of(np.concatenate([share.version for share in shares])),
         np.concatenate([_distance(share) for share in shares]),
         store.usage(states),
-        age_of(store, states, [share.arena for share in shares if share.layout.partitions]),
+        age if not finished else replace(age, is_lower_bound=False, finished=True),
         outlook,
         snapshots=tuple(snapshots(store)),
         run=_run([share.arena for share in shares if share.arena is not None and share.replica_of is None]),

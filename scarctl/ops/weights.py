@@ -40,14 +40,14 @@ def weights_of(plan: SharedPlan, specs: Mapping[str, TensorSpec]) -> Weights:
     for share, one in zip(plan.state.shares, plan.plans, strict=True):
         for state in (one.states if one is not None else share.states).values():
             found = share.store.read_extras(state)
-            late = _dict(_dict(None if found is None else found[1]).get("late"))
-            model = late.get("model")
+            saved = _dict(_dict(None if found is None else found[1]).get("state"))
+            model = saved.get("model")
             if isinstance(model, dict):
                 known = True
                 tied |= _tied(model.get("tied"), groups)
                 shapes |= _dict(model.get("shapes"))
                 outside |= {name for name in _list(model.get("outside")) if isinstance(name, str)}
-            modules |= {name for name in _dict(late.get("modules")) if isinstance(name, str)}
+            modules |= {name for name in _dict(saved.get("modules")) if isinstance(name, str)}
     kept = {
         name: _in_shape(name, specs[name], shapes.get(name))
         for name in groups

@@ -10,8 +10,8 @@ from typing import ClassVar
 import numpy as np
 
 from scarctl.errors import Corruption
-from scarctl.state.caveats import Caveat, read_caveats, reasons
-from scarctl.state.common import all_there, in_common, read_digests
+from scarctl.state.caveats import Caveat, read_caveats
+from scarctl.state.common import all_there, in_common, read_digests, reasons
 from scarctl.theory.history import History
 from scarctl.theory.rework import Outlook, Rework, rework_of_loss
 from scarctl.util.document import Document
@@ -19,7 +19,7 @@ from scarctl.util.document import Document
 _PART = "neither the store nor another host has the whole state of this step, as one commit saved it"
 _ALONE = (
     "other ranks have copies of the same tensors, and whether these were equal is not known here, so that it may not "
-    "be exact"
+    "be consistent"
 )
 
 
@@ -68,7 +68,7 @@ class Evacuated(Document):
     common: Mapping[str, str] = field(default_factory=dict)
     """The digests that were saved with it: see `scarctl.state.common`."""
 
-    COMPUTED: ClassVar = ("exact", "whole", "reasons")
+    COMPUTED: ClassVar = ("consistent", "reasons")
 
     @property
     def whole(self) -> bool:
@@ -76,14 +76,14 @@ class Evacuated(Document):
         return bool(self.commit_name) and (self.sealed or self.peer_sealed)
 
     @property
-    def exact(self) -> bool:
-        """Whether it is whole, and no caveat was saved with it, and no other rank has copies of its tensors."""
+    def consistent(self) -> bool:
+        """Whether it is whole, and no other rank has copies of its tensors."""
         return not self.reasons
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Reasons why it is not exact, one sentence each; () if it is."""
-        return why_not_exact([self]) if self.whole else (_PART,)
+        """Reasons why it is mixed, one sentence each; () if it is consistent."""
+        return why_mixed_ranks([self]) if self.whole else (_PART,)
 
     @property
     def safe(self) -> bool:
@@ -113,8 +113,8 @@ class Evacuated(Document):
         return cls(**values | {"points": points, "caveats": caveats, "common": common})
 
 
-def why_not_exact(found: Sequence[Evacuated]) -> tuple[str, ...]:
-    """Return why whole states of one commit are not exact, one sentence each. found: the reports of ranks."""
+def why_mixed_ranks(found: Sequence[Evacuated]) -> tuple[str, ...]:
+    """Return why whole states of one commit are not consistent, one sentence each. found: the reports of ranks."""
     known = reasons(in_common(found))
     return known if all_there(one.common for one in found) else (*known, _ALONE)
 

@@ -27,6 +27,7 @@ from scarctl.persist.speed import Speed
 from scarctl.policy.evacuation import Pace, fitting, order
 from scarctl.state import codec
 from scarctl.state.caveats import Caveat
+from scarctl.state.common import UNREAD
 from scarctl.state.extras import Notes
 from scarctl.state.layouts import parameters_of
 from scarctl.state.version import NEVER, step_of
@@ -350,7 +351,7 @@ class Evacuation:
         sealed = bool(whole) and all(one.whole != whole for one in tuple(self._waiting))  # `run` removes some
         named = bool(whole) and self._copies is not None and self._copies.whole() == whole
         notes = self._seals.get(whole)
-        unknown = Caveat("unknown", UNKNOWN.format(self.unlabelled))
+        unknown = Caveat(UNREAD, UNKNOWN.format(self.unlabelled))
         ages, counts = grouped(np.maximum(newest - np.maximum(step_of(stored[mine]), 0), 0))
         known = np.where(waiting, self._unsaved, np.sqrt(np.maximum(lacking, 0.0)))[mine]
         # The store may have a copy that is newer than the distance was measured from: then it is an upper bound.

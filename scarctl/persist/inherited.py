@@ -14,8 +14,10 @@ from scarctl.store import ShardState
 from scarctl.util.arrays import distinct
 
 
-def adopt_orphans(arena: Arena, queue: HandOverQueue) -> int:
+def adopt_orphans(arena: Arena, queue: HandOverQueue, *, whole: bool = False) -> int:
     """Queue complete copies that were never handed over, because their process died or failed after the copy.
+
+    whole: only if they are of one step, with its extras.
 
     If all copies are of the newest memory checkpoint, they are queued as that, with its extras. Otherwise the process
     died within a copy: then the checkpoint's own are queued with its extras, and newer ones without.
@@ -23,7 +25,9 @@ def adopt_orphans(arena: Arena, queue: HandOverQueue) -> int:
     Returns the number of these partitions.
     """
     waiting = queue.pending()
-    noted = _queue_moment(arena, queue, waiting)
+    noted = _queue_moment(arena, queue, waiting, whole)
+    if whole:
+        return 0 if noted is None else int(noted.ids.size)
     if noted is not None:
         waiting.append(noted)
     # Older copies than a waiting hand-over are saved with it.
@@ -39,17 +43,23 @@ def adopt_orphans(arena: Arena, queue: HandOverQueue) -> int:
     versions = arena.version[ids]
     for version in distinct(versions).tolist():
         queue.put(version=version, ids=ids[versions == version], extras=None)
+    older = arena.pending() & arena.intact() & (arena.version < newest)
+    if not ids.size and older.any() and not any(one.staged is None for one in waiting):
+        # A hand-over with rows of its own saves only these. One without saves all older copies.
+        queue.put(version=newest, ids=ids, extras=None)
     return int(ids.size)
 
 
-def _queue_moment(arena: Arena, queue: HandOverQueue, waiting: Sequence[HandOver]) -> HandOver | None:
+def _queue_moment(
+    arena: Arena, queue: HandOverQueue, waiting: Sequence[HandOver], only_whole: bool
+) -> HandOver | None:
     """Queue the newest memory checkpoint of a dead process, unless the store has it or it waits; return it."""
     moment = queue.moment()
     if moment is None or (moment.whole and any(one.whole == moment.whole for one in waiting)):
         return None
     pending = arena.pending() & arena.intact() & (arena.version <= moment.version)
     whole = moment.whole if moment.whole == arena.whole and bool(arena.intact().all()) else ""
-    if not (pending.any() or (whole and arena.sealed < moment.version)):
+    if not (pending.any() or (whole and arena.sealed < moment.version)) or (only_whole and not whole):
         return None
     ids = np.flatnonzero(pending & (arena.version == moment.version))  # older ones are saved with them
     number = queue.put(version=moment.version, ids=ids, whole=whole, extras=moment.extras)

@@ -329,7 +329,11 @@ class Persister:
                 return ids, False
             # Extras, seals and parts (number 0) are of the hand-over's step, other commits as old as their newest copy.
             own = sealed or extras is not None or not handover.number
-            newest = handover.version if own else int(versions.max())
+            step, floor = step_of(handover.version if own else int(versions.max())), self._writer.floor(shard)
+            if step < floor:  # as in `_commit_staged`
+                sealed, extras = False, None
+                if not ids.size:
+                    return ids, False
             rows = partial(self._source_of, ids, before)
             source: Source | Encoder = rows
             if handover.encoding != "exact":
@@ -339,7 +343,7 @@ class Persister:
                     shard,
                     ids,
                     source,
-                    step=step_of(newest),
+                    step=max(step, floor),
                     steps=step_of(versions),
                     sealed=sealed,
                     whole=handover.whole if sealed else "",

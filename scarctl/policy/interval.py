@@ -60,6 +60,11 @@ class Cadence:
         self._overhead = overhead
         self._max_loss = max_loss
         self._costs: deque[float] = deque(maxlen=_COSTS)
+        self._looked_step = 0
+        self.crossed = False
+        """Whether a multiple of the fixed interval was reached at the last call of `due`."""
+        self._seconds: float | None = None
+        """`seconds`, as of the newest cost."""
         self._looked_at: float | None = None
         self._begun_at: float | None = None
         self._saved_at: int | None = None
@@ -106,17 +111,23 @@ class Cadence:
         cost = max(0.0, stalled) + COPY_WEIGHT * copying
         self._costs.append(cost)
         self.spent_seconds += cost
+        self._seconds = self.seconds
 
     def due(self, now: float, step: int) -> bool:
         """Return whether a checkpoint is due. Call it once after every iteration. step: iterations finished."""
         self._time_step(now)
-        seconds = self.seconds
-        self._propose(seconds)
+        seconds = self._seconds
+        if seconds is not None:
+            self._propose(seconds)
+        fixed, before = self._fixed, self._looked_step
+        self._looked_step = step
+        # A loop may take several steps before it declares that they have ended.
+        self.crossed = fixed is not None and (step % fixed == 0 or step // fixed > before // fixed)
         if self._saved_at is None or self._begun_at is None or step < self._saved_at:
             # The run has just started, with a whole checkpoint, or it was rolled back.
             self._saved_at, self._begun_at = step, now
-            return self._fixed is not None and step % self._fixed == 0
-        due = self._fixed is not None and step % self._fixed == 0
+            return fixed is not None and step % fixed == 0
+        due = self.crossed
         if self.shared or seconds is None:
             due = due or step - self._saved_at >= self.interval
         else:
@@ -141,9 +152,9 @@ class Cadence:
         else:
             self.step_seconds += _NEW * (min(seconds, _OUTLIER * self.step_seconds) - self.step_seconds)
 
-    def _propose(self, seconds: float | None) -> None:
+    def _propose(self, seconds: float) -> None:
         step = self.step_seconds
-        if seconds is None or not step:
+        if not step:
             return
         self.proposed = max(1, math.ceil(min(seconds / step, 1e9) - 0.5))
         if not self.shared:

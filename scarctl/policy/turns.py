@@ -68,8 +68,8 @@ class Turns:
         self._max_lag = max_lag
         self._most = max_bandwidth
         self._whole = whole
-        self._waiting: dict[int, tuple[int, int]] = {}
-        """Bytes and step of each hand-over that is not durable, by number."""
+        self.waiting: dict[int, tuple[int, int]] = {}
+        """Bytes and step of each hand-over that was not durable at the last look, by number."""
         self._busy_since: float | None = None
         self._looked_at = -math.inf
         self._turn_at = -math.inf
@@ -79,24 +79,19 @@ class Turns:
         self._pending_bytes = 0
 
     @property
-    def waiting(self) -> Collection[int]:
-        """Numbers of the hand-overs that were not durable at the last look."""
-        return self._waiting
-
-    @property
     def waiting_bytes(self) -> int:
         """Bytes of these."""
-        return sum(nbytes for nbytes, _ in self._waiting.values())
+        return sum(nbytes for nbytes, _ in self.waiting.values())
 
     def steps(self) -> Sequence[tuple[int, int]]:
         """Return number and step of each of these, in order."""
-        return [(number, step) for number, (_, step) in tuple(self._waiting.items())]
+        return [(number, step) for number, (_, step) in tuple(self.waiting.items())]
 
     def handed_over(self, now: float, number: int, nbytes: int, step: int, turn: Turn) -> None:
         """Note that hand-over `number`, of `nbytes` bytes of the state of `step`, waits for the store since `now`."""
         if self._busy_since is None:
             self._busy_since = now
-        self._waiting[number] = nbytes, step
+        self.waiting[number] = nbytes, step
         if step != self._turn_step:
             self._turn_step, self._turn_bytes = step, 0
         self._turn_at, self._turn_bytes = now, self._turn_bytes + nbytes  # a turn has one for each encoding
@@ -106,7 +101,7 @@ class Turns:
     def replaced(self, numbers: Collection[int]) -> None:
         """Note that these hand-overs never become durable, because a later one has all that they had."""
         for number in numbers:
-            self._waiting.pop(number, None)
+            self.waiting.pop(number, None)
 
     def soon(self) -> None:
         """Let the next turn be due at once: the store may lack what an earlier process has left in memory."""
@@ -115,8 +110,8 @@ class Turns:
     def look(self, now: float, waiting: Collection[int]) -> None:
         """Note which hand-overs are not durable. Call it after every iteration while some are."""
         looked, self._looked_at = self._looked_at, now
-        done = self._waiting.keys() - set(waiting)
-        nbytes = sum(self._waiting.pop(number)[0] for number in done)
+        done = self.waiting.keys() - set(waiting)
+        nbytes = sum(self.waiting.pop(number)[0] for number in done)
         if not done or self._busy_since is None:
             return
         # It may have ended at any time since the last look.
@@ -126,12 +121,12 @@ class Turns:
             self.bandwidth = (
                 found if self.bandwidth is None else self.bandwidth + _NEW * (found - self.bandwidth)
             )
-        self._busy_since = ended if self._waiting else None
+        self._busy_since = ended if self.waiting else None
 
     def due(self, now: float, pending_bytes: int) -> Turn:
         """Return the turn of a memory checkpoint made `now`. pending_bytes: what the store lacks."""
         self._pending_bytes = pending_bytes
-        if self._waiting or not pending_bytes:
+        if self.waiting or not pending_bytes:
             return Turn.NOTHING
         if now < self._turn_at + self._seconds(self._turn_bytes):
             return Turn.NOTHING

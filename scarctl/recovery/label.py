@@ -1,7 +1,8 @@
-"""Label a restored state: read the caveats that were saved with exactly that state, and say why it is not exact.
+"""Label a restored state: say why it is mixed, from what was saved with exactly that state.
 
-A state is *of one commit* if all of it is as one commit of the whole state saved it. It is *exact* if, in addition, no
-caveat was saved with that commit. Who resumes from it reads the same caveats (`scarctl.session.resume`).
+A state is *of one commit* if all of it is as one commit of the whole state saved it. It is *consistent* if, in
+addition, its ranks had the same values of what they have in common. Who resumes from it reads the same
+(`scarctl.session.resume`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from typing import NamedTuple
 from scarctl.arena.notes import UNKNOWN, stored_notes, waiting_notes
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import Corruption
-from scarctl.state.caveats import reasons
-from scarctl.state.common import in_common
+from scarctl.state.common import in_common, reasons
 from scarctl.state.extras import Notes
 from scarctl.store import ShardState, Store
 from scarctl.util.text import counted
@@ -40,11 +40,10 @@ class Writer(NamedTuple):
     """Its hand-overs, if copies in its arena may be restored."""
 
 
-def saved_caveats(store: Store, writers: Iterable[Writer], whole: str) -> tuple[str, ...]:
-    """Return why the whole state `whole` (`Record.whole`) is not exact, one sentence each; () if nothing says so.
+def why_not_consistent(store: Store, writers: Iterable[Writer], whole: str) -> tuple[str, ...]:
+    """Return why the whole state `whole` (`Record.whole`) is not consistent, one sentence each; () if it is.
 
-    These are the caveats that were saved with it, and that ranks had different values. If they cannot be read, that is
-    a reason, too. Raises Unavailable, AccessDenied.
+    Its ranks had different values, or what they saved cannot be read. Raises Unavailable, AccessDenied.
     """
     found, unknown = list[Notes](), dict[str, None]()
     for writer in writers:

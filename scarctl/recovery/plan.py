@@ -69,7 +69,7 @@ class Plan:
     """Rollback: name of the snapshot to restore, if it is one."""
 
     caveats: tuple[str, ...] = ()
-    """Why the state is not exact although it is of one commit: see `scarctl.recovery.label`. Who plans reads them."""
+    """Why the state is mixed although it is of one commit: see `scarctl.recovery.label`. Who plans reads them."""
     before: int | None = None
     """The newest step of a copy that may be taken; None: of any step."""
     decoded: NDArray[np.bool_] | None = None
@@ -80,13 +80,13 @@ class Plan:
         return int(self.layout.partition_bytes[self.ids].sum())
 
     @property
-    def exact(self) -> bool:
-        """Whether the recovered state is of one commit, with which no caveat was saved."""
+    def consistent(self) -> bool:
+        """Whether the recovered state is of one commit, and its ranks had the same values."""
         return self.of_one and not self.caveats
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why the recovered state is not exact, one sentence each; () if it is."""
+        """Why the recovered state is mixed, one sentence each; () if it is consistent."""
         if self.of_one:
             return self.caveats
         mixed = why_mixed(
@@ -103,7 +103,7 @@ class Plan:
 
     @property
     def encoded(self) -> int:
-        """Number of copies that come from encoded ones in the store (`scarctl.state.encoding`): they are not exact."""
+        """Number of copies that come from encoded ones in the store, which have fewer bits."""
         if self.decoded is not None:
             return int(self.decoded.sum())
         far, found = self.ids[self.tier == STORE], 0
@@ -121,8 +121,7 @@ class Plan:
         """Return the fields of a report that are known before the recovery."""
         return {
             "mode": self.mode,
-            "exact": self.exact,
-            "whole": self.of_one,
+            "consistent": self.consistent,
             "reasons": list(self.reasons),
             "degraded": self.degraded,
             "step": self.step,

@@ -36,7 +36,7 @@ class Report:
         return replace(self, plan=replace(self.plan, tier=tier))
 
     def labelled(self, of_one: bool, caveats: tuple[str, ...]) -> Report:
-        """Return the report with what all ranks know: whether all is of one commit, and why it is not exact then."""
+        """Return the report with what all ranks know: whether all is of one commit, and why it is mixed then."""
         return replace(self, plan=replace(self.plan, of_one=of_one, caveats=caveats if of_one else ()))
 
     @property
@@ -44,18 +44,18 @@ class Report:
         return self.plan.mode
 
     @property
-    def exact(self) -> bool:
-        """Whether the state is of one commit of the whole state, with which no caveat was saved."""
-        return self.plan.exact
+    def consistent(self) -> bool:
+        """Whether the state is of one commit of the whole state, and its ranks had the same values."""
+        return self.plan.consistent
 
     @property
     def whole(self) -> bool:
-        """Whether the state is of one commit of the whole state. It may still not be exact."""
+        """Whether the state is of one commit of the whole state. Its ranks may still have had different values."""
         return self.plan.of_one
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Reasons why the state is not exact, one sentence each; () if it is."""
+        """Reasons why the state is mixed, one sentence each; () if it is consistent."""
         return self.plan.reasons
 
     @property

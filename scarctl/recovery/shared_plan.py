@@ -17,7 +17,7 @@ from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import NoIntactCopy
 from scarctl.recovery.distances import last_distances
 from scarctl.recovery.execute import SealedStateDamaged, Sink, execute_once
-from scarctl.recovery.label import Writer, saved_caveats, why_mixed
+from scarctl.recovery.label import Writer, why_mixed, why_not_consistent
 from scarctl.recovery.plan import (
     Perturbation,
     Plan,
@@ -55,16 +55,16 @@ class SharedPlan:
     whole: str = ""
     """Identity of the commit of the whole state that contains all copies; see `recovery.plan.Plan`."""
     caveats: tuple[str, ...] = ()
-    """The caveats that were saved with the commit `whole`: see `scarctl.recovery.label.saved_caveats`."""
+    """Why it is not consistent although of one commit: see `scarctl.recovery.label.why_not_consistent`."""
 
     @property
-    def exact(self) -> bool:
-        """Whether the target's state is of one commit, with which no caveat was saved."""
+    def consistent(self) -> bool:
+        """Whether the target's state is of one commit, and its ranks had the same values."""
         return self.of_one and not self.caveats
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why the target's state is not exact, one sentence each; () if it is."""
+        """Why the target's state is mixed, one sentence each; () if it is consistent."""
         if self.of_one:
             return self.caveats
         mixed = why_mixed(
@@ -137,7 +137,7 @@ class SharedPlan:
         return replace(self, of_one=of_one, step=step, degraded=degraded, whole=whole, caveats=caveats)
 
     def labelled(self, arenas: Arenas) -> SharedPlan:
-        """Return the plan with the caveats that were saved with its state."""
+        """Return the plan with what was saved with its state."""
         if not self.whole:
             return self
         writers, known = list[Writer](), set[int]()
@@ -148,7 +148,7 @@ class SharedPlan:
         # Ranks without rows have saved what they have in common with others, too.
         others = (state for shard, state in self.state.states.items() if shard not in known)
         writers += [Writer([state]) for state in others]
-        return replace(self, caveats=saved_caveats(self.state.store, writers, self.whole))
+        return replace(self, caveats=why_not_consistent(self.state.store, writers, self.whole))
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of a report: those of `recovery.plan.Plan`, and with several ranks those by rank."""
@@ -157,8 +157,7 @@ class SharedPlan:
         lines = [(share, line) for share, plan in self.each() for line in plan.to_json()["shards"]]
         fields = {
             "mode": self.mode,
-            "exact": self.exact,
-            "whole": self.of_one,
+            "consistent": self.consistent,
             "reasons": list(self.reasons),
             "degraded": self.degraded,
             "step": self.step,

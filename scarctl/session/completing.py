@@ -1,7 +1,7 @@
 """Complete a recovery in a running process: restore values of lost partitions from extras, and report problems.
 
 A partial recovery restores the tensors of groups. An optimizer may have more state of a parameter, in another shape.
-That state is in the late extras, and only the adapter can assign it to parameters.
+That state is in the extras, and only the adapter can assign it to parameters.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from scarctl.state.torch_dtypes import plain, torched
 from scarctl.state.version import step_of
 from scarctl.util.arrays import Ids
 
+_NOT_OPTIMIZERS = ("rng", "extras")
+"""What no loss of rows damages."""
 _LOOKED_AT = 32
 """Most extras that are read in the search for finite ones."""
 Path = tuple[Any, ...]
@@ -43,13 +45,13 @@ def complete(engine: Engine, live: LiveState, adapter: Adapter, ids: Ids) -> lis
     try:
         if restore is not None:
             restore(lost_rows(engine.layout, ids), found.newest)
-        wrong = dict(_not_finite(_late(adapter)))
+        wrong = dict(_not_finite(_kept(adapter)))
         known: dict[Path, str] = {}
-        for version, late in found if wrong else ():
-            known |= {path: text for path, text in _named(wrong, late, version).items() if path not in known}
+        for version, state in found if wrong else ():
+            known |= {path: text for path, text in _named(wrong, state, version).items() if path not in known}
             if restore is not None and known:
-                restore({}, lambda late=late: late)
-                wrong = dict(_not_finite(_late(adapter)))
+                restore({}, lambda state=state: state)
+                wrong = dict(_not_finite(_kept(adapter)))
             if not wrong.keys() - known.keys():
                 break
         left += [text for path, text in known.items() if path in wrong]
@@ -58,13 +60,13 @@ def complete(engine: Engine, live: LiveState, adapter: Adapter, ids: Ids) -> lis
     return left
 
 
-def left_behind(engine: Engine, live: LiveState, adapter: Adapter, ids: Ids, late: Any) -> list[str]:
+def left_behind(engine: Engine, live: LiveState, adapter: Adapter, ids: Ids, state: Any) -> list[str]:
     """Return the problems that remain after a restore: live values that are not finite although their copy is.
 
-    late: the restored late extras.
+    state: the restored extras.
     """
     version = int(engine.arena.newest().max(initial=0))
-    return [*_values_left(live, ids), *_named(dict(_not_finite(_late(adapter))), late, version).values()]
+    return [*_values_left(live, ids), *_named(dict(_not_finite(_kept(adapter))), state, version).values()]
 
 
 def lost_rows(layout: Layout, ids: Ids) -> dict[str, NDArray[np.bool_]]:
@@ -91,13 +93,13 @@ class _Found:
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         yield from self._read
         for found in self._unread:
-            self._read.append((found.version, found.extras.late))
+            self._read.append((found.version, found.extras.state))
             yield self._read[-1]
 
     def newest(self) -> Any:
-        """Return the newest late extras. Raises ScarError if no extras can be read."""
-        for _, late in self:
-            return late
+        """Return the newest extras. Raises ScarError if no extras can be read."""
+        for _, state in self:
+            return state
         raise ScarError("no extras can be read", kind="no-extras")
 
 
@@ -108,8 +110,9 @@ def _values_left(live: LiveState, ids: Ids) -> list[str]:
     return [f"{names}{more}: values are not finite, but those of the copy are"] if bad.size else []
 
 
-def _late(adapter: Adapter) -> Any:
-    return torched(plain(adapter.capture_late()))
+def _kept(adapter: Adapter) -> Any:
+    found: Any = torched(plain(adapter.capture()))
+    return {name: value for name, value in found.items() if name not in _NOT_OPTIMIZERS}
 
 
 def _not_finite(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -133,11 +136,11 @@ def _finite(value: Any) -> NDArray[np.bool_]:
     return np.array(not isinstance(value, float) or math.isfinite(value))
 
 
-def _named(wrong: Mapping[Path, Any], late: Any, version: int) -> dict[Path, str]:
-    """Return a sentence for each value in `wrong` that is finite in the copy `late`."""
+def _named(wrong: Mapping[Path, Any], state: Any, version: int) -> dict[Path, str]:
+    """Return a sentence for each value in `wrong` that is finite in the copy `state`."""
     found = {}
     for path, value in wrong.items():
-        copy = _at(late, path)
+        copy = _at(state, path)
         if copy is None:
             continue
         here, there = _finite(value), _finite(copy)

@@ -6,10 +6,8 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from enum import Enum
 
 from scarctl.checkpoint.engine import Engine
 from scarctl.daemon.request import Request
@@ -26,17 +24,6 @@ log = logging.getLogger("scarctl")
 
 _FLUSH_SHARE = 1 / 3
 """Largest fraction of the time left for which a flush waits for a running step to end."""
-_AT_REST = 0.1
-"""Seconds for which it waits if the state equals what is saved: perhaps no step is running."""
-
-
-class _Quiet(Enum):
-    """Why no step has to be waited for."""
-
-    BETWEEN = "between"
-    """No step is running."""
-    AT_REST = "at rest"
-    """One may be running, but the newest finished one is saved, and the state was equal to that."""
 
 
 class Departure:
@@ -70,26 +57,14 @@ class Departure:
             return False
         engine.saver.brace(seconds)
         patience = min(FLUSH_SECONDS, seconds * _FLUSH_SHARE)
-        with self._quiet(patience) as quiet:
+        with self._gate.quiet(patience) as quiet:
             if self._inert() or not quiet:
                 return False
             engine.leaving.begin(deadline)
-            if quiet is _Quiet.AT_REST:
+            if self._is_in_store(engine):
+                self._saving.filled(patience)  # so that the report knows which commit memory has
                 return True
-            return self._saving.flush(patience) or self._is_in_store(engine)
-
-    @contextmanager
-    def _quiet(self, patience: float) -> Iterator[_Quiet | None]:
-        """Wait up to `patience` seconds until no step is running; yield None if one does. No step begins inside."""
-        rested = self._saving.rested(patience)
-        if rested is not None:
-            with self._gate.quiet(_AT_REST) as quiet:
-                # A step may have ended since, and the next one may run.
-                if quiet or rested == self._progress.head_step:
-                    yield _Quiet.BETWEEN if quiet else _Quiet.AT_REST
-                    return
-        with self._gate.quiet(patience) as quiet:
-            yield _Quiet.BETWEEN if quiet else None
+            return self._saving.flush(patience)
 
     def _evacuate(self, deadline: float, *, flushed: bool, to: str | None = None) -> Evacuated:
         engine = self._opening.engine
@@ -105,7 +80,7 @@ class Departure:
 
     def _is_in_store(self, engine: Engine) -> bool:
         """Return whether no step has ended since a resume, whose copies the store has: the arena may be empty."""
-        return engine.filling.since == self._progress.head_step
+        return self._saving.resumed_at == self._progress.head_step
 
     def watch_signals(self) -> Callable[[], None]:
         """Flush and evacuate before signals take effect, if the settings allow it; return a function that ends this."""
@@ -129,21 +104,14 @@ class Departure:
         flushed = False
         if grace is not None and self._opening.engine is not None and not self._inert():
             self._opening.engine.saver.brace(grace)
-        with self._quiet(patience) as quiet, self._saving.streams.joined():
+        with self._gate.quiet(patience) as quiet, self._saving.streams.joined():
             engine = self._opening.engine
             if self._inert() or engine is None:
                 return
             if grace is not None:
                 engine.leaving.begin(began + grace)
-            if quiet is _Quiet.BETWEEN:
-                flushed = self._last.before_signal(fatal=fatal, patience=patience) or self._is_in_store(
-                    engine
-                )
-            elif quiet is _Quiet.AT_REST:
-                flushed = True
-                log.info(
-                    "a signal arrived: nothing has changed since step %d was saved", engine.arena.head_step
-                )
+            if quiet:
+                flushed = self._last.before_signal(fatal=fatal, patience=patience)
             else:
                 log.warning(
                     "a signal arrived in a step that did not end: the state is not flushed%s",
@@ -179,7 +147,7 @@ def sentence(found: Evacuated) -> str:
     there = f"{found.peer_bytes / mib:.1f} MiB only in the memory of {', '.join(found.peers)}"
     where = f"safe in the store and {there}" if found.peer_bytes else "safe in the store"
     if found.safe:
-        label = " (exact)" if found.exact else f" (not exact: {joined(found.reasons)})"
+        label = " (consistent)" if found.consistent else f" (mixed: {joined(found.reasons)})"
         return f"step {found.step} is {where}{label if found.whole else ''}"
     lost = f"{found.lost_partitions} of {found.total_partitions} partitions"
     newest = "" if found.flushed else "; the newest step was not brought into memory"

@@ -14,6 +14,7 @@ from scarctl.checkpoint.step_end import Moment
 from scarctl.errors import ScarError
 from scarctl.session.parts import Parts
 from scarctl.session.postponed import postponed
+from scarctl.session.progress import UNKNOWN
 from scarctl.session.saving import TORN, Saving
 from scarctl.state.version import NEVER, step_of
 
@@ -43,6 +44,7 @@ class LastState:
         """Use the session's parts."""
         self._settings = parts.settings
         self._opening = parts.opening
+        self._journal = parts.journal
         self._progress = parts.progress
         self._automatic = parts.adapter.automatic
         self._gate = parts.gate
@@ -60,15 +62,17 @@ class LastState:
         engine.selector.hurry()
         if not self._saving.ready(patience):
             log.warning("a signal arrived, but the current copy does not end: the state is not flushed")
-        elif self._saving.moment is not None and self._saving.seal_end(self._saving.moment):
-            log.info("a signal arrived: step %d is kept in shared memory", self._progress.head_step)
+            return False
+        if self._saving.resumed_at == self._progress.head_step:
+            return True  # the store has what was resumed
+        moment = self._saving.newest_end()
+        if moment is not None and self._saving.seal(moment):
+            known = "" if moment.declared else ". " + UNKNOWN[0].upper() + UNKNOWN[1:]
+            log.info("a signal arrived: step %d is kept in shared memory%s", self._progress.head_step, known)
             if fatal:
-                self._rescue(engine, self._saving.moment)
+                self._rescue(engine, moment)
             return True
-        else:
-            self._report_unsaved(
-                engine, failed=self._saving.moment is None or self._saving.stats.errors > errors
-            )
+        self._report_unsaved(engine, failed=moment is None or self._saving.stats.errors > errors)
         return False
 
     def _report_unsaved(self, engine: Engine, *, failed: bool, why: str = "") -> None:
@@ -96,7 +100,7 @@ class LastState:
     def end_now(self, *, wait: bool) -> None:
         """Stop saving, because a signal ends this process. wait: first wait a while for the store."""
         engine = self._opening.engine
-        self._saving.doomed = True
+        self._saving.doomed = self._saving.over = True
         self._gate.freeze()
         if wait and engine is not None and not engine.saver.outlives:
             engine.saver.drain(min(self._settings.timeout, _LAST_DRAIN))
@@ -118,12 +122,13 @@ class LastState:
                     self._report_unsaved(engine, failed=False, why="a later step did not end")
                 return
             closed, saving = ending is Ending.CLOSED, self._saving
-            if not closed and (saving.flushed == head or (engine is not None and saving.is_saved(engine))):
+            if not closed and head in (saving.flushed, saving.resumed_at):
                 return
+            if closed:
+                self._journal.add("closed", head)
             moment = saving.take_between() if closed else saving.newest_end()
             errors = saving.stats.errors
-            sealed = saving.seal(moment) if closed else saving.seal_end(moment)
-            engine = self._opening.engine
+            sealed = saving.seal(moment)
             if not sealed and saving.stats.errors > errors:
                 # Another package's signal handler may have raised within the copy.
                 sealed = saving.seal(moment)

@@ -1,7 +1,7 @@
 """Prevent an optimizer's step and a flush from another thread from overlapping.
 
-A flush never copies during a step: it waits until the step has ended. During a flush the next step waits at the gate,
-while forward and backward continue. A flush waits for nothing else in the training thread, and for a step only up to a
+A flush never copies during a step: it waits until the step has ended, and until the loop has declared that, if it
+does. During a flush the next step waits at the gate, while forward and backward continue. A flush waits only up to a
 time limit. So neither can block the other forever.
 
 A loop without hooks may run each iteration in a `block`. Then no step is running outside of blocks, in any thread.
@@ -10,7 +10,6 @@ Blocks run one after the other.
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 import time
@@ -22,9 +21,6 @@ import torch
 
 from scarctl.errors import UsageError
 
-SETTLE = 0.25
-"""Seconds after a step in which the loop may still change state that belongs to the step (a schedule), unless the next
-step has begun."""
 _ALIVE = 0.25
 """Seconds between two looks whether the training thread still exists."""
 
@@ -47,7 +43,8 @@ class Gate:
         """The block that runs."""
         self._wanted = 0
         self._at_gate = self._over = False
-        self._settled_at = -math.inf
+        self._undeclared = False
+        """A step has ended, and the loop has not said yet that all that belongs to it is done."""
         self._trainer = threading.get_ident()
 
     @property
@@ -147,18 +144,10 @@ class Gate:
         with self._changed:
             self._changed.wait_for(lambda: not self._frozen)
 
-    def leave(self, settle: float = SETTLE) -> None:
-        """End the step. settle: seconds after which it counts as settled, unless `settled` is called earlier."""
+    def leave(self, *, declared: bool = True) -> None:
+        """End the step. declared: all that belongs to it is done; otherwise call `leave` again once it is."""
         with self._lock:
-            self._stepping = False
-            self._settled_at = time.monotonic() + settle
-            if self._wanted:
-                self._changed.notify_all()
-
-    def settled(self, wait: float = 0.0) -> None:
-        """Note that the loop is done with the step. wait: seconds for which a flush may still wait."""
-        with self._lock:
-            self._settled_at = min(self._settled_at, time.monotonic() + wait) if wait else -math.inf
+            self._stepping, self._undeclared = False, not declared
             if self._wanted:
                 self._changed.notify_all()
 
@@ -201,14 +190,11 @@ class Gate:
             if self._torn:
                 return torn
             now = time.monotonic()
-            settled = self._at_gate or now >= self._settled_at
-            if not self._stepping and settled:
+            if not self._stepping and (self._at_gate or not self._undeclared):
                 return True
-            if now >= deadline or (self._stepping and not self._trains()):
-                return False
-            # A thread that ends does not notify.
-            limit = min(deadline, now + _ALIVE) if self._stepping else min(deadline, self._settled_at)
-            self._changed.wait(limit - now)
+            if now >= deadline or not self._trains():
+                return not self._stepping
+            self._changed.wait(min(deadline - now, _ALIVE))  # a thread that ends does not notify
         return False
 
     def _trains(self) -> bool:
@@ -240,6 +226,18 @@ class _Held:
             self._depth -= 1
             self._lock.release()
             raise
+
+    @contextmanager
+    def soon(self, seconds: float) -> Iterator[bool]:
+        """Do the same if the lock is free within so many seconds. Yield whether it was."""
+        if not self._lock.acquire(timeout=seconds):
+            yield False
+            return
+        try:
+            with self:
+                yield True
+        finally:
+            self._lock.release()
 
     def __exit__(self, *error: Any) -> None:
         try:

@@ -9,7 +9,8 @@ from scarctl.errors import UsageError
 from scarctl.recovery.lost import Lost
 from scarctl.recovery.report import Report
 from scarctl.session.parts import Parts
-from scarctl.session.recover import check_mode, facts, recover_live
+from scarctl.session.recover import check_mode, recover_live
+from scarctl.session.resumed import facts
 from scarctl.session.saving import Saving
 from scarctl.util.arrays import Ids
 
@@ -48,6 +49,7 @@ class LostParts:
         """See `Session.recover`. Call it with the gate held, outside of a step."""
         check_mode(mode)
         self._check_before(mode, before)
+        self._progress.declare()
         self._saving.finish()
         ids = self._named(engine, lost)
         live = self._together.agree(lambda: self._binding.live(engine.arena))
@@ -58,7 +60,7 @@ class LostParts:
         engine.marked.remove(report.plan.ids)
         self._saving.jumped()
         if report.mode == "rollback" and report.step is not None:
-            self._progress.head_step = report.step
+            self._progress.restore(None, report.step)
             engine.arena.reach(report.step)
         self._journal.add("recovered", self._progress.head_step, **facts(report))
         if self._settings.flush_on_signal:

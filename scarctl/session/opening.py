@@ -180,14 +180,15 @@ class Opening:
         if left <= 0 or left > timeout - 0.9 * silent or not fault.retryable:
             return False
         kept = durability(engine.arena)
+        lacking = counted(kept.pending_partitions, "partition")
         log.warning(
-            "closing %s waits up to %.0f s more for the store, which lacks %s (%s): %s. "
-            "They are safe in this host's memory, in %s: if this process ends now, %s",
+            "closing %s waits up to %.0f s more for the store%s. All is safe in this host's memory, in %s: if this "
+            "process ends now, %s",
             self.store.url,
             left,
-            counted(kept.pending_partitions, "partition"),
-            human_bytes(kept.pending_bytes),
-            fault,
+            f", which lacks {lacking} ({human_bytes(kept.pending_bytes)}): {fault}"
+            if kept.pending_partitions
+            else "'s last record",
             engine.arena.folder,
             "the daemon, or the next session on this host, saves them"
             if saver.outlives

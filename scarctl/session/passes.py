@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from scarctl.checkpoint.randomness import Raw, generators_of, raw, restore_rng
 from scarctl.errors import UsageError
-from scarctl.session.loader import Given, Hidden, restore_states, states_of
+from scarctl.session.generators import Hidden
 from scarctl.state.caveats import Caveats
 
 Rng = Raw | Mapping[str, Any]
@@ -22,65 +20,59 @@ Rng = Raw | Mapping[str, Any]
 _LOOKAHEAD = 2
 """Used batches that are loaded again, because loaders may read ahead."""
 END: Any = object()
+_NOTHING_LEFT: dict[str, Any] = {"iteration_now": None, "own_now": [], "hidden_now": []}
+"""What `Pass.left` returns for a loader without attributes, such as a list."""
 
 
 class Pass:
     """One pass over a loader within an epoch."""
 
-    def __init__(self, loader: Any, workers: dict[int, Rng]) -> None:
+    def __init__(self, loader: Any, rank: int, workers: dict[int, Rng]) -> None:
         self._loader = loader
+        self._rank = rank
         self._workers = workers
         self.count = 0
         """Batches handed out."""
         self.done = False
         self.abandoned = False
         """Whether the loop has left it before its end."""
-        self.nested = False
-        """Whether it is read within an iteration over another pass."""
-        self._own = generators_of(loader)
-        self._hidden = Hidden(loader)
         self.others = False
         """Whether the loader's hidden generators differed in number from the saved ones, so that none was restored."""
+        self._own = generators_of(loader)
+        self._hidden = Hidden(loader)
         self._hidden_begun: list[Any] = []
         self._hidden_before: list[Any] = []
         """States before the newest batch was requested."""
-        self._given: Any = None
-        """The newest batch, or a digest of it."""
-        self.differs = False
-        """Whether the last batch of the stopped run differed when it was loaded again."""
         self._begun: Rng = {}
         """Random numbers before the iterator was made."""
         self._before: Rng | None = None
         """Random numbers before the newest batch was requested."""
         self._own_begun: list[torch.Tensor] = []
-        self._iterator: weakref.ref[Iterator[Any]] | None = None
         self._iteration = getattr(loader, "iteration", None)
         """Accelerate's loaders count their passes, and shuffle by that number."""
         self._stays = bool(getattr(loader, "persistent_workers", False) and loader.num_workers)
         self._first = self._stays and id(loader) not in workers
 
-    @property
-    def draws(self) -> bool:
-        """Whether the data have random generators of their own."""
-        return bool(self._own or self._hidden.find())
-
-    def begin(self) -> Iterator[Any]:
+    def begin(self, caveats: Caveats) -> Iterator[Any]:
+        """Begin the pass. caveats: receive why its data cannot be repeated."""
         self._begun = raw()
         self._own_begun = [generator.get_state() for generator in self._own]
-        self._hidden_begun = states_of(self._hidden.find())
+        self._hidden_begun = self._hidden.states()
         if self._first:
             self._workers[id(self._loader)] = self._begun
-        return self._iterate()
-
-    def _iterate(self) -> Iterator[Any]:
-        iterator: Iterator[Any] = iter(self._loader)
-        if _is_plain(self._loader):
-            self._iterator = weakref.ref(iterator)
-        return iterator
-
-    def reads(self) -> int | None:
-        """Return the id of its iterator; None if the loader is not a DataLoader, and may read others."""
-        return id(self._iterator()) if self._iterator is not None else None
+        elif self._stays:
+            caveats.say(
+                "persistent-workers",
+                "a DataLoader's workers stay over epochs (persistent_workers=True), and their random numbers are not "
+                "saved, so that they differ after a resume. Omit persistent_workers",
+            )
+        if not getattr(self._loader, "in_order", True) and self._loader.num_workers:
+            caveats.say(
+                "order-of-workers",
+                "a DataLoader yields batches as its workers finish them (in_order=False), so that a resume may skip "
+                "batches that were not used. Omit in_order",
+            )
+        return iter(self._loader)
 
     def begin_again(self, saved: Mapping[str, Any], *, same_rank: bool) -> Iterator[Any]:
         """Repeat the pass that a stopped run had begun, without its used batches.
@@ -97,12 +89,7 @@ class Pass:
             saved = {**saved, "begun": raw(), "before": None, "workers": None, "own_begun": []}
         self._begun, self._before = saved["begun"], saved["before"]
         self._own_begun = list(saved["own_begun"])
-        # An older version saved none.
-        self._hidden_begun, self._hidden_before = (
-            saved.get("hidden_begun", []),
-            saved.get("hidden_before", []),
-        )
-        self._given = saved.get("given") if same_rank else None
+        self._hidden_begun, self._hidden_before = saved["hidden_begun"], saved["hidden_before"]
         count = saved["count"]
         skip = max(0, count - _LOOKAHEAD) if _is_indexed(self._loader) else 0
         if self._stays and saved["workers"] is not None:
@@ -117,78 +104,47 @@ class Pass:
         if same_rank:
             self._restore_hidden(self._hidden_begun)
         with _without_first(self._loader, skip):
-            iterator = self._iterate()
+            iterator: Iterator[Any] = iter(self._loader)
             for number in range(skip, count):
                 if number == count - 1 and self._before is not None:
                     restore_rng(self._before)
                     # A dataset may have made its generator for the batch before.
                     self._restore_hidden(self._hidden_before)
-                batch = next(iterator, END)
-                if batch is END:
+                if next(iterator, END) is END:
                     raise UsageError(
                         f"the data ends before batch {count} of the epoch, up to which the run had trained",
                         hint="use the data and batch size of the run to resume, or a new store",
                     )
         self.count = count
-        if count and self._given is not None and _is_plain(self._loader):
-            now = Given(batch).value()
-            self.differs = now is not None and now != self._given
         if same_rank:
             _set(self._own, saved["own_now"])
-            self._restore_hidden(saved.get("hidden_now", []))
+            self._restore_hidden(saved["hidden_now"])
         return iterator
 
     def _restore_hidden(self, states: list[Any]) -> None:
-        if not restore_states(self._hidden.find(), states):
+        if not self._hidden.restore(states):
             self.others = True
 
-    @contextlib.contextmanager
-    def fetching(self, caveats: Caveats) -> Iterator[None]:
-        """Record the random numbers around a request for a batch, and report draws that cannot be repeated."""
-        before = self._before = raw()
-        self._hidden_before = states_of(self._hidden.find())
-        yield
-        if self._stays and not self._first:
-            caveats.say(
-                "persistent-workers",
-                "a DataLoader's workers stay over epochs (persistent_workers=True), and their random numbers are not "
-                "saved, so that they differ after a resume. Omit persistent_workers",
-            )
-        if not getattr(self._loader, "in_order", True) and self._loader.num_workers:
-            caveats.say(
-                "order-of-workers",
-                "a DataLoader yields batches as its workers finish them (in_order=False), so that a resume may skip "
-                "batches that were not used. Omit in_order",
-            )
-        drawn = self.count and not before.same_on_host(raw())
-        if drawn and isinstance(self._loader, itertools.cycle):
-            caveats.say(
-                "cycle-draws",
-                "itertools.cycle keeps the batches of its first pass, which draw from the global random generators, as "
-                "the loop does: they differ after a resume. Read the loader in session.epochs, or anew in each pass",
-            )
-        streams = isinstance(getattr(self._loader, "dataset", None), IterableDataset)
-        if drawn and streams and not self._loader.num_workers:
-            caveats.say(
-                "stream-draws",
-                "an IterableDataset draws from the global random generators, as the loop does, so that its data differ "
-                "after a resume. Give it its own generator, or read it with num_workers=1",
-            )
-
-    def gives(self, batch: Any) -> None:
-        """Note the batch that the loop receives."""
-        self.count += 1
-        self._given = Given(batch) if _is_plain(self._loader) else None
-
-    def end(self) -> None:
-        self.done, self._given = True, None
+    def fetch(self, iterator: Iterator[Any]) -> Any:
+        """Return the next batch, or `END`, and keep the random numbers from before."""
+        self._before = raw()
+        if self._hidden.owners:
+            self._hidden_before = self._hidden.states()
+        batch = next(iterator, END)
+        if batch is END:
+            self.done = True
+        else:
+            self.count += 1
+        return batch
 
     def state(self) -> dict[str, Any]:
+        """Return the position in this pass."""
         found = {
             "count": self.count,
             "done": self.done,
+            "rank": self._rank,
             "iteration": self._iteration,
-            **self.left(),
+            **(self.left() if self._hidden.owners or self._own else _NOTHING_LEFT),
         }
         if not self.done:
             found |= {
@@ -198,7 +154,6 @@ class Pass:
                 "workers": self._workers.get(id(self._loader)) if self._stays else None,
                 "hidden_begun": self._hidden_begun,
                 "hidden_before": self._hidden_before,
-                "given": self._given,
             }
         return found
 
@@ -206,8 +161,8 @@ class Pass:
         """Return the loader's current state; see `leave`."""
         return {
             "iteration_now": getattr(self._loader, "iteration", None),
-            "own_now": [generator.get_state() for generator in self._own],
-            "hidden_now": states_of(self._hidden.find()),
+            "own_now": [generator.get_state() for generator in self._own] if self._own else [],
+            "hidden_now": self._hidden.states(),
         }
 
 
@@ -215,7 +170,7 @@ def leave(loader: Any, state: Mapping[str, Any]) -> bool:
     """Set a loader to the state that `Pass.left` returned. Return whether it has as many hidden generators as then."""
     _set_iteration(loader, state["iteration_now"])
     _set(generators_of(loader), state["own_now"])
-    return restore_states(Hidden(loader).find(), state.get("hidden_now", []))
+    return Hidden(loader).restore(state["hidden_now"])
 
 
 def _set_iteration(loader: Any, iteration: int | None) -> None:
@@ -227,11 +182,6 @@ def _set(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
     if len(generators) == len(states):
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-
-
-def _is_plain(loader: Any) -> bool:
-    """Return whether the loop receives each batch as soon as the loader has made it. Other loaders may read ahead."""
-    return isinstance(loader, DataLoader) and not hasattr(loader, "base_dataloader")
 
 
 def _is_indexed(loader: Any) -> bool:

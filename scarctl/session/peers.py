@@ -35,7 +35,7 @@ class Found:
     version: int
     """Version of the newest extras."""
     extras: Extras | None
-    exact: bool
+    consistent: bool
     """All its copies, and the extras, are of one commit of the whole state, of the step of `version`."""
     survived: bool
     """Its arena has the state of the last iteration that it finished."""
@@ -59,7 +59,7 @@ class AgreedState:
 
     step: int
     extras: Extras | None
-    exact: bool
+    consistent: bool
     """The whole state, of all processes, is of `step`."""
     summary: dict[str, Any] | None = None
     """Lost ranks and the predicted cost, for the report; None without ranks."""
@@ -193,7 +193,7 @@ class Together:
 
     def agree_on_state(self, found: Found | None, store: Store) -> AgreedState | None:
         """Agree on the state from which all continue. Return None if a process has no complete state."""
-        return None if found is None else AgreedState(found.step, found.extras, found.exact)
+        return None if found is None else AgreedState(found.step, found.extras, found.consistent)
 
     def completed(self, extras: Extras) -> Extras:
         """Return the extras. This rank's own values, if never saved or saved by another rank, stay as they are now."""

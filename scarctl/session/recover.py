@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,100 +27,16 @@ from scarctl.recovery.report import Report
 from scarctl.session.completing import complete, left_behind
 from scarctl.session.forecast import mode_of_resume, shared_history, weigh_loss
 from scarctl.session.peers import Found, Together
-from scarctl.state.caveats import Caveat, read_caveats, reasons
-from scarctl.state.common import in_common
+from scarctl.session.resumed import Resumed
+from scarctl.state.caveats import Caveat, read_caveats
+from scarctl.state.common import UNREAD, in_common, reasons
 from scarctl.state.extras import Extras, Notes
-from scarctl.state.held import MEMORY as THIS_HOST
-from scarctl.state.held import STORE, Held, told_places
-from scarctl.state.journal import Fact
 from scarctl.state.version import NEVER, step_of
-from scarctl.store import Snapshot, Store
+from scarctl.store import Snapshot
 from scarctl.theory.rework import MODES
 from scarctl.util.arrays import Ids
-from scarctl.util.text import counted
 
 log = logging.getLogger("scarctl")
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Resumed:
-    """The state that `Session.resume` restored."""
-
-    step: int
-    """Iterations finished: the loop continues with the next one. 0 if the store was empty."""
-    exact: bool
-    """Training continues bit for bit as if it had not stopped. `reasons` says why not."""
-    report: Report | None
-    """Sources of the partitions. None if the store was empty, or if the state was saved under another division. In the
-    latter case all of it came from the store."""
-    ranks: Mapping[str, Any] | None = None
-    """With several ranks: the lost ones, and the predicted cost; see `scarctl.distributed.resume_step`."""
-    reasons: tuple[str, ...] = ()
-    """Reasons why the state is not exact, one sentence each; () if it is exact."""
-    saved_at: str | None = None
-    """UTC time of the newest commit in the store, in ISO 8601; None if no record has it."""
-    whole: bool = True
-    """All partitions and extras are of `step`, as one commit saved them. A whole state may still not be exact."""
-    reached: int | None = None
-    """The newest iteration that the earlier run is known to have finished; None if that is unknown."""
-    memory: Held | None = None
-    """What this host's memory had; None without any."""
-    stored: Held | None = None
-    """What the store had, as far as the resume has looked."""
-
-    @property
-    def new(self) -> bool:
-        """The store held no state."""
-        return not self.step and self.report is None
-
-    def facts(self) -> dict[str, Fact]:
-        """Return the facts that the journal keeps: see `scarctl.state.journal.Journal`."""
-        labels: dict[str, Fact] = {"exact": self.exact, "whole": self.whole}
-        return labels if self.report is None else facts(self.report) | labels
-
-    def __str__(self) -> str:
-        """Return one line: the step, whether the state is exact and why not, its oldest copy, sources, and time."""
-        if self.new:
-            return "step 0: the store holds no state, a new run begins"
-        inexact = f"{'whole, but ' if self.whole else ''}not exact: {'; '.join(self.reasons)}"
-        line, report = f"step {self.step}, {'exact' if self.exact else inexact}", self.report
-        if report is not None and report.plan.ids.size:
-            tiers = (f"{counted(count, 'partition')} from {tier}" for tier, count in report.tiers.items())
-            line += f"; {', '.join(tiers)}"
-        head = self.step if self.reached is None else self.reached
-        if had := told_places({THIS_HOST: self.memory, STORE: self.stored}, head):
-            line += f"; {had}"
-        if self.reached is not None and self.reached > self.step:
-            again = counted(self.reached - self.step, "iteration")
-            line += f"; {again} of {self.reached} {'is' if again.startswith('1 ') else 'are'} trained again"
-        return line
-
-    def __repr__(self) -> str:
-        return f"<Resumed: {self}>"
-
-
-def logged(resumed: Resumed, store: Store, *, loud: bool = True) -> Resumed:
-    """Log the resumed state in one line, and return that state. loud: at WARNING if the state is not exact."""
-    if resumed.new:
-        log.info("%s holds no state: a new run begins", store.url)
-    else:
-        level = logging.WARNING if loud and not resumed.exact else logging.INFO
-        log.log(level, "resumed %s at %s", store.url, resumed)
-    return resumed
-
-
-def facts(report: Report) -> dict[str, Fact]:
-    """Return the facts about a recovery that the journal keeps: see `scarctl.state.journal.Journal`."""
-    rework = report.cost.rework if report.cost is not None else None
-    return {
-        "mode": report.mode,
-        "exact": report.exact,
-        "whole": report.whole,
-        "partitions": report.restored_partitions,
-        **report.tiers,
-        "perturbation": report.perturbation.value,
-        **({} if rework is None else {"low": rework.low, "high": rework.high}),
-    }
 
 
 def resume_live(
@@ -141,7 +56,7 @@ def resume_live(
     if mode == "auto":
         mode = mode_of_resume(engine, together.agree(engine.copies.newest), together)
     if mode == "rollback":
-        engine.adopt_orphans()  # memory may have the newest state of one step
+        engine.adopt_orphans(whole=True)  # memory may have the newest state of one step
         report, sealed = _roll_back(engine, live, together, snapshot=snapshot)
         assert report.step is not None
         engine.learn(shared_history(engine, sealed, report.step, together))
@@ -179,7 +94,7 @@ def _resume(
     if together.brought:
         report = report.from_peer()
     together.spread()
-    return Resumed(step, agreed.exact, report, agreed.summary), agreed.extras
+    return Resumed(step, agreed.consistent, report, agreed.summary), agreed.extras
 
 
 def _fetch(engine: Engine, live: LiveState, staged: Staged | None) -> tuple[Found | None, Report | None]:
@@ -201,10 +116,10 @@ def _fetch(engine: Engine, live: LiveState, staged: Staged | None) -> tuple[Foun
     report = engine.copies.fetch_all(states, live.new_slots, staged)
     version, whole = (NEVER, "") if newest is None else (newest.version, newest.whole)
     of_one = report.whole and report.step == step_of(version) and report.plan.whole == whole
-    exact = of_one if owns else newest is not None
-    survived = exact and arena.head_step == step_of(version)
+    consistent = of_one if owns else newest is not None
+    survived = consistent and arena.head_step == step_of(version)
     extras = None if newest is None else newest.extras
-    return Found(version, extras, exact, survived, known, owns, whole, head), report
+    return Found(version, extras, consistent, survived, known, owns, whole, head), report
 
 
 def recover_live(
@@ -233,8 +148,8 @@ def recover_live(
         report, extras = _roll_back(engine, live, together, lost=ids.size)
         report = _labelled(report, extras.notes, together)
         engine.learn(shared_history(engine, extras, report.step or 0, together))
-        together.agree(lambda: adapter.restore(extras.early, extras.late))
-        left = together.agree(lambda: left_behind(engine, live, adapter, ids, extras.late))
+        together.agree(lambda: adapter.restore(extras.state))
+        left = together.agree(lambda: left_behind(engine, live, adapter, ids, extras.state))
         return _checked(replace(report, cost=cost), left, together)
     with _known_to_differ(engine, ids):
         report = together.agree(lambda: _fetch_lost(engine, live, ids, now, head_step, before))
@@ -264,7 +179,7 @@ def _saved_with(engine: Engine, report: Report) -> Notes | ScarError:
 def _labelled(report: Report, notes: Notes | ScarError, together: Together) -> Report:
     """Return the report with the caveats that all ranks saved with its state. notes: those of this rank."""
     if isinstance(notes, ScarError):
-        notes = Notes(caveats=(Caveat("unknown", UNKNOWN.format(notes.message)),))
+        notes = Notes(caveats=(Caveat(UNREAD, UNKNOWN.format(notes.message)),))
     saved = together.gather([[one.to_json() for one in notes.caveats], dict(notes.common)])
     every = [Notes(caveats=read_caveats(caveats), common=common) for caveats, common in saved]
     return report.labelled(report.whole, tuple(dict.fromkeys(reasons(in_common(every)))))

@@ -22,11 +22,11 @@ class Requests:
 
     def __init__(self, together: Together) -> None:
         self._together = together
-        self._arrived: deque[Turn] = deque()
+        self.arrived: deque[Turn] = deque()
         """Checkpoints that other threads have requested since the newest step."""
-        self._requested: Turn | None = None
+        self.requested: Turn | None = None
         """What the store is to get of the requested checkpoint."""
-        self._waiting: deque[Request] = deque()
+        self.waiting: deque[Request] = deque()
         """Requests that all ranks have to fulfil after the same step."""
         self.flush: Callable[[Request], None] = lambda _: None
         """Fulfils a request that need not wait for a step. Called in the thread that receives it; returns at once."""
@@ -36,17 +36,17 @@ class Requests:
         if request.kind == "flush":
             self.flush(request)
         elif request.kind == "recover" or (request.kind == "full" and self._together.several):
-            self._waiting.append(request)
+            self.waiting.append(request)
         else:
-            self._arrived.append(Turn.WHOLE if request.kind == "full" else Turn.PART)
+            self.arrived.append(Turn.WHOLE if request.kind == "full" else Turn.PART)
 
     def receive(self) -> None:
         """Take in the checkpoints requested so far. Call it before a step's end becomes visible to other processes.
 
         A command waits for a newer step than it has seen, so a request that comes later has to wait for the next step.
         """
-        while self._arrived:
-            self._requested = max(self._arrived.popleft(), self._requested or Turn.NOTHING)
+        while self.arrived:
+            self.requested = max(self.arrived.popleft(), self.requested or Turn.NOTHING)
 
     def recovery(self, selector: Selector, *, regular: bool) -> Request | None:
         """Return the recovery that all ranks carry out after this same step. Call it once after every step.
@@ -55,9 +55,9 @@ class Requests:
 
         Raises ScarError if ranks cannot exchange their requests.
         """
-        request = self._together.grant(self._waiting, selector, regular=regular)
+        request = self._together.grant(self.waiting, selector, regular=regular)
         if request is not None and request.kind == "full":
-            self._requested = Turn.WHOLE
+            self.requested = Turn.WHOLE
             return None
         return request
 
@@ -66,7 +66,7 @@ class Requests:
 
         regular: what it gets of the regular one; None if that is not due.
         """
-        requested, self._requested = self._requested, None
+        requested, self.requested = self.requested, None
         if requested is None or regular is None:
             return regular if requested is None else requested
         return max(requested, regular)

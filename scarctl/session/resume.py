@@ -12,9 +12,9 @@ from scarctl.checkpoint.filling import Staged, may_wait
 from scarctl.checkpoint.loading import NewSlots
 from scarctl.session.parts import Parts
 from scarctl.session.peers import Elsewhere
-from scarctl.session.recover import Resumed, resume_live
-from scarctl.state.caveats import reasons
-from scarctl.state.common import DIFFERED, differ
+from scarctl.session.recover import resume_live
+from scarctl.session.resumed import Resumed
+from scarctl.state.common import DIFFERED, differ, reasons
 from scarctl.state.extras import Extras
 from scarctl.state.layout import Layout
 from scarctl.state.version import step_of
@@ -31,12 +31,18 @@ class Outcome:
 
     resumed: Resumed
     reasons: tuple[str, ...] = ()
-    """Why the state is not exact: another division among processes, the earlier run's reasons, and states that extras
+    """Why the state is mixed: another division among processes, the earlier run's reasons, and states that extras
     could not continue from."""
     reached: int | None = None
     """The newest step that the earlier run is known to have finished; None if the store holds no state."""
     reshaped: bool = False
     """The state was saved under another division, and must be saved again."""
+
+    @property
+    def mixed(self) -> bool:
+        """Whether values are of several commits, or encoded. Saving them again makes them no more consistent."""
+        report = self.resumed.report
+        return not self.resumed.consistent or (report is not None and report.plan.encoded > 0)
 
 
 class Resumption:
@@ -113,6 +119,7 @@ class Resumption:
         stored = None if report is None else engine.copies.in_store(report.plan, saved_at)
         resumed = replace(resumed, saved_at=saved_at, memory=memory, stored=stored)
         resumed = replace(resumed, reached=None if extras is None else reached)
+        resumed = replace(resumed, declared=extras is not None and extras.notes.declared)
         reasons_found = self._continue(engine, resumed, extras)
         return Outcome(resumed, reasons_found, resumed.reached)
 
@@ -132,7 +139,10 @@ class Resumption:
         live.load(np.arange(engine.layout.partitions))
         self._together.spread()
         engine.start_over()
-        resumed = Resumed(agreed.step, agreed.exact, None, agreed.summary, saved_at=last_saved(self._store))
+        resumed = Resumed(
+            agreed.step, agreed.consistent, None, agreed.summary, saved_at=last_saved(self._store)
+        )
+        resumed = replace(resumed, declared=agreed.extras is not None and agreed.extras.notes.declared)
         stored = self._continue(engine, resumed, agreed.extras, agreed.reasons)
         self._opening.begin_saving(engine)
         return Outcome(resumed, stored, resumed.step, reshaped=True)
@@ -144,7 +154,7 @@ class Resumption:
         extras: Extras | None,
         known: tuple[str, ...] = (),
     ) -> tuple[str, ...]:
-        """Restore the extras, and start the engine. Return why the state is not exact: `known` and extras' reasons.
+        """Restore the extras, and start the engine. Return why the state is mixed: `known` and extras' reasons.
 
         extras: None if the store holds no state.
         """
@@ -153,15 +163,15 @@ class Resumption:
 
             def restored() -> dict[str, str]:
                 # An optimizer may have other param_groups on one rank alone.
-                self._adapter.restore(extras.early, extras.late)
+                self._adapter.restore(extras.state)
                 # A state that is not whole has digests of several moments.
-                return dict(extras.notes.common) if resumed.exact else {}
+                return dict(extras.notes.common) if resumed.consistent else {}
 
             if differ(self._together.collect(restored)):
                 known = (*known, DIFFERED.message)
-            stored = (*known, *reasons(extras.notes.caveats), *self._progress.misfits())
+            stored = (*known, *reasons(extras.notes.caveats))
             engine.policy_memory = extras.policy
             self._journal.follow(extras.notes.events, extras.notes.samples)
-        self._progress.restore(extras, resumed.step, exact=resumed.exact and not stored)
+        self._progress.restore(extras, resumed.step)
         self._opening.run_on(engine, resumed.step)
         return stored

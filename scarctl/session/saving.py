@@ -1,8 +1,10 @@
 """Save one session's state between two steps: a checkpoint in two halves, or a sealed one at once.
 
-The first half runs in the training thread, after the last optimizer's step. It reads the extras that the next batch
-will change, and clones the buffers that the next forward will change. Then a worker thread starts the copy. The second
-half runs before the next optimizer step. It waits for the copy, reads the remaining extras, and queues the checkpoint.
+The first half runs in the training thread, when the loop declares that a step has ended. It reads the extras, and
+clones the buffers that the next forward will change. Then a worker thread starts the copy. The second half queues the
+checkpoint. It runs right after the copy in the same thread, or else before the next optimizer step, which waits for it.
+If the loop does not declare its steps' ends, the first half runs right after the optimizer's step. The second one then
+reads the extras, before the next step.
 
 A flush does the same at any time between two steps, also from another thread. `scarctl.session.gate` keeps flushes and
 steps apart.
@@ -10,11 +12,10 @@ steps apart.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
 import time
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,13 +25,12 @@ from scarctl.checkpoint.copied import Copied
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.step_end import Moment, Moments
 from scarctl.checkpoint.streams import Streams
-from scarctl.errors import LayoutMismatch, ScarError, Unavailable, UsageError
+from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.policy.turns import Turn
-from scarctl.session.beginning import Beginning
 from scarctl.session.parts import Parts
-from scarctl.session.rest import Rest
 from scarctl.state.extras import Extras, Notes
 from scarctl.state.journal import Sample
+from scarctl.state.torch_dtypes import plain
 from scarctl.state.version import step_of
 from scarctl.util.worker import Worker
 
@@ -39,6 +39,8 @@ log = logging.getLogger("scarctl")
 FLUSH_SECONDS = 10.0
 """Longest wait of a flush for a running step to end, in seconds."""
 UNSAVED = "values are not finite, or were written while they were copied"
+_SOON = 0.02
+"""Seconds for which the second half of a checkpoint waits for the training thread to leave a hook."""
 TORN = "the newest iteration has raised an exception, and its changes may be incomplete"
 
 
@@ -51,8 +53,12 @@ class Saving:
         """The moment at the end of the newest step, if it was kept: for a checkpoint, or as every step's end is."""
         self.flushed: int | None = None
         """The newest step that a flush has sealed."""
+        self.resumed_at: int | None = None
+        """The step from which the session has resumed."""
         self._copied: Copied | None = None
         """The newest checkpoint."""
+        self.over = False
+        """Nothing is saved any more."""
         self.doomed = False
         """A fatal signal has arrived: the flushed state must not be overwritten."""
         self.streams = Streams()
@@ -61,11 +67,12 @@ class Saving:
         self._opening = parts.opening
         self._binding = parts.binding
         self._progress = parts.progress
-        self._automatic = parts.adapter.automatic
+        self._adapter = parts.adapter
         self._journal = parts.journal
+        self._several = parts.together.several
         self._gate = parts.gate
+        self._held = parts.gate.held()
         self._together = parts.together
-        self._rest = Rest(parts)
         self._moments = Moments(parts.adapter, self.streams, parts.together)
         self._checkpoints = Checkpoints(
             self.worker,
@@ -76,9 +83,6 @@ class Saving:
             parts.together,
             validate=parts.settings.validate,
         )
-        beginning = Beginning(parts, self.finish)
-        parts.progress.end_copy, parts.progress.renew = self.end_copy, self._moments.renew
-        parts.progress.keep, parts.progress.put_back = beginning.keep, beginning.put_back
 
     @property
     def under_way(self) -> bool:
@@ -89,89 +93,57 @@ class Saving:
     def unfinished(self) -> bool:
         """Whether `finish` has something to do."""
         engine = self._opening.engine
-        return engine is not None and (self._checkpoints.unfinished or engine.selector.expecting)
+        return engine is not None and (
+            self._checkpoints.busy or (self._several and engine.selector.expecting)
+        )
 
-    def take(self, *, early: bool = True) -> Moment | None:
-        """Keep the current moment as the newest step's end, and return it; None on failure.
+    def take(self) -> Moment | None:
+        """Keep the current moment as the newest step's end, and return it; None on failure."""
+        self.moment = moment = self._now(self._progress.owned or self._progress.loop.used)
+        return moment
 
-        early: also read the extras that the next batch changes.
-        """
-        engine = self._opening.engine
+    def _now(self, read: bool) -> Moment | None:
+        """Return the current moment; None on failure. read: with the extras."""
+        progress = self._progress
+        loop = progress.loop
         try:
-            # A loop without hooks may replace its arrays in every iteration.
-            if engine and self._gate.blocks and not (self._automatic and self._moments.weights.followed):
-                self._moments.weights.follow(self._binding.live(engine.arena))
-            moment = self._moments.take(self._progress.head_step, early=early)
+            moment = self._moments.take(progress.head_step, read=read)
+            if loop.used:
+                moment.position = (
+                    loop.newest if loop.head == progress.head_step and loop.newest else loop.position()
+                )
+            moment.declared = progress.owned or (loop.used and loop.head == progress.head_step)
         except Exception as error:
             self.fault(error)
             return None
-        self.moment = moment
         return moment
 
-    def is_saved(self, engine: Engine) -> bool:
-        """Return whether the newest step is sealed with the extras of its end, which was not kept: after a resume."""
-        try:
-            return self.moment is None and engine.is_sealed() and self._rest.unchanged()
-        except ScarError as error:  # saving meets the same error, and reports it
-            log.debug("the copies cannot be read: %s", error)
-            return False
-
-    def newest_end(self, *, between: bool = False) -> Moment | None:
-        """Return the moment of the newest step's end; the current one, with a caveat, if that was not kept.
-
-        between: the caller knows that the loop is between two iterations.
-        """
+    def newest_end(self) -> Moment | None:
+        """Return the moment of the newest step's end: the current one if that was not kept."""
         if self.moment is not None:
             return self.moment
-        moment = self.take()
-        if moment is not None and not (between and self._progress.between):
-            self._progress.late(moment)
+        moment = self._now(True)
+        if moment is not None and not self._gate.blocks:
+            moment.declared = False  # the loop may have begun the next iteration
         return moment
 
     def resumed(self, engine: Engine) -> None:
-        """Fill the arena next to the loop's first pass, and keep the current moment if every step's end is kept."""
+        """Fill the arena next to the loop's first pass."""
+        self.resumed_at = self._progress.head_step
         self._checkpoints.fill(engine)
-        if self._settings.flush_on_signal:
-            # An exception in the next step then saves these extras, and no later ones.
-            self.follow(engine)
-
-    def follow(self, engine: Engine) -> None:
-        """Keep the current moment, and notice from now on that weights are replaced."""
-        if self._automatic:
-            # The layout has slots that an optimizer makes later, at the first step of their parameters.
-            with contextlib.suppress(LayoutMismatch):
-                self._moments.weights.follow(self._binding.live(engine.arena))
-        self.take()
 
     def take_between(self) -> Moment | None:
-        """Return the moment for a checkpoint between two iterations of the loop.
+        """Return the moment for a checkpoint that the loop asks for between two iterations.
 
-        That is the newest step's end if the next forward has begun: it drew random numbers, and changed buffers. A pass
-        without gradients after the step, such as one that measures statistics anew, is part of the live state.
+        That is the newest declared moment if the loop has begun the next iteration.
         """
-        kept, progress = self.moment, self._progress
-        settled = progress.settled_moment()
-        if settled is not None:
-            if progress.loop.in_use:
-                progress.flushed(settled)
-            elif self._moments.renew(settled, closely=True) | settled.weights.replaced():
-                progress.afterwards(settled)
-            return settled
-        begun = progress.witness.trains(progress.head_step)
-        if begun and kept is not None and kept.step == progress.head_step and not kept.weights.replaced():
-            # If the weights have changed since, that pass may have measured statistics for them, as the live ones are.
-            measured = bool(kept.buffers) and kept.weights.moved()
-            if not measured:
-                self._moments.report(kept)
-                return kept
-        moment = self.take()
-        if not begun:
-            progress.witness.restart(progress.head_step)
-        elif moment is not None and (moment.buffers or kept is None):
-            progress.within(moment)
-        if moment is not None and progress.loop.in_use and not progress.loop.usual:
-            moment.settled = False
-        return moment
+        if (
+            self.moment is not None
+            and self._progress.loop.in_use
+            and self.moment.step == self._progress.head_step
+        ):
+            return self.moment
+        return self._now(True)
 
     def begin(self, moment: Moment | None, turn: Turn, *, thorough: bool = True) -> None:
         """Start the first half: copy the state of `moment`. Do nothing for None. See `Checkpoints.begin`."""
@@ -179,13 +151,28 @@ class Saving:
         if moment is None or engine is None or self.doomed:
             return
         try:
+            engine.arena.reach(self._progress.head_step)
             live = self._binding.live(engine.arena)
-            self._moments.weights.follow(live)
-            if torn := self._gate.torn:
-                self._progress.torn(moment)
-            self._checkpoints.begin(engine, live, moment, turn, torn=torn, thorough=thorough)
+            self._checkpoints.begin(engine, live, moment, turn, torn=self._gate.torn, thorough=thorough)
+            # An error of the second half, and what several ranks agree on, are for the training thread.
+            if not (
+                thorough
+                or moment.state is None
+                or moment.marks
+                or self._several
+                or self._settings.on_error == "raise"
+            ):
+                self.worker.submit(partial(self._finish_soon, moment))
         except Exception as error:
             self.fault(error)
+
+    def _finish_soon(self, moment: Moment) -> None:
+        """Do the second half of the checkpoint of `moment` in the copying thread, if the training thread lets it."""
+        with self._held.soon(_SOON) as free:
+            if free and not self.over and self._checkpoints.moment is moment:
+                began = time.thread_time()
+                self.finish()
+                self.spent(time.thread_time() - began)
 
     def finish(self, *, hook: bool = False) -> bool:
         """Do the second half of the current checkpoint, if any. Return whether it has sealed the state.
@@ -201,18 +188,6 @@ class Saving:
         self._copied = copied
         return copied is not None and copied.sealed
 
-    def end_copy(self) -> None:
-        """End the current copy, before the loop changes weights after the step."""
-        engine = self._opening.engine
-        if engine is not None and self._checkpoints.under_way:
-            with self._gate.held():
-                started = time.perf_counter()
-                try:
-                    engine.selector.hurry()
-                    self._checkpoints.end_copy(engine)
-                finally:
-                    self.stats.stalled(started, part=True)
-
     def seal(self, moment: Moment | None) -> bool:
         """Save the whole state of `moment`, both halves at once. Return whether it is sealed in this host's memory."""
         self.finish()
@@ -225,9 +200,7 @@ class Saving:
     def now(self, turn: Turn) -> str:
         """Save the live state now, both halves at once. Return why that failed, or did not seal the whole; or ""."""
         self.finish()
-        errors, kept = self.stats.errors, self.moment
-        if kept is not None and not kept.weights.moves():
-            self._look_outside(kept)
+        errors = self.stats.errors
         self.begin(self.take_between(), turn)
         sealed = self.finish() or turn is not Turn.WHOLE
         why = "" if sealed else TORN if self._gate.torn else self.unsealed
@@ -268,54 +241,42 @@ class Saving:
                 kind="peers-late",
             )
 
-    def rested(self, patience: float) -> int | None:
-        """Return the newest step if the state equals its copies in memory, which are sealed, or those of a resume.
-
-        None if they differ, or if it is reported when a step begins. patience: see `flush`. Call it without the gate.
-        """
-        if not self._gate.implied or not self._checkpoints.filled(patience):
-            return None
-        with self._gate.held():
-            at_rest = not self._checkpoints.under_way and self._rest.unchanged()
-            return self._progress.head_step if at_rest else None
-
     def flush(self, patience: float) -> bool:
         """Seal the state of the newest step's end. Return whether that succeeded.
 
         patience: seconds to wait while a resume still fills the arena. Until then the store has what it restored.
         """
-        if not self._checkpoints.filled(patience):
+        if not self.filled(patience):
             return False
         with self.streams.joined():
-            mine = self._gate.blocks or self._gate.trainer == threading.get_ident()
-            return self.seal_end(self.newest_end(between=mine))
+            return self.seal(self.newest_end())
+
+    def filled(self, patience: float) -> bool:
+        """Wait up to `patience` seconds while a resume fills the arena. Return whether that has ended."""
+        return self._checkpoints.filled(patience)
 
     def ready(self, patience: float) -> bool:
         """Wait up to `patience` seconds for the current copy. Return whether it is done."""
         return self._checkpoints.ready(patience)
 
-    def seal_end(self, moment: Moment | None) -> bool:
-        """Seal the state of `moment`, a step's end. The loop may be in the middle of an evaluation."""
-        if moment is not None:
-            self._look_outside(moment)
-        return self.seal(moment)
+    def spent(self, seconds: float = 0.0) -> None:
+        """Count what the regular checkpoint that has just been finished has cost.
 
-    def _look_outside(self, moment: Moment) -> None:
-        """Look whether the state, which is about to be saved, is still that of the step of `moment`."""
-        self._progress.flushed(moment, changed=self._rest.changed_outside(moment.weights))
-
-    def spent(self) -> None:
-        """Count what the checkpoint that a hook has just finished has cost."""
+        seconds: processor time of its second half, if that ran in the copying thread.
+        """
         engine, copied, self._copied = self._opening.engine, self._copied, None
         if engine is not None and copied is not None:
-            engine.cadence.spent(self.stats.last_stall_seconds, copied.seconds)
+            self.stats.copy_seconds += seconds
+            engine.cadence.spent(self.stats.last_stall_seconds, copied.seconds + seconds)
 
     def extras(self, engine: Engine, moment: Moment) -> Extras:
-        """Return the extras of the step of `moment`. Call it right before the next step."""
-        settled = self._progress.extras(moment)  # comes first, because it may find caveats
+        """Return the extras of the step of `moment`. Call it before the next step changes anything."""
+        state = moment.read(self._adapter)
+        position: Any = None if moment.position is None else plain(moment.position)
         self._note_ages(engine, moment.step)
-        caveats, events = tuple(self._progress.caveats), tuple(self._journal)
-        return engine.extras(settled, Notes(caveats=caveats, events=events, samples=self._journal.samples))
+        caveats, events = self._progress.caveats_at(moment.step), tuple(self._journal)
+        notes = Notes(caveats=caveats, events=events, samples=self._journal.samples, declared=moment.declared)
+        return engine.extras(Extras(state, loop=position), notes)
 
     def _note_ages(self, engine: Engine, step: int) -> None:
         """Keep in the journal how old the copies are. Partitions of which the store has the copy have no age there."""

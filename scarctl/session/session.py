@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Literal, TypeVar
@@ -31,16 +32,16 @@ from scarctl.session.gate import Gate
 from scarctl.session.lost import LostParts
 from scarctl.session.metrics import measure
 from scarctl.session.opening import Opening, claim
-from scarctl.session.origin import Origin
 from scarctl.session.parts import Parts
 from scarctl.session.peers import Together, check_wait
 from scarctl.session.progress import Progress
-from scarctl.session.recover import Resumed, check_mode, logged
+from scarctl.session.recover import check_mode
 from scarctl.session.requests import Requests, answer
 from scarctl.session.resume import Resumption
+from scarctl.session.resumed import Resumed, labelled, logged
 from scarctl.session.saving import FLUSH_SECONDS, Saving
 from scarctl.session.snapshot import save_named
-from scarctl.session.steps import Steps
+from scarctl.session.steps import Follower, Steps
 from scarctl.state.caveats import Caveats
 from scarctl.state.journal import Journal
 from scarctl.state.layout import Layout
@@ -65,28 +66,18 @@ class Session:
         """Claim the store. hooks: see `attach`. together: the other ranks that train with this process, if any."""
         self.settings = settings
         self.caveats = Caveats()
-        """Parts of this run that are not protected or not exact. Each caveat was logged at WARNING."""
+        """Warnings of this run: parts that are not protected, or cannot be repeated. Each was logged at WARNING."""
         self._together = together or Together()
         self._adapter = adapter
         self._hooked, self._hooked_begin = hooks == "auto", hooks == "begin"
         self._journal = Journal()
         self._journal.add("started", 0, process=who())
-        self._closed = False
-        self._pid = os.getpid()
-        self._origin = Origin(self.caveats)
-        self._requests = Requests(self._together)
-        self._gate = Gate(stepping=hooks == "off")
-        self._progress = Progress(
-            adapter,
-            self._gate,
-            self.caveats,
-            self._together.rank,
-            self._origin,
-            lambda error: self._saving.fault(error),
-            hooked=hooks == "auto",
-            framework=hooks == "begin",
-        )
-        self._lasts = self._progress.framework
+        self.follower: Follower | None = None
+        self._closed, self._pid = False, os.getpid()
+        self._requests, self._gate = Requests(self._together), Gate(stepping=hooks == "off")
+        self._progress = Progress(self.caveats, self._together.rank, hooked=hooks == "auto")
+        self._resumed: Resumed | None = None
+        self._lasts = hooks == "begin"
         with contextlib.ExitStack() as undo:
             undo.callback(self._together.close)
             touched = touched_of(adapter, hooked=hooks != "off")
@@ -99,15 +90,16 @@ class Session:
             )
             undo.callback(self._saver.close)
             self._opening = Opening(self.store, settings, self._saver, self._together, self.caveats)
-            self._remove_hooks = self._install(hooks)
-            undo.callback(self._remove_hooks)
+            shared = (adapter, settings, self._together, self._gate, self._progress, self._binding)
+            parts = Parts(*shared, self._opening, self._journal)
+            self._saving = Saving(parts)
+            undo.callback(self._saving.worker.close)
             self._watch = watch_of(adapter, self.caveats)
+            undo.callback(self._watch.end)
+            self._lost = LostParts(parts, self._saving)
+            self._steps = Steps(self, parts, self._requests, self._saving, self._watch, touched)
+            self._remove_hooks = self._install(hooks)
             undo.pop_all()
-        shared = (adapter, settings, self._together, self._gate, self._progress, self._binding, self._opening)
-        parts = Parts(*shared, self._journal)
-        self._saving = Saving(parts)
-        self._lost = LostParts(parts, self._saving)
-        self._steps = Steps(self, parts, self._requests, self._saving, self._watch, touched)
         self._resumption = Resumption(parts)
         # A loop that ends without `close` would lose the steps since its last checkpoint.
         atexit.register(self._at_exit)
@@ -120,9 +112,7 @@ class Session:
     def _install(self, hooks: Hooks) -> Callable[[], None]:
         if hooks == "off":
             return lambda: None
-        return self._adapter.install(
-            lambda: self._steps.before(), (lambda: self._steps.after()) if hooks == "auto" else None
-        )
+        return self._adapter.install(self._steps.before, self._steps.after if hooks == "auto" else None)
 
     @property
     def adapter(self) -> Adapter:
@@ -146,8 +136,8 @@ class Session:
 
     @property
     def resumed(self) -> Resumed | None:
-        """The result of `resume`, with reasons found later why it is not exact."""
-        return self._origin.resumed
+        """The result of `resume`; None before it."""
+        return self._resumed
 
     @property
     def stepping(self) -> bool:
@@ -187,8 +177,9 @@ class Session:
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of `loader`, any iterable, that this epoch has not used yet: use this instead of `loader`.
 
-        A loop that reads its data here resumes exactly: with the state at its request for the next batch. Other work
-        per epoch belongs in the loop over `epochs`. Raises UsageError if the data end too early.
+        Each request for the next batch declares that the newest step has ended: then extras, random numbers and the
+        position in the data are read. Work per epoch belongs after the batches. Raises UsageError if the data end too
+        early.
         """
         self._check_open()
         return self._progress.loop.batches(loader)
@@ -212,9 +203,9 @@ class Session:
     def iteration(self) -> AbstractContextManager[None]:
         """Run one iteration: `with session.iteration():` around all that changes the state. Replaces `step`.
 
-        Between two blocks a flush, SIGTERM or an evacuation saves the state exactly, and at once. Within one they wait
-        for its end. Blocks of several threads run one after the other. A block that raises is not counted. Its changes
-        stay, and are saved as not exact, until another block has ended.
+        Between two blocks a flush, SIGTERM or an evacuation saves the state at once. Within one they wait for its end.
+        Blocks of several threads run one after the other. A block that raises is not counted. Its changes stay, and
+        nothing is saved as a whole until another block has ended.
         Raises UsageError within another block, or if hooks count the iterations.
         """
         self._check_open()
@@ -232,8 +223,10 @@ class Session:
         warns without. `wait` also raises Unavailable and the store's fault. Before the first step: UsageError.
         """
         check_wait(wait, self.settings)
-        engine = self._started()
+        self._check_open()
         with self._gate.outside("checkpoint()"):
+            self._progress.declare()
+            engine = self._started()
             why = self._saving.now(Turn.WHOLE if full else Turn.PART)
         if wait:
             self._saving.require(engine, wait, why)
@@ -243,13 +236,15 @@ class Session:
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
         """Copy the newest step into shared memory at memory speed, and queue it as one sealed checkpoint.
 
-        A process that restarts on this host resumes from it. The checkpoint becomes durable as usual. Its
-        extras are those of the step's end if it was kept (`flush_on_signal`), else perhaps not exact. For any thread.
-        timeout: seconds to wait for a running step, and after a resume for this host's memory to have its copies.
+        A process that restarts on this host resumes from it. The checkpoint becomes durable as usual. For any thread.
+        timeout: seconds to wait until a running step has ended and the loop has declared that (docs/loops.md), and
+            after a resume for this host's memory to have its copies.
         Returns whether the state was sealed. It cannot be sealed while a step runs, or if values are not finite.
         Raises UsageError before the first step.
         """
         self._started()
+        if self._gate.trainer == threading.get_ident() and not self.stepping:
+            self._progress.declare()
         with self._gate.quiet(timeout) as quiet:
             return quiet and not self._closed and self._saving.flush(timeout)
 
@@ -268,6 +263,9 @@ class Session:
 
         Raises UsageError for a name that exists or is not allowed; ScarError ("not-sealed") if values are not finite.
         """
+        self._check_open()
+        self._gate.require_outside("snapshot()")
+        self._progress.declare()
         engine = self._started()
 
         def save() -> str:
@@ -283,8 +281,8 @@ class Session:
         mode: "partial" takes every partition's newest copy, "rollback" the newest state of one step. "auto" rolls
             back unless the copies are of one step, as memory's are, or are ten times newer.
         snapshot: restore the snapshot of this name, exactly.
-        Returns the step after which to continue, whether it is exact, and the report. Raises LayoutMismatch (another
-        model or optimizer), NoIntactCopy, Corruption; nothing is changed then.
+        Returns the step after which to continue, its label, and the report. Raises LayoutMismatch (another model or
+        optimizer), NoIntactCopy, Corruption; nothing is changed then.
         """
         self._check_open()
         check_mode(mode)
@@ -298,12 +296,15 @@ class Session:
                     f"{self.store.url} has no snapshot {snapshot!r}: nothing is saved there",
                     hint="check the address; without a snapshot, resume() begins a new run there",
                 )
-            self._origin.resumed = logged(Resumed(step=0, exact=True, report=None), self.store)
-            return self._origin.resumed
+            self._resumed = logged(Resumed(step=0, consistent=True, report=None), self.store)
+            return self._resumed
         with self._gate.outside("resume()"):
             outcome = self._resumption.run(mode, snapshot)
             self._opening.looked()
-            resumed = self._origin.set(outcome.resumed, outcome.reasons, self.store, self._together)
+            resumed = labelled(outcome.resumed, outcome.reasons, self.store, self._together)
+            self._resumed = resumed
+            if outcome.mixed:
+                self._progress.mixed(resumed.reasons)
             if outcome.reached is not None:
                 self._journal.add("resumed", resumed.step, reached=outcome.reached, **resumed.facts())
             if outcome.reshaped:
@@ -311,7 +312,6 @@ class Session:
                 self._saving.seal(self._saving.take())
             elif self._engine is not None:
                 self._saving.resumed(self._engine)
-            self._progress.resumed(self.head_step, self._saving.moment)
             return resumed
 
     def supersede(self, step: int = 0) -> None:
@@ -334,7 +334,7 @@ class Session:
         if layout is not None:
             self._together.agree(lambda: self._binding.check(layout))
         self._opening.looked(superseding=True)
-        self._progress.head_step = step
+        self._progress.restore(None, step)
 
     def mark_lost(self, lost: str | int | Iterable[str | int]) -> int:
         """Note that parts of the live state are lost: they are not copied any more, until `recover` has restored them.
@@ -425,14 +425,11 @@ class Session:
         """Save the whole state, and release all resources."""
         if os.getpid() == self._pid:
             self._departure.settle()
+            self._steps.closing(failed=ending is Ending.FAILED)
         if self._inert():
             return
         atexit.unregister(self._at_exit)
         attached.closed(self)
-        try:
-            self._watch.look()
-        except Exception as error:  # the watch only warns: the state has to be saved anyway
-            log.error("the last check of the training loop failed: %s", error)
         with contextlib.ExitStack() as last:
             # Removed last, because a training thread that continues meanwhile has to pass the gate.
             last.callback(self._remove_hooks)
@@ -442,9 +439,10 @@ class Session:
             last.callback(self._last.release, ending)
             last.callback(self._unwatch)
             last.callback(self._stop)
+            if ending is Ending.CLOSED and not self.stepping:
+                self._progress.declare()
             self._last.save(ending, self._stop, seal=seal)
 
     def _stop(self) -> None:
-        self._closed = True
-        self._progress.close()
+        self._closed = self._saving.over = True
         self._gate.end()

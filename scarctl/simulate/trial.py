@@ -404,4 +404,4 @@ def _restore(keeper: _Keeper, adapter: Adapter) -> None:
     assert keeper.extras is not None, "only full checkpoints have extras"
     keeper.live(adapter).load(np.arange(keeper.arena.layout.partitions))
     extras = Extras.from_tree(torched(codec.decode(*keeper.extras)))
-    adapter.restore(extras.early, extras.late)
+    adapter.restore(extras.state)

@@ -1,13 +1,13 @@
 """Record the caveats of a run: log each one once, and keep it with every checkpoint.
 
-A caveat names a part of the run that is not protected, or a reason why resuming from a checkpoint is not exact. The
-code that finds one calls `Caveats.say`; `Session.resume` and `scarctl inspect` read it back from the extras.
+A caveat names a part of the run that is not protected, or that cannot be repeated. The code that finds one calls
+`Caveats.say`; `scarctl inspect` reads it back from the extras.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from scarctl.util.document import Document
@@ -26,8 +26,6 @@ class Caveat(Document):
     """Short and stable, such as "generator-moved"."""
     message: str
     """A sentence for users: the limit, and how to avoid it."""
-    inexact: bool = True
-    """Whether a run that resumes from a state saved meanwhile may end differently from one that never stopped."""
 
 
 class Caveats:
@@ -38,22 +36,17 @@ class Caveats:
         self._logged: set[str] = set()
         """Kinds that were logged."""
 
-    def say(self, kind: str, message: str, *, inexact: bool = True, once: bool = False) -> None:
+    def say(self, kind: str, message: str, *, once: bool = False) -> None:
         """Keep a caveat in place of an older one of its kind, and log it at WARNING unless it is unchanged.
 
-        inexact: resuming from a checkpoint saved after this call is not exact. once: do not log another of this kind,
-        because it may recur with every step.
+        once: do not log another of this kind, because it may recur with every step.
         """
-        caveat = Caveat(kind, message, inexact)
+        caveat = Caveat(kind, message)
         if self._by_kind.get(kind) != caveat:
             self._by_kind[kind] = caveat
             if not (once and kind in self._logged):
                 log.warning("%s", message)
             self._logged.add(kind)
-
-    def keep(self, kind: str, message: str) -> None:
-        """Keep a caveat that makes resuming inexact, without logging it: the caller logs it."""
-        self._by_kind[kind] = Caveat(kind, message)
 
     def withdraw(self, *kinds: str) -> None:
         """Drop the caveats of these kinds, because their causes are gone."""
@@ -73,12 +66,7 @@ def read_caveats(stored: object) -> tuple[Caveat, ...]:
     for entry in stored[:_MOST] if isinstance(stored, list) else ():
         if not isinstance(entry, dict):
             continue
-        kind, message, inexact = (entry.get(name) for name in ("kind", "message", "inexact"))
+        kind, message = entry.get("kind"), entry.get("message")
         if isinstance(kind, str) and isinstance(message, str):
-            caveats.append(Caveat(kind[:_MOST], message[: 10 * _MOST], inexact is not False))
+            caveats.append(Caveat(kind[:_MOST], message[: 10 * _MOST]))
     return tuple(caveats)
-
-
-def reasons(caveats: Iterable[Caveat]) -> tuple[str, ...]:
-    """Return why a state with these caveats is not exact; empty if no caveat makes it inexact."""
-    return tuple(caveat.message for caveat in caveats if caveat.inexact)

@@ -24,7 +24,10 @@ DIFFERED = Caveat(
     "after an average, of optimizer state, too, or name only equal tensors in scarctl.Ranks(replicated=...)",
 )
 """What to say if `differ`."""
-
+MIXED = "mixed"
+"""Kind of the caveat that a state was saved again without a step since it was restored, and was mixed then."""
+UNREAD = "unread"
+"""Kind of the caveat that what was saved with a state cannot be read."""
 
 _NAME = re.compile(r"[0-9]+\+([0-9]{1,9})-[0-9a-f]{16}", re.ASCII)
 
@@ -67,6 +70,14 @@ def in_common(found: Sequence[_Saved]) -> tuple[Caveat, ...]:
     if differ(each.common for each in found) and all(one.kind != DIFFERED.kind for one in caveats):
         caveats[DIFFERED] = None
     return tuple(caveats)
+
+
+def reasons(found: Iterable[Caveat]) -> tuple[str, ...]:
+    """Return why a state of one commit, saved with these caveats, may not be consistent.
+
+    Its ranks had different values, it was mixed when it was restored, or what was saved with it cannot be read.
+    """
+    return tuple(caveat.message for caveat in found if caveat.kind in (DIFFERED.kind, MIXED, UNREAD))
 
 
 def read_digests(stored: object) -> dict[str, str]:

@@ -63,7 +63,7 @@ class Notes:
     norm: str = ""
     """Norm of the session's distances, such as "l2"; "" when no session stored it."""
     caveats: tuple[Caveat, ...] = ()
-    """Reasons why resuming from this checkpoint may not be exact."""
+    """Parts of the run that are not protected, or cannot be repeated."""
     events: tuple[Event, ...] = ()
     """Starts, resumes and recoveries of the run: see `scarctl.state.journal`."""
     samples: Any = None
@@ -72,6 +72,8 @@ class Notes:
     """Unix time at which the checkpoint was complete in memory."""
     max_lag: float | None = None
     """Seconds after which the store should have the whole state, as set."""
+    declared: bool = False
+    """The loop had declared the end of the step: `Extras` have its position in the data."""
     common: Mapping[str, str] = field(default_factory=dict)
     """In a seal of one of several ranks, digests of what it has in common with others: see `scarctl.state.common`."""
 
@@ -90,6 +92,7 @@ class Notes:
             samples=_array(found.get("samples")),
             at=_seconds(found.get("at")),
             max_lag=_seconds(found.get("max_lag")),
+            declared=found.get("declared") is True,
             common=read_digests(found.get("common")),
         )
 
@@ -105,6 +108,8 @@ class Notes:
         if self.samples is not None:
             tree["samples"] = self.samples
         tree |= {name: value for name in ("at", "max_lag") if (value := getattr(self, name)) is not None}
+        if self.declared:
+            tree["declared"] = True
         if self.common:
             tree["common"] = dict(self.common)
         return tree
@@ -123,12 +128,8 @@ class Extras:
     Tensors inside are torch's while a session uses them, and `RawTensor` in a stored tree.
     """
 
-    early: Any
-    """The adapter's state that the next batch changes, such as random numbers and the position in the data."""
-    late: Any
-    """The adapter's state that the loop changes after a step, such as schedules and the optimizer's scalars."""
-    following: Mapping[str, Any] | None = None
-    """Digests of the forward right after the step: see `scarctl.session.witness`."""
+    state: Any
+    """The adapter's state: random generators, the user's objects, schedules, the optimizer's scalars."""
     loop: Mapping[str, Any] | None = None
     """Position of a loop over `Session.batches`: see `scarctl.session.loop`."""
     policy: PolicyMemory = field(default_factory=PolicyMemory)
@@ -140,17 +141,15 @@ class Extras:
 
         Raises Corruption for a tree that no session can continue from.
         """
-        if not isinstance(tree, dict) or not {"early", "late"} <= tree.keys():
+        if not isinstance(tree, dict) or "state" not in tree:
             raise Corruption(
                 "extras: no session stored them. `scarctl recover` restores a run that `scarctl checkpoint` saved"
             )
-        following, loop = tree.get("next"), tree.get("loop")
+        loop = tree.get("loop")
         if not isinstance(loop, dict | None):
             raise Corruption(f"extras: the position of the loop is a {type(loop).__name__}")
         return cls(
-            early=tree["early"],
-            late=tree["late"],
-            following=following if isinstance(following, dict) else None,
+            state=tree["state"],
             loop=loop,
             policy=PolicyMemory.from_tree(tree.get("policy")),
             notes=Notes.from_tree(tree),
@@ -158,19 +157,17 @@ class Extras:
 
     def to_tree(self) -> dict[str, Any]:
         """Return the stored form: a dict that `scarctl.state.codec` can encode."""
-        tree = {"early": self.early, "late": self.late}
-        if self.following is not None:
-            tree["next"] = self.following
+        tree = {"state": self.state}
         if self.loop is not None:
             tree["loop"] = self.loop
         return {**tree, "policy": self.policy.to_tree(), **self.notes.to_tree()}
 
     def digest(self) -> bytes:
-        """Return a digest of the saved state: all fields but the measurements, and those from after the step.
+        """Return a digest of the saved state: all fields but the measurements.
 
         Raises UsageError for values that cannot be stored.
         """
-        text, tensors = encode({"early": self.early, "late": self.late, "loop": self.loop})
+        text, tensors = encode({"state": self.state, "loop": self.loop})
         digest = xxhash.xxh3_128(text.encode())
         for tensor in tensors.values():
             digest.update(memoryview(tensor.data).cast("B"))

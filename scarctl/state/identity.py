@@ -40,6 +40,7 @@ class Identities:
 
     def __init__(self, lockstep: Lockstep) -> None:
         self._lockstep = lockstep
+        self._several = lockstep.several
         self._turns = 0
         self._at: tuple[int, int] | None = None
         """The newest step, and the number of writes to parameters at its end."""
@@ -62,7 +63,7 @@ class Identities:
     def stepped(self, step: int) -> None:
         """Note that `step` has ended. Repeated calls for one step have no effect."""
         if self._at is None or self._at[0] != step:
-            self._at = step, self._lockstep.writes()
+            self._at = step, self._lockstep.writes() if self._several else 0
             self._given.clear()
             self._unused.clear()
             self._commits, self._newest, self._tried = 0, None, None

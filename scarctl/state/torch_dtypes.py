@@ -148,6 +148,11 @@ def private(value: object) -> object:
     return _rebuild(value, private)
 
 
+def opened(value: object) -> object:
+    """Return `value` with every `Deferred` inside replaced by its usual form. Tensors stay the same objects."""
+    return opened(value.value()) if isinstance(value, Deferred) else _rebuild(value, opened)
+
+
 def torched(value: object) -> object:
     """Return `value` with every `RawTensor` inside dicts, lists and tuples replaced by a torch tensor."""
     if isinstance(value, RawTensor):

@@ -43,6 +43,7 @@ MAX_SEQ = 10**18
 
 SETTINGS = "scarctl.json"
 LOCK = "lock"
+REHEARSAL = "rehearsal.json"
 TEMPORARY = ".tmp-"
 SNAPSHOTS, TOPOLOGIES, HOSTS = "snapshots", "topology", "peers"
 RESERVED = "scarctl/"

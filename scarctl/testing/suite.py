@@ -21,6 +21,7 @@ import torch
 from scarctl.config import grouped
 from scarctl.errors import LayoutMismatch
 from scarctl.session.session import Session
+from scarctl.state.torch_dtypes import opened
 from scarctl.testing import leaks
 from scarctl.testing.fingerprint import (
     Description,
@@ -74,11 +75,11 @@ class AdapterConformance(Runs):
 
     # -- resuming -----------------------------------------------------------------------------------------------
 
-    def test_resuming_a_closed_run_is_exact(self, tmp_path: Path) -> None:
+    def test_a_closed_run_continues_bit_for_bit(self, tmp_path: Path) -> None:
         """The rest of the run equals an uninterrupted run bit for bit."""
         self._resumes_exactly(tmp_path)
 
-    def test_resuming_a_killed_run_is_exact(self, tmp_path: Path) -> None:
+    def test_a_killed_run_continues_bit_for_bit(self, tmp_path: Path) -> None:
         """SIGKILL two iterations after a full checkpoint, with the arena lost, and right after a flush into the arena.
         Layout and training in the killed process equal those in this one."""
         expected = self._uninterrupted(tmp_path)
@@ -328,15 +329,15 @@ class AdapterConformance(Runs):
 
         def recover(session: Session) -> None:
             adapter = adapter_of(session)
-            for tensor in sized(adapter.capture_late()):
+            for tensor in sized(opened(adapter.capture())):
                 tensor.fill_(torch.nan)
-            if all(bool(torch.isfinite(tensor).all()) for tensor in sized(adapter.capture_late())):
-                raise unittest.SkipTest("capture_late() returns copies, or nothing that has a size")
+            if all(bool(torch.isfinite(tensor).all()) for tensor in sized(opened(adapter.capture()))):
+                raise unittest.SkipTest("capture() returns copies, or nothing that has a size")
             spoil(adapter, {group.name: np.ones(row_count(group), bool) for group in adapter.groups()})
             problems = session.recover("all").problems
             assert not problems, f"a recovery leaves something behind: {problems}"
-            left = [t for t in sized(adapter.capture_late()) if not torch.isfinite(t).all()]
-            assert not left, "a recovery leaves something that is not finite in capture_late()"
+            left = [t for t in sized(opened(adapter.capture())) if not torch.isfinite(t).all()]
+            assert not left, "a recovery leaves something that is not finite in capture()"
             raise Stop
 
         recorder = Recorder(training, self.generators, {2: checkpoint, 4: recover})

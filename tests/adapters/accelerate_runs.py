@@ -155,7 +155,7 @@ def main() -> None:
     loop.train(run, on_step=on_step)
     state, resumed = loop.state(), run.resumed
     torch.save(
-        {"whole": expected, "state": state, "resumed": [resumed.step, resumed.exact]}, out / f"{rank}.pt"
+        {"whole": expected, "state": state, "resumed": [resumed.step, resumed.consistent]}, out / f"{rank}.pt"
     )
     loop.accelerator.end_training()
 

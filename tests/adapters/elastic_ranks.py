@@ -182,8 +182,8 @@ def settings(folder: str) -> scarctl.Settings:
     return scarctl.Settings(daemon=False, arena_dir=str(arena))
 
 
-def protected(rank: int, world: int, folder: str, wrapper: bool, interval: int) -> dict[str, Any]:
-    """Check that a state with a lent gradient is not exact, and one that is settled within its step is."""
+def protected(rank: int, world: int, folder: str, interval: int) -> dict[str, Any]:
+    """Check that a state with a lent gradient is not consistent, and one that is settled within its step is."""
     found: dict[str, Any] = {}
     for settle in (False, True):
         for again in (False, True):
@@ -191,14 +191,14 @@ def protected(rank: int, world: int, folder: str, wrapper: bool, interval: int) 
             optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
             elastic = schedule(ddp, optimizer, beta=0.5, resync=4 if settle else None)
             store = str(Path(folder, f"store-{settle}"))
-            model = ddp if wrapper else ddp.module
             session = scarctl.attach(
-                model, optimizer, store=store, interval=interval, settings=settings(folder)
+                ddp, optimizer, store=store, interval=interval, settings=settings(folder)
             )
             start = session.resume()
             if again:
-                found[f"exact-{settle}"], found[f"reasons-{settle}"] = start.exact, list(start.reasons)
-                found[f"same-{settle}"] = same_everywhere(flat(ddp)) or not wrapper
+                found[f"consistent-{settle}"] = start.consistent
+                found[f"reasons-{settle}"] = list(start.reasons)
+                found[f"same-{settle}"] = same_everywhere(flat(ddp))
                 session.close(seal=False)
                 continue
             train(ddp, optimizer, rank, range(8))

@@ -129,11 +129,11 @@ class ForgetsSlot(TorchAdapter):
             for group in super().groups()
         ]
 
-    def restore(self, early: Any, late: Any) -> None:
-        super().restore(early, late)
+    def restore(self, state: Any) -> None:
+        super().restore(state)
         for optimizer in self._optimizers:
-            for parameter, state in optimizer.state.items():
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            for parameter, slots in optimizer.state.items():
+                slots["exp_avg_sq"] = torch.zeros_like(parameter)
 
 
 class SlotsAsExtras(TorchAdapter):
@@ -142,17 +142,17 @@ class SlotsAsExtras(TorchAdapter):
     def groups(self) -> list[StateGroup]:
         return [replace(group, tensors={"": group.tensors[""]}) for group in super().groups()]
 
-    def capture_late(self) -> dict[str, Any]:
+    def capture(self) -> dict[str, Any]:
         slots = [
             {slot: t.detach().clone() for slot, t in group.tensors.items() if slot}
             for group in super().groups()
         ]
-        return {**super().capture_late(), "slots": slots}
+        return {**super().capture(), "slots": slots}
 
-    def restore(self, early: Any, late: Any) -> None:
-        super().restore(early, late)
+    def restore(self, state: Any) -> None:
+        super().restore(state)
         parameters = [parameter for _, _, parameter in self._parameters()]
-        for parameter, slots in zip(parameters, late["slots"], strict=False):
+        for parameter, slots in zip(parameters, state["slots"], strict=False):
             self._optimizers[0].state[parameter].update(slots)
 
 
@@ -198,37 +198,27 @@ class MakesContiguous(TorchAdapter):
 class ForgetsExtras(TorchAdapter):
     """The data position is saved, but not restored."""
 
-    def restore(self, early: Any, late: Any) -> None:
-        position = dict(self._early["position"])
-        super().restore(early, late)
-        self._early["position"].update(position)
+    def restore(self, state: Any) -> None:
+        position = dict(self._extras["position"])
+        super().restore(state)
+        self._extras["position"].update(position)
 
 
 class ForgetsSchedule(TorchAdapter):
     """The schedule begins again at its start."""
 
-    def restore(self, early: Any, late: Any) -> None:
-        schedules = {name: item.state_dict() for name, item in self._late.items()}
-        super().restore(early, {**late, "objects": schedules})
+    def restore(self, state: Any) -> None:
+        schedules = {name: item.state_dict() for name, item in self._objects.items()}
+        super().restore({**state, "objects": schedules})
 
 
 class ForgetsRandomNumbers(TorchAdapter):
     """Generators continue from their present state."""
 
-    def restore(self, early: Any, late: Any) -> None:
-        state = torch.get_rng_state()
-        super().restore(early, late)
-        torch.set_rng_state(state)
-
-
-class ReadsTooLate(TorchAdapter):
-    """The schedule is read with the early extras, before it has stepped."""
-
-    def capture_early(self) -> dict[str, Any]:
-        return {**super().capture_early(), "late": super().capture_late()}
-
-    def restore(self, early: Any, late: Any) -> None:
-        super().restore(early, early["late"])
+    def restore(self, state: Any) -> None:
+        kept = torch.get_rng_state()
+        super().restore(state)
+        torch.set_rng_state(kept)
 
 
 class KeepsSlots(TorchAdapter):
@@ -255,8 +245,8 @@ class TakesAnything(TorchAdapter):
     def groups(self) -> list[StateGroup]:
         return [group for group in super().groups() if not group.name.startswith("out.")]
 
-    def restore(self, early: Any, late: Any) -> None:
-        super().restore(early, late)
+    def restore(self, state: Any) -> None:
+        super().restore(state)
         for parameter in self._model.out.parameters():
             self._optimizers[0].state.pop(parameter, None)
 

@@ -18,7 +18,7 @@ def check_halves(jobs: str, folder: Path, kinds: list[Any], *, timeout: float) -
     for of_rank in launch(f"{jobs}:undisturbed", 2, str(folder), kinds, timeout=timeout):
         for kind, (whole, resumed) in zip(kinds, of_rank, strict=True):
             assert (resumed["step"], resumed["head"]) == (4, 8), kind
-            assert resumed["exact"], (kind, resumed["reasons"])
+            assert resumed["consistent"], (kind, resumed["reasons"])
             assert resumed["last"] == whole["last"] != whole["first"], kind
             assert not resumed["warnings"], kind
             yield whole, resumed
@@ -34,7 +34,7 @@ def check_killed_after_whole(jobs: str, folder: Path, kind: Any) -> None:
     whole = launch(f"{jobs}:one_run", 2, str(folder / "whole"), 8, kind, timeout=100)
     for rank, report in enumerate(_killed(jobs, folder / "killed", kind, 5, 5)):
         assert report["step"] == 5
-        assert report["exact"], report["reasons"]
+        assert report["consistent"], report["reasons"]
         assert report["last"] == whole[rank]["last"]
 
 
@@ -43,7 +43,7 @@ def check_killed_later(jobs: str, folder: Path, kind: Any) -> list[dict[str, Any
     reports = _killed(jobs, folder, kind, 4, 6)
     for report in reports:
         assert (report["step"], report["head"]) == (6, 8)
-        assert not report["exact"]
+        assert not report["consistent"]
         assert report["ranks"]["lost"] == [1]
     return reports
 

@@ -54,7 +54,7 @@ def described(session: Session) -> dict[str, Any]:
     return {
         "step": resumed.step,
         "head": session.head_step,
-        "exact": resumed.exact,
+        "consistent": resumed.consistent,
         "reasons": list(resumed.reasons),
         "ranks": resumed.ranks and {key: resumed.ranks[key] for key in ("lost", "steps", "step")},
     }

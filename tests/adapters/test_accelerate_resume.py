@@ -49,7 +49,7 @@ def ended_at(folder: Path, step: int, signum: int) -> None:
 
 def test_beside_scarctl_a_run_is_what_it_is_without(tmp_path: Path, whole: dict[str, torch.Tensor]) -> None:
     state, resumed = go(tmp_path, options={})
-    assert (resumed.step, resumed.exact) == (0, True)
+    assert (resumed.step, resumed.consistent) == (0, True)
     assert differing(state, whole) == []
 
 
@@ -63,7 +63,7 @@ def test_kill_9_and_the_same_command_ends_as_if_nothing_had_been(
 ) -> None:
     ended_at(tmp_path, step, signal.SIGKILL)
     state, resumed = go(tmp_path, options={}, mode="rollback", seed=99)
-    assert resumed.exact
+    assert resumed.consistent
     assert resumed.step in (goes_on, goes_on - 1)  # a seal is skipped while the previous one is being saved
     assert differing(state, whole) == []
 
@@ -72,7 +72,7 @@ def test_kill_9_and_the_same_command_ends_as_if_nothing_had_been(
 def test_sigterm_flushes_the_newest_step(tmp_path: Path, whole: dict[str, torch.Tensor], step: int) -> None:
     ended_at(tmp_path, step, signal.SIGTERM)
     state, resumed = go(tmp_path, options={}, seed=99)
-    assert resumed.exact
+    assert resumed.consistent
     assert resumed.step in (step, step + 1)  # the loop continues until the flush gets its turn
     assert differing(state, whole) == []
 
@@ -107,20 +107,7 @@ def test_the_end_of_the_epochs_closes_the_run(tmp_path: Path) -> None:
             next(more)
     forget_accelerators()
     with attach_and_resume(Loop(99).accelerator, store=tmp_path / "store", **EXACT) as run:
-        assert (run.resumed.step, run.resumed.exact) == (18, True)
-
-
-def test_epochs_without_batches_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    forget_accelerators()
-    loop = Loop()
-    run = attach_and_resume(loop.accelerator, store=tmp_path / "store", **EXACT)
-    for _ in run.epochs(2):
-        for ids, _ in loop.loader if run.epoch else run.batches(loop.loader):
-            loop.optimizer.zero_grad()
-            loop.model(ids).sum().backward()
-            loop.optimizer.optimizer.step()
-        assert "batches(loader)" not in caplog.text
-    assert "batches(loader)" in caplog.text
+        assert (run.resumed.step, run.resumed.consistent) == (18, True)
 
 
 def test_batches_without_epochs(tmp_path: Path) -> None:
@@ -212,7 +199,7 @@ def test_two_models_with_an_optimizer_each(tmp_path: Path) -> None:
     _, expected = trained(tmp_path / "whole", 6, 0)
     trained(tmp_path / "run", 4, 0)
     resumed, models = trained(tmp_path / "run", 6, 9)
-    assert (resumed.step, resumed.exact) == (4, True)
+    assert (resumed.step, resumed.consistent) == (4, True)
     for model, other in zip(models, expected, strict=True):
         assert differing(dict(model.state_dict()), dict(other.state_dict())) == []
 
@@ -255,7 +242,7 @@ def test_random_augmentation_comes_out_the_same(tmp_path: Path, workers: int) ->
                     optimizer.step()
                     optimizer.zero_grad()
             assert run.session.resumed is not None
-            return seen, run.session.resumed.exact
+            return seen, run.session.resumed.consistent
 
     whole, _ = trained(tmp_path / "whole")
     for stop in (2, 8):

@@ -54,7 +54,7 @@ def test_a_repeated_call_gets_its_answer_also_after_a_restart(tmp_path: Path) ->
     table.kept.close()
 
     again = Table(tmp_path / "s")
-    assert (again.kept.resumed.step, again.kept.resumed.exact) == (3, True)
+    assert (again.kept.resumed.step, again.kept.resumed.consistent) == (3, True)
     assert again.kept.fencing_token > first > 0
     assert add(again, 1, 2.0, call=("a", 2)) == 4.0, "the answer of then, not the state of now"
     assert add(again, 1, 1.0, call="task") == 5.0
@@ -250,7 +250,7 @@ def test_kills_at_any_moment_lose_no_answered_call_and_apply_none_twice(kills: i
         actor.program.kill()
     state = {"rows": np.zeros((64, 256)), "calls": np.zeros(1, np.int64)}
     with scarctl.attach(state, store=tmp_path / "s", hooks="off", extras={"calls": Calls()}) as session:
-        assert session.resume().exact
+        assert session.resume().consistent
         assert (state["rows"] == number).all()
         assert state["calls"][0] == number
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from scarctl.adapter import Adapter
+from tests.support import forkserver
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
@@ -29,8 +29,6 @@ def test_the_adapter_is_as_short_as_it_says() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.long
 def test_the_adapter_passes(tmp_path: Path) -> None:
     for name, text in re.findall(r"^```python (\w+\.py)\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL):
         (tmp_path / name).write_text(text)
@@ -42,12 +40,10 @@ def test_the_adapter_passes(tmp_path: Path) -> None:
     lines = registered.replace('project.entry-points."scarctl.adapters"', "scarctl.adapters")
     (installed / "entry_points.txt").write_text(lines.replace('"', ""))
     paths = [str(tmp_path), *filter(None, sys.path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "test_tiny.py"],
+    done = forkserver.run(
+        ["-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "test_tiny.py"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
         timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -16,12 +16,12 @@ from tests.adapters.torch.test_conformance import TorchTraining
 
 FOUND: dict[type[TorchAdapter] | type[TorchTraining], tuple[str, str]] = {
     mutants.TurnsOrder: ("the_layout_is_stable", "in another order"),
-    mutants.OrderOfHashes: ("resuming_a_killed_run_is_exact", "in another order"),
+    mutants.OrderOfHashes: ("a_killed_run_continues_bit_for_bit", "in another order"),
     mutants.NamesOfAddresses: ("the_layout_is_stable", "the groups are"),
     mutants.SameMemoryTwice: ("the_layout_is_stable", "are the same memory"),
     mutants.WindowsOverlap: ("partial_recovery_touches_only_the_lost_rows", "were changed"),
-    mutants.ForgetsBuffers: ("resuming_a_closed_run_is_exact", r"not restored: \['norm.running_mean"),
-    mutants.ForgetsSlot: ("resuming_a_closed_run_is_exact", r"not restored: .*exp_avg_sq"),
+    mutants.ForgetsBuffers: ("a_closed_run_continues_bit_for_bit", r"not restored: \['norm.running_mean"),
+    mutants.ForgetsSlot: ("a_closed_run_continues_bit_for_bit", r"not restored: .*exp_avg_sq"),
     mutants.SlotsAsExtras: (
         "all_values_of_a_group_are_recovered_together",
         r"not as they were saved: .*exp_avg",
@@ -33,13 +33,15 @@ FOUND: dict[type[TorchAdapter] | type[TorchTraining], tuple[str, str]] = {
     mutants.Copies: ("partial_recovery_touches_only_the_lost_rows", "were not restored"),
     mutants.Upcasts: ("tensors_of_a_dtype_that_numpy_lacks", "has no such tensor"),
     mutants.MakesContiguous: ("tensors_that_are_not_contiguous", "has no such tensor"),
-    mutants.ForgetsExtras: ("resuming_a_closed_run_is_exact", "extras that were not restored: .*position"),
+    mutants.ForgetsExtras: (
+        "a_closed_run_continues_bit_for_bit",
+        "extras that were not restored: .*position",
+    ),
     mutants.ForgetsSchedule: (
-        "resuming_a_closed_run_is_exact",
+        "a_closed_run_continues_bit_for_bit",
         "extras that were not restored: .*schedulers",
     ),
-    mutants.ForgetsRandomNumbers: ("resuming_a_closed_run_is_exact", "generators torch"),
-    mutants.ReadsTooLate: ("resuming_a_killed_run_is_exact", "extras that were not restored: .*schedulers"),
+    mutants.ForgetsRandomNumbers: ("a_closed_run_continues_bit_for_bit", "generators torch"),
     mutants.KeepsSlots: ("slots_made_for_a_resume_can_be_taken_away", "does not remove all slots"),
     mutants.ChangesBeforeRefusing: ("another_model_is_refused", "has other values"),
     mutants.TakesAnything: ("another_model_is_refused", "not its own"),
@@ -56,9 +58,9 @@ FOUND: dict[type[TorchAdapter] | type[TorchTraining], tuple[str, str]] = {
         "other handlers: .*SIGUSR1",
     ),
     mutants.KeepsFile: ("runs_one_after_the_other_leave_nothing_in_the_process", "open files"),
-    broken_loops.NeverCloses: ("resuming_a_closed_run_is_exact", "other handlers: .*SIGTERM"),
+    broken_loops.NeverCloses: ("a_closed_run_continues_bit_for_bit", "other handlers: .*SIGTERM"),
     broken_loops.KeepsSession: ("nothing_refers_to_a_closed_session", "still referenced"),
-    broken_loops.NeverSeals: ("resuming_a_closed_run_is_exact", "resumed after iteration 1, not 3"),
+    broken_loops.NeverSeals: ("a_closed_run_continues_bit_for_bit", "resumed after iteration 1, not 3"),
     broken_loops.SwallowsExceptions: ("an_exception_in_the_loop_comes_through", "swallowed"),
     broken_loops.IgnoresSnapshot: ("a_snapshot_is_resumed_by_its_name", "resumed after iteration 5, not 2"),
     broken_loops.WaitsForStore: (

@@ -29,18 +29,18 @@ class _Count:
 def test_extras_and_generators_come_back() -> None:
     count = _Count()
     adapter = LoopAdapter({"count": count})
-    early = adapter.capture_early()
+    state = adapter.capture()
     drawn = random.random(), float(np.random.rand())
     count.value = 7
-    adapter.restore(early, adapter.capture_late())
+    adapter.restore(state)
     assert count.value == 0
     assert (random.random(), float(np.random.rand())) == drawn
 
 
 def test_other_extras_than_the_saved_ones_are_refused() -> None:
-    early = LoopAdapter({"count": _Count()}).capture_early()
+    state = LoopAdapter({"count": _Count()}).capture()
     with pytest.raises((UsageError, LayoutMismatch), match="extras"):
-        LoopAdapter(None).restore(early, None)
+        LoopAdapter(None).restore(state)
 
 
 @pytest.mark.parametrize(

@@ -104,14 +104,3 @@ def test_a_group_stays_while_its_array_does() -> None:
     state["b"] = [1.0]  # type: ignore[assignment]
     with pytest.raises(UsageError, match="not a numpy array"):
         adapter.groups()
-
-
-def test_an_extra_that_changes_after_the_step_is_refused(tmp_path: Path) -> None:
-    """With `session.step()` nothing comes after a step."""
-    state, late = {"a": np.ones(3)}, scarctl.Extra({"count": 0}, after_step=True)
-    with pytest.raises(
-        UsageError, match="reads all extras right after a step, and none later: average"
-    ) as caught:
-        scarctl.attach(state, store=tmp_path / "store", extras={"average": late})
-    assert caught.value.hint == "pass them without after_step"
-    assert not (tmp_path / "store").exists()

@@ -67,7 +67,7 @@ def test_an_actor_that_is_killed_executes_each_call_once(folder: Path) -> None:
     each = calls // len(others)
     for number, look in enumerate(others, 1):
         assert look["values"] == [float(number * each)]
-        assert look["exact"]
+        assert look["consistent"]
     tokens = [look["token"] for look in told["looks"]]
     assert tokens == sorted(set(tokens))
     assert "this actor has no name" in told["unnamed"]
@@ -79,7 +79,7 @@ def test_a_run_of_ray_train_whose_rank_is_killed_and_whose_node_is_taken(folder:
     told = found(run(folder, "-m", "tests.adapters.on_ray.trains", str(folder)))
     for lines in told.values():
         begun, resumed, evacuated, ended = lines
-        assert (begun["resumed"], begun["exact"]) == (0, True)
+        assert (begun["resumed"], begun["consistent"]) == (0, True)
         # It is killed at 8. A checkpoint is made every second step, and its extras are handed over before the
         # next one.
         assert resumed["resumed"] >= 5

@@ -229,7 +229,7 @@ def main() -> None:
     trainer.add_callback(At("on_step_end", given["kill_at"], die))
     trainer.train()
     assert callback.resumed is not None
-    resumed = [callback.resumed.step, callback.resumed.exact]
+    resumed = [callback.resumed.step, callback.resumed.consistent]
     torch.save({"whole": expected, "state": state_of(trainer), "resumed": resumed}, out / f"{rank}.pt")
 
 

@@ -1,4 +1,7 @@
-"""Make small files that claim large contents, for `tests.adversarial.claims`: stores and state files."""
+"""Make small files that claim large contents, for `tests.adversarial.claims`: stores and state files.
+
+Contents of many megabytes are given as functions: a test that is only collected does not make them.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ class Ground:
 
 def bomb(obj: dict[str, Any], unit: bytes, size: int, key: str = "zzz") -> bytes:
     """Return `obj` with a list of `unit` of the maximum length, and a valid checksum."""
-    body = b"[" + b",".join([unit] * (size // (len(unit) + 1))) + b"]"
+    body = listed(unit, size // (len(unit) + 1))
     plain = canonical({k: v for k, v in obj.items() if k != "checksum"})
     inner = plain[:-1] + b',"%s":' % key.encode() + body + b"}"
     digest = hashlib.sha256(inner).hexdigest()
@@ -107,23 +110,21 @@ def segment_header(ground: Ground) -> None:
 
 
 def state_header(unit: bytes) -> Callable[[Ground], None]:
-    return lambda ground: header(
-        b'{"a":[' + b",".join([unit] * ((60 << 20) // (len(unit) + 1))) + b"]}", ground.state
-    )
+    return lambda ground: header(b'{"a":' + listed(unit, (60 << 20) // (len(unit) + 1)) + b"}", ground.state)
 
 
-def metadata(content: bytes) -> Callable[[Ground], None]:
+def metadata(content: Callable[[], bytes]) -> Callable[[Ground], None]:
     def change(ground: Ground) -> None:
         ground.dcp.mkdir()
-        (ground.dcp / ".metadata").write_bytes(content)
+        (ground.dcp / ".metadata").write_bytes(content())
 
     return change
 
 
-def archive(entries: int, content: bytes) -> Callable[[Ground], None]:
+def archive(entries: int, content: Callable[[], bytes]) -> Callable[[Ground], None]:
     def change(ground: Ground) -> None:
         with zipfile.ZipFile(ground.torch, "w", zipfile.ZIP_STORED) as archive:
-            archive.writestr("archive/data.pkl", content)
+            archive.writestr("archive/data.pkl", content())
             archive.writestr("archive/version", b"3\n")
             for number in range(entries):
                 archive.writestr(f"archive/data/{number}", b"")
@@ -175,10 +176,11 @@ def cut_small(**fixed: Any) -> Callable[[Ground], None]:
 
 
 def in_index(change: Callable[[dict[str, Any]], None]) -> Callable[[Ground], None]:
-    """Change the state of the shard in every index."""
+    """Change the state of the shard in its newest index, which all commands read."""
 
     def made(ground: Ground) -> None:
-        found = list((ground.store / "shards").glob("*/index/*"))
+        shards = (ground.store / "shards").iterdir()
+        found = [max(files) for shard in shards if (files := list((shard / "index").glob("*")))]
         assert found, "the store has no index"
         for path in found:
             raw = path.read_bytes()
@@ -202,16 +204,16 @@ def many_lists(state: dict[str, Any]) -> None:
     state["zzz"] = [[]] * 1_000_000
 
 
-def in_extras(text: str) -> Callable[[Ground], None]:
+def in_extras(text: Callable[[], str]) -> Callable[[Ground], None]:
     """Commit extras with this text."""
-    return lambda ground: _commit(ground, {}, (text, {}))
+    return lambda ground: _commit(ground, {}, (text(), {}))
 
 
 def points(count: int, norm: float) -> Callable[[Ground], None]:
     """Commit extras with so many points of the parameters' movement."""
     steps = np.arange(count, dtype=np.float64) * 2
     found = np.stack([steps, np.ones(count), np.full(count, norm)], axis=1)
-    extras = {"early": {}, "late": {}, "history": {"norm": "l2", "points": found}}
+    extras = {"state": {}, "history": {"norm": "l2", "points": found}}
     return lambda ground: _commit(ground, extras, None)
 
 
@@ -230,7 +232,7 @@ def _commit(ground: Ground, extras: object, encoded: tuple[str, dict[str, Any]] 
     store.close()
 
 
-def in_arena(text: bytes) -> Callable[[Ground], None]:
+def in_arena(made: Callable[[], bytes]) -> Callable[[Ground], None]:
     """Leave a stopped run's arena with this text as its layout; the rest of its header is consistent."""
 
     def change(ground: Ground) -> None:
@@ -242,6 +244,7 @@ def in_arena(text: bytes) -> Callable[[Ground], None]:
         arena.begin_lines(store.lines())
         arena.close()
         store.close()
+        text = made()
         with (folder / FILE).open("r+b") as file:
             file.seek(4096)
             file.write(text)
@@ -255,17 +258,17 @@ def in_arena(text: bytes) -> Callable[[Ground], None]:
 
 
 def listed(unit: bytes, count: int) -> bytes:
-    return b"[" + b",".join([unit] * count) + b"]"
+    return b"[" + ((unit + b",") * count)[:-1] + b"]"
 
 
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02}."
 
 
-def legacy(content: bytes) -> Callable[[Ground], None]:
+def legacy(content: Callable[[], bytes]) -> Callable[[Ground], None]:
     """Write a `.pt` file of the format before archives, with this pickle."""
 
     def change(ground: Ground) -> None:
-        ground.torch.write_bytes(_LEGACY + content)
+        ground.torch.write_bytes(_LEGACY + content())
 
     return change
 

@@ -58,7 +58,7 @@ class Told:
     """The report of a process."""
 
     step: int
-    exact: bool
+    consistent: bool
     values: Values
     """The values after `resume`."""
     left: Values = ()
@@ -96,7 +96,7 @@ def live(store: Path, host: Path, life: int, plan: Plan) -> Told:
     if "error" in first:
         return Told(0, False, (), error=first["error"])
     left = tuple(last["left"]) if plan.end == "kill" else ()
-    return Told(first["step"], first["exact"], tuple(first["values"]), left, first["found"])
+    return Told(first["step"], first["consistent"], tuple(first["values"]), left, first["found"])
 
 
 @cache
@@ -142,7 +142,12 @@ def _live(pipe: int, store: Path, host: Path, life: int, plan: Plan) -> None:
         tell(error=error.kind)
         session.close(seal=False)
         return
-    tell(step=resumed.step, exact=resumed.exact, values=_values(state), found=resumed.report is not None)
+    tell(
+        step=resumed.step,
+        consistent=resumed.consistent,
+        values=_values(state),
+        found=resumed.report is not None,
+    )
     engine = session._engine
     for n in range(1, plan.steps + 1):
         for array in state.values():

@@ -98,7 +98,7 @@ class World:
         base.mkdir(exist_ok=True, mode=0o700)
         alone, mark = self._stored(store)
         told = live(path, base, self.lives, plan)
-        self.journal.append(f"    from {told.step}, exact: {told.exact}{told.error}")
+        self.journal.append(f"    from {told.step}, consistent: {told.consistent}{told.error}")
         self.counts["lives"] += 1
         self.past[self.lives] = frozenset()
         at_death, memory = self.left.pop((store, host), ((), ()))
@@ -130,12 +130,12 @@ class World:
             raise Violation(
                 f"{strangers} came back, neither from the store nor from this host's memory of it"
             )
-        self.counts["exact"] += told.exact
-        self.begun |= {(told.step, told.values)} if not told.exact else set()
+        self.counts["consistent"] += told.consistent
+        self.begun |= {(told.step, told.values)} if not told.consistent else set()
         uniform = len(set(told.values)) == 1 and int(told.values[0]) % STEPS == told.step
         # If a life has resumed a mixture and closes before a step has sealed it, the mixture is the state of
         # its run.
-        if told.exact and not uniform and (told.step, told.values) not in self.begun:
+        if told.consistent and not uniform and (told.step, told.values) not in self.begun:
             raise Violation(f"called exact at step {told.step}: {told.values}")
         if plan.mode == "rollback":
             self.counts["back"] += 1
@@ -173,8 +173,8 @@ def rollback_elsewhere(world: World, daemon: str = "") -> None:
     world.run("run", "a", Plan(steps=12, durable=12, daemon=daemon))
     told = world.run("run", "a", Plan(steps=28, drained=True, daemon=daemon and "dies"))
     told = world.run("run", "b", Plan("rollback", steps=4, daemon=daemon))
-    if (told.step, told.exact) != (12, True):
-        raise Violation(f"went back to {told.step}, exact: {told.exact}")
+    if (told.step, told.consistent) != (12, True):
+        raise Violation(f"went back to {told.step}, consistent: {told.consistent}")
     world.run("run", "a", Plan(steps=0, end="close", daemon=daemon))
     world.run("run", "c", Plan(steps=2, daemon=daemon))
 
@@ -199,8 +199,8 @@ def restored(world: World, daemon: str = "") -> None:
     world.run("run", "a", Plan(steps=38, durable=30, stopped=34, daemon=daemon and "dies"))
     world.copy("backup", "run")
     told = world.run("run", "a", Plan(steps=3, durable=3, daemon=daemon))
-    if (told.step, told.exact) != (12, True):
-        raise Violation(f"the backup of step 12 was resumed at {told.step}, exact: {told.exact}")
+    if (told.step, told.consistent) != (12, True):
+        raise Violation(f"the backup of step 12 was resumed at {told.step}, consistent: {told.consistent}")
     world.run("run", "b", Plan(steps=2, end="close", daemon=daemon))
 
 

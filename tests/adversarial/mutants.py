@@ -74,22 +74,16 @@ MUTANTS = (
         "    if who := None:",
     ),
     Mutant(
-        "test_it_resumes_exactly",
-        "scarctl/session/saving.py",
-        "if begun and kept is not None and kept.step == progress.head_step and not kept.weights.replaced():",
-        "if False:",
-    ),
-    Mutant(
         "test_only_what_was_drawn_inside_is_put_back",
         "scarctl/checkpoint/randomness.py",
         "            torch.set_rng_state(before.torch)",
         "            pass",
     ),
     Mutant(
-        "test_after_an_exception_only_what_continues_so_is_called_exact",
-        "scarctl/session/saving.py",
-        "            self._progress.late(moment)",
-        "            pass",
+        "test_sigterm_after_a_block_that_raised_saves_what_there_is_and_does_not_call_it_exact",
+        "scarctl/session/gate.py",
+        "self._torn = self._stepping and not self._implied",
+        "self._torn = False",
     ),
     Mutant(
         "test_a_step_beside_the_hooks_is_refused_at_once",
@@ -129,7 +123,7 @@ MUTANTS = (
     ),
     Mutant(
         "test_one_line_each_at_attach_resume_and_close",
-        "scarctl/session/recover.py",
+        "scarctl/session/resumed.py",
         '        log.log(level, "resumed %s at %s", store.url, resumed)',
         "        pass",
     ),
@@ -178,10 +172,9 @@ MUTANTS = (
     Mutant(
         "test_a_signal_without_a_copy_is_said",
         "scarctl/session/ending.py",
-        "            self._report_unsaved(\n"
-        "                engine, failed=self._saving.moment is None or self._saving.stats.errors > errors\n"
-        "            )\n        return False",
-        "            pass\n        return False",
+        "        self._report_unsaved(engine, failed=moment is None or self._saving.stats.errors > errors)\n"
+        "        return False",
+        "        return False",
     ),
     Mutant(
         "test_a_copier_that_is_killed_spoils_only_what_it_was_copying",

@@ -18,7 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -303,7 +303,7 @@ class History:
             rig.copy(np.array([i]), 0, found[i])
             rig.arena.version[i] = plan.version[i]
             rig.arena.durable[i] = plan.version[i]
-        if plan.exact:
+        if plan.consistent:
             rig.arena.name_whole(plan.whole)
         self.live = np.array(found)
 
@@ -338,7 +338,7 @@ class History:
         return [found[i] for i in range(self.live.size)]
 
     def _check(self, plan: Plan, arena: Arena | None, what: str) -> None:
-        if plan.exact:
+        if plan.consistent:
             assert plan.step is not None
             found = tuple(self._values(plan, arena))
             if found not in {tuple(v % 251 for v in state) for state in self.true.get(plan.step, ())}:
@@ -376,7 +376,7 @@ class History:
                     and (newest is None or one.version >= newest[0])
                 ):
                     newest = one.version, one.whole, one.extras
-        if newest is None or not plan.exact or plan.whole != newest[1]:
+        if newest is None or not plan.consistent or plan.whole != newest[1]:
             return
         state, theirs = tuple(self._values(plan, arena)), [v % 251 for v in newest[2]["state"]]
         if state != tuple(theirs):
@@ -409,10 +409,10 @@ def explore(case: int, seed: int, length: int = 12, *, aside: bool = False) -> s
     return ""
 
 
-def caught(mutant: str, cases: int, seed: int) -> str:
+def caught(mutant: str, cases: Iterable[int], seed: int) -> str:
     """Return the violation in the first history that reveals the mutant, or ""."""
     with MUTANTS[mutant]:
-        found: Iterator[str] = (explore(case, seed) for case in range(cases))
+        found: Iterator[str] = (explore(case, seed) for case in cases)
         return next((broken for broken in found if broken), "")
 
 
@@ -429,7 +429,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             failed += 1
             print(broken, flush=True)  # noqa: T201
     for mutant in MUTANTS:
-        broken = caught(mutant, args.cases, args.seed)
+        broken = caught(mutant, range(args.cases), args.seed)
         failed += not broken
         print(f"caught: {mutant}: {broken}" if broken else f"NOT CAUGHT: {mutant}", flush=True)  # noqa: T201
     print(f"{args.cases} histories, {failed} failures, {time.monotonic() - started:.0f} s")  # noqa: T201

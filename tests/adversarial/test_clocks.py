@@ -19,7 +19,7 @@ def test_a_clock_is_really_off() -> None:
 
 
 def test_clocks_and_listings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert clocks.main(["--cases", "12", "--seconds", "100"]) == 0
+    assert clocks.main(["--cases", "6", "--seconds", "100"]) == 0
     out = capsys.readouterr().out
     assert "with other clocks" in out
     assert "listings that were stale" in out

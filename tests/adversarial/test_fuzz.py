@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_only_scarctls_own_errors_come_out() -> None:
     # In another process, because its memory is limited.
-    command = [sys.executable, "-m", "tests.adversarial.fuzz", "--json", "--jobs", "1", "--cases", "600"]
+    command = [sys.executable, "-m", "tests.adversarial.fuzz", "--json", "--jobs", "1", "--cases", "300"]
     done = subprocess.run(
         [*command, "--seed", "1"],
         cwd=ROOT,
@@ -29,4 +29,4 @@ def test_only_scarctls_own_errors_come_out() -> None:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     report = json.loads(done.stdout)
     assert report["violations"] == []
-    assert sum(report["cases"].values()) > 580
+    assert sum(report["cases"].values()) > 280

@@ -21,8 +21,9 @@ def warm(arena_dir: Path) -> None:
     host_lives.warm()
 
 
-@pytest.mark.parametrize("name", hosts.CASES)
-@pytest.mark.parametrize("daemon", ["", "stays"])
+@pytest.mark.parametrize(
+    ("name", "daemon"), [*((name, "") for name in hosts.CASES), ("rollback elsewhere", "stays")]
+)
 def test_memory_of_another_line_is_no_memory(name: str, daemon: str) -> None:
     hosts.case(name, daemon)
 

@@ -20,4 +20,9 @@ def test_so_was_what_was_set_aside(case: int) -> None:
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_every_comparison_is_needed(mutant: str) -> None:
-    assert caught(mutant, cases=40, seed=0)
+    # The first histories that reveal these two are the sixteenth and the thirtieth.
+    first = {
+        "a waiting seal takes whatever was copied since": 15,
+        "hand-overs of equal names are taken for one": 29,
+    }.get(mutant, 0)
+    assert caught(mutant, [*range(first, 40), *range(first)], seed=0)

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scarctl.arena.arena import Arena
@@ -17,7 +17,6 @@ from tests.daemon.rig import STORE_ID, fill, values
 
 
 @given(chosen=st.sets(st.sampled_from(ALL.tolist())), new=st.booleans())
-@settings(max_examples=40)
 def test_chosen_rows_arrive_and_no_others(chosen: set[int], new: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         _arrive(Path(folder), chosen, new)

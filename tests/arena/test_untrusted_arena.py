@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scarctl.arena import header
@@ -66,7 +66,6 @@ def test_damaged_headers(place: Path, damage: Callable[[bytearray], None], messa
     assert file.read_bytes() == bytes(data)
 
 
-@settings(max_examples=80)
 @given(flips=st.lists(st.tuples(st.integers(0, 128 + 700), st.integers(1, 255)), min_size=1, max_size=4))
 def test_random_damage_is_found_or_harmless(
     tmp_path_factory: pytest.TempPathFactory, flips: list[Any]

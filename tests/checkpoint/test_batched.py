@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -52,7 +52,6 @@ def tensors(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@settings(deadline=None, max_examples=80)
 @given(st.lists(tensors(), max_size=12), st.sampled_from([16, 1 << 20]))
 def test_the_same_as_each_by_itself(
     norm: str, state: list[tuple[torch.Tensor, torch.Tensor, int]], at_once: int

@@ -132,7 +132,7 @@ def test_a_resume_that_is_not_exact_is_a_warning(
     (said,) = [record for record in caplog.records if "resumed" in record.getMessage()]
     assert said.levelname == "WARNING"
     assert said.getMessage() == f"resumed {tmp_path / 'run'} at {loop.resumed}"
-    assert "not exact: partitions are of several steps" in said.getMessage()
+    assert "mixed, partitions of steps" in said.getMessage()
     loop.session.close()
 
 
@@ -173,7 +173,8 @@ def test_one_line_each_at_attach_resume_and_close(tmp_path: Path, caplog: pytest
     assert resumed == f"resumed {url} at {loop.session.resumed}"
     assert repr(loop.session.resumed) == f"<Resumed: {loop.session.resumed}>"
     assert resumed.startswith(
-        f"resumed {url} at step 3, exact; 5 partitions from store; the store has step 3, of "
+        f"resumed {url} at step 3, consistent; the position in the data is unknown; 5 partitions from store; the store "
+        "has step 3, of "
     )
     assert re.search(r"of one step, 0 iterations and [\d.]+ s old$", resumed)
     loop.session.close(seal=False)

@@ -8,7 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scarctl.checkpoint import distance
@@ -43,7 +43,6 @@ def reference(live: torch.Tensor, saved: torch.Tensor, per_partition: int, norm:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@settings(deadline=None, max_examples=60)
 @given(
     rows=st.integers(1, 40),
     columns=st.integers(1, 9),

@@ -25,6 +25,6 @@ def test_without_room_the_store_reads_memory_itself(
     loop.session.close()
     again = Loop(tmp_path / "store", seed=1)
     resumed = again.session.resume()
-    assert (resumed.step, resumed.exact) == (6, True)
+    assert (resumed.step, resumed.consistent) == (6, True)
     assert differing(loop.state(), again.state()) == []
     again.session.close()

@@ -1,4 +1,4 @@
-"""Test that raw states of generators are private and saved unchanged, and that draws are counted from them."""
+"""Test that raw states of generators are private and saved unchanged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from scarctl.checkpoint.randomness import capture_rng, digests, draws, raw, restore_rng, undisturbed
+from scarctl.checkpoint.randomness import capture_rng, raw, restore_rng, undisturbed
 from scarctl.state.codec import encode
 from scarctl.state.torch_dtypes import plain, private
 
@@ -44,22 +44,11 @@ def test_private_copies_tensors_and_leaves_raw_states_for_later() -> None:
     assert not any(kept["a"][0].data)
 
 
-def test_draws_are_counted_over_kept_states() -> None:
-    before = raw()
-    assert draws(before, raw()) == [0, 0, 0]
-    random.getrandbits(32)
-    np.random.bytes(4 * 700)
-    torch.empty(3).uniform_()
-    assert draws(before, raw()) == [1, 700, 3]
-    moved = {name for name, digest in digests(raw()).items() if digest != digests(before)[name]}
-    assert moved == {"python", "numpy", "torch"}
-
-
 @pytest.mark.parametrize("which", range(3))
 def test_only_what_was_drawn_inside_is_put_back(which: int) -> None:
     inside = [random.random, np.random.rand, lambda: torch.rand(1)]
     before = raw()
     with undisturbed():
         inside[which]()
-        assert not before.same_on_host(raw())
-    assert before.same_on_host(raw())
+        assert encode(plain(before)) != encode(plain(raw()))
+    assert encode(plain(before)) == encode(plain(raw()))

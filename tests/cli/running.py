@@ -12,6 +12,7 @@ from typing import Any
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
+PLACES = os.pathsep.join((str(ROOT), str(ROOT / "adapters")))
 
 
 class Running:
@@ -25,7 +26,7 @@ class Running:
                 [sys.executable, "-m", "scarctl", "run", *map(str, arguments)],
                 cwd=place,
                 # With numpy's threads, which could take a signal that is not meant for them.
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"},
+                env={**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "2"},
                 **{"stdout": out, "stderr": err, **settings},
             )
 

@@ -46,7 +46,7 @@ def test_the_first_call_creates_the_store_and_saves_everything(run: Run, model: 
     assert done["saved_bytes"] == done["total_bytes"] == sum(t.numel() * 4 for t in model.tensors.values())
     assert set(done["seq"]) == {"0"}
     assert all(isinstance(seq, int) for seq in done["seq"].values())
-    assert (done["durable"], done["exact"], done["dry_run"]) == (True, True, False)
+    assert (done["durable"], done["consistent"], done["dry_run"]) == (True, True, False)
     assert assert_sound().settings.shards == 3
 
 
@@ -61,7 +61,7 @@ def test_later_calls_save_what_changed_most_within_the_budget(run: Run, saved: M
     newest = np.flatnonzero(steps == 7)
     assert len(newest) == done["saved_partitions"]
     assert set(newest.tolist()) <= set(layout.match("layers.3.w").tolist())
-    assert (done["exact"], done["whole"]) == (False, False)
+    assert not done["consistent"]
     assert done["reasons"] == ["the store does not have the whole state of this step"]
     assert_sound()
 
@@ -90,7 +90,7 @@ def test_a_partition_larger_than_one_budget_gets_its_turn(run: Run, model: Model
 
 def test_nothing_changed_is_sealed_without_data(run: Run, saved: Model) -> None:
     done = checkpoint(run, saved.path, 9).document
-    assert (done["saved_partitions"], done["saved_bytes"], done["exact"]) == (0, 0, True)
+    assert (done["saved_partitions"], done["saved_bytes"], done["consistent"]) == (0, 0, True)
     assert set(saved_steps()) == {9}
     assert_sound()
 
@@ -98,7 +98,7 @@ def test_nothing_changed_is_sealed_without_data(run: Run, saved: Model) -> None:
 def test_the_full_policy_seals(run: Run, saved: Model) -> None:
     saved.train()
     done = checkpoint(run, saved.path, 3, "--policy", "full").document
-    assert (done["saved_partitions"], done["exact"]) == (done["total_partitions"], True)
+    assert (done["saved_partitions"], done["consistent"]) == (done["total_partitions"], True)
     assert set(saved_steps()) == {3}
 
 
@@ -143,7 +143,7 @@ class TestNotFinite:
         saved.save(**{"layers.2.w": bad})
         done = checkpoint(run, saved.path, 4, "--policy", "full", code=3)
         assert done.document["nonfinite_partitions"] == done.document["left_out_partitions"] == 1
-        assert not done.document["exact"]
+        assert not done.document["consistent"]
         assert "layers.2.w[0:8]" in done.stderr
         run("recover", "--store", "ckpt", "--lost", "layers.2.w", "--output", "out.pt")
         restored = torch.load("out.pt", weights_only=True)["layers.2.w"]
@@ -265,7 +265,7 @@ class TestBadInput:
         with file_size_limit(2000):
             done = self.refused(run, "--policy", "full", code=17)
         assert done.error["kind"] in ("unavailable", "full")
-        assert checkpoint(run, saved.path, 20, "--policy", "full").document["exact"]
+        assert checkpoint(run, saved.path, 20, "--policy", "full").document["consistent"]
 
     def test_a_folder_without_permission(self, run: Run, saved: Model, others_folder: Path) -> None:
         shutil.copytree("ckpt", others_folder / "ckpt")

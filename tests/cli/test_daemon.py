@@ -227,7 +227,7 @@ class TestLive:
         done = run("live", "checkpoint", "--store", "ckpt", "--json").document
         assert done["command"] == "live checkpoint"
         assert done["step"] > before
-        assert (done["live"], done["full"], done["durable"], done["exact"]) == (True, False, True, False)
+        assert (done["live"], done["full"], done["durable"], done["consistent"]) == (True, False, True, False)
         assert done["pid"] == os.getpid()
         assert 0 < done["saved_partitions"] < done["total_partitions"] == 9
         assert 0 < done["saved_bytes"] < done["total_bytes"] == 64 * 8 * 4 + 16 * 8
@@ -238,28 +238,9 @@ class TestLive:
         before = training.session.head_step
         done = run("live", "checkpoint", "--full", "--store", "ckpt", "--json").document
         assert done["step"] > before
-        assert (done["full"], done["exact"]) == (True, True)
+        assert (done["full"], done["consistent"]) == (True, True)
         shards = run("inspect", "--store", "ckpt", "--json").document["shards"]
         assert all(shard["oldest_step"] >= done["step"] for shard in shards)
-
-    def test_the_whole_state_with_a_caveat(self, run: Run, training: Training) -> None:
-        """As a session that resumes from it finds it. A snapshot of it is made, and says so, too."""
-        why = "the loop draws numbers that are not saved"
-        training.session.caveats.say("unsaved-numbers", why)
-        words = ("--store", "ckpt", "--json")
-        for done in (
-            run("live", "checkpoint", "--full", *words).document,
-            run("snapshot", "create", "best", *words).document,
-        ):
-            assert (done["exact"], done["whole"], done["reasons"]) == (False, True, [why])
-        text = run("live", "checkpoint", "--full", "--store", "ckpt").stdout
-        assert f"; the whole state is of this step, not exact: {why}" in text
-        training.session.caveats.withdraw("unsaved-numbers")
-        done = run("live", "checkpoint", "--full", *words).document
-        assert (done["exact"], done["whole"], done["reasons"]) == (True, True, [])
-        done = run("live", "checkpoint", *words).document
-        assert (done["exact"], done["whole"]) == (False, False)
-        assert done["reasons"] == ["the store does not have the whole state of this step"]
 
     def test_a_snapshot_of_a_running_session(
         self, run: Run, training: Training, monkeypatch: pytest.MonkeyPatch
@@ -276,7 +257,7 @@ class TestLive:
         arguments = ["snapshot", "create", "best", "--store", "ckpt", "--json"]
         done = run(*arguments).document
         assert done["command"] == "snapshot create"
-        assert (done["snapshot"], done["exact"]) == ("best", True)
+        assert (done["snapshot"], done["consistent"]) == ("best", True)
         assert asked[0] < asked[1] == done["step"]
         assert run(*arguments, code=2).error["kind"] == "snapshot-exists"
         run("export", "--store", "ckpt", "out", "--snapshot", "best")
@@ -288,7 +269,7 @@ class TestLive:
         done = run(
             "live", "checkpoint", "--full", "--store", "ckpt", "--timeout", 2, "--json", code=3
         ).document
-        assert (done["durable"], done["exact"]) == (True, False)
+        assert (done["durable"], done["consistent"]) == (True, False)
         done = run("snapshot", "create", "x", "--store", "ckpt", "--timeout", 2, code=3)
         assert "no snapshot is made" in done.stderr
         training.state["b"][:] = 1
@@ -299,7 +280,7 @@ class TestLive:
         error = run("live", "checkpoint", "--store", "ckpt", "--timeout", 0.5, "--json", code=17).error
         assert "no newer checkpoint" in error["message"]
         done = run("live", "checkpoint", "--full", "--store", "ckpt", "--json").document
-        assert done["exact"], "nothing to write, and yet the whole state is known to be of a newer step"
+        assert done["consistent"], "nothing to write, and yet the whole state is known to be of a newer step"
 
     def test_a_running_session_recovers_what_is_lost(self, run: Run, training: Training) -> None:
         done = run("live", "recover", "--lost", "all", "--store", "ckpt", "--json").document
@@ -309,6 +290,28 @@ class TestLive:
         assert 0 < done["head_step"] <= training.session.head_step
         error = run("live", "recover", "--lost", "nowhere", "--store", "ckpt", "--json", code=2).error
         assert "nowhere" in error["message"]
+
+    def test_a_state_that_is_mixed_after_a_recovery_is_said(
+        self, run: Run, training: Training, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        recover = live.recover_live
+        for label, line in (
+            ({"consistent": True, "reasons": [], "step": 7}, ""),
+            (
+                {"consistent": False, "reasons": ["a", "b"], "step": 7},
+                "all copies are of step 7; mixed: a; b\n",
+            ),
+            ({"consistent": False, "reasons": ["a"], "step": None}, "\nmixed: a\n"),
+        ):
+
+            def labelled(*given: Any, label: dict[str, Any] = label, **more: Any) -> dict[str, Any]:
+                answer = recover(*given, **more)
+                return {**answer, "report": {**answer["report"], **label}}
+
+            monkeypatch.setattr(live, "recover_live", labelled)
+            text = run("live", "recover", "--lost", "all", "--store", "ckpt").stdout
+            assert line in text
+            assert ("mixed" in text) is bool(line)
 
     def test_the_session_ends_meanwhile(
         self, run: Run, training: Training, monkeypatch: pytest.MonkeyPatch
@@ -322,7 +325,7 @@ class TestLive:
 
         monkeypatch.setattr(live, "ask", ending)
         done = run("live", "checkpoint", "--full", "--store", "ckpt", "--json").document
-        assert (done["step"], done["exact"]) == (training.session.head_step, True)
+        assert (done["step"], done["consistent"]) == (training.session.head_step, True)
         assert run("live", "checkpoint", "--store", "ckpt", "--json", code=2).error["kind"] == "no-session"
 
     @pytest.mark.usefixtures("saved")

@@ -41,17 +41,17 @@ def test_what_is_left_is_restored_and_not_called_exact(
     newest, before = damaged
     words = ("recover", "--store", "ckpt", "--lost", "all", "--output")
     plan = run(*words, "a.safetensors", "--dry-run", "--json", code=3)
-    assert (plan.document["exact"], plan.document["degraded"]) == (False, True)
+    assert (plan.document["consistent"], plan.document["degraded"]) == (False, True)
     assert any(newest.name in problem for problem in plan.document["problems"])
     done = run(*words, "a.safetensors", code=3)
     assert newest.name in done.stderr
-    assert "exact, of step" not in done.stdout
+    assert "consistent, of step" not in done.stdout
     assert same("a.safetensors", before)
     back = run(*words, "b.pt", "--mode", "rollback", "--json", code=3)
     assert (back.document["step"], back.document["degraded"]) == (0, True)
     assert any(newest.name in problem for problem in back.document["problems"])
     out = run("export", "--store", "ckpt", "c.safetensors", "--json", code=3).document
-    assert (out["exact"], out["degraded"]) == (False, True)
+    assert (out["consistent"], out["degraded"]) == (False, True)
     assert same("c.safetensors", before)
 
 
@@ -109,7 +109,7 @@ def test_of_a_rank(run: Run, ranks: RankStore) -> None:
     newest = max(Path("ckpt/shards/1/log").iterdir())
     newest.write_bytes(newest.read_bytes()[:-1])
     done = run("recover", "--store", "ckpt", "--lost", "all", "--output", "a.pt", "--json", code=3).document
-    assert (done["exact"], done["degraded"]) == (False, True)
+    assert (done["consistent"], done["degraded"]) == (False, True)
     assert [line["newest_step"] for line in done["shards"]] == [7, 5, 5, 7]
     back = run(
         "recover",
@@ -140,7 +140,7 @@ def test_older_ranks_are_not_called_the_newest_state(run: Run, ranks: RankStore)
     newest = max(Path("ckpt/shards/5/log").iterdir())
     newest.write_bytes(newest.read_bytes()[:-1])
     done = run("export", "--store", "ckpt", "a.pt", "--json", code=3)
-    assert (done.document["exact"], done.document["degraded"]) == (False, True)
+    assert (done.document["consistent"], done.document["degraded"]) == (False, True)
     assert newest.name in done.stderr
     words = ("recover", "--store", "ckpt", "--lost", "all", "--json")
     for number, mode in enumerate(("partial", "rollback")):

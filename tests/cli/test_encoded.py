@@ -1,4 +1,4 @@
-"""Test commands on a store with encoded copies: no result is wrongly called exact, and a whole state is exact."""
+"""Test commands on a store with encoded copies: no result is wrongly called consistent, and a whole state is."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def test_export_and_diff_read_decoded_values_and_call_them_not_exact(
 ) -> None:
     before, out = encoded_in(lossy), tmp_path / "out.safetensors"
     done = run("export", "--store", lossy, out, "--json").document
-    assert (done["exact"], done["oldest_step"], done["newest_step"]) == (False, 20, 20)
+    assert (done["consistent"], done["oldest_step"], done["newest_step"]) == (False, 20, 20)
     assert done["encoded_partitions"] == before
     text = run("export", "--store", lossy, tmp_path / "again.safetensors").stdout
-    assert text.endswith(f"not exact, with {before} partitions from encoded copies, of steps 20 to 20\n")
+    assert text.endswith(f"mixed, with {before} partitions from encoded copies, of steps 20 to 20\n")
     assert run("diff", lossy, out, "--json").document["equal"]
     plan = run(
         "recover",
@@ -60,11 +60,11 @@ def test_export_and_diff_read_decoded_values_and_call_them_not_exact(
         "--dry-run",
         "--json",
     ).document
-    assert (plan["exact"], plan["encoded_partitions"]) == (False, before)
+    assert (plan["consistent"], plan["encoded_partitions"]) == (False, before)
     back = tmp_path / "back.safetensors"
     words = ("recover", "--store", lossy, "--lost", "all", "--mode", "rollback", "--output", back, "--json")
     sealed = run(*words).document
-    assert (sealed["exact"], sealed["step"], sealed["encoded_partitions"]) == (True, 9, 0)
+    assert (sealed["consistent"], sealed["step"], sealed["encoded_partitions"]) == (True, 9, 0)
     assert not run("diff", out, back, "--json", code=4).document["equal"]
 
 
@@ -75,7 +75,7 @@ def test_pruning_leaves_encoded_copies_as_they_are(run: Run, lossy: Path, tmp_pa
     run("prune", "--store", lossy, "--yes")
     assert encoded_in(lossy) == before
     assert verify(Store.open(lossy), read_data=True).intact
-    assert run("export", "--store", lossy, after, "--json").document["exact"] is False
+    assert run("export", "--store", lossy, after, "--json").document["consistent"] is False
     assert run("diff", out, after, "--json").document["equal"]
 
 
@@ -101,12 +101,12 @@ def test_a_state_file_is_sealed_exactly(run: Run, saved: Model, tmp_path: Path, 
         save_file(tensors, state)
     words = ("checkpoint", state, "--store", "ckpt", "--json")
     part = run(*words, "--step", 21, "--fraction", "0.01").document
-    assert part["exact"] is False
+    assert part["consistent"] is False
     assert encoded_in(Path("ckpt"))
     done = run(*words, "--step", 22, "--policy", "full").document
-    assert done["exact"] is True
+    assert done["consistent"] is True
     assert encoded_in(Path("ckpt")) == 0
-    assert run("export", "--store", "ckpt", out, "--json").document["exact"] is True
+    assert run("export", "--store", "ckpt", out, "--json").document["consistent"] is True
     found = load_file(out)
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
 
@@ -116,4 +116,4 @@ def test_a_session_that_ended_with_encoded_copies_of_one_step_was_not_exact(loss
     made = live._closed(Store.open(lossy), NEVER, 1)
     assert made is not None
     assert set(made.durable.tolist()) == {made.version}
-    assert made.exact is False
+    assert made.consistent is False

@@ -19,7 +19,6 @@ from scarctl.recovery.label import NO_COMMIT
 from scarctl.session.departure import sentence
 from scarctl.state.caveats import Caveat
 from tests.cli.conftest import Done
-from tests.session.serving import Server, waits
 from tests.support import stepper
 from tests.support.process import Forked, Tell
 
@@ -60,7 +59,7 @@ def test_all_sessions_of_a_host(tmp_path: Path) -> None:
         assert code == 0, found
         assert found["safe"]
         assert sorted(store["store"] for store in found["stores"]) == [str(store) for store in stores]
-        assert [store["exact"] for store in found["stores"]] == [True, True]
+        assert [store["consistent"] for store in found["stores"]] == [True, True]
         assert {process["step"] for store in found["stores"] for process in store["processes"]} == {7}
         code, found = evacuate("--deadline", "60s", "--store", str(stores[1]))
         assert code == 0, found
@@ -113,14 +112,16 @@ def test_members_and_the_place_that_is_safe_are_named() -> None:
         return _lines(Host((Store("/s", (Process("/s", 2, 12, found, member=True),)),)))
 
     sealed = Evacuated(7, 10, 100, 100, 1, 0, 0, 0.0, True, commit_name="ab" * 16)
-    assert said(sealed) == ["/s: step 7: 100 B of 100 B are safe in the store (exact); 100 B written now"]
+    assert said(sealed) == [
+        "/s: step 7: 100 B of 100 B are safe in the store (consistent); 100 B written now"
+    ]
     on_a_peer = Evacuated(
         7, 10, 100, 0, 0, 0, 0, 0.0, False, peer_partitions=10, peer_bytes=100, peers=("b",)
     )
     assert said(on_a_peer)[0] == "/s: step 7: 100 B of 100 B are safe; 0 B written now"
     # The seal is on the peer only, although the store has the partitions.
     exact_there = replace(on_a_peer, peer_partitions=0, peer_bytes=0, peer_sealed=True, commit_name="ab" * 16)
-    assert said(exact_there) == ["/s: step 7: 100 B of 100 B are safe (exact); 0 B written now"]
+    assert said(exact_there) == ["/s: step 7: 100 B of 100 B are safe (consistent); 0 B written now"]
     late = replace(sealed, sealed=False, flushed=False)
     assert said(late)[-1].startswith("  member 2: its newest step was not brought into memory")
 
@@ -137,7 +138,7 @@ def test_what_is_not_known_is_not_counted() -> None:
 
 SEALED = Evacuated(7, 10, 100, 100, 1, 0, 0, 0.0, True, commit_name="ab" * 16)
 OTHER = replace(SEALED, commit_name="cd" * 16)
-NOTED = replace(SEALED, caveats=(Caveat("kind", "weights were replaced"),))
+NOTED = replace(SEALED, caveats=(Caveat("ranks-differ", "ranks had other weights"),))
 PART = "neither the store nor another host has the whole state of this step, as one commit saved it"
 
 
@@ -145,7 +146,7 @@ PART = "neither the store nor another host has the whole state of this step, as 
     ("found", "member", "whole", "reasons"),
     [
         ([SEALED, SEALED], False, True, []),
-        ([SEALED, NOTED], False, True, ["weights were replaced"]),
+        ([SEALED, NOTED], False, True, ["ranks had other weights"]),
         ([SEALED, None], False, False, ["not all of its processes have answered"]),
         ([SEALED, replace(SEALED, sealed=False)], False, False, [PART]),
         ([SEALED, replace(OTHER, step=8)], False, False, [NO_COMMIT]),
@@ -159,40 +160,16 @@ def test_a_store_is_labelled_as_by_all_that_read_it(
 ) -> None:
     store = Store("/s", tuple(Process("/s", n, 12, one, member=member) for n, one in enumerate(found)))
     document = store.to_json()
-    assert (document["exact"], document["whole"], document["reasons"]) == (not reasons, whole, reasons)
+    assert (document["consistent"], document["reasons"]) == (not reasons, reasons)
     text = _lines(Host((store,)))[0]
-    assert ("(exact)" in text) is not bool(reasons)
-    assert (f"(not exact: {'; '.join(reasons)})" in text) is (whole and bool(reasons))
+    assert ("(consistent)" in text) is not bool(reasons)
+    assert (f"(mixed: {'; '.join(reasons)})" in text) is (whole and bool(reasons))
 
 
 def test_the_log_says_why_what_is_safe_is_not_exact() -> None:
-    assert sentence(SEALED) == "step 7 is safe in the store (exact)"
-    assert sentence(NOTED) == "step 7 is safe in the store (not exact: weights were replaced)"
+    assert sentence(SEALED) == "step 7 is safe in the store (consistent)"
+    assert sentence(NOTED) == "step 7 is safe in the store (mixed: ranks had other weights)"
     assert sentence(replace(SEALED, sealed=False)) == "step 7 is safe in the store"
-
-
-@pytest.mark.leaves_arena
-@pytest.mark.usefixtures("daemon_folder")
-def test_a_change_outside_of_all_blocks_is_saved_and_not_called_exact(tmp_path: Path) -> None:
-    """A resume would not call it so."""
-
-    def body(tell: Tell) -> None:
-        server = Server(tmp_path / "store", daemon=True)
-        server.serve(3)
-        server.session.checkpoint(full=True, wait=True)
-        server.table[:] *= 2
-        tell("ready")
-        waits()
-
-    with Forked(body) as child:
-        child.expect("ready")
-        code, found = evacuate("--deadline", "60s")
-    assert code == 0, found
-    (store,) = found["stores"]
-    assert (store["exact"], store["whole"]) == (False, True)
-    assert "outside" in "; ".join(store["reasons"])
-    (process,) = store["processes"]
-    assert (process["exact"], process["whole"], process["reasons"]) == (False, True, store["reasons"])
 
 
 def test_nothing_to_evacuate(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import save_file
 
+from scarctl.rehearse.rehearsal import Rehearsal, Rehearsed
 from tests.cli.conftest import Model, Run, examples
 from tests.cli.test_daemon import Training
 
@@ -39,6 +41,25 @@ def test_examples_of_the_daemon(run: Run, folder: Path) -> None:
     run(*end)
     assert "/metrics" in run(*publish[:-1], "0").stdout
     run(*end)
+
+
+def test_examples_of_rehearse(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they run is replaced: whole rehearsals are in tests/rehearse."""
+    asked = []
+
+    def rehearsed(self: Rehearsal, steps: int) -> Rehearsed:
+        asked.append((self._command, steps))
+        return Rehearsed(
+            "identical", steps, "2026-11-22T10:00:00+00:00", " ".join(self._command), 5, 1, (), (), ()
+        )
+
+    monkeypatch.setattr(Rehearsal, "run", rehearsed)
+    for words in examples(run, "rehearse"):
+        run(*words)
+    assert asked == [
+        (["python", "train.py"], 40),
+        (["torchrun", "--nproc-per-node", "8", "train.py"], 10),
+    ]
 
 
 def test_examples_of_diff(run: Run, saved: Model) -> None:

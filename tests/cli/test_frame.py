@@ -74,7 +74,7 @@ SETTINGS = [
     "max_rework", "max_shard_size", "memory_bandwidth", "metrics", "metrics_listen",
     "mode", "mtbf", "overhead", "partition_bytes", "peer", "peer_tls", "peers", "policy",
     "read_data", "read_data_subset", "restart", "restarts", "rounds", "shards", "state_bytes", "step",
-    "step_time", "store", "timeout", "to", "watch",
+    "step_time", "steps", "store", "timeout", "to", "watch",
 ]  # fmt: skip
 """Options that may come from the environment. An option not listed here orders an action."""
 
@@ -144,7 +144,7 @@ def test_every_command_takes_json_and_debug() -> None:
         names = options(command)
         assert "debug" in names
         assert ("json" in names) == (words != "run"), "stdout is that of the command that it runs"
-        assert ("store" in names) == (words not in ("daemon", "diff", "plan", "simulate"))
+        assert ("store" in names) == (words not in ("daemon", "diff", "plan", "rehearse", "simulate"))
 
 
 def test_a_table_of_a_command_with_commands_holds_for_all_of_them(  # type: ignore[no-untyped-def]

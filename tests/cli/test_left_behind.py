@@ -13,7 +13,7 @@ from scarctl_adapters.torch import TorchAdapter
 from tests.cli.conftest import Run
 
 
-@pytest.mark.parametrize("knows", [True, False])
+@pytest.mark.parametrize("knows", [pytest.param(True, marks=pytest.mark.long), False])
 def test_optimizer_state_of_another_shape(run: Run, monkeypatch: pytest.MonkeyPatch, knows: bool) -> None:
     if not knows:
         monkeypatch.delattr(TorchAdapter, "restore_lost")

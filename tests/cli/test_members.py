@@ -76,7 +76,7 @@ def test_who_has_saved_nothing_is_named_and_disturbs_nobody(run: Run, tmp_path: 
 
 def test_the_eight_are_exported_as_one_state(run: Run, store: Path, tmp_path: Path) -> None:
     done = run("export", "exported", "--store", store, "--json").document
-    assert (done["exact"], done["step"], done["oldest_step"], done["newest_step"]) == (False, None, 4, 6)
+    assert (done["consistent"], done["step"], done["oldest_step"], done["newest_step"]) == (False, None, 4, 6)
     wanted = values(0, 4) | values(1, 5) | values(2, 6)
     assert same(read(tmp_path / "exported" / "model.safetensors"), wanted)
     run("verify", "--store", store)
@@ -98,7 +98,7 @@ def test_members_have_no_common_step_to_go_back_to(run: Run, store: Path, tmp_pa
     error = run(*back, "a.safetensors", "--lost", "1,2", "--json", code=2).error
     assert error["kind"] == "members-apart"
     done = run(*back, "b.safetensors", "--lost", "1", "--json").document
-    assert (done["exact"], done["step"]) == (True, 5)
+    assert (done["consistent"], done["step"]) == (True, 5)
     assert same(read(tmp_path / "b.safetensors"), values(1, 5))
     error = run("snapshot", "create", "best", "--store", store, "--json", code=2).error
     assert error["kind"] == "members-apart"
@@ -126,6 +126,7 @@ def test_one_process_may_not_save_to_it(run: Run, store: Path, tmp_path: Path) -
     assert run(*words, "--json", code=2).error["kind"] == "store-of-members"
 
 
+@pytest.mark.long
 @pytest.mark.leaves_arena
 @pytest.mark.slow
 def test_a_stopped_member_is_restored_while_others_run(run: Run, tmp_path: Path) -> None:
@@ -139,7 +140,7 @@ def test_a_stopped_member_is_restored_while_others_run(run: Run, tmp_path: Path)
         error = run("recover", "--store", "ckpt", "--lost", "2", "--json", code=11).error
         assert error["kind"] == "contention"
         back = run("recover", "--store", "ckpt", "--lost", "1", "--mode", "rollback", "--json").document
-        assert back["exact"]
+        assert back["consistent"]
         members.start([1])
         members.until(lambda: len(members.told(1)) == 2, "it has resumed")
         assert members.told(1)[-1]["step"] == back["step"]
@@ -158,7 +159,7 @@ def test_running_members_are_asked_one_by_one(run: Run, tmp_path: Path, daemon_f
         members.start(range(WORLD))
         members.until(lambda: min(members.steps()) >= 6, "all train")
         done = run("live", "checkpoint", "--full", "--store", "ckpt", "--json").document
-        assert (done["members"], done["complete"], done["exact"]) == (True, True, False)
+        assert (done["members"], done["complete"], done["consistent"]) == (True, True, False)
         assert [line["rank"] for line in done["ranks"]] == list(range(WORLD))
         assert "3 of 3 members" in run("live", "checkpoint", "--store", "ckpt").stdout
         done = run(*examples(run, "live recover")[2], "--json").document

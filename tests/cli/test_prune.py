@@ -153,7 +153,7 @@ def test_export_safetensors_with_an_index(run: Run, grown: Model, tmp_path: Path
     done = run(
         "export", "--store", "ckpt", "out", "--snapshot", "second", "--max-shard-size", "1KB", "--json"
     ).document
-    assert (done["exact"], done["step"]) == (True, 20)
+    assert (done["consistent"], done["step"]) == (True, 20)
     index = json.loads(Path("out/model.safetensors.index.json").read_text())
     found = {}
     for name in set(index["weight_map"].values()):
@@ -197,7 +197,7 @@ def test_export_says_that_steps_are_mixed(run: Run, grown: Model) -> None:
     grown.train("layers.0.w")
     run("checkpoint", grown.path, "--store", "ckpt", "--step", 40, "--fraction", "1/16")
     done = run("export", "--store", "ckpt", "mixed", "--json").document
-    assert not done["exact"]
+    assert not done["consistent"]
     assert done["step"] is None
     assert done["oldest_step"] < done["newest_step"]
     assert "mixed, of steps" in run("export", "--store", "ckpt", "again").stdout

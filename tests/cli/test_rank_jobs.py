@@ -24,7 +24,7 @@ def test_a_job_of_two_ranks(run: Run, tmp_path: Path) -> None:
     folder = str(tmp_path)
     launch("tests.distributed.jobs:train", 2, "fsdp", folder, 12, {"keep": f"{folder}/kept"}, timeout=120)
     done = run("export", "--store", "store", "out.pt", "--format", "pt", "--json").document
-    assert (done["exact"], done["step"]) == (True, 12)
+    assert (done["consistent"], done["step"]) == (True, 12)
     found, kept = read(tmp_path / "out.pt"), load(tmp_path / "kept")
     assert all(torch.equal(found[name], kept[name]) for name in kept)
     assert {name.partition("@")[0] for name in found} - kept.keys() == {
@@ -66,7 +66,7 @@ def test_a_running_job_is_asked(run: Run, tmp_path: Path) -> None:
         done = run("live", "checkpoint", *place, "--json").document
         assert (done["world"], [line["rank"] for line in done["ranks"]]) == (2, [0, 1])
         done = run("snapshot", "create", "best", *place, "--json").document
-        assert done["exact"]
+        assert done["consistent"]
         lines = run("inspect", *place, "--json").document["ranks"]
         assert [line["alive"] for line in lines] == [True, True]
         (example,) = (words for words in examples(run, "live recover") if "rank:1" in words)
@@ -77,4 +77,4 @@ def test_a_running_job_is_asked(run: Run, tmp_path: Path) -> None:
         (tmp_path / "stop").touch()
         job.join()
     exported = run("export", "--store", "store", "out", "--snapshot", "best", "--json").document
-    assert (exported["exact"], exported["step"]) == (True, done["step"])
+    assert (exported["consistent"], exported["step"]) == (True, done["step"])

@@ -46,7 +46,7 @@ def test_a_lost_rank_into_a_whole_file(
     done = run("recover", "--store", "ckpt", "--lost", spec, "--into", path, "--json").document
     assert same(read(path), with_rank(state, saved, 2))
     assert done["ranks"] == planned["ranks"] == {"world": 4, "lost": [2]}
-    assert (done["step"], done["exact"], done["degraded"]) == (5, False, False)
+    assert (done["step"], done["consistent"], done["degraded"]) == (5, False, False)
     assert done["bytes"] == planned["bytes"] == ranks.layouts[2].nbytes
     assert done["tiers"] == {"store": ranks.layouts[2].partitions}
     assert [(line["rank"], line["shard"], line["age"]) for line in done["shards"]] == [(2, 2, 2)]
@@ -130,10 +130,10 @@ def test_a_rollback_of_all_ranks(run: Run, ranks: RankStore, tmp_path: Path) -> 
     assert same(read(tmp_path / "back.safetensors"), tensors(5, 4))
     save_file(tensors(11, 4), tmp_path / "state.safetensors")
     done = run(*ROLLBACK, "--into", "state.safetensors", "--json").document
-    assert (done["exact"], done["step"], done["tiers"]) == (True, 5, {"store": 30})
+    assert (done["consistent"], done["step"], done["tiers"]) == (True, 5, {"store": 30})
     assert same(read(tmp_path / "state.safetensors"), tensors(5, 4))
     # The store was rolled back too, in every rank.
-    assert run("export", "--store", "ckpt", "out", "--json").document["exact"]
+    assert run("export", "--store", "ckpt", "out", "--json").document["consistent"]
     back = RankStore(tmp_path / "ckpt", 4)
     back.save(6)
     back.close()
@@ -150,12 +150,12 @@ def test_a_rollback_takes_the_next_older_state_where_a_rank_has_damage(
             data[data.index(row)] ^= 1
             path.write_bytes(data)
     done = run(*ROLLBACK, "--output", "x.pt", "--json", code=3).document
-    assert (done["step"], done["exact"], done["degraded"]) == (3, True, True)
+    assert (done["step"], done["consistent"], done["degraded"]) == (3, True, True)
     assert same(read(tmp_path / "x.pt"), tensors(3, 4))
     done = run(
         "recover", "--store", "ckpt", "--lost", "rank:1", "--output", "y.pt", "--json", code=3
     ).document
-    assert (done["degraded"], done["exact"]) == (True, False)
+    assert (done["degraded"], done["consistent"]) == (True, False)
     assert any("checksum" in problem for problem in done["problems"])
     run("verify", "--store", "ckpt", code=13)
 
@@ -168,7 +168,7 @@ def test_into_the_arenas_of_the_stopped_ranks(run: Run, ranks: RankStore, tmp_pa
     assert (error["kind"], "rank 2" in error["message"]) == ("no-arena", True)
     ranks.arena(tmp_path, 2, 9).close()
     done = run(*arguments, "--lost", "rank:2").document
-    assert (done["output"], done["step"], done["exact"]) == (None, 5, False)
+    assert (done["output"], done["step"], done["consistent"]) == (None, 5, False)
     # Restored into a file, they come from memory again.
     save_file(tensors(11, 4), tmp_path / "state.safetensors")
     done = run(*arguments, "--lost", "rank:1,2", "--into", "state.safetensors").document
@@ -176,7 +176,7 @@ def test_into_the_arenas_of_the_stopped_ranks(run: Run, ranks: RankStore, tmp_pa
     wanted = with_rank(with_rank(tensors(11, 4), tensors(5, 4), 2), tensors(9, 4), 1)
     assert same(read(tmp_path / "state.safetensors"), wanted)
     done = run(*arguments, "--lost", "all", "--mode", "rollback").document
-    assert (done["step"], done["exact"], done["restored_partitions"]) == (5, True, 30)
+    assert (done["step"], done["consistent"], done["restored_partitions"]) == (5, True, 30)
 
 
 def test_a_job_that_is_alive_is_not_disturbed(run: Run, tmp_path: Path) -> None:

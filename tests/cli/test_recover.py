@@ -94,7 +94,7 @@ class TestIntoAFile:
         survivors.path.chmod(0o640)
         done = recover(run, "--lost", "1,3", "--into", survivors.path).document
         assert (done["command"], done["mode"]) == ("recover", "partial")
-        assert (done["exact"], done["degraded"], done["dry_run"]) == (False, False, False)
+        assert (done["consistent"], done["degraded"], done["dry_run"]) == (False, False, False)
         assert (
             done["lost_partitions"]
             == done["restored_partitions"]
@@ -150,7 +150,7 @@ class TestIntoAFile:
         damage(2)
         done = recover(run, "--lost", "2", "--output", "out.pt", code=3)
         assert done.document["degraded"]
-        assert not done.document["exact"]
+        assert not done.document["consistent"]
         assert len(done.document["problems"]) == 1
         assert "checksum" in done.stderr
         line = done.document["shards"][0]
@@ -174,7 +174,7 @@ class TestToAFile:
     def test_everything_is_the_state_itself(self, run: Run, saved: Model, name: str) -> None:
         Path(name).write_bytes(b"older")
         done = recover(run, "--lost", "all", "--output", name).document
-        assert (done["exact"], done["step"], done["output"]) == (True, 0, name)
+        assert (done["consistent"], done["step"], done["output"]) == (True, 0, name)
         after = read(Path(name))
         assert set(after) == set(saved.tensors)
         assert all(torch.equal(after[key], tensor) for key, tensor in saved.tensors.items())
@@ -240,7 +240,7 @@ class TestRollback:
 
     def test_a_new_file_leaves_the_store_alone(self, run: Run, mixed: dict[str, torch.Tensor]) -> None:
         done = recover(run, "--lost", "2", "--mode", "rollback", "--output", "out.pt").document
-        assert (done["mode"], done["exact"], done["step"]) == ("rollback", True, 5)
+        assert (done["mode"], done["consistent"], done["step"]) == ("rollback", True, 5)
         assert done["lost_partitions"] < done["restored_partitions"] == layout().partitions
         after = read(Path("out.pt"))
         assert all(torch.equal(after[name], tensor) for name, tensor in mixed.items())
@@ -353,7 +353,7 @@ class TestArena:
         arena.close()
         done = recover(run, "--lost", "emb", "--output", "out.pt").document
         assert done["tiers"] == {"memory": 4, "store": 1}
-        assert not done["exact"]
+        assert not done["consistent"]
         after = read(Path("out.pt"))["emb"]
         assert torch.equal(after[:8], saved.tensors["emb"][:8])
         assert (after[8:] == 0).all()

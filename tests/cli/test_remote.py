@@ -95,6 +95,7 @@ def test_errors_have_their_exit_codes(
     run("inspect", "--store", url, code=2)
 
 
+@pytest.mark.long
 def test_the_usual_environment_is_honoured(
     run: Run, saved: Model, url: str, s3_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +266,7 @@ def test_doctor_refuses_a_place_without_exclusive_creation(
     assert s3_place.raw.names() == []
 
 
+@pytest.mark.long
 def test_doctor_leaves_a_store_alone(
     run: Run, quick_doctor: None, saved: Model, url: str, s3_place: Place
 ) -> None:

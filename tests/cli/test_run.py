@@ -198,6 +198,7 @@ class TestDead:
         wait_until(lambda: idle(folder))
         assert at_least(training.stored(), told["handed"])
 
+    @pytest.mark.long
     def test_a_daemon_that_does_not_answer(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
         training = Training(tmp_path, arena_dir, "--timeout", 60)
         os.kill(training.daemon, signal.SIGSTOP)
@@ -221,6 +222,7 @@ class TestDead:
         assert str(folder) in training.stderr
         assert training.stored()
 
+    @pytest.mark.long
     def test_another_daemon_goes_on(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
         """`scarctl run` knows the store, so it needs no session."""
         training = Training(tmp_path, arena_dir, "--store", "store")
@@ -234,6 +236,7 @@ class TestDead:
         assert at_least(training.stored(), told["handed"])
         wait_until(lambda: idle(folder))
 
+    @pytest.mark.long
     def test_another_store_is_left_alone(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
         training = Training(tmp_path, arena_dir, "--store", "other")
         training.disk(full=True)

@@ -56,6 +56,7 @@ def test_signals_are_forwarded(folder: Path, tmp_path: Path) -> None:
     assert done.stderr == "", "it was asked to end, and so it is not run again"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread's mask cannot be seen")
 def test_no_other_thread_can_take_a_signal(folder: Path, tmp_path: Path) -> None:
     """A thread that takes a signal leaves it to the main thread, which waits for the command and would not wake."""
@@ -115,6 +116,7 @@ def test_an_interrupt_by_the_terminal_comes_once(folder: Path, tmp_path: Path) -
         os.close(theirs)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells where a signal came from")
 def test_what_is_sent_to_it_alone_on_a_terminal_is_forwarded(folder: Path, tmp_path: Path) -> None:
     ours, theirs = pty.openpty()

@@ -44,7 +44,7 @@ def test_every_command_has_a_schema() -> None:
     names = {*(name for name in COMMANDS if name not in GROUPS), "version"}
     names |= {f"{group} {name}" for group, found in GROUPS.items() for name in found}
     assert set(DOCUMENTS) == names - {"run"}, "what `run` prints is the command's"
-    assert set(DOCUMENTS) - set(PRINTED) == {"live checkpoint", "live recover"}
+    assert set(DOCUMENTS) - set(PRINTED) == {"live checkpoint", "live recover", "rehearse"}
 
 
 def test_the_published_schemas_are_those_of_the_types(run: Run) -> None:
@@ -64,7 +64,9 @@ def objects(value: Any) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("arena_dir")
-@pytest.mark.parametrize("command", PRINTED)
+@pytest.mark.parametrize(
+    "command", [pytest.param(name, marks=[pytest.mark.long] * (name == "simulate")) for name in PRINTED]
+)
 def test_a_document_has_its_schema_and_no_other_field(run: Run, saved: Model, command: str) -> None:
     saved.train("emb")
     if command == "snapshot delete":

@@ -18,7 +18,7 @@ def test_snapshots_of_a_state_file_are_listed_and_deleted(run: Run, model: Model
     first = run(
         "snapshot", "create", "b", model.path, "--store", "ckpt", "--step", 1, "--shards", 2, "--json"
     ).document
-    assert (first["snapshot"], first["exact"], first["policy"]) == ("b", True, "full")
+    assert (first["snapshot"], first["consistent"], first["policy"]) == ("b", True, "full")
     model.train()
     create(run, model, "a", 2)
     assert run("snapshot", "list", "--store", "ckpt").stdout == "b: step 1\na: step 2\n"

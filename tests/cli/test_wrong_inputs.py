@@ -185,6 +185,18 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "--store ckpt --lost all --mode rollback --snapshot best --output o.pt": (2, "no snapshot 'best'"),
         "--store ckpt --lost 0 --max-rework -1": (2, "-1"),
     },
+    "rehearse": {
+        "": (2, "Missing argument 'CMD...'"),
+        "--": (2, "Missing argument 'CMD...'"),
+        "--steps 3 -- true": (2, "--steps"),
+        "--steps many -- true": (2, "'many' is not a valid integer"),
+        "--timeout -1 -- true": (2, "-1"),
+        "--store ckpt -- true": (2, "No such option '--store'"),
+        "-- there-is-no-such-command": (2, "there-is-no-such-command: No such file"),
+        "-- ./notes.txt": (2, "Permission denied"),
+        "-- true": (1, "exit code 0, and never called scarctl.attach"),
+        "-- false": (1, "exit code 1, and never called scarctl.attach"),
+    },
     "report": {
         "--output r.html": NO_ARGUMENT,
         "ckpt --store ckpt": (2, "--store is given twice"),

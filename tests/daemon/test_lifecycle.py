@@ -333,5 +333,5 @@ class Model(RuleBasedStateMachine):
         assert self.life.stopping or not (self.stopping or self.ended), "nobody may come any more"
 
 
-Model.TestCase.settings = settings(max_examples=80, stateful_step_count=40)
+Model.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestModel = Model.TestCase

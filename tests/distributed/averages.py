@@ -126,4 +126,9 @@ def resumed(
     job = Apart(folder, optimizer, wrapped)
     with job.session as session:
         found = session.resume(mode=mode)  # type: ignore[arg-type]
-    return {"step": found.step, "exact": found.exact, "whole": found.whole, "reasons": list(found.reasons)}
+    return {
+        "step": found.step,
+        "consistent": found.consistent,
+        "whole": found.report is None or found.report.whole,
+        "reasons": list(found.reasons),
+    }

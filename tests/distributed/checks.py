@@ -74,7 +74,7 @@ def check(rank: int, name: str) -> None:
     saved = {g.name: {s: t.clone() for s, t in g.tensors.items()} for g in owned.groups()}
     layout = layout_of(owned)
     layouts = [Layout.from_json(obj) for obj in gather(layout.to_json())]
-    kept = through_extras((adapter.capture_early(), adapter.capture_late()))
+    kept = through_extras(adapter.capture())
 
     torch.manual_seed(100 + rank)
     with torch.no_grad():
@@ -104,7 +104,7 @@ def check(rank: int, name: str) -> None:
                 for slot, tensor in group.tensors.items():
                     tensor.copy_(saved[group.name][slot])
         spread(division, rank, adapter.groups(), broadcast_over(dist.group.WORLD))
-        owned.restore(*kept)
+        owned.restore(kept)
         for seed in (4, 5):
             job.step(seed)
         finals.append(rebuilt(owned))

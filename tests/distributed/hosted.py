@@ -108,8 +108,8 @@ def train(
         peers = peers or status_of(str(home))["runs"][0]["peers"]
     return {
         "step": resumed.step,
-        "exact": resumed.exact,
-        "whole": resumed.whole,
+        "consistent": resumed.consistent,
+        "whole": resumed.report is None or resumed.report.whole,
         "steps": None if resumed.ranks is None else resumed.ranks["steps"],
         "tiers": None if resumed.report is None else resumed.report.tiers,
         "errors": session.stats.errors,

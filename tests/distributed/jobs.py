@@ -207,8 +207,8 @@ def train(
             torch.save(end, options["keep"])
     return {
         "step": resumed.step,
-        "exact": resumed.exact,
-        "whole": resumed.whole,
+        "consistent": resumed.consistent,
+        "whole": resumed.report is None or resumed.report.whole,
         "reasons": list(resumed.reasons),
         "ranks": None if resumed.ranks is None else dict(resumed.ranks),
         "tiers": None if resumed.report is None else resumed.report.tiers,

@@ -101,7 +101,7 @@ def train(rank: int, world: int, kind: str, folder: str, options: dict[str, Any]
             torch.save(values(model, optimizer), options["keep"])
     return {
         "step": resumed.step,
-        "exact": resumed.exact,
+        "consistent": resumed.consistent,
         "reasons": list(resumed.reasons),
         "tiers": None if resumed.report is None else resumed.report.tiers,
         "errors": session.stats.errors,

@@ -28,7 +28,7 @@ class Job:
             self.model,
             self.optimizer,
             store=f"{folder}/store",
-            extras={"average": scarctl.Extra(self.average, after_step=True)},
+            extras={"average": self.average},
             interval=1,
             settings=scarctl.Settings(arena_dir=f"{folder}/arena", daemon=False),
         )
@@ -70,7 +70,7 @@ def flushed(
     job.session.flush()
     if rank in averaged:
         job.average["norm"] += 1
-        job.session.flush()
+        job.session.checkpoint(full=True)  # a flush would not read the extras again
     drained([job.session])
     job.session._opening.close(failed=True)  # as a signal ends it
 
@@ -89,7 +89,7 @@ def resumed(rank: int, world: int, kind: str, folder: str, ranks: Sequence[int] 
             found = session.resume()
         except UsageError as error:
             return {"error": str(error), "seconds": time.monotonic() - began}
-    return {"step": found.step, "exact": found.exact, "reasons": list(found.reasons)}
+    return {"step": found.step, "consistent": found.consistent, "reasons": list(found.reasons)}
 
 
 def diverged(rank: int, world: int, folder: str, ranks: list[int], clips: bool = False) -> list[str]:
@@ -166,4 +166,4 @@ def alone(rank: int, world: int, folder: str, steps: int) -> dict[str, Any] | No
         dist.barrier()
         dist.destroy_process_group()
     assert session.resumed is not None
-    return {"exact": session.resumed.exact, "reasons": list(session.resumed.reasons)}
+    return {"consistent": session.resumed.consistent, "reasons": list(session.resumed.reasons)}

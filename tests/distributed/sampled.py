@@ -54,7 +54,12 @@ def main(folder: str, way: str, dies_at: str, dying: str) -> None:
         digest = hashlib.sha256(
             b"".join(p.detach().numpy().tobytes() for p in model.parameters())
         ).hexdigest()
-        text = {"step": found.step, "exact": found.exact, "reasons": found.reasons, "digest": digest}
+        text = {
+            "step": found.step,
+            "consistent": found.consistent,
+            "reasons": found.reasons,
+            "digest": digest,
+        }
     Path(folder, f"{rank}.json").write_text(json.dumps(text))
     dist.barrier()
     dist.destroy_process_group()

@@ -86,7 +86,7 @@ def test_a_copy_on_another_machine_meets_none_of_the_original_s_hosts(here: Host
         head = two.copy(0, stopped=True)
         two.lose("east", 0)
         found = two.start(0, "south")
-        assert (found["step"], found["exact"], found["tiers"].keys()) == (head, True, {"peer"}), found
+        assert (found["step"], found["consistent"], found["tiers"].keys()) == (head, True, {"peer"}), found
         assert there.end(0) == two.end(1) == two.end(0) == 0
     finally:
         there.close()

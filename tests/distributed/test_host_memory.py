@@ -50,7 +50,9 @@ def test_two_ranks_swap_hosts(tmp_path: Path, kind: str, daemon: bool | None) ->
     found = launch(
         TRAIN, 2, kind, str(tmp_path), 17, {"homes": SWAPPED, "keep": f"{tmp_path}/end.pt", **settings}
     )
-    assert [(report["step"], report["exact"], report["errors"]) for report in found] == [(13, True, 0)] * 2
+    assert [(report["step"], report["consistent"], report["errors"]) for report in found] == [
+        (13, True, 0)
+    ] * 2
     assert [set(report["tiers"]) for report in found] == [{"peer"}] * 2
     first, second = load(tmp_path / "end.pt"), load(calm / "end.pt")
     assert first.keys() == second.keys()
@@ -65,7 +67,7 @@ def test_a_slow_move_does_not_end_the_start_of_the_ranks_that_stay(tmp_path: Pat
     found = launch(
         "tests.distributed.slow_move:train", 3, "fsdp", str(tmp_path), 14, {"homes": [*SWAPPED, "north"]}
     )
-    assert [(report["step"], report["exact"], set(report["tiers"])) for report in found] == [
+    assert [(report["step"], report["consistent"], set(report["tiers"])) for report in found] == [
         (13, True, {"peer"}),
         (13, True, {"peer"}),
         (13, True, {"memory"}),
@@ -76,7 +78,7 @@ def test_a_slow_move_does_not_end_the_start_of_the_ranks_that_stay(tmp_path: Pat
 def test_ranks_that_stay_find_their_own_memory(tmp_path: Path) -> None:
     cut_short("fsdp", tmp_path)
     found = launch(TRAIN, 2, "fsdp", str(tmp_path), 14, {"homes": HOMES})
-    assert [(report["step"], report["exact"], set(report["tiers"])) for report in found] == [
+    assert [(report["step"], report["consistent"], set(report["tiers"])) for report in found] == [
         (13, True, {"memory"})
     ] * 2
 
@@ -99,7 +101,7 @@ def test_memory_of_a_line_that_was_left_is_not_brought(tmp_path: Path) -> None:
     found = launch(TRAIN, 2, "fsdp", str(tmp_path), 10, {"homes": third})
     assert {report["step"] for report in found} <= {5, 6, 7}
     found = launch(TRAIN, 2, "fsdp", str(tmp_path), 12, {"homes": SWAPPED})
-    assert [(report["step"], report["exact"]) for report in found] == [(10, True)] * 2
+    assert [(report["step"], report["consistent"]) for report in found] == [(10, True)] * 2
     assert all("peer" not in report["tiers"] for report in found)
 
 

@@ -28,12 +28,14 @@ def test_a_job_goes_on_exactly_and_another_number_of_ranks_takes_it_over(tmp_pat
     folder = str(tmp_path)
     launch(TRAIN, RANKS, "hsdp", folder, 12)
     found = launch(TRAIN, RANKS, "hsdp", folder, 17, {"keep": f"{folder}/end.pt"})
-    assert [(report["step"], report["exact"], report["errors"]) for report in found] == [
+    assert [(report["step"], report["consistent"], report["errors"]) for report in found] == [
         (12, True, 0)
     ] * RANKS
     assert same(tmp_path / "end.pt", calm)
     found = launch(TRAIN, 2, "fsdp", folder, 17, {"resumed": f"{folder}/moved.pt"})
-    assert [(report["step"], report["whole"], report["exact"]) for report in found] == [(17, True, False)] * 2
+    assert [(report["step"], report["whole"], report["consistent"]) for report in found] == [
+        (17, True, False)
+    ] * 2
     assert same(tmp_path / "moved.pt", calm)
 
 

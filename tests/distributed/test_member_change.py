@@ -39,7 +39,7 @@ def after(store: Path | str, count: int, replaces: int | None, **options: Any) -
     found: list[int] = []
     for number in range(count):
         resumed, steps = run_member(store, number, count, 0, replaces=replaces, **options)
-        assert resumed.report is not None or not resumed.exact, "no state of several members is exact"
+        assert resumed.report is not None or not resumed.consistent, "no state of several members is exact"
         found += steps
     return found
 
@@ -96,7 +96,7 @@ def test_slots_follow_their_rows_and_a_new_member_begins_with_its_own_layer(tmp_
     stepped = [adam(number, 3, tmp_path / "s", 2, 0) for number in range(3)]
     assert torch.equal(torch.cat([there["table.weight"] for _, there, _, _ in stepped]), whole)
     for number, (resumed, there, slots, _) in enumerate(stepped):
-        assert not resumed.exact
+        assert not resumed.consistent
         assert float(slots[0]["step"]) == resumed.step == (3 if number == 0 else 4)
         assert slots[0]["exp_avg"].abs().sum() > 0
         if number < 2:
@@ -108,9 +108,9 @@ def test_slots_follow_their_rows_and_a_new_member_begins_with_its_own_layer(tmp_
             assert torch.equal(there["top.weight"], torch.nn.Linear(4, 1).weight.detach())
             assert slots[1]["exp_avg"].abs().sum() == 0
     again = adam(2, 3, tmp_path / "s", None, 2)
-    assert (again[0].step, again[0].exact) == (4, False), "what it took over is a mix"
+    assert (again[0].step, again[0].consistent) == (4, False), "what it took over is a mix"
     again = adam(2, 3, tmp_path / "s", None, 0)
-    assert (again[0].step, again[0].exact) == (6, True)
+    assert (again[0].step, again[0].consistent) == (6, True)
 
 
 def test_the_table_is_one_tensor_in_an_export(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_the_table_is_one_tensor_in_an_export(tmp_path: Path) -> None:
         if count == 3:
             after(tmp_path / "s", 3, 2)
         done = export(ExportSettings(store=str(tmp_path / "s"), output=tmp_path / f"{count}.safetensors"))
-        assert (done.tensors, done.exact) == (1, False)
+        assert (done.tensors, done.consistent) == (1, False)
         table = load_file(tmp_path / f"{count}.safetensors")["table"]
         assert (table[:, 0] == np.arange(1, ROWS + 1) * rows).all()
 
@@ -366,7 +366,7 @@ def test_a_store_without_a_state_has_nothing_to_take_over(tmp_path: Path) -> Non
     with attached(tmp_path / "s", 0, 2, state_of(0, 2)):
         pass
     resumed, steps = run_member(tmp_path / "s", 2, 3, 4, replaces=2)
-    assert (resumed.step, resumed.exact, steps) == (0, True, [0] * 8)
+    assert (resumed.step, resumed.consistent, steps) == (0, True, [0] * 8)
     assert run_member(tmp_path / "s", 2, 3, 0)[1] == [4] * 8
 
 

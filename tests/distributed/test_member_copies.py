@@ -61,7 +61,7 @@ def test_after_a_flush_that_the_other_host_has_it_is_exact(alone: Hosts, tmp_pat
     head = two.copy(0, stopped=True)
     two.lose("east", 0)
     found = two.start(0, "north")
-    assert found == {"step": head, "exact": True, "tiers": {"peer": ROWS + 1}, "torn": 0}
+    assert found == {"step": head, "consistent": True, "tiers": {"peer": ROWS + 1}, "torn": 0}
 
 
 @pytest.mark.long
@@ -87,7 +87,7 @@ def test_a_member_that_is_stopped_at_a_flush_is_exact_elsewhere(two: Hosts) -> N
     wait_until(lambda: "west" in str(two.run_of(0, "east").get("peers", "west")))
     two.programs.pop(0)
     found = two.start(0, "north")
-    assert (found["exact"], found["tiers"].keys()) == (True, {"peer"}), found
+    assert (found["consistent"], found["tiers"].keys()) == (True, {"peer"}), found
     assert two.end(0) == 0
 
 
@@ -161,7 +161,7 @@ def test_copies_of_members_that_are_replaced(alone: Hosts) -> None:
     two.lose("west", 1)
     wait_until(lambda: two.run_of(0, "east") == {})
     begun = [two.start(n, home, count=3, replaces=2) for n, home in enumerate(("north", "east", "south"))]
-    assert [line["exact"] for line in begun] == [False] * 3
+    assert [line["consistent"] for line in begun] == [False] * 3
     for number, line in enumerate(begun):
         steps = line["steps"]  # of each row, from the whole table's row 16 * number on
         assert steps == [heads[(16 * number + row) // 24] for row in range(16)], number

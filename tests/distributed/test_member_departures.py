@@ -66,7 +66,7 @@ def test_the_host_that_is_named_dies_during_the_evacuation(alone: Hosts, store_i
     shutil.rmtree(alone.home(goes))
     asking.join()
     (found,) = answered
-    assert found == {"safe": not store_is_away, "peers": [], "exact": False}
+    assert found == {"safe": not store_is_away, "peers": [], "consistent": False}
     alone.until_head(0, "east", 4)  # training continues
     found = alone.order(0, "evacuate", 20.0, alone.records()[stays].host)["answer"]
     assert found["safe"], found
@@ -74,7 +74,7 @@ def test_the_host_that_is_named_dies_during_the_evacuation(alone: Hosts, store_i
     head = alone.copy(0, stopped=True)
     alone.lose("east", 0)
     begun = alone.start(0, "north")
-    assert (begun["step"], begun["exact"], begun["tiers"].keys()) == (head, True, {"peer"})
+    assert (begun["step"], begun["consistent"], begun["tiers"].keys()) == (head, True, {"peer"})
 
 
 @pytest.mark.long
@@ -97,7 +97,7 @@ def test_after_sigterm_a_member_has_time_to_reach_the_other_host(alone: Hosts) -
     assert two.programs.pop(0).wait() == -signal.SIGTERM
     shutil.rmtree(two.home("east") / f"scarctl-{os.getuid()}" / Store.open(two.store).of_shard(0).run_id)
     found = two.start(0, "north")
-    assert (found["exact"], found["tiers"].keys()) == (True, {"peer"}), found
+    assert (found["consistent"], found["tiers"].keys()) == (True, {"peer"}), found
 
 
 @pytest.mark.parametrize("by", ["signal", "command"])
@@ -122,7 +122,7 @@ def test_a_server_that_waits_for_requests_loses_nothing_with_its_host(alone: Hos
         assert (process["safe"], process["flushed"], process["step"]) == (True, True, head)
         two.lose("east", 0)
     found = two.start(0, "north")
-    assert (found["step"], found["exact"], found["tiers"].keys()) == (head, True, {"peer"}), found
+    assert (found["step"], found["consistent"], found["tiers"].keys()) == (head, True, {"peer"}), found
     assert not [line for line in two.warned(0) if "not flushed" in line]
 
 

@@ -102,5 +102,5 @@ def test_a_member_starts_elsewhere_while_its_first_copy_is_being_staged(apart: A
     assert [name for home in ("east", "west") for name in apart.copies_on(home) if run in name] == [run]
     apart.lose("north", 0)
     found = apart.start(0, "north")
-    assert (found["step"], found["exact"], found["tiers"].keys()) == (head, True, {"peer"})
+    assert (found["step"], found["consistent"], found["tiers"].keys()) == (head, True, {"peer"})
     assert apart.end(0) == apart.end(1) == 0

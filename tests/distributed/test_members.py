@@ -42,7 +42,7 @@ def test_each_resumes_exactly_what_it_was_at_a_step_of_its_own(tmp_path: Path) -
         state = state_of(9)
         with attached(tmp_path / "s", number, 3, state) as session:
             resumed = session.resume()
-            assert (resumed.step, resumed.exact, resumed.reasons) == (3 + number, True, ())
+            assert (resumed.step, resumed.consistent, resumed.reasons) == (3 + number, True, ())
             assert all((state[name] == kept[number][name]).all() for name in state)
     assert epochs(Store.open(tmp_path / "s")) == {0: 2, 1: 1, 2: 2}
 
@@ -55,7 +55,7 @@ def test_a_member_with_torch_and_adam_resumes_exactly(tmp_path: Path) -> None:
     kept = first.state()
     again = Loop(tmp_path / "s", seed=5, member=(1, 2))
     resumed = again.session.resume()
-    assert (resumed.step, resumed.exact) == (7, True)
+    assert (resumed.step, resumed.consistent) == (7, True)
     assert differing(kept, again.state()) == []
     again.session.close()
 
@@ -94,7 +94,7 @@ def test_a_rollback_is_of_one_member(tmp_path: Path) -> None:
         sealed = state["rows"].copy()
         train(session, state, 4)
         report = session.recover("all", mode="rollback")
-        assert (report.step, report.exact) == (3, True)
+        assert (report.step, report.consistent) == (3, True)
         assert (state["rows"] == sealed).all()
         assert two[1][0].head_step == 4
     found = epochs(Store.open(tmp_path / "s"))
@@ -113,7 +113,7 @@ def test_a_snapshot_is_of_one_member(tmp_path: Path) -> None:
         with pytest.raises(LayoutMismatch, match="'of-0' does not contain shard 1"):
             session.resume(snapshot="of-0")
         resumed = session.resume(snapshot="of-1")
-        assert (resumed.step, resumed.exact) == (4, True)
+        assert (resumed.step, resumed.consistent) == (4, True)
 
 
 def test_attaching_again_replaces_the_session_of_that_member_only(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_members_share_a_store_on_s3(s3_place: Any) -> None:
     options = {"storage_options": s3_place.options}
     for steps in (3, 5):
         with members(s3_place.url, 2, steps=steps, **options) as two:
-            resumed = [(session.resumed.step, session.resumed.exact) for session, _ in two]
+            resumed = [(session.resumed.step, session.resumed.consistent) for session, _ in two]
     assert resumed == [(3, True), (4, True)]
     found = epochs(Store.open(s3_place.url, storage_options=s3_place.options))
     assert found == {0: 2, 1: 2}

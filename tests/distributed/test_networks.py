@@ -147,7 +147,7 @@ def test_one_of_two_dies_right_after_a_flush_that_the_other_has(hosts: Networks,
     ended = outcome(hosts.start(TRAIN, tmp_path, "ddp", str(tmp_path), job), tmp_path)
     assert ended[0][0] == -9, ended
     found = resume(hosts, tmp_path, "ddp", ELSEWHERE[:2])
-    assert [(report["step"], report["exact"]) for report in found] == [(13, True)] * 2, found
+    assert [(report["step"], report["consistent"]) for report in found] == [(13, True)] * 2, found
 
 
 @three_hosts
@@ -158,7 +158,7 @@ def test_two_of_three_hosts_die_at_once(hosts: Networks, tmp_path: Path) -> None
     ended = outcome(hosts.start(TRAIN, tmp_path, "fsdp", str(tmp_path), job), tmp_path)
     assert [code for code, _ in ended] == [-9] * 3, ended
     found = resume(hosts, tmp_path, "fsdp", ["there", "elsewhere", "north"], settings=settings)
-    assert [(report["step"], report["exact"]) for report in found] == [(13, True)] * 3
+    assert [(report["step"], report["consistent"]) for report in found] == [(13, True)] * 3
     assert [set(report["tiers"]) for report in found] == [{"peer"}, {"peer"}, {"memory"}]
 
 

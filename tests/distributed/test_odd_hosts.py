@@ -60,7 +60,7 @@ def test_a_host_with_three_ranks_is_lost(hosts: Path) -> None:
     die(hosts, homes)
     assert len(replicas_at(hosts, "west")) == 3
     found = resume(hosts, ["north", "north", "north", "west"])
-    assert [(report["step"], report["exact"]) for report in found] == [(13, True)] * 4
+    assert [(report["step"], report["consistent"]) for report in found] == [(13, True)] * 4
     assert [set(report["tiers"]) for report in found] == [{"peer"}] * 3 + [{"memory"}]
 
 
@@ -87,12 +87,12 @@ def test_a_job_continues_without_the_host_that_has_the_newest_copy(hosts: Path) 
     die(hosts, ["east", "west"])
     found = resume(hosts, ["north", "south"], 16)
     assert [report["step"] for report in found] == [13, 13], "West's daemon has saved what is its own"
-    assert [report["exact"] for report in found] == [False, False], (
+    assert [report["consistent"] for report in found] == [False, False], (
         "of East's memory only the copy had step 13"
     )
     assert [set(report["tiers"]) for report in found] == [{"store"}] * 2
     found = resume(hosts, ["north", "west"], 17)
-    assert [(report["step"], report["exact"]) for report in found] == [(16, True)] * 2
+    assert [(report["step"], report["consistent"]) for report in found] == [(16, True)] * 2
     stop(host_folder(str(hosts / "south")))
 
 

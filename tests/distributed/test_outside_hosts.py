@@ -93,7 +93,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
 
 
 def resumed(found: list[Any]) -> list[tuple[int, bool, set[str]]]:
-    return [(report["step"], report["exact"], set(report["tiers"])) for report in found]
+    return [(report["step"], report["consistent"], set(report["tiers"])) for report in found]
 
 
 def warned(found: list[Any], text: str) -> bool:
@@ -104,7 +104,7 @@ def assert_store_only(found: list[Any]) -> None:
     """West's daemon may have saved its own rank's memory to the store. East's is lost."""
     assert found[0]["steps"][0] <= 7
     assert all(set(report["tiers"]) == {"store"} for report in found)
-    assert not found[0]["exact"]
+    assert not found[0]["consistent"]
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "ddp"])
@@ -124,7 +124,7 @@ def test_without_a_flush_it_is_at_most_two_intervals_behind(hosts: Hosts) -> Non
     found = hosts.start(ELSEWHERE)
     assert all(step >= 13 - 2 * INTERVAL for step in found[0]["steps"])
     assert set(found[0]["tiers"]) == {"peer"}
-    assert [report["exact"] for report in found] == [False, False]
+    assert [report["consistent"] for report in found] == [False, False]
 
 
 def test_a_secret_is_enough_to_find_copies(hosts: Hosts) -> None:
@@ -149,7 +149,9 @@ def test_another_secret_finds_nothing(hosts: Hosts) -> None:
 def test_another_number_of_ranks_takes_over(hosts: Hosts) -> None:
     hosts.cut_short(flush_at=13)
     found = hosts.start([*ELSEWHERE, "third"])
-    assert [(report["step"], report["whole"], report["exact"]) for report in found] == [(13, True, False)] * 3
+    assert [(report["step"], report["whole"], report["consistent"]) for report in found] == [
+        (13, True, False)
+    ] * 3
 
 
 @pytest.mark.parametrize("peers", [0, 1])

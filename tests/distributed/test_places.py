@@ -113,7 +113,7 @@ def test_roles() -> None:
         model = Model()
         adapter = TorchAdapter.build(model, [torch.optim.SGD(model.parameters())], replicated=["expert.w*"])
         roles = {g.name: (g.role, g.scope[:3]) for g in adapter.groups()}
-        assert adapter.late_per_rank
+        assert adapter.extras_per_rank
     shared, own = ("shared", ""), ("own", "")
     assert roles == {
         "trunk.0.weight": shared, "trunk.0.bias": shared, "trunk.1.weight": shared, "trunk.1.bias": shared,
@@ -139,7 +139,7 @@ def test_alone_everything_is_this_process_own_and_named_without_wrappers() -> No
         adapter = TorchAdapter.build(model, [torch.optim.SGD(model.parameters())])
         groups = adapter.groups()
         assert [(g.name, g.role, g.place) for g in groups] == [("weight", "own", None), ("bias", "own", None)]
-        assert not adapter.late_per_rank
+        assert not adapter.extras_per_rank
 
 
 def test_what_is_not_supported_is_refused_with_a_way_out() -> None:

@@ -59,7 +59,9 @@ def test_all_die_and_one_host_is_lost(hosts: Path, calm: Any, monkeypatch: pytes
     assert not (hosts / "east").exists()
     end = str(hosts / "end.pt")
     found = launch(TRAIN, 2, "fsdp", str(hosts), 17, {"homes": ELSEWHERE, "keep": end})
-    assert [(report["step"], report["exact"], report["errors"]) for report in found] == [(13, True, 0)] * 2
+    assert [(report["step"], report["consistent"], report["errors"]) for report in found] == [
+        (13, True, 0)
+    ] * 2
     assert [set(report["tiers"]) for report in found] == [{"peer"}, {"memory"}]
     assert same(load(Path(end)), calm("fsdp"))
 
@@ -72,7 +74,7 @@ def test_a_checkpoint_that_waits_for_peers_survives_the_host(hosts: Path, calm: 
         launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
     end = str(hosts / "end.pt")
     found = launch(TRAIN, 2, "fsdp", str(hosts), 17, {"homes": ELSEWHERE, "keep": end})
-    assert [(report["step"], report["exact"]) for report in found] == [(13, True)] * 2
+    assert [(report["step"], report["consistent"]) for report in found] == [(13, True)] * 2
     assert [set(report["tiers"]) for report in found] == [{"peer"}, {"memory"}]
     assert same(load(Path(end)), calm("fsdp"))
 
@@ -96,7 +98,7 @@ def test_copies_are_found_without_keeping_new_ones(hosts: Path) -> None:
     with pytest.raises(AssertionError, match="ended with -9"):
         launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
     found = launch(TRAIN, 2, "fsdp", str(hosts), 14, {"homes": ["west", "west"], "settings": {"peers": 0}})
-    assert [(report["step"], report["exact"]) for report in found] == [(13, True)] * 2
+    assert [(report["step"], report["consistent"]) for report in found] == [(13, True)] * 2
     assert not list(hosts.rglob(OWNER)), "what was taken is a replica no more"
 
 
@@ -107,7 +109,9 @@ def test_another_number_of_ranks_takes_over_what_copies_have(hosts: Path) -> Non
     with pytest.raises(AssertionError, match="ended with -9"):
         launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
     found = launch(TRAIN, 3, "fsdp", str(hosts), 14, {"homes": ["north", "west", "west"]})
-    assert [(report["step"], report["whole"], report["exact"]) for report in found] == [(13, True, False)] * 3
+    assert [(report["step"], report["whole"], report["consistent"]) for report in found] == [
+        (13, True, False)
+    ] * 3
 
 
 @pytest.mark.long
@@ -117,7 +121,9 @@ def test_an_original_comes_before_its_copy(hosts: Path) -> None:
     with pytest.raises(AssertionError, match="ended with -9"):
         launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
     found = launch(TRAIN, 3, "fsdp", str(hosts), 14, {"homes": ["east", "west", "west"]})
-    assert [(report["step"], report["whole"], report["exact"]) for report in found] == [(13, True, False)] * 3
+    assert [(report["step"], report["whole"], report["consistent"]) for report in found] == [
+        (13, True, False)
+    ] * 3
 
 
 @pytest.mark.long
@@ -138,7 +144,7 @@ def test_a_state_that_all_ranks_have_is_exact_if_the_lost_host_had_saved_this_st
     with pytest.raises(AssertionError, match="ended with -9"):
         launch(TRAIN, 2, "ddp", str(hosts), 20, job)
     found = launch(TRAIN, 2, "ddp", str(hosts), 17, {"homes": ELSEWHERE})
-    assert [(report["step"], report["exact"]) for report in found] == [(13, True)] * 2
+    assert [(report["step"], report["consistent"]) for report in found] == [(13, True)] * 2
 
 
 @pytest.mark.long
@@ -154,7 +160,7 @@ def test_a_daemon_that_dies_is_replaced_and_keeps_what_it_kept(hosts: Path) -> N
     with pytest.raises(AssertionError, match="ended with -9"):
         launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
     found = launch(TRAIN, 2, "fsdp", str(hosts), 14, {"homes": ELSEWHERE})
-    assert [(report["step"], report["exact"]) for report in found] == [(13, True)] * 2
+    assert [(report["step"], report["consistent"]) for report in found] == [(13, True)] * 2
     # Copies of that step that the store already has are taken from there.
     assert found[0]["tiers"].get("peer", 0) + found[0]["tiers"].get("store", 0) == sum(
         found[0]["tiers"].values()

@@ -26,7 +26,7 @@ def test_a_killed_job_continues_with_the_data_that_came_next(tmp_path: Path) -> 
     whole = job(tmp_path / "whole", "epochs", NEVER)
     assert whole[0]["digest"] == whole[1]["digest"]
     found = job(tmp_path / "killed", "epochs", 6, "01")
-    assert [(rank["exact"], rank["reasons"]) for rank in found] == [(True, [])] * 2
+    assert [(rank["consistent"], rank["reasons"]) for rank in found] == [(True, [])] * 2
     assert 0 < found[0]["step"] == found[1]["step"] <= 6
     assert [rank["digest"] for rank in found] == [whole[0]["digest"]] * 2
 
@@ -34,7 +34,7 @@ def test_a_killed_job_continues_with_the_data_that_came_next(tmp_path: Path) -> 
 @pytest.mark.leaves_arena
 def test_what_others_saved_for_a_dead_rank_is_not_called_exact(tmp_path: Path) -> None:
     found = job(tmp_path / "killed", "epochs", 6, "1")
-    assert [rank["exact"] for rank in found] == [False, False], "its dropout draws other numbers"
+    assert [rank["consistent"] for rank in found] == [False, False], "its dropout draws other numbers"
     assert all("a rank died" in " ".join(rank["reasons"]) for rank in found)
 
 
@@ -42,4 +42,4 @@ def test_what_others_saved_for_a_dead_rank_is_not_called_exact(tmp_path: Path) -
 def test_by_hand_it_begins_the_epoch_again_and_says_so(tmp_path: Path) -> None:
     found = job(tmp_path / "killed", "by-hand", 6, "01")
     assert "not the one that came next" in " ".join(found[0]["reasons"] + found[1]["reasons"])
-    assert not all(rank["exact"] for rank in found)
+    assert not all(rank["consistent"] for rank in found)

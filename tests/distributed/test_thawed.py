@@ -25,7 +25,7 @@ def test_what_is_frozen_after_attach_is_thawed_exactly(tmp_path: Path, until: in
     else:
         launch(AFTER, 2, str(tmp_path / "stopped"), until, end)
     for found in launch(AFTER, 2, str(tmp_path / "stopped"), STEPS, ""):
-        assert (found["step"], found["exact"], found["errors"]) == (until, True, 0), found
+        assert (found["step"], found["consistent"], found["errors"]) == (until, True, 0), found
         assert found["digest"] == whole[0]["digest"]
 
 
@@ -33,5 +33,5 @@ def test_what_is_frozen_after_attach_is_thawed_exactly(tmp_path: Path, until: in
 def test_what_is_frozen_when_it_is_wrapped_is_never_averaged(tmp_path: Path, until: int, exact: bool) -> None:
     launch(BEFORE, 2, str(tmp_path), until, "flush")
     for found in launch(BEFORE, 2, str(tmp_path), until, "flush"):
-        assert (found["step"], found["exact"]) == (until, exact), found
+        assert (found["step"], found["consistent"]) == (until, exact), found
         assert exact or any("ranks had different values" in reason for reason in found["reasons"]), found

@@ -59,7 +59,7 @@ def train(rank: int, world: int, folder: str, *, early: bool, until: int, end: s
     resumed = session.resumed or found
     return {
         "step": found.step,
-        "exact": resumed.exact,
+        "consistent": resumed.consistent,
         "reasons": list(resumed.reasons),
         "errors": session.stats.errors,
         "digest": digest,

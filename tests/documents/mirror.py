@@ -24,12 +24,12 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         scarctl.checkpoint.checkpointer scarctl.checkpoint.copies
         scarctl.checkpoint.copied
         scarctl.checkpoint.filling scarctl.checkpoint.found_extras
-        scarctl.checkpoint.leaving scarctl.checkpoint.step_end scarctl.checkpoint.uncounted
-        scarctl.checkpoint.weights scarctl.recovery.memory scarctl.session.attached scarctl.session.loop
-        scarctl.session.origin scarctl.session.parts scarctl.session.passes
-        scarctl.session.progress scarctl.session.recover scarctl.session.resume
-        scarctl.session.saving scarctl.session.snapshot scarctl.session.steps scarctl.session.witness
-        scarctl_adapters.torch.light scarctl_adapters.torch.watch""",
+        scarctl.checkpoint.leaving scarctl.checkpoint.step_end
+        scarctl.recovery.memory scarctl.session.attached scarctl.session.generators scarctl.session.loop
+        scarctl.session.parts scarctl.session.passes
+        scarctl.session.progress scarctl.session.recover scarctl.session.resumed scarctl.session.resume
+        scarctl.session.snapshot scarctl.session.steps
+        scarctl_adapters.torch.settings""",
     ("distributed", "several ranks: each needs processes that agree"): """
         scarctl.distributed.coordinator
         scarctl.distributed.heir scarctl.distributed.own_extras scarctl.distributed.placed_adapter
@@ -76,8 +76,8 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         scarctl_adapters.lightning.late_state scarctl_adapters.lightning.loops
         scarctl_adapters.lightning.data_order scarctl_adapters.lightning.position
         scarctl_adapters.torch.attributes scarctl_adapters.torch.lost
-        scarctl_adapters.torch.carried scarctl_adapters.torch.checking scarctl_adapters.torch.homes
-        scarctl_adapters.torch.names scarctl_adapters.torch.outside scarctl_adapters.torch.packing
+        scarctl_adapters.torch.checking scarctl_adapters.torch.homes
+        scarctl_adapters.torch.names scarctl_adapters.torch.packing
         scarctl_adapters.torchrec.lookups scarctl_adapters.torchrec.optimizers
         scarctl_adapters.torchrec.tables scarctl_adapters.torchtitan.position
         scarctl_adapters.transformers.callback scarctl_adapters.transformers.progress""",

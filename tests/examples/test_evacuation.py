@@ -145,7 +145,7 @@ def test_kubernetes_sigterm_to_the_first_process_and_then_sigkill(tmp_path: Path
     outer = subprocess.Popen(
         [*inside, *command, str(tmp_path / "store")],
         cwd=ROOT,
-        env={**os.environ, "SCARCTL_GRACE": "50s", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "SCARCTL_GRACE": "50s", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'adapters'}"},
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -1,120 +1,103 @@
-"""Test that the quickstart runs, and that its claims about its experiment are true."""
+"""Test that the demo loses a host, and that what it prints is what its runs did."""
 
 from __future__ import annotations
 
 import gzip
-import importlib.util
+import importlib
 import re
-import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 pytestmark = pytest.mark.usefixtures("usual_saver")
 
 FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
-FULL_EVERY = 32
 
 
 @pytest.fixture
-def data(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return the example's module `data`, under another name."""
-    spec = importlib.util.spec_from_file_location("quickstart_data", FOLDER / "data.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
-def write_idx(path: Path, array: NDArray[np.uint8], kind: int = 8) -> None:
-    header = struct.pack(f">HBB{array.ndim}I", 0, kind, array.ndim, *array.shape)
-    path.write_bytes(gzip.compress(header + array.tobytes()))
-
-
-def write_images(folder: Path, data: ModuleType, count: int) -> None:
-    rng = np.random.default_rng(0)
-    folder.mkdir()
-    write_idx(folder / data.FILES[0], rng.integers(0, 256, (count, 12, 12), dtype=np.uint8))
-    write_idx(folder / data.FILES[1], rng.integers(0, 10, count, dtype=np.uint8))
-
-
-def quickstart(*arguments: object, code: int = 0) -> str:
-    command = [sys.executable, str(FOLDER / "quickstart.py"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+def demo(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Return the module, with the training that it imports as `train`."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    for name in ("train", "demo"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    module = importlib.import_module("demo")
+    yield module
+    for name in ("train", "demo"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
-@pytest.mark.long
-def test_act_one_compares_the_same_failure(tmp_path: Path) -> None:
-    output = quickstart("--act", 1, "--quick", "--store", tmp_path / "stores")
-    rows = re.findall(r"^ +(\d+) +(\d+) +(\d+) +([+-]\d+) +([+-]\d+)$", output, re.MULTILINE)
-    assert len(rows) == 1
-    seed, undisturbed, after, _, rollback = map(int, rows[0])
-    assert seed == 0
-    assert 0 < after < undisturbed
-    # A rollback is exact: it costs the iterations since the last full checkpoint, neither more nor fewer.
-    assert rollback == after % FULL_EVERY
-    saved = [int(n) for n in re.findall(r"(\d+) kB saved per 32 iterations", output)]
-    assert len(saved) == 2
-    assert saved[0] <= 1.05 * saved[1]
-    assert "partitions restored" in output
+@pytest.mark.timeout(300)
+def test_a_host_is_lost_and_every_run_goes_on_as_it_says(tmp_path: Path) -> None:
+    picture = tmp_path / "new" / "demo.svg"
+    command = [sys.executable, str(FOLDER / "demo.py"), "--quick", "--picture", str(picture)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^([#o.]) .+? +([\d.]+) +([\d.]+) +(\d+)  (.+)$", done.stdout, re.MULTILINE)
+    went_on = {mark: int(step) for mark, _, _, step, _ in rows}
+    # It is killed after 50 iterations; the newest of the full checkpoints, one every 20, is of iteration 40.
+    assert went_on["o"] == 40
+    assert went_on["#"] >= 50
+    assert went_on["."] >= 50
+    sources = dict(
+        re.findall(r"^([#o.]) host 2 got back \d+ partitions from (\w+):", done.stdout, re.MULTILINE)
+    )
+    assert sources == {"#": "store", "o": "store", ".": "memory"}
+    assert f"The picture: {picture}." in done.stdout
+    assert picture.read_text().count("<polyline") == 3
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(180)
-def test_act_two_kills_inspects_resumes_and_recovers(tmp_path: Path, data: ModuleType) -> None:
-    write_images(tmp_path / "images", data, 600)
-    output = quickstart("--act", 2, "--quick", "--data", tmp_path / "images")
-    assert re.search(r"^  kill -9 \d+$", output, re.MULTILINE)
-    assert "(stopped)" in output
-    resumed = re.search(r"images: 600 images of 12x12 pixels; resumed after iteration (\d+)", output)
-    assert resumed is not None
-    assert int(resumed[1]) > 0
-    assert "done: 60 iterations" in output
-    assert "lost.safetensors is an ordinary safetensors file" in output
-    assert output.count("intact") == 1
-    folder = re.match(r"The stores are in (\S+) and are removed", output)
-    assert folder is not None
-    assert not Path(folder[1]).exists()
+def events(losses: dict[int, float], attempt: int, at: float) -> list[dict[str, Any]]:
+    return [
+        {"at": at + step / 10, "attempt": attempt, "rank": 0, "step": step, "loss": loss}
+        for step, loss in losses.items()
+    ]
 
 
-def test_a_folder_with_something_in_it_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine").touch()
-    assert "is not empty" in quickstart("--store", tmp_path, code=1)
+def run(demo: Any, mark: str, resumed: int, after: dict[int, float]) -> Any:
+    made = demo.Run("a run", mark, "red", memory_lost=True, options={})
+    shard = {"tiers": {"store": 3}, "oldest_step": 10, "newest_step": 15}
+    start = {"at": 9.0, "attempt": 1, "rank": demo.LOST, "step": resumed, "loss": None, "shards": [shard]}
+    made.events = [*events({10: 3.0, 20: 2.0}, 0, 5.0), start, *events(after, 1, 9.0)]
+    return made
 
 
-def test_idx_files_are_read(tmp_path: Path, data: ModuleType) -> None:
-    write_images(tmp_path / "mnist", data, 30)
-    images = data.load(tmp_path / "mnist", 20)
-    assert str(images) == "mnist: 20 images of 12x12 pixels"
-    assert images.pixels.shape == (20, 1, 12, 12)
-    assert 0 <= images.pixels.min() < images.pixels.max() == 1
-    expected = np.random.default_rng(0).integers(0, 256, (30, 12, 12), dtype=np.uint8)
-    assert np.array_equal((images.pixels[:, 0] * 255).round().numpy(), expected[:20])
+def test_costs_count_iterations_until_the_loss_is_back(demo: Any) -> None:
+    better, worse = run(demo, "#", 20, {25: 2.5, 30: 1.9}), run(demo, "o", 10, {15: 2.8, 20: 2.1})
+    _, first, second, *sources = demo.costs([better, worse]).splitlines()
+    # An iteration took 1/20 of the second until the last loss before the kill.
+    assert first.split()[3:] == ["2.000", "2.500", "20", "10", "iterations", "(0.5", "s)"]
+    assert second.endswith("10  more than this run has")
+    assert sources == [f"{mark} host 2 got back 3 partitions from store: 0.2 to 0.5 s old" for mark in "#o"]
 
 
-def test_files_that_are_no_idx_are_refused(tmp_path: Path, data: ModuleType) -> None:
-    write_idx(tmp_path / "floats.gz", np.zeros(4, dtype=np.uint8), kind=13)
-    with pytest.raises(ValueError, match="not an IDX file of unsigned bytes"):
-        data.read_idx(tmp_path / "floats.gz")
-    (tmp_path / "short.gz").write_bytes(gzip.compress(struct.pack(">HBBI", 0, 8, 1, 9) + b"123"))
-    with pytest.raises(ValueError, match="3 values"):
-        data.read_idx(tmp_path / "short.gz")
-    with pytest.raises(SystemExit, match="train-images"):
-        data.load(tmp_path)
+def test_pictures_have_every_run_at_its_place(demo: Any) -> None:
+    runs = [run(demo, "#", 20, {25: 2.5, 30: 1.0}), run(demo, "o", 10, {15: 2.8, 20: 2.1})]
+    curve, _ = demo.points(runs, 100, 50)
+    assert curve[0] == (0, 0)
+    assert curve[-1] == pytest.approx((100, 50))
+    lines = demo.curves(runs).splitlines()
+    assert lines[1].startswith("|#")
+    assert lines[demo.HEIGHT].rstrip().endswith("#")
+    assert demo.svg(runs).count("<polyline") == 2
 
 
-def test_digits_come_with_scikit_learn(data: ModuleType) -> None:
-    images = data.load(None)
-    assert str(images) == "digits: 1,797 images of 8x8 pixels"
-    assert sorted(set(images.labels.tolist())) == list(range(10))
+def test_movielens_is_read_and_words_are_everywhere(demo: Any, tmp_path: Path) -> None:
+    words = demo.train.load(tmp_path)
+    assert "Python's library" in str(words)
+    (tmp_path / "movielens-small").mkdir()
+    ratings = "userId,movieId,rating,timestamp\r\n7,31,2.5,1\r\n7,10,3.0,2\r\n9,10,1.0,3\r\n"
+    (tmp_path / "movielens-small" / "ratings.csv.gz").write_bytes(gzip.compress(ratings.encode()))
+    found = demo.train.load(tmp_path)
+    # The most frequent name is the first one of its side: user 7, movie 10.
+    assert (found.left.tolist(), found.right.tolist(), found.names) == ([0, 0, 1], [3, 2, 2], 4)
+    for pairs in (words, found):
+        assert pairs.left.max() < pairs.right.min()
+        batch = demo.train.draw(pairs, np.random.default_rng(0), 8)
+        assert batch.shape == (16 + demo.train.WRONG,)
+        assert float(demo.train.Model(pairs.names)(batch).detach()) > 0

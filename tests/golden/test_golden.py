@@ -73,10 +73,10 @@ def test_one_process_recovers_it(store: Store) -> None:
     ]
     for plan in plans:
         report = execute(plan, store, None, DiscardingSink())
-        assert (report.step, report.exact, report.degraded) == (NEWEST, store.root.name in PROVEN, False)
+        assert (report.step, report.consistent, report.degraded) == (NEWEST, store.root.name in PROVEN, False)
     if store.root.name == "kept":
         back = plan_rollback(store, found, shard_of, snapshot=read_snapshot(store, "first"))
-        assert (back.step, back.exact) == (WHOLE, True)
+        assert (back.step, back.consistent) == (WHOLE, True)
         assert content(store, 0, at=back.seqs[0]) == of_step(store, 0, WHOLE)
 
 
@@ -92,7 +92,7 @@ def test_one_process_goes_on_with_it(store: Store) -> None:
     plan = plan_partial(
         np.arange(found.partitions), found, again.shard_of(found), again.states(again.shards())
     )
-    assert (plan.step, plan.exact) == (9, True)
+    assert (plan.step, plan.consistent) == (9, True)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_ranks_recover_it(store: Store) -> None:
     nothing = [None] * len(state.shares)
     for plan in (plan_lost(state, state.everything(), nothing), next(plans_back(state, nothing, 0, None))):
         report = execute_shared(plan, nothing, [DiscardingSink() for _ in state.shares])
-        assert (report.plan.step, report.plan.exact, report.plan.degraded) == (NEWEST, False, False)
+        assert (report.plan.step, report.plan.consistent, report.plan.degraded) == (NEWEST, False, False)
 
 
 def test_what_a_part_has_saved_is_as_it_was(tmp_path: Path) -> None:
@@ -145,4 +145,4 @@ def test_encoded_copies_have_the_values_that_were_written(path: Path, tmp_path: 
     [whole] = store.read(exact, exact.ids, corrupt=corrupt)
     assert [bytes(t) for t in whole.tensors] == [bytes(ramp(0, t, 0, 8)) for t in (0, 1)]
     plan = plan_partial(state.ids, encoded_layout(), store.shard_of(encoded_layout()), {0: state})
-    assert not plan.exact
+    assert not plan.consistent

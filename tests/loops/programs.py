@@ -22,15 +22,8 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-import scarctl
-from tests.loops.crafts import CRAFTS
-from tests.loops.detours import DETOURS
-from tests.loops.habits import HABITS
-from tests.loops.oversights import OVERSIGHTS
 from tests.loops.rig import EPOCHS, PER_EPOCH, STEPS, Digits, Run, Stream, by_step, evaluate, net, train
-from tests.loops.samplers import distributed, repeated, stateful
-from tests.loops.thaws import THAWS
-from tests.loops.turns import TURNS
+from tests.loops.samplers import distributed, stateful
 
 # -- loops over a DataLoader ------------------------------------------------------------------------------------------
 
@@ -308,7 +301,7 @@ def average(run: Run, *, late: bool = False, ours: bool = False) -> None:
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    session = run.attach(model, optimizer, extras={"ema": scarctl.Extra(ema, after_step=late)})
+    session = run.attach(model, optimizer, extras={"ema": ema})
     step = run.resume()
     for number in session.batches(range(STEPS)) if ours else range(step, STEPS):
         x, y = by_step(number)
@@ -320,37 +313,6 @@ def average(run: Run, *, late: bool = False, ours: bool = False) -> None:
         ema.update_parameters(model)
         run.iterated()
     run._models.append(ema)
-
-
-def seeded(run: Run) -> None:
-    """Use batches that are a function of the step, and a schedule by step."""
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
-    scheduler = StepLR(optimizer, 2, 0.8)
-    session = run.attach(model, optimizer, schedulers=scheduler)
-    for step in range(run.resume(), STEPS):
-        assert session.head_step == step
-        train(model, optimizer, by_step(step))
-        scheduler.step()
-        run.iterated()
-
-
-def positioned(run: Run) -> None:
-    """Keep the order of the data in the loop: its position and its generator are extras."""
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
-    rng, position = np.random.default_rng(8), {"order": np.arange(20), "at": 20}
-    session = run.attach(model, optimizer, extras={"position": position, "rng": rng})
-    run.resume()
-    data = Digits()
-    while session.head_step < STEPS:
-        if position["at"] == 20:
-            position.update(order=rng.permutation(20), at=0)
-        at = int(position["at"])
-        rows = position["order"][at : at + 4]  # type: ignore[index]
-        position["at"] = at + 4
-        train(model, optimizer, (data.x[rows], data.y[rows]))
-        run.iterated()
 
 
 def skipping(run: Run, *, counts: str) -> None:
@@ -388,52 +350,25 @@ PROGRAMS: dict[str, Program] = {
     "mnist, 2 workers": lambda run: mnist(run, data=Digits(noise=True), num_workers=2),
     "mnist, augmented": lambda run: mnist(run, data=Digits(noise=True)),
     "mnist, generator": mnist_generator,
-    "mnist, persistent workers": lambda run: mnist(run, num_workers=2, persistent_workers=True),
     "mnist, stream": lambda run: mnist(run, data=Stream()),
-    "mnist, stream that draws": lambda run: mnist(run, data=Stream(draws=True)),
-    "mnist by hand": lambda run: mnist(run, ours=False),
-    "mnist by hand, 2 workers": lambda run: mnist(run, ours=False, num_workers=2),
-    "mnist by hand, generator": lambda run: mnist_generator(run, ours=False),
     "distributed sampler": distributed,
-    "distributed sampler, own epochs": lambda run: distributed(run, epochs=False),
-    "distributed sampler by hand": lambda run: distributed(run, ours=False),
-    "own epochs": lambda run: repeated(run, schedule=False),
-    "own epochs and schedule": lambda run: repeated(run, schedule=True),
     "two loaders": two_loaders,
     "early break": early_break,
     "accumulation": accumulate,
     "one cycle": one_cycle,
     "vae": vae,
-    "vae by hand": lambda run: vae(run, ours=False),
     "dcgan": dcgan,
-    "dcgan by hand": lambda run: dcgan(run, ours=False),
     "words": words,
-    "words by hand": lambda run: words(run, ours=False),
     "mingpt": mingpt,
-    "mingpt by hand": lambda run: mingpt(run, ours=False),
     "nanogpt": lambda run: nanogpt(run, ours=True, prefetch=False),
-    "nanogpt, prefetched": lambda run: nanogpt(run, ours=True),
-    "nanogpt by hand": lambda run: nanogpt(run, prefetch=False),
-    "nanogpt by hand, prefetched": nanogpt,
     "cleanrl": lambda run: cleanrl(run, ours=True),
-    "cleanrl by hand": cleanrl,
-    "cleanrl by hand, world in extras": lambda run: cleanrl(run, saved=True),
     "average": lambda run: average(run, ours=True),
-    "average by hand, extras": average,
-    "average by hand, after_step": lambda run: average(run, late=True),
-    "seeded by step": seeded,
-    "order in extras": positioned,
     "scaler": lambda run: skipping(run, counts="batches"),
-    "scaler by hand, step": lambda run: skipping(run, counts="step"),
-    "scaler by hand, extras": lambda run: skipping(run, counts="extras"),
 }
 TORCHDATA: dict[str, Program] = {
     "stateful loader": stateful,
     "stateful loader, 2 workers": lambda run: stateful(run, workers=2),
-    "stateful loader by hand, extras": lambda run: stateful(run, ours=False),
-    "stateful loader by hand, 2 workers": lambda run: stateful(run, ours=False, workers=2),
 }
-PROGRAMS |= CRAFTS | HABITS | OVERSIGHTS | DETOURS | THAWS | TURNS
 PROGRAMS |= TORCHDATA if find_spec("torchdata") is not None else {}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import signal
 import sys
@@ -18,8 +17,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import scarctl
 from scarctl.config import grouped
-from scarctl.ops.survey import survey
-from scarctl.store import Store
 from tests.support.training import drain
 
 EPOCHS, PER_EPOCH = 3, 5
@@ -33,9 +30,6 @@ class Run:
         self._store, self._stop, self._at = store, stop, at
         self._models: list[nn.Module] = []
         self._sessions: list[scarctl.Session] = []
-        self._warnings = Warnings()
-        self._cautions = cautions(store)
-        logging.getLogger("scarctl").addHandler(self._warnings)
 
     def attach(self, model: nn.Module, optimizer: Any, *, phase: str = "", **options: Any) -> scarctl.Session:
         """Make the run's session. phase: a run of several phases has a store for each; the last one's is ""."""
@@ -50,10 +44,6 @@ class Run:
 
     def resume(self) -> int:
         self.resumed = self.session.resume("rollback" if os.environ.get("ROLL_BACK") else "partial")
-        engine = self.session._engine
-        if engine is not None and self.resumed.reasons and not self._cautions:
-            engine.saver.drain(5)  # what a signal left in memory alone comes into the store now
-            self._cautions = cautions(self._store)
         return self.resumed.step
 
     def _stepped(self) -> None:
@@ -83,32 +73,12 @@ class Run:
             "digest": digest.hexdigest()[:16],
             "head": self.session.head_step,
             "step": sum(one.step for one in resumed),
-            "exact": all(one.exact for one in resumed),
+            "consistent": all(one.consistent for one in resumed),
+            "declared": all(one.declared for one in resumed),
             "reasons": [reason for one in resumed for reason in one.reasons],
-            "warnings": self._warnings.messages,
         }
         self.session.close()
-        found["cautions"] = self._cautions + cautions(self._store)
         sys.stdout.write(json.dumps(found) + "\n")
-
-
-class Warnings(logging.Handler):
-    """Keeps what is logged at WARNING, which is what a user sees without any configuration."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
-def cautions(store: str) -> list[str]:
-    """Return the caveats that `scarctl inspect` shows, without those about the store's pace."""
-    if not os.path.isdir(store):
-        return []
-    found = survey(Store.open(store), None).caveats
-    return [caveat.message for caveat in found if caveat.kind not in ("behind", "seldom", "turn")]
 
 
 class Digits(Dataset[Any]):

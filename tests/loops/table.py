@@ -1,4 +1,4 @@
-"""Run every program of `tests.loops.programs`, stopped in each way and restarted: exact and the same, or reported.
+"""Run every program of `tests.loops.programs`, stopped in each way and restarted: each ends as it would have.
 
 python -m tests.loops.table [PROGRAM ...] runs these programs, or all of them; --list shows their names.
 """
@@ -23,68 +23,6 @@ from tests.support import forkserver
 STOPS = ("close", "SIGTERM", "SIGKILL")
 AT = (5, 7)
 """Steps at which programs stop: one in the middle of an epoch, and the last of an epoch."""
-REPORTED = {
-    "mnist, persistent workers",
-    "mnist, stream that draws",
-    "mnist by hand",
-    "mnist by hand, 2 workers",
-    "mnist by hand, generator",
-    "distributed sampler by hand",
-    "distributed sampler, own epochs",
-    "own epochs",
-    "own epochs and schedule",
-    "stateful loader by hand, 2 workers",
-    "vae by hand",
-    "dcgan by hand",
-    "words by hand",
-    "mingpt by hand",
-    "nanogpt, prefetched",
-    "nanogpt by hand, prefetched",
-    "cleanrl by hand",
-    "average by hand, extras",
-    "scaler by hand, step",
-    "enumerated",
-    "loaded",
-    "scaled through .data",
-    "wrong order",
-    "frozen once",
-    "dropout changed once",
-    "other batch size",
-    "other data",
-    "lazy augmentation",
-    "cleared",
-    "carried gradients",
-    "scaled gradients",
-    "target",
-    "tasks",
-    "twice",
-    "unlabelled",
-    "retried",
-    "cycled",
-    "counting",
-    "two sessions",
-    "pruned",
-    "replay, not saved",
-    "replay by hand",
-    "workers and sampler",
-    "workers and saved sampler",
-    "finder",
-    "contrast",
-}
-"""Programs that resume exactly only if they were stopped between two epochs, and get a report otherwise."""
-DOUBTED = {
-    ("seeded by step", "close"),
-    ("stateful loader by hand, extras", "close"),
-    ("byol by hand", "close"),
-    ("phases", "close"),
-    ("thawed", "close"),
-    ("thawed, own group", "close"),
-    ("thawed, first optimizer", "close"),
-    ("replay", "close"),
-    ("sharpness", "SIGTERM"),
-}
-"""Cases in which nothing after the saved state would show how the loop continues, or in which a busy machine handles
-the signal while disturbed weights are in place of the trained ones."""
 
 
 def program(folder: Path, name: str, store: str, stop: str = "none", at: int = 0, **env: str) -> Any:
@@ -119,26 +57,15 @@ def _own() -> tuple[str, ...]:
 class Row:
     name: str
     stop: str
-    exact: bool
-    same: bool
     step: int
-    reasons: list[str]
-    warned: bool = True
-    """Each reason was logged at WARNING by the run that was resumed."""
-    shown: bool = True
-    """`scarctl inspect` shows a caveat, before or right after the resume, or after the run."""
-
-    @property
-    def silent(self) -> bool:
-        return self.outcome.startswith("silent")
+    consistent: bool
+    declared: bool
+    same: bool
 
     @property
     def outcome(self) -> str:
-        if self.exact:
-            return "exact and same" if self.same else "silent: exact and different"
-        if not (self.warned and self.shown):
-            return "silent: no " + ("caveat" if self.warned else "warning")
-        return "reported, and same" if self.same else "reported"
+        label = "consistent" if self.consistent else "mixed"
+        return f"{label}, position {'declared' if self.declared else 'unknown'}, {'same' if self.same else 'different'}"
 
 
 def rows(folder: Path, name: str, stops: tuple[str, ...], at: int) -> Iterator[Row]:
@@ -147,33 +74,18 @@ def rows(folder: Path, name: str, stops: tuple[str, ...], at: int) -> Iterator[R
         program(folder, name, stop, stop, at)
         found = program(folder, name, stop, **({"ROLL_BACK": "1"} if stop == "SIGKILL" else {}))
         assert found["step"] > 0, f"{name} {stop}: nothing was resumed"
-        reasons, said = found["reasons"], "\n".join(found["warnings"])
-        yield Row(
-            name,
-            stop,
-            found["exact"],
-            found["digest"] == whole["digest"],
-            found["step"],
-            reasons,
-            bool(reasons) and all(reason in said for reason in reasons),
-            bool(found["cautions"]),
-        )
+        same = found["digest"] == whole["digest"]
+        yield Row(name, stop, found["step"], found["consistent"], found["declared"], same)
 
 
 def wrong(row: Row) -> bool:
-    """Return whether a result is silent, or unexpectedly not exact."""
-    expected = row.name in REPORTED or (row.name, row.stop) in DOUBTED
-    return row.silent or not (row.exact or expected)
+    """Return whether a program did not continue as if it had not been stopped."""
+    return not (row.consistent and row.declared and row.same)
 
 
 def show(found: list[Row]) -> str:
-    lines = [
-        f"  {r.name:34} {r.stop:8} step {r.step:2}  {r.outcome:18} {'; '.join(r.reasons)}" for r in found
-    ]
-    silent = sum(row.silent for row in found)
-    exact = sum(row.exact and row.same for row in found)
-    reported = len(found) - exact - silent
-    return "\n".join(["", *lines, f"cases {len(found)}, exact {exact}, reported {reported}, silent {silent}"])
+    lines = [f"  {r.name:34} {r.stop:8} step {r.step:2}  {r.outcome}" for r in found]
+    return "\n".join(["", *lines, f"cases {len(found)}, wrong {sum(map(wrong, found))}"])
 
 
 def table(folder: Path, cases: Iterable[tuple[str, tuple[str, ...], int]], threads: int = 1) -> list[Row]:

@@ -180,9 +180,7 @@ def test_memory_that_is_newer_than_the_store_is_no_alarm(tmp_path: Path, arena_d
     late = replace(survey(store, str(arena_dir)), age=Age("2020-01-01T00:00:00+00:00", is_lower_bound=False))
     assert [found.kind for found in health_of(late, []).findings] == ["errors"]
     assert health_of(replace(late, max_lag=1e9), []).well, "this run lets the store be older"
-    slow = replace(
-        view, caveats=(Caveat("turn", "the store takes 20 min for all that has changed", inexact=False),)
-    )
+    slow = replace(view, caveats=(Caveat("turn", "the store takes 20 min for all that has changed"),))
     assert health_of(slow, []).severity == AT_RISK
     arena.acknowledge(every[:1], pack(1, 38))
     all_there = survey(store, str(arena_dir)).run
@@ -237,7 +235,7 @@ def test_caveats_of_a_flush_that_only_memory_has(tmp_path: Path, arena_dir: Path
         session.checkpoint(full=True, wait=True)
         session._saver.stop()
         session.caveats.say("swapped", "the data were swapped")
-        session.caveats.say("behind", "the store is behind", inexact=False)
+        session.caveats.say("behind", "the store is behind")
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
         assert session.flush()

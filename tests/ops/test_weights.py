@@ -79,7 +79,7 @@ def store(tmp_path: Path) -> Path:
 def test_a_model_with_tied_weights(store: Path, tmp_path: Path) -> None:
     expected = train(Tied(), store, nn.Parameter(torch.ones(5)))
     done = written(store, tmp_path / "model.pt")
-    assert (done.problems, done.tensors, done.exact) == ((), len(expected), True)
+    assert (done.problems, done.tensors, done.consistent) == ((), len(expected), True)
     state = torch.load(tmp_path / "model.pt", weights_only=True)
     loads(state, expected)
     assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr(), "its bytes are there once"
@@ -167,7 +167,7 @@ def test_a_store_that_does_not_say_which_tensors_are_the_models(
 
     def older(self: Extras) -> dict[str, object]:
         tree = to_tree(self)
-        return {**tree, "late": {key: value for key, value in tree["late"].items() if key != "model"}}
+        return {**tree, "state": {key: value for key, value in tree["state"].items() if key != "model"}}
 
     monkeypatch.setattr(Extras, "to_tree", older)
     expected = train(Tied(), store)

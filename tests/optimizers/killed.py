@@ -76,7 +76,7 @@ def outcome(case: Case, folder: Path, *, third_party: bool = False) -> tuple[str
         if not 0 < resumed.step <= STOP:
             return SILENT, f"resumed {resumed.step}"
         after.train(resumed.step, STEPS)
-        if not resumed.exact:
+        if not resumed.consistent:
             return SAID, "; ".join(resumed.reasons)
         whole = Run(case, None)
         whole.train(0, STEPS)

@@ -169,7 +169,7 @@ def outcome(case: Case, folder: Path) -> tuple[str, str]:
             return SILENT, f"resumed {resumed.step}"
         after.train(resumed.step, STEPS)
         same = after.digest() == whole.digest()
-        if resumed.exact:
+        if resumed.consistent:
             if same:
                 return EXACT, ""
             again = Run(case, None)

@@ -99,7 +99,7 @@ WAYS: Mapping[str, Callable[[Hosts, int], int]] = {
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("copies", [1, 2, 3])
-@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 16, 33, 64])
+@pytest.mark.parametrize("count", [2, 3, 5, 16, 33])
 def test_everybody_keeps_as_many_copies_as_it_has(count: int, copies: int, way: Callable[..., int]) -> None:
     for seed in SEEDS if count < 33 else SEEDS[:1]:
         hosts = Hosts(copies, seed)

@@ -223,7 +223,7 @@ def test_what_another_host_has_is_safe_while_the_store_hangs(
     copies = PeerCopies(slow.arena, [sender])
     slow.throttled.stuck.set()
     thread = PersisterThread(slow.persister, slow.queue)
-    slow.flush(7, RISING, notes=Notes(caveats=(Caveat("kind", "weights were replaced"),)))
+    slow.flush(7, RISING, notes=Notes(caveats=(Caveat("ranks-differ", "ranks had other weights"),)))
     copies.hurry()
     copies.wait(60.0)
     found = thread.evacuate(1.0, copies)
@@ -231,7 +231,7 @@ def test_what_another_host_has_is_safe_while_the_store_hangs(
     assert (found.step, found.lost_partitions, found.peer_partitions) == (7, 0, ROWS)
     assert found.peer_sealed
     assert not found.sealed, "the store has not"
-    assert (found.exact, found.whole, found.reasons) == (False, True, ("weights were replaced",))
+    assert (found.consistent, found.whole, found.reasons) == (False, True, ("ranks had other weights",))
     assert set(at_west(tmp_path)) == {7}
     slow.throttled.stuck.clear()
     thread.close()

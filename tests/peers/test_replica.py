@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import settings as profile
 from hypothesis import strategies as st
 
 from scarctl.arena.arena import Arena
@@ -196,7 +195,6 @@ ACTIONS = st.one_of(
 )
 
 
-@profile(max_examples=40)
 @given(actions=st.lists(ACTIONS, max_size=25))
 def test_any_actions_cut_anywhere(
     actions: list[tuple[str, Any]], tmp_path_factory: pytest.TempPathFactory

@@ -1,4 +1,4 @@
-"""Test that an evacuation calls a state exact only if one commit of it outlives the host, saved without a caveat."""
+"""Test that an evacuation calls a state consistent only if one commit of it outlives the host, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from scarctl.errors import Unavailable
-from scarctl.persist.evacuated import Evacuated, why_not_exact
+from scarctl.persist.evacuated import Evacuated, why_mixed_ranks
 from scarctl.persist.evacuation import Evacuation, not_evacuated
 from scarctl.persist.persister import Persister
 from scarctl.persist.thread import PersisterThread
@@ -20,9 +20,9 @@ from scarctl.state.extras import Notes
 from scarctl.store import ShardState
 from tests.daemon.rig import Rig
 
-CAVEAT = Caveat("kind", "weights were replaced")
+CAVEAT = Caveat("ranks-differ", "ranks had other weights")
 NOTED = Notes(caveats=(CAVEAT,))
-UNKNOWN = "the caveats that were saved with this state cannot be read, so that it may not be exact: "
+UNKNOWN = "what was saved with this state cannot be read, so that it may not be consistent: "
 PART = "neither the store nor another host has the whole state"
 
 
@@ -42,10 +42,10 @@ def evacuate(rig: Rig, seconds: float = 60.0, persister: Persister | None = None
 
 def label(found: Evacuated) -> tuple[bool, bool, tuple[str, ...]]:
     document = found.to_json()
-    assert (document["exact"], document["whole"]) == (found.exact, found.whole)
+    assert document["consistent"] == found.consistent
     assert document["reasons"] == list(found.reasons)
     assert Evacuated.from_json(document) == found
-    return found.exact, found.whole, found.reasons
+    return found.consistent, found.whole, found.reasons
 
 
 @pytest.mark.parametrize("place", ["waits", "saved", "saved by another process"])
@@ -54,7 +54,7 @@ def label(found: Evacuated) -> tuple[bool, bool, tuple[str, ...]]:
     [
         (Notes(), ()),
         (NOTED, (CAVEAT.message,)),
-        (Notes(caveats=(Caveat("kind", "a note", inexact=False),)), ()),
+        (Notes(caveats=(Caveat("kind", "a note"),)), ()),
     ],
 )
 def test_the_caveats_of_the_seal_are_read(
@@ -79,8 +79,8 @@ def test_a_store_that_cannot_be_read_matters_only_to_a_process_that_has_not_seal
     assert label(evacuate(rig)) == (False, True, (CAVEAT.message,))
     found = evacuate(rig, persister=Persister(rig.arena, rig.writer))
     assert (found.safe, found.error) == (True, None)
-    exact, whole, (reason,) = label(found)
-    assert (exact, whole) == (False, True)
+    consistent, whole, (reason,) = label(found)
+    assert (consistent, whole) == (False, True)
     assert reason.startswith(UNKNOWN)
 
 
@@ -125,8 +125,8 @@ def test_a_part_that_was_saved_at_the_same_step_leaves_no_whole_state(rig: Rig) 
     rig.save(rig.everything[:3], 2, value=9)
     found = evacuate(rig)
     assert (found.safe, found.sealed) == (True, False)
-    exact, whole, (reason,) = label(found)
-    assert (exact, whole) == (False, False)
+    consistent, whole, (reason,) = label(found)
+    assert (consistent, whole) == (False, False)
     assert reason.startswith(PART)
 
 
@@ -160,9 +160,9 @@ ALL, PAIR = name_of([0, 1, 2]), name_of([1, 2])
         ([{"a name of another version": "a"}], ["other ranks have copies of the same tensors"]),
     ],
 )
-def test_ranks_whose_digests_are_not_all_there_are_not_called_exact(
+def test_ranks_whose_digests_are_not_all_there_are_not_called_consistent(
     digests: list[dict[str, str]], reasons: list[str]
 ) -> None:
-    found: Any = why_not_exact(ranks(*digests))
+    found: Any = why_mixed_ranks(ranks(*digests))
     assert len(found) == len(reasons)
     assert all(one.startswith(text) for one, text in zip(found, reasons, strict=True))

@@ -159,5 +159,5 @@ class Model(RuleBasedStateMachine):
             assert self.busy is not None or self.wake is not None, "nobody will ever come back"
 
 
-Model.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+Model.TestCase.settings = settings(max_examples=30, stateful_step_count=40)
 TestModel = Model.TestCase

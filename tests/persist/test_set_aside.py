@@ -108,6 +108,21 @@ def test_a_second_copy_of_the_same_step_is_adopted(rig: Rig) -> None:
     assert set(np.delete(content, SOME)) == {1}
 
 
+def test_copies_that_are_older_than_rows_that_wait_are_adopted(rig: Rig) -> None:
+    rig.persist(rig.save(rig.everything, 1, sealed=True))
+    others = np.setdiff1d(rig.everything, SOME)
+    rig.copy(SOME, 2)  # the store was not to get them
+    rig.copy(others, 3)
+    number = _set_aside(rig, others, 3)
+    adopt_orphans(rig.arena, rig.queue)
+    for waiting in (number, number + 1):
+        rig.persist(waiting)
+    assert not rig.arena.pending().any()
+    steps, content = rig.stored()
+    assert set(steps[SOME].tolist()) == set(content[SOME].tolist()) == {2}
+    assert set(steps[others].tolist()) == {3}
+
+
 def test_rows_of_another_size_are_refused(rig: Rig) -> None:
     rig.copy(SOME, 1)
     number = _set_aside(rig, SOME, 1)

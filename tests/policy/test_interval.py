@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scarctl.config import SessionSettings
@@ -45,7 +45,6 @@ def test_the_first_checkpoint_after_the_whole_one_comes_at_once() -> None:
     assert train(cadence(), 100, 1.0, 0.5)[0][0] == 1
 
 
-@settings(max_examples=30)
 @given(cost=st.floats(1e-4, 0.3), step_seconds=st.floats(0.05, 2.0))
 def test_checkpoints_take_the_budget_and_are_not_much_rarer(cost: float, step_seconds: float) -> None:
     wanted = max(cost / 0.01, LEAST_SECONDS)

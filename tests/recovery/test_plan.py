@@ -154,7 +154,7 @@ class TestPartial:
         report, sink = run(job, job.plan(job.all))
         assert {i: values(sink.target, i) for i in job.all.tolist()} == saved
         assert report.tiers == {"store": len(job.all)}
-        assert not report.exact
+        assert not report.consistent
         assert not report.degraded
         assert report.step is None
         assert report.bytes == job.layout.nbytes
@@ -175,10 +175,10 @@ class TestPartial:
 
     def test_exact_means_one_step_everywhere(self, job: Job) -> None:
         some = np.array([1, 2])
-        assert job.plan(job.all).exact
-        assert not job.plan(some).exact
-        assert job.plan(some, survivors=name_of(0)).exact
-        assert not job.plan(some, survivors=name_of(1)).exact
+        assert job.plan(job.all).consistent
+        assert not job.plan(some).consistent
+        assert job.plan(some, survivors=name_of(0)).consistent
+        assert not job.plan(some, survivors=name_of(1)).consistent
 
     def test_what_was_never_saved_stops_it_before_anything_is_read(self, tmp_path: Path) -> None:
         job = Job(tmp_path)
@@ -201,7 +201,7 @@ class TestPartial:
         flip(job.segments(1)[-2])
         report, sink = run(job, job.plan(ids))
         assert report.degraded
-        assert not report.exact
+        assert not report.consistent
         assert report.step == 0
         assert values(sink.target, i) == old
         assert any("checksum" in problem for problem in report.problems)
@@ -293,7 +293,7 @@ class TestRollback:
         job.writer.commit(0, np.flatnonzero(job.shard_of == 0), job.live.source, step=6, sealed=True)
         plan = self.rollback(job, lost=2)
         report, sink = run(job, plan)
-        assert (report.exact, report.step, report.lost_partitions) == (True, 3, 2)
+        assert (report.consistent, report.step, report.lost_partitions) == (True, 3, 2)
         assert report.restored_partitions == job.layout.partitions
         assert [values(sink.target, i) for i in job.all.tolist()] == sealed
         job.writer.roll_back(plan.seqs)
@@ -306,7 +306,7 @@ class TestRollback:
         job.save(job.all, 3, sealed=True)
         flip(job.segments(2)[-1])
         report, sink = run(job, self.rollback(job))
-        assert (report.step, report.degraded, report.exact) == (0, True, True)
+        assert (report.step, report.degraded, report.consistent) == (0, True, True)
         assert [values(sink.target, i) for i in job.all.tolist()] == first
         for shard in range(SHARDS):
             flip(job.segments(shard)[1])
@@ -325,7 +325,7 @@ class TestRollback:
         path = job.store.root / f"shards/1/log/{sealed.seq:020d}.json"
         path.write_bytes(path.read_bytes()[:-1])
         plan = self.rollback(job)
-        assert (plan.step, plan.degraded, plan.exact) == (0, True, True)
+        assert (plan.step, plan.degraded, plan.consistent) == (0, True, True)
 
     def test_memory_is_used_where_it_has_the_sealed_copy(self, job: Job) -> None:
         memory = Arena.anonymous(job.layout)

@@ -61,7 +61,7 @@ def test_one_process_is_one_share(store: Store) -> None:
     assert (share.rank, state.topology, state.head, state.nbytes) == (None, None, 5, 30 * 16)
     assert set(state.states) == set(range(SHARDS))
     plan = plan_lost(state, state.everything(), [None])
-    assert (plan.exact, plan.step, plan.restored) == (True, 5, 30)
+    assert (plan.consistent, plan.step, plan.restored) == (True, 5, 30)
     assert "ranks" not in plan.to_json()
     assert [one.step for one in plans_back(state, [None], 1, None)] == [5, 3]
 
@@ -78,9 +78,9 @@ def test_a_damaged_record_is_read_around(store: Store, place: int, exact: bool) 
     damage_log(store, 2, place)
     state = open_shares(store)
     plan = plan_lost(state, state.everything(), [None])
-    assert (plan.exact, plan.degraded, plan.step) == (exact, not exact, 5 if exact else None)
+    assert (plan.consistent, plan.degraded, plan.step) == (exact, not exact, 5 if exact else None)
     back = next(plans_back(state, [None], 1, None))
-    assert (back.exact, back.degraded, back.step) == (True, not exact, 5 if exact else 3)
+    assert (back.consistent, back.degraded, back.step) == (True, not exact, 5 if exact else 3)
 
 
 def test_a_share_is_restored_though_another_shard_cannot_be_read(store: Store) -> None:
@@ -115,7 +115,7 @@ def test_a_snapshot_of_another_layout_is_refused(store: Store, tmp_path: Path) -
     kept = named_snapshot(store, "kept")
     assert kept is not None
     (plan,) = plans_back(open_shares(store, kept), [None], 0, kept)
-    assert (plan.step, plan.snapshot, plan.exact) == (5, "kept", True)
+    assert (plan.step, plan.snapshot, plan.consistent) == (5, "kept", True)
     other = store_with_a_log_per_shard(tmp_path / "other", shards=SHARDS)
     save(other, 5, rows=31)
     with pytest.raises(LayoutMismatch, match="'kept' has another layout"):
@@ -135,4 +135,4 @@ def test_damage_reaches_whoever_tries_an_older_state(store: Store) -> None:
         execute_shared(newest, [None], [DiscardingSink()])
     assert caught.value.kind == "no-sealed-state"
     done = execute_shared(older, [None], [DiscardingSink()]).plan
-    assert (done.exact, done.step, done.degraded) == (True, 3, True)
+    assert (done.consistent, done.step, done.degraded) == (True, 3, True)

@@ -35,7 +35,7 @@ def assert_goes_on_exactly(
     """Check that another process resumes at the newest step, and ends where the uninterrupted run ended."""
     loop = Loop(store, seed=99)
     resumed = loop.session.resume()
-    assert (resumed.step, resumed.exact) == (STEPS, True)
+    assert (resumed.step, resumed.consistent) == (STEPS, True)
     assert resumed.report is not None
     assert tier is None or set(resumed.report.tiers) == {tier}
     assert loop.position == {"batches": STEPS}

@@ -171,7 +171,7 @@ def train(kind: str, store: str, die_after: int | None, how: str) -> dict[str, A
         digest.update(digest_of(state.state_dict()).encode() if state is not None else b"")
     return {
         "step": resumed.step,
-        "exact": session.resumed.exact,
+        "consistent": session.resumed.consistent,
         "reasons": list(session.resumed.reasons),
         "errors": session.stats.errors,
         "steps": step,

@@ -14,7 +14,7 @@ import pytest
 import scarctl
 import scarctl.session.departure
 from scarctl.config import grouped
-from scarctl.session.recover import Resumed
+from scarctl.session.resumed import Resumed
 from tests.support.process import Forked, Tell
 from tests.support.waiting import wait_until
 

@@ -38,7 +38,7 @@ def test_a_pool_of_threads_serves_one_request_after_the_other(tmp_path: Path, bo
     sigterm(body)
     found, values, count = resumed(tmp_path / "s")
     assert found.step >= 40
-    assert (found.exact, values, count) == (True, [float(found.step)], found.step)
+    assert (found.consistent, values, count) == (True, [float(found.step)], found.step)
 
 
 def test_a_checkpoint_of_another_thread_waits_for_the_block(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_checkpoint_of_another_thread_waits_for_the_block(tmp_path: Path) -> N
     server.session._saver.stop()
     server.session.close(seal=False)
     found, values, _ = resumed(tmp_path / "s")
-    assert (found.step, found.exact, values) == (3, True, [3.0])
+    assert (found.step, found.consistent, values) == (3, True, [3.0])
 
 
 def test_a_flush_of_another_thread_waits_for_the_block(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_closing_in_another_thread_ends_the_blocks_that_wait(tmp_path: Path) -> 
     closing.join()
     waiting.join()
     found, values, _ = resumed(tmp_path / "s")
-    assert found.exact
+    assert found.consistent
     assert values == [float(found.step)]
     assert (found.step, refused) in [(3, ["the session is closed"]), (4, [])]
 

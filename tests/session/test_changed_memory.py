@@ -73,7 +73,7 @@ def test_the_stores_copy_is_taken_instead(
     flip(store, arena_dir, EMBEDDING, MOMENT)
     loop = Loop(store, seed=99)
     resumed = loop.session.resume(mode)
-    assert (resumed.step, resumed.exact) == (STEPS, True)
+    assert (resumed.step, resumed.consistent) == (STEPS, True)
     assert resumed.report is not None
     assert resumed.report.tiers["store"] == 2
     assert not resumed.report.degraded
@@ -87,7 +87,7 @@ def test_the_stores_copy_is_taken_instead(
     # Later checkpoints keep it, and their resume is still exact.
     assert fault in [caveat.message for caveat in survey(Store.open(str(store)), None).caveats]
     after = Loop(store)
-    assert after.session.resume().exact
+    assert after.session.resume().consistent
     after.session.close()
 
 
@@ -106,7 +106,7 @@ def test_an_older_copy_is_taken_if_the_stores_is_damaged_too(store: Path, arena_
     except NoIntactCopy:
         assert differing(loop.state(), before) == []
     else:
-        assert (resumed.exact, resumed.report and resumed.report.degraded) == (False, True)
+        assert (resumed.consistent, resumed.report and resumed.report.degraded) == (False, True)
     loop.session.close(seal=False)
 
 
@@ -127,7 +127,7 @@ def test_a_replica_is_named_as_one(store: Path, arena_dir: Path, caplog: pytest.
     write_owner(arena.folder, Owner("node7", "start", arena.base_epoch))
     arena.close()
     loop = Loop(store, seed=99)
-    assert loop.session.resume().exact
+    assert loop.session.resume().consistent
     assert any("replica of the memory of node7" in text for text in warnings_of(caplog))
     loop.session.close()
 
@@ -143,7 +143,7 @@ def test_a_file_gets_the_stores_copy(store: Path, arena_dir: Path, tmp_path: Pat
             store=str(store), lost=("embed.weight",), output=tmp_path / "x.pt", arena_dir=str(arena_dir)
         )
     )
-    assert (done.plan.exact, done.plan.to_json()["tiers"]) == (True, {"memory": 31, "store": 1})
+    assert (done.plan.consistent, done.plan.to_json()["tiers"]) == (True, {"memory": 31, "store": 1})
     assert len(done.problems) == 1
     assert torch.load(tmp_path / "x.pt")["embed.weight"].numpy().tobytes() == right
     arena = opened(store, arena_dir)
@@ -169,6 +169,6 @@ def test_a_copy_that_the_store_does_not_have_yet_is_believed(
 def test_memory_that_did_not_change_is_used(store: Path) -> None:
     loop = Loop(store)
     resumed = loop.session.resume()
-    assert (resumed.exact, resumed.report and set(resumed.report.tiers)) == (True, {"memory"})
+    assert (resumed.consistent, resumed.report and set(resumed.report.tiers)) == (True, {"memory"})
     drained([loop.session])
     loop.session.close()

@@ -125,7 +125,7 @@ def test_resume_takes_from_memory_what_the_store_never_got(tmp_path: Path, arena
     model, optimizer = stepper.build()
     session = stepper.attach(model, optimizer, str(tmp_path / "store"))
     resumed = session.resume()
-    assert (resumed.step, resumed.exact) == (12, True)
+    assert (resumed.step, resumed.consistent) == (12, True)
     assert resumed.report is not None
     assert resumed.report.tiers == {"memory": 64}
     assert stepper.torn_rows(model, optimizer) == []
@@ -163,7 +163,7 @@ def test_death_before_the_first_whole_checkpoint(tmp_path: Path, arena_dir: Path
     session = stepper.attach(model, optimizer, str(tmp_path / "store"))
     resumed = session.resume()
     assert resumed.step == (1 if forget in ("staged", "nothing") else 0)
-    assert resumed.exact
+    assert resumed.consistent
     for _ in range(5):
         optimizer.step()
     session.close()
@@ -193,7 +193,7 @@ def test_copies_newer_than_their_extras_count_as_of_the_extras_step(tmp_path: Pa
     model, optimizer = stepper.build()
     session = stepper.attach(model, optimizer, str(tmp_path / "store"))
     resumed = session.resume()
-    assert (resumed.step, resumed.exact) == (step_of(int(expected_version)), False)
+    assert (resumed.step, resumed.consistent) == (step_of(int(expected_version)), False)
     assert session._engine is not None
     for _ in range(4):
         optimizer.step()
@@ -228,7 +228,7 @@ def test_memory_that_the_run_has_overtaken_elsewhere_is_not_believed(tmp_path: P
         model, optimizer = stepper.build()
         session = stepper.attach(model, optimizer, str(tmp_path / "store"), arena_dir=folder)
         resumed = session.resume()
-        assert (resumed.step, resumed.exact) == (start, True)
+        assert (resumed.step, resumed.consistent) == (start, True)
         assert {int(v) for p in model.parameters() for v in p[:, 0]} == {start}
         for _ in range(steps):
             optimizer.step()

@@ -71,7 +71,7 @@ def test_the_same_bytes_save_more_partitions(
         assert sum(record.nbytes for record in partial) <= budget * 1.05
         found[encoding] = sum(record.partitions for record in partial)
     # Rows of 8 values: with a scale they are 12 bytes of 32. Batch statistics stay as they are.
-    assert found["bfloat16"] > 1.5 * found["exact"]
+    assert found["bfloat16"] > 1.5 * found["consistent"]
     assert found["int8"] > found["bfloat16"]
 
 
@@ -90,7 +90,7 @@ def test_a_whole_checkpoint_is_exact(
     assert verify(Store.open(store), read_data=True).intact
     again = loop(store, apart, encoding)
     resumed = again.session.resume()
-    assert (resumed.step, resumed.exact, resumed.reasons) == (21, True, ())
+    assert (resumed.step, resumed.consistent, resumed.reasons) == (21, True, ())
     assert differing(again.state(), state) == []
     again.session.close()
 
@@ -111,7 +111,7 @@ def test_a_resume_from_encoded_copies_is_not_exact_though_all_are_of_one_step(
     assert resumed.report is not None
     encoded = resumed.report.plan.encoded
     assert encoded == encoded_in(copy) > 10
-    assert (resumed.step, resumed.exact) == (20, False)
+    assert (resumed.step, resumed.consistent) == (20, False)
     reason = f"{encoded} partitions come from encoded copies, which have fewer bits"
     steps = set(step_of(resumed.report.plan.version).tolist())
     mixed = [] if steps == {20} else ["partitions are of several steps"]
@@ -187,12 +187,12 @@ def test_inspect_says_which_copies_are_not_exact(tmp_path: Path, arena_dir: Path
     view = survey(Store.open(store), str(arena_dir))
     count = encoded_in(store)
     assert dict(view.encoded) == {"int8": count}
-    line = f"not exact: {count} copies in int8, with errors up to 0.4 % of a row's largest value"
+    line = f"in fewer bits: {count} copies in int8, with errors up to 0.4 % of a row's largest value"
     assert line in summary(view)
     run.session.close()
     view = survey(Store.open(store), str(arena_dir))
     assert not view.encoded
-    assert not any("not exact" in line for line in summary(view))
+    assert not any("fewer bits" in line for line in summary(view))
 
 
 def test_a_later_run_with_exact_copies_replaces_them(tmp_path: Path, arena_dir: Path, apart: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_rollback_takes_exact_copies(tmp_path: Path, arena_dir: Path) -> None:
     run.train(9, settle=True)
     assert encoded_in(tmp_path / "store")
     report = run.session.recover("all", mode="rollback")
-    assert (report.step, report.exact, report.plan.encoded) == (11, True, 0)
+    assert (report.step, report.consistent, report.plan.encoded) == (11, True, 0)
     assert differing(run.state(), state) == []
     engine = run.session._engine
     assert engine is not None
@@ -304,7 +304,7 @@ def test_killed_at_any_moment_every_copy_is_within_its_bound(
         assert (values - least <= bound).all()
         assert (np.abs(values - slots) <= 2 * bound).all()
         assert (steps <= values + bound).all()
-        assert not (resumed.exact and resumed.report.plan.encoded)
+        assert not (resumed.consistent and resumed.report.plan.encoded)
         session.close(seal=False)
     assert encoded
 

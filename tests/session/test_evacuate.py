@@ -54,7 +54,7 @@ def test_all_that_fits_is_exact_on_another_host(tmp_path: Path, arena_dir: Path,
     leave_host(arena_dir)
     again = Loop(tmp_path / "store", seed=5)
     resumed = again.session.resume()
-    assert (resumed.step, resumed.exact) == (STEPS, True)
+    assert (resumed.step, resumed.consistent) == (STEPS, True)
     assert differing(again.state(), state) == []
     again.session.close()
 
@@ -206,7 +206,7 @@ def test_sigterm_with_grace_brings_to_the_store_what_the_time_allows(tmp_path: P
     resumed = session.resume(mode="partial")
     assert stepper.torn_rows(model, optimizer) == []
     assert 1 <= resumed.step <= STEPS + 1
-    assert resumed.exact == (len(set(steps)) == 1)
+    assert resumed.consistent == (len(set(steps)) == 1)
     session.close()
 
 
@@ -222,7 +222,7 @@ def test_sigterm_with_enough_grace_is_exact_on_another_host(tmp_path: Path, aren
     model, optimizer = stepper.build()
     session = stepper.attach(model, optimizer, str(store))
     resumed = session.resume()
-    assert (resumed.step, resumed.exact) == (STEPS + 1, True)
+    assert (resumed.step, resumed.consistent) == (STEPS + 1, True)
     session.close()
 
 

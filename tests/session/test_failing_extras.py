@@ -45,7 +45,6 @@ class Job:
         self.meter = Meter() if role == "schedule" else Counter()
         given = {
             "extra": {"extras": {"meter": self.meter}},
-            "after_step": {"extras": {"meter": scarctl.Extra(self.meter, after_step=True)}},
             "schedule": {"schedulers": self.meter},
         }[role]
         settings = {"interval": 2, "daemon": False, "flush_on_signal": False, **options}
@@ -61,7 +60,7 @@ class Job:
 
 
 @pytest.mark.parametrize("read", [False, True])
-@pytest.mark.parametrize("role", ["extra", "after_step", "schedule"])
+@pytest.mark.parametrize("role", ["extra", "schedule"])
 @pytest.mark.parametrize("away", [2, 6])
 def test_what_an_object_raises_while_it_is_read_does_not_reach_training(
     tmp_path: Path, role: str, read: bool, away: int
@@ -79,7 +78,7 @@ def test_what_an_object_raises_while_it_is_read_does_not_reach_training(
 
     again = Job(tmp_path / "store", role)
     resumed = again.session.resume()
-    assert (resumed.step, resumed.exact, again.meter.count) == (10, True, job.meter.count)
+    assert (resumed.step, resumed.consistent, again.meter.count) == (10, True, job.meter.count)
     again.session.close()
 
 

@@ -82,7 +82,7 @@ def test_what_found_no_room_in_the_queue_is_saved_when_there_is_some(
     loop.train(2, settle=True)
     assert loop.session.stats.errors == before
     resumed, state = elsewhere(tmp_path / "store")
-    assert (resumed.step, resumed.exact) == (loop.session.head_step, True)
+    assert (resumed.step, resumed.consistent) == (loop.session.head_step, True)
     assert differing(state, loop.state()) == []
     loop.session.close()
 
@@ -99,7 +99,7 @@ def test_who_waits_for_a_checkpoint_hears_that_it_failed(tmp_path: Path, both_sa
         loop.session.checkpoint(full=True)  # a call that does not wait is not delayed
     loop.session.checkpoint(full=True, wait=True)
     resumed, state = elsewhere(tmp_path / "store")
-    assert (resumed.step, resumed.exact) == (3, True)
+    assert (resumed.step, resumed.consistent) == (3, True)
     assert differing(state, loop.state()) == []
     loop.session.close()
 
@@ -192,7 +192,7 @@ def test_a_copy_that_was_given_up_is_made_by_the_next_seal(
     expected = loop.state()
     loop.session.close()
     resumed, state = elsewhere(tmp_path / "store")
-    assert (resumed.step, resumed.exact) == (6, True)
+    assert (resumed.step, resumed.consistent) == (6, True)
     assert differing(state, expected) == []
 
 
@@ -217,7 +217,7 @@ def test_ctrl_c_while_a_copy_is_made_loses_nothing(tmp_path: Path, monkeypatch: 
         assert child.wait() == 0
     step, expected = torch.load(tmp_path / "state.pt")
     resumed, state = elsewhere(tmp_path / "store")
-    assert (resumed.step, resumed.exact) == (step, True)
+    assert (resumed.step, resumed.consistent) == (step, True)
     buffers = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
     assert set(differing(state, expected)) <= buffers, "the next forward pass may have changed them"
     assert state["norm.num_batches_tracked"] == step
@@ -264,7 +264,7 @@ def test_closed_by_another_thread_what_is_sealed_is_of_one_step(
     monkeypatch.setenv("SCARCTL_DAEMON", "0")
     model, optimizer, session = attached()
     resumed = session.resume()
-    assert resumed.exact
+    assert resumed.consistent
     assert {int(v) for p in model.parameters() for v in p.flatten()} == {resumed.step}
     assert resumed.step == closed_at
     session.close()
@@ -345,7 +345,7 @@ def test_an_exception_ends_quickly_beside_a_daemon_that_is_stopped(
         os.kill(pid, signal.SIGCONT)
     again = Loop(tmp_path / "store", seed=99)
     resumed = again.session.resume()
-    assert (resumed.step, resumed.exact) == (5, True)
+    assert (resumed.step, resumed.consistent) == (5, True)
     assert differing(again.state(), loop.state()) == []
     again.session.close()
 

@@ -175,7 +175,7 @@ def test_sigterm_in_the_middle_of_a_step(
     optimizer = Slow(model.parameters())
     session = stepper.attach(model, optimizer, str(tmp_path / "store"))
     resumed = session.resume()
-    assert (resumed.step, resumed.exact) == (5 if seconds < 1 else 4, True)
+    assert (resumed.step, resumed.consistent) == (5 if seconds < 1 else 4, True)
     assert stepper.torn_rows(model, optimizer) == []  # type: ignore[arg-type]
     assert {int(v) for p in model.parameters() for v in p[:, 0]} == {resumed.step}
     session.close()
@@ -203,7 +203,7 @@ def test_signals_at_any_moment_of_a_loop(tmp_path: Path, both_savers: str) -> No
         model, optimizer = stepper.build()
         session = stepper.attach(model, optimizer, str(tmp_path / "store"))
         resumed = session.resume()
-        assert resumed.exact
+        assert resumed.consistent
         assert resumed.step > step
         assert stepper.torn_rows(model, optimizer) == []
         assert {int(v) for p in model.parameters() for v in p[:, 0]} == {resumed.step}
@@ -233,7 +233,7 @@ def test_a_loop_that_says_itself_when_a_step_is_over(tmp_path: Path) -> None:
         state, store=tmp_path / "store", partitioning=scarctl.Partitioning(rows={"*": 1})
     )
     resumed = session.resume()
-    assert resumed.exact
+    assert resumed.consistent
     assert resumed.step >= 4
     assert set(state["w"].flat) == {resumed.step}
     session.close()

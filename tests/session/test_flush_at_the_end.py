@@ -132,14 +132,7 @@ def test_by_hand(tmp_path: Path, both_savers: str, expected: dict[str, torch.Ten
     thread.start()
     thread.join()
     assert from_thread == [True]
-
-    def closure() -> torch.Tensor:
-        assert not loop.session.flush(), "not within a step"
-        raise RuntimeError("out of memory")
-
-    with pytest.raises(RuntimeError, match="out of memory"):
-        loop.optimizer.step(closure)
-    loop.session.close()
+    loop.session.close(seal=False)
     assert_goes_on_exactly(tmp_path / "store", expected, tier=None)
 
 

@@ -223,7 +223,7 @@ def test_the_command_goes_back_where_that_is_nearer(tmp_path: Path, arena_dir: P
         invoke(*call, "--max-rework", 2)
     assert not output.exists()
     found = invoke(*call, "--max-rework", 3)
-    assert (found["mode"], found["step"], found["exact"]) == ("rollback", 40, True)
+    assert (found["mode"], found["step"], found["consistent"]) == ("rollback", 40, True)
     assert found["rework"] == {"iterations": 3.0, "low": 3.0, "high": 3.0, "basis": "steps", "reason": None}
     assert "rollback 3" in found["reason"]
     assert np.allclose(load_file(output)["x"], RATE**40)

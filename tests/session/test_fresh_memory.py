@@ -153,7 +153,7 @@ def test_a_store_that_hangs_in_the_middle_of_a_copy_keeps_nothing_old_in_memory(
     store.close()
     again = Table(tmp_path / "store")
     resumed = again.session.resume()
-    assert (resumed.step, resumed.exact) == (table.session.head_step, True)
+    assert (resumed.step, resumed.consistent) == (table.session.head_step, True)
     assert torch.equal(again.model.weight, table.model.weight)
     again.session.close()
 
@@ -197,7 +197,7 @@ def test_a_seal_that_memory_has_overtaken_is_saved_as_it_was(
     (tmp_path / "other").mkdir()
     again = Table(tmp_path / "store", arena_dir=tmp_path / "other")
     resumed = again.session.resume(mode="rollback")
-    assert (resumed.step, resumed.exact) == (1, True)
+    assert (resumed.step, resumed.consistent) == (1, True)
     assert torch.equal(again.model.weight, first)
     assert "cannot be queued" not in caplog.text, "saving has not begun yet"
     again.session.close(seal=False)

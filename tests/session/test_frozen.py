@@ -201,6 +201,6 @@ def test_what_never_got_a_gradient_may_be_frozen(tmp_path: Path) -> None:
     run.session.close()
     again = Adam(tmp_path / "store", frozen=False)
     resumed = again.session.resume()
-    assert (resumed.step, resumed.exact) == (5, True)
+    assert (resumed.step, resumed.consistent) == (5, True)
     again.train(1)
     again.session.close()

@@ -35,7 +35,7 @@ def test_a_terminated_run_is_resumed_exactly(kind: str, tmp_path: Path, arena_di
     whole = run(kind, tmp_path / "whole")
     run(kind, tmp_path / "store", "--die-after", "11", "--signal", "SIGTERM", code=-signal.SIGTERM)
     resumed = run(kind, tmp_path / "store")
-    assert resumed["exact"], resumed
+    assert resumed["consistent"], resumed
     skipped = 11 - resumed["step"]
     assert skipped == 0 or (kind == "scaled" and skipped < 11)
     assert resumed["errors"] == whole["errors"] == 0
@@ -50,7 +50,7 @@ def test_a_killed_run_is_resumed_and_called_exact_only_if_it_is(
     run(kind, tmp_path / "store", "--die-after", "11", code=-signal.SIGKILL)
     resumed = run(kind, tmp_path / "store")
     assert 0 < resumed["step"] <= 11
-    assert not resumed["exact"] or resumed["digest"] == whole["digest"]
+    assert not resumed["consistent"] or resumed["digest"] == whole["digest"]
 
 
 def test_a_captured_step_is_said_at_once_and_counted_by_hand(tmp_path: Path, arena_dir: Path) -> None:

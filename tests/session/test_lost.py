@@ -68,7 +68,7 @@ def test_what_is_marked_is_not_copied_and_recover_restores_it_and_clears_the_mar
     assert step_of(engine.arena.newest()[others]).max() == 7
     report = loop.session.recover()
     assert report.restored_partitions == lost.size
-    assert (report.exact, report.tiers) == (False, {"memory": lost.size})
+    assert (report.consistent, report.tiers) == (False, {"memory": lost.size})
     restored = loop.state()
     assert [
         name for name in good if name.startswith(LOST) and not torch.equal(good[name], restored[name])
@@ -97,7 +97,7 @@ def test_no_way_of_saving_calls_a_state_with_lost_parts_whole(
     assert [r.levelno for r in caplog.records if SAID in r.message] == [logging.ERROR]
     again = Loop(tmp_path / "store", arena_dir=memory(tmp_path), seed=9, interval=1, fraction=1.0)
     resumed = again.session.resume(mode="partial")
-    assert (resumed.step, resumed.whole) == (5, False)
+    assert (resumed.step, resumed.consistent) == (5, False)
     assert torch.equal(again.model.out.weight, good)
     again.session.close()
 

@@ -81,7 +81,7 @@ def test_slots_are_not_copied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run = Run(tmp_path / "store", seed=2, host="second")
     with monkeypatch.context() as patch:
         patch.setattr(live_state, "copy_rows", counted)
-        assert run.session.resume().exact
+        assert run.session.resume().consistent
     assert same(run.state(), before)
     assert had == [(True, 8)], "two slots of four parameters"
     assert len(copied) == 4, "the parameters alone"

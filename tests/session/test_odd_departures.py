@@ -31,7 +31,7 @@ def resumed_at(store: Path) -> tuple[int, bool]:
     resumed = session.resume(mode="partial")
     assert stepper.torn_rows(model, optimizer) == []
     session.close()
-    return resumed.step, resumed.exact
+    return resumed.step, resumed.consistent
 
 
 def test_a_signal_within_an_optimizers_step(tmp_path: Path, arena_dir: Path) -> None:

@@ -135,3 +135,10 @@ def test_a_step_counted_by_the_loop_may_not_go_backwards(tmp_path: Path) -> None
             session.step(bad)
     session.step(6)
     session.close()
+
+
+def test_a_step_beside_the_hooks_is_refused_at_once(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store", hooks="auto")
+    with pytest.raises(UsageError, match="optimizers' steps count as iterations already"):
+        loop.session.step()
+    loop.session.close()

@@ -90,7 +90,7 @@ def test_memory_stays_good_when_the_daemon_was_replaced(tmp_path: Path, daemon_f
         expected = left_by(child, tmp_path)
     again = Loop(tmp_path / "store", seed=99)
     resumed = again.session.resume()
-    assert (resumed.step, resumed.exact) == (10, True)
+    assert (resumed.step, resumed.consistent) == (10, True)
     assert resumed.report is not None
     assert set(resumed.report.tiers) == {"memory"}
     assert differing(again.state(), expected) == []
@@ -98,39 +98,6 @@ def test_memory_stays_good_when_the_daemon_was_replaced(tmp_path: Path, daemon_f
 
 
 # -- what a dead process left ------------------------------------------------------------------------------------
-
-
-def test_what_has_no_extras_is_not_saved_before_it_is_clear_where_to_go_on(
-    tmp_path: Path, daemon_folder: Path
-) -> None:
-    """Copies of step 5 have no extras: the run continues from 3, and its next steps are 4 and 5."""
-
-    def fails() -> dict[str, Any]:
-        raise RuntimeError("once")
-
-    def body(tell: Tell) -> None:
-        loop = Loop(tmp_path / "store", interval=5, fraction=0.5)
-        loop.train(3)
-        loop.session.checkpoint(full=True, wait=True)
-        loop.session._saver.stop()  # the store is slow
-        loop.train(2)
-        loop.scheduler.state_dict = fails  # type: ignore[method-assign]
-        loop.session._finish()
-        kill(daemon_folder)
-        dies(loop, tmp_path)
-
-    with Forked(body) as child:
-        left_by(child, tmp_path)
-    wait_until(lambda: idle(daemon_folder))
-    again = Loop(tmp_path / "store", interval=1)
-    assert again.session.resume().step == 3
-    again.train(10, settle=True)
-    again.session.close()
-    assert again.session.stats.errors == 0
-    assert again.session._saver.failure is None
-    resumed, state = elsewhere(tmp_path / "store")
-    assert (resumed.step, resumed.exact) == (13, True)
-    assert differing(state, again.state()) == []
 
 
 @contextmanager
@@ -191,12 +158,12 @@ def test_a_new_start_that_fails_half_way_loses_nothing(tmp_path: Path, name: str
         assert child.wait() == (without if happens is no_room else -signal.SIGKILL)
     again = Loop(tmp_path / "store", seed=99)
     resumed = again.session.resume()
-    assert (resumed.step, resumed.exact) == (6, True)
+    assert (resumed.step, resumed.consistent) == (6, True)
     assert again.position == {"batches": 6}
     assert differing(again.state(), expected) == []
     drained([again.session])
     resumed, state = elsewhere(tmp_path / "store", "rollback")
-    assert (resumed.step, resumed.exact) == (6, True), "it became durable as one sealed state"
+    assert (resumed.step, resumed.consistent) == (6, True), "it became durable as one sealed state"
     assert differing(state, expected) == []
     again.session.close()
 
@@ -230,14 +197,14 @@ def test_a_resume_that_found_no_copy_can_be_tried_again(tmp_path: Path, both_sav
     for segment in segments:
         (tmp_path / segment.name).rename(segment)
     resumed = loop.session.resume(mode)
-    assert (resumed.step, resumed.exact) == (3, True)
+    assert (resumed.step, resumed.consistent) == (3, True)
     assert differing(loop.state(), expected) == []
     loop.position["batches"] = 3
     loop.train(2)
     expected = loop.state()
     loop.session.close()
     resumed, state = elsewhere(tmp_path / "store")
-    assert (resumed.step, resumed.exact) == (5, True)
+    assert (resumed.step, resumed.consistent) == (5, True)
     assert differing(state, expected) == []
 
 
@@ -254,7 +221,7 @@ def test_a_store_that_did_not_answer_resume_is_asked_again(tmp_path: Path, both_
             with pytest.raises(Unavailable, match="does not answer"):
                 loop.session.resume()
     resumed = loop.session.resume()
-    assert (resumed.step, resumed.exact) == (3, True)
+    assert (resumed.step, resumed.consistent) == (3, True)
     assert differing(loop.state(), expected) == []
     loop.session.close()
 
@@ -275,6 +242,6 @@ def test_what_fails_right_after_a_resume_saves_no_later_extras(tmp_path: Path) -
         interrupted()
     third = Loop(tmp_path / "store", daemon=False)
     resumed = third.session.resume()
-    assert (resumed.step, resumed.exact) == (4, True)
+    assert (resumed.step, resumed.consistent) == (4, True)
     assert third.position == {"batches": 4}
     third.session.close()

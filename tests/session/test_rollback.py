@@ -14,7 +14,7 @@ def test_rollback_goes_back_to_the_newest_sealed_state_with_its_extras(tmp_path:
     loop.train(4, settle=True)
     drained([loop.session])
     report = loop.session.recover(lost="all", mode="rollback")
-    assert (report.mode, report.exact, report.step) == ("rollback", True, 10)
+    assert (report.mode, report.consistent, report.step) == ("rollback", True, 10)
     assert differing(loop.state(), sealed) == []
     assert loop.session.head_step == 10
     assert loop.position == {"batches": 10}
@@ -36,7 +36,7 @@ def test_rollback_waits_for_a_sealed_state_that_is_on_its_way(tmp_path: Path, bo
     sealed = loop.state()
     loop.train(4)
     report = loop.session.recover("all", mode="rollback")
-    assert (report.exact, report.step) == (True, 3)
+    assert (report.consistent, report.step) == (True, 3)
     assert differing(loop.state(), sealed) == []
     loop.session.close()
 

@@ -127,13 +127,13 @@ def test_a_second_state_of_a_step_that_is_cut_between_two_shards(
     arenas_are_gone(arena_dir)
     report = recovered(store, tmp_path / "mix.safetensors")
     assert not of_one_state(tmp_path / "mix.safetensors"), "the second save was not cut"
-    assert (report["step"], report["exact"]) == (STEP, False)
+    assert (report["step"], report["consistent"]) == (STEP, False)
     back = recovered(store, tmp_path / "back.safetensors", "--mode", "rollback")
     assert of_one_state(tmp_path / "back.safetensors")
-    assert (back["step"], back["exact"]) == (STEP, True)
+    assert (back["step"], back["consistent"]) == (STEP, True)
     run = Numbers(store)
     resumed = run.session.resume()
-    assert (resumed.step, resumed.exact, len(run.states())) == (STEP, False, 2)
+    assert (resumed.step, resumed.consistent, len(run.states())) == (STEP, False, 2)
     run.session.close()
     assert verify(Store.open(store), read_data=True).intact
 
@@ -144,12 +144,12 @@ def test_memory_that_has_the_second_state_whole(tmp_path: Path, warm_torch: None
     killed(lambda tell: full_then_replaced(store))
     run = Numbers(store)
     resumed = run.session.resume()
-    assert (resumed.step, resumed.exact, run.states()) == (STEP, True, {100.0})
+    assert (resumed.step, resumed.consistent, run.states()) == (STEP, True, {100.0})
     drained([run.session])
     newest = complete_sets(Store.open(store))[0]
     assert newest.step == STEP
     run.x[:] = 0
-    assert run.session.recover("all", mode="rollback").exact
+    assert run.session.recover("all", mode="rollback").consistent
     assert run.states() == {100.0}
     run.session.close()
 
@@ -173,12 +173,12 @@ def test_a_part_of_another_state_of_the_step(
     if not memory:
         arenas_are_gone(arena_dir)
         report = recovered(store, tmp_path / "mix.safetensors")
-        assert (report["step"], report["exact"]) == (STEP, False)
+        assert (report["step"], report["consistent"]) == (STEP, False)
     run = Numbers(store)
     resumed = run.session.resume()
     assert run.states() == ({100.0} if memory else {5.0, 100.0})
-    assert (resumed.step, resumed.exact) == (STEP, memory)
-    assert run.session.recover("all", mode="rollback").exact
+    assert (resumed.step, resumed.consistent) == (STEP, memory)
+    assert run.session.recover("all", mode="rollback").consistent
     assert run.states() == ({100.0} if memory else {5.0})
     run.session.close()
 
@@ -187,10 +187,10 @@ def test_survivors_that_were_replaced_without_a_step(tmp_path: Path) -> None:
     run = Numbers(tmp_path / "store")
     run.train(STEP)
     run.session.checkpoint(full=True, wait=True)
-    assert run.session.recover(0).exact
+    assert run.session.recover(0).consistent
     run.x[:] = 100
     report = run.session.recover(0)
-    assert (report.step, report.exact, run.states()) == (STEP, False, {5.0, 100.0})
+    assert (report.step, report.consistent, run.states()) == (STEP, False, {5.0, 100.0})
     run.session.close(seal=False)
 
 
@@ -205,7 +205,7 @@ def test_a_snapshot_of_the_second_state_of_a_step(tmp_path: Path) -> None:
     for name, value in (("first", 5.0), ("second", 100.0)):
         again = Numbers(tmp_path / "store")
         resumed = again.session.resume(snapshot=name)
-        assert (resumed.exact, again.states()) == (True, {value})
+        assert (resumed.consistent, again.states()) == (True, {value})
         again.session.close(seal=False)
 
 
@@ -225,7 +225,7 @@ def test_a_seal_that_waits_while_the_state_is_saved_again(tmp_path: Path) -> Non
     sets = complete_sets(Store.open(tmp_path / "store"))
     assert [one.step for one in sets[:2]] == [STEP + 1, STEP]  # a slow machine has saved the first step too
     run.x[:] = 0
-    assert run.session.recover("all", mode="rollback").exact
+    assert run.session.recover("all", mode="rollback").consistent
     assert run.states() == {6.0, 100.0}
     run.session.close()
 
@@ -249,14 +249,14 @@ def test_a_file_that_is_saved_twice_as_of_one_step(tmp_path: Path, warm_torch: N
     killed(body)
     report = recovered(store, tmp_path / "mix.safetensors")
     assert not of_one_state(tmp_path / "mix.safetensors")
-    assert (report["step"], report["exact"]) == (80, False)
+    assert (report["step"], report["consistent"]) == (80, False)
     exported = scarctl_json("export", "--store", str(store), str(tmp_path / "exported"))
-    assert not exported["exact"]
+    assert not exported["consistent"]
     back = recovered(store, tmp_path / "back.safetensors", "--mode", "rollback")
     assert of_one_state(tmp_path / "back.safetensors")
-    assert (back["step"], back["exact"]) == (80, True)
+    assert (back["step"], back["consistent"]) == (80, True)
     save(store, file, 2)  # again, and whole
-    assert recovered(store, tmp_path / "both.safetensors")["exact"]
+    assert recovered(store, tmp_path / "both.safetensors")["consistent"]
 
 
 def test_ranks_that_have_saved_two_states_of_a_step(tmp_path: Path) -> None:
@@ -270,9 +270,9 @@ def test_ranks_that_have_saved_two_states_of_a_step(tmp_path: Path) -> None:
     assert only.whole == ranks.whole(5)
     state = open_shares(store)
     nothing = [None] * 3
-    assert not plan_lost(state, state.everything(), nothing).exact
+    assert not plan_lost(state, state.everything(), nothing).consistent
     back = next(plans_back(state, nothing, 0, None))
-    assert (back.exact, back.step) == (True, 5)
+    assert (back.consistent, back.step) == (True, 5)
     parts = find_parts(store)
     assert parts is not None
     assert parts.whole == ""
@@ -280,10 +280,10 @@ def test_ranks_that_have_saved_two_states_of_a_step(tmp_path: Path) -> None:
 
 def test_ranks_at_one_step_agree_that_their_states_are_not_one() -> None:
     one, other = (RankState(5, True, True, whole=name * 16) for name in ("ab", "cd"))
-    assert agree_on_step([one, one]).exact
-    assert not agree_on_step([one, other]).exact
+    assert agree_on_step([one, one]).consistent
+    assert not agree_on_step([one, other]).consistent
     nothing = RankState(5, True, False, owns=False)
-    assert agree_on_step([one, one, nothing]).exact
+    assert agree_on_step([one, one, nothing]).consistent
 
 
 def test_all_of_an_earlier_step_with_the_extras_of_now_is_not_exact(tmp_path: Path) -> None:
@@ -302,6 +302,6 @@ def test_all_of_an_earlier_step_with_the_extras_of_now_is_not_exact(tmp_path: Pa
                 session.checkpoint(full=True, wait=True)
         report = session.recover("all")
         assert report.step == 5
-        assert not report.exact
+        assert not report.consistent
         session.checkpoint(full=True, wait=True)
-        assert session.recover("all").exact
+        assert session.recover("all").consistent

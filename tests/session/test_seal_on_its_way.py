@@ -59,7 +59,7 @@ def test_partitions_that_a_seal_found_as_they_were_saved_wait_with_it(tmp_path: 
     (tmp_path / "other").mkdir()
     again = Job(tmp_path / "store", daemon=False, arena_dir=tmp_path / "other")
     resumed = again.session.resume(mode="rollback")
-    assert resumed.exact
+    assert resumed.consistent
     assert resumed.step == sealed
     assert torch.equal(again.model.weight, weight)
     again.session.close(seal=False)

@@ -33,7 +33,7 @@ def test_resume_from_a_sealed_state_is_exact(tmp_path: Path) -> None:
     first.session.close()
     second = Loop(tmp_path / "store", seed=99)
     resumed = second.session.resume()
-    assert (resumed.step, resumed.exact) == (17, True)
+    assert (resumed.step, resumed.consistent) == (17, True)
     assert second.position == {"batches": 17}
     assert second.scheduler.last_epoch == 17
     second.train(13)
@@ -46,7 +46,7 @@ def test_resume_on_an_empty_store_changes_nothing(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "store")
     before = loop.state()
     resumed = loop.session.resume()
-    assert (resumed.step, resumed.exact, resumed.report) == (0, True, None)
+    assert (resumed.step, resumed.consistent, resumed.report) == (0, True, None)
     assert differing(loop.state(), before) == []
     loop.session.close()
 
@@ -100,7 +100,7 @@ def test_recovered_values_are_those_last_saved_with_their_moments(tmp_path: Path
     assert not torch.equal(now["out.weight"], saved["out.weight"])
     assert report.perturbation.kind == "measured"
     assert report.perturbation.value > 0
-    assert not report.exact
+    assert not report.consistent
     loop.session.close()
 
 
@@ -158,7 +158,7 @@ def test_a_dict_of_arrays(tmp_path: Path) -> None:
     generator = np.random.default_rng(9)
     session = scarctl.attach(again, store=tmp_path / "store", interval=1, extras={"generator": generator})
     resumed = session.resume()
-    assert (resumed.step, resumed.exact) == (5, True)
+    assert (resumed.step, resumed.consistent) == (5, True)
     np.testing.assert_array_equal(again["w"], state["w"])
     assert again["count"] == 5
     np.testing.assert_array_equal(generator.normal(size=3), draws)
@@ -261,7 +261,7 @@ def test_a_forked_child_is_inert(tmp_path: Path) -> None:
 
 
 def test_an_exception_inside_an_optimizer_step_does_not_seal_half_a_step(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store", interval=100)
+    loop = Loop(tmp_path / "store", interval=100, hooks="auto")
     loop.train(4)
     loop.session.checkpoint(full=True)
     expected = loop.state()
@@ -299,7 +299,7 @@ def test_unused_parameters_join_later_without_a_new_layout(tmp_path: Path) -> No
     model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     optimizer = torch.optim.Adam(model.parameters())
     session = scarctl.attach(model, optimizer, store=tmp_path / "store", interval=1)
-    assert session.resume().exact
+    assert session.resume().consistent
     assert all(torch.equal(v, expected[k]) for k, v in model.state_dict().items())
     assert torch.equal(optimizer.state[model[1].weight]["exp_avg_sq"], moments)
     session.close()
@@ -381,7 +381,7 @@ def test_a_snapshot_is_resumed_exactly_whatever_came_after(tmp_path: Path) -> No
     loop.session.close()
     again = Loop(tmp_path / "store", interval=2)
     resumed = again.session.resume(snapshot="five")
-    assert (resumed.step, resumed.exact) == (5, True)
+    assert (resumed.step, resumed.consistent) == (5, True)
     assert differing(again.state(), wanted) == []
     again.session.close()
 

@@ -87,23 +87,7 @@ def test_a_model_whose_tensors_are_swapped_resumes_exactly(tmp_path: Path, swap:
     assert not first.session.stats.errors
     first.session.close()
     second = Loop(tmp_path / "s")
-    assert (second.resumed.step, second.resumed.exact) == (AT + 2, True)
+    assert (second.resumed.step, second.resumed.consistent) == (AT + 2, True)
     second.train(UNTIL)
     assert second.values() == undisturbed.values()
     second.session.close()
-
-
-@pytest.mark.usefixtures("swapping")
-@pytest.mark.parametrize("swap", [converts, loads, assigns, swaps, halves])
-def test_another_module_can_be_converted_and_its_changes_are_said(tmp_path: Path, swap: Swap) -> None:
-    """torch refuses to swap a tensor that has a weak reference."""
-    loop = Loop(tmp_path / "s")
-    before = loop.teacher.weight.detach().clone()
-    loop.train(AT - 1)
-    assert not [caveat for caveat in loop.session.caveats if caveat.kind == "outside-module"]
-    loop.train(UNTIL, of_teacher=swap)
-    changed = not torch.equal(before, loop.teacher.weight)
-    kinds = [caveat.kind for caveat in loop.session.caveats]
-    assert "outside-module" in kinds or not changed
-    assert changed == (swap is halves)
-    loop.session.close()

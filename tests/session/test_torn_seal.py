@@ -55,7 +55,7 @@ def test_a_run_that_was_killed_in_the_copy_of_the_next_seal(tmp_path: Path, warm
         assert child.wait() == -signal.SIGKILL
     run = Counting(store)
     resumed = run.session.resume(mode="partial")
-    assert (resumed.step, resumed.exact) == (20, False)
+    assert (resumed.step, resumed.consistent) == (20, False)
     assert run.x[:, 0].tolist() == [20, 20, 20, 10, 20, 20, 20, 20]
     drained([run.session])
     assert sealed_steps(store)[0] == 10
@@ -84,7 +84,7 @@ def test_a_repair_of_what_a_stopped_run_left_in_memory(
     )
     assert found.returncode == 0, found.stderr
     run = Counting(store)
-    assert not run.session.resume(mode="partial").exact
+    assert not run.session.resume(mode="partial").consistent
     assert run.x[:, 0].tolist() == [20, 20, 20, 10, 20, 20, 20, 20]
     drained([run.session])
     assert sealed_steps(store)[0] == 10

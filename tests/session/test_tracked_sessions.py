@@ -82,7 +82,7 @@ def test_a_run_goes_on_exactly_from_its_sealed_state(tmp_path: Path, tracker: st
     assert first.session.stats.errors == 0
     first.session.close()
     second = Job(tmp_path / "store", seed=9, tracker=tracker)
-    assert second.session.resume().exact
+    assert second.session.resume().consistent
     second.train(5)
     assert differing(second.state(), expected) == []
     second.session.close()
@@ -102,7 +102,7 @@ def test_distances_are_right_after_a_restart_a_recovery_and_a_rollback(
     first.session.close(seal=seal)
     job = Job(tmp_path / "store", seed=9, tracker=tracker, rows=rows)
     resumed = job.session.resume()
-    assert (resumed.step, resumed.exact) == (9 if seal else 8, True)
+    assert (resumed.step, resumed.consistent) == (9 if seal else 8, True)
     exact, found = exact_and_found(job.session)
     assert not exact.any()
     assert not found.any()

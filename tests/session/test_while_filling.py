@@ -82,7 +82,7 @@ def test_commands_neither_alarm_nor_take_the_resume_for_a_checkpoint(
     session = scarctl.attach(
         model, optimizer, store=store, interval=1 << 30, settings=scarctl.Settings(daemon=True)
     )
-    assert session.resume().exact
+    assert session.resume().consistent
     opened = Store.open(str(store))
     status = ask_status(Path(session._started().arena.folder).parent, patience=5)
     assert status is not None
@@ -148,7 +148,7 @@ def test_a_loop_that_ends_without_memory_for_its_copies_says_what_the_store_has(
     assert "The store has what was resumed" in caplog.text
     assert "-1" not in caplog.text
     again = Run(store, 3, "third")
-    assert again.session.resume().exact
+    assert again.session.resume().consistent
     again.session.close()
 
 

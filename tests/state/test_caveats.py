@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import scarctl
 from scarctl.cli.main import cli
-from scarctl.state.caveats import Caveat, Caveats, read_caveats, reasons
+from scarctl.state.caveats import Caveat, Caveats, read_caveats
 
 
 def _run(store: Path, steps: int) -> scarctl.Session:
@@ -28,43 +28,6 @@ def _run(store: Path, steps: int) -> scarctl.Session:
     return session
 
 
-def test_a_caveat_makes_resuming_inexact_and_says_why(tmp_path: Path) -> None:
-    session = _run(tmp_path / "s", 3)
-    session.caveats.say("swapped", "the data were swapped")
-    session.close()
-    session = _run(tmp_path / "s", 0)
-    assert session.resumed is not None
-    assert not session.resumed.exact
-    assert session.resumed.reasons == ("the data were swapped",)
-    session.close()
-
-
-def test_rolling_back_to_a_state_with_a_caveat_is_not_exact(tmp_path: Path) -> None:
-    session = _run(tmp_path / "s", 3)
-    session.caveats.say("swapped", "the data were swapped")
-    session.snapshot("here")
-    session.close()
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 4)
-    with scarctl.attach(model, torch.optim.Adam(model.parameters()), store=tmp_path / "s") as session:
-        resumed = session.resume(snapshot="here")
-    assert not resumed.exact
-    assert resumed.reasons == ("the data were swapped",)
-
-
-def test_one_that_is_withdrawn_or_bears_on_something_else_leaves_it_exact(tmp_path: Path) -> None:
-    session = _run(tmp_path / "s", 3)
-    session.caveats.say("swapped", "the data were swapped")
-    session.caveats.withdraw("swapped")
-    session.caveats.say("behind", "the store is behind", inexact=False)
-    session.close()
-    session = _run(tmp_path / "s", 0)
-    assert session.resumed is not None
-    assert session.resumed.exact
-    assert session.resumed.reasons == ()
-    session.close()
-
-
 def test_inspect_shows_it(tmp_path: Path) -> None:
     session = _run(tmp_path / "s", 3)
     session.caveats.say("swapped", "the data were swapped")
@@ -74,9 +37,7 @@ def test_inspect_shows_it(tmp_path: Path) -> None:
     told = CliRunner().invoke(
         cli, ["inspect", "--store", str(tmp_path / "s"), "--json"], standalone_mode=False
     )
-    assert json.loads(told.stdout)["caveats"] == [
-        {"kind": "swapped", "message": "the data were swapped", "inexact": True}
-    ]
+    assert json.loads(told.stdout)["caveats"] == [{"kind": "swapped", "message": "the data were swapped"}]
 
 
 def test_it_is_logged_once_until_it_changes(caplog: pytest.LogCaptureFixture) -> None:
@@ -88,46 +49,14 @@ def test_it_is_logged_once_until_it_changes(caplog: pytest.LogCaptureFixture) ->
     assert [caveat.message for caveat in caveats] == ["one"]
 
 
-def test_one_that_recurs_with_every_step_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    caveats = Caveats()
-    with caplog.at_level(logging.WARNING, "scarctl"):
-        for step in range(3):
-            caveats.say("kind", f"step {step}", once=True)
-            caveats.withdraw("other")
-        caveats.withdraw("kind")
-        caveats.say("kind", "step 3", once=True)
-    assert [record.message for record in caplog.records] == ["step 0"]
-    assert [caveat.message for caveat in caveats] == ["step 3"]
-
-
 @pytest.mark.parametrize("found", [None, 5, "x", [5], [{"kind": 1, "message": "m"}], [{}], {"kind": "k"}])
 def test_hostile_extras_have_none(found: object) -> None:
     assert read_caveats(found) == ()
 
 
-def test_what_is_not_said_to_be_harmless_is_not() -> None:
-    found = read_caveats([{"kind": "k", "message": "m" * 9999, "inexact": "maybe"}])
-    assert found == (Caveat("k", "m" * 1000, inexact=True),)
-    assert reasons(found) == ("m" * 1000,)
-
-
-def test_a_state_that_was_resumed_inexactly_and_saved_again_before_a_step_is_still_inexact(
-    tmp_path: Path,
-) -> None:
-    session = _run(tmp_path / "s", 3)
-    session.caveats.say("swapped", "the data were swapped")
-    session.close()
-    for _ in range(2):
-        session = _run(tmp_path / "s", 0)
-        assert session.resumed is not None
-        assert session.resumed.reasons == ("the data were swapped",)
-        session.close()
-    _run(tmp_path / "s", 1).close()
-    session = _run(tmp_path / "s", 0)
-    assert session.resumed is not None
-    assert session.resumed.step == 4
-    assert "the data were swapped" not in session.resumed.reasons
-    session.close()
+def test_a_long_message_is_cut() -> None:
+    found = read_caveats([{"kind": "k", "message": "m" * 9999}])
+    assert found == (Caveat("k", "m" * 1000),)
 
 
 def test_a_buffer_that_is_registered_after_the_first_step_is_said_not_to_be_saved(tmp_path: Path) -> None:
@@ -147,6 +76,5 @@ def test_a_buffer_that_is_registered_after_the_first_step_is_said_not_to_be_save
         assert [caveat.kind for caveat in session.caveats] == ["new-state"]
     session = _run(tmp_path / "s", 0)
     assert session.resumed is not None
-    assert not session.resumed.exact
-    assert "'seen' was added to the model" in session.resumed.reasons[0]
+    assert session.resumed.consistent
     session.close()

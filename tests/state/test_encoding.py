@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -45,7 +45,6 @@ def floats(values: np.ndarray, encoding: Encoding, slot: str | None = None) -> n
 
 
 @given(rows_of_f32)
-@settings(max_examples=80, deadline=None)
 def test_bfloat16_is_torchs_and_within_its_bound(values: np.ndarray) -> None:
     back = floats(values, "bfloat16")
     assert np.isfinite(back).all()
@@ -58,7 +57,6 @@ def test_bfloat16_is_torchs_and_within_its_bound(values: np.ndarray) -> None:
 
 
 @given(rows_of_f32)
-@settings(max_examples=80, deadline=None)
 def test_int8_is_within_its_bound_of_the_largest_value_of_the_row(values: np.ndarray) -> None:
     back = floats(values, "int8").astype(np.float64)
     largest = np.abs(values.astype(np.float64)).max(1, keepdims=True)
@@ -68,7 +66,6 @@ def test_int8_is_within_its_bound_of_the_largest_value_of_the_row(values: np.nda
 
 
 @given(arrays(np.float32, (3, WIDTH), elements=st.floats(0, 2.0**100, width=32)))
-@settings(max_examples=80, deadline=None)
 def test_a_second_moment_never_comes_back_smaller(values: np.ndarray) -> None:
     back = floats(values, "int8", slot="exp_avg_sq").astype(np.float64)
     live = values.astype(np.float64)

@@ -20,34 +20,33 @@ POINTS = np.array([[0.0, 1.0, 2.5], [1.0, 1.0, 2.0]])
 
 def full() -> Extras:
     return Extras(
-        early={"rng": None, "extras": {"position": {"done": 3}}},
-        late=None,
-        following={"rank": 0, "usual": []},
+        state={"rng": None, "extras": {"position": {"done": 3}}},
         loop={"epoch": 1, "begun": None, "passes": [], "left": []},
         policy=PolicyMemory(17, 4),
         notes=Notes(
             POINTS,
             "l2",
-            (Caveat("k", "m", inexact=False),),
+            (Caveat("k", "m"),),
             (Event("started", "2026-01-01T00:00:00+00:00", 0, {"process": "host:1"}),),
             np.zeros((1, 5)),
+            declared=True,
         ),
     )
 
 
 def test_a_tree_has_the_fields_of_the_format_in_their_order() -> None:
     tree = full().to_tree()
-    notes = ["history", "caveats", "events", "samples"]
-    assert list(tree) == ["early", "late", "next", "loop", "policy", *notes]
+    notes = ["history", "caveats", "events", "samples", "declared"]
+    assert list(tree) == ["state", "loop", "policy", *notes]
     assert tree["policy"] == {"credit": 17, "cursor": 4}
     assert tree["history"]["norm"] == "l2"
-    assert tree["caveats"] == [{"kind": "k", "message": "m", "inexact": False}]
-    assert list(Extras(early=1, late=None).to_tree()) == ["early", "late", "policy"]
+    assert tree["caveats"] == [{"kind": "k", "message": "m"}]
+    assert list(Extras(state=1).to_tree()) == ["state", "policy"]
 
 
 def test_what_was_stored_comes_back() -> None:
     found = Extras.from_tree(codec.decode(*codec.encode(full().to_tree())))
-    assert (found.early, found.late, found.following) == (full().early, None, full().following)
+    assert found.state == full().state
     assert (found.loop, found.policy, found.notes.caveats) == (
         full().loop,
         full().policy,
@@ -57,7 +56,7 @@ def test_what_was_stored_comes_back() -> None:
     assert found.to_tree().keys() == full().to_tree().keys()
 
 
-@pytest.mark.parametrize("tree", [None, 5, [], {}, {"early": 1}, {"late": 1}, {"retired": True}, {"step": 3}])
+@pytest.mark.parametrize("tree", [None, 5, [], {}, {"loop": None}, {"retired": True}, {"step": 3}])
 def test_what_no_session_stored_is_refused(tree: object) -> None:
     with pytest.raises(Corruption, match="extras"):
         Extras.from_tree(tree)
@@ -65,11 +64,11 @@ def test_what_no_session_stored_is_refused(tree: object) -> None:
 
 def test_a_position_that_is_none_is_refused() -> None:
     with pytest.raises(Corruption, match="position of the loop"):
-        Extras.from_tree({"early": 1, "late": 2, "loop": [1]})
+        Extras.from_tree({"state": 1, "loop": [1]})
 
 
 def test_older_extras_have_defaults_for_what_they_lack() -> None:
-    assert Extras.from_tree({"early": 1, "late": 2}) == Extras(1, 2)
+    assert Extras.from_tree({"state": 1}) == Extras(1)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +88,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
-FIELDS = st.sampled_from(
-    ["early", "late", "next", "loop", "policy", "history", "caveats", "at", "max_lag", "unknown"]
-)
+FIELDS = st.sampled_from(["state", "loop", "policy", "history", "caveats", "at", "max_lag", "unknown"])
 
 
 @given(st.dictionaries(FIELDS, VALUES) | VALUES)
@@ -106,8 +103,8 @@ def test_hostile_trees_are_read_or_refused(tree: Any) -> None:
 
 def test_notes_of_another_process_keep_what_is_of_the_run() -> None:
     mixed = full().notes.of_part(Notes())
-    assert mixed == Notes(caveats=full().notes.caveats, events=full().notes.events)
-    assert mixed.to_tree().keys() == {"caveats", "events"}
+    assert mixed == Notes(caveats=full().notes.caveats, events=full().notes.events, declared=True)
+    assert mixed.to_tree().keys() == {"caveats", "events", "declared"}
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), "now", 3, True, None, [1.0]])

@@ -22,11 +22,11 @@ def notes(journal: Journal) -> Notes:
 def test_events_and_samples_come_back_from_extras() -> None:
     journal = Journal()
     journal.add("started", 0, process="host:1")
-    journal.add("resumed", 7, exact=True, perturbation=math.nan, low=0.5)
+    journal.add("resumed", 7, consistent=True, perturbation=math.nan, low=0.5)
     journal.sample(Sample(10.0, 7, 5, -1, 0.25))
     found = Notes.from_tree(codec.decode(*codec.encode(notes(journal).to_tree())))
     assert found.events == tuple(journal)
-    assert dict(found.events[1].facts) == {"exact": True, "low": 0.5}
+    assert dict(found.events[1].facts) == {"consistent": True, "low": 0.5}
     assert read_samples(found.samples) == [Sample(10.0, 7, 5, -1, 0.25)]
 
 

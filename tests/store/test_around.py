@@ -177,7 +177,7 @@ def test_a_newer_seal_that_damage_hides(saved: Store, layout: Layout, data: Data
     raw[-1] ^= 1
     path.write_bytes(raw)
     plan = plan_rollback(saved, layout, shard_of)
-    assert (plan.step, plan.exact, plan.degraded) == (1, True, True)
+    assert (plan.step, plan.consistent, plan.degraded) == (1, True, True)
     damage(saved, record.seq)
     state = state_around(saved, 0)
     assert len(lost_seals([state], sealed_sets([state]))) == 1
@@ -203,7 +203,7 @@ def test_a_newer_seal_of_two_logs_that_damage_in_one_of_them_hides(
     assert [one.step for one in shared.sealed()] == [1]
     assert len(shared.lost_seals) == 1
     (plan,) = plans_back(shared, [None], 0, None)
-    assert (plan.step, plan.exact, plan.degraded) == (1, True, True)
+    assert (plan.step, plan.consistent, plan.degraded) == (1, True, True)
 
 
 def test_a_snapshot_whose_own_record_is_damaged_is_not_another_state(saved: Store, layout: Layout) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scarctl.errors import Corruption
@@ -30,7 +30,6 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=50)
 @given(st.dictionaries(st.text(max_size=5), VALUES, max_size=4))
 def test_json_round_trips(obj: dict[str, object]) -> None:
     obj = {**obj, "format": 1}

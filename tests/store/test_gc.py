@@ -203,7 +203,7 @@ class SpaceMachine(RuleBasedStateMachine):
                 shutil.rmtree(self.folder)
 
 
-SpaceMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=16, deadline=None)
+SpaceMachine.TestCase.settings = settings(max_examples=5, stateful_step_count=16, deadline=None)
 TestSpace = pytest.mark.slow(SpaceMachine.TestCase)
 
 

@@ -48,7 +48,7 @@ def test_the_first_one_makes_the_topology_and_later_ones_compare_theirs(tmp_path
     join_members(Store.create(tmp_path / "many"), MAX_MEMBERS)
 
 
-@pytest.mark.parametrize("remote", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remote", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_many_first_ones_at_one_moment(remote: bool, tmp_path: Path, request: Any) -> None:
     place: Place | None = request.getfixturevalue("s3_place") if remote else None
     options = dict(place.options) if place else None

@@ -55,7 +55,13 @@ class Counted:
         return getattr(self.inner, name)
 
 
-@pytest.fixture(params=["local", "memory", pytest.param("s3", marks=pytest.mark.slow)])
+@pytest.fixture(
+    params=[
+        "local",
+        pytest.param("memory", marks=pytest.mark.long),
+        pytest.param("s3", marks=pytest.mark.long),
+    ]
+)
 def place(request: pytest.FixtureRequest, tmp_path: Any) -> Place:
     if request.param == "s3":
         found: Place = request.getfixturevalue("s3_place")
@@ -128,7 +134,7 @@ def test_no_more_is_read_than_is_lost(
     assert read_of == set(shards), "no other shard's files are touched"
 
 
-@pytest.mark.parametrize("place", ["local", "memory"], indirect=True)
+@pytest.mark.parametrize("place", ["local"], indirect=True)
 def test_very_many_scattered_rows_are_not_as_many_ranges(place: Place, saved: tuple[Layout, Data]) -> None:
     layout, data = saved
     ids = np.flatnonzero(layout.shards(SHARDS, 0)[:ROWS] == 0)[::2]

@@ -12,7 +12,7 @@ import safetensors
 import safetensors.numpy
 import safetensors.torch
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from scarctl.errors import Overwritten, UsageError
@@ -134,7 +134,6 @@ def _cases(draw: st.DrawFn) -> tuple[Layout, list[int], int]:
     return layout, ids, draw(st.integers(0, 2**16))
 
 
-@settings(max_examples=40)
 @given(
     case=_cases(),
     big=st.sampled_from([1, 50, 1 << 18]),
@@ -226,7 +225,6 @@ def test_a_source_that_changed_meanwhile_is_discarded(store: Store, writer: Stor
     ),
     st.integers(0, 1 << 32).map(Random),
 )
-@settings(max_examples=60, deadline=None)
 def test_checksums_of_many_groups_are_those_of_each(cuts: list[tuple[int, int, int]], random: Random) -> None:
     parts = []
     for width, rows, count in cuts:

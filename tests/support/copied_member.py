@@ -69,7 +69,7 @@ def main(store: str, folder: str, number: str, count: str, options: str) -> int:
             resumed = session.resume()
             tiers = {} if resumed.report is None else dict(resumed.report.tiers)
             steps = {"steps": state["rows"][:, 0].astype(int).tolist()} if whole else {}
-            tell(step=resumed.step, exact=resumed.exact, tiers=tiers, torn=torn(state), **steps)
+            tell(step=resumed.step, consistent=resumed.consistent, tiers=tiers, torn=torn(state), **steps)
             obeyed = 0
             while True:
                 lines = orders.read_text().splitlines() if orders.exists() else []
@@ -123,9 +123,9 @@ def obey(session: scarctl.Session, order: str, *arguments: Any) -> Any:
             session.checkpoint(full=True, wait="peers")
         elif order == "evacuate":
             found = session.evacuate(*arguments)
-            return {"safe": found.safe, "peers": list(found.peers), "exact": found.peer_sealed}
+            return {"safe": found.safe, "peers": list(found.peers), "consistent": found.peer_sealed}
         elif order == "caveats":
-            return [[caveat.kind, caveat.message, caveat.inexact] for caveat in session.caveats]
+            return [[caveat.kind, caveat.message] for caveat in session.caveats]
         elif order == "fork":
             return forked(session)
         else:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from scarctl.session.recover import Resumed
+from scarctl.session.resumed import Resumed
 from tests.support.training import Loop
 
 

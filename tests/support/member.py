@@ -61,7 +61,7 @@ def main(store: str, folder: str, number: str, count: str, options: str) -> int:
         session = attached(store, int(number), int(count), state, **json.loads(options))
         resumed = session.resume()
         tiers = {} if resumed.report is None else dict(resumed.report.tiers)
-        tell(step=resumed.step, exact=resumed.exact, tiers=tiers, torn=torn(state))
+        tell(step=resumed.step, consistent=resumed.consistent, tiers=tiers, torn=torn(state))
         while not Path(folder, "stop").exists():
             train(session, state, 1)
             steps[int(number)] = session.head_step

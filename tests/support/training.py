@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -30,12 +30,15 @@ class Net(nn.Module):
 class Loop:
     """A loop with Adam and a scheduler whose every random choice comes from torch's global generator."""
 
-    def __init__(self, store: Path | str, *, seed: int = 0, **options: Any) -> None:
+    def __init__(
+        self, store: Path | str, *, seed: int = 0, hooks: Literal["auto", "begin"] = "begin", **options: Any
+    ) -> None:
         torch.manual_seed(seed)
         self.model = Net()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, T_max=50)
         self.position = {"batches": 0}
+        self._steps = hooks == "begin"
         settings: dict[str, Any] = {"fraction": 0.25, "interval": 2, "partition_bytes": 256, **options}
         self.session = scarctl.attach(
             self.model,
@@ -43,6 +46,7 @@ class Loop:
             store=store,
             schedulers=self.scheduler,
             extras={"position": self.position},
+            hooks=hooks,
             **grouped(**settings),
         )
 
@@ -56,6 +60,8 @@ class Loop:
             loss.backward()
             self.optimizer.step()
             self.scheduler.step()
+            if self._steps:
+                self.session.step()
             if settle:
                 self.session._finish()
                 drained([self.session])

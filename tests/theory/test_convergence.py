@@ -34,7 +34,7 @@ def test_what_is_exact_is_found_exactly(c: float, x0: float, floor: float) -> No
 def test_intervals_cover_the_truth(correlated: bool) -> None:
     rng, c, x0 = np.random.default_rng(7), 0.96, 10.0
     covered = {"metric": 0, "increments": 0, "distance": 0}
-    for _ in range(200):
+    for _ in range(80):
         noise = rng.normal(size=(2, len(K)))
         if correlated:
             for k in range(1, len(K)):
@@ -45,7 +45,7 @@ def test_intervals_cover_the_truth(correlated: bool) -> None:
         covered["increments"] += increments.c_interval[0] <= c <= increments.c_interval[1]
         assert increments.x0_interval is not None
         covered["distance"] += increments.x0_interval[0] <= x0 <= increments.x0_interval[1]
-    assert min(covered.values()) >= 180, covered  # of 200, where 190 are expected
+    assert min(covered.values()) >= 72, covered  # of 80, where 76 are expected
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,9 @@ def close(one: Cost, other: Cost) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name != "unreliable")) for name in JOBS]
+)
 class TestAgainstMonteCarlo:
     def test_full(self, name: str) -> None:
         job = JOBS[name]
@@ -202,6 +204,7 @@ def test_daly_is_near_the_true_optimum_and_young_his_limit() -> None:
 
 
 class TestLimits:
+    @pytest.mark.long
     @pytest.mark.slow
     @settings(max_examples=4)
     @given(st.floats(1e3, 1e5), st.floats(1.1, 20))

@@ -15,7 +15,7 @@ def train(model: nn.Module, optimizer: optim.Optimizer) -> scarctl.Report:
         interval="auto",
         partitioning=scarctl.Partitioning(shards=8, rows={"embeddings.*": 1}),
         selection=scarctl.Selection(policy="round", norm="relative", tracker="exact"),
-        extras={"average": scarctl.Extra(model, after_step=True), "position": {"batch": 0}},
+        extras={"average": scarctl.Extra(model, per_rank=True), "position": {"batch": 0}},
         ranks=scarctl.Ranks(replicated=["router.*"]),
         hooks="begin",
         settings=scarctl.Settings(on_error="raise", daemon=False, timeout=5),

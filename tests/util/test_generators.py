@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scarctl.util import generators
@@ -48,7 +48,6 @@ def test_states_are_read_from_memory_here() -> None:
 
 
 @given(st.lists(st.sampled_from(sorted(DRAWS)), max_size=12))
-@settings(max_examples=60, deadline=None)
 def test_kept_states_are_the_official_ones(draws: list[str]) -> None:
     check()
     for name in draws:
@@ -105,7 +104,6 @@ def test_where_memory_is_not_as_expected_the_official_functions_are_used(
 
 
 @given(st.lists(st.sampled_from(sorted(DRAWS)), max_size=6))
-@settings(max_examples=30, deadline=None)
 def test_a_state_is_kept_once_until_a_generator_draws(draws: list[str]) -> None:
     for name in draws:
         kept = keep_host()

@@ -9,18 +9,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from scarctl.adapter import StateGroup, Watching
+from scarctl.adapter import StateGroup
 from scarctl.distributed.collectives import world_size
 from scarctl.errors import UsageError
-from scarctl.state.caveats import Caveats
 from scarctl.state.layout import Layout
+from scarctl.state.torch_dtypes import private
 from scarctl_adapters.deepspeed.checking import check_engine
 from scarctl_adapters.deepspeed.optimizer_state import EngineState, FlatState
 from scarctl_adapters.deepspeed.partitions import Fragment, Partitions, place_of_run
 from scarctl_adapters.deepspeed.stepping import Stepping
 from scarctl_adapters.torch.adapter import TorchAdapter
 from scarctl_adapters.torch.names import model_names
-from scarctl_adapters.torch.watch import Watch
+from scarctl_adapters.torch.settings import Settled
 
 
 class DeepSpeedAdapter(TorchAdapter):
@@ -40,11 +40,11 @@ class DeepSpeedAdapter(TorchAdapter):
         self,
         engine: Any,
         optimizers: Sequence[Optimizer],
-        late: Mapping[str, Any],
-        early: Mapping[str, Any],
+        objects: Mapping[str, Any],
+        extras: Mapping[str, Any],
         replicated: Sequence[str] = (),
     ) -> None:
-        super().__init__(engine.module, [], late, early, replicated)
+        super().__init__(engine.module, [], objects, extras, replicated)
         self._engine, self._zero = engine, engine.optimizer
         self._partitions = Partitions(self._zero)
         self._flat_state = FlatState(self._zero.optimizer, self._partitions)
@@ -130,27 +130,17 @@ class DeepSpeedAdapter(TorchAdapter):
     def _resident(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         return parameter
 
-    def capture_early(self) -> dict[str, Any]:
-        """Return the early extras of `TorchAdapter`, and what the engine counts at the end of its step."""
-        return {**super().capture_early(), "engine": self._engine_state.capture()}
+    def capture(self) -> dict[str, Any]:
+        """Return the extras of `TorchAdapter`, the engine's counts, and the inner optimizer's state outside slots."""
+        zero = Settled(self._zero.optimizer, self._flat_state.capture)
+        return {**super().capture(), "engine": private(self._engine_state.capture()), "zero": zero}
 
-    def capture_late(self) -> dict[str, Any]:
-        """Return the late extras of `TorchAdapter`, and the inner optimizer's state outside slots."""
-        return {**super().capture_late(), "zero": self._flat_state.capture()}
-
-    def capture_light(self) -> list[Any]:
-        return [*super().capture_light(), ["zero", self._flat_state.settings()]]
-
-    def with_light(self, late: Any, light: Any) -> Any:
-        *others, (_, settings) = light
-        return {**super().with_light(late, others), "zero": {**late["zero"], "param_groups": settings}}
-
-    def restore(self, early: Any, late: Any) -> None:
+    def restore(self, state: Any) -> None:
         """Restore everything, the random number generators last. A collective."""
-        self._engine_state.restore(early["engine"])
-        self._flat_state.restore(late["zero"])
+        self._engine_state.restore(state["engine"])
+        self._flat_state.restore(state["zero"])
         self.derive()
-        super().restore(early, late)
+        super().restore(state)
 
     def derive(self) -> None:
         """See `Derives`."""
@@ -161,28 +151,9 @@ class DeepSpeedAdapter(TorchAdapter):
         self.groups()
         return self._flat_state.create_slots(layout, self._by_name)
 
-    def watch(self, caveats: Caveats) -> Watching:
-        """See `KnowsCaveats`."""
-        self._caveats = caveats
-        saved = (*self._early.values(), *self._late.values())
-        watch = _Watch(self._model, [], [], caveats, saved)
-        watch.inner = self._zero.optimizer
-        self._watching = watch
-        return watch
-
     def install(self, before: Callable[[], None], after: Callable[[], None] | None) -> Callable[[], None]:
         """Call `before` when ZeRO is about to change master weights, `after` when the engine's step has ended."""
         return Stepping.install(self._engine, before, after)
-
-
-class _Watch(Watch):
-    """A watch that knows the optimizer inside of ZeRO."""
-
-    inner: Optimizer | None = None
-
-    def _after(self, optimizer: Optimizer, *given: object) -> None:
-        if optimizer is not self.inner:
-            super()._after(optimizer, *given)
 
 
 def _part_ptr(parameter: Any) -> int:

@@ -12,9 +12,9 @@ from scarctl.state.layout import Layout
 from scarctl.state.torch_dtypes import name_of, torch_of
 from scarctl.stateful import check_stateful, restore_state, state_of
 from scarctl_adapters.deepspeed.partitions import Fragment, Partitions
-from scarctl_adapters.torch.light import Settings
 from scarctl_adapters.torch.optimizer_state import is_savable, update_group
 from scarctl_adapters.torch.packing import LEAVES
+from scarctl_adapters.torch.settings import savable
 from scarctl_adapters.torch.slots import is_slot
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -48,9 +48,9 @@ class FlatState:
         """Return the optimizer's slots of one flat tensor, each of its shape; {} before the first step."""
         return {key: value for key, value in self._held(flat).items() if is_slot(key, value, flat)}
 
-    def settings(self) -> list[Settings]:
-        """Return the settings of all param_groups at this moment."""
-        return [Settings(group) for group in self.optimizer.param_groups]
+    def settings(self) -> list[dict[str, Any]]:
+        """Return the settings of all param_groups."""
+        return [savable(group) for group in self.optimizer.param_groups]
 
     def capture(self) -> dict[str, Any]:
         """Return settings, other state and kinds of slots by param_group. Raises UsageError for other state."""

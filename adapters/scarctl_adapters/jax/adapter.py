@@ -114,7 +114,6 @@ class JaxAdapter(LoopAdapter):
                 "the state is donated in the step (donate_argnums), but the session does not know it: a signal that "
                 "ends the process in a step loses that step and those since the last checkpoint. Attach with "
                 "donated=True",
-                inexact=False,
             )
         self.release()
         self._written.clear()
@@ -201,23 +200,23 @@ class JaxAdapter(LoopAdapter):
             ]
         return self._written[name]
 
-    def capture_early(self) -> dict[str, Any]:
+    def capture(self) -> dict[str, Any]:
         """Return the values that are saved whole: leaves, Python's and numpy's global random generators, the user's
         extras.
         """
         state = self._tree
         leaves = Kept({state.plan.names[n]: state.leaves[n] for n in state.plan.whole})
-        return {"leaves": leaves, **super().capture_early()}
+        return {"leaves": leaves, **super().capture()}
 
-    def restore(self, early: Any, late: Any) -> None:
-        """Restore `capture_early`."""
-        state = self._tree
-        check_names("extras", early["extras"], self._extras)
-        check_names("leaves", early["leaves"], {state.plan.names[n]: n for n in state.plan.whole})
-        for n in state.plan.whole:
-            state.leaves[n] = restored(early["leaves"][state.plan.names[n]], state.leaves[n])
+    def restore(self, state: Any) -> None:
+        """Restore `capture`."""
+        tree = self._tree
+        check_names("extras", state["extras"], self._extras)
+        check_names("leaves", state["leaves"], {tree.plan.names[n]: n for n in tree.plan.whole})
+        for n in tree.plan.whole:
+            tree.leaves[n] = restored(state["leaves"][tree.plan.names[n]], tree.leaves[n])
         self._dirty = True
-        super().restore(early, late)
+        super().restore(state)
 
     def install(self, before: Callable[[], None], after: Callable[[], None] | None) -> Callable[[], None]:
         """See `Adapter`. `TreeSession.step` calls the hooks."""
@@ -243,7 +242,6 @@ class JaxAdapter(LoopAdapter):
                 f"{len(away)} leaves of the state, such as {away[0]!r}, are on an accelerator or on several devices: "
                 "every checkpoint copies all of the state to the host first, while the loop waits. This was tested "
                 "only with several devices of a CPU",
-                inexact=False,
             )
 
 
@@ -252,9 +250,6 @@ class _Watching:
         self._adapter = adapter
 
     def stepped(self) -> None:
-        pass
-
-    def look(self) -> None:
         pass
 
     def end(self) -> None:

@@ -102,8 +102,8 @@ def _whole(store: str, snapshot: str | None) -> dict[str, Any]:
             found = share.store.read_extras(shard)
             if found is not None and found[0] > newest[0]:
                 newest = found
-    early = newest[1].get("early") if isinstance(newest[1], dict) else None
-    leaves = early.get("leaves") if isinstance(early, dict) else None
+    saved = newest[1].get("state") if isinstance(newest[1], dict) else None
+    leaves = saved.get("leaves") if isinstance(saved, dict) else None
     if not isinstance(leaves, dict):
         raise Corruption(f"{store}: no session over a JAX tree has saved to it")
     return {name: leaf for name, leaf in leaves.items() if _is_sound(leaf)}

@@ -18,7 +18,7 @@ import jax
 import scarctl
 from scarctl.errors import UsageError
 from scarctl.recovery.report import Report
-from scarctl.session.recover import Resumed
+from scarctl.session.resumed import Resumed
 from scarctl.theory.rework import Mode
 from scarctl_adapters.jax.adapter import JaxAdapter, Tree
 from scarctl_adapters.options import check_options

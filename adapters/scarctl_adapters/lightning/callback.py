@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 from scarctl.api import attach
 from scarctl.config import Extra
 from scarctl.errors import NoIntactCopy, UsageError
-from scarctl.session.recover import Resumed, check_mode
+from scarctl.session.recover import check_mode
+from scarctl.session.resumed import Resumed
 from scarctl.state.codec import encode
 from scarctl.state.torch_dtypes import plain
 from scarctl.theory.rework import Mode
@@ -150,7 +151,7 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
             log.info(
                 "continuing after step %d (%s)",
                 self.resumed.step,
-                "exact" if self.resumed.exact else f"not exact: {'; '.join(self.resumed.reasons)}",
+                self.resumed.label,
             )
         else:
             fit.wait_for(_optimizers(trainer))

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from scarctl.errors import UsageError
-from scarctl.state.torch_dtypes import plain
+from scarctl.state.torch_dtypes import Deferred, plain
 from scarctl_adapters.settled import Settled
 from scarctl_adapters.torch.optimizer_state import update_group
+from scarctl_adapters.torch.settings import Later
 
 
 class LateState:
@@ -38,9 +39,9 @@ class LateState:
         """Keep the state before a validation or an epoch's end."""
         self._settled.settle()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values of schedulers, optimizers' param_groups, precision plugin and callbacks."""
-        return self._settled.value or self._capture()
+    def state_dict(self) -> Deferred:
+        """Return the values once they are needed: schedulers, param_groups, precision plugin and callbacks."""
+        return Later(lambda: self._settled.value or self._capture())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict`. Raises UsageError for another number of schedulers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,18 +16,20 @@ from scarctl.adapter import StateGroup, Watching
 from scarctl.checkpoint.randomness import raw, restore_rng, undisturbed
 from scarctl.distributed.collectives import world_size
 from scarctl.errors import UsageError
+from scarctl.lint.unattached import Unattached
 from scarctl.state.caveats import Caveats
 from scarctl.state.layout import Layout, Place
+from scarctl.state.torch_dtypes import private
 from scarctl.stateful import check_names, check_stateful, restore_state, state_of
-from scarctl_adapters.torch.checking import check_trained
+from scarctl_adapters.torch.checking import check_trained, unsaved_hooks
 from scarctl_adapters.torch.derived import recompute
 from scarctl_adapters.torch.homes import Holder, homes_of
 from scarctl_adapters.torch.identity import Tensors, tensors_now
-from scarctl_adapters.torch.light import changing, light_of, with_light
 from scarctl_adapters.torch.lost import restore_lost
-from scarctl_adapters.torch.mixing import mix_late
+from scarctl_adapters.torch.mixing import mix_optimizers
 from scarctl_adapters.torch.names import model_names, persistent_buffers
 from scarctl_adapters.torch.optimizer_state import OptimizerState
+from scarctl_adapters.torch.settings import Later, Settled, object_of
 from scarctl_adapters.torch.sharding import (
     Wrapping,
     distinct_part,
@@ -42,11 +45,10 @@ from scarctl_adapters.torch.sharding import (
 )
 from scarctl_adapters.torch.slots import Slots, create_slots
 from scarctl_adapters.torch.stepping import around, at_the_change
-from scarctl_adapters.torch.watch import Watch
 
 
 class TorchAdapter:
-    """State of a module and its optimizers: an `Adapter` that `KnowsLoop` and `KnowsCaveats`.
+    """State of a module and its optimizers: an `Adapter` that `KnowsCaveats`.
 
     Groups are the module's parameters and persistent buffers, then parameters that only an optimizer has. Parameters
     that share memory are one group, under the first name. Optimizer state of the parameter's shape is in its slots.
@@ -66,14 +68,17 @@ class TorchAdapter:
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        late: Mapping[str, Any],
-        early: Mapping[str, Any],
+        objects: Mapping[str, Any],
+        extras: Mapping[str, Any],
         replicated: Sequence[str] = (),
     ) -> None:
+        """objects: schedulers and scaler. extras: the user's objects."""
         self._model = model
         self._optimizers = list(optimizers)
-        self._late, self._changing = dict(late), changing(late)
-        self._early = dict(early)
+        self._objects, self._extras = dict(objects), dict(extras)
+        self._given = bool(objects or extras)
+        self._rests = [partial(self._capture_optimizer, number) for number in range(len(optimizers))]
+        self._modules = Later(self._capture_modules)
         self._wrapping = Wrapping(model, replicated)
         self._sharded: dict[str, Any] = {}
         # Walking all modules takes longer than the rest of the work after every step.
@@ -95,7 +100,6 @@ class TorchAdapter:
         self._states = [OptimizerState(o, homes) for o, homes in zip(self._optimizers, states, strict=True)]
         self._slots = [(home.prefix, Slots(home.optimizer)) for home in self._homes if not home.shares]
         self._caveats = Caveats()
-        self._watching: Watch | None = None
         self._stepping: int | None = None
         """Number of the optimizer whose step has begun."""
 
@@ -108,16 +112,15 @@ class TorchAdapter:
         schedulers: Sequence[Any] = (),
         scaler: Any = None,
         extras: Mapping[str, Any] | None = None,
-        after_step: Mapping[str, Any] | None = None,
         replicated: Sequence[str] = (),
     ) -> TorchAdapter:
         """Return an adapter; see `scarctl.attach` for the arguments. Raises UsageError for unsuitable objects."""
         check_trained(model, optimizers, knows_tables=cls._knows_tables)
-        late = {f"scheduler{i}": scheduler for i, scheduler in enumerate(schedulers)}
-        late |= ({} if scaler is None else {"scaler": scaler}) | dict(after_step or {})
-        for name, item in {**late, **(extras or {})}.items():
+        objects = {f"scheduler{i}": scheduler for i, scheduler in enumerate(schedulers)}
+        objects |= {} if scaler is None else {"scaler": scaler}
+        for name, item in {**objects, **(extras or {})}.items():
             check_stateful(name, item)
-        adapter = cls(model, optimizers, late, extras or {}, replicated)
+        adapter = cls(model, optimizers, objects, extras or {}, replicated)
         if replicated or cls._knows_tables or any(map(is_dtensor, model.parameters())):
             # Parts of a tensor may be unsuitable, and patterns may match nothing.
             adapter._wrapping.check_patterns([group.name for group in adapter.groups()])
@@ -128,13 +131,12 @@ class TorchAdapter:
         """Class names of the optimizers, such as "AdamW" or "Adam+SGD"."""
         names = []
         for optimizer in self._optimizers:
-            inner = with_state(optimizer)
-            name = type(optimizer).__name__
+            inner, name = with_state(optimizer), type(optimizer).__name__
             names.append(name if inner is optimizer else f"{name}({type(inner).__name__})")
         return "+".join(names)
 
     @property
-    def late_per_rank(self) -> bool:
+    def extras_per_rank(self) -> bool:
         """True with ZeRO, with parameters of this rank alone, or with modules that have extra state."""
         if world_size() == 1:
             return False
@@ -251,42 +253,48 @@ class TorchAdapter:
                     found[name] = largest != 0
         return found
 
-    def capture_early(self) -> dict[str, Any]:
-        """Return the states of the random number generators and the user's extras."""
+    def capture(self) -> dict[str, Any]:
+        """Return random generators, the user's objects, schedules and scaler, and optimizers' settings as they are now.
+
+        The rest of the optimizers' state, which only a step changes, and modules' extra state are read later.
+        """
         rng = raw()
-        if not self._early:
-            return {"rng": rng, "extras": {}}
-        with undisturbed():
-            return {"rng": rng, "extras": {n: state_of(item) for n, item in self._early.items()}}
-
-    def modules(self) -> Iterator[nn.Module]:
-        return self._model.modules()
-
-    def early_extras(self) -> dict[str, Any]:
-        return self._early
-
-    def late_extras(self) -> dict[str, Any]:
-        return self._late
-
-    def capture_light(self) -> list[Any]:
-        return light_of(self._changing, self._optimizers)
-
-    def with_light(self, late: Any, light: Any) -> Any:
-        return with_light(late, light)
-
-    def capture_late(self) -> dict[str, Any]:
-        """Return optimizers' extras, schedulers, gradient scaler and modules' extra state."""
-        if self._watching is not None:
-            self._watching.outside.look()
+        if not self._given:
+            extras: dict[str, Any] = {}
+            objects: dict[str, Any] = {}
+        else:
+            with undisturbed():
+                extras = {name: private(state_of(item)) for name, item in self._extras.items()}
+                objects = {name: private(object_of(item)) for name, item in self._objects.items()}
+        optimizers = list(map(Settled, self._optimizers, self._rests))
         return {
-            "optimizers": [
-                {**state.capture(self._unsavable, self._known[0]), **self._names(optimizer)}
-                for optimizer, state in zip(self._optimizers, self._states, strict=True)
-            ],
-            "objects": {name: state_of(item) for name, item in self._late.items()},
-            "modules": {name: module.get_extra_state() for name, module in self._modules_with_extra_state()},
+            "rng": rng,
+            "extras": extras,
+            "objects": objects,
+            "optimizers": optimizers,
+            "modules": self._modules,
             "model": self._names_in_model,
         }
+
+    def _capture_optimizer(self, number: int) -> dict[str, Any]:
+        """Return an optimizer's state outside of slots, which only its step changes."""
+        state, optimizer = self._states[number], self._optimizers[number]
+        return {**state.capture(self._unsavable, self._known[0]), **self._names(optimizer)}
+
+    def ranks_may_differ(self) -> bool:
+        """See `LetsRanksDiffer`."""
+        return bool(unsaved_hooks(self._model, self._extras.values()))
+
+    def _capture_modules(self) -> dict[str, Any]:
+        if kinds := unsaved_hooks(self._model, self._extras.values()):
+            self._caveats.say(
+                "communication-hook",
+                f"a communication hook of DistributedDataParallel has a state ({', '.join(kinds)}) that is not saved: "
+                "a resumed run reduces its next gradients differently",
+            )
+        else:
+            self._caveats.withdraw("communication-hook")
+        return {name: module.get_extra_state() for name, module in self._modules_with_extra_state()}
 
     def _captured(self) -> None:
         self._caveats.say(
@@ -312,16 +320,11 @@ class TorchAdapter:
     def watch(self, caveats: Caveats) -> Watching:
         """See `KnowsCaveats`."""
         self._caveats = caveats
-        saved = (*self._early.values(), *self._late.values())
-        self._watching = Watch(self._model, self._optimizers, self._homes, caveats, saved)
-        return self._watching
+        attached = {id(o) for o in self._optimizers} | {id(home.optimizer) for home in self._homes}
+        return Unattached(self._model.parameters(), attached, caveats)
 
-    def ranks_may_differ(self) -> bool:
-        """See `LetsRanksDiffer`."""
-        return self._watching is not None and bool(self._watching.outside.unsettled())
-
-    def mix_late(self, theirs: Any, own: Any) -> Any:
-        if not self.late_per_rank:
+    def mix(self, theirs: Any, own: Any) -> Any:
+        if not self.extras_per_rank:
             return theirs
         zeros = {id(p) for o in self._optimizers if zero_of(o) is not None for p in params_of(o)}
         roles = {group.name: group.role for group in self.groups()}
@@ -330,25 +333,25 @@ class TorchAdapter:
             for name, _, parameter in self._parameters()
             if roles.get(name) == "shared" and id(parameter) not in zeros
         }
-        return mix_late(theirs, own, shared)
+        return mix_optimizers(theirs, own, shared)
 
-    def restore(self, early: Any, late: Any) -> None:
+    def restore(self, state: Any) -> None:
         """Restore everything, the random number generators last."""
-        if (count := len(late["optimizers"])) != len(self._optimizers):
+        if (count := len(state["optimizers"])) != len(self._optimizers):
             raise UsageError(f"the store has {count} optimizers, not {len(self._optimizers)}")
-        check_names("schedulers or scaler", late["objects"], self._late)
-        check_names("extras", early["extras"], self._early)
-        for state, saved in zip(self._states, late["optimizers"], strict=True):
-            state.restore(saved)
-        for name, item in self._late.items():
-            restore_state(item, late["objects"][name])
+        check_names("schedulers or scaler", state["objects"], self._objects)
+        check_names("extras", state["extras"], self._extras)
+        for own, saved in zip(self._states, state["optimizers"], strict=True):
+            own.restore(saved)
+        for name, item in self._objects.items():
+            restore_state(item, state["objects"][name])
         for name, module in self._modules_with_extra_state():
-            if name in late["modules"]:
-                module.set_extra_state(late["modules"][name])
-        for name, item in self._early.items():
-            restore_state(item, early["extras"][name])
+            if name in state["modules"]:
+                module.set_extra_state(state["modules"][name])
+        for name, item in self._extras.items():
+            restore_state(item, state["extras"][name])
         recompute(self._model)
-        restore_rng(early["rng"])
+        restore_rng(state["rng"])
 
     def derive(self) -> None:
         recompute(self._model)
@@ -378,8 +381,6 @@ class TorchAdapter:
 
             def enter(number: int = number) -> None:
                 self._stepping = number
-                if self._watching is not None:
-                    self._watching.step_begins()
                 before()
 
             if after is None:

@@ -1,12 +1,14 @@
-"""Refuse models and optimizers that cannot be checkpointed, when a session is attached."""
+"""Refuse models and optimizers that cannot be checkpointed, and find states of communication hooks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -94,3 +96,17 @@ def _check_common(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             "no optimizer has a parameter of this model",
             hint="make the optimizer from model.parameters(), after the model is wrapped or moved",
         )
+
+
+def unsaved_hooks(model: nn.Module, saved: Iterable[Any]) -> list[str]:
+    """Return the types of communication hooks' states that are not in `saved`, and may let ranks differ.
+
+    A state with a true `settled` has nothing to save.
+    """
+    if not dist.is_available():
+        return []
+    models = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    states = [state for ddp in models for _, state in getattr(ddp, "_comm_hooks", ())]
+    given = set(map(id, saved))
+    states = [s for s in states if not (s is None or isinstance(s, dist.ProcessGroup) or id(s) in given)]
+    return sorted({type(s).__name__ for s in states if not getattr(s, "settled", False)})

@@ -1,7 +1,7 @@
 """Restore optimizer state of lost parameters that is in no slot, because its shape differs from the parameter's.
 
 Adafactor keeps one number per row and one per column, SOAP matrices of each dimension, LBFGS vectors over all
-parameters under the first of them. A partial recovery restores it from the newest late extras:
+parameters under the first of them. A partial recovery restores it from the newest extras:
 
 - one number per row (as many values as the parameter has rows): for lost rows, and where it is not finite;
 - other values with a size, all together: if the whole parameter was lost, or some value is not finite. A part of them
@@ -37,7 +37,7 @@ def restore_lost(
     """Restore the optimizer state of lost rows.
 
     optimizers: for each optimizer its own home, then the homes of optimizers that it wraps. names: names of groups, by
-    id of the parameter. lost: masks by group, bool of shape (rows,). saved: returns late extras; called only if needed.
+    id of the parameter. lost: masks by group, bool of shape (rows,). saved: returns extras; called only if needed.
     """
     for number, homes in enumerate(optimizers):
         for home in homes:

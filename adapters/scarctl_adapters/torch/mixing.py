@@ -1,4 +1,4 @@
-"""Build late extras for a rank that has lost its own, from another rank's extras and its own older ones."""
+"""Build extras for a rank that has lost its own, from another rank's extras and its own older ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 
-def mix_late(theirs: Mapping[str, Any], own: Mapping[str, Any], shared: Collection[str]) -> dict[str, Any]:
+def mix_optimizers(
+    theirs: Mapping[str, Any], own: Mapping[str, Any], shared: Collection[str]
+) -> dict[str, Any]:
     """Return `theirs`, of the step that all ranks continue from, with this rank's own part of `own`, of an older step.
 
     shared: names of the parameters that both ranks hold. Their step counts come from the other rank, so that copies

@@ -15,11 +15,11 @@ from scarctl.distributed.collectives import world_size
 from scarctl.errors import UsageError
 from scarctl.state.caveats import Caveats
 from scarctl.state.layout import Place
+from scarctl.state.torch_dtypes import private
 from scarctl_adapters.torch.adapter import TorchAdapter
 from scarctl_adapters.torch.sharding import params_of, scope_of_group
-from scarctl_adapters.torch.watch import Watch
 from scarctl_adapters.torchrec.lookups import Lookups
-from scarctl_adapters.torchrec.optimizers import FusedState, mixed, only_wraps, torch_optimizers
+from scarctl_adapters.torchrec.optimizers import FusedState, mixed, torch_optimizers
 from scarctl_adapters.torchrec.tables import Table, fused_optimizers, kernels_of
 
 
@@ -39,13 +39,13 @@ class TorchRecAdapter(TorchAdapter):
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        late: Mapping[str, Any],
-        early: Mapping[str, Any],
+        objects: Mapping[str, Any],
+        extras: Mapping[str, Any],
         replicated: Sequence[str] = (),
     ) -> None:
         self._scope = _scope_of(model)
         inner = get_module(model)
-        super().__init__(inner, optimizers, late, early, replicated)
+        super().__init__(inner, optimizers, objects, extras, replicated)
         kernels = kernels_of(inner)
         # These modules run in the model's place, and are not among its modules.
         self._kernels = [kernel.lookup for kernel in kernels]
@@ -103,43 +103,39 @@ class TorchRecAdapter(TorchAdapter):
         read = {self._wrapping.clean(name): rows for name, rows in self._lookups.touched().items()}
         return {**super().touched_rows(dense=dense), **read}
 
-    def capture_late(self) -> dict[str, Any]:
-        """Return the late extras of `TorchAdapter`, and learning rates and counts of fused optimizers."""
-        tables = {"tables": self._fused_state.capture(), "trained": self._trained_names()}
-        return {**super().capture_late(), **tables}
+    def capture(self) -> dict[str, Any]:
+        """Return the extras of `TorchAdapter`, and learning rates and counts of fused optimizers."""
+        tables = {"tables": private(self._fused_state.capture()), "trained": self._trained_names()}
+        return {**super().capture(), **tables}
 
     def _trained_names(self) -> list[list[str]]:
         names = {id(parameter): name for name, _, parameter in self._parameters()}
         return [[names.get(id(p), "") for p in params_of(optimizer)] for optimizer in self._optimizers]
 
-    def mix_late(self, theirs: Any, own: Any) -> Any:
-        return {**super().mix_late(theirs, own), "tables": mixed(theirs["tables"], own["tables"])}
+    def mix(self, theirs: Any, own: Any) -> Any:
+        return {**super().mix(theirs, own), "tables": mixed(theirs["tables"], own["tables"])}
 
-    def restore(self, early: Any, late: Any) -> None:
+    def restore(self, state: Any) -> None:
         """Restore everything, the random number generators last."""
-        if late.get("trained", self._trained_names()) != self._trained_names():
+        if state.get("trained", self._trained_names()) != self._trained_names():
             raise UsageError(
                 "other tables than before are trained in the backward pass, so that the state of "
                 f"{super().optimizer} does not fit",
                 hint="keep the tables that are data-parallel or dense, or begin with a new store",
             )
-        self._fused_state.restore(late.get("tables", {"rates": {}, "counts": {}}))
-        super().restore(early, late)
+        self._fused_state.restore(state.get("tables", {"rates": {}, "counts": {}}))
+        super().restore(state)
 
     def watch(self, caveats: Caveats) -> Watching:
         """See `KnowsCaveats`."""
-        self._caveats = caveats
         devices = sorted({table.weight.device.type for table in self._fused} - {"cpu"})
         if devices:
             caveats.say(
                 "untested-tables",
                 f"embedding tables on {devices[0]} are saved like those on a CPU, but that was never tested: see "
                 "docs/torchrec.md",
-                inexact=False,
             )
-        saved = (*self._early.values(), *self._late.values(), *self._kernels)
-        self._watching = _Watch(self._model, self._optimizers, self._homes, caveats, saved)
-        return self._watching
+        return super().watch(caveats)
 
     def install(self, before: Callable[[], None], after: Callable[[], None] | None) -> Callable[[], None]:
         """Call `before` also before the backward passes of lookups. Return the removal of all hooks."""
@@ -172,14 +168,6 @@ class TorchRecAdapter(TorchAdapter):
                 removals.pop()()
 
         return remove
-
-
-class _Watch(Watch):
-    """A watch that ignores optimizers that only call others."""
-
-    def _after(self, optimizer: Optimizer, *given: object) -> None:
-        if not only_wraps(optimizer):
-            super()._after(optimizer, *given)
 
 
 def _is_in_backward(parameter: object) -> bool:

@@ -21,7 +21,7 @@ from typing import Annotated, Any, get_args
 
 import scarctl
 from scarctl.errors import UsageError
-from scarctl.session.recover import Resumed
+from scarctl.session.resumed import Resumed
 from scarctl.theory.rework import Mode
 
 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -10,13 +11,13 @@ from scarctl.distributed.collectives import world_size
 from scarctl.errors import UsageError
 from scarctl.util.text import counted
 
+log = logging.getLogger("scarctl")
+
 
 class DataPosition:
     """The position of one rank's loader: an extra with `per_rank`.
 
     `ParallelAwareDataloader.state_dict` pickles the state of the loader below it, which is plain. That one is saved.
-
-    misfit: why reading does not continue where the saved run stopped; None if it does.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -24,7 +25,6 @@ class DataPosition:
         self._loader = loader
         # If both are as before, each rank has its part again: parts go to ranks by their numbers.
         self._parts, self._ranks = getattr(loader, "dp_world_size", 1), world_size()
-        self.misfit: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loader that is read, or else the state with which reading will begin."""
@@ -46,11 +46,9 @@ class DataPosition:
         other = sorted(
             name for name in state["data"].keys() | data if state["data"].get(name) != data.get(name)
         )
-        self.misfit = (
-            "; ".join(f"{name} differs from the run's: the next batches differ" for name in other) or None
-        )
+        misfit = "; ".join(f"{name} differs from the run's: the next batches differ" for name in other)
         if (state["parts"], state["ranks"]) != (self._parts, self._ranks):
-            self.misfit = (
+            misfit = (
                 f"the data had {counted(state['parts'], 'part')} on {counted(state['ranks'], 'rank')}, and now has "
                 f"{counted(self._parts, 'part')} on {counted(self._ranks, 'rank')}: every rank reads its part from the "
                 "beginning, because torchtitan's loaders cannot divide positions"
@@ -63,9 +61,11 @@ class DataPosition:
                 hint="start the training again: it continues from the store",
             )
         elif not state["state"]:
-            self.misfit = "a rank's position in the data was not saved: it reads its part from the beginning"
+            misfit = "a rank's position in the data was not saved: it reads its part from the beginning"
         else:
             StatefulDataLoader.load_state_dict(self._loader, state["state"])
+        if misfit:
+            log.warning("%s", misfit)
 
     def _data(self) -> dict[str, Any]:
         """Return the settings of a loader and its dataset that determine the batches."""

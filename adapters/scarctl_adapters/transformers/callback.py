@@ -32,7 +32,8 @@ import torch
 import scarctl
 from scarctl.checkpoint.randomness import capture_rng, restore_rng
 from scarctl.errors import UsageError
-from scarctl.session.recover import Resumed, check_mode
+from scarctl.session.recover import check_mode
+from scarctl.session.resumed import Resumed
 from scarctl.theory.rework import Mode
 
 try:
@@ -185,14 +186,13 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
             optimizer,
             schedulers=[self._scheduler, self._progress],
             scaler=trainer.accelerator.scaler,
+            hooks="begin",
             ranks=scarctl.Ranks(replicated=_replicated(trainer)),
             **with_extras(self._options, {_NAME: scarctl.Extra(self._generators, per_rank=True)}),
         )
         self.resumed = self.session.resume(self._mode, self._snapshot)
         if self._folder is None:
             self._progress.forget()
-            # The next batch is not the one that followed the step in the store.
-            self.session._progress.witness.forget()
             self._theirs["_load_from_checkpoint"](checkpoint, model)
             if self.resumed.step:
                 log.warning(
@@ -276,9 +276,10 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
             self._progress.settle()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """See `TrainerCallback`. The Trainer has counted the step."""
+        """See `TrainerCallback`. The Trainer has counted the step, and stepped the schedule."""
         if self.session is not None:
             self._progress.counted()
+            self.session.step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._end()

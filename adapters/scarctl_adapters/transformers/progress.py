@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +26,11 @@ from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
 
 from scarctl.checkpoint.randomness import capture_rng
+from scarctl.state.torch_dtypes import Deferred
 from scarctl_adapters.settled import Settled
+from scarctl_adapters.torch.settings import Later
+
+log = logging.getLogger("scarctl")
 
 _FIELDS = (
     "epoch",
@@ -56,8 +61,6 @@ class _Values:
 
 class Progress:
     """The Trainer's own state, equal on all ranks. `state_dict` may be called from any thread."""
-
-    owns_loop = True
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -90,7 +93,11 @@ class Progress:
         self.counted()
         self._settled.settle()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Deferred:
+        """Return the values once they are needed: the Trainer changes them after the step."""
+        return Later(self._state)
+
+    def _state(self) -> dict[str, Any]:
         """Return plain values: counters, the log and callbacks' states as JSON, random numbers or None."""
         settled = self._settled.value or dataclasses.replace(self._values(), step=self._step)
         args = self._trainer.args
@@ -109,6 +116,9 @@ class Progress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep `state` for `trainer_state`. While the Trainer trains, set its TrainerState back; batches continue."""
         self.restored = state
+        saved, now = state["data"], _data(self._trainer.args)
+        for name in sorted(name for name in saved.keys() & now.keys() if saved[name] != now[name]):
+            log.warning("%s differs from the run's: the next batches differ", name)
         if self.training:
             self._fill(self._trainer.state)
             self._trainer.current_flos = 0
@@ -197,15 +207,6 @@ class Progress:
             else args.max_steps
         )
         return bool(0 < of <= saved["step"])
-
-    @property
-    def misfit(self) -> str | None:
-        """The arguments that differ from the restored run, and change the next batches; None without one."""
-        if self.restored is None:
-            return None
-        saved, now = self.restored["data"], _data(self._trainer.args)
-        other = sorted(name for name in saved.keys() & now.keys() if saved[name] != now[name])
-        return "; ".join(f"{name} differs from the run's: the next batches differ" for name in other) or None
 
 
 class Generators:

@@ -82,7 +82,7 @@ def test_another_number_of_ranks_and_another_stage_take_over(tmp_path: Path) -> 
         found = launch(f"{JOBS}:one_run", world, str(tmp_path), until, kind, timeout=120)[0]
         now = {name: value for name, value in found["first"].items() if name not in APART}
         assert not before or now == {name: before[name] for name in now}, (world, kind)
-        assert found["exact"] == (not before), found["reasons"]
+        assert found["consistent"] == (not before), found["reasons"]
         assert not before or [reason.partition(" ")[0] for reason in found["reasons"]] == ["saved"]
         assert found["head"] == until
         before = found["last"]

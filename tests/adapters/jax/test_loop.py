@@ -129,7 +129,7 @@ def test_donated_memory_is_used_again_and_every_copy_is_right(tmp_path: Path) ->
     with attach(models.build(), donated=True, **options(tmp_path)) as session:
         assert same(session.resume(), alone)
         assert session.resumed is not None
-        assert session.resumed.exact
+        assert session.resumed.consistent
 
 
 def test_donating_without_saying_so_is_safe_and_warned_of(
@@ -249,7 +249,7 @@ def test_a_signal_in_a_step_loses_nothing(tmp_path: Path) -> None:
     with attach(models.build(), **options(tmp_path)) as session:
         state = session.resume()
         assert session.resumed is not None
-        assert session.resumed.exact
+        assert session.resumed.consistent
         assert session.head_step == 3
     alone = models.build()
     for number in range(3):
@@ -295,7 +295,7 @@ def test_an_nnx_model_with_its_optimizer(tmp_path: Path) -> None:
     with attach(build()[1], **options(tmp_path)) as session:
         state = session.resume()
         assert session.resumed is not None
-        assert session.resumed.exact
+        assert session.resumed.consistent
         for number in range(session.head_step, 5):
             state = session.step(step(state, models.batch(number)))
     assert same(state, alone)

@@ -120,7 +120,8 @@ def main(settings: dict[str, Any]) -> None:
         "step": trainer.global_step,
         "epoch": trainer.current_epoch,
         "seen": net.seen,
-        "resumed": resumed and {"step": resumed.step, "exact": resumed.exact, "ranks": resumed.ranks},
+        "resumed": resumed
+        and {"step": resumed.step, "consistent": resumed.consistent, "ranks": resumed.ranks},
     }
     (Path(settings["result"]) / f"{trainer.global_rank}.json").write_text(json.dumps(result))
 

@@ -105,7 +105,7 @@ def test_a_checkpoint_of_the_users_wins_over_the_store(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in net.state_dict().items())
     # The store now has this state.
     again, trainer = fit(Net, tmp_path / "store")
-    assert trainer.callbacks[0].resumed.exact
+    assert trainer.callbacks[0].resumed.consistent
     assert trainer.global_step == 6
     assert again.seen == []
     assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
@@ -336,7 +336,7 @@ def test_the_other_lightning(tmp_path: Path) -> None:
     run(1)
     _net, callback = run(2)
     assert callback.resumed.step == 6
-    assert callback.resumed.exact
+    assert callback.resumed.consistent
 
 
 def test_which_lightning_it_is_a_callback_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def test_a_killed_fit_ends_like_one_that_was_not(point: Point, tmp_path: Path) -
     with Forked(lambda tell: fit(Net, tmp_path / "store", point, kill)) as child:
         assert child.wait(60) == -signal.SIGKILL
     net, trainer = fit(Net, tmp_path / "store", callback=SEALED)
-    assert trainer.callbacks[0].resumed.exact
+    assert trainer.callbacks[0].resumed.consistent
     assert (trainer.callbacks[0].resumed.step > 0) == (len(net.seen) < len(whole.seen))
     assert differing(outcome(net, trainer), expected) == []
 
@@ -63,7 +63,7 @@ def test_what_lightning_does_with_a_signal_it_still_does(signum: int, tmp_path: 
     whole, trainer = fit(Net, None)
     expected = outcome(whole, trainer)
     net, trainer = fit(Net, store)
-    assert trainer.callbacks[0].resumed.exact
+    assert trainer.callbacks[0].resumed.consistent
     assert len(net.seen) == (4 if signum == signal.SIGTERM else 6)
     assert differing(outcome(net, trainer), expected) == []
 

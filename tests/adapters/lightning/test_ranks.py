@@ -54,7 +54,7 @@ def test_ddp_goes_on_exactly_after_an_exception(tmp_path: Path, how: str) -> Non
     )
     for rank in range(2):
         assert again[rank]["resumed"]["step"] == 4
-        assert again[rank]["resumed"]["exact"], again[rank]["resumed"]
+        assert again[rank]["resumed"]["consistent"], again[rank]["resumed"]
         assert {**again[rank], "seen": 0, "resumed": 0} == {**whole[rank], "seen": 0, "resumed": 0}
         assert again[rank]["seen"] == whole[rank]["seen"][4:]
 

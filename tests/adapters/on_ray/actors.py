@@ -37,7 +37,7 @@ class Table:
         return {
             "pid": os.getpid(),
             "step": self.kept.resumed.step,
-            "exact": self.kept.resumed.exact,
+            "consistent": self.kept.resumed.consistent,
             "token": self.kept.fencing_token,
             "values": sorted({float(value) for value in rows.reshape(-1)}),
         }

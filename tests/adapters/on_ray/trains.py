@@ -45,7 +45,7 @@ def train(config: dict[str, Any]) -> None:
     resumed = session.resumed
     tell(
         resumed=resumed.step,
-        exact=resumed.exact,
+        consistent=resumed.consistent,
         sum=float(sum(p.detach().sum() for p in model.parameters())),
     )
     killed = folder / "killed"

@@ -74,7 +74,7 @@ def test_a_restored_optimizer_continues_bit_for_bit(name: str) -> None:
             for n, ts in saved.items()
         ]
     )  # fmt: skip
-    early, late = through_extras(adapter.capture_early()), through_extras(adapter.capture_late())
+    state = through_extras(adapter.capture())
     train(model, optimizer, 3)
     expected = copy.deepcopy(model.state_dict())
 
@@ -86,7 +86,7 @@ def test_a_restored_optimizer_continues_bit_for_bit(name: str) -> None:
         assert group.tensors.keys() == saved[group.name].keys()
         for slot, tensor in group.tensors.items():
             tensor.copy_(saved[group.name][slot])
-    adapter.restore(early, late)
+    adapter.restore(state)
     train(model, optimizer, 3)
     for key, value in model.state_dict().items():
         assert torch.equal(value, expected[key]), key
@@ -191,9 +191,9 @@ def test_objects_that_are_not_what_they_should_be(change: dict[str, object], mes
 def test_resuming_with_other_extras_is_refused() -> None:
     model = nn.Linear(1, 1)
     adapter = TorchAdapter.build(model, [], extras={"loader": {"batch": 3}})
-    early, late = adapter.capture_early(), adapter.capture_late()
+    state = adapter.capture()
     with pytest.raises(UsageError, match=r"the store has the extras \['loader'\]"):
-        TorchAdapter.build(model, []).restore(early, late)
+        TorchAdapter.build(model, []).restore(state)
 
 
 @pytest.mark.parametrize("named", [True, False])

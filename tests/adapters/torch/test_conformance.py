@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -81,7 +82,7 @@ class TorchTraining(Training):
         ) as session:
             start = session.resume(**resume).step
             visit(session)
-            for _ in range(start, until):
+            for _ in zip(range(start, until), session.batches(itertools.count()), strict=False):
                 self.step()
                 visit(session)
 

@@ -259,7 +259,7 @@ def test_a_model_that_tells_itself_what_it_has_is_asked_every_time(tmp_path: Pat
         step(model, optimizer)
     model, optimizer, session = attached()
     with session:
-        assert session.resume().exact
+        assert session.resume().consistent
         assert model.hidden[0].tolist() == [7.0, 7.0]
     assert tensors_now(nn.Sequential(_TellsBuffers()), []) is None
 
@@ -332,7 +332,7 @@ def test_what_was_replaced_is_saved(change: Callable[[Training], None], tmp_path
     with scarctl.attach(
         again.model, again.optimizer, store=tmp_path / "store", **grouped(**options)
     ) as session:
-        assert session.resume().exact
+        assert session.resume().consistent
         for a, b in zip(_values(training), _values(again), strict=True):
             np.testing.assert_array_equal(a, b)
 

@@ -32,7 +32,7 @@ def test_a_resumed_run_is_the_undisturbed_one(tmp_path: Path) -> None:
 def test_a_backward_pass_ends_an_iteration_where_no_other_optimizer_steps(tmp_path: Path) -> None:
     for whole, resumed in launch(f"{JOBS}:only_fused", 2, str(tmp_path), timeout=150):
         assert resumed["step"] == 4
-        assert resumed["exact"], resumed["reasons"]
+        assert resumed["consistent"], resumed["reasons"]
         assert resumed["last"] == whole["last"] != whole["first"]
         assert not resumed["warnings"]
 
@@ -49,7 +49,7 @@ def test_another_plan_takes_over_the_same_values(tmp_path: Path) -> None:
         for pair, (ended, moved) in zip(pairs, of_rank, strict=True):
             assert moved["first"] == ended["last"], pair
             assert moved["step"] == 4, pair
-            assert not moved["exact"], pair
+            assert not moved["consistent"], pair
             assert [reason.partition(":")[0] for reason in moved["reasons"]] == [
                 "saved by 2 ranks that divided the state otherwise"
             ]
@@ -114,7 +114,7 @@ def test_sigterm_in_a_backward_pass_loses_nothing(tmp_path: Path) -> None:
         launch(f"{JOBS}:stopped_in_backward", 1, str(tmp_path / "stopped"), timeout=100)
     resumed = launch(f"{JOBS}:one_run", 1, str(tmp_path / "stopped"), 8, "table", timeout=100)[0]
     assert resumed["step"] in (4, 5)
-    assert resumed["exact"], resumed["reasons"]
+    assert resumed["consistent"], resumed["reasons"]
     assert resumed["last"] == whole["last"]
 
 

@@ -42,7 +42,7 @@ def test_one_line_of_the_configuration_saves_and_continues(tmp_path: Path) -> No
     trained(tmp_path / "halves", 4)
     resumed = trained(tmp_path / "halves", 8)
     assert (tmp_path / "halves" / "scarctl").is_dir()
-    assert (resumed.checkpointer.resumed.step, resumed.checkpointer.resumed.exact) == (4, True)
+    assert (resumed.checkpointer.resumed.step, resumed.checkpointer.resumed.consistent) == (4, True)
     assert models.digests(resumed) == models.digests(whole)
     losses = whole.metrics_processor.losses
     assert resumed.metrics_processor.losses == {step: losses[step] for step in (5, 6, 7, 8)}
@@ -72,7 +72,7 @@ def test_an_empty_store_begins_with_torchtitans_checkpoint(tmp_path: Path, where
     assert taken.checkpointer.resumed.new
     assert list(taken.metrics_processor.losses) == [4, 5]
     resumed = trained(new, 8, checkpoint=ScarCheckpointManager.Config(**settings))
-    assert (resumed.checkpointer.resumed.step, resumed.checkpointer.resumed.exact) == (2, True)
+    assert (resumed.checkpointer.resumed.step, resumed.checkpointer.resumed.consistent) == (2, True)
     assert models.digests(resumed) == models.digests(whole)
 
 
@@ -96,7 +96,7 @@ def test_a_snapshot_and_a_rollback_are_settings(tmp_path: Path) -> None:
     found = trained(tmp_path, 4, checkpoint=ScarCheckpointManager.Config(snapshot="two"))
     assert (found.checkpointer.resumed.step, found.step) == (2, 4)
     found = trained(tmp_path, 4, checkpoint=ScarCheckpointManager.Config(mode="rollback"))
-    assert found.checkpointer.resumed.exact
+    assert found.checkpointer.resumed.consistent
 
 
 def test_activation_checkpointing_may_be_switched(tmp_path: Path) -> None:
@@ -104,12 +104,14 @@ def test_activation_checkpointing_may_be_switched(tmp_path: Path) -> None:
     whole = trained(tmp_path / "whole", 6)
     trained(tmp_path / "run", 3, activation_checkpoint=FullAC.Config())
     found = trained(tmp_path / "run", 6)
-    assert found.checkpointer.resumed.exact
+    assert found.checkpointer.resumed.consistent
     assert models.digests(found) == models.digests(whole)
 
 
 @pytest.mark.parametrize("setting", ["batch_size", "dataset_name", "seq_len"])
-def test_other_batches_are_not_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+def test_other_batches_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, setting: str
+) -> None:
     trained(tmp_path, 3)
     monkeypatch.setitem(DATASETS, "again", DATASETS["argparse"])
     loader = HuggingFaceTextDataLoader.Config(dataset="again" if setting == "dataset_name" else "argparse")
@@ -117,8 +119,8 @@ def test_other_batches_are_not_exact(tmp_path: Path, monkeypatch: pytest.MonkeyP
         name = "BATCH" if setting == "batch_size" else "LENGTH"
         monkeypatch.setattr(models, name, 2 * getattr(models, name))
     resumed = trained(tmp_path, 5, loader=loader).checkpointer.resumed
-    assert (resumed.step, resumed.exact) == (3, False)
-    assert resumed.reasons == (f"{setting} differs from the run's: the next batches differ",)
+    assert (resumed.step, resumed.consistent) == (3, True)
+    assert f"{setting} differs from the run's: the next batches differ" in caplog.text
 
 
 def test_an_exception_flushes_the_newest_step(tmp_path: Path) -> None:

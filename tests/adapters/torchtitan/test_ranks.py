@@ -69,7 +69,7 @@ def test_another_number_of_ranks_takes_over(tmp_path: Path) -> None:
         for found in ranks:
             assert not before or found["first"] == before, (world, kind)
             assert found["head"] == until
-            assert found["exact"] == (not before), (world, kind)
+            assert found["consistent"] == (not before), (world, kind)
             assert any("saved by" in reason for reason in found["reasons"]) == bool(before), (world, kind)
             again = any("reads its part from the beginning" in reason for reason in found["reasons"])
             assert again == bool(before), (world, kind)

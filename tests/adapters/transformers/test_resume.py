@@ -71,7 +71,7 @@ def test_kill_9_and_the_same_command_ends_as_if_nothing_had_been(
     assert callback.resumed is not None
     # A seal is skipped while the previous one is being saved.
     assert callback.resumed.step in (goes_on, goes_on - 1)
-    assert callback.resumed.exact
+    assert callback.resumed.consistent
     assert trainer.state.global_step == 18
     assert_same(trainer, whole)
 
@@ -87,7 +87,7 @@ def test_sigterm_flushes_the_newest_step(tmp_path: Path, whole: Trainer, step: i
     ended_at(tmp_path, "on_step_begin", step, signal.SIGTERM, options={"interval": 1000})
     trainer, callback = resumed(tmp_path)
     assert callback.resumed is not None
-    assert (callback.resumed.step, callback.resumed.exact) == (step, True)
+    assert (callback.resumed.step, callback.resumed.consistent) == (step, True)
     assert_same(trainer, whole)
 
 
@@ -104,7 +104,7 @@ def test_an_exception_flushes_the_newest_step(tmp_path: Path, whole: Trainer) ->
     assert callback.session is None
     again, callback = resumed(tmp_path)
     assert callback.resumed is not None
-    assert (callback.resumed.step, callback.resumed.exact) == (7, True)
+    assert (callback.resumed.step, callback.resumed.consistent) == (7, True)
     assert_same(again, whole)
 
 
@@ -131,7 +131,7 @@ def test_after_partial_checkpoints_memory_has_the_newest_one_whole(tmp_path: Pat
     ended_at(tmp_path, "on_step_end", 9, signal.SIGKILL, options=options)
     trainer, callback = resumed(tmp_path, options=options)
     assert callback.resumed is not None
-    assert (callback.resumed.step, callback.resumed.exact) == (8, True)
+    assert (callback.resumed.step, callback.resumed.consistent) == (8, True)
     assert trainer.state.global_step == 18
 
 
@@ -263,7 +263,7 @@ def test_a_checkpoint_of_the_user_wins_and_the_store_gets_its_state(
     # Without it the store counts again: a part of the checkpoint, and nothing of the run before.
     again, callback = resumed(tmp_path, **arguments)
     assert callback.resumed is not None
-    assert callback.resumed.exact
+    assert callback.resumed.consistent
     assert again.state.global_step == 18
     assert differing(state_of(again), expected) == []
 
@@ -297,7 +297,7 @@ def test_lora_saves_the_frozen_base_once(tmp_path: Path) -> None:
     assert 0 < saved[2] - saved[1] <= 11 * 3 * trained
     again, callback = resumed(tmp_path, **arguments)
     assert callback.resumed is not None
-    assert (callback.resumed.step, callback.resumed.exact) == (13, True)
+    assert (callback.resumed.step, callback.resumed.consistent) == (13, True)
     assert differing(state_of(again), state_of(bare)) == []
 
 

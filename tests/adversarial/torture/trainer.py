@@ -77,6 +77,7 @@ class Trainer:
             selection=scarctl.Selection(policy=episode.policy),
             interval=episode.interval,
             fraction=episode.fraction,
+            hooks="begin",
         )
 
     def tell(self, **fields: Any) -> None:
@@ -95,6 +96,7 @@ class Trainer:
             self.position["step"] = step
             self.optimizer.step()
             self.clock.ticks = step
+            self.session.step()
             if self.episode.meddles:
                 self._meddle()
             assert self.session._engine is not None
@@ -112,7 +114,7 @@ class Trainer:
     def _resume(self) -> None:
         resumed = self.session.resume()
         if resumed.report is None:
-            self.tell(resumed=0, exact=True)
+            self.tell(resumed=0, consistent=True)
             return
         assert (self.position["step"], self.clock.ticks) == (resumed.step, resumed.step), "extras"
         values = self._values()
@@ -123,9 +125,9 @@ class Trainer:
             if label != value and (i, label, value) not in self.aliases
         ]
         assert not wrong, f"(partition, step, value) that resume() gave: {wrong}"
-        assert not resumed.exact or set(values) == {resumed.step}, "resume() is not exact"
+        assert not resumed.consistent or set(values) == {resumed.step}, "resume() is not exact"
         self._fill(resumed.step)
-        self.tell(resumed=resumed.step, exact=resumed.exact, tiers=resumed.report.tiers)
+        self.tell(resumed=resumed.step, consistent=resumed.consistent, tiers=resumed.report.tiers)
 
     def _roll_back(self) -> int:
         self.tell(rollback=True)

@@ -215,7 +215,7 @@ def test_refused_before_and_after_a_doubt(blobs: Blobs, place: Place, wire: Prox
         blobs.create_exclusive("a/x", [b"mine"])
 
 
-@pytest.mark.parametrize("fault", PASSING, ids=str)
+@pytest.mark.parametrize("fault", [PASSING[1], LOST, PASSING[-1]], ids=str)
 def test_an_upload_survives_passing_faults(blobs: Blobs, place: Place, wire: Proxy, fault: Fault) -> None:
     data = np.random.default_rng(1).bytes(2 * PART + 5)
     for method in ("PUT", "POST"):

@@ -1,0 +1,176 @@
+"""Programs to rehearse: `program.py NAME STORE`. None of them knows that it is rehearsed."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+import scarctl
+
+STEPS = 30
+
+
+def loader() -> DataLoader[Any]:
+    data = TensorDataset(torch.randn(24, 4), torch.randn(24, 2))
+    return DataLoader(data, 4, shuffle=True)
+
+
+def model_of() -> Any:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 2))
+
+
+def train(store: str, change: Callable[[Any, int], None] = lambda *_: None, **given: Any) -> None:
+    """Train in a loop that continues bit for bit, except for what `change` does before each step."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.8)
+    batches = loader()
+    session = scarctl.attach(model, optimizer, store=store, schedulers=schedule, **given)
+    session.resume()
+    count = 0
+    for _ in session.epochs(STEPS):
+        for x, y in session.batches(batches):
+            count += 1
+            loss = mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            change(optimizer, count)
+            optimizer.step()
+            schedule.step()
+    session.close()
+    Path(store).with_name("after").write_text("what comes after the loop")
+
+
+def good(store: str) -> None:
+    """Continue bit for bit; the options in the code must have no effect."""
+    train(store, settings=scarctl.Settings(arena_dir=os.path.dirname(store), max_bandwidth=1e6, grace="20s"))
+
+
+def lr(store: str) -> None:
+    """Set the learning rate by a counter of the loop's own, as wrappers with their own `n_steps` do."""
+
+    def change(optimizer: Any, count: int) -> None:
+        optimizer.param_groups[0]["lr"] = 0.05 / count**0.5
+
+    train(store, change)
+
+
+def unsaved(store: str) -> None:
+    """Clip by a running mean that nobody saves."""
+    means: list[float] = [1.0]
+
+    def change(optimizer: Any, count: int) -> None:
+        gradient = optimizer.param_groups[0]["params"][0].grad
+        means[0] = 0.9 * means[0] + 0.1 * float(gradient.norm())
+        gradient.mul_(means[0])
+
+    train(store, change)
+
+
+def replay(store: str) -> None:
+    """Draw batches from a buffer in a plain list."""
+    model = model_of()
+    random.seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    session = scarctl.attach(model, optimizer, store=store)
+    memory: list[torch.Tensor] = []
+    for _ in range(session.resume().step, 6 * STEPS):
+        memory.append(torch.randn(6))
+        batch = torch.stack(random.choices(memory, k=4))
+        optimizer.zero_grad()
+        mse_loss(model(batch[:, :4]), batch[:, 4:]).backward()
+        optimizer.step()
+
+
+def unseeded(store: str) -> None:
+    """Add noise from a generator that no seed sets."""
+    noise = torch.Generator()
+    noise.seed()
+
+    def change(optimizer: Any, count: int) -> None:
+        gradient = optimizer.param_groups[0]["params"][0].grad
+        gradient.add_(torch.randn(gradient.shape, generator=noise), alpha=1e-3)
+
+    train(store, change)
+
+
+def again(store: str) -> None:
+    """Give each start a store of its own."""
+    train(f"{store}-{os.getpid()}")
+
+
+def layers(store: str) -> None:
+    """Train two models, each with a session of its own."""
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+    sessions = [
+        scarctl.attach(model, optimizer, store=f"{store}-{number}")
+        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True))
+    ]
+    start = min([session.resume().step for session in sessions])
+    for step in range(start, 6 * STEPS):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+
+def ranks(store: str) -> None:
+    """Train as one of several ranks."""
+    torch.distributed.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(model_of())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    batches = loader()
+    with scarctl.attach(model, optimizer, store=store) as session:
+        session.resume()
+        for _ in session.epochs(STEPS):
+            for x, y in session.batches(batches):
+                optimizer.zero_grad()
+                mse_loss(model(x), y).backward()
+                optimizer.step()
+
+
+def short(store: str) -> None:
+    """Have fewer steps than are rehearsed."""
+    global STEPS
+    STEPS = 1
+    train(store)
+
+
+def stubborn(store: str) -> None:
+    """Ignore SIGTERM."""
+    import signal
+
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    train(store)
+
+
+def broken(store: str) -> None:
+    """Fail after three steps."""
+
+    def change(optimizer: Any, count: int) -> None:
+        if count > 3:
+            raise RuntimeError("the data are gone")
+
+    train(store, change)
+
+
+def never(store: str) -> None:
+    """Train without scarctl."""
+    sys.stdout.write("trained without it\n")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    globals()[sys.argv[1]](sys.argv[2])

@@ -1,0 +1,185 @@
+"""Rehearse programs as processes: the verdict, the reason, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scarctl.errors import ScarError, UsageError
+from scarctl.rehearse.rehearsal import Rehearsal, Rehearsed
+from scarctl.rehearse.run import ARENA
+from scarctl.store.verdict import waiting_path
+from tests.cli.conftest import validator
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = Path(__file__).with_name("program.py")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep verdicts and the rehearsal's folder below the test's own; the program finds this tree's sources."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(ROOT / "adapters"))))
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.delenv("SCARCTL_OVERHEAD")
+
+
+def command(name: str, tmp_path: Path) -> list[str]:
+    return [sys.executable, str(PROGRAM), name, str(tmp_path / "ckpt")]
+
+
+def rehearse(words: list[str], steps: int = 8, timeout: float = 240.0) -> tuple[Rehearsed, list[str]]:
+    said: list[str] = []
+    return Rehearsal(words, timeout, said.append).run(steps), said
+
+
+def left(tmp_path: Path, arena_dir: Path) -> list[Path]:
+    """Return what a rehearsal has left: stores, memory and temporary files."""
+    names = [path for path in tmp_path.iterdir() if path.name.startswith(("ckpt", "after", ARENA))]
+    return [*names, *(tmp_path / "temporary").iterdir(), *arena_dir.iterdir()]
+
+
+def test_a_loop_that_continues_is_identical_and_leaves_nothing(
+    tmp_path: Path, arena_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from scarctl.cli.main import cli
+
+    with pytest.raises(SystemExit) as end:
+        cli.main(["rehearse", "--steps", "8", "--json", "--", *command("good", tmp_path)])
+    assert end.value.code == 0
+    found = json.loads(capfd.readouterr().out)
+    validator("rehearse").validate(found)
+    assert (found["verdict"], found["steps"], found["stop"], found["tensors"]) == ("identical", 8, 5, 8)
+    undisturbed, term, kill = found["runs"]
+    assert (undisturbed["resumed"], term["resumed"] >= 5) == (None, True)
+    assert kill["resumed"] == 4  # the newest whole checkpoint before the step after which it was killed
+    assert left(tmp_path, arena_dir) == []
+    # No store exists yet, so the verdict waits for it.
+    (waiting,) = waiting_path("x").parent.iterdir()
+    assert json.loads(waiting.read_bytes())["verdict"] == "identical"
+
+
+def test_a_learning_rate_that_falls_back_is_the_reason(tmp_path: Path, arena_dir: Path) -> None:
+    found, _ = rehearse(command("lr", tmp_path))
+    assert found.verdict == "different"
+    _, term, kill = found.runs
+    assert [one.name for one in kill.differences][:2] == ["0.weight", "0.bias"]
+    for one in (term, kill):
+        assert one.cause is not None
+        assert one.cause.kind == "rates"
+        assert one.cause.step == (one.resumed or 0) + 1
+        assert "with lr = 0.05, not" in one.cause.reason
+    assert left(tmp_path, arena_dir) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "kind"), [("unsaved", "result"), ("replay", "inputs"), ("again", "not-resumed")]
+)
+def test_the_likeliest_reason(name: str, kind: str, tmp_path: Path, arena_dir: Path) -> None:
+    found, _ = rehearse(command(name, tmp_path))
+    assert found.verdict == "different"
+    assert {one.cause.kind for one in found.runs[1:] if one.cause is not None} == {kind}
+    assert left(tmp_path, arena_dir) == []
+
+
+@pytest.mark.long
+def test_a_program_that_is_not_deterministic(tmp_path: Path) -> None:
+    found, _ = rehearse(command("unseeded", tmp_path))
+    assert found.verdict == "not-deterministic"
+    undisturbed = found.runs[0]
+    assert undisturbed.cause is not None
+    assert (undisturbed.cause.kind, undisturbed.cause.step) == ("result", 1)
+    assert "by up to" in undisturbed.differences[0].what
+    assert [one.cause for one in found.runs[1:]] == [None, None]  # rates and batches continue
+
+
+@pytest.mark.long
+def test_a_session_for_each_model(tmp_path: Path, arena_dir: Path) -> None:
+    found, _ = rehearse(command("layers", tmp_path), steps=10)
+    assert {Path(one.store).name for one in found.attached} == {"ckpt-0", "ckpt-1"}
+    assert found.verdict == "identical", found
+    assert found.tensors == 4
+    assert left(tmp_path, arena_dir) == []
+
+
+@pytest.mark.long
+def test_ranks_of_torchrun(tmp_path: Path, arena_dir: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    found, said = rehearse([*torchrun, *command("ranks", tmp_path)[1:]])
+    assert found.verdict == "identical", (found, said)
+    assert found.tensors == 2 * 8
+    assert left(tmp_path, arena_dir) == []
+
+
+@pytest.mark.long
+def test_a_program_with_fewer_steps(tmp_path: Path, arena_dir: Path) -> None:
+    found, said = rehearse(command("short", tmp_path), steps=40)
+    assert (found.verdict, found.steps) == ("identical", 6)
+    assert "the program has only 6 steps: these are rehearsed" in said
+    assert left(tmp_path, arena_dir) == []
+
+
+@pytest.mark.long
+def test_a_program_that_ignores_sigterm(tmp_path: Path) -> None:
+    with pytest.raises(ScarError, match="went on after SIGTERM until step 8: it handles the signal itself"):
+        rehearse(command("stubborn", tmp_path))
+
+
+def test_a_program_that_never_attaches(tmp_path: Path) -> None:
+    said: list[str] = []
+    with pytest.raises(ScarError, match="exit code 0, and never called") as caught:
+        Rehearsal(command("never", tmp_path), 240.0, said.append).run(8)
+    assert caught.value.kind == "not-rehearsed"
+    assert said[-1] == "  | trained without it"
+
+
+@pytest.mark.long
+def test_a_program_that_fails(tmp_path: Path, arena_dir: Path) -> None:
+    said: list[str] = []
+    with pytest.raises(ScarError, match="ended with exit code 1, at step 3 of 8"):
+        Rehearsal(command("broken", tmp_path), 240.0, said.append).run(8)
+    assert said[-1] == "  | RuntimeError: the data are gone"
+    assert left(tmp_path, arena_dir) == []
+
+
+def test_a_program_that_takes_too_long_or_does_not_exist(tmp_path: Path, arena_dir: Path) -> None:
+    with pytest.raises(ScarError, match=r"not reached step 8 in 1 s, and has not called scarctl.attach"):
+        rehearse(["sleep", "60"], timeout=0.6)
+    with pytest.raises(UsageError, match="No such file"):
+        rehearse([str(tmp_path / "missing")])
+    assert left(tmp_path, arena_dir) == []
+
+
+def test_ctrl_c_ends_the_program(tmp_path: Path) -> None:
+    mark = tmp_path / "started"
+    words = [
+        sys.executable,
+        "-m",
+        "scarctl",
+        "rehearse",
+        "--",
+        "sh",
+        "-c",
+        f"echo $$ > {mark}; exec sleep 300",
+    ]
+    environment: dict[str, Any] = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    process = subprocess.Popen(words, env=environment, stderr=subprocess.DEVNULL)
+    wait_until(lambda: mark.exists() and mark.read_text().strip() != "")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 128 + signal.SIGINT
+    assert not Path("/proc", mark.read_text().strip()).exists()
+    assert list((tmp_path / "temporary").iterdir()) == []
