@@ -39,7 +39,7 @@ log = logging.getLogger("scarctl")
 FLUSH_SECONDS = 10.0
 """Longest wait of a flush for a running step to end, in seconds."""
 UNSAVED = "values are not finite, or were written while they were copied"
-_SOON = 0.02
+_SOON = 0.1
 """Seconds for which the second half of a checkpoint waits for the training thread to leave a hook."""
 TORN = "the newest iteration has raised an exception, and its changes may be incomplete"
 
@@ -154,9 +154,11 @@ class Saving:
             engine.arena.reach(self._progress.head_step)
             live = self._binding.live(engine.arena)
             self._checkpoints.begin(engine, live, moment, turn, torn=self._gate.torn, thorough=thorough)
-            # An error of the second half, and what several ranks agree on, are for the training thread.
+            # A framework may do more after its step, such as an evaluation, which a resume would leave out. An error of
+            # the second half, and what several ranks agree on, are for the training thread.
             if not (
                 thorough
+                or not self._progress.loop.used
                 or moment.state is None
                 or moment.marks
                 or self._several

@@ -85,8 +85,9 @@ def test_no_way_of_saving_calls_a_state_with_lost_parts_whole(
 ) -> None:
     loop = loop_at(tmp_path, 4)
     good = loop.state()[LOST]
-    loop.train(1)
-    loop.session.mark_lost(LOST)  # the copy of step 5 is under way
+    with loop.session._gate.held():  # the copy of step 5 is under way until then
+        loop.train(1)
+        loop.session.mark_lost(LOST)
     spoil(loop)
     assert not loop.session.flush()
     with pytest.raises(ScarError, match=SAID) as error:

@@ -72,7 +72,12 @@ def test_a_killed_fit_with_partial_checkpoints_goes_on(tmp_path: Path) -> None:
     """Only the store gets a part. Memory is of one step, unless the kill came within a copy; so are the counters."""
     part = {"policy": "priority", "fraction": 0.25, "interval": 2}
     store = tmp_path / "store"
-    with Forked(lambda tell: fit(Net, store, ("train", 1, 3), kill, callback=part)) as child:
+
+    def kill_after_a_copy(point: Point) -> None:
+        time.sleep(0.5)
+        kill(point)
+
+    with Forked(lambda tell: fit(Net, store, ("train", 1, 3), kill_after_a_copy, callback=part)) as child:
         assert child.wait(60) == -signal.SIGKILL
     net, trainer = fit(Net, store, callback=part)
     resumed = trainer.callbacks[0].resumed
