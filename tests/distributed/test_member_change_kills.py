@@ -85,17 +85,21 @@ def test_the_members_before_can_come_back(kill: str, when: str, tmp_path: Path) 
 
 def test_an_old_one_is_killed_and_its_memory_on_this_host_is_taken_over(tmp_path: Path) -> None:
     """Its newest steps are in shared memory only."""
-    store = tmp_path / "s"
-    prepared(store)
     point = "scarctl.store.writer.StoreWriter.commit"
-    program = start(store, 1, 2, 9, tmp_path / "err", kill=point, fraction=1.0, daemon=False)
-    assert program.wait(120) == -signal.SIGKILL, (tmp_path / "err").read_text()
-    assert step_of(Store.open(store).state(1).version).max() == 4
-    # The first member of the new number that starts on this host brings them into the store.
-    assert run_member(store, 0, 3, 0, replaces=2)[1] == ROWS[:8]
-    found = all_rows(store, 3)
-    assert found[:12] == ROWS[:12]
-    assert max(found[12:]) > 4  # a copy under way when it died is torn: those rows are as the store had them
+    for attempt in range(5):
+        store = tmp_path / str(attempt)
+        prepared(store)
+        program = start(store, 1, 2, 9, tmp_path / "err", kill=point, fraction=1.0, daemon=False)
+        assert program.wait(120) == -signal.SIGKILL, (tmp_path / "err").read_text()
+        assert step_of(Store.open(store).state(1).version).max() == 4
+        # The first member of the new number that starts on this host brings them into the store.
+        assert run_member(store, 0, 3, 0, replaces=2)[1] == ROWS[:8]
+        found = all_rows(store, 3)
+        assert found[:12] == ROWS[:12]
+        if max(found[12:]) > 4:
+            return
+        # A copy under way when it died is torn: its rows are as the store had them. On a busy machine that may be all.
+    pytest.fail("memory never had a newer row")
 
 
 @pytest.mark.parametrize("lost", [True, False])

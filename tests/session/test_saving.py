@@ -42,8 +42,11 @@ def complete(session: scarctl.Session, *, seconds: float = 10.0) -> bool:
     """Wait until memory has the newest step with its extras; return whether it has."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        moment = session._engine and session._engine.queue.moment()
-        if moment and moment.whole and step_of(moment.version) == session.head_step:
+        engine = session._engine
+        moment = engine and engine.queue.moment()
+        # The word in memory is written last.
+        there = moment and moment.whole and moment.version == engine.arena.moment
+        if there and step_of(moment.version) == session.head_step:
             return True
         time.sleep(0.002)
     return False
