@@ -19,6 +19,12 @@ SEALED = {"mode": "rollback"}
 """Continue from the newest whole state, because a kill may come in the middle of a copy."""
 
 
+def kill_after_a_copy(point: Point) -> None:
+    """End this process once the copy under way has ended, and the store has the one before."""
+    time.sleep(1.0)
+    kill(point)
+
+
 @pytest.mark.leaves_arena
 @pytest.mark.parametrize(
     "point",
@@ -28,7 +34,7 @@ SEALED = {"mode": "rollback"}
 def test_a_killed_fit_ends_like_one_that_was_not(point: Point, tmp_path: Path) -> None:
     whole, trainer = fit(Net, None)
     expected = outcome(whole, trainer)
-    with Forked(lambda tell: fit(Net, tmp_path / "store", point, kill)) as child:
+    with Forked(lambda tell: fit(Net, tmp_path / "store", point, kill_after_a_copy)) as child:
         assert child.wait(60) == -signal.SIGKILL
     net, trainer = fit(Net, tmp_path / "store", callback=SEALED)
     assert trainer.callbacks[0].resumed.consistent
@@ -72,11 +78,6 @@ def test_a_killed_fit_with_partial_checkpoints_goes_on(tmp_path: Path) -> None:
     """Only the store gets a part. Memory is of one step, unless the kill came within a copy; so are the counters."""
     part = {"policy": "priority", "fraction": 0.25, "interval": 2}
     store = tmp_path / "store"
-
-    def kill_after_a_copy(point: Point) -> None:
-        time.sleep(0.5)
-        kill(point)
-
     with Forked(lambda tell: fit(Net, store, ("train", 1, 3), kill_after_a_copy, callback=part)) as child:
         assert child.wait(60) == -signal.SIGKILL
     net, trainer = fit(Net, store, callback=part)
