@@ -37,19 +37,22 @@ def run(
     Raises UsageError if it cannot be started.
     """
     deadline = time.monotonic() + timeout
-    with open(log_of(folder), "ab") as log:
-        try:
-            process = subprocess.Popen(
-                command,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise UsageError(f"{command[0]}: {error.strerror}", hint="give the command after --") from None
+    process = None
     try:
+        with open(log_of(folder), "ab") as log:
+            try:
+                process = subprocess.Popen(
+                    command,
+                    env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise UsageError(
+                    f"{command[0]}: {error.strerror}", hint="give the command after --"
+                ) from None
         while (code := process.poll()) is None and time.monotonic() < deadline:
             time.sleep(_POLL)
             if done():
@@ -70,11 +73,15 @@ def log_of(folder: Path) -> Path:
     return folder / "output.txt"
 
 
-def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Kill what is left of a program: its group, and processes that have left it, by the variable they inherited."""
-    with contextlib.suppress(ProcessLookupError):  # all of the group have ended
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _end(process: subprocess.Popen[bytes] | None, folder: Path) -> None:
+    """Kill what is left of a program: its group, and processes that have left it, by the variable they inherited.
+
+    process: None if Ctrl-C came while it was started: then only the variable finds it.
+    """
+    if process is not None:
+        with contextlib.suppress(ProcessLookupError):  # all of the group have ended
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     deadline = time.monotonic() + _GONE
     while sys.platform == "linux" and time.monotonic() < deadline:
         left = list(_of_run(folder))
@@ -83,6 +90,9 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+            if process is None:
+                with contextlib.suppress(ChildProcessError):  # a child's child
+                    os.waitpid(pid, 0)
         time.sleep(_POLL)
 
 
