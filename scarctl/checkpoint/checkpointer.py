@@ -20,7 +20,6 @@ from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.step_end import Moment
 from scarctl.checkpoint.streams import Streams, Waits, ignore_captures
 from scarctl.errors import Corruption
-from scarctl.policy.interval import COPY_WEIGHT
 from scarctl.policy.turns import Turn
 from scarctl.state.extras import Extras
 from scarctl.state.identity import Lockstep
@@ -64,9 +63,9 @@ class Stats:
 
     @property
     def overhead(self) -> float:
-        """Share of the session's time that it costs: hooks, waiting, and twice the copying. Between 0 and 1."""
+        """Share of the session's time that it costs: hooks, waiting, and copying. Between 0 and 1."""
         seconds = time.perf_counter() - self.since
-        lost = self.stall_seconds + COPY_WEIGHT * self.copy_seconds
+        lost = self.stall_seconds + self.copy_seconds
         return min(1.0, lost / seconds) if seconds > 0 else 0.0
 
     def waited(self, seconds: float) -> None:
@@ -182,10 +181,12 @@ class Checkpoints:
         *,
         torn: bool = False,
         thorough: bool = True,
-    ) -> None:
+        here: bool = False,
+    ) -> bool:
         """Start the first half: copy the state of `moment`. turn: what the store gets of it.
 
-        torn: it is not sealed, as an iteration is incomplete. thorough: see `Engine.copy`.
+        torn: it is not sealed, as an iteration is incomplete. thorough: see `Engine.copy`. here: copy in this thread,
+        unless a GPU would have nothing to do meanwhile. Returns whether that has happened.
         """
         if (trouble := engine.require_saving()) is not None:
             self._fault(trouble)  # copying continues, because another process may take over these copies
@@ -201,20 +202,23 @@ class Checkpoints:
         if marks:
             engine.pin(next(iter(marks)))
 
-        common = self._lockstep.common()
+        here, common = here and not marks, self._lockstep.common()
 
         def copy() -> Copied:
             with self._streams.alongside(marks):
-                copied = engine.copy(live, moment.step, turn, thorough=thorough)
+                copied = replace(engine.copy(live, moment.step, turn, thorough=thorough), aside=not here)
                 return replace(copied, common=common()) if copied.sealed else copied
 
         counters, writes = live.all_counters(), self._lockstep.writes()
         snapshot = [[t.clone() for t in group] for group in live.tensors] if self._validate else None
-        job = self._worker.submit(copy)
+        job = Job(copy) if here else self._worker.submit(copy)
         self._under_way, self.busy = (
             _UnderWay(moment, job, live, counters, snapshot, writes, common, torn),
             True,
         )
+        if here:
+            job.run()
+        return here
 
     def ready(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for the copy that the second half needs. Return whether it is done."""
@@ -340,7 +344,7 @@ class Checkpoints:
         stats = self._stats
         stats.checkpoints += 1
         stats.saved_bytes += int(engine.layout.partition_bytes[copied.ids].sum())
-        stats.copy_seconds += copied.seconds
+        stats.copy_seconds += copied.seconds if copied.aside else 0.0
         if copied.nonfinite.size:
             if not stats.nonfinite_partitions:
                 log.warning(

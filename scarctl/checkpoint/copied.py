@@ -42,6 +42,8 @@ class Copied:
     """These copies. Empty, with another turn than NOTHING: it lacks nothing, and only gets the extras."""
     seconds: float = 0.0
     """Processor seconds of the thread that copied."""
+    aside: bool = True
+    """It was not the training thread, which would have waited for all of it."""
     common: Mapping[str, str] | None = None
     """If sealed: see `scarctl.state.extras.Notes.common`. None: not read yet."""
 

@@ -28,7 +28,7 @@ from scarctl.util.arrays import Ids, adjacent
 # A kill tears all partitions between `begin` and `end`, so pieces are small.
 _ATTEMPTS = 3
 """Attempts to copy a piece before it is left torn."""
-_BATCH_BYTES = 4 << 20
+_BATCH_BYTES = 8 << 20
 _GPU_BATCH_BYTES = 32 << 20
 """The same for a state on a GPU, which copies this in about the time in which the host copies the other."""
 _UNEVEN = 8
@@ -216,15 +216,18 @@ class LiveState:
         unread: groups whose parameters may have values that are not finite. Returns the partitions that have such
         values, ascending: they are not copied.
         """
-        limit = _GPU_BATCH_BYTES if any(map(is_gpu, self.devices)) else _BATCH_BYTES
+        gpu = any(map(is_gpu, self.devices))
         left: list[Ids] = []
-        for g, batch, starts, stops in self._finite_batches(ids, limit, unread, left):
+        for g, batch, starts, stops in self._finite_batches(
+            ids, _GPU_BATCH_BYTES if gpu else _BATCH_BYTES, unread, left
+        ):
             self.arena.begin(batch)
             for _ in range(_ATTEMPTS):
                 before = self.counters(g)
                 for saved, live in zip(self._saved[g], self.tensors[g], strict=True):
                     copy_rows(saved, live, starts, stops, counted=False)
-                wait_for(self.devices)
+                if gpu:
+                    wait_for(self.devices)
                 if self.counters(g) == before:
                     self.arena.end(batch, version)
                     break

@@ -175,7 +175,7 @@ class Pace:
     def _described(self, cost: float, seconds: float) -> str:
         text = (
             f"memory has a whole checkpoint every {span(seconds)}; one costs {1e3 * cost:.3g} ms of training, waiting "
-            f"and twice the copying"
+            "and copying"
         )
         fixed = self.cadence.fixed
         if fixed is not None:

@@ -61,6 +61,9 @@ def copy_rows(
         return
     if starts.size == 1:
         start, count = int(starts[0]), int(stops[0] - starts[0])
+        if count == target.shape[0]:
+            target.copy_(source, non_blocking=queued)
+            return
         target.narrow(0, start, count).copy_(source.narrow(0, start, count), non_blocking=queued)
         return
     breaks = np.flatnonzero(starts[1:] != stops[:-1])

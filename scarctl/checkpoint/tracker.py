@@ -33,6 +33,8 @@ _OTHERS = 512
 """Partitions of a table that are checked for a move without a gradient."""
 _TURNS = 64
 """Checkpoints in which every partition of a frozen group is compared once."""
+AGAIN = 4
+"""Looks for which an estimate of distances serves: measuring all values costs more than copying them."""
 _FEW = 1 / 4
 """Share of a table's partitions below which gathering them is faster than comparing all."""
 
@@ -60,6 +62,8 @@ class Tracker:
         self._marking = True
         self.unread: Set[int] = frozenset()
         """Groups of which the newest look has not read every value: some may not be finite."""
+        self._estimated: dict[int, NDArray[np.float64]] = {}
+        """Estimated distances by group, as last measured."""
         self._uneven: set[int] = set()
         """Groups that are not compared in part: they are small, or some of their partitions move and others do not."""
         self._frozen: dict[int, list[tuple[int, int]]] = {}
@@ -102,7 +106,8 @@ class Tracker:
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Compare the state with its copies.
 
-        thorough: all of it. partly: estimate distances where that is faster, and note those groups in `unread`.
+        thorough: all of it. partly: estimate distances where that is faster, and note those groups in `unread`. An
+        estimate serves for `AGAIN` looks, in which all partitions of its group count as changed.
 
         Returns two arrays of shape (layout.partitions,): the distance of each parameter from its copy, float64, NaN or
         Inf if it is not finite and differs; and whether any byte of the partition differs from its copy, bool.
@@ -120,10 +125,16 @@ class Tracker:
         found: dict[int, NDArray[np.float64]] = {}
         if partly and not thorough and self._norm == "l2":
             for g in (g for g in whole if g not in self._uneven and g not in self._touches):
-                if (estimated := live.estimates(g, self._looks, scratch)) is None:
+                estimated = self._estimated.get(g) if self._looks % AGAIN else None
+                if estimated is None:
+                    estimated = live.estimates(g, self._looks // AGAIN, scratch)
+                self._estimated.pop(g, None)
+                if estimated is None:
                     self._uneven.add(g)
-                else:
-                    found[g] = estimated
+                    continue
+                found[g] = estimated
+                if np.isfinite(estimated).all():
+                    self._estimated[g] = estimated
             self.unread = set(found)
         completely = [g for g in whole if g not in found]
         every = live.groups_distances(completely, self._norm, scratch)

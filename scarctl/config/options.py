@@ -87,7 +87,7 @@ class Settings:
     storage_options: Options for a remote store's file system: endpoint_url, key, secret, and others that fsspec takes.
         They stay in memory, and are never logged, shown or saved. Default: none.
     overhead: Share of training time that checkpoints in memory may take, above 0 and up to 1: the time for which
-        training waits, and twice the processor time of copying. They are as frequent as this allows. Default: 0.01.
+        training waits, and the processor time of copying. They are as frequent as this allows. Default: 0.01.
     max_loss: Longest time between two checkpoints in memory, in seconds or as text: "30s", "2m". For this they may
         take twice the `overhead`, and not more. Default: "30s".
     max_lag: With interval="auto", the store gets the whole state this often, in seconds or as text, if it can take it

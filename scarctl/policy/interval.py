@@ -1,8 +1,7 @@
 """Decide when the next memory checkpoint is due, from what the earlier ones have cost.
 
-A memory checkpoint costs the time that training waits for it, and the processor time of the thread that copies. The
-latter counts twice: half of what training loses next to a copy is not waiting, but slower iterations, because copies
-displace its data from the processor's caches. Both are measured exactly, whatever else the machine does. Iterations are
+A memory checkpoint costs the time that training waits for it, and the processor time of the thread that copies: where
+no core is idle, training loses that much. Both are measured exactly, whatever else the machine does. Iterations are
 never compared with each other: on a busy machine they differ by more than a checkpoint costs.
 
 Checkpoints are as frequent as the budget, a share of training's time, allows, and at least every `max_loss` seconds.
@@ -19,8 +18,6 @@ LEAST_SECONDS = 0.1
 """Least time between two checkpoints that their cost sets: more of them would save next to nothing."""
 MOST_TIMES = 2.0
 """Times the budget that checkpoints may take, to be at most `max_loss` apart."""
-COPY_WEIGHT = 2.0
-"""Seconds of training that a second of the copying thread's processor time costs."""
 
 FIRST_SECONDS = 1.0
 """Most time between the first checkpoints, as far as `EARLY_TIMES` allows."""
@@ -32,6 +29,7 @@ _FEW = 4
 _COSTS = 9
 """Newest checkpoints whose costs are compared."""
 _NEW = 0.3  # weight of a new measurement
+_STAY = 2.0  # times the copy that iterations take when it is made aside again
 _OUTLIER = 4.0  # most that one iteration, perhaps an evaluation, counts for, in usual ones
 
 
@@ -60,6 +58,9 @@ class Cadence:
         self._overhead = overhead
         self._max_loss = max_loss
         self._costs: deque[float] = deque(maxlen=_COSTS)
+        self._copying: float | None = None
+        """Usual processor seconds of a copy."""
+        self._here = False
         self._looked_step = 0
         self.crossed = False
         """Whether a multiple of the fixed interval was reached at the last call of `due`."""
@@ -106,9 +107,25 @@ class Cadence:
         seconds = self.seconds
         return seconds is not None and seconds > max(self._max_loss, LEAST_SECONDS)
 
-    def spent(self, stalled: float, copying: float) -> None:
-        """Note the cost of a checkpoint: seconds in which training waited, and processor seconds of copying."""
-        cost = max(0.0, stalled) + COPY_WEIGHT * copying
+    def here(self) -> bool:
+        """Return whether the next copy costs less in the training thread than in a thread of its own.
+
+        It does where iterations are shorter than the copy. Training would wait for most of it, and two threads that
+        need the interpreter's lock in turn take longer than one.
+        """
+        step, copying = self.step_seconds, self._copying
+        self._here = (
+            step is not None and copying is not None and step < (_STAY if self._here else 1.0) * copying
+        )
+        return self._here
+
+    def spent(self, stalled: float, copying: float, *, aside: bool = True) -> None:
+        """Note the cost of a checkpoint: seconds in which training waited, and processor seconds of copying.
+
+        aside: in a thread of its own. Otherwise training has waited for all of the copy.
+        """
+        self._copying = copying if self._copying is None else self._copying + _NEW * (copying - self._copying)
+        cost = max(0.0, stalled) + (copying if aside else 0.0)
         self._costs.append(cost)
         self.spent_seconds += cost
         self._seconds = self.seconds

@@ -153,7 +153,11 @@ class Saving:
         try:
             engine.arena.reach(self._progress.head_step)
             live = self._binding.live(engine.arena)
-            self._checkpoints.begin(engine, live, moment, turn, torn=self._gate.torn, thorough=thorough)
+            here = not (thorough or engine.arena.is_filling) and engine.cadence.here()
+            self._copied = None
+            here = self._checkpoints.begin(
+                engine, live, moment, turn, torn=self._gate.torn, thorough=thorough, here=here
+            )
             # A framework may do more after its step, such as an evaluation, which a resume would leave out. An error of
             # the second half, and what several ranks agree on, are for the training thread.
             if not (
@@ -164,7 +168,10 @@ class Saving:
                 or self._several
                 or self._settings.on_error == "raise"
             ):
-                self.worker.submit(partial(self._finish_soon, moment))
+                if here:
+                    self.finish()
+                else:
+                    self.worker.submit(partial(self._finish_soon, moment))
         except Exception as error:
             self.fault(error)
 
@@ -269,7 +276,7 @@ class Saving:
         engine, copied, self._copied = self._opening.engine, self._copied, None
         if engine is not None and copied is not None:
             self.stats.copy_seconds += seconds
-            engine.cadence.spent(self.stats.last_stall_seconds, copied.seconds + seconds)
+            engine.cadence.spent(self.stats.last_stall_seconds, copied.seconds + seconds, aside=copied.aside)
 
     def extras(self, engine: Engine, moment: Moment) -> Extras:
         """Return the extras of the step of `moment`. Call it before the next step changes anything."""

@@ -271,6 +271,8 @@ class Steps:
         finally:
             if due is not None:
                 saving.stats.stalled(started, first=True, part=True)
+                if self._regular and not saving.under_way:
+                    saving.spent()
 
     def _recover(self, engine: Engine) -> None:
         """Carry out a command's recovery, if one is due."""

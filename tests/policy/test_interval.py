@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from scarctl.config import SessionSettings
 from scarctl.errors import UsageError
-from scarctl.policy.interval import COPY_WEIGHT, LEAST_SECONDS, Cadence
+from scarctl.policy.interval import LEAST_SECONDS, Cadence
 
 
 def cadence(interval: int | None = None, *, shared: bool = False) -> Cadence:
@@ -78,10 +78,26 @@ def test_a_dear_first_checkpoint_is_not_relied_on() -> None:
     assert np.diff(at)[4:] == pytest.approx(2.0, abs=0.02)
 
 
-def test_waiting_and_copying_count_and_the_latter_twice() -> None:
+def test_waiting_and_copying_count_and_a_copy_that_training_has_waited_for_counts_once() -> None:
     made = cadence()
     made.spent(0.1, 0.2)
-    assert made.cost == made.spent_seconds == pytest.approx(0.1 + COPY_WEIGHT * 0.2)
+    assert made.cost == made.spent_seconds == pytest.approx(0.1 + 0.2)
+    made.spent(0.25, 0.2, aside=False)
+    assert made.spent_seconds == pytest.approx(0.3 + 0.25)
+
+
+@pytest.mark.parametrize(("iteration", "copy", "here"), [(0.01, 0.02, True), (0.02, 0.01, False)])
+def test_iterations_shorter_than_a_copy_make_it_themselves(iteration: float, copy: float, here: bool) -> None:
+    made = cadence()
+    assert not made.here(), "nothing is known yet"
+    for step in range(3):
+        made.due(step * iteration, step)
+    made.spent(0.0, copy)
+    assert made.here() is here
+    # In the training thread a copy takes less, and that is no reason to go back.
+    for _ in range(20):
+        made.spent(0.7 * copy, 0.7 * copy, aside=False)
+    assert made.here() is here
 
 
 def test_an_unusually_dear_checkpoint_does_not_count() -> None:
