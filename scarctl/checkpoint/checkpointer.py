@@ -182,11 +182,11 @@ class Checkpoints:
         torn: bool = False,
         thorough: bool = True,
         here: bool = False,
-    ) -> bool:
+    ) -> None:
         """Start the first half: copy the state of `moment`. turn: what the store gets of it.
 
         torn: it is not sealed, as an iteration is incomplete. thorough: see `Engine.copy`. here: copy in this thread,
-        unless a GPU would have nothing to do meanwhile. Returns whether that has happened.
+        before the call returns.
         """
         if (trouble := engine.require_saving()) is not None:
             self._fault(trouble)  # copying continues, because another process may take over these copies
@@ -202,7 +202,7 @@ class Checkpoints:
         if marks:
             engine.pin(next(iter(marks)))
 
-        here, common = here and not marks, self._lockstep.common()
+        common = self._lockstep.common()
 
         def copy() -> Copied:
             with self._streams.alongside(marks):
@@ -218,7 +218,6 @@ class Checkpoints:
         )
         if here:
             job.run()
-        return here
 
     def ready(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for the copy that the second half needs. Return whether it is done."""

@@ -57,6 +57,8 @@ class Saving:
         """The step from which the session has resumed."""
         self._copied: Copied | None = None
         """The newest checkpoint."""
+        self._here = 0.0
+        """Processor seconds of the newest checkpoint, if the training thread made all of it."""
         self.over = False
         """Nothing is saved any more."""
         self.doomed = False
@@ -153,25 +155,26 @@ class Saving:
         try:
             engine.arena.reach(self._progress.head_step)
             live = self._binding.live(engine.arena)
-            here = not (thorough or engine.arena.is_filling) and engine.cadence.here()
-            self._copied = None
-            here = self._checkpoints.begin(
-                engine, live, moment, turn, torn=self._gate.torn, thorough=thorough, here=here
-            )
             # A framework may do more after its step, such as an evaluation, which a resume would leave out. An error of
             # the second half, and what several ranks agree on, are for the training thread.
-            if not (
+            soon = not (
                 thorough
                 or not self._progress.loop.used
                 or moment.state is None
                 or moment.marks
                 or self._several
                 or self._settings.on_error == "raise"
-            ):
-                if here:
-                    self.finish()
-                else:
-                    self.worker.submit(partial(self._finish_soon, moment))
+            )
+            here = soon and not engine.arena.is_filling and engine.cadence.here()
+            self._copied, began = None, time.thread_time()
+            self._checkpoints.begin(
+                engine, live, moment, turn, torn=self._gate.torn, thorough=thorough, here=here
+            )
+            if here:
+                self.finish()
+                self._here = time.thread_time() - began
+            elif soon:
+                self.worker.submit(partial(self._finish_soon, moment))
         except Exception as error:
             self.fault(error)
 
@@ -276,7 +279,10 @@ class Saving:
         engine, copied, self._copied = self._opening.engine, self._copied, None
         if engine is not None and copied is not None:
             self.stats.copy_seconds += seconds
-            engine.cadence.spent(self.stats.last_stall_seconds, copied.seconds + seconds, aside=copied.aside)
+            if copied.aside:
+                engine.cadence.spent(self.stats.last_stall_seconds, copied.seconds + seconds)
+            else:  # not the time for which other processes had the processor
+                engine.cadence.spent(self._here, copied.seconds, aside=False)
 
     def extras(self, engine: Engine, moment: Moment) -> Extras:
         """Return the extras of the step of `moment`. Call it before the next step changes anything."""
