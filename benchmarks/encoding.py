@@ -103,7 +103,7 @@ class Stored:
 
 def settle(session: scarctl.Session) -> None:
     """Wait until the store has all copies."""
-    session._finish()
+    session._saving.finish()
     assert session._engine is not None
     assert session._engine.saver.drain(60)
 

@@ -134,7 +134,7 @@ def main() -> None:
         written: list[int] = []
         for _ in range(2, args.steps + 1):
             step()
-            session._finish()
+            session._saving.finish()
             if session.stats.saved_bytes > saved:
                 written.append(session.stats.saved_bytes - saved)
                 saved = session.stats.saved_bytes

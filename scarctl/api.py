@@ -18,16 +18,15 @@ from scarctl.config import (
     Settings,
     flatten,
 )
-from scarctl.config.environment import warn_of_unread
+from scarctl.config.environment import REHEARSAL, warn_of_unread
 from scarctl.config.unknown import explains_options
-from scarctl.distributed.collectives import Solo, Team, is_rank, world_size
 from scarctl.errors import UsageError
-from scarctl.rehearse.run import VARIABLE
 from scarctl.session.attached import take_over
 from scarctl.session.peers import WrittenByRanks
 from scarctl.session.session import Session
 from scarctl.store.verdict import bring_verdict
 from scarctl.util.collection import without_collection
+from scarctl.util.ranks import is_rank, world_size
 
 
 @explains_options
@@ -94,7 +93,7 @@ def attach(
     resolved = SessionSettings.resolve(given, environ=os.environ)
     warn_of_unread(os.environ)
     watcher = None
-    if VARIABLE in os.environ:
+    if REHEARSAL in os.environ:
         from scarctl.rehearse.watcher import watcher_of
 
         watcher = watcher_of(os.environ)
@@ -153,6 +152,7 @@ def _session(
         except WrittenByRanks:
             if ranks is False:
                 raise
+    from scarctl.distributed.collectives import Solo, Team
     from scarctl.distributed.coordinator import RankCoordinator
 
     team = Team() if several else Solo()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,7 +37,6 @@ WITH_TORCH = {
     "scarctl.session.generators",
     "scarctl.session.lost",
     "scarctl.lint.unattached",
-    "scarctl.session.parts",
     "scarctl.session.departure",
     "scarctl.session.ending",
     "scarctl.session.saving",
@@ -85,6 +85,7 @@ WITH_TORCH = {
     "scarctl.checkpoint.touched",
     "scarctl.checkpoint.tracker",
     "scarctl.session.forecast",
+    "scarctl.util.ranks",
 }
 
 # Imported where they are used, so that a command on a local store starts fast.
@@ -179,6 +180,42 @@ def test_a_local_store_never_loads_fsspec(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LOCAL, str(tmp_path)],
         cwd=PACKAGE.parent,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+PLAIN = """
+import sys
+import torch
+import scarctl
+
+for seal in (True, False):
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    session = scarctl.attach(model, optimizer, store=sys.argv[1] + "/run", interval=2)
+    session.resume()
+    for _ in session.epochs(session.epoch + 1):
+        for batch in session.batches([torch.ones(4)] * 6):
+            optimizer.zero_grad()
+            model(batch).sum().backward()
+            optimizer.step()
+        session.checkpoint(wait=True)
+    session.close(seal=seal)
+ours = sorted(name for name in sys.modules if name.startswith("scarctl"))
+assert "scarctl.daemon.client" not in ours, "a thread saves"
+assert len(ours) <= 180, (len(ours), ours)
+"""
+
+
+def test_a_plain_session_imports_at_most_180_modules(tmp_path: Path) -> None:
+    """Train twice in one process with a local store: the second session resumes."""
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN, str(tmp_path)],
+        cwd=PACKAGE.parent,
+        env={**os.environ, "SCARCTL_DAEMON": "0", "SCARCTL_ARENA_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=100,

@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 from torch import nn
 
 import scarctl
+from scarctl.config import Mode
+from scarctl.config.checks import check_mode
 from scarctl.errors import UsageError
-from scarctl.session.recover import check_mode
 from scarctl.session.resumed import Resumed
 from scarctl.state.codec import encode
 from scarctl.state.torch_dtypes import plain
 from scarctl.stateful import check_stateful, state_of
-from scarctl.theory.rework import Mode
 from scarctl_adapters.options import check_options, with_extras
 
 try:

@@ -29,3 +29,12 @@ def from_memory(newest: Ids) -> NDArray[np.float64]:
     finite or lost, or the process has died during a copy. newest: see `Arena.newest`.
     """
     return np.where((newest >= 0) & (newest == newest.max(initial=-1)), 0.0, np.nan)
+
+
+def with_errors(distance: NDArray[np.float64], error: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the distances (l2) from the store's copies: float64 (partitions,).
+
+    distance: from the exact ones. error: see `Arena.encoding_error`.
+    """
+    with np.errstate(over="ignore"):
+        return np.where(error > 0, np.sqrt(np.square(distance) + np.maximum(error, 0.0)), distance)

@@ -33,7 +33,6 @@ from scarctl.store import Store
 from scarctl.store.line import number_of
 from scarctl.store.log import ShardLog
 from scarctl.store.record import Record
-from scarctl.util.exchange import exchange
 
 log = logging.getLogger("scarctl")
 
@@ -355,6 +354,8 @@ def replace_folder(folder: Path, successor: Path, former: Path) -> None:
 
     A process that is killed meanwhile leaves one of them in the place. Without `exchange` it may leave none.
     """
+    from scarctl.util.exchange import exchange
+
     if exchange(folder, successor):
         try:
             os.rename(successor, former)

@@ -19,7 +19,6 @@ from scarctl.arena.queue import HandOverQueue
 from scarctl.checkpoint.filling import Staged
 from scarctl.checkpoint.found_extras import Saved, all_extras, newest_extras, sealed_extras
 from scarctl.checkpoint.loading import NewSlots
-from scarctl.recovery.before import in_memory_before, plan_before
 from scarctl.recovery.execute import ArenaSink, execute
 from scarctl.recovery.plan import MEMORY, STORE, Plan, plan_partial, plan_rollback, versions_of
 from scarctl.recovery.report import Report
@@ -152,6 +151,8 @@ class Copies:
         Returns the report, and those of `ids` of which the store's newest copy is another one. Call it while nothing is
         saved. Raises NoIntactCopy.
         """
+        from scarctl.recovery.before import in_memory_before, plan_before
+
         arena = self._arena
         far = ids[~in_memory_before(arena, ids, before)]
         states = self._store.states(distinct(self._store.log_of(self._layout)[far]).tolist())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from scarctl.checkpoint.copied import Copied, Part
 from scarctl.checkpoint.copies import Copies
 from scarctl.checkpoint.encoded import EncodedCopies
 from scarctl.checkpoint.filling import Filling
-from scarctl.checkpoint.leaving import Leaving
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.marked import Marked
 from scarctl.checkpoint.motion import Motion
@@ -43,7 +42,6 @@ from scarctl.persist.saver import Saver
 from scarctl.persist.thread import Current
 from scarctl.policy.select import Candidates
 from scarctl.policy.turns import Turn
-from scarctl.recovery.before import in_memory_before
 from scarctl.recovery.plan import Plan
 from scarctl.recovery.report import Report
 from scarctl.state.caveats import Caveats
@@ -52,8 +50,10 @@ from scarctl.state.extras import Extras, Notes, PolicyMemory
 from scarctl.state.layout import Layout
 from scarctl.state.version import ages_of, pack, step_of
 from scarctl.store import Store
-from scarctl.theory.history import History
 from scarctl.util.arrays import Ids, union
+
+if TYPE_CHECKING:
+    from scarctl.theory.history import History
 
 log = logging.getLogger("scarctl")
 _NONE = np.empty(0, dtype=np.int64)
@@ -108,7 +108,6 @@ class Engine:
         """Memory had no room for rows that the store was to get; this was logged."""
         try:
             saver.open(self.arena)
-            self.leaving = Leaving()
             self.sent = Sent(self.arena, settings.norm, exact=settings.tracker == "exact")
         except BaseException:
             self.selector.close()
@@ -152,7 +151,7 @@ class Engine:
         left = union(nonfinite, np.flatnonzero(lost))
         arena.note_distances(self.sent.unsaved().astype(np.float64))
         self.tracker.copied(but=left)
-        if self.leaving.now:
+        if self.pace.leaving:
             # All that the store lacks equals the live values now. As copies of one step they are saved in any order.
             # What was so before, and has not changed since, keeps the name of its state.
             waiting = arena.pending() & arena.intact() & (arena.version != version)
@@ -205,7 +204,7 @@ class Engine:
 
     def _rows(self, ids: Ids) -> Staged | None:
         """Return the rows of these partitions, copied out; None if the arena does not change, or memory has no room."""
-        if self.leaving.now:
+        if self.pace.leaving:
             return None
         try:
             return copy_out(self.arena, ids)
@@ -226,7 +225,7 @@ class Engine:
             distance_sq=weighed.distance_sq,
             nbytes=weighed.nbytes,
             staleness=ages_of(self.sent.version, step),
-            eligible=waiting & (not self.leaving.now),
+            eligible=waiting & (not self.pace.leaving),
             seed=self.store.settings.seed,
             step=step,
             max_staleness=self.settings.max_staleness,
@@ -340,6 +339,8 @@ class Engine:
 
         What waits for the store is saved first, for up to `timeout` seconds. Raises NoIntactCopy.
         """
+        from scarctl.recovery.before import in_memory_before
+
         if not in_memory_before(self.arena, ids, before).all():
             self.drain()  # copies that wait may be the ones to take
         with self.nothing_saved():

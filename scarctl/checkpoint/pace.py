@@ -72,6 +72,7 @@ class Pace:
         self._caveats = caveats
         self._behind = Behind(caveats, fixed=self.cadence.fixed)
         self._skip = 0
+        self._leaving_until = -math.inf
         """Checkpoints at which ranks have agreed on a turn before they knew of the newest one."""
         self._checkpoints = 0
         self._said: float | None = None
@@ -93,6 +94,15 @@ class Pace:
             self.due_at = step
             self._selector.proposed = self.cadence.proposed
         return due
+
+    def leave(self, deadline: float) -> None:
+        """Note that the host shuts down at `deadline`, on the monotonic clock. Regular checkpoints pause until then."""
+        self._leaving_until = deadline
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the host is about to shut down: memory then stays as it is, and is saved in the best order."""
+        return time.monotonic() < self._leaving_until
 
     def turn(self, step: int) -> Turn:
         """Return what the store gets of the regular checkpoint of `step`. Call it once for each."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,9 +26,11 @@ from numpy.typing import NDArray
 from scarctl.adapter import Adapter, touched_rows_of
 from scarctl.checkpoint.distance import Norm, Scratch
 from scarctl.checkpoint.live_state import LiveState
-from scarctl.checkpoint.touched import Touches
 from scarctl.state.layout import Layout
 from scarctl.util.arrays import Ids
+
+if TYPE_CHECKING:
+    from scarctl.checkpoint.touched import Touches
 
 _OTHERS = 512
 """Partitions of a table that are checked for a move without a gradient."""
@@ -78,6 +81,8 @@ class Tracker:
             if g is None or not self._layout.groups[g].partitions:
                 continue
             if g not in self._touches:
+                from scarctl.checkpoint.touched import Touches
+
                 self._touches[g] = Touches(self._layout.groups[g], touched.device)
             self._touches[g].mark(touched)
 

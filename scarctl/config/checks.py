@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from ipaddress import ip_address
 
-from scarctl.config.options import NORMS, POLICIES
+from scarctl.config.options import MODES, NORMS, POLICIES
 from scarctl.errors import UsageError
 
 _FRACTION = "it is the share of the state that one checkpoint writes, such as 1/8, 0.125 or 12.5%"
@@ -198,3 +198,9 @@ def at_least(name: str, value: object, least: int) -> None:
     """Raise UsageError naming the setting unless `value` is None or an integer, `least` or more."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
         raise UsageError(f"{name} is {value!r}", hint=f"give a whole number, {least} or more")
+
+
+def check_mode(mode: object) -> None:
+    """Raise UsageError for an unknown mode of recovery."""
+    if mode not in MODES:
+        raise UsageError(f"unknown mode {mode!r}", hint=f"use one of {', '.join(MODES)}")

@@ -13,6 +13,8 @@ from scarctl.util.text import printable
 log = logging.getLogger("scarctl")
 
 PREFIX = "SCARCTL_"
+REHEARSAL = "SCARCTL_REHEARSAL"
+"""Variable that makes a program a run of a rehearsal: see `scarctl.rehearse.run`."""
 OF_EACH_COMMAND = frozenset({"timeout"})
 """Settings of a session that are also the names of commands' options, with other meanings. So an option's variable
 contains the command's name (SCARCTL_RUN_TIMEOUT), and only the command's own table in the file counts."""

@@ -13,7 +13,6 @@ from typing import Any
 from scarctl.config.checks import check_storage_options
 from scarctl.errors import UsageError
 from scarctl.util.text import printable
-from scarctl.util.trust import why_untrusted
 
 log = logging.getLogger("scarctl")
 
@@ -39,6 +38,8 @@ def read_file(folder: Path) -> dict[str, Any]:
     try:
         # If it is a pipe, opening it must not wait for the other end.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            from scarctl.util.trust import why_untrusted
+
             if reason := why_untrusted(path, os.fstat(file.fileno())):
                 _warn_of(path.absolute(), reason)
                 return {}

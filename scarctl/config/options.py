@@ -20,9 +20,11 @@ Tracker: TypeAlias = Literal["auto", "exact"]
 OnError: TypeAlias = Literal["warn", "raise"]
 PeerAck: TypeAlias = Literal["next", "all"]
 Hooks: TypeAlias = Literal["auto", "begin", "off"]
+Mode: TypeAlias = Literal["partial", "rollback", "auto"]
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 NORMS: tuple[NormName, ...] = get_args(NormName)
+MODES: tuple[Mode, ...] = get_args(Mode)
 TRACKERS: tuple[Tracker, ...] = get_args(Tracker)
 DEFAULT_FRACTION = 1 / 8
 DEFAULT_OVERHEAD = 0.01

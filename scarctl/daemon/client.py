@@ -10,13 +10,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from scarctl.daemon import protocol
-from scarctl.daemon.status import DaemonStatus
 from scarctl.errors import Contention, ScarError, Unavailable
-from scarctl.persist.evacuated import Evacuated
 from scarctl.store.backends.address import PORTABLE
+
+if TYPE_CHECKING:
+    from scarctl.daemon.status import DaemonStatus
+    from scarctl.persist.evacuated import Evacuated
 
 T = TypeVar("T")
 
@@ -137,6 +139,8 @@ def evacuate(
     the time is over, or when no daemon knows the run and `ended` returns True. Raises Unavailable (`kind`
     "daemon-silent") if it does not answer in time.
     """
+    from scarctl.persist.evacuated import Evacuated
+
     deadline = time.monotonic() + seconds
     while True:
         left = max(0.0, deadline - time.monotonic())

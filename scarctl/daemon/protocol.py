@@ -14,16 +14,17 @@ import socket
 import stat
 import struct
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scarctl.arena.folder import check_private, folder_error
 from scarctl.errors import AccessDenied, Corruption, ScarError, UsageError, error_fields, error_from
-from scarctl.peers.handshake import SECRET_BYTES
-from scarctl.peers.sender import Candidate
-from scarctl.peers.tls import Tls
 from scarctl.state.version import MAX_EPOCH
 from scarctl.store import Part
 from scarctl.store.format import MAX_SHARD, is_hex
+
+if TYPE_CHECKING:
+    from scarctl.peers.sender import Candidate
+    from scarctl.peers.tls import Tls
 
 VERSION = 6
 EVERY_VERSION = ("status", "stop")
@@ -212,6 +213,8 @@ def token(message: dict[str, Any]) -> str:
 
 def secret(message: dict[str, Any]) -> tuple[str, bytes]:
     """Return the name and the secret of a job's start. Raises UsageError, which does not quote them."""
+    from scarctl.peers.handshake import SECRET_BYTES
+
     start, found = message.get("start"), message.get("secret")
     if not is_hex(start, 32) or not is_hex(found, 2 * SECRET_BYTES):
         raise UsageError("start and secret are hex digits")
@@ -228,6 +231,8 @@ def process(message: dict[str, Any]) -> str:
 
 def tls(message: dict[str, Any]) -> Tls | None:
     """Return the TLS settings of links, from the files that a message names. Raises UsageError (kind "peer-tls")."""
+    from scarctl.peers.tls import Tls
+
     files = message.get("tls")
     if files is None:
         return None
@@ -246,6 +251,8 @@ def rate(message: dict[str, Any]) -> float | None:
 
 def candidates(message: dict[str, Any]) -> list[Candidate]:
     """Return the candidate daemons in a message. Raises UsageError."""
+    from scarctl.peers.sender import Candidate
+
     found = message.get("peers")
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise UsageError("peers must be a list of objects")

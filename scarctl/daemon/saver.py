@@ -11,22 +11,23 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.queue import HandOverQueue
 from scarctl.daemon import protocol
 from scarctl.daemon.client import REPLY_SECONDS, ask, connect, evacuate, gone, insist, request
-from scarctl.daemon.request import Request
 from scarctl.daemon.urgency import URGENT
 from scarctl.errors import Corruption, Fenced, ScarError, Unavailable, error_from
-from scarctl.persist.evacuated import Evacuated
-from scarctl.persist.evacuation import not_evacuated
 from scarctl.persist.saver import Acknowledged
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current
 from scarctl.store import Part
 from scarctl.util.niceness import set_session
+
+if TYPE_CHECKING:
+    from scarctl.daemon.request import Request
+    from scarctl.persist.evacuated import Evacuated
 
 log = logging.getLogger("scarctl")
 
@@ -162,6 +163,8 @@ class DaemonSaver:
 
     def evacuate(self, seconds: float, to: str | None = None) -> Evacuated:
         """See `Saver`. Uses a connection of its own, because other requests must not wait for it."""
+        from scarctl.persist.evacuation import not_evacuated
+
         assert self._arena is not None
         try:
             return evacuate(self._folder, self._id, seconds, to)
@@ -342,6 +345,8 @@ class DaemonSaver:
 
     def _look(self) -> None:
         """Receive the daemon's events, and start another daemon when this one dies: the watching thread."""
+        from scarctl.daemon.request import Request
+
         while not self._closing:
             watch = self._watch
             try:

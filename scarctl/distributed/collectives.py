@@ -41,16 +41,6 @@ _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _GONE = "the remaining ranks saved their state as far as possible; restart the job"
 
 
-def is_rank() -> bool:
-    """Return whether this process has joined a process group, perhaps as its only rank."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def world_size() -> int:
-    """Return the number of ranks that train together; 1 without `torch.distributed`."""
-    return dist.get_world_size() if is_rank() else 1
-
-
 class Team:
     """All ranks of the default process group. Made and closed by all of them."""
 

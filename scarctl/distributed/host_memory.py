@@ -20,13 +20,13 @@ from scarctl.arena.age import Age, age_of
 from scarctl.arena.kinship import view_of
 from scarctl.arena.transfer import PIECE, Incoming, Outgoing
 from scarctl.config import SessionSettings
-from scarctl.daemon.claim import claim_saver
 from scarctl.distributed.collectives import Team
 from scarctl.distributed.credentials import Credentials
 from scarctl.distributed.host_address import digest_of_place
 from scarctl.distributed.memory_search import asker_of, bring, recorded_hosts
 from scarctl.errors import ScarError
 from scarctl.peers.sender import Candidate
+from scarctl.session.opening import claim_saver
 from scarctl.store import Store, newest_topology
 
 log = logging.getLogger("scarctl")

@@ -13,11 +13,11 @@ from scarctl.arena.owner import read_owner
 from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.view import peek
 from scarctl.config import SessionSettings
-from scarctl.daemon.claim import claim_saver
 from scarctl.distributed.collectives import Team
 from scarctl.distributed.host_address import place_of
 from scarctl.errors import ScarError, Unavailable
 from scarctl.persist.inherited import adopt_orphans
+from scarctl.session.opening import claim_saver
 from scarctl.store import Store, newest_topology, open_writer, topology_epochs
 from scarctl.store.members import PATIENCE, patiently
 from scarctl.store.topology import read_topology

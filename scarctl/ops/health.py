@@ -10,10 +10,10 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from scarctl.arena.distances import with_errors
 from scarctl.daemon.status import NO_HOST, RunStatus, is_unprotected, kept_copies, part_of
 from scarctl.errors import ScarError, UsageError
 from scarctl.ops.surveyed import ShardLine, Survey
-from scarctl.recovery.distances import with_errors
 from scarctl.recovery.forecast import rework_of
 from scarctl.state.layouts import parameters_of
 from scarctl.store.saved import seconds_since

@@ -16,6 +16,7 @@ from scarctl.arena.folder import arena_folder, host_folder
 from scarctl.arena.kinship import believed, open_stopped
 from scarctl.arena.owner import read_owner
 from scarctl.arena.queue import HandOverQueue
+from scarctl.config.checks import check_mode
 from scarctl.daemon.client import wait_until_released
 from scarctl.errors import Corruption, UsageError
 from scarctl.formats.foreign import check_new
@@ -37,7 +38,7 @@ from scarctl.recovery.shared_plan import (
 )
 from scarctl.recovery.shares import Share, SharedState, named_snapshot, open_shares
 from scarctl.store import Snapshot, Store, StoreWriter, newest_topology, open_writer
-from scarctl.theory.rework import MODES, Cost
+from scarctl.theory.rework import Cost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +66,7 @@ class RecoverSettings:
     """Most predicted rework in iterations; None: no limit."""
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise UsageError(f"unknown mode {self.mode!r}", hint=f"use one of {', '.join(MODES)}")
+        check_mode(self.mode)
         if self.snapshot is not None and self.mode != "rollback":
             raise UsageError("a snapshot has the whole state: use --mode rollback")
         if self.output is not None:

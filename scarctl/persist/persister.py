@@ -7,7 +7,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,6 @@ from scarctl.arena.notes import stored_notes
 from scarctl.arena.queue import HandOver
 from scarctl.arena.staged import Rows
 from scarctl.errors import Corruption, Fenced, Overwritten, ScarError
-from scarctl.persist.space import SpaceFields
 from scarctl.persist.speed import Meter
 from scarctl.state.encoding import stored_as
 from scarctl.state.extras import Notes
@@ -28,6 +27,9 @@ from scarctl.store.backends.base import Buffer
 from scarctl.store.encoder import Encoder
 from scarctl.store.segment import Source
 from scarctl.util.arrays import Ids
+
+if TYPE_CHECKING:
+    from scarctl.persist.space import SpaceFields
 
 log = logging.getLogger("scarctl")
 

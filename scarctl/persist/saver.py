@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,14 +14,16 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.kinship import require_kinship
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import ScarError, Unavailable
-from scarctl.persist.evacuated import Evacuated
-from scarctl.persist.evacuation import STORE_ONLY, Copies, unknown_host
 from scarctl.persist.inherited import reconcile
 from scarctl.persist.persister import Persister
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current, PersisterThread
 from scarctl.store import Store, StoreWriter, open_writer
 from scarctl.store.saved import last_saved
+
+if TYPE_CHECKING:
+    from scarctl.persist.evacuated import Evacuated
+    from scarctl.persist.evacuation import Copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +204,8 @@ class LocalSaver:
 
     def evacuate(self, seconds: float, to: str | None = None) -> Evacuated:
         """See `Saver`. Without a daemon no other host is known. Raises Unavailable before saving has started."""
+        from scarctl.persist.evacuation import STORE_ONLY, unknown_host
+
         if to not in (None, STORE_ONLY):
             raise unknown_host(str(to), ())
         return self.save_in_time(seconds, None)

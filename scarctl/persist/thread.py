@@ -10,17 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from typing import TYPE_CHECKING
 
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import AccessDenied, Corruption, ScarError, Unavailable
-from scarctl.persist.evacuated import Evacuated
-from scarctl.persist.evacuation import Copies, Evacuation, before
 from scarctl.persist.persister import Interrupted, Persister
 from scarctl.persist.retry import Forget, Halt, Instruction, Machine, Persist, Phase, Stopped, Wake
-from scarctl.persist.space import SpaceFields
 from scarctl.persist.speed import Speed
 from scarctl.store.record import now
 from scarctl.util.niceness import be_polite
+
+if TYPE_CHECKING:
+    from scarctl.persist.evacuated import Evacuated
+    from scarctl.persist.evacuation import Copies, Evacuation
+    from scarctl.persist.space import SpaceFields
 
 log = logging.getLogger("scarctl")
 
@@ -125,6 +128,8 @@ class PersisterThread:
         Interrupts the current hand-over, and returns in time even if the store hangs. Usual saving then continues.
         copies: the arena's copies on other hosts. Copies that these lack are saved first; the others count as safe.
         """
+        from scarctl.persist.evacuation import Evacuation, before
+
         request = _Evacuate(before(time.monotonic() + seconds, seconds), copies)
         with self._changed:
             if self._evacuating is None or request.deadline < self._evacuating.deadline:
@@ -277,6 +282,8 @@ class PersisterThread:
             self._changed.notify_all()
 
     def _evacuate_once(self, request: _Evacuate) -> None:
+        from scarctl.persist.evacuation import Evacuation
+
         made = request.made = Evacuation(
             self._persister.arena,
             self._queue,

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.distances import from_memory, from_store, with_errors
 from scarctl.errors import NoIntactCopy
-from scarctl.recovery.distances import last_distances
 from scarctl.recovery.memory import differing, fault
 from scarctl.recovery.plan import (
     MEMORY,
@@ -125,6 +125,12 @@ def execute_once(plan: Plan, store: Store | None, arena: Arena | None, sink: Sin
         run.memory_fault,
         saved_at=last_saved(store, plan.states) if store is not None and (done.tier == STORE).any() else None,
     )
+
+
+def last_distances(plan: Plan, arena: Arena) -> NDArray[np.float64]:
+    """Return the last known distances of the lost values from the copies of `plan`: float64 of the shape of its ids."""
+    far = with_errors(from_store(arena), arena.encoding_error)[plan.ids]
+    return np.where(plan.tier == STORE, far, from_memory(arena.newest())[plan.ids])
 
 
 class SealedStateDamaged(NoIntactCopy):

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.distances import from_memory, from_store
+from scarctl.arena.distances import from_memory, from_store, with_errors
 from scarctl.errors import Corruption
-from scarctl.recovery.distances import with_errors
 from scarctl.recovery.plan import in_memory
 from scarctl.state.caveats import Caveat
 from scarctl.state.common import in_common

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from scarctl.recovery.plan import MEMORY, PEER, Perturbation, Plan, count_tiers
-from scarctl.theory.rework import Cost
+
+if TYPE_CHECKING:
+    from scarctl.theory.rework import Cost
 
 
 @dataclass(frozen=True, slots=True)

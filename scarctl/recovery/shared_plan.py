@@ -15,8 +15,7 @@ import numpy as np
 from scarctl.arena.arena import Arena
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import NoIntactCopy
-from scarctl.recovery.distances import last_distances
-from scarctl.recovery.execute import SealedStateDamaged, Sink, execute_once
+from scarctl.recovery.execute import SealedStateDamaged, Sink, execute_once, last_distances
 from scarctl.recovery.label import Writer, why_mixed, why_not_consistent
 from scarctl.recovery.plan import (
     Perturbation,

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from scarctl.config.environment import REHEARSAL
 from scarctl.errors import UsageError
-from scarctl.rehearse.run import VARIABLE
 
 _POLL = 0.05
 _GRACE = 10.0
@@ -98,7 +98,7 @@ def _end(process: subprocess.Popen[bytes] | None, folder: Path) -> None:
 
 def _of_run(folder: Path) -> Iterator[int]:
     """Yield the processes of this user that were started with the variable of a run in this folder."""
-    name, place = f"{VARIABLE}=".encode(), os.fsencode(folder.parents[1].name)  # unique
+    name, place = f"{REHEARSAL}=".encode(), os.fsencode(folder.parents[1].name)  # unique
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             variables = path.read_bytes().split(b"\0")

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from scarctl.config.environment import REHEARSAL
 from scarctl.errors import UsageError
 
-VARIABLE = "SCARCTL_REHEARSAL"
 ARENA = "scarctl-rehearsal-"
 """Begin of the names of the folders that hold a rehearsal's memory."""
 
@@ -44,12 +44,12 @@ class Run:
 
     def to_environment(self) -> dict[str, str]:
         """Return the environment variable of the program's processes."""
-        return {VARIABLE: json.dumps(asdict(self))}
+        return {REHEARSAL: json.dumps(asdict(self))}
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Run | None:
         """Return the run that this process is part of, if any. Raises UsageError for a variable of another origin."""
-        text = environ.get(VARIABLE)
+        text = environ.get(REHEARSAL)
         if not text:
             return None
         try:
@@ -59,7 +59,7 @@ class Run:
             sound = False
         if not sound:
             raise UsageError(
-                f"{VARIABLE} cannot be read", hint="`scarctl rehearse` sets it: unset it elsewhere"
+                f"{REHEARSAL} cannot be read", hint="`scarctl rehearse` sets it: unset it elsewhere"
             )
         return run
 

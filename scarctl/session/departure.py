@@ -8,17 +8,19 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from scarctl.checkpoint.engine import Engine
-from scarctl.daemon.request import Request
 from scarctl.errors import ScarError
-from scarctl.persist.evacuated import Evacuated
-from scarctl.persist.evacuation import before, not_evacuated
 from scarctl.session import signals
 from scarctl.session.ending import LastState
-from scarctl.session.parts import Parts
+from scarctl.session.opening import Parts
 from scarctl.session.saving import FLUSH_SECONDS, Saving
 from scarctl.util.text import joined
+
+if TYPE_CHECKING:
+    from scarctl.daemon.request import Request
+    from scarctl.persist.evacuated import Evacuated
 
 log = logging.getLogger("scarctl")
 
@@ -60,7 +62,7 @@ class Departure:
         with self._gate.quiet(patience) as quiet:
             if self._inert() or not quiet:
                 return False
-            engine.leaving.begin(deadline)
+            engine.pace.leave(deadline)
             if self._is_in_store(engine):
                 self._saving.filled(patience)  # so that the report knows which commit memory has
                 return True
@@ -75,6 +77,8 @@ class Departure:
         except ScarError as error:
             if error.kind == "unknown-host":
                 raise
+            from scarctl.persist.evacuation import not_evacuated
+
             found = not_evacuated(engine.arena, engine.queue, error)
         return replace(found, flushed=flushed)
 
@@ -109,7 +113,7 @@ class Departure:
             if self._inert() or engine is None:
                 return
             if grace is not None:
-                engine.leaving.begin(began + grace)
+                engine.pace.leave(began + grace)
             if quiet:
                 flushed = self._last.before_signal(fatal=fatal, patience=patience)
             else:
@@ -120,6 +124,8 @@ class Departure:
             if fatal:
                 self._last.end_now(wait=grace is None)
         if grace is not None:
+            from scarctl.persist.evacuation import before
+
             # Outside the gate: it must not block a training thread that has to end first.
             found = self._evacuate(before(began + grace, grace), flushed=flushed)
             log.log(logging.INFO if found.safe else logging.WARNING, "SIGTERM: %s", sentence(found))

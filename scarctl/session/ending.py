@@ -12,7 +12,7 @@ import numpy as np
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.step_end import Moment
 from scarctl.errors import ScarError
-from scarctl.session.parts import Parts
+from scarctl.session.opening import Parts
 from scarctl.session.postponed import postponed
 from scarctl.session.progress import UNKNOWN
 from scarctl.session.saving import TORN, Saving

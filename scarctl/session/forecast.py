@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,10 @@ from scarctl.state.layouts import parameters_of
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import ShardState, complete_sets
 from scarctl.theory.history import History
-from scarctl.theory.rework import Cost, Outlook, choose, grouped, mean_age, rework_of_loss
 from scarctl.util.arrays import Ids
+
+if TYPE_CHECKING:
+    from scarctl.theory.rework import Cost
 
 log = logging.getLogger("scarctl")
 
@@ -105,6 +107,8 @@ def _seen(
     engine: Engine, ids: Ids, step: int, newest: Ids, distance: NDArray[np.float64], history: History
 ) -> dict[str, Any]:
     """Return what one process knows about the loss: plain values, as small as possible."""
+    from scarctl.theory.rework import grouped, mean_age
+
     parameters = parameters_of(engine.layout)
     mine = ids[parameters[ids]]
     all_ages = np.maximum(step - newest[mine], 0)
@@ -129,6 +133,8 @@ def _decide(
     mode: str,
     max_rework: float | None,
 ) -> tuple[str, Cost]:
+    from scarctl.theory.rework import Outlook, choose, mean_age, rework_of_loss
+
     whole = sum(one["parameters"] for one in everyone)
     parts = [History(tuple(point) for point in one["points"]) for one in everyone if one["parameters"]]
     ages, counts = ([number for one in everyone for number in one[name]] for name in ("ages", "counts"))

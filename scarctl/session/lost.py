@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 
 from scarctl.checkpoint.engine import Engine
+from scarctl.config.checks import check_mode
 from scarctl.errors import UsageError
 from scarctl.recovery.lost import Lost
 from scarctl.recovery.report import Report
-from scarctl.session.parts import Parts
-from scarctl.session.recover import check_mode, recover_live
+from scarctl.session.opening import Parts
+from scarctl.session.recover import recover_live
 from scarctl.session.resumed import facts
 from scarctl.session.saving import Saving
 from scarctl.util.arrays import Ids

@@ -8,27 +8,39 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from scarctl.arena.durability import durability
+from scarctl.adapter import Adapter
 from scarctl.arena.folder import arena_folder, require_room
 from scarctl.checkpoint.binding import Binding
 from scarctl.checkpoint.engine import Engine
 from scarctl.config import SessionSettings
-from scarctl.daemon.claim import claim_saver
 from scarctl.errors import ScarError, UsageError
-from scarctl.persist.saver import Saver
+from scarctl.persist.saver import LocalSaver, Saver
+from scarctl.session.gate import Gate
 from scarctl.session.peers import Together
+from scarctl.session.progress import Progress
 from scarctl.session.requests import Requests
 from scarctl.state.caveats import Caveats
+from scarctl.state.journal import Journal
 from scarctl.state.layout import Layout
 from scarctl.store import Store, check_cut
+from scarctl.store.backends.address import IN_THIS_PROCESS, portable_options
 from scarctl.util.text import counted, human_bytes
+
+if TYPE_CHECKING:
+    from scarctl.daemon.request import Request
 
 log = logging.getLogger("scarctl")
 
 _SILENT = 3.0
 """Seconds that closing waits for the store before it says so."""
+_WITHOUT = ("daemon-not-started", "daemon-full")
+"""Kinds of errors after which a session saves without a daemon, unless it requires one."""
 
 
 def claim(store: Store, settings: SessionSettings, binding: Binding, requests: Requests) -> Saver:
@@ -39,6 +51,41 @@ def claim(store: Store, settings: SessionSettings, binding: Binding, requests: R
     folder = arena_folder(settings.arena_dir, store.run_id)
     require_room(folder, binding.least_bytes())
     return claim_saver(store, settings, requests.add)
+
+
+def claim_saver(store: Store, settings: SessionSettings, on_request: Callable[[Request], None]) -> Saver:
+    """Claim the store for a session, and return its saver.
+
+    on_request: called in another thread when a command sends a request.
+
+    Raises Contention, AccessDenied, Unavailable. If the settings require a daemon, raises the error of its start.
+    """
+    if settings.daemon is not False and store.address.scheme != IN_THIS_PROCESS:
+        from scarctl.daemon.saver import DaemonSaver
+
+        folder = arena_folder(settings.arena_dir, store.run_id).parent
+        options = portable_options(store.address, settings.storage_options, os.environ)
+        saver: Saver = DaemonSaver(store.address.url, store.run_id, folder, on_request, options, store.part)
+        try:
+            saver.claim()
+            log.info("%s, saved by the daemon in %s", _attached(store, settings), folder)
+            return saver
+        except BaseException as error:
+            saver.close()
+            if settings.daemon or getattr(error, "kind", None) not in _WITHOUT:
+                raise
+            log.warning("%s. Saving runs in a thread of this process, and ends with it", error)
+    saver = LocalSaver(store)
+    saver.claim()
+    log.info("%s, saved by a thread of this process", _attached(store, settings))
+    return saver
+
+
+def _attached(store: Store, settings: SessionSettings) -> str:
+    return (
+        f"attached to {store.url}: interval {settings.interval}, fraction {settings.fraction:.4g}, "
+        f"{counted(store.settings.shards, 'shard')}"
+    )
 
 
 class Opening:
@@ -171,6 +218,8 @@ class Opening:
 
     def _drain(self, engine: Engine) -> bool:
         """Wait up to `timeout` seconds for the store, and warn if that takes long. Return whether all is durable."""
+        from scarctl.arena.durability import durability
+
         saver, timeout, began = engine.saver, self._settings.timeout, time.monotonic()
         silent = min(timeout, _SILENT)
         if saver.drain(silent):
@@ -195,3 +244,17 @@ class Opening:
             else "the next session on this host saves them",
         )
         return saver.drain(left)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of one session that saving, resuming and its steps share."""
+
+    adapter: Adapter
+    settings: SessionSettings
+    together: Together
+    gate: Gate
+    progress: Progress
+    binding: Binding
+    opening: Opening
+    journal: Journal

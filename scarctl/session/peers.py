@@ -6,7 +6,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,16 +14,18 @@ from numpy.typing import NDArray
 from scarctl.arena.arena import Arena
 from scarctl.checkpoint.selector import Selector
 from scarctl.config import SessionSettings
-from scarctl.daemon.request import Request
 from scarctl.errors import UsageError
 from scarctl.persist.saver import Saver
-from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
 from scarctl.state.caveats import Caveats
 from scarctl.state.extras import Extras
 from scarctl.state.layout import Layout
 from scarctl.state.version import step_of
 from scarctl.store import Store, topology_epochs
 from scarctl.store.topology import refuse_members
+
+if TYPE_CHECKING:
+    from scarctl.daemon.request import Request
+    from scarctl.recovery.lost import Lost
 
 T = TypeVar("T")
 
@@ -205,6 +207,8 @@ class Together:
 
     def lost_ids(self, lost: Lost, layout: Layout, store: Store) -> NDArray[np.int64]:
         """Return the partitions of this process that `lost` names. Raises UsageError if no process has any."""
+        from scarctl.recovery.lost import find_lost, parse_lost, refuse_unmatched
+
         names = [group.name for group in layout.groups]
         items = parse_lost(lost, names, range(store.settings.shards))
         ids, unmatched = find_lost(items, layout, store.shard_of(layout), self.rank)

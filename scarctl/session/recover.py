@@ -21,10 +21,9 @@ from scarctl.checkpoint.copies import Sealed
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.filling import Staged, age_after
 from scarctl.checkpoint.live_state import LiveState
-from scarctl.errors import ScarError, UsageError
+from scarctl.errors import ScarError
 from scarctl.recovery.plan import MEMORY, Perturbation, estimate
 from scarctl.recovery.report import Report
-from scarctl.session.completing import complete, left_behind
 from scarctl.session.forecast import mode_of_resume, shared_history, weigh_loss
 from scarctl.session.peers import Found, Together
 from scarctl.session.resumed import Resumed
@@ -33,7 +32,6 @@ from scarctl.state.common import UNREAD, in_common, reasons
 from scarctl.state.extras import Extras, Notes
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import Snapshot
-from scarctl.theory.rework import MODES
 from scarctl.util.arrays import Ids
 
 log = logging.getLogger("scarctl")
@@ -141,6 +139,8 @@ def recover_live(
 
     Raises UsageError, NoIntactCopy, ScarError (kind "too-much-rework"), with no live value changed.
     """
+    from scarctl.session.completing import complete, left_behind
+
     together.agree(engine.filling.run)
     now = together.agree(lambda: _distances(engine, live, ids))
     mode, cost = weigh_loss(engine, ids, now, head_step, together, mode, max_rework, before)
@@ -270,12 +270,6 @@ def _known_to_differ(engine: Engine, ids: Ids) -> Iterator[None]:
     except BaseException:
         engine.tracker.moved(ids)
         raise
-
-
-def check_mode(mode: str) -> None:
-    """Raise UsageError for an unknown mode."""
-    if mode not in MODES:
-        raise UsageError(f"unknown mode {mode!r}", hint=f"use one of {', '.join(MODES)}")
 
 
 def _perturbation(distance: NDArray[np.float64], otherwise: Perturbation) -> Perturbation:

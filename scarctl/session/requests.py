@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scarctl.checkpoint.selector import Selector
-from scarctl.daemon.request import Request
 from scarctl.errors import ScarError, error_fields
 from scarctl.policy.turns import Turn
 from scarctl.recovery.report import Report
 from scarctl.session.peers import Together
+
+if TYPE_CHECKING:
+    from scarctl.daemon.request import Request
 
 log = logging.getLogger("scarctl")
 

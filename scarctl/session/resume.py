@@ -10,7 +10,7 @@ import numpy as np
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.filling import Staged, may_wait
 from scarctl.checkpoint.loading import NewSlots
-from scarctl.session.parts import Parts
+from scarctl.session.opening import Parts
 from scarctl.session.peers import Elsewhere
 from scarctl.session.recover import resume_live
 from scarctl.session.resumed import Resumed

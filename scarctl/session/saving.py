@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from scarctl.arena.durability import durability
 from scarctl.checkpoint.checkpointer import Checkpoints, Stats
 from scarctl.checkpoint.copied import Copied
 from scarctl.checkpoint.engine import Engine
@@ -27,7 +26,7 @@ from scarctl.checkpoint.step_end import Moment, Moments
 from scarctl.checkpoint.streams import Streams
 from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.policy.turns import Turn
-from scarctl.session.parts import Parts
+from scarctl.session.opening import Parts
 from scarctl.state.extras import Extras, Notes
 from scarctl.state.journal import Sample
 from scarctl.state.torch_dtypes import plain
@@ -240,6 +239,8 @@ class Saving:
             raise engine.saver.fault()
 
     def _require_peers(self, engine: Engine) -> None:
+        from scarctl.arena.durability import durability
+
         count = self._settings.peers if self._settings.peer_ack == "all" else 1
         found = engine.saver.await_peers(count, self._settings.timeout)
         if found.have < count:

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from scarctl.adapter import Adapter, watch_of
 from scarctl.checkpoint.binding import Binding
@@ -18,35 +18,32 @@ from scarctl.checkpoint.checkpointer import Stats
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.step_end import check_step
 from scarctl.checkpoint.tracker import touched_of
-from scarctl.config import Hooks, SessionSettings
-from scarctl.config.checks import notice_of
-from scarctl.daemon.request import Request
+from scarctl.config import Hooks, Mode, SessionSettings
+from scarctl.config.checks import check_mode, notice_of
 from scarctl.errors import UsageError
-from scarctl.persist.evacuated import Evacuated
 from scarctl.policy.turns import Turn
 from scarctl.recovery.report import Report
 from scarctl.session import attached
 from scarctl.session.departure import Departure
 from scarctl.session.ending import Ending, LastState
 from scarctl.session.gate import Gate
-from scarctl.session.lost import LostParts
-from scarctl.session.metrics import measure
-from scarctl.session.opening import Opening, claim
-from scarctl.session.parts import Parts
+from scarctl.session.opening import Opening, Parts, claim
 from scarctl.session.peers import Together, check_wait
 from scarctl.session.progress import Progress
-from scarctl.session.recover import check_mode
 from scarctl.session.requests import Requests, answer
 from scarctl.session.resume import Resumption
 from scarctl.session.resumed import Resumed, labelled, logged
 from scarctl.session.saving import FLUSH_SECONDS, Saving
-from scarctl.session.snapshot import save_named
 from scarctl.session.steps import Follower, Steps
 from scarctl.state.caveats import Caveats
 from scarctl.state.journal import Journal
 from scarctl.state.layout import Layout
 from scarctl.store.record import who
-from scarctl.theory.rework import Mode
+
+if TYPE_CHECKING:
+    from scarctl.daemon.request import Request
+    from scarctl.persist.evacuated import Evacuated
+    from scarctl.session.lost import LostParts
 
 log = logging.getLogger("scarctl")
 T = TypeVar("T")
@@ -92,11 +89,10 @@ class Session:
             self._opening = Opening(self.store, settings, self._saver, self._together, self.caveats)
             shared = (adapter, settings, self._together, self._gate, self._progress, self._binding)
             parts = Parts(*shared, self._opening, self._journal)
-            self._saving = Saving(parts)
+            self._saving, self._parts = Saving(parts), parts
             undo.callback(self._saving.worker.close)
             self._watch = watch_of(adapter, self.caveats)
             undo.callback(self._watch.end)
-            self._lost = LostParts(parts, self._saving)
             self._steps = Steps(self, parts, self._requests, self._saving, self._watch, touched)
             self._remove_hooks = self._install(hooks)
             undo.pop_all()
@@ -156,6 +152,8 @@ class Session:
 
     def metrics(self, prefix: str = "scarctl/") -> dict[str, float]:
         """Return the session's figures by name, for any logger; docs/metrics.md has names and units."""
+        from scarctl.session.metrics import measure
+
         alone = not self._together.several
         return measure(prefix, self._saving.stats, self.head_step, self.caveats, self._engine, alone=alone)
 
@@ -263,6 +261,8 @@ class Session:
 
         Raises UsageError for a name that exists or is not allowed; ScarError ("not-sealed") if values are not finite.
         """
+        from scarctl.session.snapshot import save_named
+
         self._check_open()
         self._gate.require_outside("snapshot()")
         self._progress.declare()
@@ -343,7 +343,7 @@ class Session:
         `close`, is not a whole state. For any thread. lost: see `recover`. Each rank marks its own. Returns the number
         of partitions. Raises UsageError for an unknown part, and before the first step.
         """
-        return self._lost.mark(self._started(), lost)
+        return self._lost().mark(self._started(), lost)
 
     def recover(
         self,
@@ -368,7 +368,7 @@ class Session:
         """
         engine = self._started()
         with self._gate.outside("recover()"):
-            return self._lost.recover(engine, lost, mode, max_rework, before)
+            return self._lost().recover(engine, lost, mode, max_rework, before)
 
     def close(self, *, seal: bool = True) -> None:
         """Save the whole state as a sealed checkpoint, wait up to `timeout` seconds for the store, and release it.
@@ -387,6 +387,11 @@ class Session:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._close(Ending.CLOSED if error is None else Ending.FAILED)
 
+    def _lost(self) -> LostParts:
+        from scarctl.session.lost import LostParts
+
+        return LostParts(self._parts, self._saving)
+
     def _grant(self, request: Request) -> None:
         """Carry out a command's recovery, and answer it."""
         found = answer(
@@ -398,9 +403,6 @@ class Session:
     def _inert(self) -> bool:
         """Return whether hooks do nothing: the session is closed, or a copy in a forked child (a loader's worker)."""
         return self._closed or self._saving.doomed or os.getpid() != self._pid
-
-    def _finish(self) -> bool:
-        return self._saving.finish()
 
     @property
     def _engine(self) -> Engine | None:

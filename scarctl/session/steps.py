@@ -7,21 +7,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from os import getpid
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from scarctl.adapter import Watching
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.step_end import check_step
-from scarctl.daemon.request import Request
 from scarctl.errors import LayoutMismatch, ScarError, UsageError
 from scarctl.policy.turns import Turn
-from scarctl.session.parts import Parts
+from scarctl.session.opening import Parts
 from scarctl.session.progress import UNKNOWN
 from scarctl.session.requests import Requests
 from scarctl.session.saving import Saving
 from scarctl.util.collection import without_collection
+
+if TYPE_CHECKING:
+    from scarctl.daemon.request import Request
 
 log = logging.getLogger("scarctl")
 
@@ -257,7 +259,7 @@ class Steps:
             self._first = False
         else:
             # While the host is about to shut down, memory stays as it was flushed.
-            self._regular = engine.pace.due(step) and not engine.leaving.now
+            self._regular = engine.pace.due(step) and not engine.pace.leaving
             saving.stats.interval = engine.cadence.interval
             if requests.waiting or self._several:
                 self._recover(engine)

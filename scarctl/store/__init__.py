@@ -1,27 +1,39 @@
 """Keep saved state: segments, logs, indexes, and the protocol that commits to them. Format: docs/FORMAT.md."""
 
-from scarctl.store.backends.base import Blobs, InDoubt
-from scarctl.store.backends.local import LocalBlobs
-from scarctl.store.backing import backed_shards, check_backed, check_cut
-from scarctl.store.check import Problem, Report, verify
-from scarctl.store.gc import Collector
-from scarctl.store.read import Batch
-from scarctl.store.record import Record
-from scarctl.store.segment import SegmentRef, Source
-from scarctl.store.settings import Settings
-from scarctl.store.shard_state import Damage, ShardState
-from scarctl.store.snapshot import (
-    SealedSet,
-    Snapshot,
-    create_snapshot,
-    delete_snapshot,
-    read_snapshot,
-    sealed_sets,
-    snapshots,
-)
-from scarctl.store.store import Part, Store
-from scarctl.store.topology import Topology, complete_sets, create_topology, newest_topology, topology_epochs
-from scarctl.store.writer import StoreWriter, open_writer
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scarctl.store.backends.base import Blobs, InDoubt
+    from scarctl.store.backends.local import LocalBlobs
+    from scarctl.store.backing import backed_shards, check_backed, check_cut
+    from scarctl.store.check import Problem, Report, verify
+    from scarctl.store.gc import Collector
+    from scarctl.store.read import Batch
+    from scarctl.store.record import Record
+    from scarctl.store.segment import SegmentRef, Source
+    from scarctl.store.settings import Settings
+    from scarctl.store.shard_state import Damage, ShardState
+    from scarctl.store.snapshot import (
+        SealedSet,
+        Snapshot,
+        create_snapshot,
+        delete_snapshot,
+        read_snapshot,
+        sealed_sets,
+        snapshots,
+    )
+    from scarctl.store.store import Part, Store
+    from scarctl.store.topology import (
+        Topology,
+        complete_sets,
+        create_topology,
+        newest_topology,
+        topology_epochs,
+    )
+    from scarctl.store.writer import StoreWriter, open_writer
 
 __all__ = [
     "Batch",
@@ -58,3 +70,37 @@ __all__ = [
     "topology_epochs",
     "verify",
 ]
+
+_MODULES = {
+    "backends.base": ("Blobs", "InDoubt"),
+    "backends.local": ("LocalBlobs",),
+    "backing": ("backed_shards", "check_backed", "check_cut"),
+    "check": ("Problem", "Report", "verify"),
+    "gc": ("Collector",),
+    "read": ("Batch",),
+    "record": ("Record",),
+    "segment": ("SegmentRef", "Source"),
+    "settings": ("Settings",),
+    "shard_state": ("Damage", "ShardState"),
+    "snapshot": (
+        "SealedSet",
+        "Snapshot",
+        "create_snapshot",
+        "delete_snapshot",
+        "read_snapshot",
+        "sealed_sets",
+        "snapshots",
+    ),
+    "store": ("Part", "Store"),
+    "topology": ("Topology", "complete_sets", "create_topology", "newest_topology", "topology_epochs"),
+    "writer": ("StoreWriter", "open_writer"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name's module when it is first used: a training process needs few of them."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    return found

@@ -17,8 +17,7 @@ from scarctl.state import codec
 from scarctl.state.encodings import Encoding
 from scarctl.state.layout import Layout, members_by_shard
 from scarctl.state.version import MAX_EPOCH
-from scarctl.store.commit import Publisher
-from scarctl.store.commit_check import checked_ids, checked_versions
+from scarctl.store.commit import Publisher, checked_ids, checked_versions
 from scarctl.store.encoder import Encoder
 from scarctl.store.format import record_path, segment_name, segment_path, shard_folder
 from scarctl.store.index import INDEX_BYTES, INDEX_LEAST, INDEX_RECORDS

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,9 +21,6 @@ from scarctl.theory.bounds import rework_at_angle, rework_bound_now, rework_boun
 from scarctl.theory.convergence import Convergence, NoEstimate
 from scarctl.theory.history import History
 from scarctl.util.document import Document
-
-Mode: TypeAlias = Literal["partial", "rollback", "auto"]
-MODES: tuple[Mode, ...] = ("partial", "rollback", "auto")
 
 
 @dataclass(frozen=True, slots=True)

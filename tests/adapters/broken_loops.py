@@ -69,7 +69,7 @@ class NeverSeals(Loop):
     """State that is not saved when the loop ends is never saved, and memory is gone."""
 
     def step_done(self, session: scarctl.Session) -> None:
-        session._finish()
+        session._saving.finish()
         assert session._started().saver.drain(60)  # else it is up to the store what the last step may save
 
     def end(self, session: scarctl.Session) -> None:

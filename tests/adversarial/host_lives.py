@@ -158,9 +158,9 @@ def _live(pipe: int, store: Path, host: Path, life: int, plan: Plan) -> None:
         if n == plan.durable:
             session.checkpoint(full=True, wait=True)
         if n == plan.stopped:
-            session._finish()
+            session._saving.finish()
             engine.saver.stop()
-    session._finish()
+    session._saving.finish()
     if plan.drained and engine is not None and not engine.saver.drain(20.0):
         return
     if plan.end == "close":

@@ -94,7 +94,7 @@ def _stop_and_go_on(store: Path, arenas: Path, pipe: int) -> None:
         step()
         if n == 2:
             session.checkpoint(full=True, wait=True)
-    session._finish()
+    session._saving.finish()
     assert session._engine is not None
     assert session._engine.saver.drain(20)
     os.kill(os.getpid(), signal.SIGSTOP)

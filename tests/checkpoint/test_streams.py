@@ -116,7 +116,7 @@ def test_what_comes_after_the_step_is_not_waited_for(tmp_path: Path) -> None:
             for _ in range(20):
                 torch.cuda._sleep(_LATE)
             later.record()
-            session._finish()
+            session._saving.finish()
             if turn:  # a kernel's first use loads it, and waits for all of the GPU's work
                 assert not later.query(), "the copy has ended before what was queued after it"
             torch.cuda.synchronize()

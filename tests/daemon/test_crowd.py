@@ -12,9 +12,9 @@ import pytest
 
 from scarctl.config import SessionSettings
 from scarctl.daemon import client, protocol
-from scarctl.daemon.claim import claim_saver
 from scarctl.errors import ScarError, Unavailable
 from scarctl.persist.saver import Saver
+from scarctl.session.opening import claim_saver
 from scarctl.store import Store
 
 

@@ -183,7 +183,7 @@ def train(
             scheduler.step()
             time.sleep(0.005 if "slow" in options else 0.0)
             if number in options.get("drained_at", ()):
-                session._finish()
+                session._saving.finish()
                 drained([session])
             if options.get("store_stops_at") == number:
                 drained([session])
@@ -269,7 +269,7 @@ def descend(rank: int, world: int, folder: str, steps: int, options: dict[str, A
             model().backward()
             optimizer.step()
             if options.get("drained"):
-                session._finish()
+                session._saving.finish()
                 drained([session])
         if options.get("die") == rank:
             os.kill(os.getpid(), signal.SIGKILL)

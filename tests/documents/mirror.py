@@ -24,16 +24,16 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         scarctl.checkpoint.checkpointer scarctl.checkpoint.copies
         scarctl.checkpoint.copied
         scarctl.checkpoint.filling scarctl.checkpoint.found_extras
-        scarctl.checkpoint.leaving scarctl.checkpoint.step_end
+        scarctl.checkpoint.step_end
         scarctl.recovery.memory scarctl.session.attached scarctl.session.generators scarctl.session.loop
-        scarctl.session.parts scarctl.session.passes
+        scarctl.session.passes
         scarctl.session.progress scarctl.session.recover scarctl.session.resumed scarctl.session.resume
         scarctl.session.snapshot scarctl.session.steps
         scarctl_adapters.torch.settings""",
     ("distributed", "several ranks: each needs processes that agree"): """
         scarctl.distributed.coordinator
         scarctl.distributed.heir scarctl.distributed.own_extras scarctl.distributed.placed_adapter
-        scarctl.distributed.reshard scarctl.session.peers
+        scarctl.distributed.reshard scarctl.session.peers scarctl.util.ranks
         scarctl_adapters.torch.mixing scarctl_adapters.torch.sharding""",
     ("theory", "what is measured is checked with the theory that reads it"): """
         scarctl.checkpoint.motion""",
@@ -55,7 +55,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         scarctl.cli.document_parts scarctl.cli.document_studies scarctl.cli.document_workbench
         scarctl.cli.documents scarctl.persist.space""",
     ("store", "by reading and writing a store: a file's bytes count, not the function that wrote them"): """
-        scarctl.store.backends.base scarctl.store.commit scarctl.store.commit_check
+        scarctl.store.backends.base scarctl.store.commit
         scarctl.store.compact scarctl.store.ledger scarctl.store.read
         scarctl.store.segment_reader""",
     ("state", "data classes that layouts are made of"): "scarctl.state.group",

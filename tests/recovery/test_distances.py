@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from scarctl.recovery.distances import last_distances, with_errors
+from scarctl.arena.distances import with_errors
+from scarctl.recovery.execute import last_distances
 from scarctl.recovery.plan import MEMORY, STORE
 from tests.recovery.test_plan import Job
 

@@ -11,9 +11,10 @@ import torch
 
 import scarctl
 from scarctl.config import SessionSettings
+from scarctl.config.environment import REHEARSAL
 from scarctl.errors import UsageError
 from scarctl.rehearse import records
-from scarctl.rehearse.run import VARIABLE, Run
+from scarctl.rehearse.run import Run
 from scarctl.rehearse.watcher import watcher_of
 
 
@@ -30,9 +31,9 @@ def test_only_the_commands_own_variable_counts(run: Run) -> None:
     assert found is not None
     assert found.run == run
     assert watcher_of(run.to_environment()) is found  # one for all sessions of a process
-    for text in ("{", "[]", '{"folder": 3}', run.to_environment()[VARIABLE].replace("40", '"40"')):
+    for text in ("{", "[]", '{"folder": 3}', run.to_environment()[REHEARSAL].replace("40", '"40"')):
         with pytest.raises(UsageError, match="cannot be read"):
-            watcher_of({VARIABLE: text})
+            watcher_of({REHEARSAL: text})
 
 
 def test_the_programs_places_and_pace_are_replaced(run: Run, tmp_path: Path) -> None:
@@ -70,7 +71,7 @@ def test_steps_are_recorded_and_the_signal_comes_once(
     previous = signal.signal(signal.SIGUSR1, lambda number, _: sent.append(signal.Signals(number)))
     try:
         stopping = Run(run.folder, "", run.arena, 40, 1, stop=2, signal=int(signal.SIGUSR1))
-        monkeypatch.setenv(VARIABLE, stopping.to_environment()[VARIABLE])
+        monkeypatch.setenv(REHEARSAL, stopping.to_environment()[REHEARSAL])
         model = torch.nn.Linear(4, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         session = scarctl.attach(model, optimizer, store=tmp_path / "ckpt")

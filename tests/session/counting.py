@@ -24,4 +24,4 @@ class Counting:
         for _ in range(steps):
             self.x += 1
             self.session.step()
-            self.session._finish()
+            self.session._saving.finish()

@@ -111,13 +111,13 @@ def test_resume_takes_from_memory_what_the_store_never_got(tmp_path: Path, arena
             model, optimizer = stepper.build()
             session = stepper.attach(model, optimizer, str(tmp_path / "store"))
             optimizer.step()
-            session._finish()
+            session._saving.finish()
             assert session._engine is not None
             session._engine.saver.drain(30)
             session._engine.saver.stop()  # from here on nothing reaches the store
             for _ in range(11):
                 optimizer.step()
-            session._finish()
+            session._saving.finish()
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -147,7 +147,7 @@ def test_death_before_the_first_whole_checkpoint(tmp_path: Path, arena_dir: Path
             session = stepper.attach(model, optimizer, str(tmp_path / "store"))
             session._saver.notify = lambda: None  # type: ignore[method-assign]
             optimizer.step()
-            session._finish()
+            session._saving.finish()
             kill_daemon(arena_dir)  # it would at once make durable what this process leaves
         finally:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -177,13 +177,13 @@ def test_copies_newer_than_their_extras_count_as_of_the_extras_step(tmp_path: Pa
     for _ in range(7):
         optimizer.step()
     assert session._engine is not None
-    session._finish()
+    session._saving.finish()
     session._saver.drain(30)
     expected_version = session._engine.arena.version.max()
     session._engine.hand_over = lambda *_: None  # type: ignore[method-assign, assignment]
     for _ in range(3):
         optimizer.step()
-    session._finish()  # copied, but never handed over
+    session._saving.finish()  # copied, but never handed over
     session._engine.saver.close()
     session._engine.arena.close()
     session.store.close()
@@ -214,7 +214,7 @@ def test_memory_that_the_run_has_overtaken_elsewhere_is_not_believed(tmp_path: P
             model, optimizer = stepper.build()
             session = stepper.attach(model, optimizer, str(tmp_path / "store"), arena_dir=here)
             optimizer.step()
-            session._finish()
+            session._saving.finish()
             session._saver.drain(30)
             session._saver.stop()
             for _ in range(20):

@@ -63,7 +63,7 @@ def test_training_goes_on_after_a_false_alarm(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "store")
     loop.train(STEPS)
     assert loop.session.evacuate(30.0).safe
-    loop.session._saving._opening.engine.leaving.begin(0.0)  # type: ignore[union-attr]  # the deadline is over
+    loop.session._saving._opening.engine.pace.leave(0.0)  # type: ignore[union-attr]  # the deadline is over
     loop.train(4)
     loop.session.close()
     assert set(stored_steps(tmp_path / "store")) == {STEPS + 4}
@@ -115,7 +115,7 @@ def test_what_waits_is_saved_by_change_whatever_its_step(tmp_path: Path) -> None
     loop.train(STEPS)
     engine = loop.session._engine
     assert engine is not None
-    engine.leaving.begin(time.monotonic() + 60.0)
+    engine.pace.leave(time.monotonic() + 60.0)
     assert loop.session.flush()
     waiting = engine.arena.pending()
     assert set(step_of(engine.arena.version[waiting])) == {STEPS + 1}

@@ -57,7 +57,7 @@ def full_queue() -> Iterator[None]:
 
 def settled(loop: Loop) -> None:
     """Wait until everything handed over so far is durable."""
-    loop.session._finish()
+    loop.session._saving.finish()
     drained([loop.session])
 
 
@@ -382,7 +382,7 @@ def test_lag_tells_how_far_the_store_is_behind(tmp_path: Path, both_savers: str)
     loop.session._saver.stop()
     for behind in range(5):
         loop.train(1)
-        loop.session._finish()
+        loop.session._saving.finish()
         assert loop.session.lag == behind, "iterations since step 4"
     loop.session._saver.resume()
     drained([loop.session])

@@ -123,7 +123,7 @@ def test_a_resume_returns_before_the_arena_is_full(store: Path, saved: State, ga
 def test_the_arena_has_the_copies_and_the_name_of_the_store(store: Path, saved: State) -> None:
     run = Run(store, 2, "second")
     report = run.session.resume().report
-    run.session._finish()
+    run.session._saving.finish()
     assert report is not None
     assert run.arena.whole == report.plan.whole != ""
     assert (run.arena.version == report.plan.version).all()
@@ -140,7 +140,7 @@ def test_a_first_pass_changes_buffers_and_the_arena_has_the_saved_ones(
     run.session.resume()
     run.model(torch.randn(4, 30))
     gate.set()
-    run.session._finish()
+    run.session._saving.finish()
     assert run.arena.intact().all()
     names = {run.arena.layout.groups[g].name for g in np.flatnonzero(_changed(run))}
     assert {name.split(".")[0] for name in names} == {"1"}
@@ -162,7 +162,7 @@ def test_what_a_loop_writes_meanwhile_does_not_count_as_the_stores_copy(
     with torch.no_grad():
         run.model[0].weight[600].fill_(7)
     gate.set()
-    run.session._finish()
+    run.session._saving.finish()
     layout, lacks = run.arena.layout, np.flatnonzero(~run.arena.intact())
     assert [layout.name(int(i)).split("[")[0] for i in lacks] == ["0.weight"]
     assert run.session._started().filling.lacks_copies
@@ -301,7 +301,7 @@ def test_copies_newer_than_the_extras_are_saved_again(store: Path) -> None:
     run.session.close(seal=False)
     run = Run(store, 2, "second")
     assert run.session.resume().step == 1
-    run.session._finish()
+    run.session._saving.finish()
     assert run.session._started().saver.drain(10)
     assert not run.arena.pending().any()
     run.session.close(seal=False)
@@ -389,7 +389,7 @@ def test_values_that_are_not_finite_never_replace_the_stores_copies(
         for parameter in model.parameters():
             parameter.add_(1)  # so that memory gets none of the store's copies
     gate.set()
-    session._finish()
+    session._saving.finish()
     assert not session._started().arena.intact().any()
     with torch.no_grad():
         for parameter in model.parameters():

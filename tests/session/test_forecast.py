@@ -39,7 +39,7 @@ class Descent:
         for _ in range(steps):
             self.state["x"] *= RATE
             self.session.step()
-            self.session._finish()
+            self.session._saving.finish()
             drained([self.session])
 
     @property

@@ -44,7 +44,7 @@ class Table:
         weight = self.model.weight
         (weight.sum() + 100 * weight[:4].sum()).backward()
         self.optimizer.step()
-        self.session._finish()
+        self.session._saving.finish()
         time.sleep(0.01)
 
     def oldest_copy(self) -> int:

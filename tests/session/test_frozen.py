@@ -45,7 +45,7 @@ class Job:
         self.optimizer.zero_grad()
         self.model["head"](self.model["base"](torch.randn(4, 8))).square().sum().backward()
         self.optimizer.step()
-        self.session._finish()
+        self.session._saving.finish()
         if settle:
             drained([self.session])
 

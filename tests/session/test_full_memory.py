@@ -27,7 +27,7 @@ def test_older_copies_stay_while_memory_is_full_and_saving_goes_on_after_it(
     with monkeypatch.context() as patch:
         patch.setattr(HandOverQueue, "_write", full)
         loop.train(3)
-        loop.session._finish()
+        loop.session._saving.finish()
         assert loop.session.stats.errors > 0
         assert "set another arena_dir" in caplog.text
     loop.session.recover("all", before=4)  # the store has lost nothing

@@ -117,7 +117,7 @@ def test_another_thread_may_mark_while_a_step_runs(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     loop.optimizer.step()
-    loop.session._finish()
+    loop.session._saving.finish()
     assert found[0] > 0
     loop.session.recover()
     assert torch.equal(loop.model.out.weight, good)

@@ -27,7 +27,7 @@ def test_figures_are_those_of_the_session_and_its_copies(tmp_path: Path) -> None
     assert session.metrics("")["step"] == 0
     assert "durable_step" not in session.metrics(""), "unknown, and not 0"
     loop.train(7, settle=True)
-    loop.session._finish()
+    loop.session._saving.finish()
     drained([session])
     found, stats, engine = session.metrics(""), session.stats, session._engine
     assert engine is not None
@@ -53,13 +53,13 @@ def test_figures_are_those_of_the_session_and_its_copies(tmp_path: Path) -> None
 def test_pending_copies_are_counted_while_the_store_waits(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "store", interval=2)
     loop.train(4)
-    loop.session._finish()
+    loop.session._saving.finish()
     drained([loop.session])
     engine = loop.session._engine
     assert engine is not None
     engine.stop()
     loop.train(3)
-    loop.session._finish()
+    loop.session._saving.finish()
     found = loop.session.metrics("")
     pending = engine.arena.pending()
     assert found["pending_partitions"] == pending.sum() > 0
@@ -81,7 +81,7 @@ def test_every_documented_figure_occurs_and_no_other(tmp_path: Path) -> None:
         optimizer.zero_grad()
         nn.functional.mse_loss(model(inputs), wanted).backward()
         optimizer.step()
-        session._finish()
+        session._saving.finish()
         drained([session])
     found = session.metrics()
     session.close()

@@ -22,7 +22,7 @@ def test_a_request_that_comes_while_another_is_looked_at_is_kept(
     """Another thread makes a request, perhaps just when the session asks whether anything can be copied."""
     loop = Loop(tmp_path / "store", interval=1000)
     loop.train(1)
-    loop.session._finish()
+    loop.session._saving.finish()
     drained([loop.session])
     arena, requests = loop.session._started().arena, loop.session._requests
     coming = [Request("full")]
@@ -36,7 +36,7 @@ def test_a_request_that_comes_while_another_is_looked_at_is_kept(
     monkeypatch.setattr(arena, "pending", pending)
     requests.add(Request("partial"))
     loop.train(2)
-    loop.session._finish()
+    loop.session._saving.finish()
     drained([loop.session])
     newest = step_of(arena.sealed)
     loop.session.close()
@@ -50,7 +50,7 @@ def test_a_request_that_comes_while_a_step_is_counted_waits_for_the_next_one(
     """The command has seen the step's number already, and waits for a newer one."""
     loop = Loop(tmp_path / "store", interval=1000)
     loop.train(1)
-    loop.session._finish()
+    loop.session._saving.finish()
     drained([loop.session])
     arena, requests = loop.session._started().arena, loop.session._requests
     coming, reach = [Request("partial")], arena.reach
@@ -62,7 +62,7 @@ def test_a_request_that_comes_while_a_step_is_counted_waits_for_the_next_one(
 
     monkeypatch.setattr(arena, "reach", reach_and_ask)
     loop.train(2)
-    loop.session._finish()
+    loop.session._saving.finish()
     drained([loop.session])
     newest = step_of(int(arena.durable.max()))
     loop.session.close()
@@ -90,7 +90,7 @@ class Table:
         for _ in range(steps):
             self.x += 1
             self.session.step()
-            self.session._finish()
+            self.session._saving.finish()
         return step_of(int(self.session._started().arena.version.max()))
 
 
@@ -130,5 +130,5 @@ def test_a_request_is_not_repeated_for_a_partition_that_is_not_finite(tmp_path: 
         session._requests.add(Request("partial"))
         for _ in range(20):
             session.step()
-        session._finish()
+        session._saving.finish()
         assert session.stats.checkpoints == 2, "the first, and the requested one"

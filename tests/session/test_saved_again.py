@@ -19,7 +19,7 @@ def life(store: Path, arena: Path, steps: int, mode: Literal["partial", "auto"] 
     session.resume(mode=mode)
     for _ in range(steps):
         optimizer.step()
-        session._finish()
+        session._saving.finish()
         drained([session])  # the store gets a part of every step that it is due one
     return session
 

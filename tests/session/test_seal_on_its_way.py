@@ -29,7 +29,7 @@ class Job:
         self.optimizer.zero_grad()
         self.model(torch.tensor(list(rows))).square().sum().backward()
         self.optimizer.step()
-        self.session._finish()
+        self.session._saving.finish()
 
 
 @pytest.mark.leaves_arena

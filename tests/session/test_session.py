@@ -114,7 +114,7 @@ def test_a_part_is_asked_for_while_all_is_on_its_way(tmp_path: Path, both_savers
     before = loop.session.stats.checkpoints
     loop.session._requests.add(Request("partial"))
     loop.train(3)
-    loop.session._finish()
+    loop.session._saving.finish()
     assert loop.session.stats.checkpoints == before + 1
     assert [one.sealed for one in engine.queue.pending()] == [True, False]
     engine.saver.resume()
@@ -181,13 +181,13 @@ def test_a_dict_of_other_things(tmp_path: Path, state: dict[str, object], messag
 def test_groups_that_change_while_they_are_copied_are_copied_again(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "store", interval=2, fraction=1.0)
     loop.train(1)
-    loop.session._finish()
+    loop.session._saving.finish()
     drained([loop.session])
     loop.train(1)
     with torch.no_grad():
         loop.model.out.weight += 1.0  # between the optimizer's steps, as an average or a constraint would
     changed = loop.model.out.weight.detach().clone()
-    loop.session._finish()
+    loop.session._saving.finish()
     assert loop.session.stats.torn_copies == 1
     loop.session.recover("out.weight")
     assert torch.equal(loop.model.out.weight, changed)
@@ -197,13 +197,13 @@ def test_groups_that_change_while_they_are_copied_are_copied_again(tmp_path: Pat
 def test_a_copy_is_not_repeated_with_values_that_are_not_finite(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "store", interval=2, fraction=1.0)
     loop.train(1)
-    loop.session._finish()
+    loop.session._saving.finish()
     drained([loop.session])
     first = loop.state()["out.weight"]
     loop.train(1)
     with torch.no_grad():
         loop.model.out.weight[:] = float("nan")
-    loop.session._finish()
+    loop.session._saving.finish()
     assert loop.session.stats.nonfinite_partitions > 0
     loop.session.recover("out.weight")  # torn in memory: the store's older copy
     assert torch.equal(loop.model.out.weight, first)
@@ -213,7 +213,7 @@ def test_a_copy_is_not_repeated_with_values_that_are_not_finite(tmp_path: Path) 
 def test_validate_finds_writes_that_torch_does_not_see(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "store", interval=1, fraction=1.0, validate=True, on_error="raise")
     loop.train(2)
-    loop.session._finish()
+    loop.session._saving.finish()
     drained([loop.session])
     under_way_copy = loop.session._saving.worker.submit
     release = []
@@ -232,7 +232,7 @@ def test_validate_finds_writes_that_torch_does_not_see(tmp_path: Path) -> None:
     loop.model.out.weight.data += 1.0
     release.append(True)
     with pytest.raises(Corruption, match=r"out\.weight"):
-        loop.session._finish()
+        loop.session._saving.finish()
     loop.session._saving.worker.submit = under_way_copy  # type: ignore[method-assign]
     loop.session.recover("out.weight")  # the copy is that of the step, not what was written after it
     assert torch.equal(loop.model.out.weight, expected)
@@ -402,12 +402,12 @@ def test_a_session_shows_its_layout_and_its_adapter(tmp_path: Path) -> None:
 def test_of_two_requests_the_whole_state_is_saved_once(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "store", interval=1000)
     loop.train(1)
-    loop.session._finish()
+    loop.session._saving.finish()
     drained([loop.session])
     for kind in ("full", "partial"):
         loop.session._requests.add(Request(kind))
     loop.train(3)
-    loop.session._finish()
+    loop.session._saving.finish()
     assert loop.session.stats.checkpoints == 2
     assert loop.session._started().arena.sealed >= 0
     loop.session.close()

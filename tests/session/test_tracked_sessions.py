@@ -52,7 +52,7 @@ class Job:
             self.model(bags).square().mean().backward()
             for optimizer in self.optimizers:
                 optimizer.step()
-            self.session._finish()
+            self.session._saving.finish()
             drained([self.session])
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -216,7 +216,7 @@ def test_copies_that_a_failed_rollback_has_left_are_compared_anew(
             optimizer.zero_grad()
             model["scale"](model["table"](torch.tensor([[3 * step, 3 * step + 1]]))).square().sum().backward()
             optimizer.step()
-            session._finish()
+            session._saving.finish()
             drained([session])
         exact_and_found(session)
         exact_and_found(session)

@@ -67,7 +67,7 @@ def test_the_store_is_not_reported_as_empty(store: Path, gate: threading.Event) 
     figures = run.session.metrics("")
     assert (figures["durable_step"], figures["lag"], figures["pending_bytes"]) == (3, 0, 0)
     gate.set()
-    run.session._finish()
+    run.session._saving.finish()
     assert durability(run.arena).durable_step == 3
     run.session.close()
 
@@ -100,7 +100,7 @@ def test_commands_neither_alarm_nor_take_the_resume_for_a_checkpoint(
     asking.start()
     time.sleep(0.3)
     gate.set()
-    session._finish()
+    session._saving.finish()
     time.sleep(0.3)
     assert not made, "what the resume has brought into memory is no new checkpoint"
     while asking.is_alive():
@@ -160,7 +160,7 @@ def test_a_model_may_be_moved_into_shared_memory(store: Path, gate: threading.Ev
     run.model.share_memory()
     kept += [torch.full((700, 30), 7.0) for _ in range(200)]  # takes the memory that was freed
     gate.set()
-    run.session._finish()
+    run.session._saving.finish()
     assert run.arena.intact().all()
     assert same(run.state(), expected)
     run.step()

@@ -63,7 +63,7 @@ class Loop:
             if self._steps:
                 self.session.step()
             if settle:
-                self.session._finish()
+                self.session._saving.finish()
                 drained([self.session])
 
     def state(self) -> dict[str, torch.Tensor]:

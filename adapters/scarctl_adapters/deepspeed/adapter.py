@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from scarctl.adapter import StateGroup
-from scarctl.distributed.collectives import world_size
 from scarctl.errors import UsageError
 from scarctl.state.layout import Layout
 from scarctl.state.torch_dtypes import private
+from scarctl.util.ranks import world_size
 from scarctl_adapters.deepspeed.checking import check_engine
 from scarctl_adapters.deepspeed.optimizer_state import EngineState, FlatState
 from scarctl_adapters.deepspeed.partitions import Fragment, Partitions, place_of_run

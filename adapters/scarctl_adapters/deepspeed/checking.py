@@ -10,8 +10,8 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import distributed as dist
 
-from scarctl.distributed.collectives import world_size
 from scarctl.errors import UsageError
+from scarctl.util.ranks import world_size
 
 
 def check_engine(engine: Any, optimizers: list[Any]) -> None:

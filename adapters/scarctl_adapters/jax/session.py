@@ -16,10 +16,10 @@ from typing import Any, Generic, TypeVar, cast
 import jax
 
 import scarctl
+from scarctl.config import Mode
 from scarctl.errors import UsageError
 from scarctl.recovery.report import Report
 from scarctl.session.resumed import Resumed
-from scarctl.theory.rework import Mode
 from scarctl_adapters.jax.adapter import JaxAdapter, Tree
 from scarctl_adapters.options import check_options
 

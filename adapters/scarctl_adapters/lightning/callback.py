@@ -23,13 +23,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from scarctl.api import attach
-from scarctl.config import Extra
+from scarctl.config import Extra, Mode
+from scarctl.config.checks import check_mode
 from scarctl.errors import NoIntactCopy, UsageError
-from scarctl.session.recover import check_mode
 from scarctl.session.resumed import Resumed
 from scarctl.state.codec import encode
 from scarctl.state.torch_dtypes import plain
-from scarctl.theory.rework import Mode
 from scarctl_adapters.lightning.data_order import DataOrder
 from scarctl_adapters.lightning.late_state import LateState
 from scarctl_adapters.lightning.loops import LoopHooks

@@ -14,19 +14,18 @@ from torch.optim import Optimizer
 
 from scarctl.adapter import StateGroup, Watching
 from scarctl.checkpoint.randomness import raw, restore_rng, undisturbed
-from scarctl.distributed.collectives import world_size
 from scarctl.errors import UsageError
 from scarctl.lint.unattached import Unattached
 from scarctl.state.caveats import Caveats
 from scarctl.state.layout import Layout, Place
 from scarctl.state.torch_dtypes import private
 from scarctl.stateful import check_names, check_stateful, restore_state, state_of
+from scarctl.util.ranks import world_size
 from scarctl_adapters.torch.checking import check_trained, unsaved_hooks
 from scarctl_adapters.torch.derived import recompute
 from scarctl_adapters.torch.homes import Holder, homes_of
 from scarctl_adapters.torch.identity import Tensors, tensors_now
 from scarctl_adapters.torch.lost import restore_lost
-from scarctl_adapters.torch.mixing import mix_optimizers
 from scarctl_adapters.torch.names import model_names, persistent_buffers
 from scarctl_adapters.torch.optimizer_state import OptimizerState
 from scarctl_adapters.torch.settings import Later, Settled, object_of
@@ -333,6 +332,8 @@ class TorchAdapter:
             for name, _, parameter in self._parameters()
             if roles.get(name) == "shared" and id(parameter) not in zeros
         }
+        from scarctl_adapters.torch.mixing import mix_optimizers
+
         return mix_optimizers(theirs, own, shared)
 
     def restore(self, state: Any) -> None:

@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from scarctl.distributed.collectives import world_size
 from scarctl.errors import UsageError
 from scarctl.state.layout import Place, close_to
+from scarctl.util.ranks import world_size
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer, SparseAdam
 
-from scarctl.distributed.collectives import world_size
 from scarctl.state.layout import Layout
 from scarctl.state.torch_dtypes import torch_of
 from scarctl.stateful import capture_host_rng, restore_host_rng
+from scarctl.util.ranks import world_size
 from scarctl_adapters.torch.attributes import OF_THE_BASE
 from scarctl_adapters.torch.homes import Holder, Home, slot_of, states_of
 from scarctl_adapters.torch.packing import is_plain_tensor

@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from torchrec.distributed.model_parallel import DistributedModelParallel, get_module
 
 from scarctl.adapter import StateGroup, Watching
-from scarctl.distributed.collectives import world_size
 from scarctl.errors import UsageError
 from scarctl.state.caveats import Caveats
 from scarctl.state.layout import Place
 from scarctl.state.torch_dtypes import private
+from scarctl.util.ranks import world_size
 from scarctl_adapters.torch.adapter import TorchAdapter
 from scarctl_adapters.torch.sharding import params_of, scope_of_group
 from scarctl_adapters.torchrec.lookups import Lookups

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args
 
 import scarctl
+from scarctl.config import Mode
 from scarctl.errors import UsageError
 from scarctl.session.resumed import Resumed
-from scarctl.theory.rework import Mode
 
 try:
     import tyro

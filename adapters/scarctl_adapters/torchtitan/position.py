@@ -7,8 +7,8 @@ from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from scarctl.distributed.collectives import world_size
 from scarctl.errors import UsageError
+from scarctl.util.ranks import world_size
 from scarctl.util.text import counted
 
 log = logging.getLogger("scarctl")

@@ -31,10 +31,10 @@ import torch
 
 import scarctl
 from scarctl.checkpoint.randomness import capture_rng, restore_rng
+from scarctl.config import Mode
+from scarctl.config.checks import check_mode
 from scarctl.errors import UsageError
-from scarctl.session.recover import check_mode
 from scarctl.session.resumed import Resumed
-from scarctl.theory.rework import Mode
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer

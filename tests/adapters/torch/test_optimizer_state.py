@@ -364,7 +364,7 @@ def test_parameters_that_are_moved_within_param_groups_are_refused(
 
     def train(optimizer: torch.optim.Adam, steps: int) -> None:
         for n in range(steps):
-            session._finish()
+            session._saving.finish()
             drain(session)
             optimizer.zero_grad()
             layers = list(model)[: 3 - n % 2]  # the last one has fewer steps

@@ -15,8 +15,9 @@ import torch
 import scarctl
 from scarctl.adapter import find_adapter
 from scarctl.config import grouped
-from scarctl.distributed.collectives import Solo, Team, world_size
+from scarctl.distributed.collectives import Solo, Team
 from scarctl.session.session import Session
+from scarctl.util.ranks import world_size
 from tests.adapters.rank_jobs import HALF, LAST, At, described, halves, under_torchrun, warnings
 from tests.adapters.rank_jobs import one_run as run_once
 from tests.adapters.torchrec import models
