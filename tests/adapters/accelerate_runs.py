@@ -1,4 +1,4 @@
-"""Train a small loop with Accelerate, in this process or as a rank: torchrun -m tests.adapters.accelerate_runs JSON.
+"""Train a small loop with Accelerate, in this process.
 
 A model with dropout, shuffled data, two batches per step, schedules that the loop steps after a step and after an
 epoch, evaluation that draws random numbers, and a registered object.
@@ -6,10 +6,6 @@ epoch, evaluation that draws random numbers, and a registered object.
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,8 +60,6 @@ class Loop:
         self, run: Any = None, *, epochs: int = 3, on_step: Callable[[int], None] = lambda _: None
     ) -> None:
         self.steps = run.session.head_step if run is not None else 0
-        # With several ranks only the random numbers of a step's end are saved.
-        alone = self.accelerator.num_processes == 1
         for _ in run.epochs(epochs) if run is not None else range(epochs):
             self.model.train()
             for ids, labels in run.batches(self.loader) if run is not None else self.loader:
@@ -78,11 +72,10 @@ class Loop:
                 if self.accelerator.sync_gradients:
                     self.steps += 1
                     self.meter.losses.append(loss.item())
-                    if self.steps % 4 == 0 and alone:
+                    if self.steps % 4 == 0:
                         torch.rand(3)  # as an evaluation does
                     on_step(self.steps)
-            if alone:
-                torch.rand(2)
+            torch.rand(2)
             self.by_epoch.step()
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -129,36 +122,3 @@ def go(
 
         loop.train(run, on_step=drained)
         return loop.state(), run.resumed
-
-
-def main() -> None:
-    """Run one rank: first without scarctl, then with scarctl, where rank 1 is killed once. The store keeps up."""
-    given = json.loads(sys.argv[1])
-    out, whole = Path(given["out"]), Loop(3)
-    rank, killed = whole.accelerator.process_index, out / "killed"
-    whole.train()
-    expected = whole.state()
-    loop = Loop(3)
-
-    def on_step(step: int) -> None:
-        assert drain(run.session)
-        if step == given["kill_at"] and rank == 1 and not killed.exists():
-            killed.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    arena = Path(given["arena"], str(rank))
-    arena.mkdir(exist_ok=True)
-    mode = "rollback" if killed.exists() else "partial"
-    run = attach_and_resume(
-        loop.accelerator, mode=mode, store=given["store"], settings=scarctl.Settings(arena_dir=arena), **EXACT
-    )
-    loop.train(run, on_step=on_step)
-    state, resumed = loop.state(), run.resumed
-    torch.save(
-        {"whole": expected, "state": state, "resumed": [resumed.step, resumed.consistent]}, out / f"{rank}.pt"
-    )
-    loop.accelerator.end_training()
-
-
-if __name__ == "__main__":
-    main()

@@ -182,7 +182,7 @@ def settings(folder: str) -> scarctl.Settings:
     return scarctl.Settings(daemon=False, arena_dir=str(arena))
 
 
-def protected(rank: int, world: int, folder: str, interval: int) -> dict[str, Any]:
+def protected(rank: int, world: int, folder: str) -> dict[str, Any]:
     """Check that a state with a lent gradient is not consistent, and one that is settled within its step is."""
     found: dict[str, Any] = {}
     for settle in (False, True):
@@ -191,9 +191,7 @@ def protected(rank: int, world: int, folder: str, interval: int) -> dict[str, An
             optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
             elastic = schedule(ddp, optimizer, beta=0.5, resync=4 if settle else None)
             store = str(Path(folder, f"store-{settle}"))
-            session = scarctl.attach(
-                ddp, optimizer, store=store, interval=interval, settings=settings(folder)
-            )
+            session = scarctl.attach(ddp, optimizer, store=store, interval=1, settings=settings(folder))
             start = session.resume()
             if again:
                 found[f"consistent-{settle}"] = start.consistent
@@ -250,6 +248,18 @@ def stateful(rank: int, world: int, folder: str) -> dict[str, list[str]]:
         session.checkpoint(full=True)
         found[name] = [caveat.message for caveat in session.caveats if caveat.kind == "communication-hook"]
         session.close()
+    return found
+
+
+def everything(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Return all of the above for two ranks: to start processes takes longer than each of them."""
+    found: dict[str, Any] = {
+        one.__name__: one(rank, world)  # type: ignore[operator]
+        for one in (nothing_lent, corrected, resynced, refused, clipped)
+    }
+    for one in (protected, unsaved, stateful):
+        Path(folder, one.__name__).mkdir(exist_ok=True)
+        found[one.__name__] = one(rank, world, str(Path(folder, one.__name__)))
     return found
 
 

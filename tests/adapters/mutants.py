@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -120,22 +119,6 @@ class ForgetsBuffers(TorchAdapter):
         return {}
 
 
-class ForgetsSlot(TorchAdapter):
-    """Adam's second moments begin at zero again."""
-
-    def groups(self) -> list[StateGroup]:
-        return [
-            replace(group, tensors={slot: t for slot, t in group.tensors.items() if slot != "exp_avg_sq"})
-            for group in super().groups()
-        ]
-
-    def restore(self, state: Any) -> None:
-        super().restore(state)
-        for optimizer in self._optimizers:
-            for parameter, slots in optimizer.state.items():
-                slots["exp_avg_sq"] = torch.zeros_like(parameter)
-
-
 class SlotsAsExtras(TorchAdapter):
     """The optimizer's slots are extras: a resume is exact, but a recovery does not restore them."""
 
@@ -202,14 +185,6 @@ class ForgetsExtras(TorchAdapter):
         position = dict(self._extras["position"])
         super().restore(state)
         self._extras["position"].update(position)
-
-
-class ForgetsSchedule(TorchAdapter):
-    """The schedule begins again at its start."""
-
-    def restore(self, state: Any) -> None:
-        schedules = {name: item.state_dict() for name, item in self._objects.items()}
-        super().restore({**state, "objects": schedules})
 
 
 class ForgetsRandomNumbers(TorchAdapter):
@@ -314,16 +289,6 @@ class KeepsThread(TorchAdapter):
 
     def install(self, before: Hook, after: Hook) -> Hook:
         threading.Thread(target=self.end.wait, name="forgotten", daemon=True).start()
-        return super().install(before, after)
-
-
-class WaitsForExit(TorchAdapter):
-    """A callback is left for the end of the process."""
-
-    kept: ClassVar[list[Callable[[], object]]] = []
-
-    def install(self, before: Hook, after: Hook) -> Hook:
-        self.kept.append(atexit.register(self.groups))
         return super().install(before, after)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.launch import ROOT, launch, torchrun
+from tests.distributed.launch import ROOT, launch
 
 
 def check_halves(jobs: str, folder: Path, kinds: list[Any], *, timeout: float) -> Iterator[tuple[Any, Any]]:
@@ -22,30 +21,6 @@ def check_halves(jobs: str, folder: Path, kinds: list[Any], *, timeout: float) -
             assert resumed["last"] == whole["last"] != whole["first"], kind
             assert not resumed["warnings"], kind
             yield whole, resumed
-
-
-def _killed(jobs: str, folder: Path, kind: Any, saved: int, killed: int) -> list[dict[str, Any]]:
-    torchrun(jobs, str(folder), json.dumps(kind), str(saved), str(killed), world=2)
-    return [json.loads((folder / f"report-{rank}.json").read_text()) for rank in (0, 1)]
-
-
-def check_killed_after_whole(jobs: str, folder: Path, kind: Any) -> None:
-    """Check that a run whose rank 1 is killed right after a whole checkpoint ends like an undisturbed one."""
-    whole = launch(f"{jobs}:one_run", 2, str(folder / "whole"), 8, kind, timeout=100)
-    for rank, report in enumerate(_killed(jobs, folder / "killed", kind, 5, 5)):
-        assert report["step"] == 5
-        assert report["consistent"], report["reasons"]
-        assert report["last"] == whole[rank]["last"]
-
-
-def check_killed_later(jobs: str, folder: Path, kind: Any) -> list[dict[str, Any]]:
-    """Check that only rank 1 counts as lost, two steps after a whole checkpoint. Return the reports of the ranks."""
-    reports = _killed(jobs, folder, kind, 4, 6)
-    for report in reports:
-        assert (report["step"], report["head"]) == (6, 8)
-        assert not report["consistent"]
-        assert report["ranks"]["lost"] == [1]
-    return reports
 
 
 def lost_rank(workload: str, steps: int, *options: str) -> tuple[int, str]:

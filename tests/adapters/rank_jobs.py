@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import os
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +19,7 @@ At = Mapping[int, Callable[[Session], object]]
 class Train(Protocol):
     """Attaches, resumes, trains until step `until`, closes, and returns a report."""
 
-    def __call__(self, folder: Path, until: int, kind: Any, *, at: At | None = None) -> dict[str, Any]: ...
+    def __call__(self, folder: Path, until: int, kind: Any) -> dict[str, Any]: ...
 
 
 class _Texts(logging.Handler):
@@ -77,32 +74,3 @@ def halves(train: Train, folder: str, kinds: list[Any]) -> list[Any]:
         train(here / "halves", HALF, kind)
         found.append([whole, train(here / "halves", LAST, kind)])
     return found
-
-
-def under_torchrun(train: Train, folder: str, kind: str, saved: str, killed: str) -> None:
-    """Run one rank of a job under torchrun, and write its report. Rank 1 kills itself in its first life.
-
-    kind: JSON. saved: the step after which everything is saved and sealed. killed: the step after which rank 1 dies.
-    """
-    from torch import distributed as dist
-
-    dist.init_process_group("gloo")
-    first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    rank = dist.get_rank()
-
-    def save(session: Session) -> None:
-        session.checkpoint(full=True, wait=True)
-
-    def die(session: Session) -> None:
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    at: dict[int, Any] = {}
-    if first:
-        at = {int(killed): die, int(saved): save}
-        if saved == killed:
-            at = {int(saved): lambda session: (save(session), die(session))}
-    report = train(Path(folder), LAST, json.loads(kind), at=at)
-    Path(folder, f"report-{rank}.json").write_text(json.dumps(report))
-    dist.barrier()
-    dist.destroy_process_group()

@@ -8,15 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from torch import nn
 
-from scarctl.errors import Contention, LayoutMismatch, UsageError
+from scarctl.errors import UsageError
 from scarctl_adapters.accelerate import attach_and_resume
-from tests.adapters.accelerate_runs import EXACT, Loop, forget_accelerators
+from tests.adapters.accelerate_runs import Loop, forget_accelerators
 
 
 @pytest.fixture(autouse=True)
@@ -85,31 +84,3 @@ def test_a_registered_object_that_no_checkpoint_can_hold(tmp_path: Path) -> None
     loop.accelerator.register_for_checkpointing(Odd())
     with pytest.raises(UsageError, match="the registered Odd has a state that cannot be saved"):
         attach_and_resume(loop.accelerator, store=tmp_path / "store")
-
-
-def test_two_sessions_on_one_store(tmp_path: Path) -> None:
-    loop = Loop()
-    with attach_and_resume(loop.accelerator, store=tmp_path / "store", **EXACT), pytest.raises(Contention):
-        attach_and_resume(loop.accelerator, store=tmp_path / "store", **EXACT)
-
-
-def test_another_model_than_that_of_the_store(tmp_path: Path) -> None:
-    loop = Loop()
-    loop.train(attach_and_resume(loop.accelerator, store=tmp_path / "store", **EXACT), epochs=1)
-    forget_accelerators()
-    accelerator = Accelerator(cpu=True)
-    model = nn.Linear(3, 3)
-    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    with pytest.raises(LayoutMismatch):
-        attach_and_resume(accelerator, store=tmp_path / "store", **EXACT)
-    forget_accelerators()
-    with attach_and_resume(
-        Loop().accelerator, store=tmp_path / "store", **EXACT
-    ) as run:  # no session was left open
-        assert run.resumed.step == 6
-
-
-def test_an_unknown_mode(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="mode"):
-        attach_and_resume(Loop().accelerator, store=tmp_path / "store", mode="exactly")
-    assert not (tmp_path / "store").exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import signal
 import socket
 import threading
 import time
@@ -14,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import scarctl
 from scarctl.errors import Contention, NoIntactCopy, ScarError, Unavailable, UsageError
@@ -116,31 +114,6 @@ def test_a_second_process_of_an_actor_waits_for_the_first(tmp_path: Path) -> Non
     waiting.join()
     assert add(found[0], 0, 1.0, call="x") == 1.0
     found[0].kept.close()
-
-
-def test_members_with_a_model_of_torch(tmp_path: Path) -> None:
-    class Server:
-        def __init__(self, number: int) -> None:
-            torch.manual_seed(number)
-            self.model = torch.nn.Linear(4, 2)
-            self.optimizer = torch.optim.Adam(self.model.parameters())
-            self.kept = Kept(self.model, self.optimizer, store=str(tmp_path / "s"), member=(number, 2))
-
-        @once
-        def push(self, value: float) -> float:
-            for parameter in self.model.parameters():
-                parameter.grad = torch.full_like(parameter, value)
-            self.optimizer.step()
-            return float(self.model.bias.detach().sum())
-
-    servers: list[Any] = [Server(0), Server(1)]
-    answers = [server.push(1.0, call=("w", 1)) for server in servers]
-    for server in servers:
-        server.kept.close()
-    again: Any = Server(1)
-    assert again.push(9.0, call=("w", 1)) == answers[1]
-    assert float(again.model.bias.detach().sum()) == answers[1]
-    again.kept.close()
 
 
 def test_another_number_of_members_keeps_the_calls_of_each_number(tmp_path: Path) -> None:
@@ -253,20 +226,6 @@ def test_kills_at_any_moment_lose_no_answered_call_and_apply_none_twice(kills: i
         assert session.resume().consistent
         assert (state["rows"] == number).all()
         assert state["calls"][0] == number
-
-
-@pytest.mark.slow
-def test_sigterm_between_two_calls_loses_none(tmp_path: Path) -> None:
-    actor = Killed(tmp_path, every=50)
-    try:
-        assert [actor.call("a", n)[0] for n in range(1, 7)] == [1, 2, 3, 4, 5, 6]
-        actor.program.terminate()
-        assert actor.program.wait() == -signal.SIGTERM
-        actor.start()
-        assert actor.call("a", 6) == [6, 6], "none is executed again"
-        actor.end()
-    finally:
-        actor.program.kill()
 
 
 def test_a_call_that_is_not_durable_yet_is_not_lost_by_a_later_one_that_raises(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,33 +13,38 @@ from tests.distributed.launch import environment, free_port, launch
 RANKS = "tests.adapters.elastic_ranks"
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_with_beta_1_it_is_ddp_bit_for_bit(world: int) -> None:
-    assert all(launch(f"{RANKS}:nothing_lent", world))
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return what two ranks find, one thing after the other in the same processes."""
+    found: list[dict[str, Any]] = launch(f"{RANKS}:everything", 2, str(tmp_path_factory.mktemp("ranks")))
+    return found
 
 
-def test_what_is_lent_is_corrected() -> None:
-    found = launch(f"{RANKS}:corrected", 2)
+def test_with_beta_1_it_is_ddp_bit_for_bit(ranks: list[dict[str, Any]]) -> None:
+    assert all(rank["nothing_lent"] for rank in ranks)
+
+
+def test_what_is_lent_is_corrected(ranks: list[dict[str, Any]]) -> None:
+    found = [rank["corrected"] for rank in ranks]
     assert found[0]["lent"] > 2, "the slow rank is not waited for"
     assert found[0]["open"]
     assert found[0]["ahead"] > 1e-3, "it steps with its own gradient"
     assert all(rank["corrected"] < 1e-5 for rank in found), found
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_the_constant_is_within_its_bound(world: int) -> None:
-    found = launch(f"{RANKS}:bounded", world)
+def test_the_constant_is_within_its_bound() -> None:
+    found = launch(f"{RANKS}:bounded", 3)
     assert max(rank["lent"] for rank in found) > 5
     assert all(rank["constant"] <= rank["bound"] for rank in found), found
     assert max(rank["constant"] for rank in found) > 0.1
 
 
-def test_other_optimizers_are_averaged() -> None:
-    assert launch(f"{RANKS}:resynced", 2) == [True, True]
+def test_other_optimizers_are_averaged(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["resynced"] for rank in ranks] == [True, True]
 
 
-def test_what_is_refused() -> None:
-    for said in launch(f"{RANKS}:refused", 2):
+def test_what_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for said in (rank["refused"] for rank in ranks):
         assert len(said) == 6, said
         assert ["beta is 0.0" in said[0], "beta is 1.5" in said[1], "resync is 0" in said[2]] == [True] * 3
         assert "AdamW does not correct" in said[3]
@@ -47,10 +52,10 @@ def test_what_is_refused() -> None:
         assert "two backward passes" in said[5]
 
 
-def test_clipped_gradients_are_warned_of() -> None:
-    found = launch(f"{RANKS}:clipped", 2)
-    assert found[0]["lent"] > 0
-    assert [line for line in found[0]["warnings"] if "clipped" in line]
+def test_clipped_gradients_are_warned_of(ranks: list[dict[str, Any]]) -> None:
+    found = ranks[0]["clipped"]
+    assert found["lent"] > 0
+    assert [line for line in found["warnings"] if "clipped" in line]
 
 
 @pytest.mark.long
@@ -68,9 +73,8 @@ def test_a_program_that_ends_right_after_a_gradient_was_lent_does_not_abort() ->
     assert [program.returncode for program in programs] == [0, 0], said
 
 
-@pytest.mark.parametrize("interval", [2, 1])
-def test_a_state_with_something_lent_is_not_consistent(tmp_path: Path, interval: int) -> None:
-    found = launch(f"{RANKS}:protected", 2, str(tmp_path), interval)
+def test_a_state_with_something_lent_is_not_consistent(ranks: list[dict[str, Any]]) -> None:
+    found = [rank["protected"] for rank in ranks]
     assert not found[0]["settled-False"]
     assert "communication-hook" in found[0]["caveats-False"]
     assert not found[0]["consistent-False"]
@@ -81,15 +85,15 @@ def test_a_state_with_something_lent_is_not_consistent(tmp_path: Path, interval:
     ] * 2
 
 
-def test_ranks_that_lend_do_not_count_as_different(tmp_path: Path) -> None:
+def test_ranks_that_lend_do_not_count_as_different(ranks: list[dict[str, Any]]) -> None:
     """A checkpoint that selects nothing does not look at the hook's state for a caveat."""
-    found = launch(f"{RANKS}:unsaved", 2, str(tmp_path))
+    found = [rank["unsaved"] for rank in ranks]
     assert found[0]["lent"] > 5
     assert all(rank["checkpoints"] > 5 and "ranks-differ" not in rank["kinds"] for rank in found), found
 
 
-def test_hooks_with_a_state_of_their_own_are_said(tmp_path: Path) -> None:
-    for found in launch(f"{RANKS}:stateful", 2, str(tmp_path)):
+def test_hooks_with_a_state_of_their_own_are_said(ranks: list[dict[str, Any]]) -> None:
+    for found in (rank["stateful"] for rank in ranks):
         assert found["fp16"] == found["group"] == []
         (message,) = found["powersgd"]
         assert "PowerSGDState" in message

@@ -43,9 +43,7 @@ def test_other_extras_than_the_saved_ones_are_refused() -> None:
         LoopAdapter(None).restore(state)
 
 
-@pytest.mark.parametrize(
-    "item", [object(), None, [1], np.ones(3), _Count, SimpleNamespace(state_dict={}), {1}]
-)
+@pytest.mark.parametrize("item", [None, _Count, SimpleNamespace(state_dict={})])
 def test_an_object_without_a_state_is_refused(item: Any) -> None:
     with pytest.raises(UsageError, match=r"nothing is .* which has no") as caught:
         LoopAdapter({"nothing": item})

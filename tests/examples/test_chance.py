@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.paper.chance import effective, reduction, weights
+from examples.paper.chance import reduction, weights
 
 LAST = 60
 
@@ -29,11 +29,3 @@ def test_weights_are_those_of_the_geometric_distribution() -> None:
     assert found.low is not None
     assert found.high is not None
     assert found.low < found.mean < found.high
-
-
-def test_without_p_all_trials_count_alike() -> None:
-    some = results([3, 20, 40, 59])
-    assert effective(weights(some, None)) == 4
-    assert 1 < effective(weights(some, 0.1)) < 4
-    free = [{**result, "rework": [0, 0, 1]} for result in some]
-    assert reduction(free, weights(free, None)) is None

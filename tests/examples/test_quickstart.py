@@ -76,17 +76,6 @@ def test_costs_count_iterations_until_the_loss_is_back(demo: Any) -> None:
     assert sources == [f"{mark} host 2 got back 3 partitions from store: 0.2 to 0.5 s old" for mark in "#o"]
 
 
-def test_pictures_have_every_run_at_its_place(demo: Any) -> None:
-    runs = [run(demo, "#", 20, {25: 2.5, 30: 1.0}), run(demo, "o", 10, {15: 2.8, 20: 2.1})]
-    curve, _ = demo.points(runs, 100, 50)
-    assert curve[0] == (0, 0)
-    assert curve[-1] == pytest.approx((100, 50))
-    lines = demo.curves(runs).splitlines()
-    assert lines[1].startswith("|#")
-    assert lines[demo.HEIGHT].rstrip().endswith("#")
-    assert demo.svg(runs).count("<polyline") == 2
-
-
 def test_movielens_is_read_and_words_are_everywhere(demo: Any, tmp_path: Path) -> None:
     words = demo.train.load(tmp_path)
     assert "Python's library" in str(words)

@@ -27,7 +27,7 @@ needs_numba = pytest.mark.skipif(
 
 MODELS = [
     pytest.param("mlr:build", "mnist", 6e4),
-    pytest.param("als:build", "movielens-small", None, marks=needs_numba),
+    pytest.param("als:build", "movielens-small", None, marks=[needs_numba, pytest.mark.long]),
     pytest.param("als:build_curved", "movielens-small", None, marks=[needs_numba, pytest.mark.long]),
     pytest.param("als:build_only_r", "movielens-small", None, marks=[needs_numba, pytest.mark.long]),
     pytest.param("als:build_only_l", "movielens-small", None, marks=[needs_numba, pytest.mark.long]),

@@ -28,7 +28,7 @@ from tests.loops.samplers import distributed, stateful
 # -- loops over a DataLoader ------------------------------------------------------------------------------------------
 
 
-def mnist(run: Run, *, ours: bool = True, **options: Any) -> None:
+def mnist(run: Run, **options: Any) -> None:
     """Train as pytorch/examples mnist: dropout, a shuffled DataLoader, a schedule and an evaluation per epoch."""
     model = net()
     optimizer = torch.optim.Adadelta(model.parameters())
@@ -37,17 +37,17 @@ def mnist(run: Run, *, ours: bool = True, **options: Any) -> None:
     given = {"shuffle": not isinstance(data, IterableDataset), "batch_size": 4, **options}
     loader = DataLoader(data, **given)
     session = run.attach(model, optimizer, schedulers=scheduler)
-    step = run.resume()
-    for _ in session.epochs(EPOCHS) if ours else range(step // PER_EPOCH, EPOCHS):
-        for batch in session.batches(loader) if ours else loader:
+    run.resume()
+    for _ in session.epochs(EPOCHS):
+        for batch in session.batches(loader):
             train(model, optimizer, batch)
             run.iterated()
         evaluate(model)
         scheduler.step()
 
 
-def mnist_generator(run: Run, *, ours: bool = True) -> None:
-    mnist(run, ours=ours, generator=torch.Generator().manual_seed(3))
+def mnist_generator(run: Run) -> None:
+    mnist(run, generator=torch.Generator().manual_seed(3))
 
 
 def two_loaders(run: Run) -> None:
@@ -103,7 +103,7 @@ def accumulate(run: Run) -> None:
         optimizer.zero_grad()
 
 
-def vae(run: Run, *, ours: bool = True) -> None:
+def vae(run: Run) -> None:
     """Train as pytorch/examples vae: noise from torch.randn in the forward pass."""
     torch.manual_seed(1)
 
@@ -121,25 +121,25 @@ def vae(run: Run, *, ours: bool = True) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     loader = DataLoader(Digits(), batch_size=4, shuffle=True)
     session = run.attach(model, optimizer)
-    step = run.resume()
-    for _ in session.epochs(EPOCHS) if ours else range(step // PER_EPOCH, EPOCHS):
-        for x, _ in session.batches(loader) if ours else loader:
+    run.resume()
+    for _ in session.epochs(EPOCHS):
+        for x, _ in session.batches(loader):
             optimizer.zero_grad()
             functional.mse_loss(model(x), x).backward()
             optimizer.step()
             run.iterated()
 
 
-def dcgan(run: Run, *, ours: bool = True) -> None:
+def dcgan(run: Run) -> None:
     """Train as pytorch/examples dcgan: two optimizers and noise."""
     torch.manual_seed(1)
     critic, generator = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), nn.Linear(4, 8)
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (critic, generator)]
     loader = DataLoader(Digits(), batch_size=4, shuffle=True)
     session = run.attach(nn.ModuleList([critic, generator]), optimizers)
-    step = run.resume()
-    for _ in session.epochs(EPOCHS) if ours else range(step // PER_EPOCH, EPOCHS):
-        for x, _ in session.batches(loader) if ours else loader:
+    run.resume()
+    for _ in session.epochs(EPOCHS):
+        for x, _ in session.batches(loader):
             optimizers[0].zero_grad()
             fake = generator(torch.randn(4, 4))
             (critic(fake.detach()).mean() - critic(x).mean()).backward()
@@ -168,7 +168,7 @@ def one_cycle(run: Run) -> None:
 # -- loops without epochs ----------------------------------------------------------------------------------------------
 
 
-def mingpt(run: Run, *, ours: bool = True) -> None:
+def mingpt(run: Run) -> None:
     """Train as minGPT: an endless iterator over samples with replacement."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -178,7 +178,7 @@ def mingpt(run: Run, *, ours: bool = True) -> None:
     session = run.attach(model, optimizer)
     if run.resume() >= STEPS:
         return  # a busy machine may handle a signal only when the run has ended
-    for batch in session.batches(loader) if ours else loader:
+    for batch in session.batches(loader):
         train(model, optimizer, batch)
         run.iterated()
         if session.head_step >= STEPS:
@@ -189,8 +189,8 @@ def _get_batch() -> Any:
     return torch.rand(4, 8), torch.randint(0, 2, (4,))
 
 
-def nanogpt(run: Run, *, ours: bool = False, prefetch: bool = True) -> None:
-    """Train as nanoGPT: random batches, two per step, a scaler, and the next batch fetched before the step."""
+def nanogpt(run: Run) -> None:
+    """Train as nanoGPT: random batches, two per step, and a scaler."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("cpu")
@@ -201,16 +201,11 @@ def nanogpt(run: Run, *, ours: bool = False, prefetch: bool = True) -> None:
         while True:
             yield _get_batch()
 
-    batches = session.batches(drawn()) if ours else drawn()
-    batch = next(batches) if prefetch else None
+    batches = session.batches(drawn())
     while step < STEPS:
         for _ in range(2):
-            if not prefetch:
-                batch = next(batches)
-            assert batch is not None
+            batch = next(batches)
             loss = functional.cross_entropy(model(batch[0]), batch[1]) / 2
-            if prefetch:
-                batch = next(batches)
             scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -219,7 +214,7 @@ def nanogpt(run: Run, *, ours: bool = False, prefetch: bool = True) -> None:
         run.iterated()
 
 
-def words(run: Run, *, ours: bool = True) -> None:
+def words(run: Run) -> None:
     """Train as pytorch/examples word_language_model: a text in pieces, and a hidden state passed between them."""
     torch.manual_seed(1)
     text = torch.randint(0, 8, (PER_EPOCH * 3, 4), generator=torch.Generator().manual_seed(2))
@@ -237,11 +232,11 @@ def words(run: Run, *, ours: bool = True) -> None:
     model = Words()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     carried = {"hidden": torch.zeros(1, 4, 6)}
-    session = run.attach(model, optimizer, extras={"carried": carried} if ours else {})
-    step = run.resume()
-    for _ in session.epochs(EPOCHS) if ours else range(step // PER_EPOCH, EPOCHS):
+    session = run.attach(model, optimizer, extras={"carried": carried})
+    run.resume()
+    for _ in session.epochs(EPOCHS):
         pieces = range(0, len(text) - 1, 3)
-        for start in session.batches(pieces) if ours else pieces:
+        for start in session.batches(pieces):
             piece, target = text[start : start + 2], text[start + 1 : start + 3]
             found, hidden = model(piece, carried["hidden"])
             optimizer.zero_grad()
@@ -253,7 +248,7 @@ def words(run: Run, *, ours: bool = True) -> None:
         assert evaluate_words.numel() == 3
 
 
-def cleanrl(run: Run, *, saved: bool = False, ours: bool = False) -> None:
+def cleanrl(run: Run) -> None:
     """Train as CleanRL: an environment with a generator of its own, and forward passes between the steps."""
     torch.manual_seed(1)
     np.random.seed(3)
@@ -267,10 +262,9 @@ def cleanrl(run: Run, *, saved: bool = False, ours: bool = False) -> None:
     optimizer = torch.optim.Adam(agent.parameters(), lr=0.01)
     rng = np.random.default_rng(4)
     world = {"obs": rng.standard_normal(4).astype(np.float32)}
-    extras = {"world": world, "rng": rng} if saved or ours else {}
-    session = run.attach(agent, optimizer, extras=extras)
-    step = run.resume()
-    for _ in session.batches(range(STEPS)) if ours else range(step, STEPS):
+    session = run.attach(agent, optimizer, extras={"world": world, "rng": rng})
+    run.resume()
+    for _ in session.batches(range(STEPS)):
         kept = []
         for _ in range(3):
             obs = torch.from_numpy(world["obs"])[None]
@@ -296,14 +290,14 @@ def cleanrl(run: Run, *, saved: bool = False, ours: bool = False) -> None:
 # -- what changes after the step ---------------------------------------------------------------------------------------
 
 
-def average(run: Run, *, late: bool = False, ours: bool = False) -> None:
+def average(run: Run) -> None:
     """Average a model on which training depends, after the step; batches are a function of the step."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     session = run.attach(model, optimizer, extras={"ema": ema})
-    step = run.resume()
-    for number in session.batches(range(STEPS)) if ours else range(step, STEPS):
+    run.resume()
+    for number in session.batches(range(STEPS)):
         x, y = by_step(number)
         optimizer.zero_grad()
         with torch.no_grad():
@@ -315,19 +309,14 @@ def average(run: Run, *, late: bool = False, ours: bool = False) -> None:
     run._models.append(ema)
 
 
-def skipping(run: Run, *, counts: str) -> None:
-    """Let a gradient scaler skip the steps of some batches. counts: what determines the next batch."""
+def skipping(run: Run) -> None:
+    """Let a gradient scaler skip the steps of some batches."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    position = {"batch": 0}
-    extras = {"position": position} if counts == "extras" else {}
-    session = run.attach(model, optimizer, scaler=scaler, extras=extras)
-    step = run.resume()
-    if counts == "step":
-        position["batch"] = step
-
-    def one(number: int) -> None:
+    session = run.attach(model, optimizer, scaler=scaler)
+    run.resume()
+    for number in session.batches(range(STEPS)):
         x, y = by_step(number)
         loss = functional.cross_entropy(model(x), y)
         optimizer.zero_grad()
@@ -335,13 +324,6 @@ def skipping(run: Run, *, counts: str) -> None:
         scaler.step(optimizer)
         scaler.update()
         run.iterated()
-
-    if counts == "batches":
-        for number in session.batches(range(STEPS)):
-            one(number)
-    while counts != "batches" and position["batch"] < STEPS:
-        position["batch"] += 1
-        one(position["batch"] - 1)
 
 
 Program = Callable[[Run], None]
@@ -360,10 +342,10 @@ PROGRAMS: dict[str, Program] = {
     "dcgan": dcgan,
     "words": words,
     "mingpt": mingpt,
-    "nanogpt": lambda run: nanogpt(run, ours=True, prefetch=False),
-    "cleanrl": lambda run: cleanrl(run, ours=True),
-    "average": lambda run: average(run, ours=True),
-    "scaler": lambda run: skipping(run, counts="batches"),
+    "nanogpt": nanogpt,
+    "cleanrl": cleanrl,
+    "average": average,
+    "scaler": skipping,
 }
 TORCHDATA: dict[str, Program] = {
     "stateful loader": stateful,

@@ -31,12 +31,12 @@ class Run:
         self._models: list[nn.Module] = []
         self._sessions: list[scarctl.Session] = []
 
-    def attach(self, model: nn.Module, optimizer: Any, *, phase: str = "", **options: Any) -> scarctl.Session:
-        """Make the run's session. phase: a run of several phases has a store for each; the last one's is ""."""
+    def attach(self, model: nn.Module, optimizer: Any, **options: Any) -> scarctl.Session:
+        """Make the run's session."""
         if model not in self._models:
             self._models.append(model)
         settings = {"policy": "full", "interval": 1, "partition_bytes": 4096, **options}
-        self.session = scarctl.attach(model, optimizer, store=f"{self._store}{phase}", **grouped(**settings))
+        self.session = scarctl.attach(model, optimizer, store=self._store, **grouped(**settings))
         self._sessions.append(self.session)
         last = optimizer[-1] if isinstance(optimizer, list) else optimizer
         last.register_step_post_hook(lambda *_: self._stepped())
@@ -98,11 +98,8 @@ class Digits(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    def __init__(self, *, draws: bool = False) -> None:
-        self.draws = draws
-
     def __iter__(self) -> Iterator[Any]:
-        generator = None if self.draws else torch.Generator().manual_seed(7)
+        generator = torch.Generator().manual_seed(7)
         for index in range(4 * PER_EPOCH):
             yield torch.rand(8, generator=generator), index % 2
 

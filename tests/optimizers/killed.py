@@ -32,7 +32,6 @@ from tests.support import forkserver
 from tests.support.training import drain
 
 _THEIRS = "--third-party"
-_SAMPLE = ("AdamW-0-default", "SparseAdam-0-default")
 _LAST = 100.0
 """Seconds after which a run counts as hanging."""
 _REFUSAL = 40
@@ -46,11 +45,6 @@ def cases(*, third_party: bool) -> Iterator[Case]:
 
         return others.cases()
     return torchs.cases()
-
-
-def sample() -> list[Case]:
-    """Yield the first configurations of some of torch's optimizers: slots, sparse gradients."""
-    return [case for case in torchs.cases() if case.name in _SAMPLE]
 
 
 def outcome(case: Case, folder: Path, *, third_party: bool = False) -> tuple[str, str]:

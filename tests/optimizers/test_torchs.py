@@ -24,13 +24,6 @@ def test_every_configuration_is_exact(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.leaves_arena
-@pytest.mark.parametrize("case", killed.sample(), ids=lambda case: case.name)
-def test_a_killed_run_is_resumed_exactly(case: Case, arena_dir: Path) -> None:
-    with deterministic():
-        assert killed.outcome(case, arena_dir) == (EXACT, "")
-
-
-@pytest.mark.leaves_arena
 @pytest.mark.long
 @pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
 def test_every_killed_run_is_resumed_exactly(case: Case, arena_dir: Path) -> None:

@@ -117,12 +117,6 @@ def test_full_takes_all_that_is_eligible_and_finite(case: Case) -> None:
     assert (got.credit, got.cursor) == (case.credit, case.cursor)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_no_partitions(policy: str) -> None:
-    got = simple([], budget=5, cursor=3).select(policy)
-    assert got.ids.size == got.nbytes == got.nonfinite.size == 0
-
-
 @pytest.mark.parametrize("policy", BUDGETED)
 def test_a_budget_for_everything_takes_everything_that_changed(policy: str) -> None:
     got = simple([1, 0, np.nan, 4, 5], budget=9, cursor=2).select(policy)
@@ -185,9 +179,8 @@ def test_aged_prefers_the_older_of_two_equal_changes_and_survives_overflow() -> 
     assert simple([4, 1e300, 1], staleness=[2**39, 2**40, 0]).select("aged").ids.tolist() == [1]
 
 
-@pytest.mark.parametrize("power", [1, 2], ids=["noise", "straight movement"])
-def test_aged_leaves_the_least_mean_perturbation(power: int) -> None:
-    """Squared distances grow like a power of the age, at rates that differ. The mean over time and partitions counts.
+def test_aged_leaves_the_least_mean_perturbation() -> None:
+    """Squared distances grow with the age, at rates that differ. The mean over time and partitions counts.
 
     With noise, the best frequency of a partition grows like the root of its rate; priority saves it like the rate.
     """
@@ -197,13 +190,13 @@ def test_aged_leaves_the_least_mean_perturbation(power: int) -> None:
         case, total = simple(rates, staleness=np.zeros(400, np.int64), budget=50), 0.0
         for step in range(400):
             staleness = case.staleness + 1
-            case = replace(case, distance_sq=rates * staleness.astype(float) ** power, staleness=staleness)
+            case = replace(case, distance_sq=rates * staleness.astype(float), staleness=staleness)
             total += case.distance_sq.sum() * (step >= 200)
             got = case.select(policy)
             staleness[got.ids] = 0
             case = replace(case, credit=got.credit, cursor=got.cursor)
         left[policy] = total
-    assert left["aged"] < left["priority"] * (0.9 if power == 1 else 0.99), left
+    assert left["aged"] < left["priority"] * 0.9, left
     assert left["aged"] < left["round"] * 0.75, left
 
 
@@ -215,37 +208,6 @@ def test_round_takes_ids_from_the_cursor(case: Case) -> None:
     if case.max_staleness is None:
         last = [i for i in order if i in set(got.ids)][-1:]
         assert got.cursor == ((last[0] + 1) % case.nbytes.size if last else case.cursor)
-
-
-@given(cases(least=1))
-def test_priority_dominates_every_other_choice_of_its_size(case: Case) -> None:
-    """No other choice with at most as many bytes has a larger distance: the greedy prefix fills its own knapsack."""
-    case = replace(case, max_staleness=None)
-    got = case.select("priority")
-    value = np.where(np.isin(np.arange(case.nbytes.size), case.candidates), case.distance_sq, 0.0)
-    for other in itertools.islice(
-        itertools.chain.from_iterable(
-            itertools.combinations(case.candidates, k) for k in range(len(case.candidates) + 1)
-        ),
-        500,
-    ):
-        if case.nbytes[list(other)].sum() <= got.nbytes:
-            assert value[list(other)].sum() <= value[got.ids].sum() * (1 + 1e-9)
-
-
-@given(
-    st.integers(1, 3000),
-    st.integers(0, 2**32),
-    st.sampled_from([1, 2, 8, 2**16, 2**40]),
-    st.integers(0, 3000),
-)
-def test_priority_over_many(n: int, seed: int, spread: int, budget: int) -> None:
-    rng = np.random.default_rng(seed)
-    case = simple(rng.integers(1, spread + 1, n), rng.integers(1, 3, n), budget=budget)
-    density = case.distance_sq / case.nbytes
-    order = np.lexsort((np.arange(n), -density))
-    fitting = order[np.cumsum(case.nbytes[order]) <= budget]
-    assert case.select("priority").ids.tolist() == sorted(fitting.tolist())
 
 
 def test_priority_with_more_partitions_than_one_piece() -> None:
@@ -316,15 +278,6 @@ def test_a_partition_larger_than_the_budget_is_saved_when_the_credit_covers_it(p
         assert all(not got.ids.size for got in history[:14])
 
 
-def test_idle_credit_is_capped() -> None:
-    idle = simple([0, 0, 0], [5, 9, 2], budget=10)
-    history = run(idle, "priority", 50)
-    assert history[-1].credit == 19
-    burst = replace(idle, distance_sq=np.ones(3), nbytes=np.full(3, 9), credit=10**9).select("priority")
-    assert burst.nbytes == 27
-    assert replace(idle, credit=10**9).select("priority").credit == 19
-
-
 @given(busy, budgeted, st.integers(1, 10))
 def test_max_staleness_is_kept_as_far_as_the_budget_allows(case: Case, policy: str, limit: int) -> None:
     # One partition hardly changes: without the limit, priority might never reach it.
@@ -367,12 +320,3 @@ def test_random_never_changes() -> None:
 def test_random_does_not_depend_on_distance() -> None:
     case = simple(np.arange(1, 101), 1, budget=10)
     assert (case.select("random").ids == case.select("random", distance_sq=np.ones(100)).ids).all()
-
-
-def test_random_is_fair() -> None:
-    case = simple(np.ones(20), 1, budget=5)
-    counts = np.zeros(20)
-    for step in range(2000):
-        counts[case.select("random", step=step).ids] += 1
-    assert counts.sum() == 10_000
-    assert abs(counts - 500).max() < 100  # 5 standard deviations

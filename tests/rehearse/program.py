@@ -64,18 +64,6 @@ def lr(store: str) -> None:
     train(store, change)
 
 
-def unsaved(store: str) -> None:
-    """Clip by a running mean that nobody saves."""
-    means: list[float] = [1.0]
-
-    def change(optimizer: Any, count: int) -> None:
-        gradient = optimizer.param_groups[0]["params"][0].grad
-        means[0] = 0.9 * means[0] + 0.1 * float(gradient.norm())
-        gradient.mul_(means[0])
-
-    train(store, change)
-
-
 def replay(store: str) -> None:
     """Draw batches from a buffer in a plain list."""
     model = model_of()
@@ -154,16 +142,6 @@ def stubborn(store: str) -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: None)
     train(store)
-
-
-def broken(store: str) -> None:
-    """Fail after three steps."""
-
-    def change(optimizer: Any, count: int) -> None:
-        if count > 3:
-            raise RuntimeError("the data are gone")
-
-    train(store, change)
 
 
 def never(store: str) -> None:

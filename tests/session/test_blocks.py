@@ -58,23 +58,6 @@ def test_a_checkpoint_of_another_thread_waits_for_the_block(tmp_path: Path) -> N
     assert (found.step, found.consistent, values) == (3, True, [3.0])
 
 
-def test_a_flush_of_another_thread_waits_for_the_block(tmp_path: Path) -> None:
-    server, found = Server(tmp_path / "s"), list[bool]()
-    server.serve(2)
-    flushing = threading.Thread(target=lambda: found.append(server.session.flush(LONG)))
-    with server.session.iteration():
-        assert not server.session.flush(LONG), "its own thread would wait forever"
-        server.half()
-        flushing.start()
-        server.flush_waits()
-        assert not found
-        server.table[ROWS // 2 :] += 1
-    flushing.join()
-    assert found == [True]
-    server.session.close(seal=False)
-    assert resumed(tmp_path / "s")[1] == [3.0]
-
-
 def test_closing_in_another_thread_ends_the_blocks_that_wait(tmp_path: Path) -> None:
     server, refused = Server(tmp_path / "s"), list[str]()
     server.serve(2)
@@ -132,6 +115,7 @@ def test_calls_within_a_block_that_belong_after_it(tmp_path: Path) -> None:
         lambda: server.serve(),
     ]
     with session.iteration():
+        assert not session.flush(LONG), "its own thread would wait forever"
         for call in calls:
             with pytest.raises(UsageError, match="within a block"):
                 call()

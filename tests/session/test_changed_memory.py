@@ -14,14 +14,13 @@ import torch
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder
-from scarctl.arena.owner import Owner, write_owner
 from scarctl.errors import NoIntactCopy
 from scarctl.ops.recover import RecoverSettings, recover
 from scarctl.ops.survey import survey
 from scarctl.store import Store
 from tests.session.flushed import MORE, STEPS
 from tests.support.process import Forked, Tell
-from tests.support.training import Loop, differing, drained
+from tests.support.training import Loop, differing
 
 EMBEDDING, MOMENT = ("embed.weight", ""), ("out.weight", "exp_avg")
 
@@ -121,17 +120,6 @@ def damage(store: Path, row: bytes) -> None:
     assert found
 
 
-def test_a_replica_is_named_as_one(store: Path, arena_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    flip(store, arena_dir, MOMENT)
-    arena = opened(store, arena_dir)
-    write_owner(arena.folder, Owner("node7", "start", arena.base_epoch))
-    arena.close()
-    loop = Loop(store, seed=99)
-    assert loop.session.resume().consistent
-    assert any("replica of the memory of node7" in text for text in warnings_of(caplog))
-    loop.session.close()
-
-
 def test_a_file_gets_the_stores_copy(store: Path, arena_dir: Path, tmp_path: Path) -> None:
     """`scarctl recover` reads the memory of a stopped run, and leaves it unchanged."""
     arena = opened(store, arena_dir)
@@ -149,26 +137,3 @@ def test_a_file_gets_the_stores_copy(store: Path, arena_dir: Path, tmp_path: Pat
     arena = opened(store, arena_dir)
     assert arena.rows(0, 0).tobytes() != right
     arena.remove()
-
-
-def test_a_copy_that_the_store_does_not_have_yet_is_believed(
-    store: Path, arena_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """This is the limit: nothing shows its earlier bytes."""
-    arena = opened(store, arena_dir)
-    arena.durable[:] = -1
-    arena.rows(0, 0)[0, 1] ^= 4
-    arena.name_whole("")
-    arena.close()
-    loop = Loop(store)
-    loop.session.resume()
-    assert [text for text in warnings_of(caplog) if not text.startswith("resumed ")] == []
-    loop.session.close()
-
-
-def test_memory_that_did_not_change_is_used(store: Path) -> None:
-    loop = Loop(store)
-    resumed = loop.session.resume()
-    assert (resumed.consistent, resumed.report and set(resumed.report.tiers)) == (True, {"memory"})
-    drained([loop.session])
-    loop.session.close()

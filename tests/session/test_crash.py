@@ -74,7 +74,7 @@ def test_kill_and_run_again(tmp_path: Path, arena_dir: Path, host_is_lost: bool)
     folder, rng = tmp_path / "store", random.Random(7)
     aged: set[int] = set()
     """Steps given by `Engine.age_after` to copies that were ahead of the step from which a run continued."""
-    for _ in range(3):
+    for _ in range(2):
         step, durable = train_and_kill(folder, rng.uniform(0.0, 0.6), tmp_path / "log")
         aged.add(max(0, told(tmp_path / "log")[0]["step"] - 1))
         store = Store.open(str(folder))

@@ -59,9 +59,7 @@ class Job:
             self.optimizer.step()
 
 
-@pytest.mark.parametrize("read", [False, True])
-@pytest.mark.parametrize("role", ["extra", "schedule"])
-@pytest.mark.parametrize("away", [2, 6])
+@pytest.mark.parametrize(("role", "read", "away"), [("extra", True, 6), ("schedule", False, 2)])
 def test_what_an_object_raises_while_it_is_read_does_not_reach_training(
     tmp_path: Path, role: str, read: bool, away: int
 ) -> None:

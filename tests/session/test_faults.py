@@ -8,10 +8,9 @@ import random
 import re
 import shutil
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,14 @@ import torch
 from torch import nn
 
 import scarctl
-from scarctl.arena.view import peek
 from scarctl.checkpoint.copied import Copied
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.live_state import LiveState
-from scarctl.daemon import saver
 from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.policy.turns import Turn
 from scarctl.session import opening
 from scarctl.session.ending import LastState
 from scarctl.store.backends.remote_errors import Patience
-from tests.daemon.trainer import kill, status
 from tests.support.elsewhere import elsewhere
 from tests.support.process import Forked, Tell
 from tests.support.training import Loop, differing, drained
@@ -166,36 +162,6 @@ def test_what_is_tried_again_draws_nothing_from_the_generator_of_training() -> N
 # -- copies ------------------------------------------------------------------------------------------------------
 
 
-def test_a_copy_that_was_given_up_is_made_by_the_next_seal(
-    tmp_path: Path, both_savers: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another thread writes all the time, though always the same values; then it stops."""
-    loop = Loop(tmp_path / "store", interval=100)
-    loop.train(3)
-    loop.session.checkpoint(full=True, wait=True)
-    loop.train(3)
-
-    def written_to(make: Callable[..., Copied]) -> Callable[..., Copied]:
-        def made(*arguments: Any, **options: Any) -> Copied:
-            copied = make(*arguments, **options)
-            with torch.no_grad():
-                loop.model.embed.weight.add_(0)
-            return copied
-
-        return made
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "copy", written_to(Engine.copy))
-        patch.setattr(Engine, "copy_again", written_to(Engine.copy_again))
-        loop.session.checkpoint(full=True)
-    assert loop.session.stats.torn_copies == 1
-    expected = loop.state()
-    loop.session.close()
-    resumed, state = elsewhere(tmp_path / "store")
-    assert (resumed.step, resumed.consistent) == (6, True)
-    assert differing(state, expected) == []
-
-
 def test_ctrl_c_while_a_copy_is_made_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def body(tell: Tell) -> None:
         loop = Loop(tmp_path / "store", interval=1, flush_on_signal=False)
@@ -270,100 +236,17 @@ def test_closed_by_another_thread_what_is_sealed_is_of_one_step(
     session.close()
 
 
-# -- the daemon --------------------------------------------------------------------------------------------------
-
-
-def train_for_long(loop: Loop) -> None:
-    for _ in range(100):
-        loop.train(1)
-        time.sleep(0.05)
-
-
-@pytest.fixture
-def quick_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver, "_TROUBLE", 0.2)
-
-
-@pytest.mark.usefixtures("quick_trouble")
-def test_a_daemon_that_cannot_be_started_again_is_told_and_counted(
-    tmp_path: Path, daemon_folder: Path, arena_dir: Path
-) -> None:
-    loop = Loop(tmp_path / "store", interval=1)
-    loop.train(3, settle=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", "/nowhere/python")  # the environment is being replaced
-        kill(daemon_folder)
-        loop.train(1)
-        deadline = time.monotonic() + 60
-        # The first to learn of it may be this call.
-        while "could not be started" not in loop.session.stats.last_error:
-            assert time.monotonic() < deadline, loop.session.stats.last_error
-            loop.train(1)
-            time.sleep(0.05)
-        assert loop.session.stats.errors > 0
-        view = peek(str(arena_dir), loop.session.store.run_id)
-        assert view is not None
-        assert view.errors == loop.session.stats.errors
-    wait_until(lambda: status(daemon_folder))
-    loop.train(1)
-    settled(loop)
-    before = loop.session.stats.errors
-    loop.train(3, settle=True)
-    assert loop.session.stats.errors == before, "all is well again"
-    loop.session.close()
-    assert elsewhere(tmp_path / "store")[0].step == loop.session.head_step
-
-
-@pytest.mark.usefixtures("quick_trouble")
-def test_a_daemon_that_cannot_be_started_again_ends_training_that_wants_it(
-    tmp_path: Path, daemon_folder: Path
-) -> None:
-    loop = Loop(tmp_path / "store", interval=1, on_error="raise")
-    loop.train(3, settle=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", "/nowhere/python")
-        kill(daemon_folder)
-        with pytest.raises(Unavailable, match="could not be started"):
-            train_for_long(loop)
-    wait_until(lambda: status(daemon_folder) is not None and loop.session._saver.trouble is None)
-    loop.session.close()
-
-
-def test_an_exception_ends_quickly_beside_a_daemon_that_is_stopped(
-    tmp_path: Path, daemon_folder: Path
-) -> None:
-    loop = Loop(tmp_path / "store", interval=1)
-    loop.train(3, settle=True)
-    pid = kill(daemon_folder, signal.SIGSTOP)
-    try:
-        with pytest.raises(RuntimeError, match="out of memory"), loop.session:  # noqa: PT012
-            loop.train(2)
-            started = time.monotonic()
-            raise RuntimeError("out of memory")
-        assert time.monotonic() - started < 40, "an answer is waited for for a minute"
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    again = Loop(tmp_path / "store", seed=99)
-    resumed = again.session.resume()
-    assert (resumed.step, resumed.consistent) == (5, True)
-    assert differing(again.state(), loop.state()) == []
-    again.session.close()
-
-
 # -- other processes, other threads ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["flush", "checkpoint"])
-def test_a_forked_child_is_told_that_the_session_is_not_its_own(
-    tmp_path: Path, both_savers: str, call: str
-) -> None:
+def test_a_forked_child_is_told_that_the_session_is_not_its_own(tmp_path: Path, both_savers: str) -> None:
     loop = Loop(tmp_path / "store", interval=1)
     loop.train(3)
 
     def body(tell: Tell) -> None:
         signal.alarm(60)  # a lock of a thread that the child does not have
         with pytest.raises(UsageError, match="forked"):
-            getattr(loop.session, call)()
+            loop.session.flush()
         with pytest.raises(UsageError, match="forked"):
             loop.session.checkpoint(full=True, wait=True)
 
@@ -372,19 +255,3 @@ def test_a_forked_child_is_told_that_the_session_is_not_its_own(
     assert loop.session.flush()
     loop.session.close()
     assert elsewhere(tmp_path / "store")[0].step == 3
-
-
-def test_lag_tells_how_far_the_store_is_behind(tmp_path: Path, both_savers: str) -> None:
-    loop = Loop(tmp_path / "store", interval=1)
-    assert loop.session.lag == 0, "nothing was copied yet"
-    loop.train(3, settle=True)
-    assert loop.session.lag == 0
-    loop.session._saver.stop()
-    for behind in range(5):
-        loop.train(1)
-        loop.session._saving.finish()
-        assert loop.session.lag == behind, "iterations since step 4"
-    loop.session._saver.resume()
-    drained([loop.session])
-    assert loop.session.lag == 0
-    loop.session.close()

@@ -120,40 +120,6 @@ def test_a_resume_returns_before_the_arena_is_full(store: Path, saved: State, ga
     again.session.close()
 
 
-def test_the_arena_has_the_copies_and_the_name_of_the_store(store: Path, saved: State) -> None:
-    run = Run(store, 2, "second")
-    report = run.session.resume().report
-    run.session._saving.finish()
-    assert report is not None
-    assert run.arena.whole == report.plan.whole != ""
-    assert (run.arena.version == report.plan.version).all()
-    live = run.session._binding.live(run.arena)
-    assert not live.changed().any()
-    assert not run.session._started().filling.lacks_copies
-    run.session.close()
-
-
-def test_a_first_pass_changes_buffers_and_the_arena_has_the_saved_ones(
-    store: Path, saved: State, gate: threading.Event
-) -> None:
-    run = Run(store, 2, "second")
-    run.session.resume()
-    run.model(torch.randn(4, 30))
-    gate.set()
-    run.session._saving.finish()
-    assert run.arena.intact().all()
-    names = {run.arena.layout.groups[g].name for g in np.flatnonzero(_changed(run))}
-    assert {name.split(".")[0] for name in names} == {"1"}
-    run.session.close(seal=False)
-
-
-def _changed(run: Run) -> np.ndarray:
-    changed = run.session._binding.live(run.arena).changed()
-    return np.isin(
-        np.arange(len(run.arena.layout.groups)), run.arena.layout.group_of(np.flatnonzero(changed))
-    )
-
-
 def test_what_a_loop_writes_meanwhile_does_not_count_as_the_stores_copy(
     store: Path, saved: State, gate: threading.Event
 ) -> None:
@@ -209,15 +175,11 @@ def test_copies_are_not_made_in_an_arena_without_space(
     again.session.close()
 
 
-@pytest.mark.parametrize("end", ["close", "flush", "snapshot", "evacuate"])
+@pytest.mark.parametrize("end", ["close", "evacuate"])
 def test_a_session_may_end_at_once(store: Path, saved: State, end: str) -> None:
     run = Run(store, 2, "second")
     run.session.resume()
-    if end == "flush":
-        assert run.session.flush()
-    elif end == "snapshot":
-        run.session.snapshot("now")
-    elif end == "evacuate":
+    if end == "evacuate":
         assert run.session.evacuate(10).sealed
     run.session.close()
     again = Run(store, 3, "third")
@@ -350,22 +312,6 @@ def test_after_ctrl_c_the_arena_is_not_closed_before_it_is_full(
     again = Run(store, 3, "third")
     assert again.session.resume().consistent
     again.session.close()
-
-
-def test_an_evacuation_does_not_count_what_the_store_has_as_lost(
-    store: Path, saved: State, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: Arena) -> None:
-        raise Unavailable("no room", kind="arena-full")
-
-    run = Run(store, 2, "second")
-    with monkeypatch.context() as patch:
-        patch.setattr(Arena, "reserve_rows", refuse)
-        run.session.resume()
-        found = run.session.evacuate(5)
-    assert found.safe, "no step has ended since the resume"
-    assert (found.step, found.lost_partitions, found.lost_bytes) == (3, 0, 0)
-    run.session.close(seal=False)
 
 
 def test_values_that_are_not_finite_never_replace_the_stores_copies(

@@ -34,27 +34,6 @@ def test_an_exception_in_the_loop(
     assert_goes_on_exactly(tmp_path / "store", expected, "memory" if both_savers == "daemon" else "store")
 
 
-def test_a_handler_of_somebody_else_raises_in_the_middle_of_closing(
-    tmp_path: Path, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The handler is like Lightning's, which notifies other ranks of a SIGTERM: they may be dead."""
-    loop = trained(tmp_path / "store")
-    engine = loop.session._started()
-    hand_over, calls = engine.hand_over, []
-
-    def interrupted(*arguments: Any) -> None:
-        calls.append(1)
-        if len(calls) == 1:
-            raise RuntimeError("connection closed by peer")
-        hand_over(*arguments)
-
-    monkeypatch.setattr(engine, "hand_over", interrupted)
-    with pytest.raises(RuntimeError, match="broken batch"), loop.session:
-        raise RuntimeError("broken batch")
-    assert len(calls) == 2
-    assert_goes_on_exactly(tmp_path / "store", expected, tier=None)
-
-
 def test_it_raises_while_closing_waits_for_the_copy(
     tmp_path: Path, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,16 +63,6 @@ def test_it_raises_while_closing_waits_for_the_copy(
     assert calls
     assert calls[0] > 1
     assert "closed by peer" in str(loop.session.stats.last_error)
-    assert_goes_on_exactly(tmp_path / "store", expected, tier=None)
-
-
-def test_close_in_a_finally_clause(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
-    loop = trained(tmp_path / "store")
-    with pytest.raises(RuntimeError, match="broken batch"):  # noqa: PT012
-        try:
-            raise RuntimeError("broken batch")
-        finally:
-            loop.session.close()
     assert_goes_on_exactly(tmp_path / "store", expected, tier=None)
 
 

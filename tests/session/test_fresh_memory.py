@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import threading
 import time
 from pathlib import Path
@@ -16,17 +13,11 @@ from torch import nn
 
 import scarctl
 from scarctl.config import grouped
-from scarctl.daemon.client import ask
 from scarctl.persist.persister import Persister
 from scarctl.state.version import step_of
 from scarctl.store import Store, verify
 from scarctl.store.backends.base import Buffer
-from tests.support import stepper
-from tests.support.forkserver import Program
 from tests.support.training import drained
-
-TURN = 12
-"""Iterations in which the stepper saves all of the state."""
 
 
 class Table:
@@ -71,59 +62,6 @@ class Reader:
             return real(persister, *arguments)
 
         patch.setattr(Persister, "_uninterrupted", source)
-
-
-@pytest.mark.long
-def test_a_run_killed_long_after_the_store_had_stopped_comes_back_young(
-    tmp_path: Path, daemon_folder: Path
-) -> None:
-    """The daemon is stopped, then the training process is killed, then the daemon."""
-    log = tmp_path / "log"
-    with log.open("wb") as output:
-        job = Program(["-m", "tests.support.stepper", str(tmp_path / "store"), "1000000"], stdout=output)
-    daemon = 0
-
-    def last() -> int:
-        lines = log.read_bytes().split(b"\n")
-        return int(json.loads(lines[-2])["step"]) if len(lines) > 1 else 0
-
-    def wait_for(step: int) -> None:
-        deadline = time.monotonic() + 60
-        while last() < step:
-            assert job.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-    try:
-        wait_for(40)
-        daemon = ask(daemon_folder, "status")["pid"]
-        os.kill(daemon, signal.SIGSTOP)
-        stopped = time.monotonic()
-        stopped_at = last()
-        wait_for(stopped_at + 200)
-        while time.monotonic() < stopped + 4:  # more than the patience with a store that stops while it reads
-            time.sleep(0.01)
-        head = last()
-    finally:
-        job.kill()
-        job.wait()
-        if daemon:
-            os.kill(daemon, signal.SIGKILL)
-    store = Store.open(str(tmp_path / "store"))
-    in_store = max(int(step_of(store.state(shard).version).max()) for shard in store.shards())
-    store.close()
-    assert in_store <= stopped_at + TURN
-    model, optimizer = stepper.build()
-    session = stepper.attach(model, optimizer, str(tmp_path / "store"))
-    resumed = session.resume()
-    assert resumed.step > head - 6
-    assert resumed.report is not None
-    # Copies that the kill has torn come from the store.
-    ages = resumed.step - step_of(resumed.report.plan.version[resumed.report.plan.tier == 1])
-    assert ages.size >= 40
-    assert ages.max() <= 2 * TURN
-    assert stepper.torn_rows(model, optimizer) == []
-    session.close(seal=False)
 
 
 def test_a_store_that_hangs_in_the_middle_of_a_copy_keeps_nothing_old_in_memory(
@@ -173,31 +111,3 @@ def test_a_slow_store_gets_everything_in_turn(tmp_path: Path, monkeypatch: pytes
     reader.seconds = 0.0
     table.session.close()
     assert verify(Store.open(tmp_path / "store"), read_data=True).problems == []
-
-
-@pytest.mark.leaves_arena
-def test_a_seal_that_memory_has_overtaken_is_saved_as_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Also the first one: the store hangs, memory moves on, and then the store gets a state to roll back to."""
-    reader = Reader(monkeypatch)
-    reader.goes_on.clear()
-    table = Table(tmp_path / "store", fraction=0.25)
-    table.step()
-    first = table.model.weight.detach().clone()
-    deadline = time.monotonic() + 100
-    while table.session.head_step < 20 or not reader.hangs.is_set():
-        table.step()
-        assert table.oldest_copy() == 0
-        assert time.monotonic() < deadline
-    reader.goes_on.set()
-    drained([table.session])
-    assert step_of(table.session._started().arena.sealed) == 1
-    table.session.close(seal=False)
-    (tmp_path / "other").mkdir()
-    again = Table(tmp_path / "store", arena_dir=tmp_path / "other")
-    resumed = again.session.resume(mode="rollback")
-    assert (resumed.step, resumed.consistent) == (1, True)
-    assert torch.equal(again.model.weight, first)
-    assert "cannot be queued" not in caplog.text, "saving has not begun yet"
-    again.session.close(seal=False)

@@ -73,10 +73,6 @@ def job(tmp_path: Path) -> Any:
     made.session.close()
 
 
-def test_what_is_frozen_is_compared_once(job: Job) -> None:
-    assert [job.compared_in_a_step() for _ in range(6)] == [0] * 6
-
-
 def in_place(base: torch.Tensor) -> None:
     base[3] += 1
 
@@ -94,46 +90,6 @@ def test_a_write_is_seen_by_the_next_checkpoint(job: Job, write: Callable[[torch
     assert torch.equal(job.saved(), job.base)
 
 
-def test_what_has_no_good_copy_any_more_is_compared_again(job: Job) -> None:
-    engine = job.session._engine
-    assert engine is not None
-    assert job.compared_in_a_step() < ROWS
-    engine.spoil(engine.layout.match("base.weight")[5:6])
-    assert job.compared_in_a_step() >= ROWS
-
-
-def test_a_single_row_that_torch_does_not_see_changing_is_found_in_time(job: Job) -> None:
-    job.base.data[77] += 1
-    for _ in range(64):
-        job.step(settle=False)
-    assert torch.equal(job.saved(), job.base)
-
-
-def test_memory_that_is_replaced_is_seen(job: Job) -> None:
-    job.base.data = torch.randn(ROWS, 8)
-    job.step()
-    assert torch.equal(job.saved(), job.base)
-
-
-def test_what_is_thawed_is_trained_and_saved(job: Job) -> None:
-    job.base.requires_grad_(True)
-    before = job.base.detach().clone()
-    for _ in range(2):
-        assert job.compared_in_a_step() >= ROWS
-    job.base.requires_grad_(False)
-    assert not torch.equal(job.base, before)
-    assert torch.equal(job.saved(), job.base)
-
-
-def test_what_is_frozen_later_has_its_last_values_saved(job: Job) -> None:
-    job.base.requires_grad_(True)
-    job.step()
-    job.base.requires_grad_(False)
-    job.step()
-    job.step()
-    assert torch.equal(job.saved(), job.base)
-
-
 def test_a_recovery_of_what_is_frozen_brings_it_back(job: Job) -> None:
     before = job.base.clone()
     job.base.data[5:9] = torch.nan
@@ -141,17 +97,6 @@ def test_a_recovery_of_what_is_frozen_brings_it_back(job: Job) -> None:
     assert torch.equal(job.base, before)
     job.step()
     assert torch.equal(job.saved(), before)
-
-
-@pytest.mark.parametrize("tracker", ["exact", "auto"])
-def test_every_tracker(tmp_path: Path, tracker: str) -> None:
-    job = Job(tmp_path / "store", norm="l2", tracker=tracker)
-    with job.session:
-        for _ in range(3):
-            job.step()
-        in_place(job.base)
-        job.step()
-        assert torch.equal(job.saved(), job.base)
 
 
 class Adam:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -103,27 +102,6 @@ def test_no_way_of_saving_calls_a_state_with_lost_parts_whole(
     again.session.close()
 
 
-def test_another_thread_may_mark_while_a_step_runs(tmp_path: Path) -> None:
-    loop = loop_at(tmp_path, 3)
-    good = loop.state()[LOST]
-    found: list[int] = []
-
-    def mark() -> None:
-        found.append(loop.session.mark_lost(LOST))
-
-    loss = loop.model(torch.randint(0, 64, (16,))).square().mean()
-    loss.backward()
-    thread = threading.Thread(target=mark)
-    thread.start()
-    thread.join()
-    loop.optimizer.step()
-    loop.session._saving.finish()
-    assert found[0] > 0
-    loop.session.recover()
-    assert torch.equal(loop.model.out.weight, good)
-    loop.session.close()
-
-
 def test_before_passes_over_newer_copies_in_memory_and_takes_the_stores(tmp_path: Path) -> None:
     loop = loop_at(tmp_path, 4)
     loop.session.checkpoint(full=True, wait=True)  # the store keeps its newest whole state
@@ -148,18 +126,6 @@ def test_before_passes_over_newer_copies_in_memory_and_takes_the_stores(tmp_path
     assert_sound(tmp_path / "store")
 
 
-def test_before_takes_memorys_copy_if_nothing_has_changed_since(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store", interval=1, fraction=1.0)
-    loop.train(2, settle=True)
-    loop.model.out.weight.requires_grad_(requires_grad=False)
-    loop.train(3, settle=True)
-    good = loop.state()[LOST]
-    report = loop.session.recover(LOST, before=3)
-    assert torch.equal(loop.model.out.weight, good)
-    assert set(report.tiers) == {"memory"}
-    loop.session.close()
-
-
 def test_wrong_requests_change_nothing(tmp_path: Path) -> None:
     loop = loop_at(tmp_path, 6)
     before = loop.state()
@@ -181,10 +147,3 @@ def test_wrong_requests_change_nothing(tmp_path: Path) -> None:
     drained([session])
     session.close()
     assert_sound(tmp_path / "store")
-
-
-def test_mark_lost_before_the_first_step_is_refused(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store")
-    with pytest.raises(UsageError, match="before the first step"):
-        loop.session.mark_lost("all")
-    loop.session.close()

@@ -50,26 +50,6 @@ def test_figures_are_those_of_the_session_and_its_copies(tmp_path: Path) -> None
     session.close()
 
 
-def test_pending_copies_are_counted_while_the_store_waits(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store", interval=2)
-    loop.train(4)
-    loop.session._saving.finish()
-    drained([loop.session])
-    engine = loop.session._engine
-    assert engine is not None
-    engine.stop()
-    loop.train(3)
-    loop.session._saving.finish()
-    found = loop.session.metrics("")
-    pending = engine.arena.pending()
-    assert found["pending_partitions"] == pending.sum() > 0
-    assert found["pending_bytes"] == engine.layout.partition_bytes[pending].sum()
-    assert found["lag"] == loop.session.lag > 0
-    assert found["durable_step"] < found["step"]
-    engine.start()
-    loop.session.close()
-
-
 def test_every_documented_figure_occurs_and_no_other(tmp_path: Path) -> None:
     """The problem is convex, so that its convergence is estimated, and the speed of the daemon or thread is known."""
     torch.manual_seed(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -32,41 +31,6 @@ def resumed_at(store: Path) -> tuple[int, bool]:
     assert stepper.torn_rows(model, optimizer) == []
     session.close()
     return resumed.step, resumed.consistent
-
-
-def test_a_signal_within_an_optimizers_step(tmp_path: Path, arena_dir: Path) -> None:
-    """The step ends first, and its state is what the store has: none is half done."""
-    store = tmp_path / "store"
-
-    def body(tell: Tell) -> None:
-        model, optimizer = stepper.build()
-        session = stepper.attach(model, optimizer, str(store), grace="100s")
-        session.resume()
-        for _ in range(5):
-            optimizer.step()
-        usual, halves = type(model[0]).add_, []
-
-        def in_two_halves(parameter: torch.Tensor, number: int) -> torch.Tensor:
-            found = usual(parameter, number)
-            if not halves:  # the first parameter has its new values, all others do not
-                halves.append(parameter)
-                tell("within")
-                time.sleep(1.0)
-            return found
-
-        torch.Tensor.add_ = in_two_halves  # type: ignore[method-assign]
-        optimizer.step()
-        torch.Tensor.add_ = usual  # type: ignore[method-assign]
-        time.sleep(600)
-        del session
-
-    with Forked(body) as child:
-        child.expect("within")
-        child.signal(signal.SIGTERM)
-        assert child.wait() == -signal.SIGTERM
-    leave_host(arena_dir)
-    assert set(stored_steps(store)) == {6}
-    assert resumed_at(store) == (6, True)
 
 
 def test_several_at_once(tmp_path: Path, both_savers: str) -> None:
@@ -125,28 +89,25 @@ class Numbers(torch.utils.data.Dataset[int]):
         return 1 << 20
 
 
-def loads(store: Path, tell: Tell, context: str) -> None:
+def loads(store: Path, tell: Tell) -> None:
     """Train on what two worker processes load, in a process group of its own."""
     os.setpgid(0, 0)
     model, optimizer = stepper.build()
     with stepper.attach(model, optimizer, str(store), grace="100s") as session:
         session.resume()
-        loader = DataLoader(Numbers(), num_workers=2, multiprocessing_context=context, prefetch_factor=1)
+        loader = DataLoader(Numbers(), num_workers=2, multiprocessing_context="fork", prefetch_factor=1)
         for number, _ in enumerate(loader):
             if number < 6:
                 optimizer.step()
             if number == 8:  # the last step's checkpoint has ended: torch raises wherever the main thread is
-                for worker in multiprocessing.active_children():
-                    tell(f"worker {worker.pid}")
                 tell("ready")
             time.sleep(0.0 if number < 6 else 0.05)
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_all_processes_of_a_loop_get_the_signal(tmp_path: Path, arena_dir: Path, context: str) -> None:
+def test_all_processes_of_a_loop_get_the_signal(tmp_path: Path, arena_dir: Path) -> None:
     """Its workers die at once, and torch raises in the loop, which leaves its `with` statement."""
     store = tmp_path / "store"
-    with Forked(lambda tell: loads(store, tell, context)) as child:
+    with Forked(lambda tell: loads(store, tell)) as child:
         child.expect("ready")
         os.killpg(child.pid, signal.SIGTERM)
         assert child.wait() == -signal.SIGTERM
@@ -181,30 +142,6 @@ def test_a_program_that_fails_because_of_the_signal(tmp_path: Path, arena_dir: P
     leave_host(arena_dir)
     assert set(stored_steps(store)) == {2}
     assert resumed_at(store) == (2, True)
-
-
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-@pytest.mark.long
-def test_a_worker_that_gets_the_signal_alone_evacuates_nothing(tmp_path: Path, context: str) -> None:
-    """It dies, and torch raises in the loop: as after any exception, memory has the newest step."""
-    store = tmp_path / "store"
-
-    def body(tell: Tell) -> None:
-        try:
-            loads(store, tell, context)
-        except (RuntimeError, OSError, EOFError):  # torch's, for a worker that has died
-            tell("raised")
-        for other in multiprocessing.active_children():
-            other.kill()
-            other.join()
-
-    with Forked(body) as child:
-        child.expect("ready")
-        worker = next(int(line.split()[1]) for line in child._lines if line.startswith("worker"))
-        os.kill(worker, signal.SIGTERM)
-        child.expect("raised")
-        assert child.wait() == 0, "no signal has reached the parent"
-    assert resumed_at(store) == (6, True)
 
 
 def test_a_notice_of_more_than_a_day_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -124,10 +123,9 @@ def test_a_lost_parameter_comes_back_with_all_its_optimizer_has(name: str, tmp_p
         assert all(bool(torch.isfinite(p).all()) for p in training.model.parameters())
 
 
-@pytest.mark.parametrize("name", sorted(MAKES))
-def test_a_lost_value_that_is_finite_is_replaced_too(name: str, tmp_path: Path) -> None:
+def test_a_lost_value_that_is_finite_is_replaced_too(tmp_path: Path) -> None:
     """Memory is restored with other numbers in it, and nothing shows that they are wrong."""
-    training, wrong = Training(MAKES[name]), 12345.0
+    training, wrong = Training(MAKES["SOAPlike"]), 12345.0
     with training.session(tmp_path) as session:
         training.step(3)
         session.checkpoint(full=True, wait=True)
@@ -219,19 +217,3 @@ def test_a_store_that_is_away_does_not_stop_a_recovery(tmp_path: Path, moment: b
         (tmp_path / "away").rename(tmp_path / "run")
         assert bool(torch.isfinite(training.model[0].weight).all())
         assert any("not restored" in problem for problem in report.problems) != moment
-
-
-def test_rows_of_partitions() -> None:
-    from scarctl.session.completing import lost_rows
-    from scarctl.state.layout import TensorSpec, build_layout
-
-    layout = build_layout(
-        [
-            ("a", "parameter", (TensorSpec("", "F32", (10, 2)),)),
-            ("s", "parameter", (TensorSpec("", "F32", ()),)),
-        ],
-        rows={"a": 4},
-    )
-    found = lost_rows(layout, np.array([0, 2, 3]))
-    assert found["a"].tolist() == [True] * 4 + [False] * 4 + [True] * 2
-    assert found["s"].tolist() == [True]

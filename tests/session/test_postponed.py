@@ -136,7 +136,7 @@ def test_in_another_thread_nothing_waits(ran: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("call", [1, 3, 10, 30, 100, 300, 1000])
+@pytest.mark.parametrize("call", [1, 30, 1000])
 def test_a_handler_that_raises_takes_nothing_from_the_last_state(
     tmp_path: Path,
     expected: dict[str, torch.Tensor],

@@ -94,18 +94,6 @@ class Table:
         return step_of(int(self.session._started().arena.version.max()))
 
 
-def test_of_a_request_for_less_than_a_partition_only_memory_gets_anything(tmp_path: Path) -> None:
-    table = Table(tmp_path / "store", fraction=0.02)
-    assert table.engine.budget < table.engine.layout.partition_bytes.min()
-    table.session._requests.add(Request("partial"))
-    assert table.train(21) == 2, "one request, one checkpoint"
-    arena = table.engine.arena
-    assert (step_of(arena.version) == 2).sum() == len(table.x)
-    assert table.engine.saver.drain(30.0)
-    assert set(step_of(arena.durable).tolist()) == {1}
-    table.session.close()
-
-
 def test_a_request_is_fulfilled_while_all_that_changes_waits_for_the_store(tmp_path: Path) -> None:
     table = Table(tmp_path / "store", fraction=1.0)
     table.engine.saver.stop()

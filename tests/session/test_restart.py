@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from scarctl.errors import Corruption, NoIntactCopy, ScarError, Unavailable, UsageError
+from scarctl.errors import Corruption, NoIntactCopy, ScarError, UsageError
 from tests.daemon.trainer import idle, kill
 from tests.support.elsewhere import elsewhere
 from tests.support.process import Forked, Tell
@@ -179,8 +179,7 @@ def saved(tmp_path: Path) -> dict[str, torch.Tensor]:
     return loop.state()
 
 
-@pytest.mark.parametrize("mode", ["partial", "rollback"])
-def test_a_resume_that_found_no_copy_can_be_tried_again(tmp_path: Path, both_savers: str, mode: str) -> None:
+def test_a_resume_that_found_no_copy_can_be_tried_again(tmp_path: Path, both_savers: str) -> None:
     expected = saved(tmp_path)
     segments = list((tmp_path / "store").rglob("seg/*"))
     for segment in segments:
@@ -196,7 +195,7 @@ def test_a_resume_that_found_no_copy_can_be_tried_again(tmp_path: Path, both_sav
         assert torch.equal(loop.model.embed.weight, before["embed.weight"])
     for segment in segments:
         (tmp_path / segment.name).rename(segment)
-    resumed = loop.session.resume(mode)
+    resumed = loop.session.resume()
     assert (resumed.step, resumed.consistent) == (3, True)
     assert differing(loop.state(), expected) == []
     loop.position["batches"] = 3
@@ -206,24 +205,6 @@ def test_a_resume_that_found_no_copy_can_be_tried_again(tmp_path: Path, both_sav
     resumed, state = elsewhere(tmp_path / "store")
     assert (resumed.step, resumed.consistent) == (5, True)
     assert differing(state, expected) == []
-
-
-def test_a_store_that_did_not_answer_resume_is_asked_again(tmp_path: Path, both_savers: str) -> None:
-    expected = saved(tmp_path)
-    loop = Loop(tmp_path / "store", seed=99)
-
-    def silent(*_: Any, **__: Any) -> None:
-        raise Unavailable("the store does not answer")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.session._saver, "open", silent)
-        for _ in range(2):
-            with pytest.raises(Unavailable, match="does not answer"):
-                loop.session.resume()
-    resumed = loop.session.resume()
-    assert (resumed.step, resumed.consistent) == (3, True)
-    assert differing(loop.state(), expected) == []
-    loop.session.close()
 
 
 def test_what_fails_right_after_a_resume_saves_no_later_extras(tmp_path: Path) -> None:

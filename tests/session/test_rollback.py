@@ -39,14 +39,3 @@ def test_rollback_waits_for_a_sealed_state_that_is_on_its_way(tmp_path: Path, bo
     assert (report.consistent, report.step) == (True, 3)
     assert differing(loop.state(), sealed) == []
     loop.session.close()
-
-
-def test_rollback_repeats_the_same_training(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store", interval=4, policy="full")
-    loop.train(11, settle=True)
-    expected = loop.state()
-    drained([loop.session])
-    loop.session.recover(lost="all", mode="rollback")
-    loop.train(3, settle=True)
-    assert differing(loop.state(), expected) == []
-    loop.session.close()

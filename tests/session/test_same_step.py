@@ -10,8 +10,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.numpy import save_file
 
 import scarctl
+from scarctl.cli.main import cli
 from scarctl.distributed.resume_step import RankState, agree_on_step
 from scarctl.formats.state_file import open_state
 from scarctl.ops.checkpoint import CheckpointSettings, checkpoint
@@ -81,9 +81,8 @@ def arenas_are_gone(arena_dir: Path) -> None:
 
 
 def scarctl_json(*arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "scarctl", *arguments, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode in (0, 3), done.stderr
+    done = CliRunner().invoke(cli, [*arguments, "--json"])
+    assert done.exit_code in (0, 3), done.output
     report: dict[str, Any] = json.loads(done.stdout)
     return report
 
@@ -138,62 +137,6 @@ def test_a_second_state_of_a_step_that_is_cut_between_two_shards(
     assert verify(Store.open(store), read_data=True).intact
 
 
-def test_memory_that_has_the_second_state_whole(tmp_path: Path, warm_torch: None) -> None:
-    """The arena outlives the process: nothing is lost, and the waiting seal is saved."""
-    store = tmp_path / "store"
-    killed(lambda tell: full_then_replaced(store))
-    run = Numbers(store)
-    resumed = run.session.resume()
-    assert (resumed.step, resumed.consistent, run.states()) == (STEP, True, {100.0})
-    drained([run.session])
-    newest = complete_sets(Store.open(store))[0]
-    assert newest.step == STEP
-    run.x[:] = 0
-    assert run.session.recover("all", mode="rollback").consistent
-    assert run.states() == {100.0}
-    run.session.close()
-
-
-@pytest.mark.parametrize("memory", [True, False])
-def test_a_part_of_another_state_of_the_step(
-    tmp_path: Path, arena_dir: Path, warm_torch: None, memory: bool
-) -> None:
-    """All copies in the store then have one version. Memory has the second state whole."""
-    store = tmp_path / "store"
-
-    def body(tell: Tell) -> None:
-        run = Numbers(store)
-        run.train(STEP)
-        run.session.checkpoint(full=True, wait=True)
-        run.x[:] = 100
-        run.session.checkpoint(wait=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    killed(body)
-    if not memory:
-        arenas_are_gone(arena_dir)
-        report = recovered(store, tmp_path / "mix.safetensors")
-        assert (report["step"], report["consistent"]) == (STEP, False)
-    run = Numbers(store)
-    resumed = run.session.resume()
-    assert run.states() == ({100.0} if memory else {5.0, 100.0})
-    assert (resumed.step, resumed.consistent) == (STEP, memory)
-    assert run.session.recover("all", mode="rollback").consistent
-    assert run.states() == ({100.0} if memory else {5.0})
-    run.session.close()
-
-
-def test_survivors_that_were_replaced_without_a_step(tmp_path: Path) -> None:
-    run = Numbers(tmp_path / "store")
-    run.train(STEP)
-    run.session.checkpoint(full=True, wait=True)
-    assert run.session.recover(0).consistent
-    run.x[:] = 100
-    report = run.session.recover(0)
-    assert (report.step, report.consistent, run.states()) == (STEP, False, {5.0, 100.0})
-    run.session.close(seal=False)
-
-
 def test_a_snapshot_of_the_second_state_of_a_step(tmp_path: Path) -> None:
     run = Numbers(tmp_path / "store")
     run.train(STEP)
@@ -207,27 +150,6 @@ def test_a_snapshot_of_the_second_state_of_a_step(tmp_path: Path) -> None:
         resumed = again.session.resume(snapshot=name)
         assert (resumed.consistent, again.states()) == (True, {value})
         again.session.close(seal=False)
-
-
-def test_a_seal_that_waits_while_the_state_is_saved_again(tmp_path: Path) -> None:
-    """The first waiting hand-over finds copies of its own version that are of the other state."""
-    run = Numbers(tmp_path / "store")
-    run.train(STEP)
-    run.session.checkpoint(full=True, wait=True)
-    run.train(1)
-    engine = run.session._started()
-    engine.saver.stop()
-    run.session.checkpoint(full=True)
-    run.x[: ROWS // 2] = 100
-    run.session.checkpoint(full=True)
-    engine.saver.resume()
-    drained([run.session])
-    sets = complete_sets(Store.open(tmp_path / "store"))
-    assert [one.step for one in sets[:2]] == [STEP + 1, STEP]  # a slow machine has saved the first step too
-    run.x[:] = 0
-    assert run.session.recover("all", mode="rollback").consistent
-    assert run.states() == {6.0, 100.0}
-    run.session.close()
 
 
 def save(store: Path, file: Path, value: float) -> None:

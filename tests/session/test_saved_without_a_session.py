@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +9,9 @@ import pytest
 from safetensors.numpy import save_file
 
 import scarctl
-from scarctl.config import grouped
 from scarctl.errors import NoIntactCopy
+from scarctl.formats.state_file import open_state
+from scarctl.ops.checkpoint import CheckpointSettings, checkpoint
 
 
 @pytest.mark.leaves_arena
@@ -20,10 +19,10 @@ from scarctl.errors import NoIntactCopy
 def test_resuming_says_once_what_restores_it(tmp_path: Path, mode: str) -> None:
     state = {"a": np.ones((64, 32), np.float32)}
     save_file(state, tmp_path / "state.safetensors")
-    command = ["checkpoint", "state.safetensors", "--store", "store", "--step", "4"]
-    subprocess.run([sys.executable, "-m", "scarctl", *command], cwd=tmp_path, check=True)
+    settings = CheckpointSettings(store=str(tmp_path / "store"), step=4)
+    checkpoint(open_state(tmp_path / "state.safetensors"), settings)
     state["a"][:] = 0
-    session = scarctl.attach(state, store=tmp_path / "store", **grouped(daemon=False))
+    session = scarctl.attach(state, store=tmp_path / "store")
     with pytest.raises(NoIntactCopy) as caught:
         session.resume(mode)
     session.close()

@@ -10,7 +10,6 @@ from torch import nn
 
 import scarctl
 from scarctl.config import grouped
-from scarctl.daemon.request import Request
 from scarctl.state.version import step_of
 from tests.support.training import drained
 
@@ -33,10 +32,9 @@ class Job:
 
 
 @pytest.mark.leaves_arena
-@pytest.mark.parametrize("daemon", [True, False])
-def test_partitions_that_a_seal_found_as_they_were_saved_wait_with_it(tmp_path: Path, daemon: bool) -> None:
+def test_partitions_that_a_seal_found_as_they_were_saved_wait_with_it(tmp_path: Path) -> None:
     """Rows of a table without a gradient are not copied again by a seal. They change in the steps after it."""
-    job = Job(tmp_path / "store", interval=1, daemon=daemon)
+    job = Job(tmp_path / "store", interval=1, daemon=False)
     session, step = job.session, job.step
     step(range(8))
     drained([session])
@@ -63,24 +61,3 @@ def test_partitions_that_a_seal_found_as_they_were_saved_wait_with_it(tmp_path: 
     assert resumed.step == sealed
     assert torch.equal(again.model.weight, weight)
     again.session.close(seal=False)
-
-
-def test_who_asks_for_a_checkpoint_meanwhile_gets_it_at_once(tmp_path: Path) -> None:
-    job = Job(tmp_path / "store", interval=1_000_000, daemon=False)
-    job.step(range(8))
-    drained([job.session])
-    engine = job.session._started()
-    engine.saver.stop()
-    job.step(range(8))
-    job.session.checkpoint(full=True)
-    sealed = job.session.head_step
-    assert not engine.arena.pending().all()
-    job.session._requests.add(Request("partial"))
-    for _ in range(3):
-        job.step(range(8, 16))
-        assert step_of(engine.arena.version).max() == sealed + 1, "once"
-    assert [one.sealed for one in engine.queue.pending()] == [True, False]
-    engine.saver.resume()
-    drained([job.session])
-    assert step_of(engine.arena.sealed) == sealed
-    job.session.close()

@@ -15,7 +15,7 @@ from torch import nn
 import scarctl
 import scarctl.errors
 from scarctl.daemon.request import Request
-from scarctl.errors import Corruption, NoIntactCopy, UsageError
+from scarctl.errors import Corruption, UsageError
 from tests.daemon.trainer import assert_sound
 from tests.support.training import Loop, differing, drained
 
@@ -104,24 +104,6 @@ def test_recovered_values_are_those_last_saved_with_their_moments(tmp_path: Path
     loop.session.close()
 
 
-def test_a_part_is_asked_for_while_all_is_on_its_way(tmp_path: Path, both_savers: str) -> None:
-    loop = Loop(tmp_path / "store", interval=1000)
-    loop.session._requests.add(Request("partial"))
-    loop.train(1)
-    engine = loop.session._started()
-    engine.saver.stop()
-    loop.session.checkpoint(full=True)
-    before = loop.session.stats.checkpoints
-    loop.session._requests.add(Request("partial"))
-    loop.train(3)
-    loop.session._saving.finish()
-    assert loop.session.stats.checkpoints == before + 1
-    assert [one.sealed for one in engine.queue.pending()] == [True, False]
-    engine.saver.resume()
-    drained([loop.session])
-    loop.session.close()
-
-
 def test_a_partition_that_is_not_finite_keeps_its_last_good_copy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -143,28 +125,6 @@ def test_a_partition_that_is_not_finite_keeps_its_last_good_copy(
     loop.session.close()
 
 
-def test_a_dict_of_arrays(tmp_path: Path) -> None:
-    generator = np.random.default_rng(3)
-    state = {"w": np.zeros((100, 4)), "count": np.zeros((), dtype=np.int64)}
-    session = scarctl.attach(state, store=tmp_path / "store", interval=1, extras={"generator": generator})
-    for _ in range(5):
-        state["w"] = state["w"] + generator.normal(size=(100, 4))  # replaced, not changed in place
-        state["count"] += 1
-        session.step()
-    session.close()
-    draws = generator.normal(size=3)
-
-    again = {"w": np.ones((100, 4)), "count": np.ones((), dtype=np.int64)}
-    generator = np.random.default_rng(9)
-    session = scarctl.attach(again, store=tmp_path / "store", interval=1, extras={"generator": generator})
-    resumed = session.resume()
-    assert (resumed.step, resumed.consistent) == (5, True)
-    np.testing.assert_array_equal(again["w"], state["w"])
-    assert again["count"] == 5
-    np.testing.assert_array_equal(generator.normal(size=3), draws)
-    session.close()
-
-
 @pytest.mark.parametrize(
     ("state", "message"),
     [
@@ -176,38 +136,6 @@ def test_a_dict_of_arrays(tmp_path: Path) -> None:
 def test_a_dict_of_other_things(tmp_path: Path, state: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         scarctl.attach(state, store=tmp_path / "store")
-
-
-def test_groups_that_change_while_they_are_copied_are_copied_again(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store", interval=2, fraction=1.0)
-    loop.train(1)
-    loop.session._saving.finish()
-    drained([loop.session])
-    loop.train(1)
-    with torch.no_grad():
-        loop.model.out.weight += 1.0  # between the optimizer's steps, as an average or a constraint would
-    changed = loop.model.out.weight.detach().clone()
-    loop.session._saving.finish()
-    assert loop.session.stats.torn_copies == 1
-    loop.session.recover("out.weight")
-    assert torch.equal(loop.model.out.weight, changed)
-    loop.session.close()
-
-
-def test_a_copy_is_not_repeated_with_values_that_are_not_finite(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store", interval=2, fraction=1.0)
-    loop.train(1)
-    loop.session._saving.finish()
-    drained([loop.session])
-    first = loop.state()["out.weight"]
-    loop.train(1)
-    with torch.no_grad():
-        loop.model.out.weight[:] = float("nan")
-    loop.session._saving.finish()
-    assert loop.session.stats.nonfinite_partitions > 0
-    loop.session.recover("out.weight")  # torn in memory: the store's older copy
-    assert torch.equal(loop.model.out.weight, first)
-    loop.session.close()
 
 
 def test_validate_finds_writes_that_torch_does_not_see(tmp_path: Path) -> None:
@@ -305,85 +233,11 @@ def test_unused_parameters_join_later_without_a_new_layout(tmp_path: Path) -> No
     session.close()
 
 
-def test_the_copy_leaves_half_of_the_threads_to_training(tmp_path: Path) -> None:
-    found: dict[str, int] = {}
-
-    def norm(live: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> torch.Tensor:
-        found["copy"] = torch.get_num_threads()
-        return (live[""] - saved[""]).norm(dim=1)
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    try:
-        loop = Loop(tmp_path / "store", norm=norm, interval=1)
-        loop.train(3)
-        later = threading.Thread(target=lambda: found.update(later=torch.get_num_threads()))
-        later.start()
-        later.join()
-        loop.session.close()
-        assert (torch.get_num_threads(), found) == (4, {"copy": 2, "later": 4})
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_frozen_parameters_are_saved_once(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 2))
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    session = scarctl.attach(
-        model, optimizer, store=tmp_path / "store", interval=2, selection=scarctl.Selection(policy="full")
-    )
-    for _ in range(9):
-        optimizer.zero_grad()
-        model(torch.randn(4, 256)).square().sum().backward()
-        optimizer.step()
-    session.close()
-    frozen = model[0].weight.nbytes
-    written = sum(f.stat().st_size for f in (tmp_path / "store").rglob("seg/*"))
-    assert frozen <= written < 1.5 * frozen
-
-
-@pytest.mark.leaves_arena
-def test_nothing_to_restore_from_changes_nothing(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store", interval=2)
-    loop.train(7)
-    drained([loop.session])
-    engine = loop.session._engine
-    assert engine is not None
-    ids = engine.layout.match("embed.weight")
-    engine.arena.begin(ids)  # torn in memory
-    for segment in (tmp_path / "store").rglob("seg/*"):
-        segment.unlink()
-    before = loop.state()
-    with pytest.raises(NoIntactCopy, match="embed"):
-        loop.session.recover("embed.weight")
-    assert differing(loop.state(), before) == []
-    loop.session.close(seal=False)
-
-
 def test_a_snapshot_of_nothing_is_no_new_run(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "store")
     with pytest.raises(UsageError, match="has no snapshot 'five': nothing is saved there"):
         loop.session.resume(snapshot="five")
     loop.session.close()
-
-
-def test_a_snapshot_is_resumed_exactly_whatever_came_after(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store", interval=2)
-    loop.train(5)
-    assert loop.session.snapshot("five") == 5
-    wanted = loop.state()
-    with pytest.raises(UsageError, match="already"):
-        loop.session.snapshot("five")
-    loop.train(6)
-    loop.session.checkpoint(full=True, wait=True)
-    loop.session.close()
-    again = Loop(tmp_path / "store", interval=2)
-    resumed = again.session.resume(snapshot="five")
-    assert (resumed.step, resumed.consistent) == (5, True)
-    assert differing(again.state(), wanted) == []
-    again.session.close()
 
 
 def test_a_session_shows_its_layout_and_its_adapter(tmp_path: Path) -> None:
@@ -411,3 +265,40 @@ def test_of_two_requests_the_whole_state_is_saved_once(tmp_path: Path) -> None:
     assert loop.session.stats.checkpoints == 2
     assert loop.session._started().arena.sealed >= 0
     loop.session.close()
+
+
+def test_a_copy_is_not_repeated_with_values_that_are_not_finite(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store", interval=2, fraction=1.0)
+    loop.train(1)
+    loop.session._saving.finish()
+    drained([loop.session])
+    first = loop.state()["out.weight"]
+    loop.train(1)
+    with torch.no_grad():
+        loop.model.out.weight[:] = float("nan")
+    loop.session._saving.finish()
+    assert loop.session.stats.nonfinite_partitions > 0
+    loop.session.recover("out.weight")  # torn in memory: the store's older copy
+    assert torch.equal(loop.model.out.weight, first)
+    loop.session.close()
+
+
+def test_the_copy_leaves_half_of_the_threads_to_training(tmp_path: Path) -> None:
+    found: dict[str, int] = {}
+
+    def norm(live: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> torch.Tensor:
+        found["copy"] = torch.get_num_threads()
+        return (live[""] - saved[""]).norm(dim=1)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        loop = Loop(tmp_path / "store", norm=norm, interval=1)
+        loop.train(3)
+        later = threading.Thread(target=lambda: found.update(later=torch.get_num_threads()))
+        later.start()
+        later.join()
+        loop.session.close()
+        assert (torch.get_num_threads(), found) == (4, {"copy": 2, "later": 4})
+    finally:
+        torch.set_num_threads(before)

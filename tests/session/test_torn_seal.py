@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from scarctl.cli.main import cli
 from scarctl.errors import Unavailable
 from scarctl.store import Store, sealed_sets
 from tests.session.counting import Counting
@@ -79,10 +79,8 @@ def test_a_repair_of_what_a_stopped_run_left_in_memory(
         child.expect("there")
         assert child.wait() == -signal.SIGKILL
     arguments = ["recover", "--store", str(store), "--lost", "x[3:4]", "--arena-dir", str(arena_dir)]
-    found = subprocess.run(
-        [sys.executable, "-m", "scarctl", *arguments], capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 0, found.stderr
+    found = CliRunner().invoke(cli, arguments)
+    assert found.exit_code == 0, found.output
     run = Counting(store)
     assert not run.session.resume(mode="partial").consistent
     assert run.x[:, 0].tolist() == [20, 20, 20, 10, 20, 20, 20, 20]

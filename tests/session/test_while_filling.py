@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 import time
@@ -15,12 +14,10 @@ import torch
 from torch import nn
 
 import scarctl
-from scarctl.arena.arena import Arena
 from scarctl.arena.durability import durability
 from scarctl.checkpoint import filling
 from scarctl.checkpoint.filling import Filling
 from scarctl.daemon.client import ask_status
-from scarctl.errors import Unavailable
 from scarctl.ops.health import health_of
 from scarctl.ops.known import daemon_here, runs_of
 from scarctl.ops.live import checkpoint_live
@@ -131,25 +128,6 @@ def test_a_departure_does_not_wait_longer_than_it_may(
     run.step()
     assert run.session.flush()
     run.session.close()
-
-
-def test_a_loop_that_ends_without_memory_for_its_copies_says_what_the_store_has(
-    store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(self: Arena) -> None:
-        raise Unavailable("no room", kind="arena-full")
-
-    run = Run(store, 2, "second")
-    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, "scarctl"):
-        patch.setattr(Arena, "reserve_rows", refuse)
-        run.session.resume()
-        run.session.close()
-    assert "the run ends at step 3, from which it resumed" in caplog.text
-    assert "The store has what was resumed" in caplog.text
-    assert "-1" not in caplog.text
-    again = Run(store, 3, "third")
-    assert again.session.resume().consistent
-    again.session.close()
 
 
 def test_a_model_may_be_moved_into_shared_memory(store: Path, gate: threading.Event) -> None:

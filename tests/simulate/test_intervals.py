@@ -43,10 +43,9 @@ def test_quantiles_are_those_of_the_tables(freedom: int, quantile: float) -> Non
 @pytest.mark.parametrize(
     ("costs", "trials", "least"),
     [
-        *((even, n, 0.93) for n in (5, 8, 10, 20, 30)),
-        *((apart, n, 0.93) for n in (5, 8, 10, 20, 30)),
+        *((even, n, 0.93) for n in (5, 30)),
+        *((apart, n, 0.93) for n in (5, 30)),
         (skewed, 20, 0.89),
-        (skewed, 30, 0.90),
         (skewed, 100, 0.92),
     ],
 )

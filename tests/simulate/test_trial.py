@@ -52,14 +52,6 @@ class TestCosts:
             newest = max(1, after // 16 * 16)
             assert result["rework"] == [after - newest]
 
-    def test_what_is_saved_in_every_iteration_is_lost_for_nothing(self) -> None:
-        of = study(fractions=(Fraction(1),), interval=1)
-        for trial in range(5):
-            result = run_trial(of, Quadratic(), trial)
-            assert result["rework"] == [0, 0]
-            assert result["perturbation"] == [0, 0]
-            assert result["arrived"] == [True, True]
-
     def test_a_loss_may_be_a_gain(self) -> None:
         of = study(fractions=(Fraction(1),), modes=("partial",), interval=60)
         costs = [run_trial(of, Overshoot(), trial)["rework"][0] for trial in range(12)]
@@ -139,11 +131,6 @@ class TestChance:
             assert sorted(moment % 16 for moment in drawn) == list(range(16))
         other = [_failure(study(), 161, chance.random()) % 16 for _ in range(16)]
         assert len(set(other)) < 16
-
-    def test_strata_are_those_of_the_trials(self) -> None:
-        of = study(modes=("rollback",), stratify=True, iterations=49)
-        failed = [run_trial(of, Quadratic(), trial)["failed_after"] for trial in range(16)]
-        assert sorted(moment % 16 for moment in failed) == list(range(16))
 
 
 class _Flickering(Quadratic):
@@ -311,12 +298,6 @@ class TestRefused:
         assert result["arrived"] == [False]
         assert result["rework"] == [(PATIENCE - 1) * result["undisturbed"]]
         assert summarise(of, [result]).cells[0].given_up == 1
-
-
-def test_a_failure_at_a_given_iteration() -> None:
-    of = study(fail_after=7, modes=("rollback",), interval=4)
-    result = run_trial(of, Quadratic(), 0)
-    assert (result["failed_after"], result["rework"]) == (7, [3])
 
 
 def test_state_that_follows_from_the_rest_is_made_again() -> None:

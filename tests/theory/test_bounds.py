@@ -45,17 +45,6 @@ class TestReworkBound:
         assert rework_bound(c, x0, {}) == 0
         assert rework_bound(c, x0, dict.fromkeys(steps, 0.0)) == 0
 
-    @given(rates, distances, sequences, st.integers(0, 60), st.floats(0, 1e6))
-    def test_more_of_a_perturbation_never_costs_less(
-        self, c: float, x0: float, perturbations: dict[int, float], step: int, more: float
-    ) -> None:
-        larger = {**perturbations, step: perturbations.get(step, 0.0) + more}
-        assert rework_bound(c, x0, larger) >= rework_bound(c, x0, perturbations) * (1 - 1e-12)
-
-    @given(rates, distances, st.integers(0, 60), st.floats(1e-3, 1e6))
-    def test_the_later_the_dearer(self, c: float, x0: float, step: int, size: float) -> None:
-        assert rework_bound(c, x0, {step + 1: size}) > rework_bound(c, x0, {step: size})
-
     @given(
         st.floats(0.3, 0.98),
         st.floats(0.1, 1e3),
@@ -128,23 +117,11 @@ class TestOfAge:
         moved = share * (c**-age - 1)
         assert rework_bound_of_ages(c, age, share) == pytest.approx(rework_bound_now(c, 1.0, moved), rel=1e-6)
 
-    @given(rates, st.lists(st.floats(0, 300), min_size=1, max_size=8), st.floats(0.01, 1), st.floats(0, 10))
-    def test_older_parts_cost_more(self, c: float, ages: list[float], share: float, more: float) -> None:
-        cost = rework_bound_of_ages(c, ages, share)
-        assert cost <= rework_bound_of_ages(c, [*ages[:-1], ages[-1] + more], share) + 1e-9
-        assert cost <= max(ages) + 1e-9
-        assert math.isclose(cost, rework_bound_of_ages(c, ages * 2, share), rel_tol=1e-9, abs_tol=1e-9)
-
 
 class TestEndless:
     @given(rates, distances, st.floats(1e-3, 1e3))
     def test_zero_at_zero(self, c: float, x0: float, epsilon: float) -> None:
         assert endless_rework_bound(c, x0, 0.0, epsilon) == 0
-
-    @given(rates, st.floats(1.1, 1e4), st.floats(0, 1), st.floats(0, 1))
-    def test_monotone(self, c: float, x0: float, one: float, other: float) -> None:
-        low, high = sorted((one, other))
-        assert endless_rework_bound(c, x0, low, 1.0) <= endless_rework_bound(c, x0, high, 1.0) + 1e-9
 
     @given(st.floats(0.3, 0.95), st.floats(0.05, 0.9))
     def test_tight_on_the_adversarial_sequence(self, c: float, level: float) -> None:
@@ -170,15 +147,6 @@ class TestSgd:
     @staticmethod
     def cost(perturbations: dict[int, float], epsilon: float = 0.05) -> float:
         return sgd_rework_bound(lambda k: 1 / (k + 2), 1.0, 2.0, perturbations, epsilon, limit=100_000)
-
-    def test_zero_at_zero(self) -> None:
-        assert self.cost({}) == 0
-        assert self.cost({5: 0.0}) == 0
-
-    @given(st.integers(0, 200), st.floats(0, 5), st.floats(0, 5))
-    def test_monotone(self, step: int, one: float, other: float) -> None:
-        low, high = sorted((one, other))
-        assert 0 <= self.cost({step: low}, 0.2) <= self.cost({step: high}, 0.2)
 
     @given(st.floats(0.2, 0.95), st.integers(0, 10), st.floats(0, 10))
     def test_without_noise_and_at_a_constant_rate_it_is_the_linear_bound(
@@ -233,7 +201,7 @@ class TestElastic:
         squares = np.array([25.0, 4.0, 0.0])
         assert (squares <= (alphas * b) ** 2 + 1e-9).all()
 
-    @pytest.mark.parametrize("delay", [1, 2, 4, 8, 16])
+    @pytest.mark.parametrize("delay", [1, 16])
     @pytest.mark.parametrize(
         ("curvature", "noise"), [((0.01, 0.01), 0.0), ((0.01, 1.0), 0.0), ((0.01, 0.01), 1.0)],
         ids=["straight", "spread", "noise"],

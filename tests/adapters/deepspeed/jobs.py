@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 import scarctl
 from scarctl.config import grouped
 from tests.adapters.deepspeed import models
-from tests.adapters.rank_jobs import At, described, halves, under_torchrun, warnings
+from tests.adapters.rank_jobs import described, halves, warnings
 from tests.adapters.rank_jobs import one_run as run_once
 
 Kind = Mapping[str, Any]
@@ -25,14 +24,10 @@ def train(
     until: int,
     kind: Kind,
     *,
-    at: At | None = None,
     resume: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Attach, resume, train until step `until`, and close. Return digests at the beginning and end, and what was said.
-
-    at: called with the session after these steps.
-    """
+    """Attach, resume, train until step `until`, and close. Return digests at the beginning and end, and warnings."""
     engine = models.build(**kind)
     rank = int(os.environ.get("RANK", "0"))
     torch.manual_seed(7 + rank)
@@ -46,8 +41,6 @@ def train(
             for step in range(resumed.step, until):
                 position["step"] = step + 1
                 models.one_step(engine, step, rank)
-                if at is not None and step + 1 in at:
-                    at[step + 1](session)
             found = described(session)
     last = models.digests(engine)
     engine.destroy()
@@ -109,7 +102,3 @@ def recovered(rank: int, world: int, folder: str, kind: Kind) -> dict[str, Any]:
         ),
         "finite": all(bool(torch.isfinite(value).all()) for value in after.values()),
     }
-
-
-if __name__ == "__main__":
-    under_torchrun(train, *sys.argv[1:])

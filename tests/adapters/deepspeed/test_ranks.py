@@ -1,4 +1,4 @@
-"""Two ranks train under DeepSpeed's engine: stopped, killed, resumed, on as many ranks and on another number."""
+"""Two ranks train under DeepSpeed's engine: stopped, resumed, on as many ranks and on another number."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.rank_checks import check_halves, check_killed_after_whole, check_killed_later
+from tests.adapters.rank_checks import check_halves
 from tests.distributed.launch import launch
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed here: `make frameworks`")
@@ -35,22 +35,6 @@ KINDS: list[dict[str, Any]] = [
 def test_a_resumed_run_is_the_undisturbed_one(tmp_path: Path) -> None:
     """Bit for bit: master weights, slots, the model's own weights, counters, schedules."""
     assert len(list(check_halves(JOBS, tmp_path, KINDS, timeout=400))) == 2 * len(KINDS)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_rank_killed_after_a_whole_checkpoint_is_not_missed(tmp_path: Path, stage: int) -> None:
-    """SIGKILL; torchrun starts all again, and the run ends bit for bit like an undisturbed one."""
-    check_killed_after_whole(JOBS, tmp_path, {"stage": stage})
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_rank_killed_later_loses_its_own_runs_only(tmp_path: Path, stage: int) -> None:
-    """Two steps after the whole checkpoint, whose copies are the newest ones of what only rank 1 had."""
-    check_killed_later(JOBS, tmp_path, {"stage": stage})
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -42,33 +41,6 @@ def train(state: Any, number: int, step: Any = models.step) -> Any:
 def same(first: Any, second: Any) -> bool:
     a, b = models.arrays(first), models.arrays(second)
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
-
-
-def test_a_step_returns_the_object_that_it_got(tmp_path: Path) -> None:
-    with attach(models.build(), **options(tmp_path)) as session:
-        first = session.resume()
-        state = train(first, 0)
-        assert session.step(state) is state
-        assert session.state is state
-        assert session.head_step == 1
-
-
-def test_names_are_paths_and_moments_are_slots_of_their_parameters(tmp_path: Path) -> None:
-    with attach(models.build(), **options(tmp_path)) as session:
-        state = session.resume()
-        session.step(train(state, 0))
-        groups = {
-            group.name: [spec.slot for spec in group.tensors] for group in session.session.layout.groups
-        }
-    moments = ["", "opt_state.1.0.mu", "opt_state.1.0.nu"]
-    assert groups == {
-        **{
-            f"params.{name}": moments
-            for name in ("embed.embedding", "norm.bias", "norm.scale", "out.bias", "out.kernel")
-        },
-        "batch_stats.norm.mean": [""],
-        "batch_stats.norm.var": [""],
-    }
 
 
 def test_a_recovery_returns_a_tree_and_leaves_the_old_one_alone(tmp_path: Path) -> None:
@@ -237,24 +209,6 @@ def test_every_kind_of_leaf_comes_back_as_it_was(tmp_path: Path) -> None:
             assert getattr(a, "dtype", None) == getattr(b, "dtype", None), name
             assert getattr(a, "weak_type", None) == getattr(b, "weak_type", None), name
     assert same(found, state(5))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_a_signal_in_a_step_loses_nothing(tmp_path: Path) -> None:
-    """If SIGTERM comes while the next state is computed, the run continues exactly after the newest finished step."""
-    command = [sys.executable, "-m", "tests.adapters.jax.jobs", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == -signal.SIGTERM, done.stdout + done.stderr
-    with attach(models.build(), **options(tmp_path)) as session:
-        state = session.resume()
-        assert session.resumed is not None
-        assert session.resumed.consistent
-        assert session.head_step == 3
-    alone = models.build()
-    for number in range(3):
-        alone = train(alone, number)
-    assert same(state, alone)
 
 
 def test_an_nnx_model_with_its_optimizer(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 import threading
 from pathlib import Path
@@ -17,8 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ParallelStrategy
 from torch.utils.data import DataLoader
 
-from scarctl.errors import Contention, LayoutMismatch, UsageError
-from scarctl.store import Store, verify
+from scarctl.errors import UsageError
 from scarctl_adapters.lightning.callback import ScarCallback, _callback_classes, _check_strategy
 from tests.adapters.lightning.fits import (
     EXACT,
@@ -59,16 +57,6 @@ def test_a_fit_that_is_over_is_over(tmp_path: Path) -> None:
     whole, straight = fit(Net, None, max_epochs=3)
     assert longer.seen == whole.seen[12:]
     assert differing(outcome(longer, trainer), outcome(whole, straight)) == []
-
-
-def test_more_steps_go_on_within_the_epoch(tmp_path: Path) -> None:
-    fit(Net, tmp_path / "store", max_epochs=-1, max_steps=4)
-    net, _ = fit(Net, tmp_path / "store", max_epochs=-1, max_steps=4)
-    assert net.seen == []
-    net, _trainer = fit(Net, tmp_path / "store", max_epochs=-1, max_steps=7)
-    whole, _straight = fit(Net, None, max_epochs=-1, max_steps=7)
-    assert net.seen == whole.seen[8:]
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), whole.parameters(), strict=True))
 
 
 def test_other_callbacks_go_on_with_their_state(tmp_path: Path) -> None:
@@ -143,49 +131,6 @@ def test_nothing_happens_outside_of_fit(tmp_path: Path) -> None:
         _ = callback.session
 
 
-def test_the_session_is_there_while_training(tmp_path: Path) -> None:
-    done: list[str] = []
-
-    class Uses(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, net: Any, outputs: Any, batch: Any, index: int) -> None:
-            session = trainer.callbacks[0].session
-            if trainer.global_step != 4:
-                return
-            assert session.head_step == 4
-            session.snapshot("four")
-            assert session.flush()
-            with torch.no_grad():
-                before = net.embed.weight.clone()
-                net.embed.weight.fill_(float("nan"))
-            report = session.recover("embed.*")
-            assert report.restored_partitions > 0
-            assert torch.equal(net.embed.weight, before)
-            done.append("all")
-
-    fit(Net, tmp_path / "store", callbacks=[Uses()], accumulate_grad_batches=1)
-    assert done == ["all"]
-    store = Store.open(str(tmp_path / "store"))
-    assert verify(store, read_data=True).problems == []
-    store.close()
-
-
-def test_signals_and_hooks_are_put_back(tmp_path: Path) -> None:
-    threads = set(
-        threading.enumerate()
-    )  # earlier tests may have left objects that only the collector removes
-    before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
-    _net, trainer = fit(Net, tmp_path / "store")
-    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
-    with pytest.raises(Interrupted):
-        fit(Net, tmp_path / "store", ("train", 2, 1), max_epochs=3)
-    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
-    assert "on_run_start" not in vars(trainer.fit_loop.epoch_loop)
-    assert "_load_combined_loader_states" not in vars(trainer.fit_loop)
-    assert not trainer.optimizers[0]._optimizer_step_pre_hooks
-    assert not trainer.optimizers[0]._optimizer_step_post_hooks
-    assert not [t for t in threading.enumerate() if t not in threads and t.name.startswith("scarctl")]
-
-
 # -- refused -----------------------------------------------------------------------------------------------------
 
 
@@ -215,15 +160,6 @@ def test_two_callbacks_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_fits_on_one_store_at_once_are_refused(tmp_path: Path) -> None:
-    class Nested(pl.Callback):
-        def on_train_start(self, trainer: Any, net: Any) -> None:
-            with pytest.raises(Contention):
-                fit(Net, tmp_path / "store")
-
-    fit(Net, tmp_path / "store", callbacks=[Nested()], max_epochs=1)
-
-
 def test_a_module_without_optimizer_is_refused(tmp_path: Path) -> None:
     class Frozen(Net):
         def configure_optimizers(self) -> None:
@@ -232,21 +168,6 @@ def test_a_module_without_optimizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"Frozen\.configure_optimizers returns no optimizer"):
         fit(Frozen, tmp_path / "store")
     assert not (tmp_path / "store").exists()
-
-
-def test_another_model_is_refused_before_it_trains(tmp_path: Path) -> None:
-    class Wider(Net):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            self.embed = torch.nn.Embedding(65, 8)
-
-    fit(Net, tmp_path / "store")
-    callback, net = ScarCallback(tmp_path / "store"), Wider()
-    with pytest.raises(LayoutMismatch, match=r"embed\.weight"):
-        trainer_with(callback).fit(net, loader())
-    assert net.seen == []
-    again, _ = fit(Net, tmp_path / "store")
-    assert again.seen == []
 
 
 def test_shorter_data_is_refused(tmp_path: Path) -> None:
@@ -273,27 +194,6 @@ def test_strategies_that_scarctl_cannot_see_into_are_refused(tmp_path: Path) -> 
 
 
 # -- faults ------------------------------------------------------------------------------------------------------
-
-
-def test_a_store_that_fails_does_not_end_the_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store, seen = tmp_path / "store", []
-
-    class Unmount(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, net: Any, outputs: Any, batch: Any, index: int) -> None:
-            if trainer.global_step == 2:
-                store.rename(tmp_path / "gone")
-            seen.append(trainer.callbacks[0].session.lag)
-
-    with caplog.at_level(logging.ERROR, "scarctl"):
-        _net, trainer = fit(
-            Net, store, callbacks=[Unmount()], accumulate_grad_batches=1, callback={"timeout": 0.5}
-        )
-    assert trainer.global_step == 12
-    assert "not everything is durable" in caplog.text
-    (tmp_path / "gone").rename(store)
-    again, trainer = fit(Net, store, accumulate_grad_batches=1)
-    assert trainer.callbacks[0].resumed.step == 12
-    assert again.seen == []
 
 
 def test_a_callback_with_a_state_that_cannot_be_saved_is_left_out(

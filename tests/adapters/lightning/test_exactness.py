@@ -25,7 +25,7 @@ from tests.adapters.lightning.fits import (
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
-SOME: list[Point] = [("train", 0, 5), ("validation", 0, 1), ("epoch_end", 0, 0), ("train", 1, 4)]
+SOME: list[Point] = [("validation", 0, 1), ("epoch_end", 0, 0), ("train", 1, 4)]
 
 
 def check(
@@ -53,7 +53,7 @@ def test_wherever_it_was_interrupted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [PlateauNet, ManualNet])
 def test_other_schedules_and_optimizers(kind: type[Net], tmp_path: Path) -> None:
-    check(tmp_path, kind, [*SOME, ("batch_end", 1, 5)])
+    check(tmp_path, kind, [("validation", 0, 1), ("batch_end", 1, 5)])
 
 
 class Stream(IterableDataset[Any]):
@@ -118,7 +118,7 @@ def test_a_loader_with_a_state_reads_nothing_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ends", "options"),
     [
-        (SOME[1:], {"limit_train_batches": 5, "accumulate_grad_batches": 3}),
+        (SOME, {"limit_train_batches": 5, "accumulate_grad_batches": 3}),
         ([("train", 0, 5), ("epoch_end", 1, 0)], {"max_steps": 5, "max_epochs": -1}),
         ([("train", 1, 3)], {"reload_dataloaders_every_n_epochs": 1, "precision": "bf16-mixed"}),
         ([("train", 1, 3)], {"check_val_every_n_epoch": None, "val_check_interval": 4}),

@@ -1,4 +1,4 @@
-"""Test fits of two processes, under torchrun and under Lightning's own launcher."""
+"""Test fits of two processes under torchrun."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.launch import of_agent, torchrun
-from tests.support import forkserver
+from tests.distributed.launch import torchrun
 
 JOB = "tests.adapters.lightning.rank_job"
 LIGHTNING = (
@@ -36,34 +35,9 @@ def run(folder: Path, **settings: Any) -> list[dict[str, Any]]:
     return read(folder)
 
 
-def run_alone(folder: Path, **settings: Any) -> list[dict[str, Any]]:
-    """Do the same, but Lightning starts the second rank."""
-    folder.mkdir()
-    command = ["-m", JOB, json.dumps({**settings, "result": str(folder)})]
-    done = forkserver.run(command, env=of_agent(), timeout=110, imports=LIGHTNING)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return read(folder)
-
-
-@pytest.mark.parametrize("how", [pytest.param("", marks=pytest.mark.long), "held"])
-@pytest.mark.long
-def test_ddp_goes_on_exactly_after_an_exception(tmp_path: Path, how: str) -> None:
-    whole = run_alone(tmp_path / "whole", strategy="ddp", store="")
-    again = run(
-        tmp_path / "again", strategy="ddp", store=str(tmp_path / "store"), die=["batch_end", 1, 0], how=how
-    )
-    for rank in range(2):
-        assert again[rank]["resumed"]["step"] == 4
-        assert again[rank]["resumed"]["consistent"], again[rank]["resumed"]
-        assert {**again[rank], "seen": 0, "resumed": 0} == {**whole[rank], "seen": 0, "resumed": 0}
-        assert again[rank]["seen"] == whole[rank]["seen"][4:]
-
-
 @pytest.mark.long
 def test_fsdp2_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
-    ranks = run(
-        tmp_path / "job", strategy="fsdp2", store=str(tmp_path / "store"), die=["train", 1, 1], how="kill"
-    )
+    ranks = run(tmp_path / "job", store=str(tmp_path / "store"), die=["train", 1, 1])
     for rank in ranks:
         resumed = rank["resumed"]
         assert 0 < resumed["step"] <= 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -11,9 +10,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from scarctl.errors import UsageError
-from scarctl.state import codec
-from scarctl.state.layout import TensorSpec, build_layout
-from scarctl.state.torch_dtypes import plain, torched
 from scarctl_adapters.torch import TorchAdapter
 from scarctl_adapters.torch.optimizer_state import update_group
 
@@ -53,43 +49,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
             return loss
 
         optimizer.step(closure)
-
-
-def through_extras(value: object) -> object:
-    text, tensors = codec.encode(plain(value))
-    return torched(codec.decode(text, tensors))
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_restored_optimizer_continues_bit_for_bit(name: str) -> None:
-    model = make_model()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    adapter = TorchAdapter.build(model, [optimizer])
-    train(model, optimizer, 3)
-    saved = {g.name: {s: t.clone() for s, t in g.tensors.items()} for g in adapter.groups()}
-    layout = build_layout(
-        [
-            (n, "parameter", tuple(TensorSpec(s, "F32" if t.is_floating_point() else "I64", tuple(t.shape))
-             for s, t in ts.items()))
-            for n, ts in saved.items()
-        ]
-    )  # fmt: skip
-    state = through_extras(adapter.capture())
-    train(model, optimizer, 3)
-    expected = copy.deepcopy(model.state_dict())
-
-    model = make_model()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    adapter = TorchAdapter.build(model, [optimizer])
-    adapter.create_slots(layout)
-    for group in adapter.groups():
-        assert group.tensors.keys() == saved[group.name].keys()
-        for slot, tensor in group.tensors.items():
-            tensor.copy_(saved[group.name][slot])
-    adapter.restore(state)
-    train(model, optimizer, 3)
-    for key, value in model.state_dict().items():
-        assert torch.equal(value, expected[key]), key
 
 
 def test_tied_parameters_are_one_group_under_the_first_name() -> None:
@@ -163,15 +122,6 @@ def test_parameters_that_only_an_optimizer_knows_are_groups_too() -> None:
         "bias",
         "optimizer0.param2",
     ]
-
-
-def test_a_zero_dimensional_parameter_keeps_its_moments_apart_from_its_step() -> None:
-    parameter = nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.Adam([parameter])
-    parameter.grad = torch.ones(())
-    optimizer.step()
-    (group,) = TorchAdapter.build(nn.Module(), [optimizer]).groups()
-    assert list(group.tensors) == ["", "exp_avg", "exp_avg_sq"]
 
 
 @pytest.mark.parametrize(

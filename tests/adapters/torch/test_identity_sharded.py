@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Iterator
 
-import numpy as np
 import pytest
 import torch
 from torch import distributed as dist
@@ -15,8 +12,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from scarctl.distributed.owned_adapter import OwnedAdapter, holdings_of
-from scarctl.distributed.ownership import divide
 from scarctl_adapters.torch import TorchAdapter
 from scarctl_adapters.torch.identity import Tensors, tensors_now
 
@@ -75,14 +70,6 @@ def _replace_its_memory(t: Sharded) -> None:
     t.weight._local_tensor.data = t.weight._local_tensor.data.clone()
 
 
-def _move(t: Sharded) -> None:
-    t.model.double()
-
-
-def _freeze(t: Sharded) -> None:
-    t.weight.requires_grad_(False)
-
-
 def _replace_a_slot(t: Sharded) -> None:
     state = t.optimizer.state[t.model[0].weight]
     state["exp_avg"] = state["exp_avg"].clone()
@@ -105,8 +92,6 @@ def _gather(t: Sharded) -> None:
 CHANGES = [
     _replace_a_part,
     _replace_its_memory,
-    _move,
-    _freeze,
     _replace_a_slot,
     _replace_a_slots_part,
     _divide_otherwise,
@@ -122,16 +107,6 @@ def test_what_is_replaced_is_seen(change: Callable[[Sharded], None]) -> None:
     assert not training.same()
 
 
-def test_groups_are_collected_once() -> None:
-    training = Sharded()
-    adapter = TorchAdapter.build(training.model, [training.optimizer])
-    before = adapter.groups()
-    training.step()
-    assert all(a is b for a, b in zip(before, adapter.groups(), strict=True))
-    _replace_a_part(training)
-    assert adapter.groups()[0].tensors[""].data_ptr() == training.weight._local_tensor.data_ptr()
-
-
 def test_what_is_replaced_while_parameters_are_gathered_is_seen() -> None:
     """Gathered parameters are the same objects from one forward to the next."""
     training = Sharded()
@@ -145,43 +120,3 @@ def test_what_is_replaced_while_parameters_are_gathered_is_seen() -> None:
         sharded._local_tensor = sharded._local_tensor.clone()
         assert adapter.groups()[0].tensors[""].data_ptr() == sharded._local_tensor.data_ptr()
         training.model.reshard()
-
-
-def _owned(adapter: TorchAdapter) -> OwnedAdapter:
-    """Return rank 0's part of state that both ranks hold."""
-    held = holdings_of(adapter.groups())
-    return OwnedAdapter(adapter, divide([held, held]), 0, adapter.groups())
-
-
-def test_owned_rows_are_cut_once() -> None:
-    model = nn.Linear(1024, 64)
-    optimizer = torch.optim.AdamW(model.parameters())
-    owned = _owned(TorchAdapter.build(model, [optimizer], replicated=["*"]))
-    model(torch.ones(1, 1024)).sum().backward()
-    optimizer.step()
-    owned.groups()
-    before = owned.groups()
-    optimizer.step()
-    again = owned.groups()
-    assert all(a is b for a, b in zip(before, again, strict=True))
-    again.clear()
-    assert len(owned.groups()) == len(before)
-    model.weight.data = model.weight.data.clone()
-    pointers = {group.name: group.tensors[""].data_ptr() for group in owned.groups()}
-    assert pointers["weight"] == model.weight.data_ptr()
-
-
-def test_what_the_model_was_made_of_is_let_go_before_the_first_step() -> None:
-    values = np.zeros((64, 1024), np.float32)
-    gone = weakref.ref(values)
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.from_numpy(values))
-    del values
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    owned = _owned(TorchAdapter.build(model, [optimizer], replicated=["*"]))
-    owned.groups()
-    owned.groups()
-    assert gone() is not None
-    model.half()
-    gc.collect()
-    assert gone() is None

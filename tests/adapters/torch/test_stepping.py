@@ -13,7 +13,6 @@ from torch import nn
 
 import scarctl
 import scarctl_adapters
-from scarctl import Settings
 from scarctl_adapters.torch.stepping import around
 
 
@@ -75,22 +74,7 @@ def test_a_step_counts_if_one_inside_it_raised() -> None:
     assert seen == ["before", "after"] * 2
 
 
-def test_a_session_counts_them_once(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = Outer(model.parameters(), lr=0.1)
-    with scarctl.attach(model, optimizer, store=tmp_path / "s", settings=Settings(daemon=False)) as session:
-        for number in range(6):
-            optimizer.zero_grad()
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.fails = number == 3
-            if optimizer.fails:
-                with pytest.raises(RuntimeError):
-                    optimizer.step()
-            else:
-                optimizer.step()
-        assert session.head_step == 5
-
-
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_hooks_are_not_compiled_by_themselves(tmp_path: Path) -> None:
     """A step that is compiled calls backward outside of its graph: the hooks run while frames are compiled."""

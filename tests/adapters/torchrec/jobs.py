@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from scarctl.config import grouped
 from scarctl.distributed.collectives import Solo, Team
 from scarctl.session.session import Session
 from scarctl.util.ranks import world_size
-from tests.adapters.rank_jobs import HALF, LAST, At, described, halves, under_torchrun, warnings
+from tests.adapters.rank_jobs import HALF, LAST, At, described, halves, warnings
 from tests.adapters.rank_jobs import one_run as run_once
 from tests.adapters.torchrec import models
 
@@ -213,7 +212,3 @@ def recovered(rank: int, world: int, folder: str) -> dict[str, Any]:
 def _rows(model: Any, optimizer: Any) -> dict[str, Any]:
     values = models.local_values(model, optimizer)
     return {name: value.detach().tolist() for name, value in values.items()}
-
-
-if __name__ == "__main__":
-    under_torchrun(train, *sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Test two ranks that train tables sharded by TorchRec: stopped, killed, resumed, under the same plan and another."""
+"""Test two ranks that train tables sharded by TorchRec: stopped, resumed, under the same plan and another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.rank_checks import check_halves, check_killed_after_whole, check_killed_later
+from tests.adapters.rank_checks import check_halves
 from tests.distributed.launch import launch
 
 pytest.importorskip("torchrec", reason="TorchRec is not installed here: `make frameworks`")
@@ -85,14 +85,6 @@ def test_one_process_takes_over_what_two_ranks_had(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("plan", ["table", "row"])
-def test_a_rank_killed_after_a_whole_checkpoint_is_not_missed(tmp_path: Path, plan: str) -> None:
-    """After SIGKILL torchrun starts all ranks again, and the run ends bit for bit like an undisturbed one."""
-    check_killed_after_whole(JOBS, tmp_path, plan)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_lookups_say_which_rows_of_a_part_change(tmp_path: Path) -> None:
     """Row numbers refer to this rank's part, whichever ranks have requested the rows."""
@@ -116,17 +108,6 @@ def test_sigterm_in_a_backward_pass_loses_nothing(tmp_path: Path) -> None:
     assert resumed["step"] in (4, 5)
     assert resumed["consistent"], resumed["reasons"]
     assert resumed["last"] == whole["last"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_only_the_killed_ranks_tables_go_back(tmp_path: Path) -> None:
-    """Two steps after the whole checkpoint rank 1's tables are older, and rank 0's are unchanged."""
-    whole = launch(f"{JOBS}:one_run", 2, str(tmp_path / "whole"), 6, "table", timeout=100)[0]
-    report = check_killed_later(JOBS, tmp_path / "killed", "table")[0]
-    changed = {name for name, digest in report["first"].items() if whole["last"][name] != digest}
-    assert changed
-    assert all(".t1." in name for name in changed), changed
 
 
 @pytest.mark.slow

@@ -18,7 +18,6 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed here: `mak
 
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.config import ConfigManager
-from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 
 from examples.torchtitan_llama import llama
@@ -87,27 +86,6 @@ def test_an_older_store_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture
         trained(tmp_path, 8, checkpoint=ScarCheckpointManager.Config(load_step=6))
 
 
-def test_a_snapshot_and_a_rollback_are_settings(tmp_path: Path) -> None:
-    def visit(session: Any) -> None:
-        if session.head_step == 2:
-            session.snapshot("two")
-
-    trained(tmp_path, 4, checkpoint=models.Visited.Config(interval=100, visit=visit))
-    found = trained(tmp_path, 4, checkpoint=ScarCheckpointManager.Config(snapshot="two"))
-    assert (found.checkpointer.resumed.step, found.step) == (2, 4)
-    found = trained(tmp_path, 4, checkpoint=ScarCheckpointManager.Config(mode="rollback"))
-    assert found.checkpointer.resumed.consistent
-
-
-def test_activation_checkpointing_may_be_switched(tmp_path: Path) -> None:
-    """It wraps modules; the names of parameters are those of the model."""
-    whole = trained(tmp_path / "whole", 6)
-    trained(tmp_path / "run", 3, activation_checkpoint=FullAC.Config())
-    found = trained(tmp_path / "run", 6)
-    assert found.checkpointer.resumed.consistent
-    assert models.digests(found) == models.digests(whole)
-
-
 @pytest.mark.parametrize("setting", ["batch_size", "dataset_name", "seq_len"])
 def test_other_batches_are_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, setting: str
@@ -121,16 +99,6 @@ def test_other_batches_are_said(
     resumed = trained(tmp_path, 5, loader=loader).checkpointer.resumed
     assert (resumed.step, resumed.consistent) == (3, True)
     assert f"{setting} differs from the run's: the next batches differ" in caplog.text
-
-
-def test_an_exception_flushes_the_newest_step(tmp_path: Path) -> None:
-    def visit(session: Any) -> None:
-        if session.head_step == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path, 5, checkpoint=models.Visited.Config(interval=100, visit=visit))
-    assert trained(tmp_path, 5).checkpointer.resumed.step == 3
 
 
 def test_a_loader_that_is_read_keeps_its_position(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import logging
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +11,10 @@ from typing import Any
 
 import pytest
 from accelerate.utils import DistributedType
-from torch import nn
 
-import scarctl
-from scarctl.errors import Contention, Corruption, LayoutMismatch, UsageError
+from scarctl.errors import UsageError
 from scarctl_adapters.transformers import ScarCallback
-from tests.adapters.trainer_runs import Net, Rows, make_trainer, resumed, scar, state_of
-from tests.support.training import differing
+from tests.adapters.trainer_runs import Net, make_trainer, resumed, scar
 
 
 @pytest.mark.parametrize(
@@ -56,53 +51,12 @@ def test_two_callbacks(tmp_path: Path) -> None:
     assert not (tmp_path / "store").exists()
 
 
-def test_two_trainers_on_one_store(tmp_path: Path) -> None:
-    first, second = make_trainer(tmp_path), make_trainer(tmp_path)
-    scar(first, tmp_path)
-    scar(second, tmp_path)
-    seen: list[BaseException] = []
-
-    class Meanwhile(Rows):
-        def __getitem__(self, index: int) -> Any:
-            if not seen:
-                with pytest.raises(Contention) as raised:
-                    second.train()
-                seen.append(raised.value)
-            return super().__getitem__(index)
-
-    first.train_dataset = Meanwhile(48)
-    first.train()
-    assert seen
-    assert (first.state.global_step, second.state.global_step) == (18, 0)
-
-
 def test_a_callback_that_was_not_added(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = make_trainer(tmp_path)
     ScarCallback(trainer, store=tmp_path / "store")
     trainer.train()
     assert "does not have the ScarCallback (trainer.add_callback): nothing is saved" in caplog.text
     assert not (tmp_path / "store").exists()
-
-
-def test_another_model_than_that_of_the_store(tmp_path: Path) -> None:
-    resumed(tmp_path, max_steps=2)
-
-    class Wider(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(8, affine=False)
-
-    trainer = make_trainer(tmp_path, model=Wider)
-    before = state_of_model(trainer.model)
-    scar(trainer, tmp_path)
-    with pytest.raises(LayoutMismatch, match=r"norm\.weight"):
-        trainer.train()
-    assert trainer.state.global_step == 0
-    assert differing(state_of_model(trainer.model), before) == []
-
-
-def state_of_model(model: nn.Module) -> dict[str, Any]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize(
@@ -157,65 +111,6 @@ def test_going_on_with_other_batches_is_said(tmp_path: Path, caplog: pytest.LogC
     assert callback.resumed.consistent
     assert "per_device_train_batch_size differs from the run" in caplog.text
     assert trainer.state.global_step == 6
-
-
-@pytest.mark.leaves_arena
-def test_damaged_copies_end_it_before_the_first_step(tmp_path: Path) -> None:
-    resumed(tmp_path, max_steps=2)
-    for segment in (tmp_path / "store").rglob("*.safetensors"):
-        data = bytearray(segment.read_bytes())
-        data[-40:] = bytes(40)
-        segment.write_bytes(data)
-    trainer = make_trainer(tmp_path)
-    callback = scar(trainer, tmp_path)
-    with pytest.raises(Corruption):
-        trainer.train()
-    assert callback.session is None
-    assert trainer.state.global_step == 0
-
-
-def test_a_store_that_fails_ends_no_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, arena_dir: Path
-) -> None:
-    bare = make_trainer(tmp_path / "bare")
-    bare.train()
-    trainer = make_trainer(tmp_path)
-    callback = ScarCallback(
-        trainer,
-        store=tmp_path / "store",
-        selection=scarctl.Selection(policy="full"),
-        interval=1,
-        settings=scarctl.Settings(timeout=0.2),
-    )
-    trainer.add_callback(callback)
-    place, opened = os.open, 0
-
-    def full(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        nonlocal opened
-        if flags & os.O_CREAT and ("safetensors" in str(path) or ".json" in str(path) or "seg" in str(path)):
-            opened += 1
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return place(path, flags, *args, **kwargs)
-
-    class Break(Rows):
-        def __getitem__(self, index: int) -> Any:
-            if callback.session is not None and callback.session.head_step == 3:
-                monkeypatch.setattr(os, "open", full)
-            return super().__getitem__(index)
-
-    trainer.train_dataset = Break(48)
-    trainer.train()
-    monkeypatch.undo()
-    assert opened
-    assert trainer.state.global_step == 18
-    assert differing(state_of(trainer), state_of(bare)) == []
-    assert "not everything is durable" in caplog.text
-    monkeypatch.setenv("SCARCTL_ARENA_DIR", str(arena_dir))
-    monkeypatch.setenv("SCARCTL_DAEMON", "0")
-    again, callback = resumed(tmp_path)
-    assert callback.resumed is not None
-    assert callback.resumed.step == 18
-    assert again.state.global_step == 18
 
 
 @pytest.mark.parametrize(
