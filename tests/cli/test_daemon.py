@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,10 +16,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import scarctl
-from scarctl.arena.folder import host_folder
 from scarctl.arena.stale import StaleArena
 from scarctl.cli.daemon import _stale_line
-from scarctl.daemon import protocol
 from scarctl.errors import Unavailable
 from scarctl.ops import live
 from scarctl.store import Store
@@ -114,21 +110,6 @@ def test_a_daemon_that_does_not_answer(run: Run, folder: Path, monkeypatch: pyte
     assert run("daemon", "stop", "--json").document["pid"] == pid
 
 
-def test_a_daemon_that_nobody_can_reach(run: Run, arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The daemon has been silent for so long that the system accepts no more connections for it."""
-    folder = host_folder(str(arena_dir))
-    folder.mkdir(mode=0o700)
-    monkeypatch.setattr("scarctl.cli.daemon._PATIENCE", 0.3)
-    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as waiting:
-        listener.bind(str(folder / protocol.SOCKET))
-        listener.listen(1)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                waiting.enter_context(protocol.connect(folder, 1.0))
-        assert run("daemon", "status", "--json", code=17).error["kind"] == "daemon-silent"
-    (folder / protocol.SOCKET).unlink()
-
-
 def test_reap_removes_what_the_store_has_and_nothing_else(
     run: Run, folder: Path, arena_dir: Path, tmp_path: Path
 ) -> None:
@@ -166,21 +147,6 @@ def test_reap_removes_what_the_store_has_and_nothing_else(
     again = Trainer(tmp_path / "b", arena_dir)
     again.close()
     assert set(again.stored()[0]) == {2}
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["start", "--reap"],
-        ["status", "--timeout", "3"],
-        ["restart"],
-        [],
-        ["stop", "--timeout", "-1"],
-        ["stop", "--timeout", "nan"],
-    ],
-)
-def test_wrong_calls(run: Run, arguments: list[str]) -> None:
-    assert run("daemon", *arguments, "--json", code=2).error["kind"] == "usage"
 
 
 class Training:
@@ -233,14 +199,6 @@ class TestLive:
         assert 0 < done["saved_bytes"] < done["total_bytes"] == 64 * 8 * 4 + 16 * 8
         text = run("live", "checkpoint", "--store", "ckpt").stdout
         assert f"process {os.getpid()} saved" in text
-
-    def test_the_whole_state(self, run: Run, training: Training) -> None:
-        before = training.session.head_step
-        done = run("live", "checkpoint", "--full", "--store", "ckpt", "--json").document
-        assert done["step"] > before
-        assert (done["full"], done["consistent"]) == (True, True)
-        shards = run("inspect", "--store", "ckpt", "--json").document["shards"]
-        assert all(shard["oldest_step"] >= done["step"] for shard in shards)
 
     def test_a_snapshot_of_a_running_session(
         self, run: Run, training: Training, monkeypatch: pytest.MonkeyPatch
@@ -335,30 +293,6 @@ class TestLive:
         run("daemon", "start")
         assert run(*arguments, code=2).error["kind"] == "no-session"
         assert run("live", "checkpoint", "--store", "x", "--json", code=10).error["kind"] == "no-store"
-
-    @pytest.mark.parametrize(
-        "arguments",
-        [
-            ["checkpoint", "state.safetensors", "--step", "3", "--full"],
-            ["checkpoint", "state.safetensors", "--step", "3", "--timeout", "3"],
-            ["checkpoint", "--step", "3"],
-            ["checkpoint", "state.safetensors"],
-            ["live", "checkpoint", "--step", "3"],
-            ["live", "recover"],
-            ["live", "recover", "--lost", "all", "--dry-run"],
-            ["live", "recover", "--lost", "all", "--mode", "rollback"],
-            ["live", "recover", "--lost", "all", "--output", "x.pt"],
-            ["snapshot", "create"],
-            ["snapshot", "create", "best", "state.safetensors"],
-            ["snapshot", "create", "best", "state.safetensors", "--step", "3", "--timeout", "3"],
-            ["snapshot", "create", "best", "--step", "3"],
-            ["snapshot", "create", "best", "--dry-run"],
-            ["snapshot", "delete"],
-        ],
-    )
-    def test_wrong_calls(self, run: Run, arguments: list[str]) -> None:
-        error = run(*arguments, "--store", "ckpt", "--json", code=2).error
-        assert error["kind"] == "usage"
 
 
 def test_a_replica_without_a_daemon_is_a_copy_of_another_hosts_memory() -> None:

@@ -52,15 +52,6 @@ def test_figures_of_a_run_in_a_file_and_over_http(
     assert not file.exists(), "figures that no daemon updates"
 
 
-def test_a_daemon_keeps_what_it_was_started_with(run: Run, folder: Path, tmp_path: Path) -> None:
-    run("daemon", "start")
-    for option in (("--metrics", tmp_path / "x.prom"), ("--metrics-listen", "0")):
-        assert run("daemon", "start", *option, "--json", code=2).error["kind"] == "daemon-running"
-    assert not (tmp_path / "x.prom").exists()
-    assert run("daemon", "status", "--metrics", "x", code=2).stderr.count("--metrics requires start") == 1
-    assert run("daemon", "start", "--metrics-listen", "host:http", "--json", code=2).error["kind"] == "usage"
-
-
 def test_a_fault_of_metrics_does_not_keep_the_daemon_from_saving(
     run: Run, folder: Path, arena_dir: Path, tmp_path: Path
 ) -> None:

@@ -105,32 +105,6 @@ def test_memory_that_cannot_be_told_from_anothers_is_not_used(run: Run, arena_di
     again.session.close(seal=False)
 
 
-def test_of_a_rank(run: Run, ranks: RankStore) -> None:
-    newest = max(Path("ckpt/shards/1/log").iterdir())
-    newest.write_bytes(newest.read_bytes()[:-1])
-    done = run("recover", "--store", "ckpt", "--lost", "all", "--output", "a.pt", "--json", code=3).document
-    assert (done["consistent"], done["degraded"]) == (False, True)
-    assert [line["newest_step"] for line in done["shards"]] == [7, 5, 5, 7]
-    back = run(
-        "recover",
-        "--store",
-        "ckpt",
-        "--lost",
-        "1",
-        "--mode",
-        "rollback",
-        "--output",
-        "b.pt",
-        "--json",
-        code=3,
-    ).document
-    assert (back["step"], back["degraded"]) == (5, True)
-    assert run("export", "--store", "ckpt", "c.pt", "--json", code=3).document["degraded"]
-    assert run("inspect", "--store", "ckpt", "--json", code=3).document["damage"][0]["file"] == str(
-        newest.resolve()
-    )
-
-
 def test_older_ranks_are_not_called_the_newest_state(run: Run, ranks: RankStore) -> None:
     """The first whole state of other ranks is damaged: whether it was whole is unknown."""
     made = RankStore(ranks.path, 2)

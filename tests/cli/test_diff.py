@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,11 +17,12 @@ from tests.cli.test_verify import segment
 WITHOUT_TORCH = """
 import sys
 from scarctl.cli.main import cli
-try:
-    cli.main(sys.argv[1:])
-except SystemExit as end:
-    assert "torch" not in sys.modules
-    assert end.code == 0, end.code
+for words in sys.argv[1:]:
+    try:
+        cli.main(words.split())
+    except SystemExit as end:
+        assert "torch" not in sys.modules
+        assert end.code == 0, end.code
 """
 
 
@@ -45,7 +44,7 @@ def test_a_store_is_compared_with_the_file_that_it_was_saved_from(run: Run, save
     assert "no name is in both: `scarctl export" in run("diff", "ckpt", "other.safetensors", code=4).stdout
 
 
-@pytest.mark.parametrize("window", [64, 700, 64 << 20])
+@pytest.mark.parametrize("window", [64, 64 << 20])
 def test_a_store_is_read_in_windows(
     run: Run, saved: Model, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,22 +97,20 @@ def test_neither_stores_nor_safetensors_load_torch(saved: Model, tmp_path: Path)
     tensors = {"b": torch.ones(4).bfloat16(), "f": torch.ones(4).to(torch.float8_e5m2)}
     for name in ("a", "b"):
         save_file(tensors, tmp_path / f"{name}.safetensors")
-    for arguments in (
-        ["diff", "ckpt", str(saved.path)],
-        ["diff", "a.safetensors", "b.safetensors", "--rtol", "0.1"],
-        ["verify", "a.safetensors"],
-        ["inspect", "ckpt"],
-        ["inspect", "a.safetensors", "--values"],
-    ):
-        done = subprocess.run(
-            [sys.executable, "-c", WITHOUT_TORCH, *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+    commands = [
+        "diff ckpt state.safetensors",
+        "diff a.safetensors b.safetensors --rtol 0.1",
+        "inspect a.safetensors --values",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *commands],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_document(run: Run) -> None:
@@ -153,27 +150,6 @@ def test_hostile_names_stay_on_their_line(run: Run) -> None:
         run("diff", "a.safetensors", "b.safetensors", "--json", code=4).document["differences"][1]["name"]
         == name
     )
-
-
-@pytest.mark.long
-def test_very_many_tensors(run: Run, tmp_path: Path) -> None:
-    count = 20_000
-    entries = {
-        f"layers.{i}.w": {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]}
-        for i in range(count)
-    }
-    header = json.dumps(entries).encode()
-    values = np.arange(count, dtype="<f4")
-    for name, last in (("a", 0), ("b", 1)):
-        values[-1] += last
-        data = len(header).to_bytes(8, "little") + header + values.tobytes()
-        (tmp_path / f"{name}.safetensors").write_bytes(data)
-    found = run("diff", "a.safetensors", "b.safetensors", "--json", code=4).document
-    assert (found["tensors"], found["different"]) == (count, 1)
-    text = run("inspect", "a.safetensors").stdout
-    assert "20000 tensors" in text
-    assert text.splitlines()[-1] == "and 19000 more tensors: --limit all lists them"
-    assert run("verify", "a.safetensors", "--json").document["tensors"] == count
 
 
 def test_what_cannot_be_opened(run: Run, saved: Model, tmp_path: Path) -> None:

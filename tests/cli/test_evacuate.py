@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from scarctl.cli.evacuate import _lines
+from scarctl.cli.main import cli
 from scarctl.ops.evacuate import Host, Process, Store
 from scarctl.persist.evacuated import Evacuated
 from scarctl.recovery.label import NO_COMMIT
 from scarctl.session.departure import sentence
 from scarctl.state.caveats import Caveat
+from scarctl.state.common import DIFFERED
 from tests.cli.conftest import Done
 from tests.support import stepper
 from tests.support.process import Forked, Tell
@@ -26,14 +27,8 @@ pytestmark = pytest.mark.usefixtures("warm_torch")
 
 
 def evacuate(*arguments: str) -> tuple[int, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "scarctl", "evacuate", *arguments, "--json"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    return done.returncode, Done(done.returncode, done.stdout, done.stderr).document
+    done = CliRunner().invoke(cli, ["evacuate", *arguments, "--json"])
+    return done.exit_code, Done(done.exit_code, done.stdout, done.stderr).document
 
 
 def trains(store: Path, tell: Tell, steps: int = 7) -> None:
@@ -74,7 +69,7 @@ def test_a_session_that_does_not_answer(tmp_path: Path) -> None:
     with Forked(lambda tell: trains(store, tell, 8)) as child:
         child.expect("ready")
         child.signal(signal.SIGSTOP)
-        code, found = evacuate("--deadline", "12s")
+        code, found = evacuate("--deadline", "5s")
         assert code == 3
         (process,) = found["stores"][0]["processes"]
         assert process["flushed"] is False
@@ -94,17 +89,6 @@ def test_the_memory_of_a_process_that_was_killed(tmp_path: Path) -> None:
         code, found = evacuate("--deadline", "60s")
     assert code == 0, found
     assert found["safe"]
-
-
-def test_extras_that_are_lost_are_said() -> None:
-    """The command's output matches the log of an evacuated session."""
-    found = Evacuated(7, 10, 100, 100, 1, 0, 0, 0.0, False, extras_lost=True)
-    host = Host((Store("/s", (Process("/s", 2, 12, found),)),))
-    assert not host.safe
-    assert "  rank 2: its newest step counters, random states and other extras are lost as well" in _lines(
-        host
-    )
-    assert "the newest extras are lost as well" in sentence(found)
 
 
 def test_members_and_the_place_that_is_safe_are_named() -> None:
@@ -147,6 +131,12 @@ PART = "neither the store nor another host has the whole state of this step, as 
     [
         ([SEALED, SEALED], False, True, []),
         ([SEALED, NOTED], False, True, ["ranks had other weights"]),
+        (
+            [replace(SEALED, common={f"0+2-{'0' * 16}": digest}) for digest in ("a", "b")],
+            False,
+            True,
+            [DIFFERED.message],
+        ),
         ([SEALED, None], False, False, ["not all of its processes have answered"]),
         ([SEALED, replace(SEALED, sealed=False)], False, False, [PART]),
         ([SEALED, replace(OTHER, step=8)], False, False, [NO_COMMIT]),
@@ -190,9 +180,3 @@ def test_nothing_to_evacuate(tmp_path: Path) -> None:
         session.checkpoint(full=True, wait=True)
         code, found = evacuate("--deadline", "5s", "--store", str(tmp_path / "store"))
     assert (code, found["error"]["kind"]) == (2, "no-session")
-
-
-@pytest.mark.parametrize("deadline", ["soon", "-3", "nan", ""])
-def test_a_deadline_that_is_none(deadline: str) -> None:
-    code, found = evacuate("--deadline", deadline)
-    assert (code, found["error"]["kind"]) == (2, "usage")

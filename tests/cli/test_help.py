@@ -117,9 +117,7 @@ def test_a_shell_completes_stores(saved: Model, tmp_path: Path) -> None:
     shutil.copytree("ckpt", "runs/first")
     (tmp_path / "cache").mkdir()
     assert complete("scarctl verify --store ", tmp_path) == ["plain,ckpt", "plain,runs/first"]
-    assert complete("scarctl run --store r", tmp_path) == ["plain,runs/first"]
     assert complete("scarctl plan --from ca", tmp_path) == ["dir,ca"], "the shell completes folders"
-    assert complete("scarctl ver", tmp_path) == ["plain,verify", "plain,version"]
 
 
 @pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "latin-1"}, {"LC_ALL": "C"}])
@@ -129,24 +127,20 @@ def test_terminals_without_unicode(
     """Names that the terminal cannot show are escaped, and everything else is ASCII."""
     model.save(**{"größe→": model.tensors["emb"] + 1})
     run("checkpoint", model.path, "--store", "ckpt→", "--step", 0, "--shards", 2)
-    for arguments in (
-        ["inspect", "--store", "ckpt→"],
-        ["recover", "--store", "ckpt→", "--lost", "größe→", "--output", "→.pt", "--dry-run"],
-        ["x→"],
-    ):
-        done = subprocess.run(
-            [sys.executable, "-m", "scarctl", *arguments],
-            capture_output=True,
-            cwd=tmp_path,
-            env={**os.environ, **environment},
-        )
-        assert done.returncode in (0, 2)
-        shown = done.stdout + done.stderr
-        assert b"Traceback" not in shown
-        assert b"\\u2192" in shown
-        if "latin-1" not in environment.values():
-            assert shown.isascii()
-        assert "→".encode() not in shown
+    words = ("recover", "--store", "ckpt→", "--lost", "größe→", "--output", "→.pt", "--dry-run")
+    done = subprocess.run(
+        [sys.executable, "-m", "scarctl", *words],
+        capture_output=True,
+        cwd=tmp_path,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0
+    shown = done.stdout + done.stderr
+    assert b"Traceback" not in shown
+    assert b"\\u2192" in shown
+    if "latin-1" not in environment.values():
+        assert shown.isascii()
+    assert "→".encode() not in shown
 
 
 def test_the_manual_page_says_what_the_commands_say(run: Run) -> None:

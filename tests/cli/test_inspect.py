@@ -31,9 +31,7 @@ def test_the_document(run: Run, saved: Model) -> None:
     assert all(line["staleness"] == 6 - line["saved_step"] for line in done["partitions"])
 
 
-@pytest.mark.parametrize(
-    ("limit", "count"), [("0", 0), ("3", 3), ("all", None), ("ALL", None), ("99999", None)]
-)
+@pytest.mark.parametrize(("limit", "count"), [("3", 3), ("ALL", None)])
 def test_the_limit(run: Run, saved: Model, limit: str, count: int | None) -> None:
     done = run("inspect", "--store", "ckpt", "--json", "--limit", limit).document
     assert len(done["partitions"]) == (done["total_partitions"] if count is None else count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,12 @@ from scarctl.state.extras import Notes
 from scarctl.state.version import pack
 from scarctl.store import complete_sets, create_snapshot
 from tests.cli.conftest import Run
-from tests.distributed.launch import launch
 from tests.session.serving import Server, raises, resumed, sigterm, waits
 from tests.support.process import Tell
 from tests.support.ranks import RankStore
 
 DIFFERED, UNKNOWN = "ranks had different values", "cannot be read, so that it may not be consistent"
 ALL = ("recover", "--store", "store", "--lost", "all")
-BACK = (*ALL, "--mode", "rollback")
 
 
 def labels(document: dict[str, Any]) -> bool:
@@ -53,37 +50,6 @@ def test_what_is_lost_of_a_state_that_an_iteration_left_half_changed(run: Run, t
     assert "no commit has the whole state" in done["reasons"][0]
     assert "step 3; mixed: all copies are of this step, but" in run(*part, "--output", "b.pt").stdout
     assert labels(run("export", "--store", "store", "out", "--json").document) is False
-
-
-def test_the_state_after_the_next_block_is_exact_again(run: Run, tmp_path: Path) -> None:
-    server = Server(tmp_path / "store")
-    server.serve(3)
-    raises(server)
-    server.serve()
-    server.session.checkpoint(full=True, wait=True)
-    server.session.close()
-    assert resumed(tmp_path / "store")[0].consistent
-    for words in (
-        (*ALL, "--output", "a.pt"),
-        (*BACK, "--output", "b.pt"),
-        ("export", "--store", "store", "c"),
-    ):
-        assert labels(run(*words, "--json").document) is True
-    assert "the state is consistent, of step 4" in run(*BACK, "--output", "text.pt").stdout
-
-
-def test_ranks_that_had_other_values(run: Run, tmp_path: Path) -> None:
-    """Between two averages. Only the seals of all ranks show it."""
-    launch("tests.distributed.averages:flushed", 2, str(tmp_path), "SGD", 31)
-    for words in (
-        (*ALL, "--output", "a.pt"),
-        (*BACK, "--output", "b.pt"),
-        ("export", "--store", "store", "c"),
-    ):
-        document = run(*words, "--json").document
-        assert labels(document) is False
-        assert document["step"] == 31
-        assert DIFFERED in "; ".join(document["reasons"])
 
 
 CAVEAT = Caveat("ranks-differ", "one rank says so")
@@ -169,16 +135,6 @@ def test_a_mix_of_steps_has_a_reason(run: Run, tmp_path: Path) -> None:
     assert document["reasons"] == ["partitions are of several steps"]
 
 
-def test_a_recovery_from_an_exact_state_is_exact(tmp_path: Path) -> None:
-    server = Server(tmp_path / "store")
-    server.serve(3)
-    server.session.checkpoint(full=True)
-    for mode in ("partial", "rollback"):
-        found = server.session.recover("table[0:4]", mode=mode)  # type: ignore[arg-type]
-        assert (found.consistent, found.reasons) == (True, ())
-    server.session.close()
-
-
 @pytest.mark.parametrize("there", [True, False])
 def test_what_is_in_memory_alone_has_its_caveats_there(run: Run, tmp_path: Path, there: bool) -> None:
     """The ranks died before the store had their seal. Without its hand-over nothing has the caveats."""
@@ -233,16 +189,4 @@ def test_a_whole_checkpoint_that_cannot_be_sealed_raises(tmp_path: Path) -> None
     with torch.no_grad():
         model.weight[1] = 0.0
     session.checkpoint(full=True, wait=True)
-    session.close()
-
-
-def test_without_waiting_it_warns_each_time(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model, session = trained(tmp_path / "store")
-    for count in (1, 2):
-        session.checkpoint(full=True)
-        said = [one for one in caplog.records if "step 3 is not saved as a whole" in one.getMessage()]
-        assert [one.levelno for one in said] == [logging.WARNING] * count
-        assert "values are not finite" in said[-1].getMessage()
-    with torch.no_grad():
-        model.weight[1] = 0.0
     session.close()

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from scarctl.store import Store
 from tests.cli.conftest import Run, examples
-from tests.support.member import ROWS, Members, attached, epochs, state_of, train
+from tests.support.member import ROWS, Members, attached, state_of, train
 
 WORLD = 3
 
@@ -124,31 +123,6 @@ def test_one_process_may_not_save_to_it(run: Run, store: Path, tmp_path: Path) -
     save_file({"rows": np.zeros((4, 4))}, tmp_path / "state.safetensors")
     words = ("checkpoint", "state.safetensors", "--store", store, "--step", "9")
     assert run(*words, "--json", code=2).error["kind"] == "store-of-members"
-
-
-@pytest.mark.long
-@pytest.mark.leaves_arena
-@pytest.mark.slow
-def test_a_stopped_member_is_restored_while_others_run(run: Run, tmp_path: Path) -> None:
-    with Members(tmp_path / "ckpt", tmp_path / "told", WORLD) as members:
-        members.start(range(WORLD))
-        members.until(lambda: min(members.steps()) >= 8, "all train")
-        members.kill(1)
-        done = run("recover", "--store", "ckpt", "--lost", "member:1", "--json").document
-        assert done["output"] is None
-        assert done["tiers"].keys() == {"store"}
-        error = run("recover", "--store", "ckpt", "--lost", "2", "--json", code=11).error
-        assert error["kind"] == "contention"
-        back = run("recover", "--store", "ckpt", "--lost", "1", "--mode", "rollback", "--json").document
-        assert back["consistent"]
-        members.start([1])
-        members.until(lambda: len(members.told(1)) == 2, "it has resumed")
-        assert members.told(1)[-1]["step"] == back["step"]
-        members.until_steps(3, range(WORLD))
-        assert members.stop() == [0] * WORLD
-    found = epochs(Store.open(tmp_path / "ckpt"))
-    assert found[0] == found[2] == 1
-    assert found[1] > 2
 
 
 @pytest.mark.leaves_arena

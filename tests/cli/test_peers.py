@@ -139,18 +139,3 @@ def test_doctor_says_that_a_certificate_is_needed(run: Run, tls_daemon: int) -> 
     error = run("doctor", "--peer", f"127.0.0.1:{tls_daemon}", "--json", code=17).error
     assert (error["kind"], error["hint"]) == ("peer-tls", "give --peer-tls CERT,KEY,CA")
     assert "asks for a certificate" in error["message"]
-
-
-def test_doctor_says_whose_certificate_is_not_accepted(run: Run, tls_daemon: int, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    files = ",".join(Authority(tmp_path / "other").host("east"))
-    asked = ("doctor", "--peer", f"127.0.0.1:{tls_daemon}", "--peer-tls", files, "--json")
-    error = run(*asked, code=12).error
-    assert error["kind"] == "peer-tls"
-    assert error["message"].startswith(f"127.0.0.1 port {tls_daemon}: its certificate is not accepted")
-
-
-def test_doctor_says_that_a_daemon_uses_no_tls(run: Run, daemon: int, authority: Authority) -> None:
-    files = ",".join(authority.host("east"))
-    error = run("doctor", "--peer", f"127.0.0.1:{daemon}", "--peer-tls", files, "--json", code=12).error
-    assert (error["kind"], error["hint"]) == ("peer-tls", "give peer_tls on all hosts, or on none")

@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from scarctl.cli.main import cli
 from scarctl.store import Store, create_snapshot, open_writer, sealed_sets, verify
 from tests.cli.conftest import ROLLBACK, Model, Run, fresh
 
 
-@pytest.fixture
-def grown(run: Run, tmp_path: Path) -> Model:
-    """Return a store with two snapshots, another sealed state, and later partial checkpoints."""
-    model = fresh(tmp_path / "state.safetensors")
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """Return a model beside a store with two snapshots, another sealed state, and later partial checkpoints."""
+    folder = tmp_path_factory.mktemp("grown")
+    model = fresh(folder / "state.safetensors")
+
+    def save(step: int, *words: object) -> None:
+        arguments = [*words, model.path, "--store", folder / "ckpt", "--step", step]
+        result = CliRunner().invoke(cli, list(map(str, arguments)))
+        assert result.exit_code == 0, result.output
+
     for step, name in ((0, None), (10, "first"), (20, "second"), (30, None)):
-        words = ["snapshot", "create", name] if name else ["checkpoint", "--policy", "full"]
-        run(*words, model.path, "--store", "ckpt", "--step", step, *(() if step else ("--shards", 2)))
+        words = ("snapshot", "create", name) if name else ("checkpoint", "--policy", "full")
+        save(step, *words, *(() if step else ("--shards", 2)))
         model.train()
     for step in range(31, 36):
-        run("checkpoint", model.path, "--store", "ckpt", "--step", step)
+        save(step, "checkpoint")
         model.train("emb")
     return model
+
+
+@pytest.fixture
+def grown(run: Run, made: Model, tmp_path: Path) -> Model:
+    """Return a copy of the model and its store, in the working folder."""
+    shutil.copytree(made.path.parent / "ckpt", tmp_path / "ckpt")
+    return Model(Path(shutil.copy(made.path, tmp_path)), made.tensors)
 
 
 def whole(run: Run, tmp_path: Path, *options: str) -> dict[str, torch.Tensor]:
@@ -168,29 +185,6 @@ def test_export_safetensors_with_an_index(run: Run, grown: Model, tmp_path: Path
     error = run("export", "--store", "ckpt", "nowhere/one", "--json", code=2).error
     assert error["message"] == f"folder {tmp_path / 'nowhere'} does not exist"
     assert not list(tmp_path.glob(".*tmp"))
-
-
-def test_export_pt_opens_with_weights_only(run: Run, grown: Model, tmp_path: Path) -> None:
-    run("export", "--store", "ckpt", "out.pt", "--snapshot", "first", "--format", "pt")
-    found = torch.load("out.pt", weights_only=True)
-    assert type(found) is dict
-    assert same(found, expected(10, tmp_path))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_export_dcp_is_loaded_by_torch(run: Run, grown: Model, tmp_path: Path) -> None:
-    from torch.distributed.checkpoint import FileSystemReader, load
-
-    done = run(
-        "export", "--store", "ckpt", "out", "--snapshot", "second", "--format", "dcp", "--json"
-    ).document
-    assert ".metadata" in done["files"]
-    wanted = expected(20, tmp_path)
-    state = {key: torch.zeros_like(value) for key, value in wanted.items()}
-    load(state, storage_reader=FileSystemReader("out"), no_dist=True)
-    assert same(state, wanted)
-    # Our own reader takes it too.
-    run("checkpoint", "out", "--store", "copy", "--step", 1)
 
 
 def test_export_says_that_steps_are_mixed(run: Run, grown: Model) -> None:

@@ -4,45 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 
-from scarctl.store import Store
 from tests.cli.conftest import Run, examples
-from tests.support.ranks import read
 from tests.support.waiting import wait_until
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.long
-def test_a_job_of_two_ranks(run: Run, tmp_path: Path) -> None:
-    from tests.distributed.jobs import load
-    from tests.distributed.launch import launch
-
-    folder = str(tmp_path)
-    launch("tests.distributed.jobs:train", 2, "fsdp", folder, 12, {"keep": f"{folder}/kept"}, timeout=120)
-    done = run("export", "--store", "store", "out.pt", "--format", "pt", "--json").document
-    assert (done["consistent"], done["step"]) == (True, 12)
-    found, kept = read(tmp_path / "out.pt"), load(tmp_path / "kept")
-    assert all(torch.equal(found[name], kept[name]) for name in kept)
-    assert {name.partition("@")[0] for name in found} - kept.keys() == {
-        "norm.running_mean",
-        "norm.running_var",
-        "norm.num_batches_tracked",
-    }
-    lines = run("inspect", "--store", "store", "--arena-dir", "arena", "--json").document["ranks"]
-    assert [line["durable_step"] for line in lines] == [12, 12]
-    torch.save({name: torch.zeros_like(kept[name]) for name in kept}, tmp_path / "zeros.pt")
-    run("recover", "--store", "store", "--lost", "table.weight,dense.*", "--into", "zeros.pt")
-    patched = read(tmp_path / "zeros.pt")
-    assert torch.equal(patched["table.weight"], kept["table.weight"])
-    assert torch.equal(patched["dense.weight/exp_avg"], kept["dense.weight/exp_avg"])
-    assert not np.any(patched["out.weight"].numpy())
-    run("verify", "--store", "store")
-    run("prune", "--store", "store", "--yes")
-    assert Store.open(tmp_path / "store").shards() == [0, 1]
 
 
 @pytest.mark.slow

@@ -111,20 +111,6 @@ def test_ten_thousand_partitions_and_hundreds_of_layers_fit_a_page(run: Run, tmp
     assert len(page.data["layers"]) + page.data["more_layers"] == 500
 
 
-def test_an_empty_store_has_a_page(run: Run, tmp_path: Path) -> None:
-    from scarctl.store import Store
-
-    Store.create(tmp_path / "ckpt").close()
-    assert "nothing is saved yet" in report(run).text
-
-
-def test_damage_that_hides_the_present_state_is_an_error_and_writes_nothing(run: Run, saved: Model) -> None:
-    for record in Path("ckpt/shards").glob("*/log/*"):
-        record.write_bytes(b"{}")
-    run("report", "--store", "ckpt", "-o", "report.html", code=13)
-    assert not Path("report.html").exists()
-
-
 def test_damage_that_hides_the_history_is_told(run: Run, saved: Model) -> None:
     for record in sorted(Path("ckpt/shards").glob("*/log/*"))[:1]:
         record.write_bytes(b"{}")
@@ -133,11 +119,6 @@ def test_damage_that_hides_the_history_is_told(run: Run, saved: Model) -> None:
     page = Page(Path("report.html").read_text(encoding="utf-8"))
     assert page.data["history"]["damage"] in page.text
     assert page.data["now"]["step"] == 0
-
-
-def test_a_page_has_a_name_unless_one_is_given(run: Run, saved: Model) -> None:
-    assert run("report", "ckpt").stdout == "wrote scarctl-report.html\n"
-    assert "newest step" in Page(Path("scarctl-report.html").read_text(encoding="utf-8")).text
 
 
 def test_json_prints_the_data_of_the_page(run: Run, saved: Model) -> None:
@@ -196,10 +177,8 @@ def _pixels(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
 @pytest.mark.parametrize(
     ("width", "height", "dark", "rows"),
     [
-        (500, 2600, False, 8),
         (500, 500, True, 8),
         pytest.param(1200, 1800, False, 10_000, marks=pytest.mark.long),
-        pytest.param(1200, 900, True, 8, marks=pytest.mark.long),
     ],
 )
 def test_a_browser_shows_it_without_a_sideways_scroll(

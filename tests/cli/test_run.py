@@ -15,10 +15,8 @@ from typing import IO, Any
 import pytest
 
 from scarctl.arena.folder import host_folder
-from scarctl.daemon import client
 from scarctl.state.version import step_of
 from scarctl.store import Store
-from tests.cli.conftest import Run
 from tests.cli.running import Running
 from tests.daemon.trainer import Trainer, assert_sound, idle, status
 from tests.support.waiting import wait_until
@@ -31,35 +29,15 @@ def test_exit_codes(folder: Path, tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.write_text("text")
     for code, command in {
-        7: ["sh", "-c", "exit 7"],
         137: ["sh", "-c", "kill -KILL $$"],
         143: ["--restarts", "1", "--", "sh", "-c", "kill -TERM $$"],
         126: ["--restarts", "1", plain],
-        127: ["--restarts", "1", "there-is-no-such-command"],
     }.items():
         done = Running(tmp_path, *command).ends(code)
         assert done.stdout == ""
         lines = done.stderr.splitlines()
         assert len(lines) == (code > 125 and code != 137), "what cannot be started is not started again"
-        assert all(str(command[-1]) in line for line in lines if code in (126, 127))
-
-
-def test_failures_of_its_own(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for option, value in {"--arena-dir": "file/arena", "--store": "tape://0"}.items():
-        done = Running(tmp_path, option, value, "--", "touch", "ran").ends(125)
-        assert done.stderr.startswith("scarctl run: ")
-        assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize(
-    "arguments", [[], ["--"], ["--restarts", "-1", "true"], ["--timeout", "x", "true"], ["--x"]]
-)
-def test_wrong_calls(run: Run, arguments: list[str]) -> None:
-    """The exit code 2 is the command's own."""
-    done = run("run", *arguments, code=125)
-    assert done.stdout == ""
-    assert "run" in done.stderr
+        assert all(str(command[-1]) in line for line in lines if code == 126)
 
 
 def test_what_the_command_gets(
@@ -77,10 +55,9 @@ def test_what_the_command_gets(
     assert "SCARCTL_STORE" not in environment
     assert "SCARCTL_PEERS" not in environment
     assert "SCARCTL_OVERHEAD" not in environment
-    environment = told("--peers", "2", "--overhead", "2%")
+    place = os.path.relpath(arena_dir, tmp_path)
+    environment = told("--peers", "2", "--overhead", "2%", "--store", "ckpt", "--arena-dir", place)
     assert (environment["SCARCTL_PEERS"], environment["SCARCTL_OVERHEAD"]) == ("2", "0.02")
-    (arena_dir / "below").mkdir()
-    environment = told("--store", "ckpt", "--arena-dir", os.path.relpath(arena_dir, tmp_path))
     # Absolute, because the command may change its folder first.
     assert environment["SCARCTL_STORE"] == str(tmp_path / "ckpt")
     assert environment["SCARCTL_ARENA_DIR"] == str(arena_dir)
@@ -88,9 +65,8 @@ def test_what_the_command_gets(
 
 def test_options_of_the_command_are_its_own(folder: Path, tmp_path: Path) -> None:
     options = ["--store", "x", "--restarts", "x", "--help", "--", "-v", "--debug"]
-    for separator in ([], ["--"]):
-        done = Running(tmp_path, *separator, "printf", "%s\n", *options).ends(0)
-        assert done.stdout.split() == options
+    done = Running(tmp_path, "printf", "%s\n", *options).ends(0)
+    assert done.stdout.split() == options
 
 
 def test_streams_pass_through(folder: Path, tmp_path: Path) -> None:
@@ -116,7 +92,6 @@ def test_restarts(folder: Path, tmp_path: Path) -> None:
     assert done.stdout == "0\n1\n2\n"
     assert "exit code 2: restart 1 of 5" in done.stderr
     assert "exit code 1: restart 2 of 5" in done.stderr
-    assert Running(tmp_path, "--restarts", 1, "--", *third).ends(1).stdout == "0\n1\n"
 
 
 # -- what the command leaves -------------------------------------------------------------------------------------
@@ -198,19 +173,6 @@ class TestDead:
         wait_until(lambda: idle(folder))
         assert at_least(training.stored(), told["handed"])
 
-    @pytest.mark.long
-    def test_a_daemon_that_does_not_answer(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-        training = Training(tmp_path, arena_dir, "--timeout", 60)
-        os.kill(training.daemon, signal.SIGSTOP)
-        training.kill()
-        time.sleep(0.3)
-        assert training.process.poll() is None
-        training.process.send_signal(signal.SIGTERM)
-        training.ends(137, seconds=10.0)
-        assert "does not answer" in training.stderr
-        os.kill(training.daemon, signal.SIGCONT)
-        wait_until(lambda: idle(folder))
-
     def test_a_dead_daemon(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
         training = Training(tmp_path, arena_dir)
         training.disk(full=True)
@@ -221,32 +183,6 @@ class TestDead:
         assert "partitions only in memory; the next session of that run" in training.stderr
         assert str(folder) in training.stderr
         assert training.stored()
-
-    @pytest.mark.long
-    def test_another_daemon_goes_on(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-        """`scarctl run` knows the store, so it needs no session."""
-        training = Training(tmp_path, arena_dir, "--store", "store")
-        training.disk(full=True)
-        os.kill(training.trainer, signal.SIGSTOP)
-        os.kill(training.daemon, signal.SIGKILL)
-        told = training.kill()
-        lines = training.ends(137).stderr.splitlines()
-        # The training itself reports this while the disk is full, unless it was stopped before.
-        assert all(line.startswith("saving fails, and is retried") for line in lines)
-        assert at_least(training.stored(), told["handed"])
-        wait_until(lambda: idle(folder))
-
-    @pytest.mark.long
-    def test_another_store_is_left_alone(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-        training = Training(tmp_path, arena_dir, "--store", "other")
-        training.disk(full=True)
-        os.kill(training.trainer, signal.SIGSTOP)
-        os.kill(training.daemon, signal.SIGKILL)
-        told = training.kill()
-        training.ends(137)
-        assert "partitions only in memory" in training.stderr
-        assert "no scarctl store" not in training.stderr
-        assert not at_least(training.stored(), told["handed"])
 
 
 def test_others_are_not_waited_for(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
@@ -282,25 +218,3 @@ def test_a_process_that_is_killed_continues_with_its_memory(
     # Partitions that wait for the store are not copied again, so the last copies are of several steps.
     assert training.stored() == lines[-1]["handed"]
     assert min(training.stored()) > told["step"]
-
-
-@pytest.mark.long  # with torch, twice
-def test_training_that_is_killed_goes_on(folder: Path, run: Run, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.stepper", "store", 150]
-    running = Running(tmp_path, "--restarts", 2, "--store", "store", "--", *command)
-    wait_until(lambda: running.stdout.count("\n") > 50 or running.process.poll() is not None, seconds=30.0)
-    (shown,) = client.ask(folder, "status")["runs"]
-    os.kill(shown["pid"], signal.SIGKILL)
-    done = running.ends(0, seconds=60.0)
-    # The training may report that its store is behind.
-    own = [line for line in done.stderr.splitlines() if line.startswith("scarctl: ")]
-    assert own == [f"scarctl: {sys.executable} ended with exit code 137: restart 1 of 2"]
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    first, second = (i for i, line in enumerate(told) if not line["durable"])
-    killed = told[second - 1]
-    assert told[first]["step"] == 0
-    assert max(killed["durable"]) <= told[second]["step"] <= killed["step"] + 1
-    assert told[-1]["step"] == 150
-    assert "intact" in run("verify", "--store", "store").stdout
-    shards = run("inspect", "--store", "store", "--json").document["shards"]
-    assert {shard["oldest_step"] for shard in shards} == {150}

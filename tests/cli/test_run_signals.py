@@ -56,27 +56,6 @@ def test_signals_are_forwarded(folder: Path, tmp_path: Path) -> None:
     assert done.stderr == "", "it was asked to end, and so it is not run again"
 
 
-@pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread's mask cannot be seen")
-def test_no_other_thread_can_take_a_signal(folder: Path, tmp_path: Path) -> None:
-    """A thread that takes a signal leaves it to the main thread, which waits for the command and would not wake."""
-    running = Running(tmp_path, "--", *HEARING)
-    running.says("ready")
-    wanted = sum(
-        1 << (signal.Signals[name] - 1) for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
-    )
-
-    def open_threads() -> int:
-        """Return how many threads can take one of the signals. The thread that waits for them counts while it waits."""
-        states = [state.read_text() for state in Path(f"/proc/{running.process.pid}/task").glob("*/status")]
-        masks = [int(state.split("SigBlk:\t")[1].split()[0], 16) for state in states]
-        return sum(mask & wanted != wanted for mask in masks)
-
-    wait_until(lambda: open_threads() <= 1)
-    running.process.send_signal(signal.SIGTERM)
-    running.ends(9)
-
-
 def test_a_signal_before_the_command_has_started(folder: Path, tmp_path: Path) -> None:
     """Another process has the daemon's lock, so the daemon takes long to start."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -113,25 +92,6 @@ def test_an_interrupt_by_the_terminal_comes_once(folder: Path, tmp_path: Path) -
         assert running.ends(9).stdout.split() == ["ready", "SIGINT", "SIGTERM"]
     finally:
         os.close(ours)
-        os.close(theirs)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells where a signal came from")
-def test_what_is_sent_to_it_alone_on_a_terminal_is_forwarded(folder: Path, tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
-    try:
-        running = on_terminal(tmp_path, theirs)
-        for count, name in enumerate(("SIGINT", "SIGHUP")):
-            running.process.send_signal(signal.Signals[name])
-            running.says("\n", count + 2)
-        os.write(ours, b"\x03")
-        running.says("SIGINT", 2)
-        os.close(ours)  # the terminal hangs up
-        running.says("SIGHUP", 2)
-        running.process.send_signal(signal.SIGTERM)
-        assert running.ends(9).stdout.split() == ["ready", "SIGINT", "SIGHUP", "SIGINT", "SIGHUP", "SIGTERM"]
-    finally:
         os.close(theirs)
 
 

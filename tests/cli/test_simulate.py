@@ -89,12 +89,6 @@ def test_the_document_is_the_same_however_many_processes_run_it(run: Run, tmp_pa
     assert len([e for e in picture.iter() if e.tag.endswith("circle")]) >= 2
 
 
-def test_a_table_for_people(run: Run) -> None:
-    done = simulate(run, "Printing", "--jobs", 1, "--trials", 5)
-    assert re.search(r"^rollback +all +- +[\d.]+ +\(-?[\d.]+ to [\d.]+\) ", done.stdout, re.MULTILINE)
-    assert "5 trials; undisturbed, a run takes 60.0 iterations" in done.stdout
-
-
 @pytest.mark.long
 def test_a_killed_study_goes_on_where_it_was(run: Run, tmp_path: Path) -> None:
     """After kill -9 no process continues alone, and the second call does only the rest."""
@@ -152,16 +146,6 @@ def test_settings_of_runs_are_not_those_of_a_study(run: Run, tmp_path: Path) -> 
     assert (study["interval"], study["modes"], study["seed"]) == (8, ["partial", "rollback"], 4)
 
 
-def test_variables_of_runs_are_not_those_of_a_study(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"INTERVAL": "auto", "FRACTION": "0.3", "MODE": "rollback", "NORM": "rms"}.items():
-        monkeypatch.setenv(f"SCARCTL_{name}", value)
-    monkeypatch.setenv("SCARCTL_SIMULATE_SEED", "4")
-    given = ("--fraction", 1, "--trials", 1, "--jobs", 1, "--json")
-    study = run("simulate", f"{WORKLOADS}:quadratic", *given).document["study"]
-    assert (study["interval"], study["modes"], study["norm"]) == (8, ["partial", "rollback"], None)
-    assert study["seed"] == 4
-
-
 def test_predictions_beside_what_failures_cost(run: Run) -> None:
     given = ("--interval", 16, "--trials", 6, "--fail-after", 50, "--jobs", 1, "--predictions")
     found = simulate(run, "quadratic", *given, "--json").document["predictions"]
@@ -180,18 +164,6 @@ def test_predictions_beside_what_failures_cost(run: Run) -> None:
     assert "only partial recoveries have predictions" in refused.error["message"]
 
 
-def test_results_of_before_have_no_predictions(run: Run, tmp_path: Path) -> None:
-    simulate(run, "quadratic", "--results", "r.jsonl", "--jobs", 1)
-    head, *lines = (tmp_path / "r.jsonl").read_text().splitlines()
-    older = [{k: v for k, v in json.loads(line).items() if k != "predicted"} for line in lines]
-    (tmp_path / "r.jsonl").write_text("\n".join([head, *map(json.dumps, older)]) + "\n")
-    simulate(run, "quadratic", "--results", "r.jsonl", "--jobs", 1)
-    refused = simulate(
-        run, "quadratic", "--results", "r.jsonl", "--jobs", 1, "--predictions", "--json", code=2
-    )
-    assert "predicted nothing" in refused.error["message"]
-
-
 def test_data_goes_to_the_factory(run: Run, tmp_path: Path) -> None:
     (tmp_path / "iterations").write_text("30")
     done = simulate(run, "NeedsData", "--data", tmp_path, "--json", "--jobs", 1)
@@ -202,11 +174,6 @@ def test_data_goes_to_the_factory(run: Run, tmp_path: Path) -> None:
     ("workload", "arguments", "code", "kind", "says"),
     [
         ("quadratic", ["--interval", "4"], 2, "usage", "every 1/2 iterations"),
-        ("quadratic", ["--lost", "2"], 2, "usage", "not a share"),
-        ("quadratic", ["--policy", "best"], 2, "usage", "unknown policy"),
-        ("quadratic", ["--trials", "0"], 2, "usage", "--trials"),
-        ("quadratic", ["--failure-rate", "2"], 2, "usage", "failure rate"),
-        ("quadratic", ["--plot", "study.jpg"], 2, "usage", "SVG or PNG"),
         ("quadratic", ["--plot", "nowhere/study.svg"], 2, "usage", "its folder does not exist"),
         ("quadratic", ["--target", "-1"], 2, "usage", "does not reach"),
         ("nothing_there", [], 2, "no-workload", "no function"),

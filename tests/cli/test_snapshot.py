@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from scarctl.store import Store, sealed_sets
 from tests.cli.conftest import Model, Run, assert_sound
@@ -56,26 +55,9 @@ def test_one_unknown_name_deletes_nothing(run: Run, model: Model) -> None:
     assert run("snapshot", "list", "--store", "ckpt").stdout == "a: step 1\n"
 
 
-def test_a_dry_run_makes_no_snapshot(run: Run, model: Model) -> None:
-    create(run, model, "a", 1)
-    words = ("snapshot", "create", "b", model.path, "--store", "ckpt", "--step", 2, "--dry-run", "--json")
-    assert run(*words).document["dry_run"]
-    assert run("snapshot", "list", "--store", "ckpt").stdout == "a: step 1\n"
-
-
 def test_values_that_are_not_finite_make_no_snapshot(run: Run, model: Model) -> None:
     create(run, model, "a", 1)
     model.save(scalar=torch.tensor(float("nan")))
     done = run("snapshot", "create", "b", model.path, "--store", "ckpt", "--step", 2, code=3)
     assert "no snapshot is made" in done.stderr
     assert run("snapshot", "list", "--store", "ckpt").stdout == "a: step 1\n"
-
-
-def test_a_snapshot_is_exported(run: Run, model: Model) -> None:
-    create(run, model, "a", 1)
-    before = load_file(model.path)
-    model.train()
-    create(run, model, "b", 2)
-    run("export", "--store", "ckpt", "out", "--snapshot", "a")
-    after = load_file("out/model.safetensors")
-    assert all(torch.equal(before[name], after[name]) for name in before)

@@ -55,17 +55,6 @@ def test_parts_of_the_data_are_all_of_it_together(run: Run, saved: Model) -> Non
     assert everything.endswith(" of data read (100%)\n")
 
 
-@pytest.mark.parametrize(
-    "part", ["0/3", "4/3", "1/0", "3", "0%", "101%", "-1%", "nan%", "1/3%", "", "1" * 20 + "/3"]
-)
-def test_what_is_no_part(run: Run, saved: Model, part: str) -> None:
-    assert (
-        run("verify", "--store", "ckpt", "--read-data-subset", part, "--json", code=2).error["kind"]
-        == "usage"
-    )
-    run("verify", "--store", "ckpt", "--read-data-subset", "1/2", "--no-read-data", code=2)
-
-
 def test_flipped_data_names_file_and_partition(run: Run, saved: Model) -> None:
     path = segment(0)
     flip(path)
@@ -119,10 +108,6 @@ def test_an_empty_store_is_not_intact(run: Run) -> None:
     text = run("verify", "--store", "ckpt", code=16)
     assert text.stdout.endswith(": empty, nothing to verify\n")
     assert "nothing has been saved" in text.stderr
-
-
-def test_no_store(run: Run) -> None:
-    assert run("verify", "--store", "ckpt", "--json", code=10).error["kind"] == "no-store"
 
 
 def test_progress_goes_to_stderr(run: Run, saved: Model, monkeypatch: pytest.MonkeyPatch) -> None:

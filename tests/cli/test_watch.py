@@ -58,19 +58,6 @@ def test_it_ends_with_the_run(run: Run, arena: Arena) -> None:
     assert "the run has ended" in done.stderr
 
 
-def test_partitions_are_listed_when_asked_for(run: Run, arena: Arena) -> None:
-    arena.take_over(_dead())
-    done = run("inspect", "--store", "ckpt", "--watch", "--json", "--limit", "2")
-    assert len(done.document["partitions"]) == 2
-
-
-def test_without_a_run_it_shows_the_store_once(run: Run, saved: Model) -> None:
-    done = run("inspect", "--store", "ckpt", "--watch")
-    assert len(done.stdout.splitlines()) == 1
-    assert "step 0" in done.stdout
-    assert "no run is alive" in done.stderr
-
-
 def test_a_line_says_what_matters(arena: Arena, arena_dir: Path) -> None:
     store = Store.open("ckpt")
     text = line(survey(store, str(arena_dir)))

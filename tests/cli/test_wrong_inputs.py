@@ -1,7 +1,6 @@
-"""Wrong inputs of every command, through a real process: the exit code, and a phrase of the message.
+"""Wrong inputs of every command: the exit code, and a phrase of the message.
 
-The processes are forked from one that has imported the commands. torch is not importable in them: no wrong input may
-need it, so none takes seconds.
+Those that start other processes run in one that is forked, without torch: no wrong input may need it.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
-from scarctl.cli.main import COMMANDS
+from scarctl.cli.main import COMMANDS, cli
 from scarctl.store import Store
 from tests.cli.conftest import fresh
 from tests.support import forkserver
@@ -281,6 +281,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory, template: Path) -> Path:
     return folder
 
 
+def answer(words: list[str], folder: Path) -> tuple[int, str, str]:
+    """Return exit code, stdout and stderr of a command."""
+    if words[:1] in (["run"], ["rehearse"]):
+        done = forkserver.run(["-c", PROGRAM, *words], timeout=60, cwd=folder, imports=IMPORTS)
+        return done.returncode, done.stdout, done.stderr
+    result = CliRunner().invoke(cli, words)
+    return result.exit_code, result.stdout, result.stderr
+
+
 def content(folder: Path) -> dict[str, int]:
     """Return the sizes of all files below a folder. A lock has the process id of its last owner."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "lock"]
@@ -288,20 +297,17 @@ def content(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("command", TABLE)
-def test_wrong_inputs(command: str, folder: Path) -> None:
+def test_wrong_inputs(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
     before, wrong = content(folder), []
     for arguments, (code, phrase) in TABLE[command].items():
         words = [*command.split(), *arguments.split()]
-        done = forkserver.run(["-c", PROGRAM, *words], timeout=60, cwd=folder, imports=IMPORTS)
-        said = " ".join(done.stderr.split())
-        if (
-            done.returncode != code
-            or phrase not in said
-            or "unexpected " in said.replace("unexpected extra", "")
-        ):
-            wrong.append(f"scarctl {' '.join(words)}\n    exit code {done.returncode}, not {code}: {said}\n")
-        elif done.stdout and command not in ("verify", "status"):
-            wrong.append(f"scarctl {' '.join(words)}\n    stdout: {done.stdout}\n")
+        found, stdout, stderr = answer(words, folder)
+        said = " ".join(stderr.split())
+        if found != code or phrase not in said or "unexpected " in said.replace("unexpected extra", ""):
+            wrong.append(f"scarctl {' '.join(words)}\n    exit code {found}, not {code}: {said}\n")
+        elif stdout and command not in ("verify", "status"):
+            wrong.append(f"scarctl {' '.join(words)}\n    stdout: {stdout}\n")
     assert not wrong, "\n" + "\n".join(wrong)
     assert content(folder) == before
 

@@ -20,7 +20,7 @@ from scarctl.daemon.__main__ import LOCK, LOG
 from scarctl.errors import Unavailable
 from scarctl.state.version import step_of
 from scarctl.store import Store
-from tests.daemon.trainer import Trainer, assert_sound, idle, orphans, status, stop, wide_layout
+from tests.daemon.trainer import Trainer, assert_sound, idle, status, stop
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -92,15 +92,14 @@ def assert_stored(store: Path, told: list[int]) -> None:
 class TestKilled:
     def test_the_daemon_under_a_live_session(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
         training = Training(tmp_path / "store", arena_dir, tmp_path / "log")
-        for _ in range(2):
-            daemon = begin(folder)
-            told = training.told()[-1]
-            os.kill(daemon, signal.SIGKILL)
-            started = time.monotonic()
-            wait_until(lambda dead=daemon: (status(folder) or {"pid": dead})["pid"] != dead)
-            assert time.monotonic() - started < SECONDS
-            assert_stored(tmp_path / "store", told["durable"])
-            training.goes_on()
+        daemon = begin(folder)
+        told = training.told()[-1]
+        os.kill(daemon, signal.SIGKILL)
+        started = time.monotonic()
+        wait_until(lambda: (status(folder) or {"pid": daemon})["pid"] != daemon)
+        assert time.monotonic() - started < SECONDS
+        assert_stored(tmp_path / "store", told["durable"])
+        training.goes_on()
         told = training.kill()
         wait_until(lambda: idle(folder))
         assert_stored(tmp_path / "store", told["handed"])
@@ -146,38 +145,6 @@ class TestKilled:
 
 
 class TestEnding:
-    def test_it_ends_after_its_last_run_closes(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-        trainers = [Trainer(tmp_path / name, arena_dir) for name in "ab"]
-        daemon = status(folder)["pid"]  # type: ignore[index]
-        for trainer in trainers:
-            trainer.save(trainer.everything, 1)
-        trainers[0].close()
-        time.sleep(1.0)
-        assert status(folder)["pid"] == daemon  # type: ignore[index]
-        trainers[1].close()
-        wait_until(lambda: gone(daemon))
-        assert sorted(path.name for path in folder.iterdir()) == [LOCK, LOG]
-        assert "ends" in (folder / LOG).read_text()
-
-    @pytest.mark.long
-    def test_sigterm_finishes_what_is_being_written(
-        self, folder: Path, arena_dir: Path, tmp_path: Path
-    ) -> None:
-        trainer = Trainer(tmp_path / "store", arena_dir, shards=2, layout=wide_layout())
-        daemon = status(folder)["pid"]  # type: ignore[index]
-        for step in range(1, 4):
-            trainer.save(trainer.everything, step)
-            time.sleep(0.03 * step)
-            os.kill(daemon, signal.SIGTERM)
-            wait_until(lambda dead=daemon: gone(dead))
-            assert orphans(tmp_path / "store") == 0
-            trainer.drained()
-            daemon, dead = status(folder)["pid"], daemon  # type: ignore[index]
-            assert daemon != dead, "the session has started another one"
-        trainer.close()
-        assert_sound(tmp_path / "store")
-        assert set(trainer.stored()[0]) == {3}
-
     @pytest.mark.leaves_arena
     def test_sigterm_to_all_saves_what_dying_processes_flush(
         self, folder: Path, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -232,17 +199,17 @@ class TestEnding:
 
 
 class TestStarting:
-    def test_eight_at_once_get_one(self, folder: Path) -> None:
+    def test_several_at_once_get_one(self, folder: Path) -> None:
         program = (
             "import sys\nfrom pathlib import Path\nfrom scarctl.daemon import client\n"
             "print(client.hold(Path(sys.argv[1]), 60), flush=True)"
         )
         starters = [
             subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, cwd=ROOT)
-            for _ in range(8)
+            for _ in range(4)
         ]
         told = [starter.communicate(timeout=60)[0] for starter in starters]
-        assert [starter.returncode for starter in starters] == [0] * 8
+        assert [starter.returncode for starter in starters] == [0] * 4
         assert set(told) == {f"{status(folder)['pid']}\n".encode()}  # type: ignore[index]
 
     def test_nothing_of_the_starter_is_kept(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from scarctl.daemon import client
 from scarctl.daemon import server as servers
 from scarctl.daemon.saver import DaemonSaver
 from scarctl.daemon.server import Daemon
-from scarctl.errors import Contention
 from scarctl.peers import fetch as fetching
 from scarctl.peers import lender as lenders
 from scarctl.peers.connect import connected
@@ -363,13 +362,3 @@ def test_an_evacuation_ends_a_fetch_and_saves_everything(
     wait_until(lambda: trainer.phases() == [])
     assert set(trainer.stored()[0]) == {2}
     assert daemon.runs._wanted == []
-
-
-def test_a_run_cannot_be_lent_while_a_process_waits_for_it(daemon: Daemon) -> None:
-    daemon.runs._wanted.append("x")
-    with pytest.raises(Contention), daemon.runs.lent("x", lambda: None):
-        pass
-    daemon.runs._wanted.clear()
-    with daemon.runs.lent("x", lambda: None):
-        assert daemon.runs._loans.keys() == {"x"}
-    assert daemon.runs._loans == {}

@@ -15,7 +15,6 @@ import pytest
 
 from scarctl.arena.folder import arena_folder, host_folder
 from scarctl.daemon import client, protocol
-from scarctl.daemon import runs as runs_module
 from scarctl.daemon.server import Daemon
 from scarctl.errors import Contention, NoStore, ScarError, Unavailable, UsageError
 from scarctl.state.layout import build_layout
@@ -83,20 +82,6 @@ class TestOperations:
         (run,) = status(daemon.folder)["runs"]  # type: ignore[index]
         assert (run["durable_step"], run["oldest_durable_step"]) == (5, 5)
         trainer.close()
-
-    def test_two_stores_at_once(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
-        a, b = Trainer(tmp_path / "a", base), Trainer(tmp_path / "b", base)
-        for step in range(1, 4):
-            a.save(a.everything, step)
-            b.save(b.everything, 10 * step)
-            a.drained()
-            b.drained()
-        assert len(status(daemon.folder)["runs"]) == 2  # type: ignore[index]
-        a.close()
-        b.save(b.everything, 40)
-        b.close()
-        assert set(a.stored()[0]) == {3}
-        assert set(b.stored()[0]) == {40}
 
     def test_a_second_session_for_a_store_is_refused(
         self, daemon: Daemon, base: Path, tmp_path: Path
@@ -323,22 +308,6 @@ class TestSlowStores:
             assert protocol.check_reply(protocol.receive(connection))
         wait_until(lambda: status(daemon.folder)["runs"] == [])  # type: ignore[index]
         assert set(slow.stored()[0]) == {1}
-
-    @pytest.mark.long
-    def test_too_slow_a_takeover_is_contention(
-        self, daemon: Daemon, base: Path, tmp_path: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(runs_module, "_PATIENCE", 0.3)
-        slow = Trainer(tmp_path / "slow", base)
-        slow.save(slow.everything, 1)
-        assert gate.reached.wait(30)
-        slow.die()
-        with pytest.raises(Contention, match="earlier process"):
-            Trainer(tmp_path / "slow", base)
-        gate.set()
-        wait_until(lambda: status(daemon.folder)["runs"] == [])  # type: ignore[index]
-        again = Trainer(tmp_path / "slow", base)
-        again.close()
 
 
 class TestTheEnd:

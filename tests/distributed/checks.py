@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from scarctl.distributed.owned_adapter import OwnedAdapter, broadcast_over, holdings_of, slots_of, spread
 from scarctl.distributed.ownership import Division, Holding, divide
@@ -19,10 +17,9 @@ from scarctl.state import codec
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.torch_dtypes import name_of, plain, torch_of, torched
 from scarctl_adapters.torch import TorchAdapter
-from scarctl_adapters.torch.sharding import local_part, place_of, with_state
+from scarctl_adapters.torch.sharding import with_state
 from tests.distributed.setups import SETUPS, Job
 
-ROWS = (1, 2, 5, 7, 13, 27)
 Values = dict[str, dict[str, torch.Tensor]]
 
 
@@ -31,31 +28,12 @@ def run(rank: int, world: int, names: list[str]) -> dict[str, str]:
     found = {}
     for name in names:
         try:
-            (places if name == "places" else check)(rank, name)
+            check(rank, name)
             found[name] = ""
         except Exception:
             found[name] = traceback.format_exc()
             break  # the other ranks may wait for this one
     return found
-
-
-def places(rank: int, name: str) -> None:
-    """Check FSDP2 on top of tensor parallel, by rows and columns, with sizes that do not divide evenly."""
-    elements = torch.zeros(1)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for rows in ROWS:
-        for dim in (0, 1):
-            whole = torch.arange(rows * 3.0).reshape(rows, 3)
-            model = nn.Module()
-            model.weight = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(dim)]))
-            fully_shard(model, mesh=mesh["dp"])
-            part, place = local_part(model.weight), place_of(model.weight, "weight")
-            first, second = (0, 0) if place is None else place.offset
-            box = whole[first : first + part.shape[0], second : second + part.shape[1]]
-            assert torch.equal(part, box), (part, place)
-            elements += part.numel()
-    dist.all_reduce(elements)
-    assert elements == 2 * 3 * sum(ROWS)
 
 
 def check(rank: int, name: str) -> None:

@@ -27,6 +27,20 @@ class Starved(PersisterThread):
             threading.stack_size(size)
 
 
+def descend(rank: int, world: int, folder: str) -> None:
+    """Train three steps of the model of `starved`."""
+    model = Bowl()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    Path(folder, "arena").mkdir(exist_ok=True)
+    options = grouped(interval=2, daemon=False, arena_dir=f"{folder}/arena")
+    with scarctl.attach(model, optimizer, store=f"{folder}/store", **options) as session:
+        session.resume()
+        for _ in range(3):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+
+
 def starved(rank: int, world: int, folder: str) -> str:
     """Return what each rank's first step, or a call before it, raises if the last rank's saving thread cannot start."""
     model = Bowl()

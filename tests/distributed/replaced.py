@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed as dist
 from torch import nn
 
 import scarctl
-from scarctl.errors import UsageError
 from tests.distributed.jobs import build, step
 from tests.support.training import drained
 
@@ -75,28 +72,16 @@ def flushed(
     job.session._opening.close(failed=True)  # as a signal ends it
 
 
-def resumed(rank: int, world: int, kind: str, folder: str, ranks: Sequence[int] = ()) -> dict[str, Any]:
-    """Resume, and return the result, or the error and the seconds until it was raised.
-
-    ranks: ranks whose optimizers have an empty param_group more than in the earlier run.
-    """
-    began = time.monotonic()
+def resumed(rank: int, world: int, kind: str, folder: str) -> dict[str, Any]:
+    """Resume, and return the result."""
     job = Job(kind, folder)
-    if rank in ranks:
-        job.optimizer.add_param_group({"params": []})
     with job.session as session:
-        try:
-            found = session.resume()
-        except UsageError as error:
-            return {"error": str(error), "seconds": time.monotonic() - began}
+        found = session.resume()
     return {"step": found.step, "consistent": found.consistent, "reasons": list(found.reasons)}
 
 
-def diverged(rank: int, world: int, folder: str, ranks: list[int], clips: bool = False) -> list[str]:
-    """Take eight steps; these ranks change their replicas after the second. Return the kinds of caveats.
-
-    clips: all ranks scale the weights after each step, one of them later than the other.
-    """
+def diverged(rank: int, world: int, folder: str, ranks: list[int]) -> list[str]:
+    """Take eight steps; these ranks change their replicas after the second. Return the kinds of caveats."""
     job = Job("ddp", folder)
     with job.session as session:
         session.resume()
@@ -104,29 +89,7 @@ def diverged(rank: int, world: int, folder: str, ranks: list[int], clips: bool =
             step(job.model, job.optimizer, number)
             if number == 2 and rank in ranks:
                 put(job.model, 0.5, behind=False)
-            if clips:
-                time.sleep(0.1 * rank)
-                put(job.model, 0.9, behind=False)
         return [caveat.kind for caveat in session.caveats]
-
-
-def agreeing(rank: int, world: int, folder: str) -> tuple[list[bool], list[str]]:
-    """Take steps in which the replicas differ for a while. Return whether each step had the caveat, and the events."""
-    job = Job("ddp", folder)
-    found = []
-    with job.session as session:
-        session.resume()
-        for number in range(1, 26):
-            step(job.model, job.optimizer, number)
-            drained([session])
-            found.append("ranks-differ" in [caveat.kind for caveat in session.caveats])
-            if number == 2 and rank:
-                put(job.model, 0.5, behind=False)
-            if number == 4:
-                for parameter in job.model.parameters():
-                    dist.broadcast(parameter.data, 0)
-        kinds = [event.kind for event in session._journal]
-    return found, kinds
 
 
 def regrouped(rank: int, world: int, folder: str, ranks: list[int]) -> dict[str, Any]:
@@ -140,30 +103,3 @@ def regrouped(rank: int, world: int, folder: str, ranks: list[int]) -> dict[str,
             if number == 2 and rank in ranks:
                 job.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     return {"seconds": time.monotonic() - began, "error": session.stats.last_error}
-
-
-def alone(rank: int, world: int, folder: str, steps: int) -> dict[str, Any] | None:
-    """Train up to iteration `steps` with all ranks, of which the first saves alone. Return its resumed state.
-
-    All leave their group before the first closes its session, as many programs do.
-    """
-    model, optimizer = build("ddp")
-    if rank:
-        first = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(first, 0)
-        for number in range(int(first) + 1, steps + 1):
-            step(model, optimizer, number)
-        dist.barrier()
-        dist.destroy_process_group()
-        return None
-    settings = scarctl.Settings(arena_dir=f"{folder}/arena", daemon=False)
-    Path(folder, "arena").mkdir(exist_ok=True)
-    with scarctl.attach(model, optimizer, store=f"{folder}/store", ranks=False, settings=settings) as session:
-        first = session.resume().step
-        dist.broadcast(torch.tensor([first]), 0)
-        for number in range(first + 1, steps + 1):
-            step(model, optimizer, number)
-        dist.barrier()
-        dist.destroy_process_group()
-    assert session.resumed is not None
-    return {"consistent": session.resumed.consistent, "reasons": list(session.resumed.reasons)}

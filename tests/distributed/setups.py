@@ -113,13 +113,6 @@ def fsdp_and_tensor_parallel() -> Job:
     return Job(model, adam(model))
 
 
-def data_and_tensor_parallel() -> Job:
-    """Return two tensor-parallel groups whose replicas are not declared: each saves its own copy."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = parallelize_module(Even(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    return Job(model, adam(model))
-
-
 class Experts(nn.Module):
     """A shared trunk, an expert with its own name on every rank, and an expert whose name all ranks use."""
 
@@ -154,5 +147,4 @@ SETUPS: dict[str, tuple[int, Callable[[], Job]]] = {
     "fsdp-empty": (4, fsdp),
     "hsdp": (4, hsdp),
     "fsdp-and-tensor-parallel": (4, fsdp_and_tensor_parallel),
-    "data-and-tensor-parallel": (4, data_and_tensor_parallel),
 }

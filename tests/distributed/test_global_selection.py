@@ -200,8 +200,8 @@ def test_priority_picks_what_one_session_would(ranks: Ranks, credit: int) -> Non
 
 @pytest.mark.parametrize("kind", ["smooth", "equal", "wide", "narrow", "few values", "skewed"])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("n", [1000, 20_000])
-def test_the_budget_is_met_within_two_percent(policy: str, kind: str, n: int) -> None:
+def test_the_budget_is_met_within_two_percent(policy: str, kind: str) -> None:
+    n = 1000
     rng = np.random.default_rng(n)
     values = {
         "smooth": lambda r: rng.random(n) + 1e-9,

@@ -122,31 +122,6 @@ def test_a_rollback_takes_over_what_was_sealed(tmp_path: Path, arena_dir: Path, 
 
 
 @pytest.mark.long
-def test_all_of_the_new_ones_start_at_one_moment(tmp_path: Path) -> None:
-    store = tmp_path / "s"
-    prepared(store)
-    programs = [start(store, number, 6, 1, tmp_path / f"{number}.err", replaces=2) for number in range(6)]
-    codes = [program.wait(180) for program in programs]
-    assert codes == [0] * 6, "".join((tmp_path / f"{number}.err").read_text() for number in range(6))
-    topology = newest_topology(Store.open(store))
-    assert topology is not None
-    assert (topology.world, topology.epoch) == (6, 2)
-    found = all_rows(store, 6)
-    assert found == [step + 1 for step in ROWS]
-
-
-@pytest.mark.long
-def test_in_the_care_of_the_daemon(tmp_path: Path, daemon_folder: Path) -> None:
-    store = tmp_path / "s"
-    prepared(store)
-    for kill, when in POINTS[4:]:
-        code = start(store, 1, 3, 0, tmp_path / "err", replaces=2, kill=kill, when=when).wait(120)
-        assert code in (0, -signal.SIGKILL), (tmp_path / "err").read_text()
-    found = all_rows(store, 3, replaces=2)
-    assert found == ROWS
-
-
-@pytest.mark.long
 def test_old_ones_that_are_frozen_on_another_host_are_fenced(s3_place: Place, tmp_path: Path) -> None:
     options: dict[str, Any] = {"storage_options": s3_place.options}
     hosts = [tmp_path / name for name in ("a", "b")]

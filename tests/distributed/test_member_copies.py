@@ -65,57 +65,6 @@ def test_after_a_flush_that_the_other_host_has_it_is_exact(alone: Hosts, tmp_pat
 
 
 @pytest.mark.long
-def test_a_host_without_tls_gets_nothing(alone: Hosts, tmp_path: Path) -> None:
-    alone.options["peer_tls"] = Authority(tmp_path).host("any")
-    two = alone.both()
-    two.order(0, "stop store")
-    two.until_head(0, "east", 10)
-    head = two.copy(0, stopped=True)
-    two.lose("east", 0)
-    del two.options["peer_tls"]
-    older = two.start(0, "south")
-    assert older["step"] < head
-    assert older["tiers"].keys() == {"store"}, older
-
-
-@pytest.mark.long
-def test_a_member_that_is_stopped_at_a_flush_is_exact_elsewhere(two: Hosts) -> None:
-    two.order(0, "stop store")
-    two.until_head(0, "east", 10)
-    two.programs[0].terminate()  # it flushes, and dies by the signal
-    assert two.programs[0].wait() == -signal.SIGTERM
-    wait_until(lambda: "west" in str(two.run_of(0, "east").get("peers", "west")))
-    two.programs.pop(0)
-    found = two.start(0, "north")
-    assert (found["consistent"], found["tiers"].keys()) == (True, {"peer"}), found
-    assert two.end(0) == 0
-
-
-@pytest.mark.long
-def test_a_member_whose_process_died_fetches_its_own_memory(two: Hosts) -> None:
-    """Its host lives. The memory there is newer than the copy of it."""
-    two.order(0, "stop store")
-    two.until_head(0, "east")
-    two.kill(0)
-    step = two.run_of(0, "east").get("head_step", 0)
-    found = two.start(0, "north")
-    assert found["step"] >= step - 2 * INTERVAL
-    assert found["tiers"].keys() <= {"peer", "store"}, "a dead process's daemon may save it meanwhile"
-
-
-@pytest.mark.long
-def test_a_member_that_comes_back_to_its_host_has_its_own_memory(two: Hosts) -> None:
-    for _ in range(2):
-        two.order(0, "stop store")
-        two.until_head(0, "east")
-        two.kill(0)
-        found = two.start(0, "east")
-        assert "memory" in found["tiers"], found
-        two.until_copied(0, "east")
-    assert two.copies_on("west") == [Store.open(two.store).of_shard(0).run_id]
-
-
-@pytest.mark.long
 def test_a_member_goes_to_another_host_and_back(two: Hosts) -> None:
     """What its first host still has of its own is older than the copy, wherever that is."""
     two.kill(0)
@@ -128,25 +77,6 @@ def test_a_member_goes_to_another_host_and_back(two: Hosts) -> None:
     found = two.start(0, "east")
     assert found["step"] >= head
     assert found["tiers"].keys() == {"memory" if here else "peer"}, found
-
-
-@pytest.mark.long
-def test_two_copies_survive_two_hosts(alone: Hosts) -> None:
-    alone.count = 3
-    alone.options |= {"peers": 2, "peer_ack": "all"}
-    for number, home in enumerate(("east", "west", "south")):
-        alone.start(number, home)
-    for number, home in enumerate(("east", "west", "south")):
-        assert len(alone.until_copied(number, home, 2)) == 2
-    for number in (0, 1):
-        alone.order(number, "stop store")
-    heads = [alone.copy(number) for number in (0, 1)]
-    alone.lose("east", 0)
-    alone.lose("west", 1)
-    for number in (0, 1):
-        found = alone.start(number, "north")
-        assert found["tiers"].keys() == {"peer"}, found
-        assert found["step"] >= heads[number]
 
 
 @pytest.mark.long
@@ -178,3 +108,22 @@ def test_copies_of_members_that_are_replaced(alone: Hosts) -> None:
     found = two.start(2, "west", replaces=2)
     assert found["step"] >= head
     assert found["tiers"].keys() == {"peer"}
+
+
+@pytest.mark.long
+def test_two_copies_survive_two_hosts(alone: Hosts) -> None:
+    alone.count = 3
+    alone.options |= {"peers": 2, "peer_ack": "all"}
+    for number, home in enumerate(("east", "west", "south")):
+        alone.start(number, home)
+    for number, home in enumerate(("east", "west", "south")):
+        assert len(alone.until_copied(number, home, 2)) == 2
+    for number in (0, 1):
+        alone.order(number, "stop store")
+    heads = [alone.copy(number) for number in (0, 1)]
+    alone.lose("east", 0)
+    alone.lose("west", 1)
+    for number in (0, 1):
+        found = alone.start(number, "north")
+        assert found["tiers"].keys() == {"peer"}, found
+        assert found["step"] >= heads[number]

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import threading
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from safetensors.numpy import load_file
 from scarctl.cli.main import cli
 from scarctl.store import Store
 from tests.support.copied_member import Hosts
-from tests.support.forkserver import Program
 from tests.support.member import ROWS
 from tests.support.waiting import wait_until
 
@@ -26,17 +24,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.leaves_arena, pytest.mark.timeout(30
 
 def scarctl_command(*words: str) -> Result:
     return CliRunner().invoke(cli, words)
-
-
-@pytest.mark.long
-def test_an_evacuation_brings_a_member_to_the_other_host(two: Hosts) -> None:
-    two.order(0, "stop store")
-    found = two.order(0, "evacuate", 20.0, "west")["answer"]
-    assert found["error"] == "unknown-host", "hosts have the names of their records"
-    name = two.records()["west"].host
-    found = two.order(0, "evacuate", 20.0, name)["answer"]
-    assert found["peers"] == [name], found
-    assert found["safe"], found
 
 
 @pytest.mark.parametrize("store_is_away", [True, False])
@@ -77,29 +64,6 @@ def test_the_host_that_is_named_dies_during_the_evacuation(alone: Hosts, store_i
     assert (begun["step"], begun["consistent"], begun["tiers"].keys()) == (head, True, {"peer"})
 
 
-@pytest.mark.long
-def test_the_command_evacuates_members(two: Hosts) -> None:
-    two.order(0, "stop store")
-    done = scarctl_command("evacuate", "--deadline", "20s", "--arena-dir", str(two.home("east")), "--json")
-    assert done.exit_code == 0, done.output
-    (store,) = json.loads(done.stdout)["stores"]
-    assert [process["safe"] for process in store["processes"]] == [True]
-    assert store["processes"][0]["peers"] == [two.records()["west"].host]
-
-
-@pytest.mark.long
-def test_after_sigterm_a_member_has_time_to_reach_the_other_host(alone: Hosts) -> None:
-    alone.options["grace"] = "20s"
-    two = alone.both()
-    two.order(0, "stop store")
-    two.until_head(0, "east", 4)
-    two.programs[0].terminate()
-    assert two.programs.pop(0).wait() == -signal.SIGTERM
-    shutil.rmtree(two.home("east") / f"scarctl-{os.getuid()}" / Store.open(two.store).of_shard(0).run_id)
-    found = two.start(0, "north")
-    assert (found["consistent"], found["tiers"].keys()) == (True, {"peer"}), found
-
-
 @pytest.mark.parametrize("by", ["signal", "command"])
 @pytest.mark.long
 def test_a_server_that_waits_for_requests_loses_nothing_with_its_host(alone: Hosts, by: str) -> None:
@@ -138,20 +102,3 @@ def test_a_lost_member_is_recovered_into_a_file_from_the_copy(two: Hosts, tmp_pa
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["tiers"] == {"peer": ROWS + 1}
     assert (load_file(output)["rows@0"] == head).all()
-
-
-@pytest.mark.long
-def test_a_command_gives_its_member_copies(alone: Hosts, tmp_path: Path) -> None:
-    """As with ranks: `scarctl run --peers 1`."""
-    alone.start(1, "west")
-    (alone.home("east")).mkdir()
-    alone.homes.add("east")
-    options = {name: value for name, value in alone.options.items() if name != "peers"}
-    words = [str(alone.store), str(alone.told_in), "0", "2", json.dumps(options)]
-    env = {**os.environ, "SCARCTL_ARENA_DIR": str(alone.home("east"))}
-    command = ["-m", "scarctl", "run", "--peers", "1", "--", sys.executable, "-m"]
-    program = Program([*command, "tests.support.copied_member", *words], env=env)
-    alone.everyone.append(program)
-    alone.until_copied(0, "east")
-    (alone.told_in / "0.do").write_text('["end"]\n')
-    assert program.wait(60) == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scarctl.store import Store, newest_topology, verify
+from scarctl.store import Store, verify
 from tests.support.member import Members, epochs, owners
 from tests.support.places import Place
 
@@ -23,8 +23,7 @@ OTHERS = [number for number in range(WORLD) if number != VICTIM]
     "kills",
     [
         2,
-        pytest.param(5, marks=pytest.mark.long),
-        *(pytest.param(25, marks=pytest.mark.long, id=f"25-{part}") for part in range(4)),
+        pytest.param(25, marks=pytest.mark.long),
     ],
 )
 def test_a_member_that_is_killed_again_and_again_is_its_own_affair(
@@ -58,20 +57,6 @@ def test_a_member_that_is_killed_again_and_again_is_its_own_affair(
     store = Store.open(tmp_path / "s")
     assert epochs(store) == {number: 1 if number in OTHERS else kills + 1 for number in range(WORLD)}
     assert verify(store, read_data=True).problems == []
-
-
-@pytest.mark.parametrize("attempts", [pytest.param(5, marks=pytest.mark.long)])
-def test_eight_first_starts_at_one_moment(attempts: int, tmp_path: Path) -> None:
-    for attempt in range(attempts):
-        with Members(tmp_path / f"s{attempt}", tmp_path / f"told{attempt}", WORLD) as members:
-            members.start(range(WORLD))
-            members.until(lambda m=members: min(m.steps()) >= 2, "all train")
-            assert members.stop() == [0] * WORLD
-        store = Store.open(tmp_path / f"s{attempt}")
-        topology = newest_topology(store)
-        assert topology is not None
-        assert (topology.world, topology.independent, topology.epoch) == (WORLD, True, 1)
-        assert epochs(store) == dict.fromkeys(range(WORLD), 1)
 
 
 @pytest.mark.long
@@ -119,23 +104,3 @@ def test_a_second_one_on_this_host_waits_for_the_frozen_ones_end(tmp_path: Path)
         members.until_steps(2, [0, 1])
         assert members.stop() == [0, 0]
     assert epochs(Store.open(tmp_path / "s")) == {0: 1, 1: 2}
-
-
-@pytest.mark.long
-def test_a_member_is_killed_in_the_care_of_the_daemon(tmp_path: Path, daemon_folder: Path) -> None:
-    with Members(tmp_path / "s", tmp_path / "told", 3) as members:
-        members.start(range(3))
-        members.until(lambda: min(members.steps()) >= 6, "all train")
-        for number in (1, 2, 1):
-            started = len(members.told(number))
-            members.kill(number)
-            members.until_steps(2, [n for n in range(3) if n != number])
-            members.start([number])
-            members.until(lambda k=number, n=started: len(members.told(k)) > n, "the killed one has resumed")
-            resumed = members.told(number)
-            assert resumed[-1]["step"] >= resumed[-2]["step"]
-            assert resumed[-1]["step"] > 0
-            members.until_steps(3, [number])
-        assert members.stop() == [0] * 3
-    assert epochs(Store.open(tmp_path / "s"))[0] == 1
-    assert verify(Store.open(tmp_path / "s"), read_data=True).problems == []

@@ -202,18 +202,6 @@ def test_a_copied_store_is_a_store_of_its_own(tmp_path: Path) -> None:
     assert epochs(Store.open(tmp_path / "copy")) == {0: 1, 1: 2}
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_members_share_a_store_on_s3(s3_place: Any) -> None:
-    options = {"storage_options": s3_place.options}
-    for steps in (3, 5):
-        with members(s3_place.url, 2, steps=steps, **options) as two:
-            resumed = [(session.resumed.step, session.resumed.consistent) for session, _ in two]
-    assert resumed == [(3, True), (4, True)]
-    found = epochs(Store.open(s3_place.url, storage_options=s3_place.options))
-    assert found == {0: 2, 1: 2}
-
-
 def test_a_sharded_model_is_no_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from scarctl.state.group import Place
     from scarctl_adapters.torch import TorchAdapter

@@ -55,32 +55,20 @@ class Hosts:
         return str(path)
 
     @property
-    def wrong(self) -> str:
-        return self._secret("another-0123456789abcdef-0123456789abcdef")
-
-    @property
     def store(self) -> Store:
         return Store.open(self.folder / "store")
 
-    def cut_short(self, kind: str = "fsdp", *, secret: bool = True, **options: Any) -> None:
+    def cut_short(self, **options: Any) -> None:
         """Train until all ranks are killed, and East is lost."""
-        settings = {"peer_secret_file": self.secret if secret else None}
+        settings = {"peer_secret_file": self.secret}
         with pytest.raises(AssertionError, match="ended with -9"):
-            launch(TRAIN, 2, kind, str(self.folder), 20, {**CUT, "settings": settings, **options})
+            launch(TRAIN, 2, "fsdp", str(self.folder), 20, {**CUT, "settings": settings, **options})
 
-    def start(
-        self,
-        homes: list[str],
-        steps: int = 14,
-        kind: str = "fsdp",
-        keep: str | None = None,
-        slow: float | None = None,
-        **settings: Any,
-    ) -> list[Any]:
+    def start(self, homes: list[str], steps: int = 14, keep: str | None = None, **settings: Any) -> list[Any]:
         """Start the job again, train to a step, and return what each rank has resumed."""
         given = {"peer_secret_file": self.secret, **settings}
-        job = {"homes": homes, "settings": given, "keep": keep, "slow": slow}
-        return launch(TRAIN, len(homes), kind, str(self.folder), steps, job)
+        job = {"homes": homes, "settings": given, "keep": keep}
+        return launch(TRAIN, len(homes), "fsdp", str(self.folder), steps, job)
 
 
 @pytest.fixture
@@ -107,60 +95,15 @@ def assert_store_only(found: list[Any]) -> None:
     assert not found[0]["consistent"]
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
-def test_after_a_flush_it_is_exact(hosts: Hosts, calm: Any, kind: str) -> None:
-    hosts.cut_short(kind, flush_at=13)
+def test_after_a_flush_it_is_exact(hosts: Hosts, calm: Any) -> None:
+    hosts.cut_short(flush_at=13)
     end = hosts.folder / "end.pt"
-    found = hosts.start(ELSEWHERE, 17, kind, keep=str(end))
+    found = hosts.start(ELSEWHERE, 17, keep=str(end))
     assert resumed(found) == [(13, True, {"peer"})] * 2
     assert [report["errors"] for report in found] == [0, 0]
-    first, second = load(end), calm(kind)
+    first, second = load(end), calm("fsdp")
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_without_a_flush_it_is_at_most_two_intervals_behind(hosts: Hosts) -> None:
-    hosts.cut_short()
-    found = hosts.start(ELSEWHERE)
-    assert all(step >= 13 - 2 * INTERVAL for step in found[0]["steps"])
-    assert set(found[0]["tiers"]) == {"peer"}
-    assert [report["consistent"] for report in found] == [False, False]
-
-
-def test_a_secret_is_enough_to_find_copies(hosts: Hosts) -> None:
-    hosts.cut_short(flush_at=13)
-    assert resumed(hosts.start(ELSEWHERE, peers=0)) == [(13, True, {"peer"})] * 2
-    assert len(read_hosts(hosts.store)) == 2, "a host that keeps no copies has no record"
-
-
-def test_without_the_file_only_the_store_is_used(hosts: Hosts) -> None:
-    hosts.cut_short(flush_at=13, secret=False, recorded=False)
-    assert read_hosts(hosts.store) == {}
-    assert_store_only(hosts.start(ELSEWHERE))
-
-
-def test_another_secret_finds_nothing(hosts: Hosts) -> None:
-    hosts.cut_short(flush_at=13)
-    found = hosts.start(ELSEWHERE, peer_secret_file=hosts.wrong)
-    assert_store_only(found)
-    assert warned(found, "does not have this job's secret")
-
-
-def test_another_number_of_ranks_takes_over(hosts: Hosts) -> None:
-    hosts.cut_short(flush_at=13)
-    found = hosts.start([*ELSEWHERE, "third"])
-    assert [(report["step"], report["whole"], report["consistent"]) for report in found] == [
-        (13, True, False)
-    ] * 3
-
-
-@pytest.mark.parametrize("peers", [0, 1])
-def test_one_rank_takes_over(hosts: Hosts, peers: int) -> None:
-    """Of an elastic job: more may join later, and the settings stay."""
-    hosts.cut_short(flush_at=13)
-    (report,) = hosts.start(["north"], peers=peers)
-    assert (report["step"], report["whole"]) == (13, True)
-    assert warned([report], "only 1 host can keep copies") == (peers == 1)
 
 
 def test_records_that_lie_cost_little_time(hosts: Hosts) -> None:
@@ -188,12 +131,6 @@ def test_records_that_lie_cost_little_time(hosts: Hosts) -> None:
         one.close()
 
 
-def test_a_slow_fetch_on_one_rank_does_not_end_the_start(hosts: Hosts) -> None:
-    """As with `peer_bandwidth`, or a large shard: the other rank waits longer than for a rank that may be gone."""
-    hosts.cut_short(flush_at=13)
-    assert resumed(hosts.start(ELSEWHERE, slow=20.0)) == [(13, True, {"peer"})] * 2
-
-
 def test_a_future_that_was_left_never_returns(hosts: Hosts) -> None:
     """West's memory is of step 13. The job has since continued from the store, and saved step 15."""
     hosts.cut_short(flush_at=13)
@@ -210,3 +147,11 @@ def test_the_newest_is_used_wherever_it_is(hosts: Hosts, homes: list[str]) -> No
     """East's memory of rank 0 is of step 13, West's copy of it of step 9. West alone has rank 1's memory."""
     hosts.cut_short(copied_at=9, peers_stop_at=9, flush_at=13, host_dies=None)
     assert resumed(hosts.start(homes)) == [(13, True, {"peer"})] * 2
+
+
+def test_without_a_flush_it_is_at_most_two_intervals_behind(hosts: Hosts) -> None:
+    hosts.cut_short()
+    found = hosts.start(ELSEWHERE)
+    assert all(step >= 13 - 2 * INTERVAL for step in found[0]["steps"])
+    assert set(found[0]["tiers"]) == {"peer"}
+    assert [report["consistent"] for report in found] == [False, False]

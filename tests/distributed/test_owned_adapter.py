@@ -16,7 +16,7 @@ from tests.distributed.launch import launch
 
 SETUPS = {
     2: ["ddp", "by-hand", "zero", "fsdp", "fsdp-offload", "tensor-parallel", "experts"],
-    4: ["places", "fsdp-empty", "hsdp", "fsdp-and-tensor-parallel", "data-and-tensor-parallel"],
+    4: ["fsdp-empty", "hsdp", "fsdp-and-tensor-parallel"],
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 from scarctl.arena.folder import host_folder
 from tests.daemon.trainer import stop
 from tests.distributed.launch import launch
-from tests.support.certificates import Authority
 
 TRAIN = "tests.distributed.watched:train"
 CONTENT = "planted-0123456789abcdef-0123456789abcdef"
@@ -31,44 +29,6 @@ def secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path.write_text(CONTENT + "\n")
     path.chmod(0o600)
     return path
-
-
-def needles(hexadecimal: str) -> list[str]:
-    """Return ways in which a secret may be written."""
-    raw = bytes.fromhex(hexadecimal)
-    return [
-        hexadecimal,
-        hexadecimal.upper(),
-        repr(raw)[2:-1],
-        base64.b64encode(raw).decode(),
-        raw.decode("latin-1"),
-    ]
-
-
-@pytest.mark.parametrize("given", [True, False], ids=["from a file, with TLS", "drawn"])
-@pytest.mark.long
-def test_no_secret_shows(
-    hosts: Path, secret: Path, tmp_path_factory: pytest.TempPathFactory, given: bool
-) -> None:
-    settings = {}
-    if given:
-        files = Authority(tmp_path_factory.mktemp("certificates")).host("any")
-        settings = {"peer_secret_file": str(secret), "peer_tls": files}
-    found = launch(TRAIN, 2, str(hosts), settings, timeout=100.0)
-    wanted = {text for report in found for text in needles(report["secret"])}
-    assert len({report["secret"] for report in found}) == 1
-    wanted |= {CONTENT, CONTENT.encode().hex(), base64.b64encode(CONTENT.encode()).decode()}
-    wanted.add("PRIVATE KEY")
-    shown = [(where, text) for report in found for where, text in report["shown"]]
-    shown += [(str(path), path.read_bytes().decode("latin-1")) for path in hosts.rglob("*") if path.is_file()]
-    assert [where for where, text in shown if any(needle in text for needle in wanted)] == []
-    # The test has searched all places where it could appear.
-    places = {where.partition(" ")[0] for where, _ in shown}
-    assert {"inspect", "doctor", "daemon", "cmdline", "environ", "an", "reprs", "a"} <= places
-    assert sum("listens at" in text for where, text in shown if where.endswith("daemon.log")) == 2
-    assert any(
-        "peers-late" in text or "have acknowledged" in text for where, text in shown if where == "an error"
-    )
 
 
 def test_hosts_with_different_secrets_are_an_error_on_all(hosts: Path, secret: Path) -> None:

@@ -9,9 +9,7 @@ import pytest
 from tests.distributed.launch import launch
 
 FLUSHED, RESUMED = "tests.distributed.replaced:flushed", "tests.distributed.replaced:resumed"
-AGREEING = "tests.distributed.replaced:agreeing"
 DIVERGED, REGROUPED = "tests.distributed.replaced:diverged", "tests.distributed.replaced:regrouped"
-ALONE = "tests.distributed.replaced:alone"
 
 
 @pytest.mark.parametrize(("averaged", "exact"), [([0, 1], True), ([1], False)])
@@ -36,20 +34,6 @@ def test_replicas_that_diverge_are_said(tmp_path: Path, ranks: list[int]) -> Non
 
 
 @pytest.mark.long
-def test_replicas_that_agree_again_are_believed_and_the_report_keeps_both(tmp_path: Path) -> None:
-    for differed, events in launch(AGREEING, 2, str(tmp_path)):
-        assert any(differed)
-        assert not differed[-1]
-        assert [kind for kind in events if "ranks" in kind] == ["ranks differ", "ranks agree"]
-    assert all(one["consistent"] for one in launch(RESUMED, 2, "ddp", str(tmp_path)))
-
-
-@pytest.mark.long
-def test_replicas_that_all_ranks_clip_after_a_step_are_equal(tmp_path: Path) -> None:
-    assert ["ranks-differ" in kinds for kinds in launch(DIVERGED, 2, str(tmp_path), [], True)] == [False] * 2
-
-
-@pytest.mark.long
 def test_a_param_group_of_one_rank_alone_makes_no_rank_wait(tmp_path: Path) -> None:
     first, second = launch(REGROUPED, 2, str(tmp_path), [1])
     assert first["error"] == ""
@@ -58,11 +42,3 @@ def test_a_param_group_of_one_rank_alone_makes_no_rank_wait(tmp_path: Path) -> N
     found = launch(RESUMED, 2, "ddp", str(tmp_path))
     # The second rank could save nothing after the first step, so that is the newest state of one step.
     assert all((one["step"], one["consistent"]) == (1, True) for one in found), found
-
-
-@pytest.mark.long
-def test_other_param_groups_of_one_rank_alone_are_refused_by_all_at_once(tmp_path: Path) -> None:
-    launch(REGROUPED, 2, str(tmp_path), [])
-    found = launch(RESUMED, 2, "ddp", str(tmp_path), [1])
-    assert all("Adam has 2 param_groups, the store has 1" in one["error"] for one in found), found
-    assert all(one["seconds"] < 60 for one in found)

@@ -1,4 +1,4 @@
-"""Test how long a survivor looks at another rank's arena. Real ranks are in `test_networks` and `test_sessions`."""
+"""Test how long a survivor looks at another rank's arena. Real ranks are in `test_replicas` and `test_sessions`."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def test_a_slow_rank_holds_nobody_up(tmp_path: Path) -> None:
         member.checkpoint(0)
         if member.rank == 2:
             for step in range(1, 5):
-                time.sleep(1.5)
+                time.sleep(0.8)
                 member.checkpoint(step)
             return None
         waited, picked = [], 0
@@ -169,7 +169,7 @@ def test_a_slow_rank_holds_nobody_up(tmp_path: Path) -> None:
     got = results(tmp_path, [body] * 3, patience=0.1, linger=0.5)
     for waited, picked, late, failure in (got[0], got[1]):
         assert late >= 3
-        assert sorted(waited)[-2] < 1.5  # the machine may be busy once
+        assert sorted(waited)[-2] < 0.8  # the machine may be busy once
         assert picked <= 4 * 3 * BUDGET
         assert failure is None
 
@@ -276,10 +276,11 @@ def test_a_rank_that_never_comes_counts_as_gone_after_a_while(tmp_path: Path) ->
     def body(member: Member) -> Any:
         member.checkpoint(0)
         if member.rank == 1:
-            time.sleep(4)
+            until(lambda: (member.folder / "gone").exists())
         else:
             member.checkpoint(1)
             until(lambda: member.exchange.failure)
+            (member.folder / "gone").touch()
         return member.checkpoint(2).nbytes, member.exchange.failure is not None
 
     got = results(tmp_path, [body] * 3, timeout=1.0, patience=0.1)
@@ -287,8 +288,7 @@ def test_a_rank_that_never_comes_counts_as_gone_after_a_while(tmp_path: Path) ->
     assert [failed for _, failed in got][::2] == [True, True]
 
 
-@pytest.mark.parametrize("policy", ["priority", "full"])
-@pytest.mark.parametrize("differ", [False, True])
+@pytest.mark.parametrize(("policy", "differ"), [("priority", False), ("full", True)])
 def test_samples_are_compared_with_every_policy(tmp_path: Path, policy: str, differ: bool) -> None:
     def body(member: Member) -> bool:
         member.selector._sample = lambda number: torch.full((1,), float(number + differ * member.rank))

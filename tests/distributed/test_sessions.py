@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +11,7 @@ import torch
 
 from scarctl.store import Store
 from tests.distributed.jobs import load
-from tests.distributed.launch import environment, launch
+from tests.distributed.launch import launch
 from tests.distributed.launch import torchrun as run_under_torchrun
 
 TRAIN = "tests.distributed.jobs:train"
@@ -50,29 +45,24 @@ def uninterrupted(tmp_path: Path) -> Any:
     return run
 
 
-@pytest.mark.parametrize(
-    ("kind", "others"), [pytest.param("ddp", ["fsdp", 3], marks=pytest.mark.long), ("fsdp", ["ddp", 2])]
-)
 def test_a_job_goes_on_exactly_and_others_that_divide_it_in_another_way_take_over_its_whole_state(
-    kind: str, others: tuple[str, int], tmp_path: Path, uninterrupted: Any
+    tmp_path: Path, uninterrupted: Any
 ) -> None:
     folder = str(tmp_path)
-    launch(TRAIN, 2, kind, folder, 12)
-    found = launch(TRAIN, 2, kind, folder, 17, {"keep": f"{folder}/end.pt"})
+    launch(TRAIN, 2, "fsdp", folder, 12)
+    found = launch(TRAIN, 2, "fsdp", folder, 17, {"keep": f"{folder}/end.pt"})
     assert [(report["step"], report["consistent"], report["errors"]) for report in found] == [
         (12, True, 0)
     ] * 2
-    assert same(tmp_path / "end.pt", uninterrupted(kind, 17))
+    assert same(tmp_path / "end.pt", uninterrupted("fsdp", 17))
 
-    other, world = others
-    found = launch(TRAIN, world, other, folder, 17, {"resumed": f"{folder}/moved.pt"})
-    assert [(report["step"], report["errors"]) for report in found] == [(17, 0)] * world
-    why = "continued by 3 ranks" if world == 3 else "saved by 2 ranks that divided the state otherwise"
-    assert is_whole_because(why, found)
+    found = launch(TRAIN, 2, "ddp", folder, 17, {"resumed": f"{folder}/moved.pt"})
+    assert [(report["step"], report["errors"]) for report in found] == [(17, 0)] * 2
+    assert is_whole_because("saved by 2 ranks that divided the state otherwise", found)
     assert same(tmp_path / "moved.pt", tmp_path / "end.pt")
     found = launch(TRAIN, 1, "plain", folder, 17, {"resumed": f"{folder}/alone.pt"})
     assert found[0]["step"] == 17
-    assert is_whole_because(f"saved by {world} ranks and continued by one process", found)
+    assert is_whole_because("saved by 2 ranks and continued by one process", found)
     assert same(tmp_path / "alone.pt", tmp_path / "end.pt")
 
 
@@ -84,21 +74,6 @@ def is_whole_because(why: str, found: list[dict[str, Any]]) -> bool:
         and (report["consistent"], report["ranks"]["consistent"]) == (False, False)
         for report in found
     )
-
-
-@pytest.mark.long
-def test_one_process_continues_exactly_what_one_process_has_saved(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    launch(TRAIN, 1, "plain", folder, 5)
-    alone = launch(TRAIN, 1, "plain", folder, 9, {"keep": f"{folder}/end.pt"})
-    assert (alone[0]["step"], alone[0]["consistent"]) == (5, True)
-    found = launch(TRAIN, 2, "ddp", folder, 9, {"resumed": f"{folder}/moved.pt"})
-    assert is_whole_because("saved by one process and continued by 2 ranks", found)
-    assert same(tmp_path / "moved.pt", tmp_path / "end.pt")
-    back = launch(TRAIN, 1, "plain", folder, 12)
-    assert not back[0]["consistent"]
-    again = launch(TRAIN, 1, "plain", folder, 13)
-    assert (again[0]["step"], again[0]["consistent"]) == (12, True), "in a store of ranks, too"
 
 
 def test_losing_a_rank_loses_only_what_it_owned(tmp_path: Path) -> None:
@@ -126,23 +101,6 @@ def test_what_others_hold_too_is_not_lost_with_its_owner(tmp_path: Path, uninter
 
 
 @pytest.mark.long
-def test_copies_go_on_alike_when_a_rank_loses_what_only_it_has(tmp_path: Path) -> None:
-    found = torchrun("experts", 2, tmp_path, 20, [{"die": 1, "die_at": 13}, {}])
-    assert found[0]["ranks"]["lost"] == [1]
-    assert {report["step"] for report in found} == {13}
-    assert found[0]["shared"] == found[1]["shared"]
-    assert found[0]["rate"] == found[1]["rate"]
-
-
-@pytest.mark.long
-def test_a_job_that_could_not_begin_can_be_started_again(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="No such file or directory"):
-        launch(TRAIN, 2, "fsdp", str(tmp_path), 5, {"settings": {"arena_dir": f"{tmp_path}/none/x"}})
-    found = launch(TRAIN, 2, "fsdp", str(tmp_path), 5)
-    assert {report["head"] for report in found} == {5}
-
-
-@pytest.mark.long
 def test_ranks_keep_one_interval_that_the_slowest_sets(tmp_path: Path) -> None:
     found = launch(
         TRAIN, 2, "fsdp", str(tmp_path), 120, {"settings": {"interval": "auto", "overhead": 1.0}, "slow": 1}
@@ -167,42 +125,6 @@ def test_death_in_a_checkpoint_then_while_resuming_then_again(tmp_path: Path) ->
     assert {report["step"] for report in found} == {17}
     assert found[0]["ranks"]["lost"] == [2]
     assert {report["errors"] for report in found} == {0}
-
-
-@pytest.mark.long
-def test_a_rank_that_owns_nothing_goes_on_with_the_others(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    launch(TRAIN, 2, "one tensor", folder, 7)
-    found = launch(TRAIN, 2, "one tensor", folder, 9)
-    assert [(report["step"], report["consistent"]) for report in found] == [(7, True)] * 2
-    with pytest.raises(AssertionError, match="-9"):
-        launch(TRAIN, 2, "one tensor", folder, 20, {"die": "all", "die_at": 19, "mode": "rollback"})
-    found = launch(TRAIN, 2, "one tensor", folder, 20)
-    assert {report["step"] for report in found} <= {10, 15}, (
-        "what its owner saved last, not what the other sealed"
-    )
-    assert found[0]["ranks"]["lost"] == []
-
-
-@pytest.mark.long
-def test_death_before_anything_was_saved(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError):
-        launch(TRAIN, 2, "ddp", str(tmp_path), 5, {"die": 1, "die_in": "begin"})
-    assert Store.open(tmp_path / "store").blobs.names("topology")
-    found = launch(TRAIN, 2, "ddp", str(tmp_path), 5)
-    assert [(report["step"], report["head"], report["errors"]) for report in found] == [(0, 5, 0)] * 2
-
-
-@pytest.mark.long
-def test_all_ranks_dead_and_one_host_gone(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="-9"):
-        launch(TRAIN, 2, "fsdp", str(tmp_path), 20, {"drained_at": [7], "die": "all", "die_at": 13})
-    store = Store.open(tmp_path / "store")
-    shutil.rmtree(next((tmp_path / "arena").iterdir()) / f"{store.of_shard(1).run_id}")
-    found = launch(TRAIN, 2, "fsdp", str(tmp_path), 20)
-    steps = {report["step"] for report in found}
-    assert steps in ({1}, {5}, {10}), "nobody has what came after the last checkpoint that rank 1 got durable"
-    assert not found[0]["consistent"]
 
 
 @pytest.mark.long
@@ -249,101 +171,16 @@ def test_a_rollback_goes_to_what_all_ranks_can_read(tmp_path: Path) -> None:
     assert same(tmp_path / "back.pt", tmp_path / "kept.pt")
 
 
-@pytest.mark.long
-def test_recovering_a_rank_of_a_running_job_changes_that_rank_alone(tmp_path: Path) -> None:
-    found = launch(TRAIN, 2, "fsdp", str(tmp_path), 13, {"recover": "rank:1"})
-    assert found[0]["recovered"] == 0
-    assert found[1]["recovered"] > 0
-    found = launch(TRAIN, 2, "ddp", f"{tmp_path}", 13, {"recover": "all", "recover_mode": "rollback"})
-    assert {report["head"] for report in found} == {13}, "that is where it resumed, sealed"
-
-
-LOSSES: dict[str, tuple[Any, list[int]]] = {
-    "a name with a comma": ("a,b", [4, 4]),
-    "two names": ("b, a", [8, 8]),
-    "a list of names": (["a", "a,b"], [8, 8]),
-    "rows of the first half": ("a[0:256],a,b[200:256]", [5, 0]),
-    "a pattern": ("?", [8, 8]),
-    "a number": ("1", [0, 12]),
-    "a rank": ("rank:0,1", [12, 12]),
-    "its shard": ("shard:1", [0, 12]),
-    "a rank and a name": (["rank:0", "b"], [12, 4]),
-    "all": ("all", [12, 12]),
-}
-"""What is lost, and the number of partitions of each of two ranks."""
-
-
-@pytest.mark.long
-def test_what_is_lost_is_named_alike_among_ranks_and_alone(tmp_path: Path) -> None:
-    lose = "tests.distributed.jobs:lose"
-    losses = [lost for lost, _ in LOSSES.values()]
-    (tmp_path / "two").mkdir()
-    found = launch(lose, 2, str(tmp_path / "two"), [*losses, "a,nope", "2", "rank:2"])
-    assert dict(zip(LOSSES, zip(*found, strict=True), strict=False)) == {
-        name: tuple(counts) for name, (_, counts) in LOSSES.items()
-    }
-    for one in found:
-        unknown, *numbers = one[len(LOSSES) :]
-        assert "'nope' matches no group" in unknown[0]
-        assert [hint for _, hint in numbers] == ["ranks are 0..1"] * 2
-    (tmp_path / "one").mkdir()
-    of_all = {name: sum(counts) for name, (_, counts) in LOSSES.items()}
-    numbers: dict[str, Any] = {"a number": 0, "a rank": "rank:0", "its shard": "shard:0"}
-    of_all |= dict.fromkeys([*numbers, "a rank and a name"], 24)  # one process is rank 0, and has one shard
-    losses = [numbers.get(name, lost) for name, (lost, _) in LOSSES.items()]
-    (alone,) = launch(lose, 1, str(tmp_path / "one"), [*losses, "a,nope", "1", "rank:1"])
-    assert dict(zip(LOSSES, alone, strict=False)) == of_all
-    hints = [hint for _, hint in alone[len(LOSSES) :]]
-    assert hints == ["known names are 'a', 'b', 'a,b'", "the only shard is 0", "the only rank is 0"]
-
-
-@pytest.mark.long
-def test_all_ranks_predict_the_same_cost_of_a_loss(tmp_path: Path) -> None:
-    descend, folder = "tests.distributed.jobs:descend", str(tmp_path)
-    # An odd number: without a checkpoint at the last step no copy is as new as the live values. The store has
-    # each checkpoint before the next, so the ages do not depend on the machine's speed.
-    options = {"refused": 0.1, "drained": True, "recover": {"mode": "auto", "max_rework": 20}}
-    found = launch(descend, 2, folder, 51, options)
-    for one in found:
-        report = one["report"]
-        assert report["mode"] == "partial"
-        assert report["rework"]["iterations"] == pytest.approx(report["truth"], abs=0.5)
-        assert report["rework"]["high"] >= report["truth"] - 0.1
-        assert report["rollback_steps"] == 50
-        assert report["rework"] == found[0]["report"]["rework"]
-        assert one["refused"] == "too-much-rework"
-    command = [sys.executable, "-m", "scarctl", "inspect", "--store", f"{folder}/store", "--json"]
-    seen = json.loads(subprocess.run(command, capture_output=True, timeout=60, check=True).stdout)
-    assert seen["convergence"]["c"] == pytest.approx(0.95, abs=5e-3)
-    assert seen["convergence"]["points"] >= 8
-    with pytest.raises(AssertionError, match="-9"):
-        launch(descend, 2, folder, 5, {"die": 1})
-    found = launch(descend, 2, folder, 1, {})
-    assert found[0]["ranks"]["rework"]["iterations"] is not None
-    assert 0 <= found[0]["ranks"]["rework"]["iterations"] < 20
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"settings": {"fraction": 0.5}}, "usage: rank 1 has another fraction"),
-        pytest.param({"model": {"width": 41}}, "usage: ", marks=pytest.mark.long),
-        pytest.param(
-            {"settings": {"interval": 7}}, "usage: rank 1 has another interval", marks=pytest.mark.long
-        ),
-        pytest.param(
-            {"settings": {"tracker": "exact"}}, "usage: rank 1 has another tracker", marks=pytest.mark.long
-        ),
-        pytest.param({"store": "elsewhere"}, "usage: rank 1 has another store", marks=pytest.mark.long),
         ({"absent": True}, "rank-missing: not all 2 ranks joined within 3 s: rank 1 is missing"),
     ],
 )
 def test_ranks_that_do_not_fit_together_are_refused_on_all_of_them(
     changes: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
-    if "store" in changes:
-        changes = {"store": str(tmp_path / "elsewhere")}
-        (tmp_path / "elsewhere").mkdir()
     found = launch("tests.distributed.jobs:refused", 2, "fsdp", str(tmp_path), changes, timeout=100)
     assert found[0].startswith(says), found
     assert changes.get("absent") or found[1] != "not refused"
@@ -351,36 +188,15 @@ def test_ranks_that_do_not_fit_together_are_refused_on_all_of_them(
 
 
 @pytest.mark.long
-def test_a_running_job_does_what_it_is_asked_for_on_all_ranks_after_the_same_step(tmp_path: Path) -> None:
-    env = {
-        **environment(0, 2, 0),
-        "SCARCTL_STORE": f"{tmp_path}/store",
-        "SCARCTL_ARENA_DIR": f"{tmp_path}/arena",
-    }
-
-    def ask(*arguments: str) -> dict[str, Any]:
-        command = [sys.executable, "-m", "scarctl", *arguments, "--json"]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
-
-    options = {"settings": {"daemon": True}, "until": str(tmp_path / "enough")}
-    with ThreadPoolExecutor() as pool:
-        job = pool.submit(launch, TRAIN, 2, "fsdp", str(tmp_path), 1 << 20, options, timeout=100)
-        # A request may arrive before the session can do anything.
-        while not job.done() and "ranks" not in ask("live", "checkpoint", "--full"):
-            time.sleep(0.2)
-        refused = ask("live", "recover", "--lost", "rank:1", "--max-rework", "0")
-        recovered = ask("live", "recover", "--lost", "rank:1")
-        unknown = ask("live", "recover", "--lost", "nowhere")
-        snapshot = ask("snapshot", "create", "now")
-        (tmp_path / "enough").touch()
-        ends = job.result()
-    assert [rank["restored_partitions"] > 0 for rank in recovered["by_rank"]] == [False, True]
-    assert unknown["error"]["kind"] == "usage"
-    assert refused["error"]["kind"] == "too-much-rework"
-    assert recovered["rework"].keys() == {"iterations", "low", "high", "basis", "reason"}
-    assert snapshot["consistent"]
-    assert {rank["step"] for rank in snapshot["ranks"]} == {snapshot["step"]}
-    assert len({end["head"] for end in ends}) == 1
-    assert {end["errors"] for end in ends} == {0}
+def test_one_process_continues_exactly_what_one_process_has_saved(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    launch(TRAIN, 1, "plain", folder, 5)
+    alone = launch(TRAIN, 1, "plain", folder, 9, {"keep": f"{folder}/end.pt"})
+    assert (alone[0]["step"], alone[0]["consistent"]) == (5, True)
+    found = launch(TRAIN, 2, "ddp", folder, 9, {"resumed": f"{folder}/moved.pt"})
+    assert is_whole_because("saved by one process and continued by 2 ranks", found)
+    assert same(tmp_path / "moved.pt", tmp_path / "end.pt")
+    back = launch(TRAIN, 1, "plain", folder, 12)
+    assert not back[0]["consistent"]
+    again = launch(TRAIN, 1, "plain", folder, 13)
+    assert (again[0]["step"], again[0]["consistent"]) == (12, True), "in a store of ranks, too"

@@ -14,8 +14,7 @@ pytestmark = pytest.mark.long
 BEFORE, AFTER = "tests.distributed.thawed:before", "tests.distributed.thawed:after"
 
 
-@pytest.mark.parametrize("end", ["flush", "kill"])
-@pytest.mark.parametrize("until", [THAWN - 2, THAWN + 1])
+@pytest.mark.parametrize(("until", "end"), [(THAWN - 2, "flush"), (THAWN + 1, "kill")])
 def test_what_is_frozen_after_attach_is_thawed_exactly(tmp_path: Path, until: int, end: str) -> None:
     whole = launch(AFTER, 2, str(tmp_path / "whole"), STEPS, "")
     assert whole[0]["digest"] == whole[1]["digest"]

@@ -25,8 +25,8 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         scarctl.checkpoint.copied
         scarctl.checkpoint.filling scarctl.checkpoint.found_extras
         scarctl.checkpoint.step_end
-        scarctl.recovery.memory scarctl.session.attached scarctl.session.completing scarctl.session.generators scarctl.session.loop
-        scarctl.session.passes
+        scarctl.recovery.memory scarctl.session.attached scarctl.session.completing scarctl.session.generators
+        scarctl.session.loop scarctl.session.passes
         scarctl.session.progress scarctl.session.recover scarctl.session.resumed scarctl.session.resume
         scarctl.session.snapshot scarctl.session.steps
         scarctl_adapters.torch.settings""",

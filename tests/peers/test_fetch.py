@@ -27,7 +27,7 @@ from scarctl.peers.frames import Kind, encode
 from scarctl.peers.lender import PIECE_SECONDS
 from scarctl.peers.sender import Candidate
 from scarctl.peers.tls import Tls
-from tests.peers.lending import LAYOUT, MEMBER, SECRET, START, Liar, Site, sites
+from tests.peers.lending import SECRET, START, Liar, Site, sites
 from tests.support.certificates import Authority
 
 pytestmark = pytest.mark.leaves_arena
@@ -125,29 +125,6 @@ def test_only_what_is_newer_than_something_else_is_brought(three: list[Site]) ->
     older = (age[0], age[1] - 1, age[2])
     assert fetch_memory(west.view(), west.base, [host], asker, than=older) is not None
     assert west.step() == 5
-
-
-def test_hosts_are_asked_about_several_runs(three: list[Site], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that does not answer about the first is not asked about the others."""
-    east, west, north = three
-    east.train(5)
-    hosts = [NOBODY, east.listen(), west.listen(secret=b"x" * 32), north.listen()]
-    monkeypatch.setattr(north.host._lender, "_lives", lambda run: run == runs[2])
-    runs = [east.view(shard).run_id for shard in (0, MEMBER, 2)]
-    asked: list[tuple[str, str]] = []
-    ask = Asker.ask
-
-    def noted(self: Asker, host: Candidate, run: str) -> Any:
-        asked.append((host.host, run))
-        return ask(self, host, run)
-
-    monkeypatch.setattr(Asker, "ask", noted)
-    found = Asker(START, SECRET, None, 20.0).ask_all(hosts, runs)
-    assert [(host, run, answer.alive) for host, run, answer in found] == [(1, 1, False), (3, 2, True)]
-    offer = found[0][2].offer
-    assert offer is not None
-    assert offer.age[1] == 5
-    assert [sum(name == host.host for name, _ in asked) for host in hosts] == [1, 3, 1, 3]
 
 
 def test_an_older_one_and_one_of_the_same_age_are_not_brought(three: list[Site]) -> None:
@@ -249,18 +226,6 @@ def test_another_secret_or_start_is_refused_and_learns_nothing(
     assert west.files() == {}
 
 
-def test_another_run_is_refused(three: list[Site], tmp_path: Path) -> None:
-    """Its daemon admits the start of another store."""
-    east, west, _ = three
-    east.train(5)
-    with sites(tmp_path / "other", "south") as (south,):
-        south.train(7)
-        south.host.admit("11" * 16, SECRET, "ee" * 16, "127.0.0.1", 0)
-        port = south.host.admit("11" * 16, SECRET, south.view().run_id.partition("-")[0], "127.0.0.1", 0)
-        assert west.fetch(Candidate("south", "127.0.0.1", port)) is None
-    assert west.files() == {}
-
-
 def test_a_host_without_the_secret_is_not_believed(three: list[Site]) -> None:
     _, west, _ = three
 
@@ -307,13 +272,6 @@ def test_with_tls(three: list[Site], tmp_path: Path, caplog: pytest.LogCaptureFi
     assert west.step() == 5
 
 
-def test_all_of_many_hosts_are_asked(three: list[Site]) -> None:
-    east, west, _ = three
-    east.train(5)
-    hosts = [Candidate(f"host{n}", "127.0.0.1", 1) for n in range(100)]
-    assert west.fetch(*hosts, east.listen(), *hosts) is not None
-
-
 def test_two_hosts_fetch_the_same_at_once(three: list[Site], monkeypatch: pytest.MonkeyPatch) -> None:
     east, west, north = three
     east.train(5)
@@ -358,8 +316,3 @@ def test_the_arena_does_not_change_while_it_is_sent(
     assert west.fetch(east.listen()) is not None
     assert tried
     assert not (east.place / OWNER).exists()
-
-
-def test_the_layout_has_several_kinds_of_tensors() -> None:
-    """So that a mistake in one of them would show."""
-    assert len({spec.dtype for group in LAYOUT.groups for spec in group.tensors}) == 4

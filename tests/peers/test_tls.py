@@ -215,10 +215,8 @@ def pass_on(listener: socket.socket, middle: Tls, port: int) -> None:
     "data",
     [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"\0" * 4096,
         b"\x16\x03\x01\xff\xff" + b"\1" * 400,
         PREFIX.pack(Kind.HELLO, MAX_STRANGER + 1, 0, 0),
-        PREFIX.pack(Kind.BATCH, 10, 1 << 40, 0),
         b"".join(bytes(part) for part in encode(Kind.LAYOUT, {"host": "x"})),
     ],
 )

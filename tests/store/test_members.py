@@ -52,7 +52,7 @@ def test_the_first_one_makes_the_topology_and_later_ones_compare_theirs(tmp_path
 def test_many_first_ones_at_one_moment(remote: bool, tmp_path: Path, request: Any) -> None:
     place: Place | None = request.getfixturevalue("s3_place") if remote else None
     options = dict(place.options) if place else None
-    for attempt in range(4 if remote else 40):
+    for attempt in range(2 if remote else 15):
         url = f"{place.url}-{attempt}" if place else str(tmp_path / f"s{attempt}")
         barrier, found = threading.Barrier(8), list[tuple[int, str]]()
 

@@ -20,7 +20,6 @@ from scarctl.store.backends.parallel import AHEAD_BYTES, AT_ONCE, Helpers
 from tests.store.helpers import Data, read_all
 from tests.support.faulty import WatchedReader
 from tests.support.places import Place
-from tests.support.proxy import Proxy
 
 SHARDS = 4
 ROWS = 4096
@@ -147,45 +146,6 @@ def test_very_many_scattered_rows_are_not_as_many_ranges(place: Place, saved: tu
     assert sum(counted.ranges.values()) < pieces
     most = 2 * (ranges_module.MANY + 2)  # of each tensor
     assert all(n <= most for n in counted.ranges.values())
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_shards_and_segments_are_read_at_once(s3_place: Place, wire: Proxy) -> None:
-    """If every answer takes long, opening and reading take a few times as long and not a few hundred times."""
-    layout = build_layout(
-        [(f"w{n}", "parameter", (TensorSpec("", "F32", (64, 16)),)) for n in range(6)], rows={"w*": 1}
-    )
-    data = Data(layout)
-    options = {**s3_place.options, "endpoint_url": wire.url}
-    store = Store.create(s3_place.url, shards=8, storage_options=options)
-    with open_writer(store, layout=layout, shard_of=layout.shards(8, 0)) as writer:
-        for shard in range(8):
-            writer.commit(shard, writer.states[shard].ids, data, step=0)
-            writer.commit(shard, writer.states[shard].ids[::2], data, step=1)
-    under_way, most, lock = [0], [0], threading.Lock()
-
-    def slow(_: object) -> None:
-        with lock:
-            under_way[0] += 1
-            most[0] = max(most[0], under_way[0])
-        time.sleep(0.06)
-        with lock:
-            under_way[0] -= 1
-
-    wire.rule = slow
-    wire.seen.clear()
-    store = Store.open(s3_place.url, storage_options=options)
-    states = store.states(store.shards())
-    found: dict[int, bytes] = {}
-    for state in states.values():
-        some, bad = read_all(store, state)
-        assert bad == {}
-        found |= some
-    wire.rule = lambda request: None
-    assert found == data.all(range(layout.partitions))
-    assert len(wire.seen) > 60
-    assert 6 <= most[0] <= AT_ONCE
 
 
 class TestHelpers:

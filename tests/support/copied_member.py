@@ -124,32 +124,11 @@ def obey(session: scarctl.Session, order: str, *arguments: Any) -> Any:
         elif order == "evacuate":
             found = session.evacuate(*arguments)
             return {"safe": found.safe, "peers": list(found.peers), "consistent": found.peer_sealed}
-        elif order == "caveats":
-            return [[caveat.kind, caveat.message] for caveat in session.caveats]
-        elif order == "fork":
-            return forked(session)
         else:
             raise AssertionError(order)
     except ScarError as error:
         return {"error": error.kind, "message": str(error)}
     return None
-
-
-def forked(session: scarctl.Session) -> list[str]:
-    """Return the names of the threads in a child of this process, which ends as a loader's worker does."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            with contextlib.suppress(ScarError):
-                session.close()
-            os.write(writing, json.dumps([thread.name for thread in threading.enumerate()]).encode())
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as file:
-        return list(json.loads(file.read()))
 
 
 class Hosts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from scarctl.store.backends.connect import blobs_at
 from scarctl.store.backends.s3 import PART
 from scarctl.store.format import record_path
 from tests.store.helpers import Data, read_all, small_layout
-from tests.support.log_per_shard import store_with_a_log_per_shard
 from tests.support.places import Place
 from tests.support.proxy import Fault, Proxy, Request
 
@@ -311,38 +309,6 @@ def test_a_late_answer_does_not_hide_that_another_has_taken_over(place: Place, w
         older.commit(0, np.array([1]), data, step=2)
     older.close()
     newer.close()
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.long
-def test_every_call_may_fail(s3_place: Place, wire: Proxy) -> None:
-    """One answer in six is wrong or lost; every acknowledged commit is there."""
-    random_ = random.Random(5)
-    options = {**s3_place.options, "endpoint_url": wire.url, "scarctl_timeout": 20}
-    layout, data = small_layout(), Data(small_layout())
-    acknowledged: dict[int, bytes] = {}
-    store = store_with_a_log_per_shard(s3_place.url, shards=2, storage_options=options)
-    wire.rule = lambda request: random_.choice(PASSING) if random_.random() < 1 / 6 else None
-    with open_writer(store, layout=layout, shard_of=layout.shards(2, 0)) as writer:
-        for step in range(4):
-            for shard in (0, 1):
-                ids = writer.states[shard].ids if step == 0 else writer.states[shard].ids[step::3]
-                data.change(ids.tolist(), step)
-                try:
-                    writer.commit(shard, ids, data, step=step, sealed=step == 0)
-                except Unavailable:
-                    writer.commit(shard, ids, data, step=step, sealed=step == 0)
-                acknowledged |= data.all(ids.tolist())
-    assert len(wire.seen) > 50
-    wire.rule = lambda request: None
-    store = Store.open(s3_place.url, storage_options=options)
-    found = {}
-    for shard in (0, 1):
-        read, bad = read_all(store, store.state(shard))
-        assert bad == {}
-        found |= read
-    assert found == acknowledged
-    assert verify(store, read_data=True).problems == []
 
 
 def test_a_server_that_ignores_the_condition_is_refused(place: Place, wire: Proxy) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import pytest
 
@@ -15,7 +13,7 @@ from scarctl.store.prune import Retention, plan_prune, prune
 from tests.store.helpers import Data, small_layout
 from tests.support.log_per_shard import store_with_a_log_per_shard
 from tests.support.places import Bucket, Place
-from tests.support.proxy import Fault, Proxy
+from tests.support.proxy import Proxy
 
 pytestmark = pytest.mark.slow
 
@@ -81,22 +79,6 @@ def test_prune_aborts_those_of_fenced_writers(s3_place: Place, bucket: Bucket) -
     assert bucket.uploads() == [dead, stays] or sorted(bucket.uploads()) == sorted([dead, stays])
     assert prune(store, plan).files == 1
     assert bucket.uploads() == [stays]
-
-
-@pytest.mark.long
-def test_a_server_that_does_not_tell_stops_nothing(
-    s3_place: Place, bucket: Bucket, wire: Proxy, caplog: pytest.LogCaptureFixture
-) -> None:
-    layout, data = small_layout(), Data(small_layout())
-    options = {**s3_place.options, "endpoint_url": wire.url, "scarctl_timeout": 1}
-    for fault in (Fault((501, "NotImplemented")), Fault((403, "AccessDenied")), Fault((503, "SlowDown"))):
-        wire.rule = lambda request, fault=fault: fault if request.query.startswith("uploads") else None  # type: ignore[misc]
-        store = Store.create(s3_place.url, storage_options=options)
-        with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
-            writer.commit(0, writer.states[0].ids, data, step=1, sealed=True)
-            Collector(writer).collect()
-        assert any(request.query.startswith("uploads") for request in wire.seen)
-    assert [r.levelno for r in caplog.records if "unfinished uploads" in r.message] == [logging.WARNING]
 
 
 def test_memory_of_a_large_upload_is_bounded(s3_place: Place, wire: Proxy) -> None:
