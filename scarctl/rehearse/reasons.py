@@ -10,6 +10,7 @@ from scarctl.rehearse.records import GENERATORS, Line
 from scarctl.util.document import Document
 
 STATE, RATES, INPUTS, RANDOM, RESULT = "state", "rates", "inputs", "random", "result"
+_CALLS = "calls"
 KINDS = (STATE, RATES, INPUTS, RANDOM, RESULT)
 """What may differ at a step. An earlier one explains a later one."""
 _STATE = ("parameters", "slots", "buffers")
@@ -67,6 +68,18 @@ def cause_after_restart(first: Steps, again: Steps, comparable: Collection[str])
         what = "the learning rate fell back" if name.startswith("lr") else "a hyperparameter fell back"
         reason = f"{what}: step {step} was made with {name} = {value}, not {other}"
         remedy = "pass the object that counts the steps to attach, in schedulers= or extras="
+    elif kind == INPUTS and name == _CALLS:
+        reason = f"in step {step} modules were called in another order, or another number of times"
+        remedy = (
+            "a counter of the loop's own, such as enumerate(), begins anew: count by session.head_step, or pass what "
+            "counts to attach, in extras="
+        )
+    elif kind == INPUTS and name:
+        reason = f"{name} is another one at step {step}; what modules got before it in this step is the same"
+        remedy = (
+            "it comes from a variable or an object that was not restored, such as a hidden state or a pool of images: "
+            "pass it to attach, in extras="
+        )
     elif kind == INPUTS:
         reason = (
             f"the {'first ' if resumed else ''}batch after the restart is another one: that of step {step}"
@@ -165,13 +178,22 @@ def _differences(
         if theirs.rates.get(name) != ours.rates.get(name):
             yield RATES, name
             break
-    calls = min(len(theirs.inputs), len(ours.inputs)) if resumed else None
-    if (calls is None and theirs.inputs != ours.inputs) or (
-        calls and theirs.inputs[-calls:] != ours.inputs[-calls:]
-    ):
-        yield INPUTS, ""
+    calls = min(len(theirs.inputs), len(ours.inputs)) if resumed else 0
+    if (calls or not resumed) and theirs.inputs[-calls:] != ours.inputs[-calls:]:
+        yield INPUTS, _argument(theirs.inputs[-calls:], ours.inputs[-calls:])
     if any(theirs.after[kind] != ours.after[kind] for kind in _STATE):
         yield RESULT, ""
+
+
+def _argument(theirs: Sequence[Mapping[str, str]], ours: Sequence[Mapping[str, str]]) -> str:
+    """Return the first arguments that differ; "" if they are all of the step's first call: it is the batch."""
+    if [[*one] for one in theirs] != [[*one] for one in ours]:
+        return _CALLS
+    for number, (one, other) in enumerate(zip(theirs, ours, strict=False)):
+        names = [name for name in other if other[name] != one.get(name)]
+        if names:
+            return "" if not number and len(names) == len(other) else " and ".join(names)
+    return ""
 
 
 def _which(theirs: Line, ours: Line) -> str:

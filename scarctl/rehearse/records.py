@@ -40,8 +40,8 @@ class Line:
     step: int
     before: Mapping[str, str] | None
     """Parameters, slots, buffers and each random generator at the first forward; None if no module was called."""
-    inputs: Sequence[str]
-    """Arguments of the outermost module in each of its calls since the step before; empty if none was called."""
+    inputs: Sequence[Mapping[str, str]]
+    """Arguments of each call of a module from outside of modules since the step before, by "argument of module"."""
     rates: Mapping[str, str]
     """Learning rates and other hyperparameters, by name."""
     after: Mapping[str, str]
@@ -68,6 +68,8 @@ class Final:
     differences: tuple[Difference, ...] = ()
     early: bool = False
     """The program has closed the session before the last step of the rehearsal."""
+    unsaved: str = ""
+    """The session's warning about attributes that nobody saves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,15 @@ from typing import Literal, TypeAlias
 
 from scarctl.errors import ScarError
 from scarctl.rehearse import processes, records
-from scarctl.rehearse.reasons import Cause, alike, cause_after_restart, cause_undisturbed
+from scarctl.rehearse.reasons import (
+    INPUTS,
+    RANDOM,
+    RESULT,
+    Cause,
+    alike,
+    cause_after_restart,
+    cause_undisturbed,
+)
 from scarctl.rehearse.records import Attached, Difference, Records
 from scarctl.rehearse.run import ARENA, Run
 from scarctl.store.record import now
@@ -253,6 +261,9 @@ def _compare(
                 f"only what is saved beside the tensors differs: {differences[0].name}",
                 "restore it as it was saved, or leave it out of extras= if training does not depend on it",
             )
+    unsaved = "; ".join({one.unsaved for one in first.finals.values() if one.unsaved})
+    if cause is not None and unsaved and cause.kind in (INPUTS, RANDOM, RESULT):
+        cause = replace(cause, reason=f"{cause.reason}; {unsaved}")
     return RehearsedRun(name, again.resumed, differences, cause)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import os
 import sys
 import time
@@ -22,11 +23,13 @@ from torch import nn
 from scarctl.adapter import Adapter
 from scarctl.arena.folder import host_folder
 from scarctl.config import SessionSettings
+from scarctl.lint.attributes import UNSAVED
 from scarctl.rehearse import records, state
 from scarctl.rehearse.records import Attached, Difference, Final, Line
 from scarctl.rehearse.run import Run
 from scarctl.session.peers import Together
 from scarctl.session.steps import Follower
+from scarctl.state.caveats import Caveats
 from scarctl.store.backends.address import Address
 
 STATE = "state"
@@ -43,6 +46,7 @@ class Watched(Protocol):
 
     settings: SessionSettings
     follower: Follower | None
+    caveats: Caveats
     _together: Together
 
     @property
@@ -98,9 +102,11 @@ class Watcher:
         self.parts.append(part)
         session.follower = part
         if isinstance(model, nn.Module):
-            for module in model.modules():
+            for name, module in model.named_modules():
+                part.names[module] = name or type(module).__name__
                 # Before hooks of others, which may gather or cast what is read here.
                 module.register_forward_pre_hook(part.called, prepend=True, with_kwargs=True)
+                module.register_forward_hook(part.returned)
 
     def interrupt(self) -> None:
         """Send this process the signal, once."""
@@ -136,6 +142,8 @@ class Part:
         self.done = False
         """Whether its last state is recorded."""
         self.step = 0
+        self.names: dict[nn.Module, str] = {}
+        """Names of all modules, for display."""
         self.digest, self.ranks, self._name = record.digest, record.ranks, record.name
         self._watcher, self._session = watcher, session
         self._adapter, self._optimizers = adapter, optimizers
@@ -143,23 +151,39 @@ class Part:
         self._begin()
 
     def _begin(self) -> None:
-        self._outermost: nn.Module | None = None
+        self._running: nn.Module | None = None
+        """The outermost module that is running."""
         self._before: Mapping[str, str] | None = None
-        self._inputs: list[str] = []
+        self._inputs: list[dict[str, str]] = []
 
     @torch.no_grad()
     def called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the arguments of the outermost module, and before its first call in a step the state."""
-        if torch.compiler.is_compiling() or self.done or os.getpid() != self._pid:
+        """Note the arguments of a call from outside of modules, and before the first one in a step the state."""
+        if (
+            torch.compiler.is_compiling()
+            or self.done
+            or os.getpid() != self._pid
+            or self._running is not None
+        ):
             return
-        if self._outermost is None:
-            self._outermost = module
-            if self._session.head_step:  # before the first step parameters may have no values yet
-                self._before = state.digests(self._adapter)
-        if module is self._outermost:
+        self._running = module
+        if (
+            not self._inputs and self._session.head_step
+        ):  # before the first step parameters may have no values yet
+            self._before = state.digests(self._adapter)
+        names = [*inspect.signature(module.forward).parameters]
+        given = {names[n] if n < len(names) else str(n): value for n, value in enumerate(args)} | kwargs
+        found = {}
+        for name, value in given.items():
             digest = xxhash.xxh3_64()
-            state.feed(digest, (args, kwargs))
-            self._inputs.append(digest.hexdigest())
+            state.feed(digest, value)
+            found[f"{name} of {self.names[module]}"] = digest.hexdigest()
+        self._inputs.append(found)
+
+    def returned(self, module: nn.Module, *_: object) -> None:
+        """Note that a module has ended."""
+        if not torch.compiler.is_compiling() and module is self._running:
+            self._running = None
 
     def stepped(self) -> None:
         """Record a step that has ended; interrupt or end the program after it."""
@@ -214,7 +238,8 @@ class Part:
             final = dataclasses.replace(final, differences=(other,))
         else:
             final = dataclasses.replace(final, differences=state.compare(self._adapter, path))
-        records.write(watcher.folder, self._name, final)
+        said = [one.message for one in self._session.caveats if one.kind == UNSAVED]
+        records.write(watcher.folder, self._name, dataclasses.replace(final, unsaved="".join(said)))
         self.done = True
         watcher.end()
 

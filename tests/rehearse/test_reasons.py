@@ -10,7 +10,12 @@ from scarctl.rehearse.reasons import KINDS, alike, cause_after_restart, cause_un
 from scarctl.rehearse.records import GENERATORS, Line
 
 KEPT = dict.fromkeys(("parameters", "slots", "buffers", *GENERATORS), "same")
-FIRST = {"a": [Line(step, KEPT, ["x", f"batch {step}"], {"lr": "0.1"}, KEPT) for step in range(1, 9)]}
+FIRST = {
+    "a": [
+        Line(step, KEPT, [{"input of a": "x"}, {"input of b": f"batch {step}"}], {"lr": "0.1"}, KEPT)
+        for step in range(1, 9)
+    ]
+}
 ALL = (*KINDS, *GENERATORS)
 
 
@@ -26,9 +31,19 @@ def restarted(step: int, **changes: object) -> dict[str, list[Line]]:
         ({"before": {**KEPT, "slots": "other"}}, "state", "the optimizer's state are not those of step 4"),
         ({"rates": {"lr": "0.2"}}, "rates", "with lr = 0.2, not 0.1"),
         (
-            {"inputs": ["x", "other"]},
+            {"inputs": [{"input of a": "other"}, {"input of b": "batch 5"}]},
             "inputs",
             "the first batch after the restart is another one: that of step 5",
+        ),
+        (
+            {"inputs": [{"input of a": "x"}, {"input of b": "other"}]},
+            "inputs",
+            "input of b is another one at step 5",
+        ),
+        (
+            {"inputs": [{"input of b": "batch 5"}, {"input of a": "x"}]},
+            "inputs",
+            "in step 5 modules were called in another order",
         ),
         ({"before": {**KEPT, "torch": "other"}}, "random", "the random generator of torch"),
         ({"after": {**KEPT, "parameters": "other"}}, "result", "began with the same state, batch"),
@@ -49,7 +64,7 @@ def test_each_kind_has_its_reason(changes: dict[str, object], kind: str, words: 
 
 def test_an_earlier_cause_explains_a_later_one() -> None:
     other = {**KEPT, "parameters": "other"}
-    cause = cause_after_restart(FIRST, restarted(6, rates={"lr": "0.2"}, inputs=["y"], after=other), ALL)
+    cause = cause_after_restart(FIRST, restarted(6, rates={"lr": "0.2"}, inputs=[], after=other), ALL)
     assert cause is not None
     assert (cause.kind, cause.step) == ("rates", 6)
 
@@ -57,9 +72,9 @@ def test_an_earlier_cause_explains_a_later_one() -> None:
 def test_calls_before_the_restart_are_not_missed() -> None:
     """A call right after a step, such as an evaluation, is not made again by the restart."""
     again = restarted(9)
-    again["a"][0] = replace(again["a"][0], inputs=["batch 5"])
+    again["a"][0] = replace(again["a"][0], inputs=[{"input of b": "batch 5"}])
     assert cause_after_restart(FIRST, again, ALL) is None
-    again["a"][1] = replace(again["a"][1], inputs=["batch 6"])
+    again["a"][1] = replace(again["a"][1], inputs=[{"input of b": "batch 6"}])
     cause = cause_after_restart(FIRST, again, ALL)
     assert cause is not None
     assert (cause.kind, cause.step) == ("inputs", 6)
@@ -82,6 +97,6 @@ def test_undisturbed_runs_that_differ() -> None:
 
     assert cause() is None
     assert cause(after={**KEPT, "python": "other"}) is None  # which nobody seeds
-    assert cause(inputs=["x", "other"]) == ("inputs", 1)
+    assert cause(inputs=[{"input of a": "x"}, {"input of b": "other"}]) == ("inputs", 1)
     assert cause(after={**KEPT, "torch": "other", "parameters": "other"}) == ("random", 1)
     assert cause(after={**KEPT, "parameters": "other"}) == ("result", 1)

@@ -72,22 +72,40 @@ def test_a_loop_that_continues_is_identical_and_leaves_nothing(
     assert json.loads(waiting.read_bytes())["verdict"] == "identical"
 
 
+PATTERNS: dict[str, tuple[str, str, str]] = {
+    "nerf": ("different", "rates", "the learning rate fell back"),
+    "noam": ("different", "rates", "the learning rate fell back"),
+    "cyclegan": ("different", "inputs", "input of D_A is another one"),
+    "dqn": (
+        "different",
+        "inputs",
+        "of the module DQN, which training changes: buffer, env, state, total_reward",
+    ),
+    "char_rnn": ("different", "inputs", "hidden of CharRNN is another one"),
+    **dict.fromkeys(
+        ("mingpt", "dcgan", "vae", "gnn", "actor_critic", "lbfgs", "accumulation"), ("identical", "", "")
+    ),
+}
+"""Programs in the style of public ones: the verdict, the cause's kind, and words of its reason."""
+
+
 @pytest.mark.long
-def test_a_learning_rate_that_falls_back_is_the_reason(tmp_path: Path, arena_dir: Path) -> None:
-    found, _ = rehearse(command("lr", tmp_path))
-    assert found.verdict == "different"
-    _, term, kill = found.runs
-    assert [one.name for one in kill.differences][:2] == ["0.weight", "0.bias"]
-    for one in (term, kill):
+@pytest.mark.parametrize("name", PATTERNS)
+def test_programs_in_the_style_of_public_ones(name: str, tmp_path: Path, arena_dir: Path) -> None:
+    if name == "dqn":
+        pytest.importorskip("lightning")
+    verdict, kind, words = PATTERNS[name]
+    program = Path(__file__).with_name("programs") / f"{name}.py"
+    found, _ = rehearse([sys.executable, str(program), str(tmp_path / "ckpt")], steps=12)
+    assert found.verdict == verdict, found
+    for one in found.runs[1:] if kind else ():
         assert one.cause is not None
-        assert one.cause.kind == "rates"
-        assert one.cause.step == (one.resumed or 0) + 1
-        assert "with lr = 0.05, not" in one.cause.reason
+        assert (one.cause.kind, words in one.cause.reason) == (kind, True), one.cause
     assert left(tmp_path, arena_dir) == []
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "kind"), [("replay", "inputs"), ("again", "not-resumed")])
+@pytest.mark.parametrize(("name", "kind"), [("unsaved", "result"), ("again", "not-resumed")])
 def test_the_likeliest_reason(name: str, kind: str, tmp_path: Path, arena_dir: Path) -> None:
     found, _ = rehearse(command(name, tmp_path))
     assert found.verdict == "different"

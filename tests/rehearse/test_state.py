@@ -30,6 +30,15 @@ def test_equal_states_have_no_difference(tmp_path: Path) -> None:
         assert state.compare(adapter, tmp_path / "state") == ()
 
 
+def test_the_order_in_which_an_optimizer_holds_its_states_is_no_difference(tmp_path: Path) -> None:
+    adapter, _, optimizer = trained()
+    state.keep(adapter, tmp_path / "state")
+    other = dict(reversed(optimizer.state.items()))
+    optimizer.state.clear()
+    optimizer.state.update(other)
+    assert state.compare(adapter, tmp_path / "state") == ()
+
+
 def test_each_difference_is_named_with_its_size(tmp_path: Path) -> None:
     extras = {"counts": {"seen": 3}, "order": {"c", "b", "a"}}
     adapter, model, optimizer = trained(extras={"own": extras})

@@ -26,6 +26,7 @@ from scarctl.api import attach
 from scarctl.config import Extra, Mode
 from scarctl.config.checks import check_mode
 from scarctl.errors import NoIntactCopy, UsageError
+from scarctl.lint.attributes import UNSAVED, Attributes, message
 from scarctl.session.resumed import Resumed
 from scarctl.state.codec import encode
 from scarctl.state.torch_dtypes import plain
@@ -43,6 +44,8 @@ log = logging.getLogger("scarctl")
 _DISTRIBUTIONS = ("lightning.pytorch", "pytorch_lightning")
 _GIVEN = ("model", "optimizer", "schedulers", "scaler", "hooks")
 """Arguments of `attach` that come from the trainer."""
+_LOOK = 3
+"""Iterations after which the module's attributes are looked at."""
 _POSITION, _ORDER = "lightning", "lightning_data"
 """Names of the callback's own extras."""
 _UNSUPPORTED = {
@@ -170,6 +173,7 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
                 hint="omit ckpt_path to continue from the store's state, or use a new store; nothing was saved",
             )
         self._fit.hooks.train_starts()
+        self._fit.attributes = Attributes(pl_module, set(map(id, self._extras())))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._fit is not None:
@@ -185,6 +189,7 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
             self._fit.position.batch_ended()
             self._fit.late.batch_ended()
             self._session.step()
+            self._look(pl_module)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if self._fit is not None and not trainer.sanity_checking:
@@ -231,6 +236,25 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
                 session.store.url,
             )
 
+    def _extras(self) -> list[Any]:
+        """Return the objects that the user gave to be saved."""
+        given = (self._options.get("extras") or {}).values()
+        return [one.value if isinstance(one, Extra) else one for one in given]
+
+    def _look(self, pl_module: Any) -> None:
+        """Say once, after some iterations, which of the module's attributes nobody saves."""
+        session, fit = self._session, self._fit
+        if (
+            session is None
+            or fit is None
+            or fit.attributes is None
+            or session.head_step < fit.first_step + _LOOK
+        ):
+            return
+        if names := fit.attributes.changed():
+            session.caveats.say(UNSAVED, message(pl_module, names))
+        fit.attributes = None
+
     def _has_trained(self, session: Session) -> bool:
         return self._fit is not None and session.head_step > self._fit.first_step
 
@@ -267,6 +291,8 @@ class _Fit:
         """Iterations finished when the fit began."""
         self.replaced: dict[int, tuple[Any, Any]] = {}
         """By signal, the handlers before and after the session set its own."""
+        self.attributes: Attributes | None = None
+        """The module's attributes when training began; None before and after they are looked at."""
         self.waits: set[int] = set()
         """Numbers of the optimizers that have not stepped yet. The first iteration ends when all have: the layout
         needs the state that an optimizer makes in its first step."""

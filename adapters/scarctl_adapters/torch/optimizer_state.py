@@ -208,7 +208,8 @@ class OptimizerState:
         numbers = home.numbers()
         found = _Sorted(references)
         try:
-            for parameter, state in home.state.items():
+            # A restored state may have another order, with the same effect: the saved form is always the same.
+            for parameter, state in sorted(home.state.items(), key=lambda one: numbers.get(id(one[0]), -1)):
                 if id(parameter) not in numbers:
                     path = f"state[{parameter!r}]" if not isinstance(parameter, torch.Tensor) else "state"
                     found.others.append(
