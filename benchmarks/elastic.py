@@ -27,7 +27,7 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
-from scarctl_adapters.elastic import Elastic, schedule
+from examples.elastic import Elastic, schedule
 
 LAYERS, WIDTH = 8, 512
 BETAS = (1.0, 0.9, 0.8, 0.5)

@@ -227,7 +227,7 @@ def test_a_variable_that_nothing_reads_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     environment._warn.cache_clear()
-    for name in ("INTERVALL", "WAIT", "ROWS", "RUN_TIMEOUT", "RESTART_COUNT", "simulate_seed", "UNHEARD_OF"):
+    for name in ("INTERVALL", "ROWS", "RUN_TIMEOUT", "RESTART_COUNT", "simulate_seed", "UNHEARD_OF"):
         monkeypatch.setenv(f"SCARCTL_{name}", "3")
     for _ in range(2):
         with caplog.at_level(logging.WARNING, "scarctl"):
@@ -237,7 +237,6 @@ def test_a_variable_that_nothing_reads_is_named(
         "SCARCTL_INTERVALL has no effect: scarctl reads no such variable; did you mean SCARCTL_INTERVAL?",
         "SCARCTL_ROWS has no effect: give it in scarctl.toml, or to attach",
         "SCARCTL_UNHEARD_OF has no effect: scarctl reads no such variable",
-        "SCARCTL_WAIT has no effect: scarctl reads no such variable; did you mean SCARCTL_RUN_TIMEOUT?",
         "SCARCTL_simulate_seed has no effect: scarctl reads no such variable; did you mean SCARCTL_SIMULATE_SEED?",
     ]
 

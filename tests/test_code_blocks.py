@@ -55,7 +55,7 @@ ELSEWHERE = {
     "docs/jax.md": "tests/adapters/jax, where JAX is installed",
     "docs/torchtitan.md": "tests/adapters/torchtitan, where torchtitan is installed",
     "docs/object-stores.md": "tests/store/conformance, against a server",
-    "docs/elastic.md": "tests/adapters/test_elastic.py: it needs ranks",
+    "docs/elastic.md": "tests/examples/test_elastic.py: it needs ranks",
     "docs/peers.md": "tests/peers: a process alone has none",
     "docs/ray.md": "tests/adapters, where Ray is installed",
     "docs/workbench.md": "tests/test_readme.py",

@@ -148,10 +148,6 @@ class LiveState:
         """Return which of `ids` (ascending) of group `g` have a finite parameter. See `distance.finite`."""
         return finite(self.layout.groups[g], self.tensors[g][0], ids - int(self.layout.base[g]))
 
-    def group_distances(self, g: int, norm: Norm, scratch: Scratch) -> NDArray[np.float64]:
-        """Return the distances of all partitions of group `g`: float64 of shape (partitions of it,)."""
-        return self.groups_distances([g], norm, scratch)[0]
-
     def groups_distances(
         self, groups: Sequence[int], norm: Norm, scratch: Scratch
     ) -> list[NDArray[np.float64]]:

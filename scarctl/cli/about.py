@@ -9,13 +9,12 @@ import sys
 import click
 
 from scarctl import __version__
-from scarctl.cli.groups import Command, Group, unknown
+from scarctl.cli.groups import unknown
 from scarctl.cli.output import EXIT_OK, emit, output_options
 
 
 @click.command(
     "version",
-    cls=Command,
     epilog="""\b
 Examples:
   scarctl version
@@ -33,7 +32,6 @@ def version() -> int:
 
 @click.command(
     "help",
-    cls=Command,
     epilog="""\b
 Examples:
   scarctl help
@@ -46,7 +44,7 @@ Examples:
 @click.option("--schemas", is_flag=True, help="Print the JSON Schemas of what --json prints.")
 @click.pass_context
 def help_(context: click.Context, words: tuple[str, ...], manual: bool, schemas: bool) -> int:
-    """Show the full help of scarctl or of a command; --help shows one screen of it."""
+    """Show the help of scarctl or of a command, as --help does."""
     assert context.parent is not None, "this command belongs to scarctl's group"
     here = context.parent
     if manual or schemas:
@@ -62,8 +60,7 @@ def help_(context: click.Context, words: tuple[str, ...], manual: bool, schemas:
         if found is None:
             raise click.UsageError(unknown(word, command.list_commands(here)), here)
         here = click.Context(found, info_name=word, parent=here)
-    assert isinstance(here.command, Command | Group)
-    click.echo(here.command.whole_help(here))
+    click.echo(here.command.get_help(here))
     return EXIT_OK
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scarctl.cli.given import refuse
-from scarctl.cli.groups import Command
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
@@ -51,7 +50,7 @@ def state_options(command: Decorated) -> Decorated:
     return command
 
 
-@click.command(cls=Command, epilog=EXAMPLES)
+@click.command(epilog=EXAMPLES)
 @click.argument("state", type=click.Path(path_type=Path))
 @click.option("--step", type=int, required=True, metavar="N", help="Iterations done when STATE was written.")
 @click.option("--fraction", metavar="SHARE", default=str(DEFAULT_FRACTION), help=brief("fraction"))

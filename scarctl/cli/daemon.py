@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scarctl.cli.given import refuse
-from scarctl.cli.groups import Command
 from scarctl.cli.output import (
     EXIT_OK,
     arena_option,
@@ -42,7 +41,7 @@ _PATIENCE = 5.0
 """Seconds that one request to the daemon may take."""
 
 
-@click.command(cls=Command, epilog=EXAMPLES)
+@click.command(epilog=EXAMPLES)
 @click.argument("action", type=click.Choice(("start", "status", "stop")))
 @click.option(
     "--reap",

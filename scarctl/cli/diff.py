@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from scarctl.cli.checkpoints import difference_lines
-from scarctl.cli.groups import Command
 from scarctl.cli.inspect import Limit
 from scarctl.cli.output import (
     EXIT_DIFFERENT,
@@ -32,7 +31,7 @@ Examples:
 """
 
 
-@click.command(cls=Command, epilog=EXAMPLES)
+@click.command(epilog=EXAMPLES)
 @click.argument("a")
 @click.argument("b")
 @click.option(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from scarctl.cli.given import named_store
-from scarctl.cli.groups import Command
 from scarctl.cli.output import (
     EXIT_NO_GUARANTEE,
     EXIT_OK,
@@ -48,7 +47,7 @@ class Files(click.ParamType[Any]):
         return tuple(files)
 
 
-@click.command(cls=Command, epilog=EXAMPLES)
+@click.command(epilog=EXAMPLES)
 @click.option(
     "--rounds",
     type=click.IntRange(min=1),

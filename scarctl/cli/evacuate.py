@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from scarctl.cli.groups import Command
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
@@ -30,7 +29,7 @@ Examples:
 """
 
 
-@click.command(cls=Command, epilog=EXAMPLES)
+@click.command(epilog=EXAMPLES)
 @click.option(
     "--deadline",
     required=True,

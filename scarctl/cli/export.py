@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from scarctl.cli.given import refuse
-from scarctl.cli.groups import Command
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
@@ -32,7 +31,7 @@ Examples:
 """
 
 
-@click.command(cls=Command, epilog=EXAMPLES)
+@click.command(epilog=EXAMPLES)
 @click.argument("output", type=click.Path(path_type=Path))
 @click.option("--snapshot", metavar="NAME", help="This snapshot.  [default: the newest copies]")
 @click.option(

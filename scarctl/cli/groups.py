@@ -1,4 +1,4 @@
-"""Group commands: show help on one screen, and answer an unknown command with the similar ones."""
+"""Group commands, and answer an unknown command with the similar ones."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import difflib
 from collections.abc import Iterable
 
 import click
-
-from scarctl.cli.short_help import short_help
 
 _MEANT = {
     "check": "verify",
@@ -23,35 +21,8 @@ _MEANT = {
 """Words of other tools for commands of this one."""
 
 
-class Command(click.Command):
-    """A command whose `--help` fits a screen."""
-
-    def get_help(self, ctx: click.Context) -> str:
-        """Return the short help."""
-        return short_help(ctx)
-
-    def whole_help(self, ctx: click.Context) -> str:
-        """Return all of the help."""
-        return super().get_help(ctx)
-
-
 class Group(click.Group):
     """A group that suggests a command for an unknown one."""
-
-    def summaries(self, ctx: click.Context) -> dict[str, str]:
-        """Return a line about each command."""
-        found = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
-        return {
-            name: command.get_short_help_str(70) for name, command in found.items() if command is not None
-        }
-
-    def get_help(self, ctx: click.Context) -> str:
-        """Return the short help."""
-        return short_help(ctx, self.summaries(ctx))
-
-    def whole_help(self, ctx: click.Context) -> str:
-        """Return all of the help."""
-        return super().get_help(ctx)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

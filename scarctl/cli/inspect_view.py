@@ -1,22 +1,14 @@
-"""Show a survey of a store to people: as plain text, as a page on a terminal, as one line."""
+"""Show a survey of a store to people: a summary, and tables."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from scarctl.cli.output import stdout_takes
 from scarctl.ops.surveyed import RankLine, RunOnHost, ShardLine, Survey
 from scarctl.state.encodings import ERROR_BOUND
 from scarctl.store.saved import describe
 from scarctl.util.text import aligned, counted, human_bytes
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-    from rich.text import Text
 
 TOP = 8
 """Partitions and snapshots that are listed."""
@@ -29,63 +21,23 @@ PARTITION = ("partition", "shard", "saved", "staleness", "distance")
 LEAST = ("bytes", "head", "durable", "partitions", "copies", "process")
 """Columns that a narrow terminal leaves out, the first one first."""
 
-# A level has a colour and a shape of its own: readable without colours too.
-LEVELS = (("·", "green"), ("░", "cyan"), ("▒", "yellow"), ("▓", "dark_orange"), ("█", "red"))
-NEVER = ("!", "bold magenta")
-PLAIN = ".:+%#"
-"""Shapes of the levels for a terminal that shows ASCII only."""
-MAX_LINES = 12
-"""Most lines of the heatmap, without its legend."""
-
 
 class Table(NamedTuple):
-    """Cells of text. The first column is aligned left if `names_first`."""
+    """Cells of text below a title."""
 
     title: str
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]]
-    names_first: bool = False
 
 
-def plain(view: Survey) -> str:
-    """Return summary and tables as ASCII text."""
+def plain(view: Survey, width: int | None = None) -> str:
+    """Return summary and tables as ASCII text. width: of a terminal, for which columns may be left out."""
     lines = summary(view)
     for table in tables(view):
         if table.rows:
-            lines += ["", table.title, *aligned([table.columns, *table.rows], "  ")]
+            shown = table if width is None else narrowed(table, width)
+            lines += ["", shown.title, *aligned([shown.columns, *shown.rows], "  ")]
     return "\n".join(lines)
-
-
-def draw(view: Survey, console: Console) -> None:
-    """Write `page` to `console`."""
-    for part in page(view, console.width):
-        console.print(part)
-
-
-def page(view: Survey, width: int) -> list[RenderableType]:
-    """Return summary, heatmap and tables, top to bottom, for a terminal of `width` columns."""
-    from rich.text import Text
-
-    parts: list[RenderableType] = [Text(line) for line in summary(view)]
-    if view.layout is not None:
-        parts += ["", *heatmap(view.staleness, width - 2)]
-    for table in tables(view):
-        if table.rows:
-            parts += ["", _drawn(narrowed(table, width))]
-    return parts
-
-
-def line(view: Survey) -> str:
-    """Return the state of a run in one line."""
-    if view.layout is None:
-        return "nothing is saved yet"
-    parts = [_step(view)]
-    if never := int((view.saved_step < 0).sum()):
-        parts.append(f"{never} never saved")
-    parts += [describe(view.age.saved_at), f"{human_bytes(view.usage['bytes'])} on disk"]
-    if view.run is not None:
-        parts.append(_errors(view.run))
-    return f"{', '.join(parts)}; {view.ages}"
 
 
 # -- the summary -------------------------------------------------------------------------------------------------
@@ -210,9 +162,9 @@ def tables(view: Survey) -> list[Table]:
     )
     return [
         _shards(view) if view.topology is None else _ranks(view, view.topology.noun),
-        Table("stalest parameters", LAYER, _layers(view), names_first=True),
-        Table("stalest", PARTITION, stalest, names_first=True),
-        Table("most changed", PARTITION, changed, names_first=True),
+        Table("stalest parameters", LAYER, _layers(view)),
+        Table("stalest", PARTITION, stalest),
+        Table("most changed", PARTITION, changed),
     ]
 
 
@@ -298,62 +250,6 @@ def narrowed(table: Table, width: int) -> Table:
     title = f"{table.title} (a wider terminal shows: {', '.join(left)})" if left else table.title
     columns, *rows = (tuple(row[k] for k in kept) for row in (table.columns, *table.rows))
     return table._replace(title=title, columns=columns, rows=rows)
-
-
-def _drawn(table: Table) -> RenderableType:
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    drawn = RichTable(title=table.title, title_justify="left", box=None, pad_edge=False)
-    for k, name in enumerate(table.columns):
-        drawn.add_column(name, overflow="fold", justify="left" if k == 0 and table.names_first else "right")
-    for row in table.rows:
-        drawn.add_row(*map(Text, row))
-    return drawn
-
-
-# -- the map -----------------------------------------------------------------------------------------------------
-
-
-def heatmap(staleness: NDArray[np.int64], width: int) -> list[Text]:
-    """Return lines of a map of all partitions in order, one cell per bucket of them, and a legend.
-
-    staleness: int64 of shape (partitions,), in iterations, -1 never saved. A cell shows the stalest of its bucket.
-    """
-    from rich.text import Text
-
-    levels: tuple[tuple[str, str], ...] = LEVELS
-    if not stdout_takes("".join(shape for shape, _ in LEVELS)):
-        levels = tuple((shape, colour) for shape, (_, colour) in zip(PLAIN, LEVELS, strict=True))
-    width = max(width, 10)
-    count = len(staleness)
-    per_cell = max(1, -(-count // (width * MAX_LINES)))
-    # A partition that was never saved is worse than any other.
-    worst = np.iinfo(np.int64).max
-    stale = np.where(staleness < 0, worst, staleness)
-    cells = np.maximum.reduceat(stale, np.arange(0, count, per_cell)) if count else stale
-    known = cells[cells != worst]
-    top = int(known.max(initial=0))
-    level = np.where(cells == worst, 0, cells) * len(levels) // (top + 1)
-    lines = []
-    for first in range(0, len(cells), width):
-        row = Text()
-        for value, at in zip(
-            cells[first : first + width].tolist(), level[first : first + width].tolist(), strict=True
-        ):
-            character, style = NEVER if value == worst else levels[at]
-            row.append(character, style=style)
-        lines.append(row)
-    legend = Text(f"staleness, {counted(per_cell, 'partition')} per cell: ")
-    for k, (character, style) in enumerate(levels):
-        low, high = -(-k * (top + 1) // len(levels)), -(-(k + 1) * (top + 1) // len(levels)) - 1
-        if low <= high:
-            legend.append(character, style=style).append(
-                f" {low}" if low == high else f" {low}-{high}"
-            ).append("  ")
-    if len(known) < len(cells):
-        legend.append(NEVER[0], style=NEVER[1]).append(" never saved")
-    return [*lines, legend]
 
 
 # -- words -------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from scarctl.cli.groups import Command, Group
+from scarctl.cli.groups import Group
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
@@ -44,7 +44,6 @@ def command() -> None:
 
 
 @command.command(
-    cls=Command,
     epilog="""\b
 Examples:
   scarctl live checkpoint --store ckpt
@@ -96,7 +95,6 @@ def report_saved(
 
 
 @command.command(
-    cls=Command,
     epilog="""\b
 Examples:
   scarctl live recover --store ckpt --lost 'layers.3.*'

@@ -54,25 +54,10 @@ GROUPS = {"live": ("checkpoint", "recover"), "snapshot": ("create", "delete", "l
 """Commands that have commands of their own."""
 
 # Options that are not settings of a session, and are allowed at the top of scarctl.toml.
-OPTIONS = frozenset(
-    {
-        "json",
-        "deadline",
-        "debug",
-        "limit",
-        "mode",
-        "read_data",
-        "read_data_subset",
-        "dry_run",
-        "restarts",
-        "rounds",
-        "steps",
-        "keep_last",
-        "keep_every",
-        "max_rework",
-        "max_shard_size",
-    }
-)
+OPTIONS = frozenset((
+    "json", "deadline", "debug", "limit", "mode", "read_data", "read_data_subset", "dry_run", "restarts",
+    "rounds", "steps", "keep_last", "keep_every", "max_rework", "max_shard_size",
+))  # fmt: skip
 
 _OF_STUDIES = frozenset({"simulate"})
 """Commands whose options differ in meaning from a run's of the same name (`interval`): only their own table counts,
@@ -142,9 +127,6 @@ class LazyGroup(Group):
         }
         ctx.default_map = {**(ctx.default_map or {}), cmd_name: defaults.get("", defaults)}
         return command
-
-    def summaries(self, ctx: click.Context) -> dict[str, str]:
-        return dict(COMMANDS)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -220,15 +220,6 @@ def plain_streams() -> None:
             stream.reconfigure(encoding="ascii" if ascii_only else None, errors="backslashreplace")
 
 
-def stdout_takes(text: str) -> bool:
-    """Return whether stdout's encoding can represent `text`."""
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def warn(message: str) -> None:
     """Write a warning to stderr."""
     say(f"scarctl: warning: {printable(message)}")

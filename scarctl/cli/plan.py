@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scarctl.cli.groups import Command
 from scarctl.cli.output import EXIT_OK, emit, open_store, output_options, store_option
 from scarctl.cli.units import Given, Size, Time
 from scarctl.config.options import DEFAULT_FRACTION, DEFAULT_MAX_LAG, DEFAULT_OVERHEAD
@@ -42,7 +41,7 @@ _ROWS = {
 """The same ways below a heading."""
 
 
-@click.command(cls=Command, epilog=EXAMPLES)
+@click.command(epilog=EXAMPLES)
 @click.option("--state-bytes", type=Size(), help="Size of parameters and moments.")
 @click.option("--step-time", type=Time(), help="Duration of an iteration.")
 @click.option(

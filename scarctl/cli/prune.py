@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from scarctl.cli.given import refuse
-from scarctl.cli.groups import Command
 from scarctl.cli.output import EXIT_OK, emit, note, on_store, open_store, say, wants_json
 from scarctl.errors import UsageError
 from scarctl.util.text import counted, human_bytes
@@ -49,7 +48,7 @@ def deleting_options(command: F) -> F:
     return command
 
 
-@click.command(cls=Command, epilog=EXAMPLES)
+@click.command(epilog=EXAMPLES)
 @deleting_options
 @click.option(
     "--keep",

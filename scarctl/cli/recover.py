@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scarctl.cli.groups import Command
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
@@ -39,7 +38,7 @@ Examples:
 """
 
 
-@click.command(cls=Command, epilog=EXAMPLES)
+@click.command(epilog=EXAMPLES)
 @recovery_options
 @click.option(
     "--into",

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from scarctl.cli.groups import Command
 from scarctl.cli.output import (
     EXIT_DIFFERENT,
     EXIT_NOT_DETERMINISTIC,
@@ -34,7 +33,7 @@ _SHOWN = 5
 """Differences that are listed for a run."""
 
 
-@click.command(cls=Command, epilog=EXAMPLES, context_settings={"allow_interspersed_args": False})
+@click.command(epilog=EXAMPLES, context_settings={"allow_interspersed_args": False})
 @click.argument("cmd", metavar="CMD...", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.option(
     "--steps",

@@ -9,7 +9,6 @@ from pathlib import Path
 import click
 
 from scarctl.cli.given import required_store
-from scarctl.cli.groups import Command
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
@@ -29,7 +28,7 @@ Examples:
 """
 
 
-@click.command(cls=Command, epilog=EXAMPLES)
+@click.command(epilog=EXAMPLES)
 @store_argument
 @click.option(
     "--output",

@@ -212,7 +212,7 @@ def _findings(health: Health) -> str:
 
 def _losses(health: Health) -> Table:
     """Return what is lost if the process, the host or the store is lost now."""
-    return Table("", LOSS_COLUMNS, [loss_cells(*loss) for loss in health.losses.items()], names_first=True)
+    return Table("", LOSS_COLUMNS, [loss_cells(*loss) for loss in health.losses.items()])
 
 
 # -- tables ------------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def _layer_table(report: Report) -> Table:
     ]
     more = f" (the largest {len(rows)} of {len(rows) + report.more_layers})" if report.more_layers else ""
     columns = ("layer", "partitions", "bytes", "oldest age", "change since saved")
-    return Table(f"layers{more}", columns, rows, names_first=True)
+    return Table(f"layers{more}", columns, rows)
 
 
 def _event_table(events: Sequence[Event]) -> Table:
@@ -239,7 +239,7 @@ def _event_table(events: Sequence[Event]) -> Table:
         (event.kind, clock(event.at), str(event.step), *_event_cells(event)) for event in reversed(events)
     ]
     columns = ("event", "time (UTC)", "step", "restored", "from", "change", "predicted", "done again")
-    return Table("starts and recoveries", columns, rows, names_first=True)
+    return Table("starts and recoveries", columns, rows)
 
 
 def _event_cells(event: Event) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scarctl.cli.groups import Command
 from scarctl.cli.output import (
     EXIT_RUN_FAILED,
     EXIT_SIGNAL,
@@ -54,7 +53,7 @@ _PATIENCE = 1.0
 """Seconds that one request to the daemon may take at the end: signals are noticed between requests."""
 
 
-@click.command(cls=Command, epilog=EXAMPLES, context_settings={"allow_interspersed_args": False})
+@click.command(epilog=EXAMPLES, context_settings={"allow_interspersed_args": False})
 @click.argument("cmd", metavar="CMD...", nargs=-1, required=True, type=click.UNPROCESSED)
 @store_option(about="Store that the sessions save to.")
 @click.option(

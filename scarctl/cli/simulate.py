@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from scarctl.cli.groups import Command
 from scarctl.cli.output import EXIT_OK, emit, note, output_options, warn
+from scarctl.cli.progress import Progress
 from scarctl.errors import UsageError
 from scarctl.util.text import aligned, counted
 
@@ -26,10 +22,9 @@ Examples:
   scarctl simulate workload:build --interval 16 --results study.jsonl
   scarctl simulate workload:build --policy priority --fraction 1/8 --json
 """
-_PAUSE = 30.0
 
 
-@click.command(cls=Command, epilog=EXAMPLES)
+@click.command(epilog=EXAMPLES)
 @click.argument("workload")
 @click.option("--data", metavar="DIR", help="Folder for the workload's factory.")
 @click.option(
@@ -157,10 +152,10 @@ def command(
             missing = [trial for trial in range(trials) if trial not in kept.by_trial]
             if results is not None and len(missing) < trials:
                 note(f"{trials - len(missing)} of {counted(trials, 'trial')} already in {results}")
-            with _progress(trials, trials - len(missing)) as progress:
-                for result in workers.run(missing):
-                    kept.add(result)
-                    progress.advance()
+            progress = Progress("trials: finished", str)
+            for number, result in enumerate(workers.run(missing), trials - len(missing) + 1):
+                kept.add(result)
+                progress(number, trials)
         finally:
             kept.close()
     chosen = [kept.by_trial[trial] for trial in range(trials)]
@@ -280,41 +275,3 @@ def _interval(mean: Mean, scale: int) -> str:
         return ""
     digits = 2 if scale == 1 else 0
     return f"({scale * mean.low:.{digits}f} to {scale * mean.high:.{digits}f})"
-
-
-class _Progress(Protocol):
-    def advance(self) -> Any: ...
-
-
-@contextmanager
-def _progress(total: int, done: int) -> Iterator[_Progress]:
-    """Show a bar on stderr if that is a terminal, otherwise a line every 30 s."""
-    if done == total or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
-        yield _Lines(total, done)
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("trials", total=total, completed=done)
-        yield _Bar(progress, task)
-
-
-class _Lines:
-    def __init__(self, total: int, done: int) -> None:
-        self._total, self._done = total, done
-        self._next = time.monotonic() + _PAUSE
-
-    def advance(self) -> None:
-        self._done += 1
-        if time.monotonic() >= self._next and self._done < self._total:
-            self._next = time.monotonic() + _PAUSE
-            note(f"{self._done} of {counted(self._total, 'trial')}")
-
-
-class _Bar:
-    def __init__(self, progress: Any, task: Any) -> None:
-        self._progress, self._task = progress, task
-
-    def advance(self) -> None:
-        self._progress.advance(self._task)

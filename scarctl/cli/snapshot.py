@@ -9,7 +9,7 @@ import click
 
 from scarctl.cli.checkpoint import save_state, state_options
 from scarctl.cli.given import refuse
-from scarctl.cli.groups import Command, Group
+from scarctl.cli.groups import Group
 from scarctl.cli.live import report_saved
 from scarctl.cli.output import (
     EXIT_OK,
@@ -43,7 +43,6 @@ def command() -> None:
 
 @command.command(
     "list",
-    cls=Command,
     epilog="""\b
 Examples:
   scarctl snapshot list --store ckpt
@@ -64,7 +63,6 @@ def list_(store: str) -> int:
 
 
 @command.command(
-    cls=Command,
     epilog="""\b
 Examples:
   scarctl snapshot create best --store ckpt
@@ -116,7 +114,6 @@ def _of_session(name: str, store: str, timeout: float, arena_dir: str | None) ->
 
 
 @command.command(
-    cls=Command,
     epilog="""\b
 Examples:
   scarctl snapshot delete best --store ckpt --dry-run

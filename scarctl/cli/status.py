@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import click
 
 from scarctl.cli.given import named_store, refuse
-from scarctl.cli.groups import Command
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
@@ -36,7 +36,7 @@ Examples:
 """
 
 
-@click.command(cls=Command, epilog=EXAMPLES)
+@click.command(epilog=EXAMPLES)
 @store_argument
 @click.option("--watch", "follow", is_flag=True, help="Repeat until Ctrl-C.")
 @click.option(
@@ -69,8 +69,6 @@ def command(place: str | None, store: str | None, follow: bool, every: float, ar
         width = _width()
         emit(_fields(found), text="\n".join(page(found, width)))
         return _code(found, wanted)
-    from scarctl.cli.watch import repeat
-
     if wants_json():
         repeat(every, lambda: emit(_fields(look())))
     elif sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
@@ -138,8 +136,17 @@ def _on_screen(look: Callable[[], list[Health]], every: float) -> None:
     from rich.text import Text
 
     from scarctl.cli.status_view import page
-    from scarctl.cli.watch import repeat
 
     console = Console()
     with Live(console=console, auto_refresh=False, screen=True, vertical_overflow="crop") as live:
         repeat(every, lambda: live.update(Group(*map(Text, page(look(), console.width))), refresh=True))
+
+
+def repeat(every: float, turn: Callable[[], bool | None]) -> None:
+    """Call `turn` every `every` seconds until it returns True."""
+    started = time.monotonic()
+    turns = 0
+    while not turn():
+        # At fixed times, because reading a large store takes time, too.
+        turns = max(turns + 1, int((time.monotonic() - started) / every))
+        time.sleep(max(0.0, started + turns * every - time.monotonic()))

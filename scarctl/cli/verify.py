@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from scarctl.cli.checkpoints import chosen, memory_lines, store_or_checkpoint, verified_lines
-from scarctl.cli.groups import Command
 from scarctl.cli.output import EXIT_CORRUPT, EXIT_OK, arena_option, emit, note, open_store
 from scarctl.cli.progress import Progress
 from scarctl.errors import Corruption, NoIntactCopy, UsageError
@@ -31,7 +30,7 @@ _SHOWN = 100
 _SKIPPED = "memory was not compared: the store's own records are damaged"
 
 
-@click.command(cls=Command, epilog=EXAMPLES)
+@click.command(epilog=EXAMPLES)
 @click.option(
     "--read-data/--no-read-data",
     default=True,

@@ -18,68 +18,22 @@ REHEARSAL = "SCARCTL_REHEARSAL"
 OF_EACH_COMMAND = frozenset({"timeout"})
 """Settings of a session that are also the names of commands' options, with other meanings. So an option's variable
 contains the command's name (SCARCTL_RUN_TIMEOUT), and only the command's own table in the file counts."""
-OF_COMMANDS = frozenset(
-    {
-        *(
-            "bandwidth",
-            "convergence",
-            "deadline",
-            "debug",
-            "dry_run",
-            "duration",
-            "every",
-            "format",
-            "from",
-            "gain",
-            "hosts",
-            "json",
-        ),
-        *(
-            "keep_every",
-            "keep_last",
-            "limit",
-            "max_rework",
-            "max_shard_size",
-            "memory_bandwidth",
-            "metrics",
-            "metrics_listen",
-            "mode",
-            "mtbf",
-            "peer",
-        ),
-        *(
-            "read_data",
-            "read_data_subset",
-            "restart",
-            "restarts",
-            "rounds",
-            "state_bytes",
-            "step",
-            "step_time",
-            "steps",
-        ),
-        *(
-            "to",
-            "watch",
-            "daemon_timeout",
-            "live_timeout",
-            "rehearse_timeout",
-            "run_timeout",
-            "snapshot_timeout",
-            "simulate_data",
-        ),
-        *("simulate_fail_after", "simulate_failure_rate", "simulate_fraction", "simulate_interval"),
-        *("simulate_iterations", "simulate_jobs", "simulate_lost", "simulate_mode", "simulate_norm"),
-        *("simulate_plot", "simulate_policy", "simulate_predictions", "simulate_results", "simulate_seed"),
-        *("simulate_smooth", "simulate_stratify", "simulate_target", "simulate_trials"),
-    }
-)
+OF_COMMANDS = frozenset((
+    "bandwidth", "convergence", "deadline", "debug", "dry_run", "duration", "every", "format", "from",
+    "gain", "hosts", "json", "keep_every", "keep_last", "limit", "max_rework", "max_shard_size",
+    "memory_bandwidth", "metrics", "metrics_listen", "mode", "mtbf", "peer", "read_data", "read_data_subset",
+    "restart", "restarts", "rounds", "state_bytes", "step", "step_time", "steps", "to", "watch",
+    "daemon_timeout", "live_timeout", "rehearse_timeout", "run_timeout", "snapshot_timeout", "simulate_data",
+    "simulate_fail_after", "simulate_failure_rate", "simulate_fraction", "simulate_interval",
+    "simulate_iterations", "simulate_jobs", "simulate_lost", "simulate_mode", "simulate_norm",
+    "simulate_plot", "simulate_policy", "simulate_predictions", "simulate_results", "simulate_seed",
+    "simulate_smooth", "simulate_stratify", "simulate_target", "simulate_trials",
+))  # fmt: skip
 """Options of commands that are not settings of a session, as their variables spell them."""
 _NOT_TEXT = {
     "rows": "give it in scarctl.toml, or to attach",
     "storage_options": "give it in scarctl.toml, or in scarctl.Settings",
 }
-_RENAMED = {"wait": "run_timeout", "drain_timeout": "timeout"}
 _OURS = frozenset({"rehearsal", "restart_count"})
 """Variables that scarctl sets for other programs."""
 
@@ -107,7 +61,7 @@ def unread(name: str) -> str | None:
 
 
 def _like(key: str, known: Iterable[str]) -> str:
-    near = [_RENAMED[key]] if key in _RENAMED else difflib.get_close_matches(key, sorted(known), 1)
+    near = difflib.get_close_matches(key, sorted(known), 1)
     return f"; did you mean {PREFIX}{near[0].upper()}?" if near else ""
 
 

@@ -310,21 +310,8 @@ def _parse(name: str, text: str, read: Callable[[str], object]) -> object:
 
 # A norm function and row patterns have no form as text.
 _FROM_TEXT: dict[str, Callable[[str], object]] = {
-    **dict.fromkeys(
-        (
-            "store",
-            "policy",
-            "norm",
-            "tracker",
-            "encoding",
-            "grace",
-            "max_loss",
-            "max_lag",
-            "on_error",
-            "arena_dir",
-        ),
-        str,
-    ),
+    **dict.fromkeys(("store", "policy", "norm", "tracker", "encoding", "grace", "max_loss", "max_lag"), str),
+    **dict.fromkeys(("on_error", "arena_dir"), str),
     **dict.fromkeys(("peer_address", "peer_domain", "peer_ack", "peer_secret_file"), str),
     **dict.fromkeys(("assume_single_writer", "by_layer"), _flag),
     **dict.fromkeys(("flush_on_signal", "daemon", "pin_memory", "validate"), _flag),

@@ -42,10 +42,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Targets of the rows of one rank's group: rows `[starts[i], stops[i])` go to `targets[i]`; ascending."""
+    """Targets of the rows of one rank's group: rows from `starts[i]` on go to `targets[i]`; ascending."""
 
     starts: Ids
-    stops: Ids
     targets: Sequence[Target]
 
 
@@ -83,7 +82,7 @@ def content(layouts: Sequence[Layout], ids: Sequence[Ids]) -> tuple[dict[str, Te
             pieces.setdefault(layout.groups[g].name, []).append((n, g, start, stop))
     everything = all(len(mine) == layout.partitions for layout, mine in zip(layouts, ids, strict=True))
     specs: dict[str, TensorSpec] = {}
-    plans: list[dict[int, list[tuple[int, int, Target]]]] = [{} for _ in layouts]
+    plans: list[dict[int, list[tuple[int, Target]]]] = [{} for _ in layouts]
     for name, whole in wholes.items():
         there = pieces.get(name, [])
         boxes = [_box(layouts[n].groups[g], start, stop) for n, g, start, stop in there]
@@ -94,19 +93,19 @@ def content(layouts: Sequence[Layout], ids: Sequence[Ids]) -> tuple[dict[str, Te
             for t, spec in enumerate(whole.tensors):
                 shape = target.shape if spec.shape == whole.tensors[0].shape else _rows_of(spec, target)
                 specs[target.key(whole, t)] = TensorSpec("", spec.dtype, shape)
-        for (n, g, start, stop), target in zip(there, targets, strict=True):
-            plans[n].setdefault(g, []).append((start, stop, target))
-    return specs, [_as_runs(plan) for plan in plans]
+        for (n, g, start, _), target in zip(there, targets, strict=True):
+            plans[n].setdefault(g, []).append((start, target))
+    return specs, [
+        {g: Runs(np.array([a for a, _ in runs]), [t for _, t in runs]) for g, runs in plan.items()}
+        for plan in plans
+    ]
 
 
 def onto(layouts: Sequence[Layout]) -> list[Plan]:
     """Return the targets of the rows of all partitions, for a file that has the whole tensors."""
     wholes = whole_groups(layouts)
     return [
-        {
-            g: Runs(np.array([0]), np.array([group.rows]), [_all_of(wholes[group.name])])
-            for g, group in enumerate(layout.groups)
-        }
+        {g: Runs(np.array([0]), [_all_of(wholes[group.name])]) for g, group in enumerate(layout.groups)}
         for layout in layouts
     ]
 
@@ -224,13 +223,6 @@ def _piece(whole: Group, offset: Shape, shape: Shape) -> Target:
     dims = 1 if shape[1:] == whole.tensors[0].shape[1:] else len(shape)
     spans = ",".join(f"{a}:{a + n}" for a, n in zip(offset[:dims], shape[:dims], strict=True))
     return Target(whole.name, f"[{spans}]", offset, shape)
-
-
-def _as_runs(plan: Mapping[int, list[tuple[int, int, Target]]]) -> Plan:
-    return {
-        g: Runs(np.array([a for a, _, _ in runs]), np.array([b for _, b, _ in runs]), [t for _, _, t in runs])
-        for g, runs in plan.items()
-    }
 
 
 def _any_overlap(boxes: Sequence[tuple[Shape, Shape]]) -> bool:

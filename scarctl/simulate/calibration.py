@@ -111,16 +111,12 @@ class Comparison(Document):
 def compare(study: Study, results: Sequence[dict[str, Any]]) -> Comparison:
     """Compare the prediction for each failure with its simulated rework.
 
-    Raises UsageError when the results come from a version that did not predict, or without partial recoveries.
+    Raises UsageError without partial recoveries.
     """
     cells = study.cells()
     partial = [k for k, cell in enumerate(cells) if cell.mode == "partial"]
     if not partial:
         raise UsageError("only partial recoveries have predictions", hint="give --mode partial,rollback")
-    if not all("predicted" in result for result in results):
-        raise UsageError(
-            "the results are from a version of scarctl that predicted nothing", hint="give another --results"
-        )
     back = next((k for k, cell in enumerate(cells) if cell.mode == "rollback"), None)
     rows = []
     for basis in BASES:

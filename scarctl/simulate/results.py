@@ -14,8 +14,6 @@ from typing import Any
 from scarctl.errors import AccessDenied, Contention, Corruption, UsageError
 
 FORMAT = 1
-_ADDED: dict[str, Any] = {"stratify": False, "smooth": 1}
-"""Settings that earlier studies did not name, and the values that they had."""
 
 
 class Results:
@@ -94,7 +92,7 @@ def _check_head(path: Path, found: Any, head: dict[str, Any]) -> None:
     if not isinstance(found, dict) or found.get("kind") != "simulate":
         raise UsageError(f"{path} is not a file of results", hint="give another one; it was not changed")
     for name, value in head.items():
-        before = found.get(name, _ADDED.get(name))
+        before = found.get(name)
         if before != value:
             what = (
                 "the workload's program has changed"

@@ -182,7 +182,6 @@ def test_a_store_may_be_named_like_a_file(run: Run, saved: Model) -> None:
     for arguments in (
         ("inspect", "ckpt", "--store", "ckpt"),
         ("inspect",),
-        ("inspect", saved.path, "--watch"),
         ("inspect", "ckpt", "--values"),
         ("verify", saved.path, "--read-data-subset", "1/2"),
         ("verify", "ckpt", "--finite"),

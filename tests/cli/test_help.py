@@ -1,4 +1,4 @@
-"""Test help that fits a screen, its examples, mistyped names, completion, and terminals without Unicode."""
+"""Test help, its examples, mistyped names, completion, and terminals without Unicode."""
 
 from __future__ import annotations
 
@@ -19,26 +19,12 @@ ALL = [*(name for name in COMMANDS if name not in GROUPS), *(f"{a} {b}" for a in
 
 
 @pytest.mark.parametrize("name", ["", *ALL, *GROUPS, "help", "version"])
-def test_help_fits_a_screen(run: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The 24 lines of 80 columns, also on a wider terminal, name every option; `scarctl help` describes all of them."""
+def test_help_names_every_option(run: Run, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = run(*name.split(), "--help").stdout
-    lines = text.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert len(lines) <= 24
-    assert lines[-1].endswith(f": scarctl help {name}".rstrip())
-    monkeypatch.setenv("COLUMNS", "200")
-    assert run(*name.split(), "-h").stdout == text
-    monkeypatch.setenv("COLUMNS", "80")
-    whole = run("help", *name.split()).stdout
-    assert max(map(len, whole.splitlines())) <= (115 if not name else 80)
-    options = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", whole, re.MULTILINE))
-    assert options
-    assert options <= set(re.findall(r"--[\w-]+", text))
-    shown = [one.partition("Examples:\n")[2].partition("\n\n")[0].splitlines() for one in (whole, text)]
-    assert [line.strip() for line in shown[0] if "scarctl " in line] == [
-        line.strip() for line in shown[1] if line.strip().startswith("scarctl ")
-    ] or not name
+    assert run(*name.split(), "-h").stdout == run("help", *name.split()).stdout == text
+    assert max(map(len, text.splitlines())) <= (115 if not name else 80)
+    assert re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
 
 
 RUN = {

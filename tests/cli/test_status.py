@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pty
+import select
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +21,7 @@ import scarctl
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder, host_folder
 from scarctl.arena.owner import Owner, write_owner
+from scarctl.cli.status import repeat
 from scarctl.cli.status_view import page
 from scarctl.daemon.status import NO_HOST, RunStatus
 from scarctl.errors import NoStore
@@ -247,6 +255,52 @@ def test_stores_come_worst_first(saved: Model) -> None:
     assert lines[0] == "3 stores, 2 with problems"
     assert [line.partition(":")[0] for line in lines if line[0] != " "][1:] == ["LOSING", "AT RISK", "well"]
     assert all(len(line) <= 60 or "$ " in line for line in lines)
+
+
+def test_watch_repeats_until_it_is_interrupted(saved: Model, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "scarctl", "status", "ckpt", "--watch", "--every", "0.1", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert process.stdout is not None
+    for _ in range(2):
+        assert json.loads(process.stdout.readline())["well"]
+    process.send_signal(signal.SIGINT)
+    process.stdout.close()
+    assert process.wait(20) == 128 + signal.SIGINT
+
+
+def test_on_a_terminal_the_page_is_refreshed_in_place_and_ctrl_c_ends_it(saved: Model) -> None:
+    controller, terminal = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "scarctl", "status", "ckpt", "--watch", "--every", "0.1"],
+        stdout=terminal,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "60"},
+    )
+    os.close(terminal)
+    shown = b""
+    deadline = time.monotonic() + 30
+    while shown.count(b"well: ckpt") < 3 and time.monotonic() < deadline:
+        if select.select([controller], [], [], 0.1)[0]:
+            shown += os.read(controller, 65536)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    os.close(controller)
+    assert process.returncode == 130, errors
+    assert shown.count(b"well: ckpt") >= 3
+    assert b"Traceback" not in errors
+
+
+def test_the_beat_does_not_drift() -> None:
+    looks = []
+
+    def slow_look() -> bool:
+        looks.append(time.monotonic())
+        time.sleep(0.05)
+        return len(looks) == 5
+
+    repeat(0.1, slow_look)
+    assert len(looks) == 5
+    assert looks[-1] - looks[0] >= 0.39
 
 
 def test_ranks_are_one_run(run: Run, tmp_path: Path, arena_dir: Path) -> None:

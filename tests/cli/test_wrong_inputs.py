@@ -121,7 +121,6 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "--store page.html": A_FILE,
         "--store ckpt --limit -3": (2, "'-3' is neither a number"),
         "--store ckpt --limit 3": (2, "--limit requires --json"),
-        "--store ckpt --every 3": (2, "--every requires --watch"),
         "--store ckpt extra": (2, "give a CHECKPOINT or --store, not both"),
         "--store ckpt --values": (2, "--values is for a CHECKPOINT"),
         "x.npz": (2, "an archive of numpy arrays"),

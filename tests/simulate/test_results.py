@@ -58,14 +58,6 @@ def test_another_study_is_refused(file: Path, change: dict[str, Any]) -> None:
     assert file.read_bytes() == before
 
 
-def test_results_of_before_a_setting_existed_are_continued(file: Path) -> None:
-    kept = Results(file, {**STUDY, "smooth": 1, "stratify": False})
-    assert set(kept.by_trial) == {0, 3}
-    kept.close()
-    with pytest.raises(UsageError, match="smooth was 1, and is 8"):
-        Results(file, {**STUDY, "smooth": 8, "stratify": False})
-
-
 @pytest.mark.parametrize(
     "content", [b"my thesis\n", b"my thesis, unfinished", b'{"kind": "shopping"}\n', b"[1]\n"]
 )

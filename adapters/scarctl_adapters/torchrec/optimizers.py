@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch.optim import Optimizer
 from torchrec.optim.clipping import GradientClippingOptimizer
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
@@ -36,11 +35,6 @@ def torch_optimizers(given: Iterable[Any]) -> Iterator[Any]:
             )
         else:
             yield optimizer
-
-
-def only_wraps(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer only calls others, or trains in the backward pass."""
-    return isinstance(optimizer, KeyedOptimizer)
 
 
 class FusedState:

@@ -2,7 +2,7 @@
 
 The elastic scheduler of Nadiradze et al., "Elastic Consistency" (AAAI 2021), section 5 and appendix B.5:
 
-    elastic = scarctl_adapters.elastic.schedule(ddp, optimizer, beta=0.8)
+    elastic = schedule(ddp, optimizer, beta=0.8)
 
 A rank steps once its backward pass is over and a fraction `beta` of its gradient's norm has arrived. Its own gradient
 takes the place of what is missing: it is lent. The next step adds what has arrived meanwhile, minus the rank's own. So
@@ -15,10 +15,13 @@ import logging
 import math
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
@@ -293,6 +296,29 @@ def schedule(
             hint="pass resync=k: the ranks are averaged every k steps",
         )
     return Elastic(ddp, optimizer, beta, resync)
+
+
+def elastic_constant(distances: Sequence[ArrayLike], rates: ArrayLike) -> float:
+    """Return the least B for which observed mixed-step states are elastically consistent: E‖x_t - v_t‖² <= α_t² B².
+
+    Nadiradze et al., "Elastic Consistency" (AAAI 2021), (12): v_t is the state after a recovery at time t, x_t the
+    state without it. B is the largest over all t, since the definition holds for every t.
+
+    distances: for each t the distances of the restored partitions from the live ones, of shape (partitions,) or
+        (samples, partitions). The sum of squares over the partitions is ‖x_t - v_t‖²; the mean over samples is E.
+    rates: the learning rates α_t, above 0, one for each t.
+    """
+    alphas = np.asarray(rates, dtype=np.float64).reshape(-1)
+    if len(alphas) != len(distances) or not len(alphas):
+        raise UsageError(
+            f"{len(distances)} distances and {len(alphas)} learning rates: give one rate for each"
+        )
+    if not (np.isfinite(alphas) & (alphas > 0)).all():
+        raise UsageError("a learning rate is not a number above 0")
+    squares = [
+        float(np.mean(np.sum(np.square(np.atleast_2d(np.asarray(d, np.float64))), axis=1))) for d in distances
+    ]
+    return max(math.sqrt(square) / alpha for square, alpha in zip(squares, alphas.tolist(), strict=True))
 
 
 def _lend(ready: list[_Bucket]) -> None:

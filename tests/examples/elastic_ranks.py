@@ -14,8 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersg
 from torch.nn.parallel import DistributedDataParallel
 
 import scarctl
+from examples.elastic import schedule
 from scarctl.errors import UsageError
-from scarctl_adapters.elastic import schedule
 
 LAYERS, WIDTH = 6, 8
 PAUSE = 0.05
