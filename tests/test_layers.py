@@ -36,6 +36,7 @@ WITH_TORCH = {
     "scarctl.session.passes",
     "scarctl.session.generators",
     "scarctl.session.lost",
+    "scarctl.lint.attributes",
     "scarctl.lint.unattached",
     "scarctl.session.departure",
     "scarctl.session.ending",

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-UNSAVED = "attributes"
-"""Kind of the warning."""
 _DEPTH = 4
 _ENDS = 4
 """Items at each end of a container that are looked at."""

@@ -23,7 +23,7 @@ from torch import nn
 from scarctl.adapter import Adapter
 from scarctl.arena.folder import host_folder
 from scarctl.config import SessionSettings
-from scarctl.lint.attributes import UNSAVED
+from scarctl.lint import UNSAVED
 from scarctl.rehearse import records, state
 from scarctl.rehearse.records import Attached, Difference, Final, Line
 from scarctl.rehearse.run import Run

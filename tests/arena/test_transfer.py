@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from scarctl.arena import folder as folders
-from scarctl.arena import kinship
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder
 from scarctl.arena.header import FILE
@@ -244,7 +243,7 @@ def test_the_older_arena_stays_if_the_new_one_cannot_take_its_place(
 ) -> None:
     """at_once: whether the file system can exchange two folders."""
     if not at_once:
-        monkeypatch.setattr(kinship, "exchange", lambda first, second: False)
+        monkeypatch.setattr("scarctl.util.exchange.exchange", lambda first, second: False)
     east, west = hosts
     leave(store, east, 7)
     leave(store, west, 3)

@@ -43,7 +43,7 @@ def test_a_host_is_lost_and_every_run_goes_on_as_it_says(tmp_path: Path) -> None
     # It is killed after 50 iterations; the newest of the full checkpoints, one every 20, is of iteration 40.
     assert went_on["o"] == 40
     assert went_on["#"] >= 50
-    assert went_on["."] >= 50
+    assert went_on["."] > 45, "memory is a moment old"
     sources = dict(
         re.findall(r"^([#o.]) host 2 got back \d+ partitions from (\w+):", done.stdout, re.MULTILINE)
     )

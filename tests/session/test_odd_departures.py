@@ -62,7 +62,7 @@ def test_a_signal_while_another_departure_runs(tmp_path: Path, arena_dir: Path) 
         throttle(session, 2e5)
         optimizer.step()
         threading.Thread(target=session.evacuate, args=(120.0,), daemon=True).start()
-        while not session._started().leaving.now:
+        while not session._started().pace.leaving:
             time.sleep(0.01)
         tell("leaving")
         time.sleep(600)

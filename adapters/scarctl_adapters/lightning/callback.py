@@ -26,7 +26,8 @@ from scarctl.api import attach
 from scarctl.config import Extra, Mode
 from scarctl.config.checks import check_mode
 from scarctl.errors import NoIntactCopy, UsageError
-from scarctl.lint.attributes import UNSAVED, Attributes, message
+from scarctl.lint import UNSAVED
+from scarctl.lint.attributes import Attributes, message
 from scarctl.session.resumed import Resumed
 from scarctl.state.codec import encode
 from scarctl.state.torch_dtypes import plain
