@@ -11,25 +11,28 @@ Terms
  1. `terms/<number>` is created exclusively, with a random id as content. After a lost answer it is read: own bytes are
     its own claim; if it is absent, the same bytes are sent again; other bytes: list again. It is never deleted.
  2. After the claim the writer goes down through the terms that are listed below its own. Of each that is open it lists
-    the records, and *closes* its log after record s: the highest number from which the way back to a full record is
-    complete. The closing is a record s + 1, created exclusively. If that exists, it lists again. A term without
+    the records, and *closes* its log after record s: the highest number up to which all records from 1 on are there.
+    The closing is a record s + 1, created exclusively. If that exists, it lists again. A term without
     records is closed, too. The first term with s > 0 has the base. If a file is missing, it begins again with 1.
     What is at or above a closing does not count. A closing is never deleted. A number below its own that it does not
     see claimed it claims as well: the creation decides, where a list may be stale.
  3. Names of records have the term's number and id, segments random names. Records are created exclusively, one after
     the other. A number in doubt is sent again with the same bytes. If other bytes are there, the writer is fenced.
  4. The *look*, after the record and before it is acknowledged: its own claim is there, with its own bytes, no term is
-    higher, and this record and the one before are there. Otherwise it is fenced. Then memory notes the record, and
-    only then the caller is told.
+    higher, this record with its segments is there, and the one before, or the base of a first one. Otherwise it is
+    fenced. Then memory notes the record, and only then the caller is told.
  5. The first record of a term is full: it has the whole table, the newest consistent state, and the line. So has the
     record of a consistent state.
  6. A record counts once it is visible below its log's closing. A reader lists terms, and takes the newest one with
-    such a record. If a file is missing, it begins again; if it is again, at the same record, the store is damaged.
+    such a record. If a file is missing, or a closed log has not all that its closing says, it begins again; if it is
+    again, the store is damaged, or the log counts as far as it goes.
 
 Collection
- 7. After a full record of its own term is acknowledged: list snapshots, records and segments; look; delete segments of
-    its own and older terms that it does not need, and older records that are not kept. What its own records and the
-    newest consistent state need it knows itself; of snapshots it reads the record, and ignores one without.
+ 7. Only the logs of older terms are collected: they are closed, so none of their numbers is ever used again. To collect
+    what its own records have replaced, a writer opens the store again. After its first record, which is full: list
+    snapshots, records and segments; look; delete segments of its own and older terms that it does not need, and records
+    of older terms that are not kept. What its own records and the newest consistent state need it knows itself; of
+    snapshots it reads the record, and ignores one without.
  8. A snapshot's file is created, then the newest full record is read: the snapshot counts if its record is not older,
     or if it is the newest consistent state there. Otherwise it is deleted.
 
@@ -47,9 +50,11 @@ Memory
 A backup that is put back cannot be told from a store that never went on. So memory is believed if what its caller was
 told is in the backup, and the backup is a beginning of memory: also if another host had gone on meanwhile. Otherwise it
 is set aside. Processes that live while a backup is put back, or a store is removed, acknowledge nothing of which a part
-is missing; requests that are on their way are assumed to arrive before a backup is put back.
+is missing. Requests that are on their way are assumed to arrive before a backup is put back. What is put without being
+acknowledged may name segments that are not in the backup: these copies are damaged.
 
-The look does not have to see newer terms: it is fenced by the closing anyway, a little later (`VARIANT`).
+Where records are exclusive, the look does not have to see newer terms (`VARIANT`): the closing fences a writer a little
+later, and stale listings lose nothing.
 
 `plain` stores put records without a condition. There a file `ended` says how far a log counts. They need more: the
 look decides alone, so a listing that hides a newer term loses an acknowledged record; a clone of a process writes over

@@ -49,12 +49,13 @@ class Others(Writer):
             needed |= p.since
             if self.mutant != "the newest consistent state is not kept":
                 needed |= p.sealed
+        own = self.mutant == "a collector deletes records of its own term"
         late = self.mutant == "segments of later terms are deleted"
         segments = sorted(one for one in store.segments - needed if one[0] <= p.term or late)
         places = [
             place
             for place, rec in sorted(store.recs, key=lambda item: item[0])
-            if place[0] < p.term or (place[:2] == key and place[2] < p.full)
+            if place[0] < p.term or (place[:2] == key and place[2] < p.full and own)
             if place not in kept and (rec.kind != "end" or self.mutant == "what closes a log is deleted")
         ]
         work = [("segment", one) for one in segments] + [("record", one) for one in places]
@@ -143,6 +144,11 @@ class Others(Writer):
         cap = None if self.mutant == "readers ignore what closes a log" else self.closed(store, term)
         s = self.number(store, term, cap)
         found = p._replace(at="file" if s else "walk", x=term, s=s, settled=True)
+        takes = self.mutant == "readers take what is left of a closed log"
+        if cap is not None and s < cap and p.missed != (term, s) and not takes:
+            again = p._replace(at="read", tries=p.tries - 1, missed=(term, s))
+            yield f"finds {s} of {cap} records of term {term[0]}, begins again", store, memory, again
+            return
         what = f"lists term {term[0]}: {s}"
         if self.plain and cap is None and self.mutant != "readers ignore what closes a log":
             yield from self._gap(store, memory, p, term, found)

@@ -22,12 +22,6 @@ from tests.adversarial.terms_world import (
     values,
 )
 
-GROUND = (
-    "the base is the highest number",
-    "the base is counted from 1",
-    "the base is counted from the lowest number",
-)
-
 
 class Rules:
     """`mutant`: the rule that is left out. `plain`: records are put without a condition, and a file closes a log.
@@ -62,18 +56,16 @@ class Rules:
         return (term[0], "") if self.mutant == "what closes a log has the number alone" else term
 
     def number(self, store: Store, term: Term, cap: int | None = None) -> int:
-        """Return the highest number with a complete way back to a full record: 0 if there is none."""
+        """Return the highest number up to which all records from 1 on are there: 0 if there is none."""
         log = {k: rec for k, rec in self.log(store, term).items() if rec.kind != "end"}
         if cap is not None:
             log = {k: rec for k, rec in log.items() if k <= cap}
-        if self.mutant in GROUND and log:
-            if self.mutant == GROUND[0]:
-                return max(log)
-            k = 0 if self.mutant == GROUND[1] else min(log) - 1
-            while k + 1 in log:
-                k += 1
-            return k
-        return max((k for k in log if complete(log, k)), default=0)
+        if self.mutant == "the base is the highest number":
+            return max(log, default=0)
+        k = 0
+        while k + 1 in log:
+            k += 1
+        return k
 
     def newest(self, store: Store) -> tuple[Term, int, Rec] | None:
         """Return what an opening would find now: the newest record that counts."""
@@ -222,10 +214,3 @@ class Rules:
             raise Broken(f"{what}: its record {place} is gone")
         if names(rec.table) - store.segments - store.lost:
             raise Broken(f"{what}: segments of {place} are gone")
-
-
-def complete(log: dict[int, Rec], k: int) -> bool:
-    """Return whether the way back from record k to a full one is complete."""
-    while k in log and log[k].kind == "delta":
-        k -= 1
-    return k in log and log[k].kind == "full"

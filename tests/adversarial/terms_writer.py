@@ -63,6 +63,8 @@ class Writer(Rules):
         )
         if self.mutant == "records are listed before the claim" and top[0]:
             q = q._replace(s=self.number(store, top, self.closed(store, top)))
+        if self.mutant == "snapshots are listed before the first record":
+            q = q._replace(known=frozenset(place for place, _ in store.snapshots))
         yield f"lists terms up to {top[0]}", store, memory, q
 
     _back = _open
@@ -100,6 +102,9 @@ class Writer(Rules):
             yield f"does not see the claim of {number}", store, memory, unseen._replace(stale=p.stale - 1)
         cap = self.closed(store, term)
         s = self.number(store, term, cap)
+        if cap is not None and s < cap and any(one[0] > p.term for one in store.terms):
+            yield f"finds {s} of {cap} records of term {number}", store, memory, p._replace(at="open")
+            return
         if cap is not None:
             q = p._replace(at="load" if s else "down", x=term, s=s)
             yield f"term {number} is closed: {s} counts", store, memory, q
@@ -164,6 +169,8 @@ class Writer(Rules):
         want = self._first(store, memory, p, base)
         known = versions(want.content) if p.back else known
         p = p._replace(at="put", k=1, durable=known, x=(0, ""), s=0, count=p.count + 1)
+        if base and self.mutant == "a collector does not wait for its first record":
+            p = p._replace(at="collect", full=1, since=names(want.table), todo=("put", *p.todo))
         yield "has read the store", store, memory, p._replace(want=want)
 
     def _take(
@@ -268,10 +275,6 @@ class Writer(Rules):
         q = p._replace(at="put", k=p.k + 1, count=p.count + 1, want=want)
         if self.mutant == "a full record begins a line":
             q = q._replace(want=replace(want, line=(p.id, q.k)))
-        if self.mutant == "a collector does not wait for its full record":
-            q = q._replace(at="collect", full=q.k, since=names(old.table), todo=("put", *p.todo))
-        if self.mutant == "snapshots are listed before the full record":
-            q = q._replace(known=frozenset(place for place, _ in store.snapshots))
         yield "makes a full record", store, memory, q
 
     def _put(self, store: Store, memory: Memory, p: Process) -> Iterator[Step]:
