@@ -72,6 +72,7 @@ def test_a_loop_that_continues_is_identical_and_leaves_nothing(
     assert json.loads(waiting.read_bytes())["verdict"] == "identical"
 
 
+NEEDS = {"dqn": "lightning", "hf_trainer": "transformers"}
 PATTERNS: dict[str, tuple[str, str, str]] = {
     "nerf": ("different", "rates", "the learning rate fell back"),
     "noam": ("different", "rates", "the learning rate fell back"),
@@ -83,7 +84,8 @@ PATTERNS: dict[str, tuple[str, str, str]] = {
     ),
     "char_rnn": ("different", "inputs", "hidden of CharRNN is another one"),
     **dict.fromkeys(
-        ("mingpt", "dcgan", "vae", "gnn", "actor_critic", "lbfgs", "accumulation"), ("identical", "", "")
+        ("mingpt", "dcgan", "vae", "gnn", "actor_critic", "lbfgs", "accumulation", "hf_trainer"),
+        ("identical", "", ""),
     ),
 }
 """Programs in the style of public ones: the verdict, the cause's kind, and words of its reason."""
@@ -92,8 +94,8 @@ PATTERNS: dict[str, tuple[str, str, str]] = {
 @pytest.mark.long
 @pytest.mark.parametrize("name", PATTERNS)
 def test_programs_in_the_style_of_public_ones(name: str, tmp_path: Path, arena_dir: Path) -> None:
-    if name == "dqn":
-        pytest.importorskip("lightning")
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
     verdict, kind, words = PATTERNS[name]
     program = Path(__file__).with_name("programs") / f"{name}.py"
     found, _ = rehearse([sys.executable, str(program), str(tmp_path / "ckpt")], steps=12)
