@@ -118,9 +118,6 @@ LONG = (
         ("late: open seal", ": open seal collect", ": snap"),
         plain=True,
     ),
-    Scenario(
-        "plain: removed under an opening", (": open", ": open", ": remove", ": open commit"), plain=True
-    ),
 )
 _BACK = Scenario("", (": open commit commit commit", ": backup restore"))
 _TWO = Scenario("", (": open commit", ": open"), plain=True)

@@ -57,8 +57,9 @@ Where records are exclusive, the look does not have to see newer terms (`VARIANT
 later, and stale listings lose nothing.
 
 `plain` stores put records without a condition. There a file `ended` says how far a log counts. They need more: the
-look decides alone, so a listing that hides a newer term loses an acknowledged record; a clone of a process writes over
-its records; and what a reader sees is not settled until it has looked, too, or the log is closed.
+look decides alone, so a listing that hides a newer term loses an acknowledged record. A clone of a process writes over
+its records. An opening of a store that was removed may close a log of the new one. And what a reader sees is not
+settled until it has looked, too, or the log is closed.
 
 Not here: several lanes of one state, moved copies, damaged records, power loss, lists and looks of several requests,
 stale listings together with late requests, a collector beside its own writer.

@@ -242,7 +242,10 @@ class Others(Writer):
             age = (first.age[0], first.age[1] + 1)
             backup = world.backup or Store()
             lost = first.lost | (first.segments - backup.segments)
-            after = world._replace(stores=(backup._replace(age=age, lost=lost), second))
+            backup = backup._replace(
+                age=age, lost=lost, restored=frozenset(rec.uid for _, rec in backup.recs)
+            )
+            after = world._replace(stores=(backup, second))
         elif p.at == "remove":
             empty = Store(flying=first.flying, age=(first.age[0] + 1, first.age[1]))
             after = world._replace(stores=(empty, second))

@@ -71,6 +71,8 @@ class Store(NamedTuple):
     """How often the store was removed, and put back."""
     lost: frozenset[Segment] = frozenset()
     """Segments that were not in the backup: what is put right afterwards may name them, and is damaged."""
+    restored: frozenset[Uid] = frozenset()
+    """Records that were in the backup."""
 
 
 class Word(NamedTuple):

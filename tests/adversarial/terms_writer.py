@@ -70,7 +70,7 @@ class Writer(Rules):
     _back = _open
 
     def _claim(self, store: Store, memory: Memory, p: Process) -> Iterator[Step]:
-        mine, after = (p.term, p.id), p._replace(at="down", x=(p.term, ""))
+        mine, after = (p.term, p.id), p._replace(at="down", x=(p.term, ""), age=store.age)
         there = {one for number, one in store.terms if number == p.term}
         if there:
             own = p.id in there
@@ -389,7 +389,7 @@ class Writer(Rules):
         own: Line = (p.id, p.k)
         if want.line != own:
             return memory
-        return _note(memory, p, Word(own, NO_LINE, want.content, store.age))
+        return _note(memory, p, Word(own, NO_LINE, want.content, p.age))
 
 
 def trained(memory: Memory, host: int, life: int) -> Memory:
