@@ -28,7 +28,10 @@ PYTHON_OF := .venv-python
 # The files that are programs, without those that run for long and the one that they kill.
 BENCHMARKS = $(filter-out $(addprefix benchmarks/,soak.py kills.py killed.py ettr.py),$(shell grep -l __main__ benchmarks/*.py))
 SETUP := pyproject.toml constraints.txt
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e
+# Python compiles what is imported; to compile all of torch here would take a minute or two.
+INSTALL := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e
+# So that what was imported once is compiled, whatever the environment says: hundreds of processes import the same.
+export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -116,8 +119,6 @@ types: $(VENV)/.dev
 layers: $(VENV)/.dev
 	$(BIN)/lint-imports
 
-# Hundreds of the tests' processes import scarctl, so it is compiled once, whatever the environment says.
-quick unit long oldest pythons optimizers frameworks: export PYTHONDONTWRITEBYTECODE =
 # A worker runs thousands of tests with threads. glibc would give most threads 64 MB, which each fork copies.
 quick unit long oldest pythons optimizers frameworks: export MALLOC_ARENA_MAX = 2
 
@@ -305,3 +306,5 @@ $(BIN)/python:
 	    echo "name another one: make PYTHON=/path/to/python3 ..." >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	    echo "'$(PYTHON) -m venv' failed: Debian and Ubuntu keep it in the package python3-venv" >&2; exit 1; }
+	@# The pip of an older Python needs minutes to choose the versions, and this one half of one.
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --upgrade pip || { rm -rf $(VENV); exit 1; }
