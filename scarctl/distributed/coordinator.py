@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import hashlib
 import logging
 import uuid
 from collections import deque
@@ -32,10 +31,11 @@ from scarctl.distributed.credentials import Credentials, agreed_credentials, che
 from scarctl.distributed.digests import Digests
 from scarctl.distributed.host_address import place_of
 from scarctl.distributed.host_memory import bring_leftovers, bring_memory
+from scarctl.distributed.last_step import another_is_ahead
 from scarctl.distributed.leftover_arenas import fence, save_leftovers
 from scarctl.distributed.own_extras import Own, completed, with_own
 from scarctl.distributed.owned_adapter import OwnedAdapter, broadcast_over, holdings_of, slots_of, spread
-from scarctl.distributed.ownership import Division, Holding, divide
+from scarctl.distributed.ownership import Division, Holding, digest_of, divide
 from scarctl.distributed.presence import Presence
 from scarctl.distributed.rescue import Rescue
 from scarctl.distributed.reshard import Moved
@@ -66,7 +66,6 @@ from scarctl.store import (
     read_snapshot,
     topology_epochs,
 )
-from scarctl.store.format import canonical
 from scarctl.store.topology import refuse_members
 from scarctl.theory.history import History
 from scarctl.theory.rework import Outlook
@@ -97,7 +96,7 @@ class RankCoordinator(Together):
         self.shards: tuple[int, ...] = ()
         """Shard of every rank, once the store is open."""
         self.rank, self.start = team.rank, ""
-        self._digest = _digest_of(division)
+        self._digest = digest_of(division)
         self._digests = Digests(division, team.rank)
         self._parameters: list[torch.Tensor] | None = None
         self._epoch = 0
@@ -414,6 +413,10 @@ class RankCoordinator(Together):
         # Only the rank that had the request replies to it.
         return Request.from_json(request if mine else {**request, "number": 0})
 
+    def behind(self, store: Store, step: int) -> bool:
+        others = [shard for rank, shard in enumerate(self.shards) if rank != self.team.rank]
+        return another_is_ahead(store, self._settings, others, step)
+
     def rescue(self, store: Store, step: int, extras: Callable[[], Extras], whole: str) -> None:
         rescue = Rescue(self.division, self.team.rank, self.shards, self._rank_extras)
         if rescue.possible:
@@ -432,19 +435,3 @@ def _outlook(step: int, parts: list[list[list[Any]]]) -> Outlook:
 def _close(store: Store | None) -> None:
     if store is not None:
         store.close()
-
-
-def _digest_of(division: Division) -> str:
-    """Return the SHA-256 of all ranks' owned rows."""
-    owned = [
-        [
-            [
-                part.name,
-                part.stop - part.start,
-                part.place and [list(part.place.shape), list(part.place.offset)],
-            ]
-            for part in rank
-        ]
-        for rank in division.owned
-    ]
-    return hashlib.sha256(canonical(owned)).hexdigest()

@@ -6,6 +6,7 @@ the same values. Every rank computes the same division from the holdings of all 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from scarctl.errors import Corruption, UsageError
 from scarctl.state.group import DTYPES, Group, Place, TensorSpec, group_fault, is_text, json_fields
+from scarctl.store.format import canonical
 from scarctl.util.collection import without_collection
 
 ROLES = ("own", "shared", "replica")
@@ -375,3 +377,19 @@ def _listed(ranks: Iterable[int]) -> str:
     few = sorted(ranks)
     text = ", ".join(map(str, few[:8])) + (", ..." if len(few) > 8 else "")
     return f"rank{'s' if len(few) > 1 else ''} {text}"
+
+
+def digest_of(division: Division) -> str:
+    """Return the SHA-256 of the rows that each rank owns."""
+    owned = [
+        [
+            [
+                part.name,
+                part.stop - part.start,
+                part.place and [list(part.place.shape), list(part.place.offset)],
+            ]
+            for part in rank
+        ]
+        for rank in division.owned
+    ]
+    return hashlib.sha256(canonical(owned)).hexdigest()

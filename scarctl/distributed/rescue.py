@@ -28,6 +28,7 @@ from scarctl.distributed.own_extras import NOTHING, Own, with_own
 from scarctl.distributed.ownership import Division
 from scarctl.errors import Contention, Unavailable
 from scarctl.state.caveats import Caveat
+from scarctl.state.common import RESCUED
 from scarctl.state.extras import Extras, Notes
 from scarctl.state.torch_dtypes import torch_of
 from scarctl.state.version import pack, step_of
@@ -124,7 +125,7 @@ class Looks:
 
 
 _OLDER = Caveat(
-    "rescued",
+    RESCUED,
     "a rank died, and its own state (random numbers, extras with per_rank) is older than this step: random numbers "
     "that the loop draws, as for dropout, differ",
 )
@@ -208,10 +209,11 @@ def _bring_up(
         live.save(ids, version)
         arena.note_distances(np.nan, ids)  # only the owner knew how far the store's copies are
         if whole and mine.all() and finite[changed].all():
-            queued = next((h.extras for h in reversed(waiting) if h.extras is not None), None)
-            known = None if queued is None else Extras.from_tree(queued)
+            queued = next((h for h in reversed(waiting) if h.extras is not None), None)
+            known = None if queued is None else Extras.from_tree(queued.extras)
             arena.name_whole(whole)
-            tree = _for_owner(extras, known, names).to_tree()
+            older = queued is None or step_of(queued.version) < step
+            tree = _for_owner(extras, known, names, older=older).to_tree()
             queue.put(version=version, ids=ids, whole=whole, extras=tree)
             arena.reach(step)
         elif ids.size:  # the other copies are older: extras of `step` would not match them
@@ -228,11 +230,15 @@ def _is_of(arena: Arena, store: Store) -> bool:
         return True  # the session or daemon that opens the arena asks again
 
 
-def _for_owner(extras: Extras, known: Extras | None, names: Collection[str]) -> Extras:
-    """Return the survivor's extras. Parts that every rank saves itself come from `known`, the owner's newest extras."""
+def _for_owner(extras: Extras, known: Extras | None, names: Collection[str], *, older: bool) -> Extras:
+    """Return the survivor's extras. Parts that every rank saves itself come from `known`, the owner's newest extras.
+
+    older: `known` is of an earlier step.
+    """
     own, notes = (NOTHING, Notes()) if known is None else (Own.of(known.state), known.notes)
     notes = extras.notes.of_part(notes)
-    return replace(with_own(extras, own, names), notes=replace(notes, caveats=(*notes.caveats, _OLDER)))
+    caveats = (*notes.caveats, _OLDER) if older else notes.caveats
+    return replace(with_own(extras, own, names), notes=replace(notes, caveats=caveats))
 
 
 def _tensors(arena: Arena, held: _Held, groups: Sequence[StateGroup]) -> list[list[torch.Tensor]]:

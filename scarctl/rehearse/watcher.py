@@ -61,6 +61,8 @@ class Watcher:
         self.folder = Path(run.folder)
         self.interrupted = run.signalled.exists()
         """This process was started after the signal."""
+        self.sent = False
+        """This process has sent itself the signal."""
         self.parts: list[Part] = []
         self._addresses: dict[str, Address] = {}
         """The addresses that the program gave, by the store in their place."""
@@ -110,6 +112,7 @@ class Watcher:
 
     def interrupt(self) -> None:
         """Send this process the signal, once."""
+        self.sent = True
         self.run.signalled.touch()
         os.kill(os.getpid(), self.run.signal)
 
@@ -201,9 +204,13 @@ class Part:
             self._finish(Final(step))
 
     def _interrupted(self, step: int) -> None:
-        """Send the signal once all sessions have made its step, and let it end the process before the last one."""
+        """Send the signal once all sessions have made its step, and let it end the process before the last one.
+
+        Each rank sends it to itself, as a scheduler does that ends a job: what one rank loses that dies alone is not
+        the program's fault.
+        """
         watcher, run = self._watcher, self._watcher.run
-        if not run.signalled.exists():
+        if not watcher.sent and (self.ranks > 1 or not run.signalled.exists()):
             if all(part.step >= run.stop for part in watcher.parts) or step >= run.steps - 1:
                 watcher.interrupt()
         elif step >= run.steps:

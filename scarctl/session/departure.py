@@ -6,7 +6,8 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ log = logging.getLogger("scarctl")
 
 _FLUSH_SHARE = 1 / 3
 """Largest fraction of the time left for which a flush waits for a running step to end."""
+_POLL = 0.005
 
 
 class Departure:
@@ -35,6 +37,7 @@ class Departure:
         """Use the session's parts. inert: returns whether the session is closed, or belongs to another process."""
         self._gate = parts.gate
         self._progress = parts.progress
+        self._together = parts.together
         self._opening = parts.opening
         self._settings = parts.settings
         self._grace = parts.settings.grace
@@ -108,7 +111,7 @@ class Departure:
         flushed = False
         if grace is not None and self._opening.engine is not None and not self._inert():
             self._opening.engine.saver.brace(grace)
-        with self._gate.quiet(patience) as quiet, self._saving.streams.joined():
+        with self._last_step(patience) as quiet, self._saving.streams.joined():
             engine = self._opening.engine
             if self._inert() or engine is None:
                 return
@@ -129,6 +132,20 @@ class Departure:
             # Outside the gate: it must not block a training thread that has to end first.
             found = self._evacuate(before(began + grace, grace), flushed=flushed)
             log.log(logging.INFO if found.safe else logging.WARNING, "SIGTERM: %s", sentence(found))
+
+    @contextmanager
+    def _last_step(self, patience: float) -> Iterator[bool]:
+        """Do as the gate's `quiet`, after the step to which other ranks on this host have come."""
+        deadline = time.monotonic() + patience
+        with self._gate.quiet(patience) as quiet:
+            head = self._progress.head_step
+            if not (quiet and self._together.several and self._together.behind(self._opening.store, head)):
+                yield quiet
+                return
+        while self._progress.head_step == head and time.monotonic() < deadline:
+            time.sleep(_POLL)
+        with self._gate.quiet(max(0.0, deadline - time.monotonic())) as quiet:
+            yield quiet
 
     def requested(self, request: Request) -> None:
         """Flush for a command that evacuates the host, in a thread, and answer it. Returns at once."""

