@@ -77,7 +77,7 @@ def in_common(found: Sequence[_Saved]) -> tuple[Caveat, ...]:
 def reasons(found: Iterable[Caveat]) -> tuple[str, ...]:
     """Return why a state of one commit, saved with these caveats, may not be consistent.
 
-    Its ranks had different values, one of them had died before this step, it was mixed when it was restored, or what
+    Its ranks had different values, or one of them had died before this step. It was mixed when it was restored, or what
     was saved with it cannot be read.
     """
     return tuple(caveat.message for caveat in found if caveat.kind in (DIFFERED.kind, MIXED, RESCUED, UNREAD))
