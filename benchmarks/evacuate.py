@@ -70,11 +70,9 @@ def evacuate(rows: int, steps: int, bandwidth: float, cut: float, *, by_name: bo
         folder = Path(name)
         model, session, before = train(rows, steps, folder)
         if by_name:
-            leaving = session._engine.leaving
-            leaving.unsaved[:] = np.linspace(2.0, 1.0, leaving.unsaved.size) * np.sqrt(
-                session.layout.partition_bytes
-            )
-            leaving.copying = lambda ids, distance: None
+            # The order of the queue is that of these distances per byte.
+            order = np.linspace(2.0, 1.0, session.layout.partitions) * np.sqrt(session.layout.partition_bytes)
+            session._engine.sent.unsaved = lambda: order.astype(np.float32)
         saver = session._saver
         slow = ThrottledBlobs(saver.store.blobs, bandwidth)
         saver.store.blobs = saver._writer._blobs = saver._writer._publisher._blobs = slow

@@ -328,8 +328,9 @@ class Arena(Fields):
         """
         at = adjacent(ids)
         self.version[at] = version
-        again = ids[self.durable[at] == version]
-        self.durable[again] = NEVER
+        again = self.durable[at] == version
+        if again.any():
+            self.durable[ids[again]] = NEVER
         self.generation[at] += self.generation[at] & np.uint64(1)
 
     def newest(self) -> Ids:

@@ -105,7 +105,7 @@ class Fields:
     def name_whole(self, whole: str) -> None:
         """Note the commit of the whole state that has all copies; "" if they are of several."""
         # A process killed between two words leaves a name that no commit has.
-        self._words[_WHOLE] = np.frombuffer(bytes.fromhex(whole or "0" * 32), ">i8")
+        self._words[_WHOLE] = np.frombuffer(bytes.fromhex(whole), ">i8") if whole else 0
 
     @property
     def moment(self) -> int:

@@ -36,7 +36,7 @@ from scarctl.state import codec
 from scarctl.state.encodings import ENCODINGS, Encoding
 from scarctl.state.version import MAX_EPOCH, pack
 from scarctl.store.backends.local_files import os_error
-from scarctl.store.format import canonical, dump_header, encode_header, header_length, is_hex, parse_header
+from scarctl.store.format import canonical, header_length, is_hex, parse_header, place_header
 from scarctl.util.arrays import Ids
 
 log = logging.getLogger("scarctl")
@@ -214,13 +214,12 @@ class HandOverQueue:
         parts += [bytes(t.data) for t in tensors.values()]
         metadata = {"version": str(version), "whole": whole, "extras": text, "encoding": encoding}
         metadata["digest"] = _digest(metadata, b"".join(parts))
-        header = dump_header(
-            [*entries, *((_EXTRAS + n, t.dtype, t.shape) for n, t in tensors.items())], metadata
-        )
+        shapes = [*entries, *((_EXTRAS + n, t.dtype, t.shape) for n, t in tensors.items())]
+        head = place_header(shapes, metadata)[1]
         temporary = self._folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
         try:
             with open(temporary, "xb", opener=private) as file:
-                file.writelines([encode_header(header), *parts])
+                file.writelines([head, *parts])
         except BaseException as error:
             temporary.unlink(missing_ok=True)
             if isinstance(error, OSError):

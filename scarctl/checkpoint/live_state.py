@@ -7,9 +7,10 @@ the arena under the generation protocol, `load` copies them back.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 from operator import attrgetter
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -35,6 +36,10 @@ _UNEVEN = 8
 """Share, as its reciprocal, of a group's partitions that may not have moved in a part of their values."""
 _GATHER = 3
 """Gathering and comparing one partition takes about as long as comparing this many in place."""
+
+_Views: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor]]
+_Run: TypeAlias = tuple[int, Ids, Ids, Ids, _Views | None]
+"""Group, partitions, first rows, last rows + 1; and the same rows of the arena's tensors and the live ones."""
 
 
 class LiveState:
@@ -64,13 +69,14 @@ class LiveState:
         """During a resume, the slots that it has made."""
         self._writable = writable
         self._saved = views_of(arena)
+        self._runs: tuple[list[Any], list[_Run]] | None = None
 
     def with_tensors(
         self, tensors: Mapping[int, Sequence[torch.Tensor]], frozen: Set[int] | None = None
     ) -> LiveState:
         """Return this state with other tensors for some groups, by number: newer ones, or private copies."""
         twin = object.__new__(LiveState)
-        twin.new_slots = None
+        twin.new_slots = twin._runs = None
         twin.frozen = self.frozen if frozen is None else frozen
         twin.layout, twin.arena, twin._saved = self.layout, self.arena, self._saved
         twin._writable = self._writable
@@ -214,35 +220,58 @@ class LiveState:
         """
         gpu = any(map(is_gpu, self.devices))
         left: list[Ids] = []
-        for g, batch, starts, stops in self._finite_batches(
-            ids, _GPU_BATCH_BYTES if gpu else _BATCH_BYTES, unread, left
-        ):
-            self.arena.begin(batch)
-            for _ in range(_ATTEMPTS):
-                before = self.counters(g)
-                for saved, live in zip(self._saved[g], self.tensors[g], strict=True):
-                    copy_rows(saved, live, starts, stops, counted=False)
-                if gpu:
-                    wait_for(self.devices)
-                if self.counters(g) == before:
-                    self.arena.end(batch, version)
-                    break
+        if ids.size == self.layout.partitions and all(device.type == "cpu" for device in self.devices):
+            pieces: Iterable[_Run] = self._all_runs()
+        else:
+            pieces = self._batches(ids, _GPU_BATCH_BYTES if gpu else _BATCH_BYTES)
+        for piece in pieces:
+            for g, batch, starts, stops, views in self._finite(piece, unread, left):
+                self.arena.begin(batch)
+                for _ in range(_ATTEMPTS):
+                    before = self.counters(g)
+                    if views:
+                        torch._foreach_copy_(*views)
+                    else:
+                        for saved, live in zip(self._saved[g], self.tensors[g], strict=True):
+                            copy_rows(saved, live, starts, stops, counted=False)
+                    if gpu:
+                        wait_for(self.devices)
+                    if self.counters(g) == before:
+                        self.arena.end(batch, version)
+                        break
         return np.concatenate([ids[:0], *left])
 
-    def _finite_batches(
-        self, ids: Ids, limit: int, unread: Set[int], left: list[Ids]
-    ) -> Iterator[tuple[int, Ids, Ids, Ids]]:
-        """Yield as `_batches` does, but not what is not finite: that is added to `left`."""
-        for piece in self._batches(ids, limit):
-            g, batch = piece[:2]
-            good = self.finite(g, batch) if g in unread else np.ones(batch.size, dtype=bool)
-            if good.all():
-                yield piece
-                continue
-            # A sum may overflow, and a value that is not finite may equal its copy.
-            good[~good] = np.isfinite(self.distances_of(g, batch[~good]))
-            left.append(batch[~good])
-            yield from self._batches(batch[good], limit)
+    def _finite(self, piece: _Run, unread: Set[int], left: list[Ids]) -> Iterable[_Run]:
+        """Return a piece without what is not finite: that is added to `left`."""
+        g, batch, _, _, views = piece
+        # A value that is not finite makes the sum so.
+        if g not in unread or (views and torch.isfinite(views[1][0].sum())):
+            return (piece,)
+        good = self.finite(g, batch)
+        if good.all():
+            return (piece,)
+        # A sum may overflow, and a value that is not finite may equal its copy.
+        good[~good] = np.isfinite(self.distances_of(g, batch[~good]))
+        left.append(batch[~good])
+        return self._batches(batch[good], _BATCH_BYTES)
+
+    def _all_runs(self) -> Sequence[_Run]:
+        """Return all partitions in pieces. They are kept, because making them takes half as long as copying 10 MiB."""
+        memory = [
+            (tensor.data_ptr(), tensor.stride()) for tensor in self._flat
+        ]  # a tensor may get another one
+        if self._runs is None or self._runs[0] != memory:
+            found: list[_Run] = []
+            for g, batch, starts, stops, _ in self._batches(np.arange(self.layout.partitions), _BATCH_BYTES):
+                rows = slice(int(starts[0]), int(stops[0]))
+                pairs = [
+                    (saved[rows], live[rows].detach()) if saved.dim() else (saved, live.detach())
+                    for saved, live in zip(self._saved[g], self.tensors[g], strict=True)
+                ]
+                views = [saved for saved, _ in pairs], [live for _, live in pairs]
+                found.append((g, batch, starts, stops, views))
+            self._runs = memory, found
+        return self._runs[1]
 
     @functools.cached_property
     def parameters(self) -> NDArray[np.bool_]:
@@ -300,7 +329,7 @@ class LiveState:
         there = None if new is None else new.have(self.arena)
         with torch.no_grad():
             # Loading uses no generations, so it needs no small pieces.
-            for g, batch, starts, stops in self._batches(ids, limit=1 << 62):
+            for g, batch, starts, stops, _ in self._batches(ids, limit=1 << 62):
                 rows = take_rows(starts, stops)
                 known = new.rows if new is not None and there is not None and there[batch].all() else ()
                 of_group = zip((source or self._saved)[g], self.tensors[g], strict=True)
@@ -338,8 +367,8 @@ class LiveState:
     def _span(self, g: int) -> slice:
         return slice(int(self.layout.base[g]), int(self.layout.base[g + 1]))
 
-    def _batches(self, ids: Ids, limit: int) -> Iterator[tuple[int, Ids, Ids, Ids]]:
-        """Yield pieces (group, ids, first rows, last rows + 1) of at most about `limit` bytes, or one partition."""
+    def _batches(self, ids: Ids, limit: int) -> Iterator[_Run]:
+        """Yield pieces of at most about `limit` bytes, or of one partition, without views."""
         for g, part in self.parts(ids):
             group, mine = self.layout.groups[g], ids[part]
             step = max(1, limit // max(1, group.rows_per_partition * group.row_bytes))
@@ -351,7 +380,7 @@ class LiveState:
                     starts, stops = runs[:1], np.minimum(runs[1:], group.rows)
                 else:
                     starts, stops = self.layout.row_ranges(batch)
-                yield g, batch, starts, stops
+                yield g, batch, starts, stops, None
 
 
 def is_placeholder(tensor: torch.Tensor) -> bool:

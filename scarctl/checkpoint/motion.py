@@ -17,7 +17,7 @@ from scarctl.state.layout import Layout
 from scarctl.theory.history import History
 from scarctl.util.splitmix import splitmix64
 
-VALUES = 1 << 15
+VALUES = 1 << 13
 """Size of the sample, which covers smaller states completely. Torch handles so few values in one thread, without
 waiting for others that a busy machine may not run."""
 

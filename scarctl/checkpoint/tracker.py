@@ -36,7 +36,7 @@ _OTHERS = 512
 """Partitions of a table that are checked for a move without a gradient."""
 _TURNS = 64
 """Checkpoints in which every partition of a frozen group is compared once."""
-AGAIN = 4
+AGAIN = 8
 """Looks for which an estimate of distances serves: measuring all values costs more than copying them."""
 _FEW = 1 / 4
 """Share of a table's partitions below which gathering them is faster than comparing all."""

@@ -65,15 +65,17 @@ def torch_of(name: str) -> torch.dtype:
         ) from None
 
 
+_QUICK = (torch.float32, torch.uint8, torch.int64)
+"""Dtypes of step counts and of random generators, which each checkpoint saves: numpy has them, in a few calls."""
+
+
 def to_raw(tensor: torch.Tensor) -> RawTensor:
     """Return a private host copy of `tensor` for an extras structure."""
+    name, shape = name_of(tensor.dtype, "extras"), tuple(tensor.shape)
+    if tensor.dtype in _QUICK and tensor.device.type == "cpu" and tensor.is_contiguous():
+        return RawTensor(name, shape, tensor.detach().numpy().tobytes())
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return RawTensor(
-        name_of(tensor.dtype, "extras"),
-        tuple(tensor.shape),
-        flat.view(torch.uint8).numpy().tobytes(),
-        order_of(tensor),
-    )
+    return RawTensor(name, shape, flat.view(torch.uint8).numpy().tobytes(), order_of(tensor))
 
 
 def order_of(tensor: torch.Tensor) -> tuple[int, ...]:

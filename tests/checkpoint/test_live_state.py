@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from scarctl.arena.arena import Arena
-from scarctl.checkpoint import live_state as module
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.state.layout import TensorSpec, build_layout
 
@@ -40,16 +39,22 @@ def copies(state: LiveState, group: int) -> set[float]:
 
 def write_while_copied(state: LiveState, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """Make training add one to every value of the first group, in the middle of each of its next copies."""
-    copy_rows, busy, left = module.copy_rows, state.tensors[0], [times]
+    copy, busy, left = torch._foreach_copy_, state.tensors[0], [times]
 
-    def copying(target: torch.Tensor, source: torch.Tensor, *rows: np.ndarray, **options: bool) -> None:
-        copy_rows(target, source, *rows, **options)
-        if source is busy[0] and left[0]:
+    def copying(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        copy(targets, sources)
+        if sources[0].data_ptr() == busy[0].data_ptr() and left[0]:
             left[0] -= 1
             for tensor in busy:
                 tensor.add_(1)
 
-    monkeypatch.setattr(module, "copy_rows", copying)
+    monkeypatch.setattr(torch, "_foreach_copy_", copying)
+
+
+def test_a_tensor_that_got_other_memory_is_copied_from_there(state: LiveState) -> None:
+    state.tensors[1][0].data = torch.full((ROWS, 4), 5.0)
+    state.save(np.arange(4), 2)
+    assert copies(state, 1) == {1.0, 5.0}
 
 
 def test_what_is_written_to_all_the_time_is_no_copy(
