@@ -7,43 +7,26 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scarctl.errors import ScarError, UsageError
-from scarctl.rehearse.rehearsal import Rehearsal, Rehearsed
+from scarctl.rehearse.rehearsal import Rehearsal
 from scarctl.rehearse.run import ARENA
 from scarctl.store.verdict import waiting_path
 from tests.cli.conftest import validator
+from tests.rehearse.conftest import rehearse
 from tests.support.waiting import wait_until
 
-ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("program.py")
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep verdicts and the rehearsal's folder below the test's own; the program finds this tree's sources."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(ROOT / "adapters"))))
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.delenv("SCARCTL_OVERHEAD")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_places")]
 
 
 def command(name: str, tmp_path: Path) -> list[str]:
     return [sys.executable, str(PROGRAM), name, str(tmp_path / "ckpt")]
-
-
-def rehearse(words: list[str], steps: int = 8, timeout: float = 240.0) -> tuple[Rehearsed, list[str]]:
-    said: list[str] = []
-    return Rehearsal(words, timeout, said.append).run(steps), said
 
 
 def left(tmp_path: Path, arena_dir: Path) -> list[Path]:

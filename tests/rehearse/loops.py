@@ -1,10 +1,6 @@
 """Small training programs, each the way that people write it, and with `session.epochs` and `session.batches`:
 
-    python -m tests.loops.programs NAME STORE STOP AT
-
-STOP is none, close, SIGTERM or SIGKILL; the signal comes right after the optimizer's step AT, before the rest of the
-iteration. The last line of the output is a JSON document: the digest of the parameters, the step that the run was
-resumed from, whether that was exact, and why not.
+python -m tests.rehearse.loops NAME STORE
 """
 
 from __future__ import annotations
@@ -20,10 +16,75 @@ from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from tests.loops.rig import EPOCHS, PER_EPOCH, STEPS, Digits, Run, Stream, by_step, evaluate, net, train
-from tests.loops.samplers import distributed, stateful
+import scarctl
+
+EPOCHS, PER_EPOCH = 3, 5
+STEPS = EPOCHS * PER_EPOCH
+
+
+class Run:
+    """The session of a program."""
+
+    def __init__(self, store: str) -> None:
+        self._store = store
+
+    def attach(self, model: nn.Module, optimizer: Any, **options: Any) -> scarctl.Session:
+        self.session = scarctl.attach(model, optimizer, store=self._store, **options)
+        return self.session
+
+    def resume(self) -> int:
+        return self.session.resume().step
+
+
+class Digits(Dataset[Any]):
+    """Random features. noise: drawn again each time, as by an augmentation."""
+
+    def __init__(self, size: int = 4 * PER_EPOCH, *, noise: bool = False) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.x, self.y = torch.rand(size, 8, generator=generator), torch.arange(size) % 2
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        x = self.x[index]
+        return (x + 0.1 * torch.rand(8) if self.noise else x), self.y[index]
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(7)
+        for index in range(4 * PER_EPOCH):
+            yield torch.rand(8, generator=generator), index % 2
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 2))
+
+
+def train(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    optimizer.zero_grad()
+    functional.cross_entropy(model(batch[0]), batch[1]).backward()
+    optimizer.step()
+
+
+def evaluate(model: nn.Module) -> None:
+    model.eval()
+    with torch.no_grad():
+        for x, _ in DataLoader(Digits(8), batch_size=4, shuffle=True):
+            model(x)
+    model.train()
+
+
+def by_step(step: int) -> Any:
+    """Return a batch that is a function of the step."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.rand(4, 8, generator=generator), torch.randint(0, 2, (4,), generator=generator)
+
 
 # -- loops over a DataLoader ------------------------------------------------------------------------------------------
 
@@ -41,7 +102,6 @@ def mnist(run: Run, **options: Any) -> None:
     for _ in session.epochs(EPOCHS):
         for batch in session.batches(loader):
             train(model, optimizer, batch)
-            run.iterated()
         evaluate(model)
         scheduler.step()
 
@@ -60,11 +120,9 @@ def two_loaders(run: Run) -> None:
     for _ in session.epochs(EPOCHS):
         for one, other in zip(session.batches(loaders[0]), session.batches(loaders[1]), strict=True):
             train(model, optimizer, (one[0] + other[0], one[1]))
-            run.iterated()
         torch.rand(3)
         for batch in session.batches(loaders[2]):
             train(model, optimizer, batch)
-            run.iterated()
 
 
 def early_break(run: Run) -> None:
@@ -77,77 +135,9 @@ def early_break(run: Run) -> None:
     for _ in session.epochs(EPOCHS):
         for batch in session.batches(loader):
             train(model, optimizer, batch)
-            run.iterated()
             if session.head_step % 4 == 0:
                 break
         evaluate(model)
-
-
-def accumulate(run: Run) -> None:
-    """Take a step every two batches; the last batch of an epoch continues in the next."""
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
-    loader = DataLoader(Digits(28), batch_size=4, shuffle=True)
-    session = run.attach(model, optimizer)
-    run.resume()
-    count = 0
-    for _ in session.epochs(EPOCHS):
-        for x, y in session.batches(loader):
-            functional.cross_entropy(model(x), y).backward()
-            count += 1
-            if count % 2 == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-                run.iterated()
-        count = 0
-        optimizer.zero_grad()
-
-
-def vae(run: Run) -> None:
-    """Train as pytorch/examples vae: noise from torch.randn in the forward pass."""
-    torch.manual_seed(1)
-
-    class Vae(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encode, self.decode = nn.Linear(8, 4), nn.Linear(2, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            mean, deviation = self.encode(x).chunk(2, dim=1)
-            decoded: torch.Tensor = self.decode(mean + torch.randn_like(mean) * torch.exp(0.5 * deviation))
-            return decoded
-
-    model = Vae()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    loader = DataLoader(Digits(), batch_size=4, shuffle=True)
-    session = run.attach(model, optimizer)
-    run.resume()
-    for _ in session.epochs(EPOCHS):
-        for x, _ in session.batches(loader):
-            optimizer.zero_grad()
-            functional.mse_loss(model(x), x).backward()
-            optimizer.step()
-            run.iterated()
-
-
-def dcgan(run: Run) -> None:
-    """Train as pytorch/examples dcgan: two optimizers and noise."""
-    torch.manual_seed(1)
-    critic, generator = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)), nn.Linear(4, 8)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (critic, generator)]
-    loader = DataLoader(Digits(), batch_size=4, shuffle=True)
-    session = run.attach(nn.ModuleList([critic, generator]), optimizers)
-    run.resume()
-    for _ in session.epochs(EPOCHS):
-        for x, _ in session.batches(loader):
-            optimizers[0].zero_grad()
-            fake = generator(torch.randn(4, 4))
-            (critic(fake.detach()).mean() - critic(x).mean()).backward()
-            optimizers[0].step()
-            optimizers[1].zero_grad()
-            (-critic(fake).mean()).backward()
-            optimizers[1].step()
-            run.iterated()
 
 
 def one_cycle(run: Run) -> None:
@@ -162,27 +152,9 @@ def one_cycle(run: Run) -> None:
         for batch in session.batches(loader):
             train(model, optimizer, batch)
             scheduler.step()
-            run.iterated()
 
 
 # -- loops without epochs ----------------------------------------------------------------------------------------------
-
-
-def mingpt(run: Run) -> None:
-    """Train as minGPT: an endless iterator over samples with replacement."""
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    data = Digits()
-    sampler = RandomSampler(data, replacement=True, num_samples=10**6)
-    loader = DataLoader(data, batch_size=4, sampler=sampler)
-    session = run.attach(model, optimizer)
-    if run.resume() >= STEPS:
-        return  # a busy machine may handle a signal only when the run has ended
-    for batch in session.batches(loader):
-        train(model, optimizer, batch)
-        run.iterated()
-        if session.head_step >= STEPS:
-            break
 
 
 def _get_batch() -> Any:
@@ -211,7 +183,6 @@ def nanogpt(run: Run) -> None:
         scaler.update()
         optimizer.zero_grad()
         step += 1
-        run.iterated()
 
 
 def words(run: Run) -> None:
@@ -243,7 +214,6 @@ def words(run: Run) -> None:
             functional.cross_entropy(found.flatten(0, 1), target.flatten()).backward()
             optimizer.step()
             carried["hidden"] = hidden.detach()
-            run.iterated()
         evaluate_words = torch.rand(3)
         assert evaluate_words.numel() == 3
 
@@ -284,7 +254,38 @@ def cleanrl(run: Run) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        run.iterated()
+
+
+# -- loaders that count the epochs themselves -----------------------------------------------------------------------
+
+
+def distributed(run: Run) -> None:
+    """Use a `DistributedSampler`, which draws its order from its own seed and the number of the epoch."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    data = Digits(8 * PER_EPOCH, noise=True)
+    sampler = DistributedSampler(data, num_replicas=2, rank=1, seed=3)
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    session = run.attach(model, optimizer)
+    run.resume()
+    for epoch in session.epochs(EPOCHS):
+        sampler.set_epoch(epoch)
+        for batch in session.batches(loader):
+            train(model, optimizer, batch)
+
+
+def stateful(run: Run, *, workers: int = 0) -> None:
+    """Use torchdata's loader, which has its own state."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    loader: Any = StatefulDataLoader(Digits(noise=True), batch_size=4, shuffle=True, num_workers=workers)
+    session = run.attach(model, optimizer)
+    run.resume()
+    for _ in session.epochs(EPOCHS):
+        for batch in session.batches(loader):
+            train(model, optimizer, batch)
 
 
 # -- what changes after the step ---------------------------------------------------------------------------------------
@@ -305,8 +306,6 @@ def average(run: Run) -> None:
         (functional.cross_entropy(model(x), y) + functional.mse_loss(model(x), teacher)).backward()
         optimizer.step()
         ema.update_parameters(model)
-        run.iterated()
-    run._models.append(ema)
 
 
 def skipping(run: Run) -> None:
@@ -323,7 +322,6 @@ def skipping(run: Run) -> None:
         scaler.scale(loss * torch.inf if number in (3, 6, 7) else loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        run.iterated()
 
 
 Program = Callable[[Run], None]
@@ -336,12 +334,8 @@ PROGRAMS: dict[str, Program] = {
     "distributed sampler": distributed,
     "two loaders": two_loaders,
     "early break": early_break,
-    "accumulation": accumulate,
     "one cycle": one_cycle,
-    "vae": vae,
-    "dcgan": dcgan,
     "words": words,
-    "mingpt": mingpt,
     "nanogpt": nanogpt,
     "cleanrl": cleanrl,
     "average": average,
@@ -356,11 +350,12 @@ PROGRAMS |= TORCHDATA if find_spec("torchdata") is not None else {}
 
 def main() -> None:
     """Run a program; see the module."""
-    name, store, stop, at = sys.argv[1:]
+    name, store = sys.argv[1:]
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    PROGRAMS[name](run := Run(store, stop, int(at)))
-    run.done()
+    run = Run(store)
+    PROGRAMS[name](run)
+    run.session.close()
 
 
 if __name__ == "__main__":
