@@ -147,7 +147,7 @@ class Kept:
                 raise
         # The process died before its first call was sealed. So no call was answered.
         self.session.supersede()
-        return Resumed(step=0, consistent=True, report=None)
+        return Resumed()
 
     @property
     def fencing_token(self) -> int:

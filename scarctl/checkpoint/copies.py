@@ -122,7 +122,7 @@ class Copies:
             if staged.complete:
                 return report
         report = self._fetch(plan, new)
-        if everything.size and report.whole:
+        if everything.size and report.label.of_one:
             self._arena.name_whole(report.plan.whole)
         return report
 
@@ -141,7 +141,7 @@ class Copies:
         report = self._fetch(
             plan_partial(ids, self._layout, self._shard_of, states, arena, survivors=survivors)
         )
-        if report.whole:
+        if report.label.of_one:
             arena.name_whole(report.plan.whole)
         return report
 

@@ -161,7 +161,7 @@ class Filling:
             # Read from the arena: a write to the live tensors between two reads would not show.
             right[part] = checksums(arena, g, ids) == wanted[ids]
         # All copies appear last: if the process dies before, the store has its state as before.
-        if plan.of_one and right.all():
+        if plan.label.of_one and right.all():
             arena.name_whole(plan.whole)
         for version in distinct(plan.version[right]).tolist():
             ids = plan.ids[right & (plan.version == version)]

@@ -16,7 +16,7 @@ from scarctl.cli.output import (
     common_options,
     emit,
     note,
-    of_whole,
+    now_stored,
     options_for,
     shown_url,
     warn,
@@ -122,5 +122,5 @@ def _text(done: Checkpoint, store: str, dry_run: bool) -> str:
     return (
         f"step {done.step}: {verb} {done.saved_partitions} of {counted(done.total_partitions, 'partition')}, "
         f"{human_bytes(done.saved_bytes)} of {human_bytes(done.total_bytes)} ({share:.1%}), to {store}"
-        f"{of_whole(done.consistent, done.reasons)}"
+        f"{now_stored(done.label)}"
     )

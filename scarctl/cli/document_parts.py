@@ -25,6 +25,21 @@ class ErrorFields(TypedDict):
     exit_code: int
 
 
+class Labelled(TypedDict):
+    """A state with its label, as `scarctl.state.label.Label` has it."""
+
+    oldest_step: int | None
+    """Step of the oldest partition; None without any."""
+    newest_step: int | None
+    """Step of the newest partition; None without any."""
+    consistent: bool
+    """Everything that was given to `attach` is of one step, as one commit saved it. `reasons` says why not."""
+    reasons: list[str]
+    """Reasons why the state is mixed, one sentence each. Empty if it is consistent."""
+    position: Literal["declared", "unknown"] | None
+    """Whether the position in the data was saved, because the loop had declared it. None: it has none."""
+
+
 class Snapshot(TypedDict):
     """A whole state of one step, kept under a name."""
 
@@ -171,12 +186,8 @@ class RecoveredRanks(TypedDict):
     lost: list[int]
 
 
-class _Restored(TypedDict):
+class _Restored(Labelled):
     mode: Literal["partial", "rollback"]
-    consistent: bool
-    """Everything that was given to `attach` is of one step, as one commit saved it."""
-    reasons: list[str]
-    """Reasons why it is mixed, one sentence each. Empty if it is consistent."""
     degraded: bool
     """Whether an older copy had to be used instead of the newest one."""
     step: int | None
@@ -212,7 +223,7 @@ class RestoredRanks(_Restored):
     ranks: RecoveredRanks
 
 
-class SavedByProcess(TypedDict):
+class SavedByProcess(Labelled):
     """A checkpoint of a running session."""
 
     step: int
@@ -221,10 +232,6 @@ class SavedByProcess(TypedDict):
     total_bytes: int
     saved_bytes: int
     durable: bool
-    consistent: bool
-    """Whether the store has the whole state of `step`, as one commit saved it."""
-    reasons: list[str]
-    """Reasons why it is mixed, one sentence each. Empty if it is consistent."""
     pid: int
 
 

@@ -12,6 +12,7 @@ from scarctl.arena.stale import StaleArena
 from scarctl.cli.document_parts import (
     ErrorFields,
     Health,
+    Labelled,
     Restored,
     RestoredRanks,
     SavedByProcess,
@@ -81,15 +82,11 @@ class EvacuatedProcess(_EvacuatedProcess, total=False):
     """The evacuated copies of one process. The fields of `Evacuated` are missing if it did not answer."""
 
 
-class EvacuatedStore(TypedDict):
+class EvacuatedStore(Labelled):
     """The evacuated copies of one store's state, of all processes on this host."""
 
     store: str
     safe: bool
-    consistent: bool
-    """Whether one commit of their whole state outlives the host, with equal values of ranks."""
-    reasons: list[str]
-    """Reasons why it is mixed, one sentence each. Empty if it is consistent."""
     rework: Rework
     processes: list[EvacuatedProcess]
 

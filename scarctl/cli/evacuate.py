@@ -16,7 +16,7 @@ from scarctl.cli.output import (
     output_options,
 )
 from scarctl.config import describe
-from scarctl.util.text import human_bytes, joined
+from scarctl.util.text import human_bytes
 
 if TYPE_CHECKING:
     from scarctl.ops.evacuate import Host, Store
@@ -92,10 +92,9 @@ def _of_store(store: Store) -> list[str]:
     written = sum(one.written_bytes for one in found)
     step = max((one.step for one in found), default=-1)
     there = sum(one.peer_bytes for one in found)
-    stored = not there and (not store.whole or all(one.sealed for one in found))
-    how = " in the store" if stored else ""
-    if store.whole:
-        how += " (consistent)" if store.consistent else f" (mixed: {joined(store.reasons)})"
+    label = store.label
+    stored = not there and (not label.of_one or all(one.sealed for one in found))
+    how = f"{' in the store' if stored else ''}{f' ({label.text})' if label.of_one else ''}"
     head = f"{store.url}: step {step}: {human_bytes(total - lost)} of {human_bytes(total)} are safe{how}"
     lines = [
         f"{head}; {human_bytes(written)} written now" if found else f"{store.url}: what is safe is not known"

@@ -76,19 +76,10 @@ def command(output: Path, store: str, max_shard_size: int, **options: Any) -> in
     done = export(settings, progress=Progress("exported"))
     for problem in done.problems:
         warn(problem)
-    why = "mixed, as newer copies may be lost" if done.degraded else "mixed"
-    label = (
-        f"consistent, of step {done.step}"
-        if done.consistent
-        else f"mixed, with {counted(done.encoded_partitions, 'partition')} from encoded copies, "
-        f"of steps {done.oldest_step} to {done.newest_step}"
-        if done.encoded_partitions
-        else f"{why}, of steps {done.oldest_step} to {done.newest_step}"
-    )
     emit(
         done.to_json(),
         text=f"wrote {counted(done.tensors, 'tensor')}, {human_bytes(done.bytes)}, to {output} "
-        f"({counted(len(done.files), 'file')}): {label}",
+        f"({counted(len(done.files), 'file')}): {done.label}",
     )
     if done.degraded:
         note("exit code 3: the newest copy of something is damaged, an older one was taken")

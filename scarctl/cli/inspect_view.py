@@ -50,7 +50,7 @@ def summary(view: Survey) -> list[str]:
     usage = view.usage
     bound = "; no running process says how far the run is, so ages are lower bounds"
     lines = [
-        f"store {view.url}: {_step(view)}, {counted(view.layout.partitions, 'partition')}, "
+        f"store {view.url}: {view.reached}, {counted(view.layout.partitions, 'partition')}, "
         f"{human_bytes(view.layout.nbytes)}",
         f"{describe(view.age.saved_at)}{bound if view.age.is_lower_bound else ''}",
         view.ages,
@@ -253,12 +253,6 @@ def narrowed(table: Table, width: int) -> Table:
 
 
 # -- words -------------------------------------------------------------------------------------------------------
-
-
-def _step(view: Survey) -> str:
-    if view.age.finished:
-        return f"finished at step {view.step}"
-    return f"step {view.step}{' or later' if view.age.is_lower_bound else ''}"
 
 
 def _at_least(view: Survey, age: int) -> str:

@@ -13,7 +13,7 @@ from scarctl.cli.output import (
     arena_option,
     emit,
     note,
-    of_whole,
+    now_stored,
     on_store,
     open_store,
     recovery_options,
@@ -21,7 +21,8 @@ from scarctl.cli.output import (
     timeout_option,
     warn,
 )
-from scarctl.cli.recover import cost_lines, not_consistent
+from scarctl.cli.recover import cost_lines
+from scarctl.state.label import Label
 from scarctl.util.text import counted, human_bytes
 
 if TYPE_CHECKING:
@@ -70,8 +71,8 @@ def report_saved(
     made: LiveCheckpoint | LiveRanks, url: str, *, full: bool, snapshot: str | None = None
 ) -> int:
     """Print a running session's checkpoint, and return the exit code. snapshot: name of the snapshot to make."""
-    done = made.to_json()
-    if made.whole and snapshot is not None:
+    done, whole = made.to_json(), made.label.of_one
+    if whole and snapshot is not None:
         done["snapshot"] = snapshot
     who = f"process {done['pid']}"
     if "ranks" in done:
@@ -80,9 +81,9 @@ def report_saved(
         {**done, "live": True, "full": full},
         text=f"step {done['step']}: {who} saved {done['saved_partitions']} of "
         f"{counted(done['total_partitions'], 'partition')}, {human_bytes(done['saved_bytes'])}, "
-        f"to {shown_url(url)}{of_whole(made.whole, made.reasons)}",
+        f"to {shown_url(url)}{now_stored(made.label)}",
     )
-    if not full or made.whole or (done.get("members") and done["complete"]):
+    if not full or whole or (done.get("members") and done["complete"]):
         return EXIT_OK
     missing = ", so no snapshot is made" if snapshot else ""
     why = "values may not be finite"
@@ -127,7 +128,7 @@ def recover(
         f"restored {counted(partitions, 'partition')}, {human_bytes(nbytes)}, in place, after step {done['step']}"
     ]
     if not report["consistent"]:
-        lines.append(not_consistent(report["step"], report["reasons"]))
+        lines.append(str(Label.from_json(report)))
     cost = Cost(Rework(**report["rework"]), report["rollback_steps"], report["reason"])
     lines += cost_lines(cost, report["mode"])
     if len(ranks) > 1:

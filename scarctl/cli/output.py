@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -28,9 +28,10 @@ from scarctl.cli.completion import complete_store
 from scarctl.cli.given import required_store
 from scarctl.config import brief, read_file, storage_options
 from scarctl.errors import ScarError, Unavailable
-from scarctl.util.text import joined, printable, printable_lines
+from scarctl.util.text import printable, printable_lines
 
 if TYPE_CHECKING:
+    from scarctl.state.label import Label
     from scarctl.store import Store
 
 SCHEMA_VERSION = 1
@@ -250,11 +251,9 @@ def logging_to_stderr() -> Iterator[None]:
         logger.propagate = propagate
 
 
-def of_whole(whole: bool, reasons: Sequence[str]) -> str:
+def now_stored(label: Label) -> str:
     """Return the label of a checkpoint, after what was saved; "" unless the store has the whole state of its step."""
-    if not whole:
-        return ""
-    return f"; the whole state is of this step{f', but mixed: {joined(reasons)}' if reasons else ''}"
+    return f"; the store has {label}" if label.of_one else ""
 
 
 def in_iterations(amount: object) -> str:

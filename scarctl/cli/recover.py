@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from scarctl.cli.output import (
 from scarctl.cli.progress import Progress
 from scarctl.store import Store
 from scarctl.store.saved import describe, last_saved
-from scarctl.util.text import counted, human_bytes, joined
+from scarctl.util.text import counted, human_bytes
 
 if TYPE_CHECKING:
     from scarctl.ops.recover import Recovery
@@ -61,7 +60,9 @@ Examples:
     help="partial: restore what is lost; rollback: everything, to the newest state of one step; auto: whichever is "
     "predicted to cost less.",
 )
-@click.option("--snapshot", metavar="NAME", help="With --mode rollback: to this snapshot, exactly.")
+@click.option(
+    "--snapshot", metavar="NAME", help="With --mode rollback: to this snapshot, and no other state."
+)
 @arena_option
 @click.option("--dry-run", is_flag=True, help="Print the plan; change nothing.")
 @on_store
@@ -108,32 +109,14 @@ def cost_lines(cost: Cost, mode: str) -> list[str]:
     return lines
 
 
-def not_consistent(step: int | None, reasons: Sequence[str]) -> str:
-    """Return the label of a state that is mixed. step: that of all copies; None if they are of several."""
-    return f"{'' if step is None else f'all copies are of step {step}; '}mixed: {joined(reasons)}"
-
-
 def _text(done: Recovery, dry_run: bool, *, new_file: bool) -> str:
     plan, fields = done.plan, done.plan.to_json()
     tiers = ", ".join(f"{count} from {tier}" for tier, count in fields["tiers"].items()) or "none"
-    encoded = fields["encoded_partitions"]
-    if encoded:
-        label = f"{counted(encoded, 'copy', 'copies')} were encoded, in fewer bits: the state is mixed"
-    elif plan.consistent:
-        label = f"the state is consistent, of step {plan.step}"
-    elif plan.step is None:
-        label = "mixed: restored copies are of several steps"
-    elif plan.degraded and not plan.of_one:
-        label = f"restored copies are of step {plan.step}, and newer ones may be lost: the state is mixed"
-    elif plan.caveats or not plan.whole:
-        label = not_consistent(plan.step, plan.caveats or plan.reasons)
-    else:
-        label = f"restored copies are of step {plan.step}; the state is consistent only if the survivors are of it, too"
     lines = [
         f"{'would restore' if dry_run else 'restored'} {counted(fields['restored_partitions'], 'partition')} "
         f"({tiers}), "
         f"{human_bytes(plan.nbytes)}, to {done.output or 'the arena'}",
-        label,
+        str(plan.label),
     ]
     value, kind = done.perturbation.value, done.perturbation.kind
     if value is not None:

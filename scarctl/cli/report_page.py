@@ -250,8 +250,8 @@ def _event_cells(event: Event) -> tuple[str, ...]:
         return ("",)
     if event.kind in ("ranks differ", "ranks agree"):
         return ("of parameters that all ranks should have in common",)
-    label = ", consistent" if facts.get("consistent") is True else ""
-    restored = f"{facts.get('partitions', 'all')}{label}"
+    label = "consistent" if facts.get("consistent") is True else "mixed"
+    restored = f"{facts.get('partitions', 'all')}, {label}"
     tiers = ", ".join(f"{facts[tier]} {tier}" for tier in ("memory", "peer", "store") if facts.get(tier))
     low, high = facts.get("low"), facts.get("high")
     ends = [end for end in (low, high) if isinstance(end, int | float)]

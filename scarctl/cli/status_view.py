@@ -42,11 +42,9 @@ def _store(one: Health, width: int) -> Iterator[str]:
     yield f"{_VERDICT[one.severity]}: {one.url}"
     view = one.survey
     if view is not None and view.layout is not None:
-        bound = " or later" if view.age.is_lower_bound else ""
-        head = "finished at step" if view.age.finished else "step"
         who = "no run on this host" if view.run is None else _run(one)
         yield (
-            f"  {head} {view.step}{bound}, {counted(view.layout.partitions, 'partition')}, "
+            f"  {view.reached}, {counted(view.layout.partitions, 'partition')}, "
             f"{human_bytes(view.layout.nbytes)}; {who}; {describe(view.age.saved_at)}"
         )
         yield f"  {view.ages}"

@@ -18,10 +18,10 @@ from scarctl.arena.queue import HandOverQueue
 from scarctl.daemon import protocol
 from scarctl.daemon.client import REPLY_SECONDS, ask, connect, evacuate, gone, insist, request
 from scarctl.daemon.urgency import URGENT
-from scarctl.errors import Corruption, Fenced, ScarError, Unavailable, error_from
+from scarctl.errors import Corruption, Fenced, ScarError, error_from
 from scarctl.persist.saver import Acknowledged
 from scarctl.persist.speed import Speed
-from scarctl.persist.thread import Current
+from scarctl.persist.thread import Current, late
 from scarctl.store import Part
 from scarctl.util.niceness import set_session
 
@@ -128,7 +128,7 @@ class DaemonSaver:
         return False
 
     def fault(self) -> ScarError:
-        return self._failure or self._last or Unavailable("the store did not finish in time")
+        return self._failure or self._last or late()
 
     @property
     def failure(self) -> ScarError | None:

@@ -278,9 +278,8 @@ class RankCoordinator(Together):
     def agree_on_state(self, found: Found | None, store: Store) -> AgreedState | None:
         mine = None
         if found is not None:
-            whole = found.whole if found.consistent else ""
             standing = RankState(
-                found.step, found.consistent, found.survived, found.distance, found.owns, whole, found.head
+                found.step, found.survived, found.distance, found.owns, found.whole, found.head
             )
             mine = standing.to_list()
         gathered = self.team.gather(mine)
@@ -304,7 +303,7 @@ class RankCoordinator(Together):
         moved = self.team.gather([list(point) for point in points] if measures else None)
         outlook = _outlook(agreement.step, [points for points in moved if points is not None])
         summary = self._summary(agreement, everyone, store, outlook)
-        return AgreedState(agreement.step, extras, agreement.consistent, summary)
+        return AgreedState(agreement.step, extras, agreement.label, summary)
 
     def completed(self, extras: Extras) -> Extras:
         own = Own.of(extras.state)
@@ -331,22 +330,10 @@ class RankCoordinator(Together):
                 "lost": list(agreement.lost),
                 "steps": [standing.step for standing in everyone],
                 "step": agreement.step,
-                "consistent": agreement.consistent,
                 "perturbation": perturbation_of(everyone, agreement).to_json(),
                 "rework": rework.to_json(),
                 "rollback_steps": back,
             }
-            if agreement.lost:
-                log.warning(
-                    "lost %d of %d ranks (%s): their state is restored from their last checkpoints; all ranks continue "
-                    "after step %d. Predicted rework in iterations: %s; a rollback would cost %s",
-                    len(agreement.lost),
-                    self.team.world,
-                    ", ".join(map(str, agreement.lost)),
-                    agreement.step,
-                    rework,
-                    "an unknown number" if back is None else back,
-                )
         found: dict[str, Any] = self.team.from_rank(0, summary)
         return found
 

@@ -16,6 +16,7 @@ from scarctl.distributed.leftover_arenas import save_own
 from scarctl.distributed.own_extras import Own, with_own
 from scarctl.distributed.owned_adapter import group_of
 from scarctl.errors import LayoutMismatch, NoIntactCopy, Unavailable
+from scarctl.recovery.label import MEMBERS
 from scarctl.recovery.members import Predecessors, overlapping, predecessors
 from scarctl.recovery.reshard import with_slots
 from scarctl.recovery.shares import as_member
@@ -104,9 +105,8 @@ class Heir:
                 f"{self._found.parts.store.url}: the extras of shard {self._shard} were collected meanwhile",
                 hint="resume again; nothing was changed",
             )
-        return AgreedState(
-            step_of(saved[0]), self._mixed(Extras.from_tree(torched(saved[1]))), consistent=False
-        )
+        extras = self._mixed(Extras.from_tree(torched(saved[1])))
+        return AgreedState(step_of(saved[0]), extras, self._found.parts.label.because(MEMBERS))
 
     def _mixed(self, extras: Extras) -> Extras:
         """Return extras that may be another member's: the random generators of this member are its own."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from scarctl.arena.arena import Arena
 from scarctl.distributed.collectives import Team
 from scarctl.distributed.own_extras import Own, with_own
@@ -9,6 +11,7 @@ from scarctl.distributed.owned_adapter import OwnedAdapter, group_of
 from scarctl.distributed.ownership import Division
 from scarctl.distributed.resume_step import MAX_APART, RankState, agree_on_step, perturbation_of
 from scarctl.errors import NoIntactCopy, UsageError
+from scarctl.recovery.label import NO_COMMIT
 from scarctl.recovery.reshard import Parts, check_fits, with_slots
 from scarctl.session.peers import AgreedState
 from scarctl.state.extras import Extras
@@ -73,19 +76,18 @@ class Moved:
         if own is None or own.rng is None:  # another rank saved this part, without this rank's generators
             own = Own.of(self._adapter.capture())
         mixed = with_own(extras, own, self._rank_extras & own.objects.keys())
-        consistent = agreement.consistent and bool(self._parts.whole)
-        reasons = _otherwise(self._parts.world, self._team.world)
+        label = self._parts.label if agreement.label.of_one else self._parts.label.because(NO_COMMIT)
+        label = replace(label, caveats=_otherwise(self._parts.world, self._team.world))
         summary = {
             "world": self._team.world,
             "lost": list(agreement.lost),
             "steps": [standing.step for standing in standings],
             "step": agreement.step,
-            "consistent": consistent and not reasons,
             "perturbation": perturbation_of(standings, agreement).to_json(),
             "rework": Rework(None, reason="the state was saved under another division").to_json(),
             "rollback_steps": None,
         }
-        return AgreedState(agreement.step, mixed, consistent, summary, reasons)
+        return AgreedState(agreement.step, mixed, label, summary)
 
     def _standings(self) -> tuple[list[RankState], list[int]]:
         """Return the standing and number of every shard with extras. A single process has extras in one shard."""
@@ -99,22 +101,19 @@ class Moved:
                 "generators were never saved"
             )
         steps = {shard: step_of(state.extras[0]) for shard, state in states.items() if state.extras}
-        consistent = {shard: self._is_consistent(states[shard], step) for shard, step in steps.items()}
+        wholes = {shard: self._whole(states[shard], step) for shard, step in steps.items()}
         owns = {shard: bool(len(state.ids)) for shard, state in states.items()}
-        head = max((steps[shard] for shard in states if consistent[shard] and owns[shard]), default=-1)
+        head = max((steps[shard] for shard in states if wholes[shard] and owns[shard]), default=-1)
         # Copies that survived in memory have been saved to the store since. Survivors were in the same iteration.
-        survived = {shard: consistent[shard] and steps[shard] >= head - MAX_APART for shard in states}
-        wholes = {s: states[s].whole if consistent[s] else "" for s in states}
-        found = [
-            RankState(steps[s], consistent[s], survived[s], owns=owns[s], whole=wholes[s]) for s in states
-        ]
+        survived = {shard: bool(wholes[shard]) and steps[shard] >= head - MAX_APART for shard in states}
+        found = [RankState(steps[s], survived[s], owns=owns[s], whole=wholes[s]) for s in states]
         return found, list(states)
 
-    def _is_consistent(self, state: ShardState, step: int) -> bool:
-        """Return whether a shard's extras and copies are of one commit; for a single process, those of all shards."""
+    def _whole(self, state: ShardState, step: int) -> str:
+        """Return the commit with a shard's copies and extras, for a single process with those of all shards; or ""."""
         whole = state.whole if self._parts.of_ranks else self._parts.whole
-        same = not len(state.ids) or (bool(whole) and state.extras_whole == whole)
-        return same and bool((step_of(state.version) == step).all())
+        same = state.extras_whole == whole and bool((step_of(state.version) == step).all())
+        return whole if same else ""
 
     def _extras(self, shard: int) -> Extras:
         found = self._parts.store.read_extras(self._parts.states[shard])

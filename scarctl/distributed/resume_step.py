@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scarctl.recovery.label import NO_COMMIT
 from scarctl.recovery.plan import Perturbation
+from scarctl.state.label import Label
 from scarctl.theory.rework import Outlook, Rework, rework_of_loss
 
 MAX_APART = 1
@@ -20,8 +22,6 @@ class RankState:
 
     step: int
     """Step of its newest extras."""
-    consistent: bool
-    """All its copies are of that step, and of one commit of the whole state."""
     survived: bool
     """Whether its arena has the last iteration that it finished."""
     distance: float | None = None
@@ -29,13 +29,13 @@ class RankState:
     owns: bool = True
     """Whether it owns rows. A rank without rows does not count in the decision."""
     whole: str = ""
-    """Name of the commit of the whole state that has its copies and extras, "" if they are of different commits."""
+    """Name of the commit of the whole state that has all its copies and extras, of that step; "" without one."""
     head: int | None = None
     """The last iteration until which `distance` was measured. None: its newest."""
 
     def to_list(self) -> list[Any]:
         """Return the fields as a list, for `Team.gather`."""
-        return [self.step, self.consistent, self.survived, self.distance, self.owns, self.whole, self.head]
+        return [self.step, self.survived, self.distance, self.owns, self.whole, self.head]
 
     def unseen(self, step: int) -> int:
         """Return the iterations up to `step` after the last one that its arena knows, as of a replica that was cut
@@ -54,15 +54,16 @@ class Agreement:
     """The rank with extras of `step`, which ranks without such extras take over."""
     lost: tuple[int, ...]
     """Ranks whose state is older than that of the survivors; () if all are equal."""
-    consistent: bool
+    label: Label
     """Whether the whole state is of `step`, as one commit of the whole state saved it."""
 
 
 def agree_on_step(ranks: Sequence[RankState]) -> Agreement:
     """Return the step after which all ranks continue: the smallest step of the survivors.
 
-    If no arena survived, ranks whose copies are all of the newest step count as survivors; without any, those with
-    extras of the newest step. A rank whose state never changes saves no extras: its old ones must not set back others.
+    If no arena survived, ranks whose copies are all of one commit of the newest step count as survivors; without any,
+    those with extras of the newest step. A rank whose state never changes saves no extras: its old ones must not set
+    back others.
 
     Survivors that are more than one iteration behind the others (an arena that an earlier run left) count as lost.
     Newer copies of a survivor are kept, and make the state mixed.
@@ -73,21 +74,19 @@ def agree_on_step(ranks: Sequence[RankState]) -> Agreement:
         # Copies of survivors may have been saved to the store before their arenas were removed.
         head = max(ranks[rank].step for rank in owners)
         at_head = [rank for rank in owners if ranks[rank].step >= head - MAX_APART]
-        survivors = [
-            rank for rank in at_head if ranks[rank].consistent and ranks[rank].step == head
-        ] or at_head
+        survivors = [rank for rank in at_head if ranks[rank].whole and ranks[rank].step == head] or at_head
     newest = max((ranks[rank].step for rank in survivors), default=0)
     survivors = [rank for rank in survivors if ranks[rank].step >= newest - MAX_APART]
-    # A rank that resumes exactly at a survivor's step has lost nothing, even if its arena did not survive.
+    # A rank that resumes at a survivor's step has lost nothing, even if its arena did not survive.
     steps = {ranks[rank].step for rank in survivors}
-    survivors += [r for r in owners if r not in survivors and ranks[r].consistent and ranks[r].step in steps]
+    survivors += [r for r in owners if r not in survivors and ranks[r].whole and ranks[r].step in steps]
     chosen = sorted(survivors)
     step = min(ranks[rank].step for rank in chosen)
     reference = next(rank for rank in chosen if ranks[rank].step == step)
     lost = tuple(rank for rank in owners if rank not in chosen)
-    one = len({ranks[rank].whole for rank in owners}) == 1
-    consistent = one and all(standing.consistent and standing.step == step for standing in ranks)
-    return Agreement(step, reference, lost, consistent)
+    wholes = {ranks[rank].whole for rank in owners}
+    of_one = len(wholes) == 1 and all(wholes) and all(standing.step == step for standing in ranks)
+    return Agreement(step, reference, lost, Label(step, step, () if of_one else (NO_COMMIT,)))
 
 
 def perturbation_of(ranks: Sequence[RankState], agreement: Agreement) -> Perturbation:

@@ -22,8 +22,8 @@ from scarctl.config import DEFAULT_POLICY, check_fixed, check_fraction, check_po
 from scarctl.errors import Corruption, NoStore, ScarError, SettingsConflict, UsageError
 from scarctl.formats.state_file import StateFile
 from scarctl.policy.select import Candidates, select, squared
-from scarctl.recovery.label import PART
 from scarctl.state.extras import FILE_POLICY, PolicyMemory
+from scarctl.state.label import PART, Label, Labelled
 from scarctl.state.layout import Layout, build_layout
 from scarctl.state.rows import take_rows
 from scarctl.state.version import MAX_STEP, pack, step_of
@@ -40,7 +40,7 @@ from scarctl.store import (
 from scarctl.store.snapshot import check_new_snapshot, check_snapshot_name
 from scarctl.store.topology import refuse_ranks
 from scarctl.util.arrays import Ids
-from scarctl.util.document import INTERNAL, Document
+from scarctl.util.document import INLINE, INTERNAL, Document
 
 if TYPE_CHECKING:
     from scarctl.checkpoint.live_state import LiveState
@@ -84,7 +84,7 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint(Document):
+class Checkpoint(Document, Labelled):
     """Report of a checkpoint, or of a dry run."""
 
     step: int
@@ -96,10 +96,8 @@ class Checkpoint(Document):
     seq: dict[int, int]
     """Number of the newest record, by shard. Empty for a dry run."""
     durable: bool
-    consistent: bool
-    """Whether the store has the whole state of `step`."""
-    reasons: tuple[str, ...]
-    """Reasons why it is mixed, one sentence each. Empty if it is consistent."""
+    label: Label = field(metadata=INLINE)
+    """The label of the state in the store."""
     nonfinite_partitions: int
     """Number of partitions with values that are not finite."""
     policy: str
@@ -127,6 +125,8 @@ class _Choice:
     memory: PolicyMemory = field(default_factory=lambda: PolicyMemory(seed=0))
     extras: Mapping[str, Any] = field(default_factory=dict)
     """The newest extras, which a session may have saved; they are kept."""
+    version: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """Versions of the store's copies before; empty if all are replaced."""
 
 
 def checkpoint(state: StateFile, settings: CheckpointSettings, *, dry_run: bool = False) -> Checkpoint:
@@ -293,7 +293,8 @@ def _choose(
     unchanged = ~live.changed() & ~missing
     for state in states.values():
         unchanged[state.ids] &= ~state.encoded  # an encoded copy is never sealed
-    return _Choice(ids, unchanged, np.flatnonzero(~finite), left_out, memory, extras)
+    nonfinite = np.flatnonzero(~finite)
+    return _Choice(ids, unchanged, nonfinite, left_out, memory, extras, version.copy())
 
 
 def _everything(layout: Layout) -> _Choice:
@@ -350,7 +351,10 @@ def _result(
 ) -> Checkpoint:
     done = choice.unchanged.copy()
     done[choice.ids] = True
-    whole = bool(done.all())
+    label = Label(settings.step, settings.step)
+    if not done.all():
+        choice.version[choice.ids] = pack(1, settings.step)
+        label = Label.of(choice.version, PART)
     return Checkpoint(
         step=settings.step,
         total_partitions=layout.partitions,
@@ -359,8 +363,7 @@ def _result(
         saved_bytes=int(layout.partition_bytes[choice.ids].sum()),
         seq=seq,
         durable=durable,
-        consistent=whole,
-        reasons=() if whole else (PART,),
+        label=label,
         nonfinite_partitions=len(choice.nonfinite),
         left_out=tuple(layout.name(int(i)) for i in choice.left_out[:5]),
         left_out_partitions=len(choice.left_out),

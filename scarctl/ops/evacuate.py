@@ -26,6 +26,7 @@ from scarctl.errors import ScarError, UsageError
 from scarctl.persist.evacuated import Evacuated, rework_of_all, why_mixed_ranks
 from scarctl.persist.evacuation import before, not_evacuated
 from scarctl.recovery.label import MEMBERS, NO_COMMIT
+from scarctl.state.label import Label, Labelled
 from scarctl.theory.rework import Rework
 
 log = logging.getLogger("scarctl")
@@ -72,7 +73,7 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class Store(Labelled):
     """The result of evacuating one store's state: all its processes on this host."""
 
     url: str
@@ -84,33 +85,19 @@ class Store:
         return all(process.safe for process in self.processes)
 
     @property
-    def whole(self) -> bool:
-        """Whether one commit of the whole state of these processes outlives this host: in the store, or in memory."""
-        return not self._why_mixed
-
-    @property
-    def consistent(self) -> bool:
-        """Whether it is whole, and all ranks with the same tensors had equal ones."""
-        return not self.reasons
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Reasons why it is mixed, one sentence each; () if it is consistent."""
-        return self._why_mixed or why_mixed_ranks(self._reports)
+    def label(self) -> Label:
+        """The label of what outlives this host, in the store or on other hosts."""
+        found = self._reports
+        label = replace(Label.over([one.label for one in found]), caveats=())
+        if len(found) < len(self.processes):
+            return replace(label, mixed=(_SILENT,))
+        if len({(one.step, one.commit_name) for one in found}) > 1:
+            label = label.because(MEMBERS if self.processes[0].member else NO_COMMIT)
+        return replace(label, caveats=why_mixed_ranks(found)) if label.of_one else label
 
     @property
     def _reports(self) -> list[Evacuated]:
         return [process.found for process in self.processes if process.found is not None]
-
-    @property
-    def _why_mixed(self) -> tuple[str, ...]:
-        found = self._reports
-        if len(found) < len(self.processes):
-            return (_SILENT,)
-        parts = dict.fromkeys(reason for one in found if not one.whole for reason in one.reasons)
-        if not parts and len({(one.step, one.commit_name) for one in found}) > 1:
-            return (MEMBERS if self.processes[0].member else NO_COMMIT,)
-        return tuple(parts)
 
     @property
     def rework(self) -> Rework:
@@ -124,8 +111,7 @@ class Store:
         return {
             "store": self.url,
             "safe": self.safe,
-            "consistent": self.consistent,
-            "reasons": list(self.reasons),
+            **self.label.to_json(),
             "rework": self.rework.to_json(),
             "processes": [process.to_json() for process in self.processes],
         }

@@ -14,7 +14,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,12 @@ from scarctl.ops.weights import Weights, weights_of
 from scarctl.recovery.label import DOUBTFUL
 from scarctl.recovery.shared_plan import execute_shared, plan_lost, plans_back
 from scarctl.recovery.shares import named_snapshot, open_shares
+from scarctl.state.label import Label, Labelled
 from scarctl.state.layout import TensorSpec
-from scarctl.state.version import MAX_STEP, step_of
 from scarctl.store import Store
 from scarctl.store.format import header_length, parse_header
 from scarctl.util.arrays import Bytes
-from scarctl.util.document import Document
+from scarctl.util.document import INLINE, Document
 
 FORMATS = ("safetensors", "pt", "dcp")
 
@@ -79,20 +79,17 @@ class ExportSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Exported(Document):
+class Exported(Document, Labelled):
     """Report of an export."""
 
     output: str
     files: tuple[str, ...]
     tensors: int
     bytes: int
-    consistent: bool
-    """The whole state is of `step`, as one commit saved it. `reasons` says why not."""
-    reasons: tuple[str, ...]
-    """Reasons why it is mixed, one sentence each."""
+    label: Label = field(metadata=INLINE)
+    """The state's label."""
     step: int | None
-    oldest_step: int
-    newest_step: int
+    """Step of all copies; None if they are of several."""
     degraded: bool
     problems: tuple[str, ...]
     format: str
@@ -138,17 +135,14 @@ def export(settings: ExportSettings, *, progress: Callable[[int, int], None] | N
             report = execute_shared(plan, nothing, counting(sinks, state.nbytes, progress))
         files = _formatted(folder, parts, specs, of_model.tied, settings)
     done = report.plan
-    steps = step_of(done.version)
+    label = done.label.because(DOUBTFUL) if done.degraded and done.consistent else done.label
     return Exported(
         output=str(settings.output),
         files=tuple(files),
         tensors=len(of_model.specs) + len(of_model.tied),
         bytes=sum(spec.nbytes for spec in specs.values()),
-        consistent=done.consistent and not done.degraded,
-        reasons=done.reasons or ((DOUBTFUL,) if done.degraded else ()),
+        label=replace(label, declared=None),
         step=done.step,
-        oldest_step=int(steps.min(initial=MAX_STEP)),
-        newest_step=int(steps.max(initial=0)),
         degraded=done.degraded,
         problems=(*of_model.problems, *state.hidden, *report.problems),
         format=settings.form,

@@ -16,8 +16,9 @@ from scarctl.arena.view import peek
 from scarctl.daemon.client import ask, ask_status
 from scarctl.daemon.request import Request
 from scarctl.errors import Unavailable, UsageError, error_from
-from scarctl.recovery.label import MEMBERS, NO_COMMIT, PART, Writer, why_not_consistent
+from scarctl.recovery.label import MEMBERS, NO_COMMIT, Writer, noted
 from scarctl.recovery.shares import open_shares
+from scarctl.state.label import PART, Label, Labelled
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER, epoch_of, pack, step_of
 from scarctl.store import Store, Topology, complete_sets, create_snapshot, newest_topology
@@ -45,7 +46,7 @@ class _Request:
 
 
 @dataclass(frozen=True, slots=True)
-class LiveCheckpoint:
+class LiveCheckpoint(Labelled):
     """A durable checkpoint of a running session."""
 
     pid: int
@@ -53,20 +54,8 @@ class LiveCheckpoint:
     layout: Layout
     durable: NDArray[np.int64]
     """Durable version of every partition."""
-    whole: bool
-    """Whether the whole state in the store is of this version."""
-    caveats: tuple[str, ...] = ()
-    """Why it is not consistent then: see `scarctl.recovery.label`."""
-
-    @property
-    def consistent(self) -> bool:
-        """Whether the whole state in the store is of this version."""
-        return self.whole and not self.caveats
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why it is mixed, one sentence each; () if it is consistent."""
-        return self.caveats if self.whole else (PART,)
+    label: Label
+    """The label of the whole state in the store."""
 
     def to_json(self) -> dict[str, Any]:
         saved = self.durable == self.version
@@ -77,23 +66,22 @@ class LiveCheckpoint:
             "total_bytes": self.layout.nbytes,
             "saved_bytes": int(self.layout.partition_bytes[saved].sum()),
             "durable": True,
-            "consistent": self.consistent,
-            "reasons": list(self.reasons),
+            **self.label.to_json(),
             "pid": self.pid,
         }
 
 
 @dataclass(frozen=True, slots=True)
-class LiveRanks:
+class LiveRanks(Labelled):
     """Durable checkpoints of several ranks."""
 
     world: int
     ranks: dict[int, LiveCheckpoint]
     """Checkpoints by rank or member, for those with a session on this host."""
-    independent: bool = False
+    independent: bool
     """Whether the processes are members, which have no common step."""
-    caveats: tuple[str, ...] = ()
-    """Why the whole state of all ranks is not consistent: see `scarctl.recovery.label`."""
+    label: Label
+    """The label of the whole state in the store, of all ranks."""
 
     @property
     def step(self) -> int:
@@ -103,28 +91,12 @@ class LiveRanks:
     @property
     def apart(self) -> bool:
         """Whether each rank has saved its whole state, but not all of the same step."""
-        steps = {step_of(made.version) for made in self.ranks.values()}
-        return len(steps) > 1 and all(made.whole for made in self.ranks.values())
-
-    @property
-    def whole(self) -> bool:
-        """Whether the whole state in the store, of all ranks, is of one step."""
-        return self.complete and not self.apart and not self.independent
-
-    @property
-    def consistent(self) -> bool:
-        """Whether the whole state in the store is of one step."""
-        return self.whole and not self.caveats
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why it is mixed, one sentence each; () if it is consistent."""
-        return self.caveats if self.whole else (MEMBERS if self.independent else PART,)
+        return self.label.step is None and all(made.label.of_one for made in self.ranks.values())
 
     @property
     def complete(self) -> bool:
         """Whether every rank or member has saved its whole state."""
-        return len(self.ranks) == self.world and all(made.whole for made in self.ranks.values())
+        return len(self.ranks) == self.world and all(made.label.of_one for made in self.ranks.values())
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of one process summed over all ranks, and those of each rank."""
@@ -134,8 +106,7 @@ class LiveRanks:
             "step": self.step,
             **{name: sum(line[name] for line in lines.values()) for name in names},
             "durable": True,
-            "consistent": self.consistent,
-            "reasons": list(self.reasons),
+            **self.label.to_json(),
             "pid": next(iter(self.ranks.values())).pid,
             "world": self.world,
             "members": self.independent,
@@ -161,7 +132,7 @@ def checkpoint_live(
     if topology is None:
         asked_at = _under_way(store, arena_dir)
         found = _wait(store, _ask(store, request), asked_at, request)
-        return replace(found, caveats=_caveats(store, [(store, found)])) if found.whole else found
+        return replace(found, label=_noted(found.label, store, [(store, found)]))
     if every and topology.independent:
         raise UsageError(
             f"{store.url}: members have no common step, so that no snapshot can cover all of them",
@@ -220,17 +191,23 @@ def _ask_ranks(store: Store, topology: Topology, request: _Request) -> LiveRanks
             problem = error  # perhaps none of its partitions has changed
     if problem is not None and (request.full or not made):
         raise problem
-    for rank, one in made.items():
-        if one.whole:
-            made[rank] = replace(one, caveats=_caveats(store, [(asked[rank][0], one)]))
-    found = LiveRanks(topology.world, made, topology.independent)
-    if not found.whole:
-        return found
-    return replace(found, caveats=_caveats(store, [(asked[rank][0], one) for rank, one in made.items()]))
+    saved = [(asked[rank][0], one) for rank, one in made.items()]
+    made = {
+        rank: replace(one, label=_noted(one.label, store, [each]))
+        for (rank, one), each in zip(made.items(), saved, strict=True)
+    }
+    label = Label.over([one.label for one in made.values()])
+    if topology.independent:
+        label = replace(label, mixed=(MEMBERS,))
+    elif label.step is None or len(made) < topology.world:
+        label = label.because(PART)
+    return LiveRanks(topology.world, made, topology.independent, _noted(label, store, saved))
 
 
-def _caveats(store: Store, saved: Sequence[tuple[Store, LiveCheckpoint]]) -> tuple[str, ...]:
-    """Return why these whole checkpoints, each with its writer's view of the store, are not consistent together."""
+def _noted(label: Label, store: Store, saved: Sequence[tuple[Store, LiveCheckpoint]]) -> Label:
+    """Return the label of these checkpoints, each with its writer's view of the store, and what was saved with them."""
+    if not label.of_one:
+        return label
     writers, wholes = [], set[str]()
     for view, made in saved:
         states = list(view.states(view.shards()).values())
@@ -243,8 +220,10 @@ def _caveats(store: Store, saved: Sequence[tuple[Store, LiveCheckpoint]]) -> tup
         wholes.add("" if not seals else seals[-1][1].whole or alone(seals[-1][0], seals[-1][1].seq))
         writers.append(Writer(states))
     if "" in wholes:
-        return (UNKNOWN.format("the store no longer has its record"),)
-    return (NO_COMMIT,) if len(wholes) > 1 else why_not_consistent(store, writers, *wholes)
+        return replace(label, caveats=(UNKNOWN.format("the store no longer has its record"),))
+    if len(wholes) > 1:
+        return replace(label, caveats=(NO_COMMIT,))
+    return noted(label, store, writers, *wholes)
 
 
 def _under_way(store: Store, arena_dir: str | None) -> int:
@@ -285,7 +264,7 @@ def _wait(store: Store, pid: int, asked_at: int, request: _Request) -> LiveCheck
     while True:
         started = time.monotonic()
         found = _look(store, request.arena_dir, asked_at, pid)
-        if found is not None and (found.whole or not request.full):
+        if found is not None and (found.label.of_one or not request.full):
             return found
         now = time.monotonic()
         if now > request.deadline:
@@ -311,7 +290,7 @@ def snapshot_live(
     for left in reversed(range(_ATTEMPTS)):
         made = checkpoint_live(store, full=True, timeout=timeout, arena_dir=arena_dir, every=True)
         try:
-            if made.whole:
+            if made.label.of_one:
                 _name(store, made, name)
             return made
         except Unavailable as error:
@@ -343,11 +322,12 @@ def _look(store: Store, arena_dir: str | None, asked_at: int, pid: int) -> LiveC
     if view is None:
         return _closed(store, asked_at, pid)
     if view.sealed > asked_at:
-        return LiveCheckpoint(pid, view.sealed, view.layout, view.durable, whole=True)
+        step = step_of(view.sealed)
+        return LiveCheckpoint(pid, view.sealed, view.layout, view.durable, Label(step, step))
     newer = view.durable[view.durable > asked_at]
     if not newer.size:
         return None
-    return LiveCheckpoint(pid, int(newer.min()), view.layout, view.durable, whole=False)
+    return LiveCheckpoint(pid, int(newer.min()), view.layout, view.durable, Label.of(view.durable, PART))
 
 
 def _closed(store: Store, asked_at: int, pid: int) -> LiveCheckpoint | None:
@@ -368,9 +348,8 @@ def _closed(store: Store, asked_at: int, pid: int) -> LiveCheckpoint | None:
     version = int(durable.max(initial=NEVER))
     if version < max(asked_at, 0):
         return None
-    return LiveCheckpoint(
-        pid, version, layout, durable, whole=not encoded and bool((durable == version).all())
-    )
+    label = Label.of(durable, *() if not encoded and (durable == version).all() else (PART,))
+    return LiveCheckpoint(pid, version, layout, durable, label)
 
 
 def recover_live(

@@ -26,6 +26,7 @@ from scarctl.ops.assemble import content, onto, whole_groups
 from scarctl.ops.sinks import FileSink, PatchSink, check_fits, counting
 from scarctl.recovery.execute import ArenaSink, SealedStateDamaged, Sink
 from scarctl.recovery.forecast import Loss, weigh
+from scarctl.recovery.label import label_of
 from scarctl.recovery.plan import MEMORY, PEER, Perturbation
 from scarctl.recovery.shared_plan import (
     DiscardingSink,
@@ -271,7 +272,7 @@ class _Recovery:
         plan = plan_lost(self.state, self.ids, memory, survivors=self._survivors())
         if self.settings.output is not None:
             # The file has only restored partitions.
-            plan = replace(plan, of_one=bool(plan.whole) and plan.step is not None and not plan.degraded)
+            plan = replace(plan, label=label_of(plan, of_one=bool(plan.whole) and not plan.degraded))
         yield plan
 
     def _require_arenas(self) -> None:
@@ -319,7 +320,7 @@ class _Recovery:
         with self._sinks(plan, file) as (sinks, out):
             report = execute_shared(plan, self.arenas, counting(sinks, plan.nbytes, self._progress))
             for arena in self._written():
-                arena.name_whole(report.plan.whole if report.plan.of_one else "")
+                arena.name_whole(report.plan.whole if report.plan.label.of_one else "")
             if out is not None:
                 out.commit()
         self._roll_back(report.plan)

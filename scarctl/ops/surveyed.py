@@ -198,6 +198,13 @@ class Survey:
         return np.array(self.step or 0) if self.heads is None else self.heads
 
     @property
+    def reached(self) -> str:
+        """How far the run is, in words: "step 320", "step 320 or later", or "finished at step 320"."""
+        if self.age.finished:
+            return f"finished at step {self.step}"
+        return f"step {self.step}{' or later' if self.age.is_lower_bound else ''}"
+
+    @property
     def ages(self) -> str:
         """What this host's memory and the store have, and how old that is, in words."""
         memory = None if self.kept_step is None else Held.of(self.kept_step, self.memory_seconds)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
-from typing import ClassVar
+from dataclasses import MISSING, dataclass, field, fields, replace
 
 import numpy as np
 
 from scarctl.errors import Corruption
 from scarctl.state.caveats import Caveat, read_caveats
 from scarctl.state.common import all_there, in_common, read_digests, reasons
+from scarctl.state.extras import Notes
+from scarctl.state.label import Label, Labelled
 from scarctl.theory.history import History
 from scarctl.theory.rework import Outlook, Rework, rework_of_loss
-from scarctl.util.document import Document
+from scarctl.util.document import INLINE, Document
 
-_PART = "neither the store nor another host has the whole state of this step, as one commit saved it"
+NOWHERE = "neither the store nor another host has the whole state of this step, as one commit saved it"
 _ALONE = (
     "other ranks have copies of the same tensors, and whether these were equal is not known here, so that it may not "
     "be consistent"
@@ -24,7 +25,7 @@ _ALONE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Evacuated(Document):
+class Evacuated(Document, Labelled):
     """The result of evacuating one process's state: what is safe, and what a loss of the host would cost."""
 
     step: int
@@ -63,27 +64,12 @@ class Evacuated(Document):
     """Why saving stopped before the deadline, or the last failure."""
     commit_name: str = ""
     """Name of the commit of the whole state in this host's memory (`Record.whole`); "" if copies are of several."""
+    label: Label = field(default_factory=Label, metadata=INLINE)
+    """The label of what outlives this host, in the store or on another host."""
     caveats: tuple[Caveat, ...] = ()
     """The caveats that were saved with that commit, or one that they cannot be read."""
     common: Mapping[str, str] = field(default_factory=dict)
     """The digests that were saved with it: see `scarctl.state.common`."""
-
-    COMPUTED: ClassVar = ("consistent", "reasons")
-
-    @property
-    def whole(self) -> bool:
-        """Whether a place that outlives this host has the whole state of `step`, as one commit saved it."""
-        return bool(self.commit_name) and (self.sealed or self.peer_sealed)
-
-    @property
-    def consistent(self) -> bool:
-        """Whether it is whole, and no other rank has copies of its tensors."""
-        return not self.reasons
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Reasons why it is mixed, one sentence each; () if it is consistent."""
-        return why_mixed_ranks([self]) if self.whole else (_PART,)
 
     @property
     def safe(self) -> bool:
@@ -99,7 +85,8 @@ class Evacuated(Document):
     def from_json(cls, obj: object) -> Evacuated:
         """Read the values of `to_json`. Raises Corruption for anything else."""
         names = [one.name for one in fields(cls)]
-        needed = [one.name for one in fields(cls) if one.default is MISSING]
+        needed = [one.name for one in fields(cls) if one.default is one.default_factory is MISSING]
+        needed += ["oldest_step", "newest_step", "reasons", "position"]
         if not isinstance(obj, Mapping) or not all(name in obj for name in needed):
             raise Corruption("another process has sent an evacuation's report without its fields")
         caveats, common = read_caveats(obj.get("caveats")), read_digests(obj.get("common"))
@@ -109,12 +96,14 @@ class Evacuated(Document):
         if not all(isinstance(values[name], list | tuple) for name in lists):
             raise Corruption("another process has sent an evacuation's report without its numbers")
         values |= {name: tuple(values[name]) for name in lists}
-        points = tuple(map(tuple, values["points"]))
-        return cls(**values | {"points": points, "caveats": caveats, "common": common})
+        points, label = tuple(map(tuple, values["points"])), Label.from_json(obj)
+        if values.get("commit_name") and (values["sealed"] or values.get("peer_sealed")):
+            label = replace(label, mixed=(), caveats=label.mixed)
+        return cls(**values | {"points": points, "caveats": caveats, "common": common, "label": label})
 
 
-def why_mixed_ranks(found: Sequence[Evacuated]) -> tuple[str, ...]:
-    """Return why whole states of one commit are not consistent, one sentence each. found: the reports of ranks."""
+def why_mixed_ranks(found: Sequence[Evacuated | Notes]) -> tuple[str, ...]:
+    """Return why whole states of one commit are not consistent, one sentence each. found: what ranks saved with it."""
     known = reasons(in_common(found))
     return known if all_there(one.common for one in found) else (*known, _ALONE)
 

@@ -22,13 +22,14 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.notes import UNKNOWN
 from scarctl.arena.queue import NEWEST, HandOver, HandOverQueue, unsaved_distances
 from scarctl.errors import ScarError, UsageError
-from scarctl.persist.evacuated import Evacuated
+from scarctl.persist.evacuated import NOWHERE, Evacuated, why_mixed_ranks
 from scarctl.persist.speed import Speed
 from scarctl.policy.evacuation import Pace, fitting, order
 from scarctl.state import codec
 from scarctl.state.caveats import Caveat
 from scarctl.state.common import UNREAD
 from scarctl.state.extras import Notes
+from scarctl.state.label import Label
 from scarctl.state.layouts import parameters_of
 from scarctl.state.version import NEVER, step_of
 from scarctl.theory.history import History
@@ -351,7 +352,14 @@ class Evacuation:
         sealed = bool(whole) and all(one.whole != whole for one in tuple(self._waiting))  # `run` removes some
         named = bool(whole) and self._copies is not None and self._copies.whole() == whole
         notes = self._seals.get(whole)
-        unknown = Caveat(UNREAD, UNKNOWN.format(self.unlabelled))
+        saved = notes or Notes(caveats=(Caveat(UNREAD, UNKNOWN.format(self.unlabelled)),))
+        in_store = sealed and not unsaved.any() and step_of(arena.sealed) == newest
+        on_peer = named and bool(peers) and not ids.size and arena.head_step == newest
+        if in_store or on_peer:
+            declared = None if notes is None else notes.declared
+            label = Label(newest, newest, caveats=why_mixed_ranks([saved]), declared=declared)
+        else:
+            label = Label.of(np.where(there, arena.version, stored), NOWHERE)
         ages, counts = grouped(np.maximum(newest - np.maximum(step_of(stored[mine]), 0), 0))
         known = np.where(waiting, self._unsaved, np.sqrt(np.maximum(lacking, 0.0)))[mine]
         # The store may have a copy that is newer than the distance was measured from: then it is an upper bound.
@@ -366,10 +374,11 @@ class Evacuation:
             lost_partitions=int(ids.size),
             lost_bytes=int(sizes[ids].sum()),
             squared=(squared if math.isfinite(squared) else None) if mine.size else 0.0,
-            sealed=sealed and not unsaved.any() and step_of(arena.sealed) == newest,
+            sealed=in_store,
             commit_name=whole,
-            caveats=(unknown,) if notes is None else notes.caveats,
-            common={} if notes is None else notes.common,
+            label=label,
+            caveats=saved.caveats,
+            common=saved.common,
             ages=tuple(ages.tolist()),
             counts=tuple(counts.tolist()),
             parameters=int(parameters.sum()),
@@ -377,7 +386,7 @@ class Evacuation:
             peer_partitions=int(there.sum()),
             peer_bytes=int(sizes[there].sum()),
             peers=peers,
-            peer_sealed=named and bool(peers) and not ids.size and arena.head_step == newest,
+            peer_sealed=on_peer,
             extras_lost=self._lacks_extras(),
             error=self.error,
         )

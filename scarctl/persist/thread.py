@@ -55,6 +55,12 @@ class PersisterStats:
     errors: int = 0
 
 
+def late() -> Unavailable:
+    """Return the reason why hand-overs still wait although nothing has failed."""
+    hint = "wait longer, or save less often"
+    return Unavailable("the store has not finished yet", hint=hint, kind="store-late")
+
+
 _Event = Callable[[], list[Instruction]]
 """A call of one of the machine's methods."""
 
@@ -165,11 +171,7 @@ class PersisterThread:
         # One that waits may save what the damaged one should have saved.
         damaged = self._damaged
         error = damaged if self._settled() else self.last_error if self.last_error is not damaged else None
-        return (
-            self.failure
-            or error
-            or Unavailable("the store did not finish in time", hint="wait longer, or save less often")
-        )
+        return self.failure or error or late()
 
     @property
     def settled(self) -> bool:

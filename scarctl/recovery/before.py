@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
-from scarctl.recovery.plan import MEMORY, STORE, Plan, no_copy, only_step, versions_of
+from scarctl.recovery.label import label_of
+from scarctl.recovery.plan import MEMORY, STORE, Plan, no_copy, versions_of
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import ShardState, Store
@@ -55,17 +57,7 @@ def plan_before(
     missing = ids[version < 0]
     if missing.size:
         raise no_copy(f"no copy of step {before} or earlier:", layout, missing, [])
-    return Plan(
-        "partial",
-        layout,
-        shard_of,
-        len(ids),
-        ids,
-        tier,
-        version,
-        older,
-        of_one=False,
-        step=only_step(version),
-        degraded=doubt,
-        before=before,
+    plan = Plan(
+        "partial", layout, shard_of, len(ids), ids, tier, version, older, "", degraded=doubt, before=before
     )
+    return replace(plan, label=label_of(plan, of_one=False))

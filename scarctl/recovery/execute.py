@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from scarctl.arena.arena import Arena
 from scarctl.arena.distances import from_memory, from_store, with_errors
 from scarctl.errors import NoIntactCopy
+from scarctl.recovery.label import label_of
 from scarctl.recovery.memory import differing, fault
 from scarctl.recovery.plan import (
     MEMORY,
@@ -26,7 +27,6 @@ from scarctl.recovery.plan import (
     Plan,
     nearer,
     no_copy,
-    only_step,
     plan_rollback,
     versions_of,
 )
@@ -193,17 +193,15 @@ class _Run:
         """Return the executed plan."""
         if not self.fell_back and not self.moved_on and not self.changed.any():
             return self.plan
-        step = only_step(self.version)
-        return replace(
+        done = replace(
             self.plan,
             tier=self.tier,
             version=self.version,
             decoded=self.decoded,
             degraded=self.plan.degraded or self.fell_back,
-            step=step,
-            of_one=self.plan.of_one and self.same and step is not None,
             whole=self.plan.whole if self.same else "",
         )
+        return replace(done, label=label_of(done, of_one=self.plan.label.of_one and self.same))
 
     def pieces(self) -> Generator[_Piece, None, None]:
         """Yield every partition of the plan once; with `skip_memory` only those from the store."""

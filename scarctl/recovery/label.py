@@ -1,24 +1,24 @@
-"""Label a restored state: say why it is mixed, from what was saved with exactly that state.
+"""Label a state in a store: say why it is mixed, from its copies and from what was saved with it.
 
-A state is *of one commit* if all of it is as one commit of the whole state saved it. It is *consistent* if, in
-addition, its ranks had the same values of what they have in common. Who resumes from it reads the same
-(`scarctl.session.resume`).
+Who resumes from it reads the same (`scarctl.session.resume`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 from scarctl.arena.notes import UNKNOWN, stored_notes, waiting_notes
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import Corruption
 from scarctl.state.common import in_common, reasons
 from scarctl.state.extras import Notes
+from scarctl.state.label import SEVERAL, Label
 from scarctl.store import ShardState, Store
+from scarctl.util.arrays import Ids
 from scarctl.util.text import counted
 
-SEVERAL = "partitions are of several steps"
 NO_COMMIT = (
     "all copies are of this step, but no commit has the whole state: the step was saved several times, and "
     "changed meanwhile, or in parts"
@@ -27,7 +27,6 @@ DOUBTFUL = (
     "newer copies may be lost, because files of the store that may have had them are damaged or missing"
 )
 OTHERS = "it is not known whether the parts that were not restored are of the same state"
-PART = "the store does not have the whole state of this step"
 MEMBERS = "members have no common step"
 
 
@@ -40,10 +39,10 @@ class Writer(NamedTuple):
     """Its hand-overs, if copies in its arena may be restored."""
 
 
-def why_not_consistent(store: Store, writers: Iterable[Writer], whole: str) -> tuple[str, ...]:
-    """Return why the whole state `whole` (`Record.whole`) is not consistent, one sentence each; () if it is.
+def noted(label: Label, store: Store, writers: Iterable[Writer], whole: str) -> Label:
+    """Return the label of the whole state `whole` (`Record.whole`) with what was saved with it.
 
-    Its ranks had different values, or what they saved cannot be read. Raises Unavailable, AccessDenied.
+    Caveats: its ranks had different values, or what they saved cannot be read. Raises Unavailable, AccessDenied.
     """
     found, unknown = list[Notes](), dict[str, None]()
     for writer in writers:
@@ -52,21 +51,41 @@ def why_not_consistent(store: Store, writers: Iterable[Writer], whole: str) -> t
             found.append(notes or stored_notes(store, writer.states, whole))
         except Corruption as error:
             unknown[UNKNOWN.format(error.message)] = None
-    return (*dict.fromkeys(reasons(in_common(found))), *unknown)
+    caveats = (*dict.fromkeys(reasons(in_common(found))), *unknown)
+    known = [notes.declared for notes in found if notes.at is not None]  # those of sessions
+    return replace(label, caveats=caveats, declared=all(known) if known else None)
 
 
-def encoded_copies(count: int) -> str:
-    """Return the reason that so many copies were encoded."""
-    verb = "comes" if count == 1 else "come"
-    return f"{counted(count, 'partition')} {verb} from encoded copies, which have fewer bits"
+class Copies(Protocol):
+    """The copies that a plan restores: see `scarctl.recovery.plan.Plan`."""
+
+    @property
+    def label(self) -> Label: ...
+    @property
+    def version(self) -> Ids: ...
+    @property
+    def whole(self) -> str: ...
+    @property
+    def encoded(self) -> int: ...
+    @property
+    def degraded(self) -> bool: ...
 
 
-def why_mixed(whole: str, step: int | None, encoded: int, *, degraded: bool, some: bool) -> str:
-    """Return why a plan's result is not of one commit. encoded: number of encoded copies. some: it restores any."""
-    if encoded:
-        return encoded_copies(encoded)
-    if some and step is None:
-        return SEVERAL
-    if degraded:
-        return DOUBTFUL
-    return NO_COMMIT if some and not whole else OTHERS
+def label_of(copies: Copies, *, of_one: bool) -> Label:
+    """Return the label of a state with these copies, and the caveats that they have.
+
+    of_one: it is of one commit if they are of one step.
+    """
+    steps = Label.of(copies.version)
+    label = replace(copies.label, oldest_step=steps.oldest_step, newest_step=steps.newest_step, mixed=())
+    several = label.oldest_step != label.newest_step
+    if of_one and not several:
+        return label
+    mixed = [SEVERAL] if several else []
+    if encoded := copies.encoded:
+        verb = "comes" if encoded == 1 else "come"
+        mixed.append(f"{counted(encoded, 'partition')} {verb} from encoded copies, which have fewer bits")
+    elif copies.degraded:
+        mixed.append(DOUBTFUL)
+    mixed = mixed or [NO_COMMIT if label.step is not None and not copies.whole else OTHERS]
+    return replace(label, mixed=tuple(mixed))

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.errors import Corruption, LayoutMismatch, NoIntactCopy
-from scarctl.recovery.label import why_mixed
+from scarctl.recovery.label import NO_COMMIT, label_of
+from scarctl.state.label import Label, Labelled
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import SealedSet, ShardState, Snapshot, Store, complete_sets, sealed_sets
@@ -36,7 +37,7 @@ _NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Labelled):
     """The partitions to restore, and the source of each. Arrays are parallel to `ids`."""
 
     mode: str
@@ -53,12 +54,10 @@ class Plan:
     version: Ids
     states: Mapping[int, ShardState]
     """State by shard, from which copies in the store are read."""
-    of_one: bool
-    """Whether the recovered whole state will equal one commit of the whole state."""
-    step: int | None
-    """Step of all copies; None when steps are mixed."""
-    whole: str = ""
+    whole: str
     """Identity of the commit of the whole state that contains all copies (`Record.whole`); "" if no single one does."""
+    label: Label = field(default_factory=Label)
+    """The label of the recovered whole state, with the steps of the copies."""
     seqs: Mapping[int, int] = field(default_factory=dict)
     """Rollback: the sealed record to restore, by shard."""
     sealed: tuple[int, int, str] | None = None
@@ -67,9 +66,6 @@ class Plan:
     """Whether a newer acknowledged version exists without an intact copy."""
     snapshot: str | None = None
     """Rollback: name of the snapshot to restore, if it is one."""
-
-    caveats: tuple[str, ...] = ()
-    """Why the state is mixed although it is of one commit: see `scarctl.recovery.label`. Who plans reads them."""
     before: int | None = None
     """The newest step of a copy that may be taken; None: of any step."""
     decoded: NDArray[np.bool_] | None = None
@@ -80,19 +76,9 @@ class Plan:
         return int(self.layout.partition_bytes[self.ids].sum())
 
     @property
-    def consistent(self) -> bool:
-        """Whether the recovered state is of one commit, and its ranks had the same values."""
-        return self.of_one and not self.caveats
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why the recovered state is mixed, one sentence each; () if it is consistent."""
-        if self.of_one:
-            return self.caveats
-        mixed = why_mixed(
-            self.whole, self.step, self.encoded, degraded=self.degraded, some=bool(len(self.ids))
-        )
-        return (mixed, *self.caveats)
+    def step(self) -> int | None:
+        """Step of all copies; None when steps are mixed."""
+        return self.label.step
 
     @property
     def doubts(self) -> list[str]:
@@ -121,8 +107,7 @@ class Plan:
         """Return the fields of a report that are known before the recovery."""
         return {
             "mode": self.mode,
-            "consistent": self.consistent,
-            "reasons": list(self.reasons),
+            **self.label.to_json(),
             "degraded": self.degraded,
             "step": self.step,
             "snapshot": self.snapshot,
@@ -173,24 +158,13 @@ def plan_partial(
     if missing.size:
         damage = [d.reason for state in states.values() for d in state.damaged]
         raise no_copy("no intact copy of" if damage else "never saved:", layout, missing, damage)
-    step = only_step(version)
     whole = _whole_of(_log_of(layout, states)[ids], tier, states, arena)
-    of_one = bool(whole) and step is not None and (len(ids) == layout.partitions or whole == survivors)
+    of_one = bool(whole) and (len(ids) == layout.partitions or whole == survivors)
     degraded = bool((_in_doubt(layout, states)[ids] & (tier == STORE)).any())
-    return Plan(
-        "partial",
-        layout,
-        shard_of,
-        len(ids),
-        ids,
-        tier,
-        version,
-        dict(states),
-        of_one and not degraded,
-        step,
-        whole,
-        degraded=degraded,
+    plan = Plan(
+        "partial", layout, shard_of, len(ids), ids, tier, version, dict(states), whole, degraded=degraded
     )
+    return replace(plan, label=label_of(plan, of_one=of_one and not degraded))
 
 
 def _whole_of(
@@ -293,9 +267,8 @@ def plan_sealed(
         tier,
         version,
         states,
-        bool(whole),
-        sealed.step,
         whole,
+        Label(sealed.step, sealed.step, () if whole else (NO_COMMIT,)),
         seqs=seqs,
         sealed=(sealed.epoch, sealed.step, sealed.whole),
     )
@@ -395,11 +368,6 @@ def versions_of(state: ShardState, ids: Ids) -> Ids:
     result = np.full(len(ids), NEVER, dtype=np.int64)
     result[known] = state.version[at[known]]
     return result
-
-
-def only_step(version: Ids) -> int | None:
-    steps = distinct(step_of(version))
-    return int(steps[0]) if len(steps) == 1 else None
 
 
 def no_copy(what: str, layout: Layout, ids: Ids, problems: Sequence[str]) -> NoIntactCopy:

@@ -1,4 +1,4 @@
-"""Define the report of a recovery: the executed plan, its labels, and the changes that it made."""
+"""Define the report of a recovery: the executed plan, and the changes that it made."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scarctl.recovery.plan import MEMORY, PEER, Perturbation, Plan, count_tiers
+from scarctl.state.label import Label, Labelled
 
 if TYPE_CHECKING:
     from scarctl.theory.rework import Cost
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(Labelled):
     """The result of a plan that was carried out."""
 
     plan: Plan = field(repr=False)
@@ -37,28 +38,17 @@ class Report:
         tier = np.where(self.plan.tier == MEMORY, np.int8(PEER), self.plan.tier)
         return replace(self, plan=replace(self.plan, tier=tier))
 
-    def labelled(self, of_one: bool, caveats: tuple[str, ...]) -> Report:
-        """Return the report with what all ranks know: whether all is of one commit, and why it is mixed then."""
-        return replace(self, plan=replace(self.plan, of_one=of_one, caveats=caveats if of_one else ()))
+    def labelled(self, label: Label) -> Report:
+        """Return the report with the label that all ranks know."""
+        return replace(self, plan=replace(self.plan, label=label))
 
     @property
     def mode(self) -> str:
         return self.plan.mode
 
     @property
-    def consistent(self) -> bool:
-        """Whether the state is of one commit of the whole state, and its ranks had the same values."""
-        return self.plan.consistent
-
-    @property
-    def whole(self) -> bool:
-        """Whether the state is of one commit of the whole state. Its ranks may still have had different values."""
-        return self.plan.of_one
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Reasons why the state is mixed, one sentence each; () if it is consistent."""
-        return self.plan.reasons
+    def label(self) -> Label:
+        return self.plan.label
 
     @property
     def degraded(self) -> bool:

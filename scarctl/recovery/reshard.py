@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.errors import Corruption, LayoutMismatch, NoIntactCopy
+from scarctl.recovery.label import NO_COMMIT
 from scarctl.state.group import DTYPES, Group, Place, TensorSpec
+from scarctl.state.label import SEVERAL, Label
 from scarctl.state.layout import Layout
 from scarctl.state.rows import take_rows
 from scarctl.state.version import NEVER
@@ -76,6 +78,14 @@ class Parts:
         """Identity of the commit of the whole state that contains all copies (`Record.whole`); "" if none does."""
         found = {state.whole for state in self.states.values() if len(state.ids)}
         return found.pop() if len(found) == 1 else ""
+
+    @property
+    def label(self) -> Label:
+        """The label of all copies, without what was saved with them."""
+        label = Label.of(np.concatenate([state.version for state in self.states.values()]))
+        if label.oldest_step != label.newest_step:
+            return label.because(SEVERAL)
+        return label if self.whole else label.because(NO_COMMIT)
 
     def copy_into(self, layout: Layout, rows: Rows, *, newest_first: bool = False) -> None:
         """Copy the groups of `layout`, boxes of the same tensors, from all parts that overlap. Verify every copy.

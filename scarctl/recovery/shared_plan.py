@@ -16,18 +16,18 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import NoIntactCopy
 from scarctl.recovery.execute import SealedStateDamaged, Sink, execute_once, last_distances
-from scarctl.recovery.label import Writer, why_mixed, why_not_consistent
+from scarctl.recovery.label import NO_COMMIT, Writer, label_of, noted
 from scarctl.recovery.plan import (
     Perturbation,
     Plan,
     count_tiers,
     estimate,
-    only_step,
     plan_partial,
     plan_sealed,
 )
 from scarctl.recovery.report import Report
 from scarctl.recovery.shares import Share, SharedState, damaged_snapshot
+from scarctl.state.label import Label, Labelled
 from scarctl.store import SealedSet, Snapshot, topology_epochs
 from scarctl.store.topology import alike
 from scarctl.util.arrays import Ids
@@ -37,7 +37,7 @@ Arenas: TypeAlias = Sequence[Arena | None]
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPlan:
+class SharedPlan(Labelled):
     """The plans of all shares; None for shares that need no restoring."""
 
     state: SharedState
@@ -45,31 +45,17 @@ class SharedPlan:
     mode: str
     lost: int
     """Number of partitions that were named as lost."""
-    of_one: bool
-    """Whether all that the target has then is of one commit of the whole state."""
-    step: int | None
-    """Step of all copies; None when steps are mixed."""
+    label: Label
+    """The label of all that the target has then, with the steps of the copies."""
     degraded: bool
     snapshot: str | None = None
     whole: str = ""
     """Identity of the commit of the whole state that contains all copies; see `recovery.plan.Plan`."""
-    caveats: tuple[str, ...] = ()
-    """Why it is not consistent although of one commit: see `scarctl.recovery.label.why_not_consistent`."""
 
     @property
-    def consistent(self) -> bool:
-        """Whether the target's state is of one commit, and its ranks had the same values."""
-        return self.of_one and not self.caveats
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why the target's state is mixed, one sentence each; () if it is consistent."""
-        if self.of_one:
-            return self.caveats
-        mixed = why_mixed(
-            self.whole, self.step, self.encoded, degraded=self.degraded, some=bool(self.restored)
-        )
-        return (mixed, *self.caveats)
+    def step(self) -> int | None:
+        """Step of all copies; None when steps are mixed."""
+        return self.label.step
 
     @property
     def encoded(self) -> int:
@@ -117,23 +103,23 @@ class SharedPlan:
                 yield share, plan
 
     def settled(self, survivors: str = "") -> SharedPlan:
-        """Return the plan with `of_one`, `step`, `degraded` and `whole` derived from all its parts.
+        """Return the plan with `label`, `degraded` and `whole` derived from all its parts.
 
         survivors: identity of the commit of the whole state that contains all surviving values; "" if unknown.
         """
         parts = [plan for _, plan in self.each()]
         if not parts:
             return self
-        step = only_step(self.version)
         degraded = self.degraded or any(plan.degraded for plan in parts)
         names = {plan.whole for plan in parts}
         whole = names.pop() if len(names) == 1 else ""
-        of_one = bool(whole) and step is not None
+        of_one = bool(whole)
         if self.mode != "rollback":
             everything = self.restored == sum(layout.partitions for layout in self.state.layouts)
             of_one = of_one and not degraded and (everything or whole == survivors)
-        caveats = self.caveats if whole == self.whole else ()
-        return replace(self, of_one=of_one, step=step, degraded=degraded, whole=whole, caveats=caveats)
+        label = self.label if whole == self.whole else Label()
+        done = replace(self, label=label, degraded=degraded, whole=whole)
+        return replace(done, label=label_of(done, of_one=of_one))
 
     def labelled(self, arenas: Arenas) -> SharedPlan:
         """Return the plan with what was saved with its state."""
@@ -147,7 +133,7 @@ class SharedPlan:
         # Ranks without rows have saved what they have in common with others, too.
         others = (state for shard, state in self.state.states.items() if shard not in known)
         writers += [Writer([state]) for state in others]
-        return replace(self, caveats=why_not_consistent(self.state.store, writers, self.whole))
+        return replace(self, label=noted(self.label, self.state.store, writers, self.whole))
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of a report: those of `recovery.plan.Plan`, and with several ranks those by rank."""
@@ -156,8 +142,7 @@ class SharedPlan:
         lines = [(share, line) for share, plan in self.each() for line in plan.to_json()["shards"]]
         fields = {
             "mode": self.mode,
-            "consistent": self.consistent,
-            "reasons": list(self.reasons),
+            **self.label.to_json(),
             "degraded": self.degraded,
             "step": self.step,
             "snapshot": self.snapshot,
@@ -198,7 +183,7 @@ def plan_lost(state: SharedState, ids: Sequence[Ids], arenas: Arenas, *, survivo
             plans.append(None)
     lost = sum(len(mine) for mine in ids)
     hidden = bool(state.hidden)
-    made = SharedPlan(state, tuple(plans), "partial", lost, False, None, hidden).settled(survivors)
+    made = SharedPlan(state, tuple(plans), "partial", lost, Label(), hidden).settled(survivors)
     return made.labelled(arenas)
 
 
@@ -222,10 +207,9 @@ def plans_back(
                 raise damaged_snapshot(snapshot.name, error.message) from error
             passed_over = True  # collected or damaged
             continue
-        name, of_one = None if snapshot is None else snapshot.name, bool(one.whole)
-        plan = SharedPlan(
-            state, tuple(plans), "rollback", lost, of_one, one.step, passed_over, name, one.whole
-        )
+        name = None if snapshot is None else snapshot.name
+        label = Label(one.step, one.step, () if one.whole else (NO_COMMIT,))
+        plan = SharedPlan(state, tuple(plans), "rollback", lost, label, passed_over, name, one.whole)
         yield plan.settled().labelled(arenas)
         passed_over = True
 
@@ -278,8 +262,9 @@ def execute_shared(plan: SharedPlan, arenas: Arenas, sinks: Sequence[Sink]) -> S
     done = replace(plan, plans=plans).settled()
     if plan.mode != "rollback":
         # An older copy with the same bytes is as good.
-        same = done.whole == plan.whole and done.step is not None
-        done = replace(done, of_one=plan.of_one and same)
+        of_one = plan.label.of_one and done.whole == plan.whole and done.step is not None
+        mixed = () if of_one else done.label.mixed or plan.label.mixed
+        done = replace(done, label=replace(done.label, mixed=mixed))
     return SharedReport(
         done,
         _together([report.perturbation for report in reports.values()]),

@@ -17,7 +17,6 @@ from scarctl.session import signals
 from scarctl.session.ending import LastState
 from scarctl.session.opening import Parts
 from scarctl.session.saving import FLUSH_SECONDS, Saving
-from scarctl.util.text import joined
 
 if TYPE_CHECKING:
     from scarctl.daemon.request import Request
@@ -170,8 +169,7 @@ def sentence(found: Evacuated) -> str:
     there = f"{found.peer_bytes / mib:.1f} MiB only in the memory of {', '.join(found.peers)}"
     where = f"safe in the store and {there}" if found.peer_bytes else "safe in the store"
     if found.safe:
-        label = " (consistent)" if found.consistent else f" (mixed: {joined(found.reasons)})"
-        return f"step {found.step} is {where}{label if found.whole else ''}"
+        return f"step {found.step} is {where}{f' ({found.label.text})' if found.label.of_one else ''}"
     lost = f"{found.lost_partitions} of {found.total_partitions} partitions"
     newest = "" if found.flushed else "; the newest step was not brought into memory"
     newest += "; the newest extras are lost as well" if found.extras_lost else ""

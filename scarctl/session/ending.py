@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from enum import Enum
+from types import FrameType
 
 import numpy as np
 
@@ -13,7 +18,6 @@ from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.step_end import Moment
 from scarctl.errors import ScarError
 from scarctl.session.opening import Parts
-from scarctl.session.postponed import postponed
 from scarctl.session.progress import UNKNOWN
 from scarctl.session.saving import TORN, Saving
 from scarctl.state.version import NEVER, step_of
@@ -24,6 +28,12 @@ _LAST_DRAIN = 10.0
 """Longest wait for the store after a fatal signal, in seconds: SIGKILL may follow at any time."""
 _PATIENCE = 120.0
 """Seconds that closing waits for a flush or a step in another thread."""
+
+
+_WAIT = (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals whose handlers wait: not those of Ctrl-C, and of timers that limit how long a call may take."""
+AGAIN = 1.0
+"""Seconds after which a signal that comes again does not wait. Launchers forward what their process group received."""
 
 
 class Ending(Enum):
@@ -108,7 +118,7 @@ class LastState:
     def save(self, ending: Ending, stop: Callable[[], None], *, seal: bool) -> None:
         """Finish the current checkpoint; with `seal`, save the whole state. Call `stop` before a step can begin."""
         failed = ending is Ending.FAILED
-        with postponed(), contextlib.ExitStack() as inside:
+        with undisturbed(), contextlib.ExitStack() as inside:
             quiet = inside.enter_context(self._gate.quiet(_PATIENCE, between=not failed))
             inside.callback(stop)
             inside.enter_context(self._saving.streams.joined())
@@ -161,3 +171,48 @@ class LastState:
         whole = engine.arena.whole if self._saving.flushed == moment.step else ""
         store = self._opening.store
         self._together.rescue(store, moment.step, lambda: self._saving.extras(engine, moment), whole)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Run other packages' handlers of some signals that come inside only at the end, in the main thread.
+
+    Lightning's of SIGTERM raises if a rank has died, torch's of SIGCHLD if a loader's worker has: both happen just when
+    a failed loop closes its session. An exception of a handler is raised at the end. A signal that is sent again later,
+    except SIGCHLD, does not wait: the block may be held up.
+    """
+    came: dict[int, float] = {}
+    over = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        first = came.setdefault(number, now)
+        # It may be over for a handler that was installed inside, and calls this one.
+        if over or (number != signal.SIGCHLD and now > first + AGAIN):
+            del came[number]
+            handlers[number](number, frame)
+
+    def let(number: int) -> None:
+        if signal.getsignal(number) is note:
+            signal.signal(number, handlers[number])
+        if came.pop(number, None) is not None:
+            handlers[number](number, sys._getframe())
+
+    def end() -> None:
+        nonlocal over
+        over = True
+
+    main = threading.current_thread() is threading.main_thread()
+    found = [(number, signal.getsignal(number)) for number in _WAIT if main]
+    # This package's own handlers note signals for other threads.
+    handlers: dict[int, Callable[[int, FrameType | None], object]] = {
+        number: handler
+        for number, handler in found
+        if callable(handler) and not str(getattr(handler, "__module__", "")).startswith("scarctl.")
+    }
+    with contextlib.ExitStack() as at_last:  # all of these happen, also if one raises
+        for number in handlers:
+            at_last.callback(let, number)
+            signal.signal(number, note)
+        at_last.callback(end)
+        yield

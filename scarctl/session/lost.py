@@ -63,7 +63,7 @@ class LostParts:
         if report.mode == "rollback" and report.step is not None:
             self._progress.restore(None, report.step)
             engine.arena.reach(report.step)
-        self._journal.add("recovered", self._progress.head_step, **facts(report))
+        self._journal.add("recovered", self._progress.head_step, **facts(report.label, report))
         if self._settings.flush_on_signal:
             self._saving.take()
         return report

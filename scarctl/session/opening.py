@@ -208,10 +208,11 @@ class Opening:
                 folder,
             )
         else:
-            log.info("closed %s: step %s, not all of it durable", self.store.url, step)
             log.error(
-                "not everything is durable in %s: %s. The rest stays in %s; the next session on this host saves it",
+                "closed %s: step %s, but not everything is durable: %s. The rest stays in %s; the next session on this "
+                "host saves it",
                 self.store.url,
+                step,
                 engine.saver.fault(),
                 engine.arena.folder,
             )
@@ -229,15 +230,14 @@ class Opening:
         if left <= 0 or left > timeout - 0.9 * silent or not fault.retryable:
             return False
         kept = durability(engine.arena)
-        lacking = counted(kept.pending_partitions, "partition")
+        lacking = f"{counted(kept.pending_partitions, 'partition')} ({human_bytes(kept.pending_bytes)})"
         log.warning(
-            "closing %s waits up to %.0f s more for the store%s. All is safe in this host's memory, in %s: if this "
+            "closing %s waits up to %.0f s more for the store%s%s. All is safe in this host's memory, in %s: if this "
             "process ends now, %s",
             self.store.url,
             left,
-            f", which lacks {lacking} ({human_bytes(kept.pending_bytes)}): {fault}"
-            if kept.pending_partitions
-            else "'s last record",
+            f", which lacks {lacking}" if kept.pending_partitions else "'s last record",
+            "" if fault.kind == "store-late" else f": {fault}",
             engine.arena.folder,
             "the daemon, or the next session on this host, saves them"
             if saver.outlives

@@ -16,8 +16,10 @@ from scarctl.checkpoint.selector import Selector
 from scarctl.config import SessionSettings
 from scarctl.errors import UsageError
 from scarctl.persist.saver import Saver
+from scarctl.recovery.label import NO_COMMIT
 from scarctl.state.caveats import Caveats
 from scarctl.state.extras import Extras
+from scarctl.state.label import Label
 from scarctl.state.layout import Layout
 from scarctl.state.version import step_of
 from scarctl.store import Store, topology_epochs
@@ -37,8 +39,6 @@ class Found:
     version: int
     """Version of the newest extras."""
     extras: Extras | None
-    consistent: bool
-    """All its copies, and the extras, are of one commit of the whole state, of the step of `version`."""
     survived: bool
     """Its arena has the state of the last iteration that it finished."""
     distance: float | None
@@ -46,7 +46,7 @@ class Found:
     owns: bool = True
     """The process owns rows of the state. If not, `extras` may be None: then `version` is `NEVER`."""
     whole: str = ""
-    """Name of the commit of the whole state that has all its copies, "" if they are of several."""
+    """Name of the commit of the whole state, of the step of `version`, that has all its copies and extras; or ""."""
     head: int | None = None
     """The last iteration that its arena knows to be finished; None if it had no copies."""
 
@@ -61,12 +61,10 @@ class AgreedState:
 
     step: int
     extras: Extras | None
-    consistent: bool
-    """The whole state, of all processes, is of `step`."""
+    label: Label
+    """The label of the whole state, of all processes. If their arenas have it, the steps are that of the extras."""
     summary: dict[str, Any] | None = None
     """Lost ranks and the predicted cost, for the report; None without ranks."""
-    reasons: tuple[str, ...] = ()
-    """Why training does not continue as it would have, although the state is of one step."""
 
 
 class Elsewhere(Protocol):
@@ -195,7 +193,10 @@ class Together:
 
     def agree_on_state(self, found: Found | None, store: Store) -> AgreedState | None:
         """Agree on the state from which all continue. Return None if a process has no complete state."""
-        return None if found is None else AgreedState(found.step, found.extras, found.consistent)
+        if found is None:
+            return None
+        label = Label(found.step, found.step, () if found.whole else (NO_COMMIT,))
+        return AgreedState(found.step, found.extras, label)
 
     def completed(self, extras: Extras) -> Extras:
         """Return the extras. This rank's own values, if never saved or saved by another rank, stay as they are now."""

@@ -22,11 +22,12 @@ from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.filling import Staged, age_after
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.errors import ScarError
+from scarctl.recovery.label import NO_COMMIT, OTHERS
 from scarctl.recovery.plan import MEMORY, Perturbation, estimate
 from scarctl.recovery.report import Report
 from scarctl.session.forecast import mode_of_resume, shared_history, weigh_loss
 from scarctl.session.peers import Found, Together
-from scarctl.session.resumed import Resumed
+from scarctl.session.resumed import Resumed, label_of
 from scarctl.state.caveats import Caveat, read_caveats
 from scarctl.state.common import UNREAD, in_common, reasons
 from scarctl.state.extras import Extras, Notes
@@ -58,7 +59,7 @@ def resume_live(
         report, sealed = _roll_back(engine, live, together, snapshot=snapshot)
         assert report.step is not None
         engine.learn(shared_history(engine, sealed, report.step, together))
-        return Resumed(report.step, report.whole, report), sealed
+        return Resumed(report.step, report.label, report), sealed
     # Saving stops, because extras that move from the queue to the store meanwhile would be seen in neither. Saving
     # stays stopped after a failure, because hand-overs may be later than the step from which another attempt continues.
     together.agree(engine.stop)
@@ -74,9 +75,8 @@ def _resume(
     found, report = together.agree(lambda: _fetch(engine, live, staged))
     agreed = together.agree_on_state(found, engine.store)
     if agreed is None:
-        log.warning("%s holds no complete state yet: a new run begins", engine.store.url)
         engine.start_over()
-        return Resumed(0, True, None), None
+        return Resumed(), None
     step = agreed.step
     # Copies may be newer than the extras, if the process died before it queued them. Random generators, schedules and
     # the data position are of the older step, so the run continues there.
@@ -92,7 +92,8 @@ def _resume(
     if together.brought:
         report = report.from_peer()
     together.spread()
-    return Resumed(step, agreed.consistent, report, agreed.summary), agreed.extras
+    label = label_of(step, report, agreed.label, several=together.several)
+    return Resumed(step, label, report, agreed.summary), agreed.extras
 
 
 def _fetch(engine: Engine, live: LiveState, staged: Staged | None) -> tuple[Found | None, Report | None]:
@@ -113,11 +114,11 @@ def _fetch(engine: Engine, live: LiveState, staged: Staged | None) -> tuple[Foun
         head = min(arena.head_step, int(step_of(arena.newest()).max()))
     report = engine.copies.fetch_all(states, live.new_slots, staged)
     version, whole = (NEVER, "") if newest is None else (newest.version, newest.whole)
-    of_one = report.whole and report.step == step_of(version) and report.plan.whole == whole
-    consistent = of_one if owns else newest is not None
-    survived = consistent and arena.head_step == step_of(version)
+    if owns and not (report.label.of_one and report.step == step_of(version) and report.plan.whole == whole):
+        whole = ""
+    survived = bool(whole) and arena.head_step == step_of(version)
     extras = None if newest is None else newest.extras
-    return Found(version, extras, consistent, survived, known, owns, whole, head), report
+    return Found(version, extras, survived, known, owns, whole, head), report
 
 
 def recover_live(
@@ -171,7 +172,7 @@ def _checked(report: Report, left: list[str], together: Together) -> Report:
 def _saved_with(engine: Engine, report: Report) -> Notes | ScarError:
     """Return the notes that were saved with the state of a recovery, or why they cannot be read."""
     try:
-        return engine.copies.notes_of(report.plan.whole) if report.whole else Notes()
+        return engine.copies.notes_of(report.plan.whole) if report.label.of_one else Notes()
     except ScarError as error:
         return error
 
@@ -182,7 +183,7 @@ def _labelled(report: Report, notes: Notes | ScarError, together: Together) -> R
         notes = Notes(caveats=(Caveat(UNREAD, UNKNOWN.format(notes.message)),))
     saved = together.gather([[one.to_json() for one in notes.caveats], dict(notes.common)])
     every = [Notes(caveats=read_caveats(caveats), common=common) for caveats, common in saved]
-    return report.labelled(report.whole, tuple(dict.fromkeys(reasons(in_common(every)))))
+    return report.labelled(replace(report.label, caveats=tuple(dict.fromkeys(reasons(in_common(every))))))
 
 
 def _distances(engine: Engine, live: LiveState, ids: Ids) -> NDArray[np.float64]:
@@ -212,7 +213,7 @@ def _fetch_lost(
         report = engine.fetch_before(ids, before)
     if report.step != head_step:
         # Extras, such as random generators and step counts, are not restored, so the whole is not a saved state.
-        report = report.labelled(False, ())
+        report = report.labelled(report.label.because(OTHERS))
     new = report.plan.tier != MEMORY
     now[new] = live.distances_at(ids[new])
     return replace(report, perturbation=_perturbation(now, estimate(known)))
@@ -255,7 +256,8 @@ def _roll_back(
             report, extras = together.agree(partial(fetch, until))
             found = together.gather(report.plan.sealed)
         one = len(set(together.gather(report.plan.whole))) == 1
-        report = report.labelled(report.whole and one, ())
+        label = report.label if one else report.label.because(NO_COMMIT)
+        report = report.labelled(replace(label, declared=extras.notes.declared))
         together.agree(lambda: engine.forget_after(report.plan))
     live.load(everything)
     together.spread()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,26 +25,6 @@ from scarctl.util.collection import without_collection
 log = logging.getLogger("scarctl")
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of a resume."""
-
-    resumed: Resumed
-    reasons: tuple[str, ...] = ()
-    """Why the state is mixed: another division among processes, the earlier run's reasons, and states that extras
-    could not continue from."""
-    reached: int | None = None
-    """The newest step that the earlier run is known to have finished; None if the store holds no state."""
-    reshaped: bool = False
-    """The state was saved under another division, and must be saved again."""
-
-    @property
-    def mixed(self) -> bool:
-        """Whether values are of several commits, or encoded. Saving them again makes them no more consistent."""
-        report = self.resumed.report
-        return not self.resumed.consistent or (report is not None and report.plan.encoded > 0)
-
-
 class Resumption:
     """One attempt to resume. Live values change only when every needed partition has an intact copy."""
 
@@ -59,9 +39,9 @@ class Resumption:
         self._unhooked = parts.gate.stepping
 
     @without_collection()
-    def run(self, mode: str, snapshot: str | None) -> Outcome:
-        """Resume, and return the result. Raises as `Session.resume` does."""
-        outcome = Outcome(Resumed(0, True, None))
+    def run(self, mode: str, snapshot: str | None) -> Resumed:
+        """Resume, and return what this process knows. Raises as `Session.resume` does."""
+        resumed = Resumed()
         if not self._together.moved:
             layout: Layout | None = None
 
@@ -79,13 +59,13 @@ class Resumption:
                     ", ".join(map(str, missing)),
                 )
             if not missing and layout is not None:
-                outcome = self._in_place(layout, mode, snapshot)
-                if outcome.resumed.report is not None:
-                    return outcome
+                resumed = self._in_place(layout, mode, snapshot)
+                if not resumed.new:
+                    return resumed
         elsewhere = self._together.elsewhere(self._store, mode, snapshot)
-        return outcome if elsewhere is None else self._from(elsewhere)
+        return resumed if elsewhere is None else self._from(elsewhere)
 
-    def _in_place(self, layout: Layout, mode: str, name: str | None) -> Outcome:
+    def _in_place(self, layout: Layout, mode: str, name: str | None) -> Resumed:
         """Resume from a state that was saved under the same division."""
 
         def look() -> tuple[Snapshot | None, str | None, set[tuple[int, int]]]:
@@ -119,11 +99,9 @@ class Resumption:
         stored = None if report is None else engine.copies.in_store(report.plan, saved_at)
         resumed = replace(resumed, saved_at=saved_at, memory=memory, stored=stored)
         resumed = replace(resumed, reached=None if extras is None else reached)
-        resumed = replace(resumed, declared=extras is not None and extras.notes.declared)
-        reasons_found = self._continue(engine, resumed, extras)
-        return Outcome(resumed, reasons_found, resumed.reached)
+        return self._continue(engine, resumed, extras)
 
-    def _from(self, elsewhere: Elsewhere) -> Outcome:
+    def _from(self, elsewhere: Elsewhere) -> Resumed:
         """Resume from a state that was saved under another division."""
         remove_slots = self._adapter.create_slots(elsewhere.layout)
         engine = self._opening.open(elsewhere.layout, resuming=True)
@@ -139,39 +117,34 @@ class Resumption:
         live.load(np.arange(engine.layout.partitions))
         self._together.spread()
         engine.start_over()
-        resumed = Resumed(
-            agreed.step, agreed.consistent, None, agreed.summary, saved_at=last_saved(self._store)
-        )
-        resumed = replace(resumed, declared=agreed.extras is not None and agreed.extras.notes.declared)
-        stored = self._continue(engine, resumed, agreed.extras, agreed.reasons)
+        saved_at = last_saved(self._store)
+        resumed = Resumed(agreed.step, agreed.label, None, agreed.summary, saved_at, agreed.step)
+        resumed = self._continue(engine, resumed, agreed.extras)
         self._opening.begin_saving(engine)
-        return Outcome(resumed, stored, resumed.step, reshaped=True)
+        return resumed
 
-    def _continue(
-        self,
-        engine: Engine,
-        resumed: Resumed,
-        extras: Extras | None,
-        known: tuple[str, ...] = (),
-    ) -> tuple[str, ...]:
-        """Restore the extras, and start the engine. Return why the state is mixed: `known` and extras' reasons.
+    def _continue(self, engine: Engine, resumed: Resumed, extras: Extras | None) -> Resumed:
+        """Restore the extras, and start the engine. Return the resumed state with what was saved with it.
 
         extras: None if the store holds no state.
         """
-        stored = known
         if extras is not None:
+            label = resumed.label
 
             def restored() -> dict[str, str]:
                 # An optimizer may have other param_groups on one rank alone.
                 self._adapter.restore(extras.state)
                 # A state that is not whole has digests of several moments.
-                return dict(extras.notes.common) if resumed.consistent else {}
+                return dict(extras.notes.common) if label.of_one else {}
 
+            caveats = label.caveats
             if differ(self._together.collect(restored)):
-                known = (*known, DIFFERED.message)
-            stored = (*known, *reasons(extras.notes.caveats))
+                caveats += (DIFFERED.message,)
+            caveats += reasons(extras.notes.caveats)
+            label = replace(label, caveats=caveats, declared=extras.notes.declared)
+            resumed = replace(resumed, label=label)
             engine.policy_memory = extras.policy
             self._journal.follow(extras.notes.events, extras.notes.samples)
         self._progress.restore(extras, resumed.step)
         self._opening.run_on(engine, resumed.step)
-        return stored
+        return resumed

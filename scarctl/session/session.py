@@ -32,7 +32,7 @@ from scarctl.session.peers import Together, check_wait
 from scarctl.session.progress import Progress
 from scarctl.session.requests import Requests, answer
 from scarctl.session.resume import Resumption
-from scarctl.session.resumed import Resumed, labelled, logged
+from scarctl.session.resumed import Resumed, facts, labelled, logged
 from scarctl.session.saving import FLUSH_SECONDS, Saving
 from scarctl.session.steps import Follower, Steps
 from scarctl.state.caveats import Caveats
@@ -280,7 +280,7 @@ class Session:
 
         mode: "partial" takes every partition's newest copy, "rollback" the newest state of one step. "auto" rolls
             back unless the copies are of one step, as memory's are, or are ten times newer.
-        snapshot: restore the snapshot of this name, exactly.
+        snapshot: restore the snapshot of this name, and no other state.
         Returns the step after which to continue, its label, and the report. Raises LayoutMismatch (another model or
         optimizer), NoIntactCopy, Corruption; nothing is changed then.
         """
@@ -296,18 +296,18 @@ class Session:
                     f"{self.store.url} has no snapshot {snapshot!r}: nothing is saved there",
                     hint="check the address; without a snapshot, resume() begins a new run there",
                 )
-            self._resumed = logged(Resumed(step=0, consistent=True, report=None), self.store)
+            self._resumed = logged(Resumed(), self.store)
             return self._resumed
         with self._gate.outside("resume()"):
-            outcome = self._resumption.run(mode, snapshot)
+            found = self._resumption.run(mode, snapshot)
             self._opening.looked()
-            resumed = labelled(outcome.resumed, outcome.reasons, self.store, self._together)
-            self._resumed = resumed
-            if outcome.mixed:
-                self._progress.mixed(resumed.reasons)
-            if outcome.reached is not None:
-                self._journal.add("resumed", resumed.step, reached=outcome.reached, **resumed.facts())
-            if outcome.reshaped:
+            self._resumed = resumed = labelled(found, self.store, self._together)
+            label, report = resumed.label, resumed.report
+            if not label.of_one:
+                self._progress.mixed(label.reasons)
+            if not resumed.new:
+                self._journal.add("resumed", resumed.step, reached=resumed.reached, **facts(label, report))
+            if report is None and not resumed.new:
                 # Until this seal is durable, the old shards still have the state.
                 self._saving.seal(self._saving.take())
             elif self._engine is not None:

@@ -59,12 +59,12 @@ class Sample(NamedTuple):
 class Journal:
     """The events of a run over its restarts, oldest first.
 
-    "started": process, as host:pid. "resumed": consistent; first_step and last_step, those of the oldest and newest
-    partition; position ("declared" or "unknown"); mode ("partial" or "rollback"); reached, the newest step that the run
-    is known to have finished before; partitions, memory, peer and store: the number of restored ones, and of those from
-    each tier; perturbation, a norm; low and high, the predicted rework in iterations. Without mode and what follows
-    `reached` if the state was saved under another division. "recovered": the same, but `reached`, for lost partitions
-    in a running process. "closed": the run was closed properly after this step.
+    "started": process, as host:pid. "resumed": the fields of `scarctl.state.label.Label`, but its reasons; mode
+    ("partial" or "rollback"); reached, the newest step that the run is known to have finished before; partitions,
+    memory, peer and store: the number of restored ones, and of those from each tier; perturbation, a norm; low and
+    high, the predicted rework in iterations. Without mode and what follows `reached` if the state was saved under
+    another division. "recovered": the same, but `reached`, for lost partitions in a running process. "closed": the
+    run was closed properly after this step.
     """
 
     def __init__(self) -> None:

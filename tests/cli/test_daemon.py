@@ -20,6 +20,7 @@ from scarctl.arena.stale import StaleArena
 from scarctl.cli.daemon import _stale_line
 from scarctl.errors import Unavailable
 from scarctl.ops import live
+from scarctl.state.label import Label
 from scarctl.store import Store
 from scarctl.store.snapshot import SealedSet, Snapshot
 from tests.cli.conftest import Run
@@ -254,17 +255,14 @@ class TestLive:
     ) -> None:
         recover = live.recover_live
         for label, line in (
-            ({"consistent": True, "reasons": [], "step": 7}, ""),
-            (
-                {"consistent": False, "reasons": ["a", "b"], "step": 7},
-                "all copies are of step 7; mixed: a; b\n",
-            ),
-            ({"consistent": False, "reasons": ["a"], "step": None}, "\nmixed: a\n"),
+            (Label(7, 7), ""),
+            (Label(7, 7, ("a",), ("b",)), "\nstep 7, mixed: a; b\n"),
+            (Label(6, 7, ("a",)), "\nmixed, partitions of steps 6 to 7: a\n"),
         ):
 
-            def labelled(*given: Any, label: dict[str, Any] = label, **more: Any) -> dict[str, Any]:
+            def labelled(*given: Any, label: Label = label, **more: Any) -> dict[str, Any]:
                 answer = recover(*given, **more)
-                return {**answer, "report": {**answer["report"], **label}}
+                return {**answer, "report": {**answer["report"], **label.to_json()}}
 
             monkeypatch.setattr(live, "recover_live", labelled)
             text = run("live", "recover", "--lost", "all", "--store", "ckpt").stdout

@@ -47,7 +47,9 @@ def test_export_and_diff_read_decoded_values_and_call_them_not_exact(
     assert (done["consistent"], done["oldest_step"], done["newest_step"]) == (False, 20, 20)
     assert done["encoded_partitions"] == before
     text = run("export", "--store", lossy, tmp_path / "again.safetensors").stdout
-    assert text.endswith(f"mixed, with {before} partitions from encoded copies, of steps 20 to 20\n")
+    assert text.endswith(
+        f"step 20, mixed: {before} partitions come from encoded copies, which have fewer bits\n"
+    )
     assert run("diff", lossy, out, "--json").document["equal"]
     plan = run(
         "recover",

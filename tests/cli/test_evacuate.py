@@ -14,11 +14,12 @@ from click.testing import CliRunner
 from scarctl.cli.evacuate import _lines
 from scarctl.cli.main import cli
 from scarctl.ops.evacuate import Host, Process, Store
-from scarctl.persist.evacuated import Evacuated
+from scarctl.persist.evacuated import NOWHERE, Evacuated
 from scarctl.recovery.label import NO_COMMIT
 from scarctl.session.departure import sentence
 from scarctl.state.caveats import Caveat
 from scarctl.state.common import DIFFERED
+from scarctl.state.label import Label
 from tests.cli.conftest import Done
 from tests.support import stepper
 from tests.support.process import Forked, Tell
@@ -95,17 +96,17 @@ def test_members_and_the_place_that_is_safe_are_named() -> None:
     def said(found: Evacuated) -> list[str]:
         return _lines(Host((Store("/s", (Process("/s", 2, 12, found, member=True),)),)))
 
-    sealed = Evacuated(7, 10, 100, 100, 1, 0, 0, 0.0, True, commit_name="ab" * 16)
+    sealed = SEALED
     assert said(sealed) == [
         "/s: step 7: 100 B of 100 B are safe in the store (consistent); 100 B written now"
     ]
     on_a_peer = Evacuated(
-        7, 10, 100, 0, 0, 0, 0, 0.0, False, peer_partitions=10, peer_bytes=100, peers=("b",)
+        7, 10, 100, 0, 0, 0, 0, 0.0, False, peer_partitions=10, peer_bytes=100, peers=("b",), label=MIXED
     )
     assert said(on_a_peer)[0] == "/s: step 7: 100 B of 100 B are safe; 0 B written now"
     # The seal is on the peer only, although the store has the partitions.
-    exact_there = replace(on_a_peer, peer_partitions=0, peer_bytes=0, peer_sealed=True, commit_name="ab" * 16)
-    assert said(exact_there) == ["/s: step 7: 100 B of 100 B are safe (consistent); 0 B written now"]
+    there = replace(on_a_peer, peer_partitions=0, peer_bytes=0, peer_sealed=True, label=SEALED.label)
+    assert said(there) == ["/s: step 7: 100 B of 100 B are safe (consistent); 0 B written now"]
     late = replace(sealed, sealed=False, flushed=False)
     assert said(late)[-1].startswith("  member 2: its newest step was not brought into memory")
 
@@ -120,10 +121,13 @@ def test_what_is_not_known_is_not_counted() -> None:
     assert nothing.startswith("nothing to evacuate in /dev/shm/scarctl-7:")
 
 
-SEALED = Evacuated(7, 10, 100, 100, 1, 0, 0, 0.0, True, commit_name="ab" * 16)
+SEALED = Evacuated(
+    7, 10, 100, 100, 1, 0, 0, 0.0, True, commit_name="ab" * 16, label=Label(7, 7, declared=True)
+)
 OTHER = replace(SEALED, commit_name="cd" * 16)
-NOTED = replace(SEALED, caveats=(Caveat("ranks-differ", "ranks had other weights"),))
-PART = "neither the store nor another host has the whole state of this step, as one commit saved it"
+CAVEAT = Caveat("ranks-differ", "ranks had other weights")
+NOTED = replace(SEALED, caveats=(CAVEAT,), label=Label(7, 7, caveats=(CAVEAT.message,)))
+MIXED = Label(7, 7, (NOWHERE,))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +142,7 @@ PART = "neither the store nor another host has the whole state of this step, as 
             [DIFFERED.message],
         ),
         ([SEALED, None], False, False, ["not all of its processes have answered"]),
-        ([SEALED, replace(SEALED, sealed=False)], False, False, [PART]),
+        ([SEALED, replace(SEALED, sealed=False, label=MIXED)], False, False, [NOWHERE]),
         ([SEALED, replace(OTHER, step=8)], False, False, [NO_COMMIT]),
         ([SEALED, OTHER], False, False, [NO_COMMIT]),
         ([SEALED, OTHER], True, False, ["members have no common step"]),
@@ -151,6 +155,7 @@ def test_a_store_is_labelled_as_by_all_that_read_it(
     store = Store("/s", tuple(Process("/s", n, 12, one, member=member) for n, one in enumerate(found)))
     document = store.to_json()
     assert (document["consistent"], document["reasons"]) == (not reasons, reasons)
+    assert (document["oldest_step"], document["newest_step"], document["position"]) == (7, 7, "declared")
     text = _lines(Host((store,)))[0]
     assert ("(consistent)" in text) is not bool(reasons)
     assert (f"(mixed: {'; '.join(reasons)})" in text) is (whole and bool(reasons))
@@ -159,7 +164,7 @@ def test_a_store_is_labelled_as_by_all_that_read_it(
 def test_the_log_says_why_what_is_safe_is_not_exact() -> None:
     assert sentence(SEALED) == "step 7 is safe in the store (consistent)"
     assert sentence(NOTED) == "step 7 is safe in the store (mixed: ranks had other weights)"
-    assert sentence(replace(SEALED, sealed=False)) == "step 7 is safe in the store"
+    assert sentence(replace(SEALED, sealed=False, label=MIXED)) == "step 7 is safe in the store"
 
 
 def test_nothing_to_evacuate(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_what_is_lost_of_a_state_that_an_iteration_left_half_changed(run: Run, t
     done = run(*part, "--output", "part.pt", "--json").document
     assert (done["step"], labels(done)) == (3, False)
     assert "no commit has the whole state" in done["reasons"][0]
-    assert "step 3; mixed: all copies are of this step, but" in run(*part, "--output", "b.pt").stdout
+    assert "step 3, mixed: all copies are of this step, but" in run(*part, "--output", "b.pt").stdout
     assert labels(run("export", "--store", "store", "out", "--json").document) is False
 
 
@@ -122,7 +122,7 @@ def test_caveats_that_cannot_be_read(run: Run, tmp_path: Path) -> None:
     assert UNKNOWN in reason
     assert "damaged" in reason
     text = run("recover", "--store", "store", "--lost", "all", "--output", "a.pt").stdout
-    assert "all copies are of step 5; mixed: what was saved" in text
+    assert "step 5, mixed: what was saved" in text
 
 
 def test_a_mix_of_steps_has_a_reason(run: Run, tmp_path: Path) -> None:

@@ -194,5 +194,5 @@ def test_export_says_that_steps_are_mixed(run: Run, grown: Model) -> None:
     assert not done["consistent"]
     assert done["step"] is None
     assert done["oldest_step"] < done["newest_step"]
-    assert "mixed, of steps" in run("export", "--store", "ckpt", "again").stdout
+    assert "mixed, partitions of steps" in run("export", "--store", "ckpt", "again").stdout
     assert np.isfinite(load_file("mixed/model.safetensors")["emb"].numpy()).all()

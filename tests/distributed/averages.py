@@ -74,6 +74,6 @@ def resumed(rank: int, world: int, folder: str, optimizer: str) -> dict[str, Any
     return {
         "step": found.step,
         "consistent": found.consistent,
-        "whole": found.report is None or found.report.whole,
+        "whole": found.label.of_one,
         "reasons": list(found.reasons),
     }

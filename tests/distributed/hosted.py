@@ -109,7 +109,7 @@ def train(
     return {
         "step": resumed.step,
         "consistent": resumed.consistent,
-        "whole": resumed.report is None or resumed.report.whole,
+        "whole": resumed.label.of_one,
         "steps": None if resumed.ranks is None else resumed.ranks["steps"],
         "tiers": None if resumed.report is None else resumed.report.tiers,
         "errors": session.stats.errors,

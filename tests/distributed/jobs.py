@@ -156,7 +156,7 @@ def train(
     return {
         "step": resumed.step,
         "consistent": resumed.consistent,
-        "whole": resumed.report is None or resumed.report.whole,
+        "whole": resumed.label.of_one,
         "reasons": list(resumed.reasons),
         "ranks": None if resumed.ranks is None else dict(resumed.ranks),
         "tiers": None if resumed.report is None else resumed.report.tiers,

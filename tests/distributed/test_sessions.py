@@ -70,9 +70,7 @@ def is_whole_because(why: str, found: list[dict[str, Any]]) -> bool:
     """Return whether a job has resumed a state that it calls mixed, for this reason."""
     said = any("mixed: " in line and why in line for line in found[0]["warned"])
     return said and all(
-        any(why in reason for reason in report["reasons"])
-        and (report["consistent"], report["ranks"]["consistent"]) == (False, False)
-        for report in found
+        any(why in reason for reason in report["reasons"]) and not report["consistent"] for report in found
     )
 
 
@@ -84,6 +82,9 @@ def test_losing_a_rank_loses_only_what_it_owned(tmp_path: Path) -> None:
     assert {report["step"] for report in found} == {13}
     assert not any(report["consistent"] for report in found)
     assert found[0]["ranks"]["lost"] == [1]
+    (said,) = [line for line in found[0]["warned"] if line.startswith("resumed ")]
+    assert "at step 13, mixed, partitions of steps" in said
+    assert "; lost 1 of 2 ranks (1), whose state is of their last checkpoints: predicted rework in" in said
     assert found[0]["ranks"]["steps"] == [13, 10]
     assert found[0]["ranks"]["rollback_steps"] == 12, "the only sealed state is that of the first step"
     # Its memory shows nothing of the iterations since: it would be wrong to call them small.

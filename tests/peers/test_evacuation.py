@@ -231,7 +231,11 @@ def test_what_another_host_has_is_safe_while_the_store_hangs(
     assert (found.step, found.lost_partitions, found.peer_partitions) == (7, 0, ROWS)
     assert found.peer_sealed
     assert not found.sealed, "the store has not"
-    assert (found.consistent, found.whole, found.reasons) == (False, True, ("ranks had other weights",))
+    assert (found.consistent, found.label.of_one, found.reasons) == (
+        False,
+        True,
+        ("ranks had other weights",),
+    )
     assert set(at_west(tmp_path)) == {7}
     slow.throttled.stuck.clear()
     thread.close()

@@ -42,7 +42,7 @@ def test_memory_is_taken_where_it_is_early_enough_and_the_store_elsewhere(job: J
     plan = planned(job, 8)
     assert plan.tier.tolist() == [STORE, STORE, MEMORY]
     assert step_of(plan.version).tolist() == [5, 5, 2]
-    assert not plan.of_one
+    assert not plan.label.of_one
     report = execute(plan, job.store, job.live, ArenaSink(job.live))
     assert [values(job.live, i) for i in IDS.tolist()] == job.saved  # type: ignore[attr-defined]
     assert report.tiers == {"memory": 1, "store": 2}

@@ -74,7 +74,7 @@ def test_a_loop_that_is_left_and_closed_continues_bit_for_bit(
     first.train(until)
     first.session.close()
     again = Job(tmp_path / "store", flush_on_signal=kept)
-    assert (again.resumed.step, again.resumed.consistent, again.resumed.declared) == (until, True, True)
+    assert (again.resumed.step, again.resumed.consistent, again.resumed.label.declared) == (until, True, True)
     assert again.count == {"steps": until}
     again.train(30)
     again.session.close()
@@ -90,8 +90,9 @@ def test_a_whole_checkpoint_after_the_loop_is_consistent(tmp_path: Path) -> None
     assert str(again.resumed).startswith("step 7, consistent; ")
     assert again.resumed.label.to_json() == {
         "consistent": True,
-        "first_step": 7,
-        "last_step": 7,
+        "oldest_step": 7,
+        "newest_step": 7,
+        "reasons": [],
         "position": "declared",
     }
     again.session.close()
@@ -109,7 +110,7 @@ def test_a_loop_that_declares_nothing_is_told_so_once(
     assert "the position in the data is not saved" in said[0]
     assert "session.batches" in said[0]
     again = Job(tmp_path / "store")
-    assert (again.resumed.step, again.resumed.consistent, again.resumed.declared) == (5, True, False)
+    assert (again.resumed.step, again.resumed.consistent, again.resumed.label.declared) == (5, True, False)
     assert "the position in the data is unknown" in str(again.resumed)
     assert again.count == {"steps": 5}, (
         "extras are read at the beginning of the next step, and when it is closed"

@@ -28,6 +28,7 @@ from scarctl.policy.turns import Turn
 from scarctl.session import opening
 from scarctl.session.ending import LastState
 from scarctl.store.backends.remote_errors import Patience
+from tests.session.test_evacuate import throttle
 from tests.support.elsewhere import elsewhere
 from tests.support.process import Forked, Tell
 from tests.support.training import Loop, differing, drained
@@ -149,6 +150,31 @@ def test_a_close_that_waits_says_for_what_and_how_long(
     assert ("the daemon, or the next session" in text) == (both_savers == "daemon")
     assert "not everything is durable" not in caplog.text
     assert elsewhere(tmp_path / "store")[0].step == 3
+
+
+def test_a_store_that_is_only_slow_at_the_end_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(opening, "_SILENT", 0.2)
+    loop = Loop(tmp_path / "store", interval=100, timeout=30, daemon=False)
+    loop.train(2)
+    loop.session.checkpoint(full=True, wait=True)
+    loop.train(1)
+    stuck = throttle(loop.session, 1e12).stuck
+    stuck.set()
+
+    def go_on() -> None:
+        wait_until(lambda: "waits up to" in caplog.text)
+        stuck.clear()
+
+    helper = threading.Thread(target=go_on)
+    helper.start()
+    loop.session.close()
+    helper.join()
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert re.search(r"s more for the store, which lacks \d+ partitions \(\S+ \w+\)\. All is safe", said), (
+        said
+    )
 
 
 def test_what_is_tried_again_draws_nothing_from_the_generator_of_training() -> None:

@@ -201,11 +201,11 @@ def test_ranks_that_have_saved_two_states_of_a_step(tmp_path: Path) -> None:
 
 
 def test_ranks_at_one_step_agree_that_their_states_are_not_one() -> None:
-    one, other = (RankState(5, True, True, whole=name * 16) for name in ("ab", "cd"))
-    assert agree_on_step([one, one]).consistent
-    assert not agree_on_step([one, other]).consistent
-    nothing = RankState(5, True, False, owns=False)
-    assert agree_on_step([one, one, nothing]).consistent
+    one, other = (RankState(5, True, whole=name * 16) for name in ("ab", "cd"))
+    assert agree_on_step([one, one]).label.of_one
+    assert not agree_on_step([one, other]).label.of_one
+    nothing = RankState(5, survived=False, owns=False)
+    assert agree_on_step([one, one, nothing]).label.of_one
 
 
 def test_all_of_an_earlier_step_with_the_extras_of_now_is_not_exact(tmp_path: Path) -> None:

@@ -76,7 +76,11 @@ def test_kill_9_in_the_next_iteration_loses_that_iteration_alone(tmp_path: Path)
     assert forkserver.run(["-c", code], timeout=120).returncode == -signal.SIGKILL
     session, model, optimizer = train(tmp_path / "store", 9)
     assert session.resumed is not None
-    assert (session.resumed.step, session.resumed.consistent, session.resumed.declared) == (5, True, True)
+    assert (session.resumed.step, session.resumed.consistent, session.resumed.label.declared) == (
+        5,
+        True,
+        True,
+    )
     undisturbed, *other = train(tmp_path / "other", 9)
     assert differing(state_of(model, optimizer), state_of(*other)) == []
     session.close()

@@ -81,7 +81,7 @@ class ScarCallback(*_callback_classes()):  # type: ignore[misc]
     It does nothing in validate, test and predict, nor with `fast_dev_run`. It leaves Lightning's own checkpoints alone.
 
     mode: see `Session.resume`. Without a state of one step, "rollback" takes the newest copies.
-    snapshot: restore the snapshot of this name, exactly.
+    snapshot: restore the snapshot of this name, and no other state.
     options: see `scarctl.attach`. The callback adds optimizers, schedulers, gradient scaler and the loops' counters. It
     also adds the order of the training data, and the states of the data module and of other callbacks.
 

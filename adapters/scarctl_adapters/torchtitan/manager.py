@@ -72,7 +72,7 @@ class ScarCheckpointManager(CheckpointManager):  # type: ignore[misc]  # torchti
         """State to resume from: see `Session.resume`."""
 
         snapshot: str | None = None
-        """Snapshot to resume from, exactly."""
+        """Snapshot to resume from, and no other state."""
 
         options: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
         """Options of `scarctl.attach` (fraction, interval, settings, ...), except those that come from torchtitan.

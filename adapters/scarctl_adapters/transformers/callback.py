@@ -73,7 +73,7 @@ class ScarCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         """Wrap `trainer.train`. Add the callback to the trainer, too (`trainer.add_callback`).
 
         mode: see `Session.resume`.
-        snapshot: restore the snapshot of this name, exactly, at the beginning of every `train()`.
+        snapshot: restore the snapshot of this name, and no other state, at the beginning of every `train()`.
         options: options of `scarctl.attach` (store, fraction, interval, ...), except those that come from the Trainer:
         model, optimizer, schedulers, scaler, ranks, hooks.
 

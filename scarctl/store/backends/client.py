@@ -56,7 +56,8 @@ def check_file_system(address: Address) -> None:
         fsspec.get_filesystem_class(address.scheme)
     except ImportError as error:
         missing = getattr(error.__cause__, "name", None) or error.name or "a package"
-        raise UsageError(f"{refused} without {missing}", hint=f"install {missing}") from None
+        hint = "pip install 'scarctl[s3]'" if address.scheme.startswith("s3") else f"install {missing}"
+        raise UsageError(f"{refused} without {missing}", hint=hint) from None
     except ValueError as error:
         raise UsageError(f"{refused}: {error}", hint=_HINT) from None
 

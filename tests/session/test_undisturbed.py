@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from scarctl.session import postponed as postponed_module
+from scarctl.session import ending
+from scarctl.session.ending import undisturbed
 from scarctl.session.gate import Gate
-from scarctl.session.postponed import postponed
 from tests.session.flushed import assert_goes_on_exactly, trained
 
 NUMBERS = (signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1, signal.SIGINT, signal.SIGALRM)
@@ -39,7 +39,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def test_handlers_run_at_the_end_and_all_of_them(ran: list[int]) -> None:
-    with pytest.raises(RuntimeError, match="closed by peer"), postponed():  # noqa: PT012
+    with pytest.raises(RuntimeError, match="closed by peer"), undisturbed():  # noqa: PT012
         for number in (signal.SIGUSR1, signal.SIGCHLD, signal.SIGTERM, signal.SIGTERM):
             signal.raise_signal(number)
         assert ran == []
@@ -49,30 +49,30 @@ def test_handlers_run_at_the_end_and_all_of_them(ran: list[int]) -> None:
 
 
 def test_the_block_keeps_its_exception(ran: list[int]) -> None:
-    with pytest.raises(RuntimeError, match="closed by peer") as caught, postponed():  # noqa: PT012
+    with pytest.raises(RuntimeError, match="closed by peer") as caught, undisturbed():  # noqa: PT012
         signal.raise_signal(signal.SIGTERM)
         raise KeyError("broken batch")
     assert isinstance(caught.value.__context__, KeyError)
 
 
 def test_ctrl_c_and_timers_do_not_wait(ran: list[int]) -> None:
-    with postponed():
+    with undisturbed():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGALRM)
         assert ran == [signal.SIGINT, signal.SIGALRM]
 
 
 def test_a_handler_that_the_block_installs_stays(ran: list[int]) -> None:
-    with postponed():
+    with undisturbed():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
 
 def test_a_second_signal_does_not_wait(ran: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever sends it again means it: a store that does not answer may hold up the block."""
-    monkeypatch.setattr(postponed_module, "AGAIN", 0.0)
+    monkeypatch.setattr(ending, "AGAIN", 0.0)
     reached: list[object] = []
-    with pytest.raises(RuntimeError, match="closed by peer"), postponed():  # noqa: PT012
+    with pytest.raises(RuntimeError, match="closed by peer"), undisturbed():  # noqa: PT012
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGCHLD)
         signal.raise_signal(signal.SIGCHLD)  # another worker has ended
@@ -90,7 +90,7 @@ def test_a_signal_reaches_the_wakeup_file_once(ran: list[int]) -> None:
         writing.setblocking(False)
         before = signal.set_wakeup_fd(writing.fileno())
         try:
-            with postponed():
+            with undisturbed():
                 signal.raise_signal(signal.SIGCHLD)
         finally:
             signal.set_wakeup_fd(before)
@@ -99,7 +99,7 @@ def test_a_signal_reaches_the_wakeup_file_once(ran: list[int]) -> None:
 
 
 def test_a_handler_that_the_block_installs_may_call_the_one_before_it(ran: list[int]) -> None:
-    with postponed():
+    with undisturbed():
         inner = signal.getsignal(signal.SIGCHLD)
         assert callable(inner)
         signal.signal(signal.SIGCHLD, lambda signum, frame: inner(signum, frame))
@@ -112,8 +112,8 @@ def test_a_handler_that_the_block_installs_may_call_the_one_before_it(ran: list[
 
 def test_blocks_within_each_other(ran: list[int]) -> None:
     """A handler waits until the end of the outer one, as when a state's owner closes a session of its own."""
-    with postponed():
-        with postponed():
+    with undisturbed():
+        with undisturbed():
             signal.raise_signal(signal.SIGCHLD)
         assert ran == []
     assert ran == [signal.SIGCHLD]
@@ -121,7 +121,7 @@ def test_blocks_within_each_other(ran: list[int]) -> None:
 
 def test_in_another_thread_nothing_waits(ran: list[int]) -> None:
     def work() -> None:
-        with postponed():
+        with undisturbed():
             inside.set()
             goes_on.wait(60)
 
