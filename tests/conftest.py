@@ -110,6 +110,9 @@ def both_savers(request: pytest.FixtureRequest, arena_dir: Path, monkeypatch: py
 @pytest.fixture
 def usual_saver(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Save as by default."""
+    from tests.support import daemons
+
+    daemons.fork(monkeypatch)
     monkeypatch.delenv("SCARCTL_DAEMON")
 
 
@@ -119,7 +122,9 @@ def daemon_folder(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     from scarctl.arena.folder import host_folder
     from scarctl.daemon import protocol
     from tests.daemon.trainer import stop
+    from tests.support import daemons
 
+    daemons.fork(monkeypatch)
     monkeypatch.setenv("SCARCTL_DAEMON", "1")
     folder = host_folder(str(arena_dir))
     yield folder
@@ -173,7 +178,7 @@ def _ids() -> list[int]:
 def _new_processes(folder: Path, before: set[int]) -> dict[int, str]:
     """Return command lines by process id: of new children, and of new processes started with this arena folder.
 
-    A detached process is not a child any longer, but keeps its environment.
+    A detached process is not a child any longer, but keeps its environment; a forked daemon has files in the folder.
     """
     found: dict[int, str] = {}
     # Helpers that live as long as the interpreter: the standard library's own, and those that fork programs for tests.
@@ -190,12 +195,18 @@ def _new_processes(folder: Path, before: set[int]) -> dict[int, str]:
         try:
             state, parent = _stat(pid)
             ours = parent in (os.getpid(), *servers)
-            ours = ours or marker in _read(f"/proc/{pid}/environ").split(b"\0")
+            ours = ours or marker in _read(f"/proc/{pid}/environ").split(b"\0") or _opens(pid, folder)
             if ours and state != "Z":
                 found[pid] = _read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue  # it has ended, or belongs to another user
     return found
+
+
+def _opens(pid: int, folder: Path) -> bool:
+    """Return whether a process has opened a file in this folder."""
+    opened = f"/proc/{pid}/fd"
+    return any(os.readlink(f"{opened}/{fd}").startswith(f"{folder}/") for fd in os.listdir(opened))
 
 
 def _stat(pid: int) -> tuple[str, int]:

@@ -61,14 +61,14 @@ class Claim:
 _PICKLE = b"\x80\x04"
 CLAIMS: dict[str, Claim] = {
     "layout of 2^28 partitions": Claim(claimed.partitions, STORE, short=True),
-    "lists in a layout": Claim(claimed.in_json("layout", b"[]", 60 << 20), STORE, short=True),
+    "lists in a layout": Claim(claimed.in_json("layout", b"[]", 60 << 20), STORE),
     "objects in a layout": Claim(claimed.in_json("layout", b'{"a":0}', 60 << 20), ONE),
     "texts in a layout": Claim(claimed.in_json("layout", b'"ab"', 60 << 20), ONE),
     "objects that a layout may have": Claim(
         claimed.in_json("layout", b'{"a":0}', 8 * 1_048_000), ONE, codes=(0,)
     ),
     "texts that a layout may have": Claim(claimed.in_json("layout", b'"ab"', 5 * 2_880_000), ONE, codes=(0,)),
-    "lists in a snapshot": Claim(claimed.in_json("snapshots", b"[]", 60 << 20), ONE, short=True),
+    "lists in a snapshot": Claim(claimed.in_json("snapshots", b"[]", 60 << 20), ONE),
     "numbers in a snapshot": Claim(claimed.in_json("snapshots", b"1000", 60 << 20), ONE),
     "a number of a million digits": Claim(
         claimed.in_json("snapshots", b"7" * 1_000_000, 2_000_000), ONE, short=True
@@ -100,10 +100,10 @@ CLAIMS: dict[str, Claim] = {
     "texts in an arena's layout": Claim(claimed.in_arena(lambda: claimed.listed(b'"ab"', 12 << 20)), STOPPED),
     "lists in the settings": Claim(claimed.settings_bomb, ONE),
     "lists in a segment's header": Claim(claimed.segment_header, STORE),
-    "lists in a state file": Claim(claimed.state_header(b"[]"), STATE, new=True, short=True),
+    "lists in a state file": Claim(claimed.state_header(b"[]"), STATE, new=True),
     "objects in a state file": Claim(claimed.state_header(b'{"a":0}'), STATE, new=True),
     "lists in the metadata of DCP": Claim(
-        claimed.metadata(lambda: _PICKLE + b"]" * (64 << 20)), DCP, new=True, short=True
+        claimed.metadata(lambda: _PICKLE + b"]" * (64 << 20)), DCP, new=True
     ),
     "tuples in the metadata of DCP": Claim(
         claimed.metadata(lambda: _PICKLE + b"N" + b"\x85" * (64 << 20)), DCP, new=True
@@ -118,7 +118,7 @@ CLAIMS: dict[str, Claim] = {
         claimed.metadata(lambda: _PICKLE + b"]r\xff\xff\xff\x7f."), DCP, new=True, short=True
     ),
     "lists in a .pt file": Claim(
-        claimed.archive(0, lambda: b"\x80\x02" + b"]" * (60 << 20) + b"."), TORCH, new=True, short=True
+        claimed.archive(0, lambda: b"\x80\x02" + b"]" * (60 << 20) + b"."), TORCH, new=True
     ),
     "calls that a .pt file may have": Claim(
         claimed.archive(0, lambda: b"\x80\x02" + b"ccollections\nOrderedDict\n)R" * 262_000 + b"."),
@@ -133,7 +133,6 @@ CLAIMS: dict[str, Claim] = {
         claimed.legacy(lambda: b"\x80\x02" + b"]" * (60 << 20) + b"."),
         TORCH,
         new=True,
-        short=True,
         codes=(13,),
     ),
     "a text of 4 GiB in an old .pt file": Claim(

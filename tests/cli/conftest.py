@@ -26,10 +26,16 @@ from scarctl.cli.schemas import schemas
 from scarctl.errors import ScarError
 from scarctl.store import Store, verify
 from tests.daemon.trainer import stop
+from tests.support import daemons
 from tests.support.ranks import RankStore
 
 ERROR_KEYS = {"schema_version", "command", "error"}
 ROLLBACK = ("recover", "--store", "ckpt", "--lost", "all", "--mode", "rollback")
+
+
+@pytest.fixture(autouse=True)
+def forked_daemons(monkeypatch: pytest.MonkeyPatch) -> None:
+    daemons.fork(monkeypatch)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import re
 import zipfile
 from collections.abc import Callable
@@ -113,17 +112,6 @@ def test_an_archive_without_checksums_is_intact(run: Run) -> None:
 class Evil:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return open, ("/tmp/scarctl-was-here", "w")  # type: ignore[return-value]
-
-
-def test_nothing_is_unpickled(run: Run, tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(1), "evil": Evil()}, "evil.pt")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / ".metadata").write_bytes(pickle.dumps(Evil()))  # noqa: TID251
-    for command in ("inspect", "verify"):
-        assert run(command, "evil.pt", "--json", code=2).error["kind"] == "foreign-state-file"
-    assert run("inspect", "folder", "--json", code=13).error["kind"] == "corruption"
-    assert "cannot be read" in reasons(run, "folder")[0]
-    assert not Path("/tmp/scarctl-was-here").exists()
 
 
 def test_an_index_that_does_not_fit_its_files(run: Run) -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scarctl.ops import store_source
-from tests.cli.conftest import Model, Run, unprivileged
+from tests.cli.conftest import Model, Run
 from tests.cli.test_verify import segment
 
 WITHOUT_TORCH = """
@@ -42,19 +41,6 @@ def test_a_store_is_compared_with_the_file_that_it_was_saved_from(run: Run, save
     assert "no name is in both" not in text
     save_file({"module.w": torch.zeros(2)}, "other.safetensors")
     assert "no name is in both: `scarctl export" in run("diff", "ckpt", "other.safetensors", code=4).stdout
-
-
-@pytest.mark.parametrize("window", [64, 64 << 20])
-def test_a_store_is_read_in_windows(
-    run: Run, saved: Model, window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store_source, "_WINDOW", window)
-    monkeypatch.setattr("scarctl.ops.diff.BLOCK", 96)
-    run("diff", "ckpt", saved.path)
-    monkeypatch.setattr("scarctl.ops.diff.BLOCK", 100)  # not whole rows
-    saved.tensors["emb"][37, 5] += 1
-    saved.save()
-    assert run("diff", saved.path, "ckpt", "--json", code=4).document["differences"][0]["changed_values"] == 1
 
 
 def test_states_of_a_store_by_name_and_by_step(run: Run, saved: Model) -> None:
@@ -150,18 +136,3 @@ def test_hostile_names_stay_on_their_line(run: Run) -> None:
         run("diff", "a.safetensors", "b.safetensors", "--json", code=4).document["differences"][1]["name"]
         == name
     )
-
-
-def test_what_cannot_be_opened(run: Run, saved: Model, tmp_path: Path) -> None:
-    assert run("diff", "nothere", saved.path, "--json", code=2).error["kind"] == "no-file"
-    assert run("diff", saved.path, "--json", code=2).error["kind"] == "usage"
-    Path("text").write_text("hello")
-    assert run("diff", "text", saved.path, "--json", code=2).error["kind"] == "foreign-state-file"
-    data = saved.path.read_bytes()
-    Path("cut").write_bytes(data[:-5])
-    assert run("diff", "cut", saved.path, "--json", code=13).error["kind"] == "corruption"
-    assert run("diff", saved.path, saved.path, "--rtol", "nan", "--json", code=2).error["kind"] == "usage"
-    saved.path.chmod(0)
-    tmp_path.chmod(0o755)
-    with unprivileged():
-        assert run("diff", saved.path, "ckpt", "--json", code=12).error["kind"] == "access-denied"

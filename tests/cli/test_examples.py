@@ -16,7 +16,7 @@ from tests.cli.test_daemon import Training
 
 
 def test_examples_on_a_running_session(run: Run, folder: Path) -> None:
-    """Examples of ranks and members are run in test_rank_jobs.py and test_members.py."""
+    """Examples of ranks are run in test_rank_jobs.py."""
     training = Training(**{"layers.3.w": np.zeros((16, 8), np.float32)})
     try:
         (by_name, by_rank, by_member) = examples(run, "live recover")

@@ -17,11 +17,9 @@ from scarctl.cli.main import COMMANDS, GROUPS, cli, default_map
 from scarctl.config import (
     KNOWN_NAMES,
     VERBS,
-    SessionSettings,
     brief,
     describe,
 )
-from scarctl.errors import UsageError
 
 SCARCTL = [sys.executable, "-m", "scarctl"]
 
@@ -183,10 +181,6 @@ class TestErrors:
         assert done.error["kind"] == "usage"
         assert run(*arguments, code=2).stdout == ""
 
-    def test_json_may_come_from_the_environment(self, run, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-        monkeypatch.setenv("SCARCTL_JSON", "1")
-        assert run("inspect", "--store", "nowhere", code=10).error["kind"] == "no-store"
-
     def test_the_unexpected_is_short_without_debug(self, run, monkeypatch: pytest.MonkeyPatch, saved) -> None:  # type: ignore[no-untyped-def]
         def broken(*_: object) -> None:
             raise ZeroDivisionError("seven")
@@ -223,10 +217,6 @@ class TestWhereValuesComeFrom:
         monkeypatch.setenv("SCARCTL_STORE", "ckpt")
         assert listed() == 4
 
-    def test_options_named_otherwise_inside_are_read_too(self, run, saved, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-        (tmp_path / "scarctl.toml").write_text('json = true\nstore = "ckpt"\n[export]\nformat = "pt"\n')
-        assert run("export", "state.pt").document["format"] == "pt"
-
     @pytest.mark.parametrize(
         ("content", "says"),
         [
@@ -243,48 +233,6 @@ class TestWhereValuesComeFrom:
         (tmp_path / "scarctl.toml").write_bytes(content.encode("latin-1"))
         assert says in run("inspect", "--json", code=2).error["message"]
 
-    def test_session_settings_follow_the_same_order(self, tmp_path: Path) -> None:
-        (tmp_path / "scarctl.toml").write_text(
-            'store = "from-file"\ninterval = 7\nfraction = "1/4"\nby_layer = true\n'
-        )
-        environ = {"SCARCTL_INTERVAL": "8", "SCARCTL_VALIDATE": "yes"}
-        settings = SessionSettings.resolve(
-            {"policy": "round", "norm": None}, environ=environ, folder=tmp_path
-        )
-        assert (settings.store, settings.interval, settings.fraction) == ("from-file", 8, 0.25)
-        assert (settings.policy, settings.norm, settings.by_layer, settings.validate) == (
-            "round",
-            "l2",
-            True,
-            True,
-        )
-
-    @pytest.mark.parametrize(
-        "given",
-        [
-            {},
-            {"store": ""},
-            {"fraction": float("nan")},
-            {"fraction": 0},
-            {"fraction": 1.5},
-            {"interval": 0},
-            {"policy": "best"},
-            {"norm": "l3"},
-            {"shards": 0},
-            {"partition_bytes": -1},
-            {"by_layer": True, "rows": {"a": 1}},
-            {"on_error": "ignore"},
-            {"timeout": -1.0},
-            {"unheard_of": 1},
-            {"rows": {"a": 0}},
-            {"max_staleness": True},
-        ],
-    )
-    def test_wrong_settings_are_refused(self, given: dict[str, object], tmp_path: Path) -> None:
-        given = {"store": "x", **given} if given else {}
-        with pytest.raises(UsageError):
-            SessionSettings.resolve(given, environ={}, folder=tmp_path)
-
 
 class TestProcess:
     """Tests through a real process."""
@@ -299,18 +247,6 @@ class TestProcess:
             assert done.returncode == code, done.stderr
             assert bool(done.stdout) == (code != 2)
         assert json.loads(done.stdout or "{}") == {}
-
-    def test_help_and_inspect_load_nothing_heavy(self, saved, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-        program = (
-            "import sys\nfrom scarctl.cli.main import cli\n"
-            "try:\n    cli.main(sys.argv[1:])\n"
-            "finally:\n    print([m for m in ('torch', 'fsspec', 'safetensors', 'rich') if m in sys.modules],"
-            " 'numpy' in sys.modules, file=sys.stderr)"
-        )
-        for arguments, numpy in ((["--help"], False), (["inspect", "--store", "ckpt", "--json"], True)):
-            command = [sys.executable, "-c", program, *arguments]
-            done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-            assert (done.returncode, done.stderr) == (0, f"[] {numpy}\n")
 
     def test_a_reader_that_goes_away_is_no_noise(self, saved, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
         read, write = os.pipe()

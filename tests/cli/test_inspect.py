@@ -37,13 +37,6 @@ def test_the_limit(run: Run, saved: Model, limit: str, count: int | None) -> Non
     assert len(done["partitions"]) == (done["total_partitions"] if count is None else count)
 
 
-def test_an_empty_store(run: Run) -> None:
-    Store.create("ckpt")
-    done = run("inspect", "--store", "ckpt", "--json").document
-    assert (done["step"], done["shards"], done["partitions"]) == (None, [], [])
-    assert "nothing is saved" in run("inspect", "--store", "ckpt").stdout
-
-
 def test_a_listing_off_a_terminal(run: Run, saved: Model) -> None:
     text = run("inspect", "--store", "ckpt").stdout
     assert text.isascii()

@@ -10,15 +10,6 @@ from scarctl.ops.survey import survey
 from tests.support.ranks import RankStore
 
 
-def test_a_line_for_every_rank(tmp_path: Path) -> None:
-    made = RankStore(tmp_path / "ckpt", 2)
-    made.save(3)
-    made.close()
-    text = plain(survey(made.store, None), 140)
-    assert "process" in text
-    assert text.count("not on this host") == 2
-
-
 def test_a_narrow_terminal_leaves_columns_out_instead_of_breaking_numbers(tmp_path: Path) -> None:
     made = RankStore(tmp_path / "ckpt", 2)
     made.save(3)

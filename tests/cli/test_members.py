@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.cli.conftest import Run, examples
-from tests.support.member import ROWS, Members, attached, state_of, train
+from tests.cli.conftest import Run
+from tests.support.member import ROWS, attached, state_of, train
 
 WORLD = 3
 
@@ -123,26 +123,3 @@ def test_one_process_may_not_save_to_it(run: Run, store: Path, tmp_path: Path) -
     save_file({"rows": np.zeros((4, 4))}, tmp_path / "state.safetensors")
     words = ("checkpoint", "state.safetensors", "--store", store, "--step", "9")
     assert run(*words, "--json", code=2).error["kind"] == "store-of-members"
-
-
-@pytest.mark.leaves_arena
-@pytest.mark.slow
-@pytest.mark.long
-def test_running_members_are_asked_one_by_one(run: Run, tmp_path: Path, daemon_folder: Path) -> None:
-    with Members(tmp_path / "ckpt", tmp_path / "told", WORLD) as members:
-        members.start(range(WORLD))
-        members.until(lambda: min(members.steps()) >= 6, "all train")
-        done = run("live", "checkpoint", "--full", "--store", "ckpt", "--json").document
-        assert (done["members"], done["complete"], done["consistent"]) == (True, True, False)
-        assert [line["rank"] for line in done["ranks"]] == list(range(WORLD))
-        assert "3 of 3 members" in run("live", "checkpoint", "--store", "ckpt").stdout
-        done = run(*examples(run, "live recover")[2], "--json").document
-        assert (done["pid"], done["restored_partitions"]) == (members.programs[2].pid, ROWS + 1)
-        done = run("live", "recover", "--store", "ckpt", "--lost", "rows@0", "--json").document
-        assert (done["pid"], done["restored_partitions"]) == (members.programs[0].pid, ROWS)
-        error = run("live", "recover", "--store", "ckpt", "--lost", "0,2", "--json", code=2).error
-        assert error["kind"] == "members-apart"
-        error = run("snapshot", "create", "best", "--store", "ckpt", "--json", code=2).error
-        assert error["kind"] == "members-apart"
-        members.until_steps(3, range(WORLD))
-        assert members.stop() == [0] * WORLD

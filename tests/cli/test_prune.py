@@ -6,7 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -185,14 +184,3 @@ def test_export_safetensors_with_an_index(run: Run, grown: Model, tmp_path: Path
     error = run("export", "--store", "ckpt", "nowhere/one", "--json", code=2).error
     assert error["message"] == f"folder {tmp_path / 'nowhere'} does not exist"
     assert not list(tmp_path.glob(".*tmp"))
-
-
-def test_export_says_that_steps_are_mixed(run: Run, grown: Model) -> None:
-    grown.train("layers.0.w")
-    run("checkpoint", grown.path, "--store", "ckpt", "--step", 40, "--fraction", "1/16")
-    done = run("export", "--store", "ckpt", "mixed", "--json").document
-    assert not done["consistent"]
-    assert done["step"] is None
-    assert done["oldest_step"] < done["newest_step"]
-    assert "mixed, partitions of steps" in run("export", "--store", "ckpt", "again").stdout
-    assert np.isfinite(load_file("mixed/model.safetensors")["emb"].numpy()).all()

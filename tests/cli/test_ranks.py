@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import save_file
 
 from scarctl.store import complete_sets, create_snapshot
-from tests.cli.conftest import ROLLBACK, Run
+from tests.cli.conftest import Run
 from tests.support.ranks import RankStore, read, same, tensors
 
 # -- inspect -----------------------------------------------------------------------------------------------------
@@ -84,35 +83,6 @@ def test_killed_right_after_a_resharding(run: Run, ranks: RankStore, tmp_path: P
     run("verify", "--store", "ckpt")
     run("prune", "--store", "ckpt", "--yes")
     run("export", "--store", "ckpt", "again")
-
-
-def test_killed_when_ranks_take_over_from_one_process(run: Run, tmp_path: Path) -> None:
-    values = {"w": torch.arange(64.0).reshape(16, 4)}
-    save_file(values, tmp_path / "state.safetensors")
-    run(
-        "checkpoint",
-        "state.safetensors",
-        "--store",
-        "ckpt",
-        "--step",
-        2,
-        "--shards",
-        2,
-        "--partition-bytes",
-        32,
-    )
-    three = RankStore(tmp_path / "ckpt", 3)
-    three.save(4, [1])
-    three.close()
-    done = run("export", "--store", "ckpt", "out.pt", "--format", "pt")
-    assert "this is the state of one process" in done.stderr
-    assert same(read(tmp_path / "out.pt"), values)
-    done = run("inspect", "--store", "ckpt", "--json")
-    assert (done.document["step"], len(done.document["shards"])) == (2, 2)
-    run("recover", "--store", "ckpt", "--lost", "0", "--into", "state.safetensors")
-    assert same(read(tmp_path / "state.safetensors"), values)
-    run(*ROLLBACK, "--output", "back.pt")
-    assert same(read(tmp_path / "back.pt"), values)
 
 
 def test_a_damaged_topology(run: Run, ranks: RankStore, tmp_path: Path) -> None:

@@ -87,36 +87,6 @@ def test_pieces_of_whole_tensors(run: Run, ranks: RankStore, tmp_path: Path) -> 
     assert torch.equal(found["table[17:34]"][7:], saved["table"][24:34])
 
 
-@pytest.mark.parametrize(
-    ("spec", "restored"),
-    [
-        ("shard:1,3", [0, 7, 0, 7]),
-        ("norm@2,rank:0", [9, 0, 1, 0]),
-        ("table[10:13],1", [1, 7, 0, 0]),
-    ],
-)
-def test_ways_to_name_what_is_lost(
-    run: Run, ranks: RankStore, tmp_path: Path, spec: str, restored: list[int]
-) -> None:
-    done = run("recover", "--store", "ckpt", "--lost", spec, "--output", "x.pt", "--json").document
-    assert {line["rank"]: line["partitions"] for line in done["shards"]} == {
-        rank: count for rank, count in enumerate(restored) if count
-    }
-
-
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        ("rank:4", "ranks are 0..3"),
-        ("shard:9", "shards are 0..3"),
-        ("tabel", "'table'"),
-    ],
-)
-def test_what_does_not_exist(run: Run, ranks: RankStore, spec: str, said: str) -> None:
-    error = run("recover", "--store", "ckpt", "--lost", spec, "--output", "x.pt", "--json", code=2).error
-    assert said in error["hint"]
-
-
 def test_a_rollback_of_all_ranks(run: Run, ranks: RankStore, tmp_path: Path) -> None:
     run(
         "recover", "--store", "ckpt", "--lost", "rank:1", "--mode", "rollback", "--output", "back.safetensors"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +17,7 @@ from scarctl.arena.folder import arena_folder
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import pack
 from scarctl.store import Store, open_writer
-from tests.cli.conftest import Done, Model, Run, assert_sound, unprivileged
-from tests.support.log_per_shard import store_with_a_log_per_shard
+from tests.cli.conftest import Done, Model, Run, assert_sound
 
 
 def recover(run: Run, *arguments: object, code: int = 0) -> Done:
@@ -125,49 +122,6 @@ class TestIntoAFile:
             assert saved.path.read_bytes() == before
             recover(run, "--lost", "layers.*", "--into", saved.path)
 
-    @pytest.mark.parametrize(("content", "code"), [(b"text", 2), (b"\x40\0\0\0\0\0\0\0{", 13)])
-    def test_foreign_and_cut_off_files(self, run: Run, saved: Model, content: bytes, code: int) -> None:
-        saved.path.write_bytes(content)
-        assert recover(run, "--lost", "all", "--into", saved.path, code=code).error["hint"]
-        assert saved.path.read_bytes() == content
-        recover(run, "--lost", "all", "--into", "missing.pt", code=2)
-
-    def test_nothing_is_changed_without_an_intact_copy(self, run: Run, saved: Model, tmp_path: Path) -> None:
-        damage(2, newest=False)
-        before, names = saved.path.read_bytes(), sorted(os.listdir(tmp_path))
-        error = recover(run, "--lost", "all", "--into", saved.path, code=16).error
-        assert error["kind"] == "no-intact-copy"
-        assert "[" in error["message"]
-        assert saved.path.read_bytes() == before
-        recover(run, "--lost", "all", "--output", "out.pt", code=16)
-        assert sorted(os.listdir(tmp_path)) == names
-        recover(run, "--lost", "0,1,3", "--into", saved.path)
-
-    def test_a_damaged_copy_is_replaced_by_an_older_one_and_said(self, run: Run, saved: Model) -> None:
-        start = dict(saved.tensors)
-        saved.train()
-        run("checkpoint", saved.path, "--store", "ckpt", "--step", 8, "--policy", "full")
-        damage(2)
-        done = recover(run, "--lost", "2", "--output", "out.pt", code=3)
-        assert done.document["degraded"]
-        assert not done.document["consistent"]
-        assert len(done.document["problems"]) == 1
-        assert "checksum" in done.stderr
-        line = done.document["shards"][0]
-        assert (line["oldest_step"], line["newest_step"]) == (0, 8)
-        for name, tensor in read(Path("out.pt")).items():
-            group, _, rows = name.partition("[")
-            part = slice(*map(int, rows[:-1].split(":"))) if rows else slice(None)
-            old, new = (
-                t[group].reshape(-1, 8)[part] if t[group].dim() else t[group] for t in (start, saved.tensors)
-            )
-            same = (
-                [torch.equal(a, b) or torch.equal(a, c) for a, b, c in zip(tensor, old, new, strict=True)]
-                if tensor.dim()
-                else []
-            )
-            assert all(same)
-
 
 class TestToAFile:
     @pytest.mark.parametrize("name", ["out.safetensors", "out.100"])
@@ -185,27 +139,6 @@ class TestToAFile:
         assert set(after) == {"layers.1.w", "emb[8:24]", "emb[32:40]"}
         assert torch.equal(after["emb[8:24]"], saved.tensors["emb"][8:24])
         assert torch.equal(after["layers.1.w"], saved.tensors["layers.1.w"])
-
-    def test_ways_to_name_what_is_lost(self, run: Run, saved: Model) -> None:
-        def count(*lost: str) -> int:
-            specs = [text for spec in lost for text in ("--lost", spec)]
-            found: int = recover(run, *specs, "--output", "out.pt").document["restored_partitions"]
-            return found
-
-        assert count("2,1") == count("shard:1,2") == count("1", "2") == lost_partitions(1, 2)
-        assert count("rank:0") == count("all") == layout().partitions
-        names = [group.name for group in layout().groups]
-        assert count(",".join(names)) == count(*names) == layout().partitions
-
-    def test_a_folder_without_permission(self, run: Run, saved: Model, others_folder: Path) -> None:
-        shutil.copytree("ckpt", others_folder / "ckpt")
-        shutil.copy(saved.path, others_folder)
-        os.chdir(others_folder)
-        before = sorted(others_folder.rglob("*"))
-        with unprivileged():
-            assert recover(run, "--lost", "all", "--output", "o", code=12).error["kind"] == "access-denied"
-            recover(run, "--lost", "all", "--into", "state.safetensors", code=12)
-        assert sorted(others_folder.rglob("*")) == before
 
 
 class TestRollback:
@@ -240,28 +173,6 @@ class TestRollback:
         assert {p["saved_step"] for p in document["partitions"]} == {5}
         run("checkpoint", saved.path, "--store", "ckpt", "--step", 5)
         assert_sound()
-
-    def test_without_a_sealed_state(self, run: Run, saved: Model) -> None:
-        store = store_with_a_log_per_shard("loose", shards=2)
-        of = layout()
-        arena = Arena.anonymous(of)
-        with open_writer(store, layout=of) as writer:
-            for shard in range(2):
-                writer.commit(shard, np.flatnonzero(of.shards(2, 0) == shard), arena.source, step=1)
-        done = run(
-            "recover",
-            "--store",
-            "loose",
-            "--json",
-            "--lost",
-            "all",
-            "--mode",
-            "rollback",
-            "--output",
-            "o",
-            code=16,
-        )
-        assert done.error["kind"] == "no-sealed-state"
 
 
 def test_a_dry_run_prints_the_plan_and_changes_nothing(run: Run, saved: Model, tmp_path: Path) -> None:

@@ -158,21 +158,6 @@ class TestDead:
         assert at_least(training.stored(), told["handed"])
         wait_until(lambda: idle(folder))
 
-    @pytest.mark.long
-    def test_the_wait_has_an_end(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-        # Long enough for the daemon to answer on a busy machine.
-        training = Training(tmp_path, arena_dir, "--timeout", 4)
-        training.disk(full=True)
-        started = time.monotonic()
-        told = training.kill()
-        training.ends(137)
-        assert time.monotonic() - started > 3.9
-        assert f"{training.store}: " in training.stderr
-        assert "B are not durable yet; the daemon continues to save them" in training.stderr
-        training.disk(full=False)
-        wait_until(lambda: idle(folder))
-        assert at_least(training.stored(), told["handed"])
-
     def test_a_dead_daemon(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
         training = Training(tmp_path, arena_dir)
         training.disk(full=True)

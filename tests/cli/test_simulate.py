@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
-import time
 import xml.etree.ElementTree
 from pathlib import Path
 
@@ -19,7 +14,6 @@ from scarctl.simulate import workers
 from scarctl.simulate.study import Study
 from tests.cli.conftest import Done, Run
 from tests.support.forkserver import Program
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("forked")
 
@@ -89,43 +83,6 @@ def test_the_document_is_the_same_however_many_processes_run_it(run: Run, tmp_pa
     assert len([e for e in picture.iter() if e.tag.endswith("circle")]) >= 2
 
 
-@pytest.mark.long
-def test_a_killed_study_goes_on_where_it_was(run: Run, tmp_path: Path) -> None:
-    """After kill -9 no process continues alone, and the second call does only the rest."""
-    results_file = ("--results", "results.jsonl")
-    command = ["simulate", f"{WORKLOADS}:Slow", *map(str, QUICK[:-1]), "12", "--json"]
-
-    def marks() -> list[str]:
-        path = tmp_path / "marks"
-        return path.read_text().split() if path.exists() else []
-
-    process = subprocess.Popen(
-        [sys.executable, "-m", "scarctl", *command, *results_file, "--jobs", "2"],
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-    )
-    results = tmp_path / "results.jsonl"
-    deadline = time.monotonic() + 60
-    while not results.exists() or results.read_bytes().count(b"\n") < 4:
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    kept = {json.loads(line)["trial"] for line in results.read_text().splitlines()[1:] if line.endswith("}")}
-    assert 3 <= len(kept) < 12
-    while time.monotonic() < deadline:  # its child processes end with it
-        before = marks()
-        time.sleep(0.4)
-        if marks() == before:
-            break
-    (tmp_path / "marks").unlink()
-    done = run(*command, *results_file, "--jobs", "1")
-    assert re.search(r"\d+ of 12 trials already in results.jsonl", done.stderr)
-    assert len(set(marks())) == 12 - len(kept)
-    assert run(*command, "--jobs", "2").document == done.document
-
-
 def test_more_trials_go_on_from_the_same_file(run: Run, tmp_path: Path) -> None:
     simulate(run, "quadratic", "--results", "r.jsonl", "--jobs", 1)
     before = (tmp_path / "r.jsonl").read_bytes()
@@ -186,19 +143,3 @@ def test_what_cannot_be_is_said(
 ) -> None:
     error = simulate(run, workload, *arguments, "--jobs", 1, "--json", code=code).error
     assert (error["kind"], says in error["message"]) == (kind, True), error
-
-
-@pytest.mark.long
-def test_an_interrupted_study_leaves_no_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "scarctl", "simulate", f"{WORKLOADS}:Slow", *map(str, QUICK[:-1]), "500"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    wait_until((tmp_path / "marks").exists)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 128 + signal.SIGINT
-    assert "Traceback" not in errors
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, 0)
-        pytest.fail("something of it is still there")

@@ -73,38 +73,6 @@ def test_what_cannot_be_read_has_the_exit_code_of_its_error(run: Run, saved: Mod
     assert (finding["severity"], finding["command"]) == ("losing", "scarctl verify --store ckpt")
 
 
-@pytest.mark.parametrize("kind", ["store-without-settings", "damaged-settings"])
-def test_a_store_without_readable_settings_names_no_command_that_cannot_open_it(
-    run: Run, saved: Model, kind: str
-) -> None:
-    settings = Path("ckpt/scarctl.json")
-    kept = settings.read_bytes()
-    if kind == "damaged-settings":
-        settings.write_bytes(kept.replace(b"shards", b"shardz"))
-    else:
-        settings.unlink()
-    (store,) = run("status", "ckpt", "--json", code=13).document["stores"]
-    (finding,) = store["findings"]
-    assert (finding["severity"], finding["kind"], finding["command"]) == ("losing", kind, None)
-    assert "put that file back: `cp " in finding["message"]
-    for command in (
-        ("inspect", "ckpt"),
-        ("inspect", "--store", "ckpt"),
-        ("verify", "ckpt"),
-        ("report", "ckpt"),
-    ):
-        error = run(*command, "--json", code=13).error
-        assert error["kind"] == kind
-        assert "scarctl verify" not in error["hint"]
-    subprocess.run(finding["message"].split("`")[1], shell=True, check=True)
-    assert settings.read_bytes() == kept
-    run("verify", "--store", "ckpt")
-    settings.unlink()
-    Path("ckpt/layout/settings.json").write_text("{}")
-    (store,) = run("status", "ckpt", "--json", code=13).document["stores"]
-    assert "put that file back from a copy of this store" in store["findings"][0]["message"]
-
-
 def test_an_empty_store_is_not_well(run: Run) -> None:
     Store.create("ckpt")
     assert "nothing is saved yet" in run("status", "ckpt", code=3).stdout
@@ -128,19 +96,6 @@ def test_a_live_run_and_what_each_loss_costs(
     assert (process.steps, host.steps, left.steps) == (0, 4, 0)
     assert left.rework.iterations in (0, None)
     trainer.save(trainer.everything, 6)
-    trainer.close()
-
-
-def test_a_live_run_says_how_often_it_saves_and_what_that_costs(
-    run: Run, trainer: Trainer, tmp_path: Path
-) -> None:
-    trainer.save_durably(1)
-    assert "a checkpoint every" not in run("status").stdout
-    trainer.arena.note_pace(1200, 0.0042)
-    said = "a checkpoint every 1,200 iterations; measured overhead: 0.42 % of training time"
-    assert said in " ".join(run("status").stdout.split())
-    run("report", "--store", tmp_path / "run", "--output", tmp_path / "page.html")
-    assert said in (tmp_path / "page.html").read_text()
     trainer.close()
 
 
@@ -215,34 +170,6 @@ def test_what_the_daemon_cannot_save_is_the_worst(saved: Model) -> None:
     assert health.findings[0].message == "saving fails, and is retried: no space left (17 errors)"
     assert health_of(view, [{**run, "stopped": True, "errors": 1}]).findings[0].kind == "stopped"
     assert health_of(view, []).well
-
-
-def test_what_the_daemon_saves_is_listed_by_rank(saved: Model) -> None:
-    """Runs with errors come first, then those that are the furthest behind."""
-    runs: list[Any] = [
-        {
-            "store": "ckpt", "id": "x", "pid": 1, "phase": "attached", "open": True, "peers": [], "errors": int(k == 2),
-            "last_error": None, "stopped": False, "rank": k, "head_step": 100, "durable_step": 100 - 10 * k,
-            "queued_bytes": 2048 * k, "bytes_per_second": 1 << 20,
-        }
-        for k in range(6)
-    ]  # fmt: skip
-    health = health_of(survey(Store.open("ckpt"), None), runs)
-    fields = health.to_json()["saving"]
-    assert [(one["rank"], one["lag"], one["pending_bytes"]) for one in fields] == [
-        (k, 10 * k, 2048 * k) for k in range(6)
-    ]
-    lines = page([health], 80)
-    start = next(k for k, line in enumerate(lines) if line.split()[:2] == ["saving", "step"])
-    assert [line.split()[1] for line in lines[start + 1 : start + 5]] == ["2", "5", "4", "3"]
-    assert lines[start + 1].split() == ["rank", "2", "100", "20", "steps", "4.0", "KiB", "1.0", "MiB/s", "1"]
-    assert lines[start + 5].strip().startswith("and 2 more ranks")
-    assert len(lines) <= 24
-    narrow = page([health], 40)
-    assert all(len(line) <= 40 for line in narrow)
-    text = " ".join(" ".join(narrow).split())
-    assert "rank 2: step 100, behind 20 steps, waiting 4.0 KiB, store's speed 1.0 MiB/s, errors 1" in text
-    assert "if it is lost now: process: " in text
 
 
 def test_stores_come_worst_first(saved: Model) -> None:

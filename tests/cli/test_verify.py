@@ -70,14 +70,6 @@ def test_flipped_data_names_file_and_partition(run: Run, saved: Model) -> None:
     assert ": 1 problem\n" in text.stdout
 
 
-def test_a_missing_segment_and_a_missing_record(run: Run, saved: Model) -> None:
-    segment(0).unlink()
-    sorted(Path("ckpt/shards/0/log").iterdir())[0].unlink()
-    problems = run("verify", "--store", "ckpt", "--json", code=13).document["problems"]
-    assert any("seg" in p["file"] and "missing" in p["reason"] for p in problems)
-    assert any("log" in p["file"] and "missing" in p["reason"] for p in problems)
-
-
 def test_the_advice_is_to_put_back_what_cannot_be_read_around(run: Run, saved: Model) -> None:
     flip(segment(0))
     assert "`scarctl recover` uses older intact copies" in run("verify", "--store", "ckpt", code=13).stderr
@@ -91,13 +83,6 @@ def test_the_advice_is_to_put_back_what_cannot_be_read_around(run: Run, saved: M
     assert "Put that file back from a copy of this store" in done.stderr
     lost = run("recover", "--store", "ckpt", "--lost", "all", "--output", "x.safetensors", code=16)
     assert str(record) in lost.stderr
-
-
-def test_an_orphan_is_harmless(run: Run, saved: Model) -> None:
-    path = segment(0)
-    (path.parent / f"00000009-{'0' * 32}.safetensors").write_bytes(path.read_bytes())
-    done = run("verify", "--store", "ckpt", "--json").document
-    assert (done["intact"], done["orphans"]) == (True, 1)
 
 
 def test_an_empty_store_is_not_intact(run: Run) -> None:

@@ -16,6 +16,12 @@ from scarctl.daemon.server import Daemon
 from scarctl.errors import ScarError
 from tests.daemon.rig import Rig
 from tests.daemon.trainer import stop
+from tests.support import daemons
+
+
+@pytest.fixture(autouse=True)
+def forked_daemons(monkeypatch: pytest.MonkeyPatch) -> None:
+    daemons.fork(monkeypatch)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 from scarctl.arena.folder import host_folder
 from scarctl.daemon import client, protocol, saver
 from scarctl.daemon.saver import DaemonSaver
-from scarctl.errors import Contention, Fenced, ScarError, Unavailable
+from scarctl.errors import Contention, ScarError, Unavailable
 from scarctl.store import Store
 from scarctl.util.process import exists
 from tests.daemon.trainer import Trainer, assert_sound, kill, status
@@ -149,28 +149,6 @@ def test_a_forked_child_has_nothing_to_do_with_it(folder: Path, arena_dir: Path,
     trainer.save(trainer.everything, 2)
     trainer.close()
     assert set(trainer.stored()[0]) == {2}
-
-
-def test_a_new_owner_of_the_store_is_not_fought(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save_durably(1)
-    fenced = Fenced("somebody else has taken over")
-    asked = trainer.saver._ask
-
-    def ask(op: str, **fields: object) -> dict[str, object]:
-        if op == "open":
-            raise fenced
-        return asked(op, **fields)  # type: ignore[arg-type]
-
-    trainer.saver._ask = ask  # type: ignore[method-assign, assignment]
-    kill(folder)
-    assert wait_until(lambda: trainer.saver.failure) is fenced
-    assert not trainer.saver.drain(30)
-    assert trainer.saver.fault() is fenced
-    trainer.close(durable=False)
-    trainer.arena = None  # type: ignore[assignment]
-    for path in (*folder.glob("*/arena"), *folder.glob("*/lines")):
-        path.unlink()
 
 
 @pytest.mark.leaves_arena

@@ -18,6 +18,11 @@ from scarctl.session.opening import claim_saver
 from scarctl.store import Store
 
 
+@pytest.fixture(autouse=True)
+def forked_daemons() -> None:
+    """Start daemons as users do, by overriding what other tests do."""
+
+
 @pytest.fixture
 def room_for_two(folder: Path) -> int:
     """Return the limit of open files with which a daemon serves two sessions."""

@@ -14,18 +14,22 @@ from typing import Any
 
 import pytest
 
-from scarctl.arena.view import peek
 from scarctl.daemon import client, protocol
 from scarctl.daemon.__main__ import LOCK, LOG
 from scarctl.errors import Unavailable
 from scarctl.state.version import step_of
 from scarctl.store import Store
-from tests.daemon.trainer import Trainer, assert_sound, idle, status, stop
+from tests.daemon.trainer import Trainer, assert_sound, idle, status
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 5.0
 """Longer than any action here takes on a busy machine; the aim is one second."""
+
+
+@pytest.fixture(autouse=True)
+def forked_daemons() -> None:
+    """Start daemons as users do, by overriding what other tests do."""
 
 
 @pytest.fixture
@@ -104,44 +108,6 @@ class TestKilled:
         wait_until(lambda: idle(folder))
         assert_stored(tmp_path / "store", told["handed"])
         assert training.process.stderr is not None
-
-    def test_the_training_process(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-        told = Training(tmp_path / "store", arena_dir, tmp_path / "log").kill()
-        wait_until(lambda: idle(folder))
-        assert_stored(tmp_path / "store", told["handed"])
-        assert [*folder.glob("*/handover-*"), *folder.glob("*/staged-*"), *folder.glob("*/rows-*")] == []
-        view = peek(str(arena_dir), Store.open(str(tmp_path / "store")).run_id)
-        assert view is not None
-        assert not view.alive
-
-    def test_both(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-        training = Training(tmp_path / "store", arena_dir, tmp_path / "log")
-        os.kill(begin(folder), signal.SIGKILL)
-        told = training.kill()
-        assert_stored(tmp_path / "store", told["durable"])
-        # Perhaps the session had just started another one.
-        wait_until(lambda: idle(folder))
-        training = Training(tmp_path / "store", arena_dir, tmp_path / "log")
-        assert training.told()[0]["step"] > told["step"] - 2, "it goes on from the memory that was left"
-        training.kill()
-        wait_until(lambda: idle(folder))
-
-    def test_stopped_and_continued(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-        training = Training(tmp_path / "store", arena_dir, tmp_path / "log")
-        daemon = begin(folder)
-        os.kill(daemon, signal.SIGSTOP)
-        before = len(training.told())
-        wait_until(lambda: len(training.told()) > before + 20)  # training continues
-        os.kill(daemon, signal.SIGCONT)
-        training.goes_on()
-        os.kill(training.process.pid, signal.SIGSTOP)
-        time.sleep(0.3)
-        assert [run["phase"] for run in status(folder)["runs"]] == ["attached"]  # type: ignore[index]
-        os.kill(training.process.pid, signal.SIGCONT)
-        training.goes_on()
-        assert begin(folder) == daemon
-        assert_stored(tmp_path / "store", training.kill()["durable"])
-        stop(folder)
 
 
 class TestEnding:

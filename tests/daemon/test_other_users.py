@@ -23,6 +23,11 @@ NOBODY = 65534
 only_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 
 
+@pytest.fixture(autouse=True)
+def forked_daemons() -> None:
+    """Start daemons as users do, by overriding what other tests do."""
+
+
 def as_nobody(action: Callable[[], None]) -> None:
     """Run a function in a forked child as another user. Fails if it raises."""
     read, write = os.pipe()

@@ -83,14 +83,6 @@ class TestOperations:
         assert (run["durable_step"], run["oldest_durable_step"]) == (5, 5)
         trainer.close()
 
-    def test_a_second_session_for_a_store_is_refused(
-        self, daemon: Daemon, base: Path, tmp_path: Path
-    ) -> None:
-        trainer = Trainer(tmp_path / "store", base)
-        with pytest.raises(Contention, match=str(os.getpid())):
-            Trainer(tmp_path / "store", base)
-        trainer.close()
-
     def test_a_store_that_somebody_else_writes_to_is_refused(
         self, daemon: Daemon, base: Path, tmp_path: Path
     ) -> None:
@@ -219,23 +211,6 @@ class TestDeath:
         trainer.die()
 
     @pytest.mark.leaves_arena
-    def test_a_new_process_goes_on_with_what_the_dead_one_left(
-        self, daemon: Daemon, base: Path, tmp_path: Path
-    ) -> None:
-        trainer = Trainer(tmp_path / "store", base, shards=1)
-        trainer.save_durably(1)
-        for step in range(2, 8):
-            trainer.save(trainer.everything, step)
-        trainer.die()
-        again = Trainer(tmp_path / "store", base, shards=1)
-        again.save(again.everything[:4], 8)
-        again.close()
-        steps, _ = again.stored()
-        assert set(steps[:4]) == {8}
-        assert set(steps[4:]) == {7}
-        assert_sound(tmp_path / "store")
-
-    @pytest.mark.leaves_arena
     def test_an_arena_that_vanishes_harms_nobody(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
         other = Trainer(tmp_path / "other", base)
         trainer = Trainer(tmp_path / "store", base)
@@ -350,18 +325,6 @@ class TestTheEnd:
         store.close()
         with daemon.runs.changed:
             daemon.runs.life.stopping = False
-
-    def test_the_second_signal_ends_at_once(self, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        folder = host_folder(str(base))
-        folder.mkdir(mode=0o700)
-        daemon = Daemon(folder)
-        ended: list[int] = []
-        monkeypatch.setattr(os, "_exit", ended.append)
-        daemon.terminate()
-        assert ended == []
-        daemon.terminate()
-        assert ended == [1]
-        daemon.serve()
 
 
 def test_an_epoch_that_changes_while_a_copy_is_made(daemon: Daemon, base: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -12,19 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from click.testing import CliRunner
 from torch import distributed as dist
 
 import scarctl
-from scarctl.arena.arena import Arena
 from scarctl.arena.folder import host_folder
-from scarctl.cli.main import cli
 from scarctl.config import grouped
 from scarctl.daemon.client import ask_status
-from scarctl.distributed import collectives, host_memory
 from scarctl.errors import ScarError
 from scarctl.ops.survey import survey
-from scarctl.ops.verify_memory import verify_memory
 from scarctl.store import Store
 from scarctl.store.hosts import read_hosts
 from tests.distributed.jobs import build, step, values
@@ -38,9 +32,8 @@ def train(
     """Resume and train up to iteration `steps`. Each of `homes` is a host: its arenas and its daemon.
 
     Options: `store_stops_at` an iteration; `flush_at` one; `copied_at` one, after which it waits until its peers have
-    all, with `recorded` for the records of all hosts, and with `verify` compares the copies with the store; `wait_at`
-    one, after which its checkpoint waits for the peers; `peers_stop_at` one, from which on nothing is sent;
-    `slow` seconds of each fetch on rank 1, more than ranks wait;
+    all, with `recorded` for the records of all hosts; `wait_at` one, after which its checkpoint waits for the peers;
+    `peers_stop_at` one, from which on nothing is sent;
     `daemon_dies_at` one, that of rank 1; `host_dies` (a rank): at iteration `dies_at` its daemon, its memory and
     itself; `all_die_at` one; a file to `keep` the end in; arguments of `attach` (`settings`).
     """
@@ -48,15 +41,12 @@ def train(
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("scarctl").addHandler(handler)
-    if options.get("slow"):
-        be_slow(rank, options["slow"])
     home = Path(folder, options["homes"][rank])
     home.mkdir(exist_ok=True)
     model, optimizer = build(kind)
     peers: list[str] = []
     inspected: list[list[str]] = []
     said: list[str] = []
-    verified: list[Any] = []
     common = {"interval": 5, "partition_bytes": 2048, "daemon": True, "arena_dir": str(home), "peers": 1}
     session = scarctl.attach(
         model,
@@ -77,15 +67,10 @@ def train(
             if options.get("daemon_dies_at") == number and rank == 1:
                 os.kill(status_of(str(home))["pid"], signal.SIGKILL)
             if options.get("copied_at") == number:
-                if options.get("verify"):
-                    drained([session])
                 peers = wait_for_peers(str(home), session.head_step)
                 inspected = [
                     list(line.copies) for line in survey(Store.open(f"{folder}/store"), str(home)).ranks
                 ]
-                if options.get("verify"):
-                    dist.barrier()  # the other host has sent all rows, too
-                    verified = verify(f"{folder}/store", str(home))
                 if options.get("recorded"):
                     wait_until(lambda: len(read_hosts(Store.open(f"{folder}/store"))) == world)
                 dist.barrier()  # a dying host keeps the copies of another one
@@ -117,21 +102,7 @@ def train(
         "warned": warned,
         "inspected": inspected,
         "said": said,
-        "verified": verified,
     }
-
-
-def be_slow(rank: int, seconds: float) -> None:
-    """Have rank 1 take `seconds` to fetch memory from another host, and all ranks wait less for each other."""
-    collectives.PATIENCE = seconds * 0.75
-    bring = host_memory.bring
-
-    def slowly(*arguments: Any) -> bool:
-        time.sleep(seconds)
-        return bring(*arguments)
-
-    if rank == 1:
-        host_memory.bring = slowly  # type: ignore[attr-defined]
 
 
 def status_of(arena_dir: str) -> dict[str, Any]:
@@ -156,25 +127,6 @@ def wait_for_peers(arena_dir: str, step: int) -> list[str]:
             return peers
         assert time.monotonic() < deadline, (step, runs)
         time.sleep(0.05)
-
-
-def verify(store: str, arena_dir: str) -> list[Any]:
-    """Return exit code and report of `scarctl verify --memory`: unchanged, then with the replica's bytes changed."""
-    found: list[Any] = []
-    for spoil in (False, True):
-        if spoil:
-            (copy,) = (
-                one for one in verify_memory(Store.open(store), arena_dir) if one.replica_of is not None
-            )
-            replica = Arena.share(Path(copy.folder), run_id=copy.id)
-            assert replica is not None
-            replica.memory()[:] ^= 1  # at once, as by a memory fault: no generation shows it
-        done = CliRunner().invoke(
-            cli, ["verify", "--store", store, "--memory", "--arena-dir", arena_dir, "--json"]
-        )
-        found.append([done.exit_code, json.loads(done.stdout)["memory"]])
-    replica.memory()[:] ^= 1
-    return found
 
 
 def wait_for_checkpoint(session: scarctl.Session) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ from scarctl.config import grouped
 from scarctl.distributed import collectives
 from scarctl.distributed.coordinator import RankCoordinator
 from scarctl.errors import ScarError
-from scarctl.policy.interval import Cadence
-from scarctl.store import StoreWriter
 from tests.support.training import drained
 
 ROWS = 512
@@ -93,9 +90,9 @@ def train(
 
     Options: `die` (a rank, several, or "all") at the end of iteration `die_at`, or `die_in` a place of `PLACES`;
     iterations after which it waits for the store (`drained_at`); a file to keep the state in that was `resumed`, and
-    that of the end (`keep`); arguments of `attach` (`settings`); `mode` and `snapshot` of `resume`; a `snapshot_at`
-    iteration; a rank whose store is `slow`; folders of the ranks' arenas (`homes`); iterations after which the store
-    stops (`store_stops_at`), and the state is flushed (`flush_at`).
+    that of the end (`keep`); arguments of `attach` (`settings`); `snapshot` of `resume`; a `snapshot_at` iteration;
+    folders of the ranks' arenas (`homes`); iterations after which the store stops (`store_stops_at`), and the state is
+    flushed (`flush_at`).
     """
     options = options or {}
     if rank == options.get("die") and "die_in" in options:
@@ -124,19 +121,14 @@ def train(
             }
         ),
     )
-    saved_at: list[int] = []
-    note_checkpoints(saved_at)
-    if rank == options.get("slow"):
-        slow_store(0.4)
     with session:
-        resumed = session.resume(mode=options.get("mode", "partial"), snapshot=options.get("snapshot"))
+        resumed = session.resume("partial", snapshot=options.get("snapshot"))
         found = values(model, optimizer) if options.get("resumed") else {}
         if rank == 0 and found:
             torch.save(found, options["resumed"])
         for number in range(resumed.step + 1, steps + 1):
             step(model, optimizer, number)
             scheduler.step()
-            time.sleep(0.005 if "slow" in options else 0.0)
             if number in options.get("drained_at", ()):
                 session._saving.finish()
                 drained([session])
@@ -149,8 +141,7 @@ def train(
                 os.kill(os.getpid(), signal.SIGKILL)
             if options.get("snapshot_at") == number:
                 session.snapshot("kept")
-        cadence = session._engine.cadence if session._engine is not None else None
-        end = values(model, optimizer)
+            end = values(model, optimizer)
         if rank == 0 and options.get("keep"):
             torch.save(end, options["keep"])
     return {
@@ -164,9 +155,6 @@ def train(
         "errors": session.stats.errors,
         "last_error": session.stats.last_error,
         "warned": warned,
-        "saved_at": saved_at,
-        "interval": cadence and cadence.interval,
-        "proposed": cadence and cadence.proposed,
     }
 
 
@@ -184,30 +172,6 @@ class Bowl(nn.Module):
 
     def forward(self) -> torch.Tensor:
         return self.rows.square().sum() / 2
-
-
-def note_checkpoints(steps: list[int]) -> None:
-    """Add to `steps` each step after which a regular checkpoint is due."""
-    due = Cadence.due
-
-    def noting(self: Cadence, now: float, step: int) -> bool:
-        found = due(self, now, step)
-        if found:
-            steps.append(step)
-        return found
-
-    Cadence.due = noting  # type: ignore[method-assign]
-
-
-def slow_store(seconds: float) -> None:
-    """Make every later commit of this process take so much longer."""
-    commit = StoreWriter.commit
-
-    def slow(self: StoreWriter, *arguments: Any, **named: Any) -> Any:
-        time.sleep(seconds)
-        return commit(self, *arguments, **named)
-
-    StoreWriter.commit = slow  # type: ignore[method-assign]
 
 
 def die_in(place: str) -> None:

@@ -6,10 +6,8 @@ import json
 import logging
 import os
 import signal
-import sys
 import time
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,10 +29,9 @@ def train(rank: int, world: int, kind: str, folder: str, options: dict[str, Any]
     """Resume and train until the file END appears, or something ends it. Each of `homes` is a host.
 
     Options: `pace`, seconds per iteration; `steps`, the last iteration; `store` and its `storage_options`;
-    `store_stops_at` an iteration; `evacuate` [iteration, rank, to]; `notice` [iteration, nodes, seconds], of Ray, to
-    all ranks; `terminated_at` an iteration, after which all ranks get SIGTERM; `copied_at` an iteration, after which
-    all peers have all; `dies_at` an iteration, at which the hosts of ranks `lost` go with their memory, `all_die_at`
-    one at which all other ranks die as well; a file to `keep` the end in; `settings`.
+    `store_stops_at` an iteration; `evacuate` [iteration, rank, to]; `terminated_at` an iteration, after which all
+    ranks get SIGTERM; `copied_at` an iteration, after which all peers have all; `all_die_at` one at which the hosts of
+    ranks `lost` go with their memory, and all other ranks die as well; a file to `keep` the end in; `settings`.
     """
     warned: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -75,23 +72,16 @@ def train(rank: int, world: int, kind: str, folder: str, options: dict[str, Any]
                     session.flush()
                     wait_for_peers(str(home), session.head_step)
                 dist.barrier()
-            if "notice" in options and options["notice"][0] == number:
-                dist.barrier()
-                said = preempted(session, *options["notice"][1:])
-                if rank == 0:
-                    note(Path(folder), "evacuated", said)
-                dist.barrier()
             if options.get("terminated_at") == number:
                 dist.barrier()
                 terminate(Path(folder), rank)
-            if number in (options.get("all_die_at"), options.get("dies_at")):
+            if options.get("all_die_at") == number:
                 assert session._engine is not None
                 note(Path(folder), f"memory-{rank}", step_of(session._engine.arena.newest()).tolist())
                 dist.barrier()
                 if rank in options["lost"]:
                     lose_host(home)
-                if options.get("all_die_at") == number:
-                    die_after(home, *(Path(folder, options["homes"][one]) for one in options["lost"]))
+                die_after(home, *(Path(folder, options["homes"][one]) for one in options["lost"]))
             ended = torch.tensor([int(Path(folder, END).exists())])
             dist.all_reduce(ended, dist.ReduceOp.MAX)
             if ended:
@@ -118,24 +108,6 @@ def evacuate(session: scarctl.Session, to: str | None) -> dict[str, Any]:
         refused = error.hint
     found = session.evacuate(60.0, to=to)
     return {**found.to_json(), "safe": found.safe, "known": refused}
-
-
-def preempted(session: scarctl.Session, nodes: int, seconds: float) -> dict[str, Any]:
-    """Give Ray's notice that so many nodes shut down, by a stand-in for its modules, and return the report."""
-    notice = SimpleNamespace(
-        preempted_node_ids=[f"node{n}" for n in range(nodes)], deadline_ms=1000 * (time.time() + seconds)
-    )
-    ray, ray_train = ModuleType("ray"), ModuleType("ray.train")
-    vars(ray_train)["get_preemption_info"] = lambda: notice
-    vars(ray)["train"] = ray_train
-    sys.modules.update({"ray": ray, "ray.train": ray_train})
-    from scarctl_adapters.ray import Preemption
-
-    preemption = Preemption(session)
-    found = preemption()
-    assert found is not None
-    assert preemption() is None, "once for each notice"
-    return {**found.to_json(), "safe": found.safe}
 
 
 def terminate(folder: Path, rank: int) -> None:

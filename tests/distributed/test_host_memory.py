@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from scarctl.arena.header import FILE
-from scarctl.arena.kinship import ASIDE
 from scarctl.distributed.host_memory import Transfer, plan_transfers
 from tests.distributed.jobs import load
 from tests.distributed.launch import launch
@@ -25,11 +21,6 @@ CUT = {"store_stops_at": 7, "flush_at": 13, "die": "all", "die_at": 13, "homes":
 def cut_short(folder: Path, **options: Any) -> None:
     with pytest.raises(AssertionError, match="ended with -9"):
         launch(TRAIN, 2, "fsdp", str(folder), 20, {**CUT, **options})
-
-
-def arenas(folder: Path, *, aside: bool = False) -> list[Path]:
-    found = sorted(path.parent for path in folder.rglob(FILE) if path.is_file())
-    return [path for path in found if path.name.endswith(ASIDE) == aside]
 
 
 def test_two_ranks_swap_hosts(tmp_path: Path) -> None:
@@ -48,32 +39,6 @@ def test_two_ranks_swap_hosts(tmp_path: Path) -> None:
     first, second = load(tmp_path / "end.pt"), load(calm / "end.pt")
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.long
-def test_memory_of_a_line_that_was_left_is_not_brought(tmp_path: Path) -> None:
-    """The memory is of a later step. The run has since continued from an earlier step, and saved that."""
-    cut_short(tmp_path)
-    shutil.copytree(tmp_path / "east", tmp_path / "kept", symlinks=True)
-    third = ["north", "south"]
-    found = launch(TRAIN, 2, "fsdp", str(tmp_path), 10, {"homes": third})
-    assert {report["step"] for report in found} <= {5, 6, 7}
-    found = launch(TRAIN, 2, "fsdp", str(tmp_path), 12, {"homes": SWAPPED})
-    assert [(report["step"], report["consistent"]) for report in found] == [(10, True)] * 2
-    assert all("peer" not in report["tiers"] for report in found)
-
-
-@pytest.mark.long
-def test_memory_that_is_damaged_or_does_not_fit_is_left_to_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut_short(tmp_path)
-    for folder in arenas(tmp_path):
-        os.truncate(folder / FILE, 5000)
-    found = launch(TRAIN, 2, "fsdp", str(tmp_path), 10, {"homes": SWAPPED})
-    assert {report["step"] for report in found} <= {5, 6, 7}
-    assert [report["errors"] for report in found] == [0, 0]
-    assert any("size" in text for report in found for text in report["warned"])
 
 
 class TestPlan:

@@ -10,9 +10,6 @@ import pytest
 import torch
 
 import scarctl
-from scarctl.arena.arena import Arena
-from scarctl.arena.folder import arena_folder
-from scarctl.distributed import leftover_arenas
 from scarctl.errors import Contention, Fenced, LayoutMismatch, SettingsConflict, UsageError
 from scarctl.ops.export import ExportSettings, export
 from scarctl.store import Store, newest_topology, open_writer, topology_epochs, verify
@@ -165,37 +162,6 @@ def test_a_member_that_still_runs_is_not_replaced(tmp_path: Path, monkeypatch: p
         assert topology_epochs(Store.open(tmp_path / "s")) == [1]
         train(session, state, 1, 2, 2)
     assert after(tmp_path / "s", 3, 2) == [3] * 12 + [6] * 12
-
-
-@pytest.mark.leaves_arena
-@pytest.mark.long
-def test_one_waits_while_another_saves_what_earlier_ones_left(
-    tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other process has the shard's lock for a while. No member's process runs."""
-    monkeypatch.setattr("scarctl.distributed.leftover_arenas.PATIENCE", 0.1)
-    before(tmp_path / "s", 2)
-    view = Store.open(tmp_path / "s").of_shard(1)
-    layout = view.current_layout()
-    assert layout is not None
-    folder = arena_folder(str(arena_dir), view.run_id)
-    arena = Arena.create(folder, layout, run_id=view.run_id, epoch=1)
-    arena.begin_lines(view.lines())
-    arena.take_over(0x7FFFFFF0)
-    lock, tries = view.take_lock(), 0
-    took = leftover_arenas._save_if_left
-
-    def counted(shard: Store, settings: Any) -> None:
-        nonlocal tries
-        tries += shard.run_id == view.run_id
-        if tries == 40:  # much later than the moment
-            arena.remove()
-            lock.release()
-        took(shard, settings)
-
-    monkeypatch.setattr(leftover_arenas, "_save_if_left", counted)
-    run_member(tmp_path / "s", 0, 3, 0, replaces=2, daemon=False)
-    assert tries >= 40
 
 
 def test_one_that_begins_while_its_shard_is_taken_over_is_fenced(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 from scarctl.state.version import step_of
 from scarctl.store import Store, newest_topology, verify
 from tests.support.divided import run_member, start
-from tests.support.places import Place
 
 pytestmark = [pytest.mark.slow, pytest.mark.leaves_arena]
 
@@ -119,26 +118,3 @@ def test_a_rollback_takes_over_what_was_sealed(tmp_path: Path, arena_dir: Path, 
     assert all_rows(store, 3, mode="rollback", **options) == sealed
     assert lost or step_of(Store.open(store).state(1).version).max() > 4, "there were newer copies"
     assert all_rows(store, 2, replaces=3, after=2, daemon=False) == sealed
-
-
-@pytest.mark.long
-def test_old_ones_that_are_frozen_on_another_host_are_fenced(s3_place: Place, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"storage_options": s3_place.options}
-    hosts = [tmp_path / name for name in ("a", "b")]
-    for host in hosts:
-        host.mkdir()
-    prepared(s3_place.url, arena_dir=str(hosts[0]), **options)
-    old = start(s3_place.url, 1, 2, 10**6, tmp_path / "old", arena_dir=str(hosts[0]), **options)
-    waiting = Store.open(s3_place.url, storage_options=s3_place.options).log(1)
-    before = len(waiting.numbers())
-    while len(waiting.numbers()) < before + 3:
-        assert old.poll() is None, (tmp_path / "old").read_text()
-    old.send_signal(signal.SIGSTOP)
-    found = [
-        run_member(s3_place.url, n, 3, 0, replaces=2, arena_dir=str(hosts[1]), **options) for n in range(3)
-    ]
-    old.send_signal(signal.SIGCONT)
-    assert old.wait(120) == 15, (tmp_path / "old").read_text()
-    again = [run_member(s3_place.url, n, 3, 0, arena_dir=str(hosts[1]), **options)[1] for n in range(3)]
-    assert again == [steps for _, steps in found]
-    assert found[2][1][0] >= 4

@@ -65,21 +65,6 @@ def test_after_a_flush_that_the_other_host_has_it_is_exact(alone: Hosts, tmp_pat
 
 
 @pytest.mark.long
-def test_a_member_goes_to_another_host_and_back(two: Hosts) -> None:
-    """What its first host still has of its own is older than the copy, wherever that is."""
-    two.kill(0)
-    assert two.start(0, "north")["step"] > 0
-    two.until_copied(0, "north")
-    two.order(0, "stop store")
-    head = two.copy(0)
-    two.lose("north", 0)
-    here = Store.open(two.store).of_shard(0).run_id in two.copies_on("east")
-    found = two.start(0, "east")
-    assert found["step"] >= head
-    assert found["tiers"].keys() == {"memory" if here else "peer"}, found
-
-
-@pytest.mark.long
 def test_copies_of_members_that_are_replaced(alone: Hosts) -> None:
     """What only copies have is taken over. They are never taken for memory of the new members."""
     alone.options["divided"] = 48

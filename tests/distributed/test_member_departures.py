@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -17,51 +16,12 @@ from scarctl.cli.main import cli
 from scarctl.store import Store
 from tests.support.copied_member import Hosts
 from tests.support.member import ROWS
-from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.leaves_arena, pytest.mark.timeout(300)]
 
 
 def scarctl_command(*words: str) -> Result:
     return CliRunner().invoke(cli, words)
-
-
-@pytest.mark.parametrize("store_is_away", [True, False])
-@pytest.mark.long
-def test_the_host_that_is_named_dies_during_the_evacuation(alone: Hosts, store_is_away: bool) -> None:
-    """Its daemon has accepted the connection, and dies with the host. Only the store counts then, if it is there."""
-    alone.count = 3
-    homes = ("east", "west", "south")
-    for number, home in enumerate(homes):
-        alone.start(number, home)
-    for number, home in enumerate(homes):
-        alone.until_copied(number, home)
-    if store_is_away:
-        alone.order(0, "stop store")
-    (link,) = alone.until_copied(0, "east")
-    stays, goes = ("west", "south") if ":west: " in link else ("south", "west")
-    name, daemon = alone.records()[goes].host, alone.daemon_of(goes)
-    os.kill(daemon, signal.SIGSTOP)
-    answered = []
-    asking = threading.Thread(
-        target=lambda: answered.append(alone.order(0, "evacuate", 20.0, name)["answer"])
-    )
-    asking.start()
-    wait_until(lambda: any(name in peer for peer in alone.run_of(0, "east")["peers"]))
-    alone.kill(homes.index(goes))
-    os.kill(daemon, signal.SIGKILL)
-    shutil.rmtree(alone.home(goes))
-    asking.join()
-    (found,) = answered
-    assert found == {"safe": not store_is_away, "peers": [], "consistent": False}
-    alone.until_head(0, "east", 4)  # training continues
-    found = alone.order(0, "evacuate", 20.0, alone.records()[stays].host)["answer"]
-    assert found["safe"], found
-    assert found["peers"] == [alone.records()[stays].host]
-    head = alone.copy(0, stopped=True)
-    alone.lose("east", 0)
-    begun = alone.start(0, "north")
-    assert (begun["step"], begun["consistent"], begun["tiers"].keys()) == (head, True, {"peer"})
 
 
 @pytest.mark.parametrize("by", ["signal", "command"])

@@ -84,23 +84,3 @@ def test_a_frozen_member_is_fenced_by_its_successor(s3_place: Place, tmp_path: P
     assert epochs(store) == {0: 1, 1: 2}
     assert (store.state(1).version >> 40 == 2).all()
     assert verify(store, read_data=True).problems == []
-
-
-@pytest.mark.long
-def test_a_second_one_on_this_host_waits_for_the_frozen_ones_end(tmp_path: Path) -> None:
-    with Members(tmp_path / "s", tmp_path / "told", 2) as members:
-        members.start([0, 1])
-        members.until(lambda: min(members.steps()) >= 4, "both train")
-        old = members.programs[1]
-        old.send_signal(signal.SIGSTOP)
-        members.start([1])
-        assert members.programs[1].wait(90) == 11
-        assert str(old.pid) in members.told(1)[-1]["message"]
-        old.kill()
-        assert old.wait() == -signal.SIGKILL
-        members.start([1])
-        members.until(lambda: len(members.told(1)) == 3, "the successor has resumed")
-        assert members.told(1)[-1]["tiers"].keys() == {"memory"}
-        members.until_steps(2, [0, 1])
-        assert members.stop() == [0, 0]
-    assert epochs(Store.open(tmp_path / "s")) == {0: 1, 1: 2}

@@ -56,22 +56,6 @@ def test_a_file_without_a_good_secret_is_refused(tmp_path: Path, content: str | 
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.long
-def test_a_host_with_another_secret_gets_no_copy(alone: Hosts, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.write_text("another-0123456789abcdef-0123456789abcdef")
-    other.chmod(0o600)
-    alone.start(0, "east")
-    alone.start(1, "west", peer_secret_file=str(other))
-    wait_until(lambda: any("does not have this job's secret" in line for line in alone.warned(0)), 60)
-    wait_until(lambda: any("does not have this job's secret" in line for line in alone.warned(1)), 60)
-    assert alone.copies_on("west") == alone.copies_on("east") == []
-    alone.lose("east", 0)
-    assert "peer" not in alone.start(0, "north", peer_secret_file=str(other))["tiers"]
-    text = "".join(str(line) for number in (0, 1) for line in alone.told(number))
-    assert "0123456789abcdef-0123456789abcdef" not in text
-
-
 def test_what_hosts_write_about_themselves(two: Hosts) -> None:
     found = two.records()
     assert found.keys() == {"east", "west"}

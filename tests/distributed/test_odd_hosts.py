@@ -82,37 +82,6 @@ def test_more_copies_than_other_hosts(hosts: Path) -> None:
         assert "1 of 3 hosts have acknowledged step 12" in report["said"][1]
 
 
-def test_a_job_continues_without_the_host_that_has_the_newest_copy(hosts: Path) -> None:
-    """Then the store's copies are what is left, although they are older. The copy left out is never used again."""
-    die(hosts, ["east", "west"])
-    found = resume(hosts, ["north", "south"], 16)
-    assert [report["step"] for report in found] == [13, 13], "West's daemon has saved what is its own"
-    assert [report["consistent"] for report in found] == [False, False], (
-        "of East's memory only the copy had step 13"
-    )
-    assert [set(report["tiers"]) for report in found] == [{"store"}] * 2
-    found = resume(hosts, ["north", "west"], 17)
-    assert [(report["step"], report["consistent"]) for report in found] == [(16, True)] * 2
-    stop(host_folder(str(hosts / "south")))
-
-
-def test_starts_that_die_at_once_keep_the_copy_of_an_earlier_one(hosts: Path) -> None:
-    """Each start begins new replicas, and none of these becomes complete: the older ones stay."""
-    die(hosts, ["east", "west"], host_dies=None)
-    for _ in range(3):
-        with pytest.raises(AssertionError, match="ended with -9"):
-            launch(
-                TRAIN, 2, "fsdp", str(hosts), 20,
-                {"homes": ["east", "west"], "all_die_at": 14, "host_dies": None, "settings": {"interval": 1000}},
-            )  # fmt: skip
-    pid = (status(host_folder(str(hosts / "east"))) or {"pid": 0})["pid"]
-    stop(host_folder(str(hosts / "east")))
-    assert pid
-    subprocess.run(["rm", "-rf", str(hosts / "east")], check=True)
-    found = resume(hosts, ["north", "west"])
-    assert [report["step"] for report in found] == [13, 13]
-
-
 @pytest.fixture
 def small(hosts: Path) -> Iterator[Path]:
     """Yield a host whose memory is a small file system of its own."""

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from scarctl.arena.folder import host_folder
-from scarctl.arena.header import OWNER
 from tests.daemon.trainer import stop
 from tests.distributed.jobs import load
 from tests.distributed.launch import launch
@@ -80,47 +79,12 @@ def test_a_checkpoint_that_waits_for_peers_survives_the_host(hosts: Path, calm: 
 
 
 @pytest.mark.long
-def test_a_checkpoint_whose_peers_are_late_says_what_is_safe(hosts: Path) -> None:
-    job = {"homes": HOMES, "settings": {"timeout": 0.5}, "peers_stop_at": 6, "wait_at": 7}
-    found = launch(TRAIN, 2, "fsdp", str(hosts), 8, job)
-    for report in found:
-        kind, text = report["said"]
-        assert kind == "peers-late"
-        assert "0 of 1 hosts have acknowledged step 7 within 0.5 s" in text
-        assert "safe in this host's memory" in text
-        assert report["errors"] == 0
-
-
-@pytest.mark.long
-def test_copies_are_found_without_keeping_new_ones(hosts: Path) -> None:
-    """Everything is restored on the remaining host, without `peers` in the settings."""
-    job = {**STOPPED, "flush_at": 13, "copied_at": 13, "all_die_at": 13}
-    with pytest.raises(AssertionError, match="ended with -9"):
-        launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
-    found = launch(TRAIN, 2, "fsdp", str(hosts), 14, {"homes": ["west", "west"], "settings": {"peers": 0}})
-    assert [(report["step"], report["consistent"]) for report in found] == [(13, True)] * 2
-    assert not list(hosts.rglob(OWNER)), "what was taken is a replica no more"
-
-
-@pytest.mark.long
 def test_another_number_of_ranks_takes_over_what_copies_have(hosts: Path) -> None:
     """East's memory is lost, and West has both: its own, and the copy. The store has none of it."""
     job = {**STOPPED, "flush_at": 13, "copied_at": 13, "all_die_at": 13}
     with pytest.raises(AssertionError, match="ended with -9"):
         launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
     found = launch(TRAIN, 3, "fsdp", str(hosts), 14, {"homes": ["north", "west", "west"]})
-    assert [(report["step"], report["whole"], report["consistent"]) for report in found] == [
-        (13, True, False)
-    ] * 3
-
-
-@pytest.mark.long
-def test_an_original_comes_before_its_copy(hosts: Path) -> None:
-    """Both hosts are up, and the original is newer than the copy: another number of ranks takes over the original."""
-    job = {**STOPPED, "copied_at": 9, "peers_stop_at": 9, "flush_at": 13, "all_die_at": 13, "host_dies": None}
-    with pytest.raises(AssertionError, match="ended with -9"):
-        launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
-    found = launch(TRAIN, 3, "fsdp", str(hosts), 14, {"homes": ["east", "west", "west"]})
     assert [(report["step"], report["whole"], report["consistent"]) for report in found] == [
         (13, True, False)
     ] * 3
@@ -176,32 +140,6 @@ def test_a_run_that_ends_well_leaves_no_copies(hosts: Path) -> None:
         assert report["inspected"][1 - rank] == []
     left = [path.name for path in hosts.rglob("*") if path.is_file() and "scarctl-" in str(path)]
     assert [name for name in left if name not in ("daemon.lock", "daemon.log")] == []
-
-
-@pytest.mark.long
-def test_copies_are_compared_with_the_store(hosts: Path) -> None:
-    """Copies of versions that the store has are compared: a differing byte is found, and nothing else."""
-    found = launch(TRAIN, 2, "fsdp", str(hosts), 12, {"homes": HOMES, "copied_at": 12, "verify": True})
-    for report in found:
-        (code, before), (spoiled, after) = report["verified"]
-        assert (code, spoiled) == (0, 13)
-        (own,) = (one for one in before if one["replica_of"] is None)
-        (copy,) = (one for one in before if one["replica_of"] is not None)
-        for one in (own, copy):
-            assert one["compared"] > 0
-            assert (one["damaged"], one["names"]) == (0, [])
-        (copy,) = (one for one in after if one["replica_of"] is not None)
-        assert copy["damaged"] == copy["compared"] == len(copy["names"]) > 0
-        (own,) = (one for one in after if one["replica_of"] is None)
-        assert own["damaged"] == 0
-
-
-@pytest.mark.long
-def test_one_host_is_no_place_for_copies(hosts: Path) -> None:
-    found = launch(TRAIN, 2, "fsdp", str(hosts), 6, {"homes": ["east", "east"]})
-    for report in found:
-        assert report["peers"] == ["no host yet: absent"], "status and inspect say so"
-        assert any("it is on no other host" in text for text in report["warned"])
 
 
 @pytest.mark.long

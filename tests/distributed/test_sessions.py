@@ -92,28 +92,6 @@ def test_losing_a_rank_loses_only_what_it_owned(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_others_hold_too_is_not_lost_with_its_owner(tmp_path: Path, uninterrupted: Any) -> None:
-    options = [{"die": 1, "die_at": 13, "settings": {"daemon": None}}, {"keep": str(tmp_path / "end.pt")}]
-    found = torchrun("ddp", 2, tmp_path, 17, options)
-    # The dead rank's random numbers of that step are unknown; this loop draws none.
-    assert [(report["step"], report["consistent"]) for report in found] == [(13, False)] * 2
-    assert found[0]["ranks"]["lost"] == []
-    assert same(tmp_path / "end.pt", uninterrupted("ddp", 17))
-
-
-@pytest.mark.long
-def test_ranks_keep_one_interval_that_the_slowest_sets(tmp_path: Path) -> None:
-    found = launch(
-        TRAIN, 2, "fsdp", str(tmp_path), 120, {"settings": {"interval": "auto", "overhead": 1.0}, "slow": 1}
-    )
-    assert found[0]["saved_at"] == found[1]["saved_at"]
-    assert len(found[0]["saved_at"]) > 3
-    assert found[0]["interval"] == found[1]["interval"]
-    assert found[0]["proposed"] < found[0]["interval"], "alone it would save more often"
-    assert {report["errors"] for report in found} == {0}
-
-
-@pytest.mark.long
 def test_death_in_a_checkpoint_then_while_resuming_then_again(tmp_path: Path) -> None:
     options = [
         {"die": 0, "die_in": "checkpoint"},
@@ -152,24 +130,6 @@ def test_a_snapshot_is_of_all_ranks_and_can_be_gone_back_to(tmp_path: Path) -> N
         (8, True, False)
     ] * 3
     assert same(tmp_path / "moved.pt", tmp_path / "kept.pt")
-
-
-@pytest.mark.long
-def test_a_rollback_goes_to_what_all_ranks_can_read(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    # A snapshot, because a quick collector deletes states older than the newest sealed one.
-    launch(TRAIN, 2, "fsdp", folder, 8, {"snapshot_at": 8, "keep": f"{folder}/kept.pt"})
-    launch(TRAIN, 2, "fsdp", folder, 14)
-    log = Store.open(tmp_path / "store").log(1)
-    segment = next(r.segment for r in map(log.record, reversed(log.numbers())) if r.segment is not None)
-    path = tmp_path / "store" / "shards" / "1" / "seg" / segment.name
-    data = bytearray(path.read_bytes())
-    for at in range(len(data) // 2, len(data), 64):
-        data[at] ^= 1
-    path.write_bytes(data)
-    found = launch(TRAIN, 2, "fsdp", folder, 8, {"mode": "rollback", "resumed": f"{folder}/back.pt"})
-    assert [(report["step"], report["consistent"]) for report in found] == [(8, True)] * 2
-    assert same(tmp_path / "back.pt", tmp_path / "kept.pt")
 
 
 @pytest.mark.parametrize(

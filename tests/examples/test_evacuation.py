@@ -62,9 +62,9 @@ def test_slurms_signal_to_the_batch_script(tmp_path: Path, options: str) -> None
 def test_kubernetes_sigterm_to_the_first_process_and_then_sigkill(tmp_path: Path, container: bool) -> None:
     """As process 1 of a container it gets only signals that it handles, and all others die with it, by SIGKILL."""
     program = (
-        "import sys, time\nfrom tests.support import stepper\n"
-        "model, optimizer = stepper.build()\nsession = stepper.attach(model, optimizer, sys.argv[1])\n"
-        "for _ in range(7):\n    optimizer.step()\n"
+        "import sys, time\nimport numpy as np\nimport scarctl\n"
+        "state = {'rows': np.zeros((16, 4))}\nsession = scarctl.attach(state, store=sys.argv[1])\nsession.resume()\n"
+        "for _ in range(7):\n    with session.iteration():\n        state['rows'] += 1\n"
         "print('ready', flush=True)\ntime.sleep(600)\n"
     )
     command = [sys.executable, "-m", "scarctl", "run", "--timeout", "5", "--", sys.executable, "-c", program]

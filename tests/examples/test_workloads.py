@@ -63,6 +63,7 @@ def test_a_failure_and_all_ways_back(name: str, folder: str, target: float | Non
 
 
 @needs_numba
+@pytest.mark.long
 def test_what_is_found_again_is_exact() -> None:
     """All of L is saved in every iteration: nothing is lost, though R was never saved."""
     name = "examples.paper.als:build_only_l"
@@ -74,13 +75,16 @@ def test_what_is_found_again_is_exact() -> None:
 
 
 @needs_numba
-def test_least_squares_are_those_of_numpy() -> None:
+def test_least_squares_are_those_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python, because compiling takes long."""
     from examples.paper import als
+
+    monkeypatch.setattr(als, "_cholesky", als._cholesky.py_func)
 
     random = np.random.default_rng(0)
     starts, given = np.array([0, 3, 33]), random.normal(size=(40, als.FACTORS))
     columns, ratings, found = random.integers(0, 40, 33), random.normal(size=33), np.empty((2, als.FACTORS))
-    als._solve(starts, columns, ratings, given, found)
+    als._solve.py_func(starts, columns, ratings, given, found)
     for row in range(2):
         x, y = given[columns[starts[row] : starts[row + 1]]], ratings[starts[row] : starts[row + 1]]
         assert np.allclose(found[row], np.linalg.solve(x.T @ x + als.PENALTY * np.eye(als.FACTORS), x.T @ y))

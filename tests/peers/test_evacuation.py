@@ -288,17 +288,6 @@ def test_a_host_that_has_died_since_has_nothing(slow: Slow, relay: Relay, sender
     assert (found.peers, found.peer_partitions, found.lost_partitions) == ((), 0, ROWS)
 
 
-def test_a_host_that_has_not_answered_since_has_nothing(slow: Slow, relay: Relay, sender: Sender) -> None:
-    """A host without power ends no connection."""
-    relay.allow(0)
-    copies = PeerCopies(slow.arena, [sender])
-    copies.hurry()
-    copies.wait(0.3)
-    assert sender.state is State.FOLLOWING
-    assert copies.hosts() == ()
-    assert (copies.versions() == -1).all()
-
-
 def test_a_lost_link_is_tried_at_once_when_the_host_goes(
     slow: Slow, relay: Relay, sender: Sender, tmp_path: Path
 ) -> None:
@@ -335,38 +324,6 @@ def test_a_link_that_has_not_begun_yet_is_waited_for(slow: Slow, relay: Relay, t
     host.close()
     assert found.safe, found.to_json()
     assert found.peer_sealed
-
-
-def test_a_lost_link_leaves_the_network_to_the_store_once_it_was_tried(
-    slow: Slow, relay: Relay, sender: Sender
-) -> None:
-    relay.refuse()
-    wait_until(lambda: sender.state is State.LOST)
-    slow.flush(7, RISING)
-    copies = PeerCopies(slow.arena, [sender])
-    copies.hurry()
-    began = time.monotonic()
-    copies.head_start(600.0)
-    assert sender.failed_at >= began - 1.0
-    assert copies.hosts() == ()
-
-
-def test_a_store_that_fails_leaves_the_time_to_a_lost_link(slow: Slow, relay: Relay, sender: Sender) -> None:
-    """The host is reached again before the deadline."""
-    relay.refuse()
-    wait_until(lambda: sender.state is State.LOST)
-    slow.flush(7, RISING)
-    copies = PeerCopies(slow.arena, [sender])
-    copies.hurry()
-    slow.blobs.break_down("writer", 13)
-    thread = PersisterThread(slow.persister, slow.queue)
-    back = threading.Timer(1.0, relay.accept)
-    back.start()
-    found = thread.evacuate(60.0, copies)
-    back.join()
-    assert found.safe, found.to_json()
-    assert found.peers == ("west",)
-    thread.close()
 
 
 def test_one_host_that_has_all_is_enough(slow: Slow, relay: Relay, sender: Sender, tmp_path: Path) -> None:

@@ -127,18 +127,6 @@ def test_only_what_is_newer_than_something_else_is_brought(three: list[Site]) ->
     assert west.step() == 5
 
 
-def test_an_older_one_and_one_of_the_same_age_are_not_brought(three: list[Site]) -> None:
-    east, west, _ = three
-    east.train(4)
-    shutil.copytree(east.place, west.place)
-    before = west.files()
-    assert west.fetch(east.listen()) is None
-    assert west.files() == before
-    west.train(5)
-    assert west.fetch(east.candidate) is None
-    assert west.step() == 5
-
-
 def test_an_abandoned_future_is_never_brought(three: list[Site], caplog: pytest.LogCaptureFixture) -> None:
     """East was cut off at step 9. The job has continued elsewhere, from the store, and has committed step 4."""
     east, west, north = three
@@ -212,28 +200,6 @@ def test_nothing_is_brought_over_a_live_process_of_this_host(three: list[Site]) 
 
 
 # -- who may ask, and who is believed ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("other", [{"secret": bytes(32)}, {"start": "33" * 16}])
-def test_another_secret_or_start_is_refused_and_learns_nothing(
-    three: list[Site], other: dict[str, Any]
-) -> None:
-    east, west, _ = three
-    east.train(5)
-    before = east.files()
-    assert west.fetch(east.listen(), **other) is None
-    assert east.files() == before
-    assert west.files() == {}
-
-
-def test_a_host_without_the_secret_is_not_believed(three: list[Site]) -> None:
-    _, west, _ = three
-
-    def never(*_: object) -> None:
-        raise AssertionError("it was asked for something")
-
-    with Liar(never, secret=bytes(32)) as liar:
-        assert west.fetch(liar) is None
 
 
 @pytest.mark.parametrize("where", ["there", "nowhere"])

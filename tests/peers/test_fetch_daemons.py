@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,16 +16,14 @@ import pytest
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder, host_folder
 from scarctl.arena.queue import HandOverQueue
-from scarctl.arena.transfer import Incoming
 from scarctl.peers.fetch import Asker, Fetched, fetch_memory
 from scarctl.peers.host import Host
 from scarctl.peers.sender import Candidate
-from scarctl.state.layout import TensorSpec, build_layout
 from scarctl.store import Store
 from scarctl.store.members import join_members
 from tests.daemon.trainer import stop
 from tests.peers.fetched_member import MEMBER, attached, state_of, train
-from tests.peers.lending import SECRET, START, sites
+from tests.peers.lending import SECRET, START
 from tests.support.process import Forked
 
 pytestmark = pytest.mark.leaves_arena
@@ -146,45 +143,3 @@ def test_a_daemon_lends_the_memory_of_a_killed_member(tmp_path: Path, hosts: tup
     assert {name: array.tobytes() for name, array in state.items()} == {
         name: array.tobytes() for name, array in calm.items()
     }
-
-
-@pytest.mark.parametrize("next_best", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_host_that_is_killed_midway_costs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, next_best: bool
-) -> None:
-    """Far more bytes are to come than the system buffers."""
-    layout = build_layout([("wide", "parameter", (TensorSpec("", "F32", (8192, 2048)),))], rows={"*": 64})
-    with sites(tmp_path, "east", "west", "north", layout=layout) as (east, west, north):
-        west.train(2)
-        for site in (east, north):
-            shutil.copytree(west.place, site.place)
-        north.train(4)
-        east.train(6)
-
-        def serve(tell: Any) -> None:
-            tell(str(east.listen().port))
-            signal.pause()
-
-        with Forked(serve) as process:
-            host = Candidate("east", "127.0.0.1", int(process.line(60.0)))
-            write = Incoming.write
-
-            def kill_first(self: Incoming, at: int, data: Any) -> None:
-                if process.status is None:
-                    process.signal(signal.SIGKILL)
-                    process.wait()
-                write(self, at, data)
-
-            monkeypatch.setattr(Incoming, "write", kill_first)
-            before = west.files()
-            found = west.fetch(host, *([north.listen()] if next_best else []))
-            assert process.status == -signal.SIGKILL
-        if next_best:
-            assert found is not None
-            assert found.host == "north"
-            assert west.step() == 4
-        else:
-            assert found is None
-            assert west.files() == before
-            assert west.step() == 2
-        assert east.step() == 6

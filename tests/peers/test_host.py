@@ -16,9 +16,8 @@ from scarctl.arena.header import FILE
 from scarctl.arena.owner import disown
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import AccessDenied, ScarError, Unavailable
-from scarctl.peers import channel as channels
 from scarctl.peers.channel import Channel, Gone
-from scarctl.peers.frames import MAX_STRANGER, PREFIX, Kind, encode
+from scarctl.peers.frames import Kind, encode
 from scarctl.peers.handshake import SECRET_BYTES, Hello, answer
 from scarctl.peers.host import Host
 from scarctl.peers.link import State
@@ -255,36 +254,6 @@ def ends(connection: socket.socket) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 100,
-        PREFIX.pack(Kind.HELLO, MAX_STRANGER + 1, 0, 0),
-        PREFIX.pack(Kind.BATCH, 10, 1 << 40, 0),
-        b"".join(bytes(part) for part in encode(Kind.LAYOUT, {"host": "x"})),
-        b"".join(bytes(part) for part in encode(Kind.HELLO, {"v": 1, "start": 5})),
-        b"".join(bytes(part) for part in encode(Kind.PROOF, {"proof": "00" * 32})),
-    ],
-)
-def test_bytes_of_strangers_end_their_connection_only(
-    west: Host, arena: Arena, senders: list[Sender], data: bytes
-) -> None:
-    port = west.admit(START, SECRET, STORE, "127.0.0.1", 0)
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.sendall(data)
-        assert ends(connection)
-    sender, _ = follow(senders, arena, port)
-    wait_until(lambda: "up to date" in sender.describe())
-
-
-def test_who_says_nothing_is_not_waited_for(west: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channels, "STRANGER_SECONDS", 0.2)
-    port = west.admit(START, SECRET, STORE, "127.0.0.1", 0)
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        connection.sendall(PREFIX.pack(Kind.HELLO, 100, 0, 0))
-        assert ends(connection)
-
-
 def test_a_wrong_proof_opens_nothing(west: Host, tmp_path: Path) -> None:
     port = west.admit(START, SECRET, STORE, "127.0.0.1", 0)
     with pytest.raises(AccessDenied):  # the host's own proof is of another secret: it is not believed either
@@ -307,31 +276,6 @@ def test_a_run_of_another_store_is_refused(west: Host, tmp_path: Path) -> None:
         with pytest.raises((Gone, ScarError)):
             begin(channel, encode(Kind.LAYOUT, about, b"{}"))
     assert [path for path in (tmp_path / "west").rglob("*") if path.name == FILE] == []
-
-
-@pytest.mark.parametrize(
-    "frame",
-    [
-        encode(Kind.BATCH, {"count": 1}, bytes(40)),
-        encode(Kind.BATCH, {"count": 10**9}, b""),
-        encode(Kind.MARK, {"handovers": -1}, b""),
-        encode(Kind.HANDOVER, {"number": "../../x"}, b"x"),
-        encode(Kind.HELLO, {}),
-    ],
-)
-def test_what_a_known_peer_sends_wrongly_ends_its_link_and_harms_nothing(
-    west: Host, arena: Arena, tmp_path: Path, frame: Any
-) -> None:
-    port = west.admit(START, SECRET, STORE, "127.0.0.1", 0)
-    channel = meet(port)
-    about = {"host": "x", "store": "", "base_epoch": 1}
-    channel.send(encode(Kind.LAYOUT, about, arena.layout_json()))
-    channel.expect(Kind.ACK)
-    channel.send(frame)
-    with pytest.raises(ScarError):
-        channel.expect(Kind.ACK)
-    assert not (tmp_path / "west" / RUN).exists()
-    wait_until(lambda: not west.busy)
 
 
 def test_a_busy_port_is_not_insisted_on(west: Host) -> None:

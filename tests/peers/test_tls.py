@@ -20,7 +20,7 @@ from scarctl.errors import AccessDenied, ScarError, UsageError
 from scarctl.peers import channel as channels
 from scarctl.peers import host as hosts
 from scarctl.peers.channel import Channel, readable
-from scarctl.peers.frames import MAX_STRANGER, PREFIX, Kind, encode
+from scarctl.peers.frames import MAX_STRANGER, Kind, encode
 from scarctl.peers.handshake import Hello, answer
 from scarctl.peers.host import Host
 from scarctl.peers.sender import Sender
@@ -208,35 +208,6 @@ def pass_on(listener: socket.socket, middle: Tls, port: int) -> None:
     ):
         far.sendall(near.recv(MAX_STRANGER))
         near.sendall(far.recv(MAX_STRANGER))
-
-
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"\x16\x03\x01\xff\xff" + b"\1" * 400,
-        PREFIX.pack(Kind.HELLO, MAX_STRANGER + 1, 0, 0),
-        b"".join(bytes(part) for part in encode(Kind.LAYOUT, {"host": "x"})),
-    ],
-)
-def test_bytes_of_strangers_end_their_connection_only(
-    west: Host, arena: Arena, senders: list[Sender], authority: Authority, data: bytes, inside: bool
-) -> None:
-    """This happens before the handshake, and inside TLS before the proof."""
-    port = listen(west, authority)
-    with contextlib.ExitStack() as closing:
-        connection = closing.enter_context(socket.create_connection(("127.0.0.1", port)))
-        if inside:
-            connection = closing.enter_context(
-                Tls(authority.host("east")).secure(connection, server=False, seconds=30.0)
-            )
-        connection.sendall(data)
-        if not inside:
-            connection.shutdown(socket.SHUT_WR)
-        assert ends(connection)
-    sender, _ = follow(senders, arena, port, tls=Tls(authority.host("north")))
-    wait_until(lambda: "up to date" in sender.describe())
 
 
 def test_who_does_not_finish_the_handshake_is_not_waited_for(

@@ -22,20 +22,6 @@ def begun(rig: Rig) -> Rig:
     return rig
 
 
-def test_the_store_gets_the_copies_of_that_moment_though_memory_goes_on(rig: Rig) -> None:
-    begun(rig)
-    number = rig.save(SOME, 2, sealed=True, staged=True)
-    rig.copy(rig.everything, 3)
-    assert rig.persist(number) == rig.layout.partition_bytes[SOME].sum()
-    steps, content = rig.stored()
-    assert (steps == 2).all()
-    assert set(content[SOME]) == {2}
-    assert set(np.delete(content, SOME)) == {1}
-    assert rig.sealed() == [{1, 2}] * 3
-    assert rig.arena.pending().all()
-    assert rig.extras() == {"step": 2}
-
-
 def test_what_has_not_changed_since_is_no_longer_pending(rig: Rig) -> None:
     begun(rig)
     first = rig.save(SOME[:3], 2, staged=True)
@@ -54,28 +40,6 @@ def test_copies_keep_their_own_steps(rig: Rig) -> None:
     rig.copy(SOME[2:], 3)
     rig.persist(rig.hand_over(SOME, 4, staged=True))
     assert rig.stored()[0][SOME].tolist() == [2, 2, 3, 3, 3]
-
-
-@pytest.mark.parametrize("all_of_it", [False, True])
-def test_nothing_older_replaces_what_an_evacuation_has_saved(rig: Rig, all_of_it: bool) -> None:
-    """Newer copies of one partition, or of all: then the steps of the store are past this state, and it is no seal."""
-    begun(rig)
-    late = rig.save(SOME, 2, sealed=True, staged=True)
-    newer = SOME if all_of_it else SOME[:1]
-    rig.copy(newer, 3)
-    handover = rig.queue.read(rig.hand_over(newer, 3))
-    rig.persister.commit_part(handover, newer, {"step": 3})
-    rig.queue.remove(handover.number)
-    written = rig.persist(late)
-    assert written == rig.layout.partition_bytes[SOME].sum() - rig.layout.partition_bytes[newer].sum()
-    steps, content = rig.stored()
-    assert set(content[newer]) == {3}
-    assert set(np.setdiff1d(content[SOME], content[newer])) <= {2}
-    assert (steps[SOME] == content[SOME]).all()
-    assert rig.extras() == {"step": 3}
-    shards = set(rig.shard_of[newer].tolist())
-    assert [2 in sealed for sealed in rig.sealed()] == [shard not in shards for shard in range(3)]
-    assert rig.arena.sealed == rig.version(1)
 
 
 def test_what_is_durable_since_a_failed_attempt_is_not_written_again(rig: Rig) -> None:

@@ -131,11 +131,6 @@ def stubborn(store: str) -> None:
     train(store)
 
 
-def never(store: str) -> None:
-    """Train without scarctl."""
-    sys.stdout.write("trained without it\n")
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     globals()[sys.argv[1]](sys.argv[2])

@@ -8,10 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
-import scarctl
-import scarctl.session.departure
 from scarctl.errors import UsageError
 from tests.session.serving import LONG, ROWS, Server, resumed, sigterm, waits
 from tests.support.process import Tell
@@ -127,22 +124,6 @@ def test_calls_within_a_block_that_belong_after_it(tmp_path: Path) -> None:
     session.close()
     with pytest.raises(UsageError, match="closed"):
         session.iteration()
-
-
-def test_a_loop_with_hooks_needs_none(tmp_path: Path) -> None:
-    model = torch.nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    session = scarctl.attach(model, optimizer, store=tmp_path / "s")
-    with pytest.raises(UsageError, match="hooks"):
-        session.iteration()
-    session.close()
-    with scarctl.attach(model, optimizer, store=tmp_path / "t", hooks="off") as session:
-        for _ in range(3):
-            with session.iteration():
-                model(torch.ones(1, 4)).sum().backward()
-                optimizer.step()
-        assert not session.stepping
-        assert session.flush()
 
 
 def test_blocks_may_follow_steps(tmp_path: Path) -> None:

@@ -8,13 +8,11 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder
-from scarctl.errors import NoIntactCopy
 from scarctl.ops.recover import RecoverSettings, recover
 from scarctl.ops.survey import survey
 from scarctl.store import Store
@@ -88,25 +86,6 @@ def test_the_stores_copy_is_taken_instead(
     after = Loop(store)
     assert after.session.resume().consistent
     after.session.close()
-
-
-@pytest.mark.leaves_arena
-def test_an_older_copy_is_taken_if_the_stores_is_damaged_too(store: Path, arena_dir: Path) -> None:
-    """The copy in memory is as wrong as the store's: neither of them is used."""
-    flip(store, arena_dir, EMBEDDING)
-    whole = opened(store, arena_dir)
-    row = np.array(whole.rows(0, 0)[1])
-    whole.close()
-    damage(store, row.tobytes())
-    loop = Loop(store, seed=99)
-    before = loop.state()
-    try:
-        resumed = loop.session.resume()
-    except NoIntactCopy:
-        assert differing(loop.state(), before) == []
-    else:
-        assert (resumed.consistent, resumed.report and resumed.report.degraded) == (False, True)
-    loop.session.close(seal=False)
 
 
 def damage(store: Path, row: bytes) -> None:

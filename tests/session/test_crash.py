@@ -16,13 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-from scarctl.arena.folder import arena_folder, host_folder
+from scarctl.arena.folder import arena_folder
 from scarctl.daemon.client import ask
 from scarctl.daemon.protocol import SOCKET
 from scarctl.errors import Unavailable
 from scarctl.state.version import step_of
 from scarctl.store import Store, verify
-from tests.daemon.trainer import stop
 from tests.support import stepper
 from tests.support.forkserver import Program
 from tests.support.stored import stored_steps
@@ -200,40 +199,3 @@ def test_copies_newer_than_their_extras_count_as_of_the_extras_step(tmp_path: Pa
     session.close()
     assert session.stats.errors == 0
     assert set(stored_steps(tmp_path / "store")) == {resumed.step + 4}
-
-
-def test_memory_that_the_run_has_overtaken_elsewhere_is_not_believed(tmp_path: Path) -> None:
-    """A host dies with copies that never reached the store, the run continues elsewhere, then the host returns."""
-    here, elsewhere = str(tmp_path / "here"), str(tmp_path / "elsewhere")
-    Path(here).mkdir()
-    Path(elsewhere).mkdir()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            torch.set_num_threads(1)
-            model, optimizer = stepper.build()
-            session = stepper.attach(model, optimizer, str(tmp_path / "store"), arena_dir=here)
-            optimizer.step()
-            session._saving.finish()
-            session._saver.drain(30)
-            session._saver.stop()
-            for _ in range(20):
-                optimizer.step()
-            kill_daemon(Path(here))
-        finally:
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(pid, 0)
-
-    for folder, start, steps in ((elsewhere, 1, 5), (here, 6, 4)):
-        model, optimizer = stepper.build()
-        session = stepper.attach(model, optimizer, str(tmp_path / "store"), arena_dir=folder)
-        resumed = session.resume()
-        assert (resumed.step, resumed.consistent) == (start, True)
-        assert {int(v) for p in model.parameters() for v in p[:, 0]} == {start}
-        for _ in range(steps):
-            optimizer.step()
-        session.close()
-        assert session.stats.errors == 0
-        stop(host_folder(folder))  # it would wait for another run
-    assert set(stored_steps(tmp_path / "store")) == {10}
-    assert verify(Store.open(str(tmp_path / "store")), read_data=True).problems == []

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import random
 import shutil
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import scarctl
-from scarctl.arena.folder import host_folder
 from scarctl.errors import Contention, Unavailable
 from scarctl.persist.evacuation import not_evacuated
 from scarctl.state.encodings import ERROR_BOUND, Encoding
 from scarctl.state.version import step_of
-from scarctl.store import Store, verify
-from tests.session.test_crash import kill_daemon, train_and_kill
+from scarctl.store import Store
 from tests.store.helpers import read_all
 from tests.support import stepper
 from tests.support.training import Loop, differing
@@ -42,23 +37,6 @@ def apart(tmp_path: Path) -> Path:
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     return folder
-
-
-def test_a_whole_checkpoint_is_exact(tmp_path: Path, arena_dir: Path, apart: Path) -> None:
-    store = tmp_path / "store"
-    run = loop(store, arena_dir, "int8")
-    run.train(21, settle=True)
-    assert encoded_in(store) > 10
-    run.session.checkpoint(full=True, wait=True)
-    assert encoded_in(store) == 0
-    state = run.state()
-    run.session.close()
-    assert verify(Store.open(store), read_data=True).intact
-    again = loop(store, apart, "int8")
-    resumed = again.session.resume()
-    assert (resumed.step, resumed.consistent, resumed.reasons) == (21, True, ())
-    assert differing(again.state(), state) == []
-    again.session.close()
 
 
 @pytest.mark.parametrize(("encoding", "fraction"), [("bfloat16", 1.0), ("int8", 1.0), ("int8", 0.5)])
@@ -180,38 +158,6 @@ def test_what_only_the_memory_has_exactly_is_not_safe(tmp_path: Path, arena_dir:
     run.session.close()
 
 
-@pytest.mark.leaves_arena
-@pytest.mark.usefixtures("both_savers")
-def test_killed_at_any_moment_every_copy_is_within_its_bound(
-    tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every value is the number of its step, so the error of each restored row is known."""
-    monkeypatch.setenv("SCARCTL_ENCODING", "bfloat16")
-    folder, rng, encoded = tmp_path / "store", random.Random(11), 0
-    for _ in range(2):
-        train_and_kill(folder, rng.uniform(0.0, 0.3), tmp_path / "log", several)
-        kill_daemon(arena_dir)
-        store = Store.open(str(folder))
-        assert verify(store, read_data=True).problems == []
-        encoded += encoded_in(folder)
-        shutil.rmtree(host_folder(str(arena_dir)), ignore_errors=True)
-        model, optimizer = stepper.build()
-        session = attached(model, optimizer, folder)
-        resumed = session.resume()
-        assert resumed.report is not None
-        steps = step_of(resumed.report.plan.version)
-        values = torch.cat([p.detach().amax(1) for p in model.parameters()]).numpy()
-        least = torch.cat([p.detach().amin(1) for p in model.parameters()]).numpy()
-        slots = torch.cat([optimizer.state[p]["count"].amax(1) for p in model.parameters()]).numpy()
-        bound = ERROR_BOUND["bfloat16"] * values
-        assert (values - least <= bound).all()
-        assert (np.abs(values - slots) <= 2 * bound).all()
-        assert (steps <= values + bound).all()
-        assert not (resumed.consistent and resumed.report.plan.encoded)
-        session.close(seal=False)
-    assert encoded
-
-
 def attached(model: torch.nn.Module, optimizer: stepper.Stepper, store: Path) -> scarctl.Session:
     """Attach a session once the killed daemon's lock is gone."""
     deadline = time.monotonic() + 60
@@ -227,18 +173,3 @@ def several(lines: list[dict[str, Any]]) -> bool:
     """Return whether all copies are durable, of two steps at least, after the step at which the process began."""
     durable = lines[-1]["durable"] if lines else []
     return bool(durable) and min(durable) >= 0 and max(durable) > min(durable)
-
-
-def test_no_word_of_it_without_an_encoding(
-    tmp_path: Path, arena_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "scarctl"):
-        run = loop(tmp_path / "store", arena_dir, "exact")
-        run.train(8, settle=True)
-        run.session.close()
-    assert "encod" not in caplog.text
-    assert all(not record.encoded for record in Store.open(tmp_path / "store").records(0))
-    for path in (tmp_path / "store").rglob("*.json"):
-        assert b'"encoding"' not in path.read_bytes()
-        assert b'"format":4' not in path.read_bytes()
-    assert scarctl.Selection().encoding is None

@@ -177,19 +177,6 @@ def test_sigkill_within_the_grace_period_leaves_what_was_committed(
 
 
 @pytest.mark.leaves_arena
-def test_a_second_sigterm_does_not_wait(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    with Forked(lambda tell: _training(store, tell, grace="100s", bytes_per_second=1e3)) as child:
-        child.expect("ready")
-        child.signal(signal.SIGTERM)
-        child.expect("writing")
-        time.sleep(0.3)  # not one that a launcher also forwards: see TOGETHER
-        child.signal(signal.SIGTERM)
-        assert child.wait(60) == -signal.SIGTERM
-    assert stored_steps(store).min() >= 1
-
-
-@pytest.mark.leaves_arena
 def test_ctrl_c_does_not_wait_for_the_store(tmp_path: Path) -> None:
     """The grace period is for the end of the machine."""
 

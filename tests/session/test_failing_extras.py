@@ -78,11 +78,3 @@ def test_what_an_object_raises_while_it_is_read_does_not_reach_training(
     resumed = again.session.resume()
     assert (resumed.step, resumed.consistent, again.meter.count) == (10, True, job.meter.count)
     again.session.close()
-
-
-def test_with_raise_training_hears_of_it(tmp_path: Path) -> None:
-    job = Job(tmp_path / "store", "extra", on_error="raise")
-    with pytest.raises(OSError, match="the meter is away"):
-        job.train(job.session.batches(range(1, 11)), away=[6])
-    job.meter.away = False
-    job.session.close()

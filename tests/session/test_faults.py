@@ -23,7 +23,7 @@ import scarctl
 from scarctl.checkpoint.copied import Copied
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.live_state import LiveState
-from scarctl.errors import ScarError, Unavailable, UsageError
+from scarctl.errors import ScarError, Unavailable
 from scarctl.policy.turns import Turn
 from scarctl.session import opening
 from scarctl.session.ending import LastState
@@ -263,21 +263,3 @@ def test_closed_by_another_thread_what_is_sealed_is_of_one_step(
 
 
 # -- other processes, other threads ------------------------------------------------------------------------------
-
-
-def test_a_forked_child_is_told_that_the_session_is_not_its_own(tmp_path: Path, both_savers: str) -> None:
-    loop = Loop(tmp_path / "store", interval=1)
-    loop.train(3)
-
-    def body(tell: Tell) -> None:
-        signal.alarm(60)  # a lock of a thread that the child does not have
-        with pytest.raises(UsageError, match="forked"):
-            loop.session.flush()
-        with pytest.raises(UsageError, match="forked"):
-            loop.session.checkpoint(full=True, wait=True)
-
-    with Forked(body) as child:
-        assert child.wait() == 0
-    assert loop.session.flush()
-    loop.session.close()
-    assert elsewhere(tmp_path / "store")[0].step == 3

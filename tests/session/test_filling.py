@@ -15,14 +15,11 @@ from torch import nn
 
 import scarctl
 from scarctl.arena.arena import Arena
-from scarctl.arena.folder import arena_folder
-from scarctl.arena.kinship import arena_for
 from scarctl.checkpoint import filling
 from scarctl.checkpoint.filling import Filling
 from scarctl.errors import ScarError, Unavailable
 from scarctl.peers.follower import Follower
 from scarctl.peers.frames import Kind
-from scarctl.state.version import pack
 from tests.support.training import state_of
 
 State = dict[str, torch.Tensor]
@@ -227,64 +224,6 @@ def test_a_process_killed_meanwhile_has_lost_nothing(store: Path, saved: State, 
     assert same(run.state(), saved)
     run.step()
     assert run.arena.intact().all()
-    run.session.close()
-
-
-def test_a_damaged_copy_is_replaced_and_the_arena_full_at_once(store: Path, saved: State) -> None:
-    run = Run(store, 2, "second")
-    run.session.resume()
-    run.session.snapshot("kept")
-    run.step()
-    run.session.close()
-    newer = run.state()
-    newest = max(store.glob("shards/0/seg/*"), key=lambda path: path.stat().st_mtime_ns)
-    data = bytearray(newest.read_bytes())
-    data[len(data) // 2] ^= 1
-    newest.write_bytes(data)
-    run = Run(store, 3, "third")
-    resumed = run.session.resume()
-    assert resumed.report is not None
-    assert resumed.report.degraded
-    assert not run.arena.is_filling
-    assert run.arena.intact().all()
-    other = {name.split("/")[0] for name, value in run.state().items() if not torch.equal(value, newer[name])}
-    assert len(other) == 1
-    run.session.close(seal=False)
-
-
-def test_copies_newer_than_the_extras_are_saved_again(store: Path) -> None:
-    run = Run(store, 1, "first")
-    run.step()
-    run.session.checkpoint(full=True, wait=True)
-    engine, live = run.session._started(), run.session._binding.live(run.arena)
-    run.arena.reach(2)
-    live.save(np.arange(2), pack(run.arena.epoch, 2))
-    engine.adopt_orphans()  # as if the process had died after the copy: the extras are of step 1
-    run.session.close(seal=False)
-    run = Run(store, 2, "second")
-    assert run.session.resume().step == 1
-    run.session._saving.finish()
-    assert run.session._started().saver.drain(10)
-    assert not run.arena.pending().any()
-    run.session.close(seal=False)
-    assert not list(store.parent.glob("second/*/*/arena"))
-
-
-def test_an_arena_whose_owner_died_before_it_had_space_gets_it(store: Path, saved: State) -> None:
-    run = Run(store, 2, "second")
-    layout, folder = run.session.store.current_layout(), arena_folder(str(store.parent / "second"), "run")
-    assert layout is not None
-
-    def blocks() -> int:
-        return os.stat(folder / "arena").st_blocks * 512
-
-    Arena.create(
-        folder, layout, run_id=run.session.store.run_id, epoch=1, populate=False, sparse=True
-    ).close()
-    assert blocks() < layout.nbytes // 2
-    arena = arena_for(folder, layout, run.session.store)
-    assert blocks() >= layout.nbytes
-    arena.remove()
     run.session.close()
 
 

@@ -225,26 +225,6 @@ def test_sigint_is_a_keyboard_interrupt_after_a_flush(
     assert_goes_on_exactly(tmp_path / "store", expected, tier=None)
 
 
-def test_a_signal_that_interrupts_nothing_has_its_effect(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The interpreter looks for signals, then sleeps: a signal between the two is seen when the sleep is over."""
-    real, sent = signal.pthread_kill, itertools.count()
-
-    def body(tell: Tell) -> None:
-        monkeypatch.setattr(signal, "pthread_kill", lambda *args: real(*args) if next(sent) else None)
-        loop = trained(tmp_path / "store")
-        with pytest.raises(KeyboardInterrupt), loop.session:  # noqa: PT012
-            tell("ready")
-            time.sleep(600)
-        assert next(sent) == 2
-
-    with Forked(body) as child:
-        child.expect("ready")
-        child.signal(signal.SIGINT)
-        assert child.wait() == 0
-
-
 def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
     together = 1.0  # a busy machine may deliver the two further apart than usual
 
@@ -297,28 +277,6 @@ def test_a_handler_of_the_users_own_runs_after_the_flush(tmp_path: Path, both_sa
     loop = Loop(tmp_path / "store", seed=99)
     assert loop.session.resume().step == STEPS + 2
     loop.session.close()
-
-
-def test_a_handler_installed_later_takes_over(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
-    def body(tell: Tell) -> None:
-        loop = trained(tmp_path / "store")
-        earlier = signal.getsignal(signal.SIGTERM)
-
-        def handler(signum: int, frame: object) -> None:
-            earlier(signum, frame)  # type: ignore[operator, misc]
-            raise SystemExit(5)
-
-        signal.signal(signal.SIGTERM, handler)
-        with pytest.raises(SystemExit), loop.session:  # noqa: PT012
-            tell("ready")
-            sleeps()
-        assert signal.getsignal(signal.SIGTERM) is handler
-
-    with Forked(body) as child:
-        child.expect("ready")
-        child.signal(signal.SIGTERM)
-        assert child.wait() == 0
-    assert_goes_on_exactly(tmp_path / "store", expected, tier=None)
 
 
 def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:

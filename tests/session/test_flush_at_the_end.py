@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import textwrap
 import threading
-import time
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from scarctl.checkpoint.live_state import LiveState
 from scarctl.errors import UsageError
 from tests.session.flushed import STEPS, assert_goes_on_exactly, half_an_iteration, trained
 from tests.support.forkserver import Program
@@ -32,38 +27,6 @@ def test_an_exception_in_the_loop(
     # The daemon has the remaining work, and the arena stays; without a daemon the session has waited for the
     # store.
     assert_goes_on_exactly(tmp_path / "store", expected, "memory" if both_savers == "daemon" else "store")
-
-
-def test_it_raises_while_closing_waits_for_the_copy(
-    tmp_path: Path, expected: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Partitions copied by then are part of the sealed state."""
-    loop = trained(tmp_path / "store")
-    save, calls, main = LiveState.save, [], threading.get_ident()
-
-    def slowly(live: LiveState, ids: np.ndarray, *arguments: Any) -> None:
-        calls.append(ids.size)
-        half = ids.size // 2
-        save(live, ids[:half], *arguments)
-        if len(calls) == 1:
-            signal.pthread_kill(main, signal.SIGALRM)
-            time.sleep(0.5)
-        save(live, ids[half:], *arguments)
-
-    def raises(*_: object) -> None:
-        raise RuntimeError("connection closed by peer")
-
-    monkeypatch.setattr(LiveState, "save", slowly)
-    before = signal.signal(signal.SIGALRM, raises)
-    try:
-        with pytest.raises(RuntimeError, match="broken batch"), loop.session:
-            raise RuntimeError("broken batch")
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert calls
-    assert calls[0] > 1
-    assert "closed by peer" in str(loop.session.stats.last_error)
-    assert_goes_on_exactly(tmp_path / "store", expected, tier=None)
 
 
 def test_a_program_that_just_ends(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:

@@ -94,20 +94,3 @@ def test_a_store_that_hangs_in_the_middle_of_a_copy_keeps_nothing_old_in_memory(
     assert (resumed.step, resumed.consistent) == (table.session.head_step, True)
     assert torch.equal(again.model.weight, table.model.weight)
     again.session.close()
-
-
-def test_a_slow_store_gets_everything_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hand-over takes several intervals. Partitions that are picked repeatedly, and others, still reach the store."""
-    reader = Reader(monkeypatch)
-    table = Table(tmp_path / "store", fraction=0.25)
-    table.step()
-    drained([table.session])
-    reader.seconds = 0.05
-    arena = table.session._started().arena
-    head, deadline = table.session.head_step, time.monotonic() + 150
-    while (step_of(arena.durable) <= head + 50).any():
-        table.step()
-        assert time.monotonic() < deadline, step_of(arena.durable).tolist()
-    reader.seconds = 0.0
-    table.session.close()
-    assert verify(Store.open(tmp_path / "store"), read_data=True).problems == []

@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from scarctl.errors import UsageError
-from scarctl.persist.evacuated import Evacuated
 from tests.session.test_evacuate import leave_host, throttle
 from tests.support import stepper
 from tests.support.forkserver import Program
@@ -31,22 +30,6 @@ def resumed_at(store: Path) -> tuple[int, bool]:
     assert stepper.torn_rows(model, optimizer) == []
     session.close()
     return resumed.step, resumed.consistent
-
-
-def test_several_at_once(tmp_path: Path, both_savers: str) -> None:
-    """A call, and the platform's notices: all are answered, and training continues."""
-    loop = Loop(tmp_path / "store")
-    loop.train(5)
-    made: list[Evacuated] = []
-    threads = [threading.Thread(target=lambda: made.append(loop.session.evacuate(60.0))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-    assert [(found.step, found.safe, found.sealed) for found in made] == [(5, True, True)] * 4, made
-    loop.train(2)
-    assert loop.session.flush()
-    loop.session.close()
 
 
 def test_a_signal_while_another_departure_runs(tmp_path: Path, arena_dir: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from scarctl.config import grouped
 from scarctl.errors import UsageError
 from scarctl.store import Store, verify
 from tests.support.places import SECRET, Place
-from tests.support.proxy import Fault, Proxy
 
 pytestmark = pytest.mark.slow
 
@@ -43,28 +41,6 @@ def test_a_run_goes_on_where_it_ended(s3_place: Place, both_savers: str) -> None
     session.close()
     store = Store.open(s3_place.url, storage_options=s3_place.options)
     assert verify(store, read_data=True).problems == []
-
-
-@pytest.mark.long
-def test_closing_waits_no_longer_than_it_may(s3_place: Place, wire: Proxy) -> None:
-    """Closing takes at most one request longer; copies that were not durable are there for the next session."""
-    options = {**s3_place.options, "endpoint_url": wire.url, "scarctl_timeout": 60}
-    state = model()
-    session = train(state, s3_place, 4, shards=4, storage_options=options, daemon=False, timeout=0.5)
-    wire.rule = lambda request: Fault(after=30)
-    for _ in range(3):
-        state["users"] += 0.5
-        session.step()
-        session.checkpoint(full=True)
-    started = time.monotonic()
-    session.close()
-    assert time.monotonic() - started < 25, "the store answers after 30 s"
-    wire.rule = lambda request: None
-    again = model()
-    session = train(again, s3_place, 7, storage_options=options, daemon=False)
-    assert (again["users"] == state["users"]).all()
-    session.close()
-    assert verify(Store.open(s3_place.url, storage_options=options), read_data=True).problems == []
 
 
 def test_options_that_are_refused_are_not_repeated(

@@ -71,32 +71,6 @@ def test_a_daemon_that_is_replaced_between_copy_and_hand_over(tmp_path: Path, da
     again.session.close()
 
 
-def test_memory_stays_good_when_the_daemon_was_replaced(tmp_path: Path, daemon_folder: Path) -> None:
-    """The arena's state is not older than the store's, which another daemon has saved from it."""
-
-    def body(tell: Tell) -> None:
-        loop = Loop(tmp_path / "store", interval=1000)
-        loop.train(5)
-        loop.session.checkpoint(full=True, wait=True)
-        loop.train(5)
-        epoch = epoch_of(loop)
-        kill(daemon_folder)
-        assert loop.session.flush()
-        wait_until(lambda: epoch_of(loop) > epoch)
-        drained([loop.session])
-        dies(loop, tmp_path)
-
-    with Forked(body) as child:
-        expected = left_by(child, tmp_path)
-    again = Loop(tmp_path / "store", seed=99)
-    resumed = again.session.resume()
-    assert (resumed.step, resumed.consistent) == (10, True)
-    assert resumed.report is not None
-    assert set(resumed.report.tiers) == {"memory"}
-    assert differing(again.state(), expected) == []
-    again.session.close()
-
-
 # -- what a dead process left ------------------------------------------------------------------------------------
 
 

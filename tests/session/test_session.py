@@ -22,85 +22,12 @@ from tests.support.training import Loop, differing, drained
 pytestmark = pytest.mark.usefixtures("both_savers")
 
 
-def test_resume_from_a_sealed_state_is_exact(tmp_path: Path) -> None:
-    whole = Loop(tmp_path / "whole")
-    whole.train(30)
-    expected = whole.state()
-    whole.session.close()
-
-    first = Loop(tmp_path / "store")
-    first.train(17)
-    first.session.close()
-    second = Loop(tmp_path / "store", seed=99)
-    resumed = second.session.resume()
-    assert (resumed.step, resumed.consistent) == (17, True)
-    assert second.position == {"batches": 17}
-    assert second.scheduler.last_epoch == 17
-    second.train(13)
-    assert differing(second.state(), expected) == []
-    second.session.close()
-    assert_sound(tmp_path / "store")
-
-
 def test_resume_on_an_empty_store_changes_nothing(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "store")
     before = loop.state()
     resumed = loop.session.resume()
     assert (resumed.step, resumed.consistent, resumed.report) == (0, True, None)
     assert differing(loop.state(), before) == []
-    loop.session.close()
-
-
-def test_partial_recovery_restores_the_lost_rows_and_touches_no_other(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store", shards=4)
-    loop.train(21)
-    engine = loop.session._engine
-    assert engine is not None
-    drained([loop.session])
-    before = loop.state()
-    lost = np.flatnonzero(np.isin(engine.shard_of, [1, 3]))
-    for group, start, stop in poisoned_rows(engine.layout, lost):
-        for tensor in {g.name: g for g in loop.session.adapter.groups()}[group].tensors.values():
-            if tensor.is_floating_point():
-                tensor.reshape(-1 if tensor.dim() == 0 else tensor.shape)[start:stop] = float("nan")
-    report = loop.session.recover(lost=[1, 3])
-    assert report.lost_partitions == report.restored_partitions == lost.size
-    assert report.mode == "partial"
-    assert "Layout" not in repr(report)  # one line, for printing
-    after = loop.state()
-    assert all(torch.isfinite(t).all() for t in after.values())
-    for group in engine.layout.groups:
-        ids = engine.layout.match(group.name)
-        for spec, key in zip(group.tensors, (group.key(t) for t in range(len(group.tensors))), strict=True):
-            del spec
-            starts, stops = engine.layout.row_ranges(ids)
-            for pid, a, b in zip(ids, starts, stops, strict=True):
-                rows = slice(a, b) if after[key].dim() else ...
-                if pid not in lost:
-                    assert torch.equal(after[key][rows], before[key][rows])
-    loop.train(5)
-    loop.session.close()
-    assert_sound(tmp_path / "store")
-
-
-def poisoned_rows(layout, ids):  # type: ignore[no-untyped-def]
-    for g, start, stop in zip(layout.group_of(ids), *layout.row_ranges(ids), strict=True):
-        yield layout.groups[g].name, int(start), int(stop)
-
-
-def test_recovered_values_are_those_last_saved_with_their_moments(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store", interval=5, policy="full")
-    loop.train(5, settle=True)
-    saved = loop.state()
-    loop.train(3, settle=True)
-    report = loop.session.recover(lost="embed.*")
-    now = loop.state()
-    for name in ("embed.weight", "embed.weight/exp_avg", "embed.weight/exp_avg_sq"):
-        assert torch.equal(now[name], saved[name])
-    assert not torch.equal(now["out.weight"], saved["out.weight"])
-    assert report.perturbation.kind == "measured"
-    assert report.perturbation.value > 0
-    assert not report.consistent
     loop.session.close()
 
 
@@ -264,22 +191,6 @@ def test_of_two_requests_the_whole_state_is_saved_once(tmp_path: Path) -> None:
     loop.session._saving.finish()
     assert loop.session.stats.checkpoints == 2
     assert loop.session._started().arena.sealed >= 0
-    loop.session.close()
-
-
-def test_a_copy_is_not_repeated_with_values_that_are_not_finite(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store", interval=2, fraction=1.0)
-    loop.train(1)
-    loop.session._saving.finish()
-    drained([loop.session])
-    first = loop.state()["out.weight"]
-    loop.train(1)
-    with torch.no_grad():
-        loop.model.out.weight[:] = float("nan")
-    loop.session._saving.finish()
-    assert loop.session.stats.nonfinite_partitions > 0
-    loop.session.recover("out.weight")  # torn in memory: the store's older copy
-    assert torch.equal(loop.model.out.weight, first)
     loop.session.close()
 
 

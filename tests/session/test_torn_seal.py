@@ -8,7 +8,6 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -35,33 +34,6 @@ def sealed_steps(store: Path) -> list[int]:
         return [one.step for one in sealed_sets(opened.states(opened.shards()).values())]
     finally:
         opened.close()
-
-
-def test_a_run_that_was_killed_in_the_copy_of_the_next_seal(tmp_path: Path, warm_torch: None) -> None:
-    store = tmp_path / "store"
-
-    def body(tell: Callable[[str], None]) -> None:
-        run = Counting(store)
-        seal_that_waits(run)
-        run.train(5)
-        arena = run.session._started().arena
-        arena.begin(np.array([3]))
-        arena.rows(0, 0)[3] = 7
-        tell("there")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with Forked(body) as child:
-        child.expect("there")
-        assert child.wait() == -signal.SIGKILL
-    run = Counting(store)
-    resumed = run.session.resume(mode="partial")
-    assert (resumed.step, resumed.consistent) == (20, False)
-    assert run.x[:, 0].tolist() == [20, 20, 20, 10, 20, 20, 20, 20]
-    drained([run.session])
-    assert sealed_steps(store)[0] == 10
-    assert run.session.recover("all", mode="rollback").step == 10
-    assert (run.x == 10).all()
-    run.session.close()
 
 
 def test_a_repair_of_what_a_stopped_run_left_in_memory(

@@ -160,20 +160,3 @@ def test_a_table_with_large_partitions_is_advised_smaller_ones(
             said.append([r.getMessage() for r in caplog.records if "embedding tables" in r.getMessage()])
     assert [len(one) for one in said] == [1, 0, 0], "once, when there is a choice"
     assert "5 of 'table.weight'" in said[0][0]
-
-
-def test_what_is_not_finite_is_never_saved(tmp_path: Path) -> None:
-    job = Job(tmp_path / "store", tracker="auto", fraction=1.0)
-    job.train(4)
-    good = job.model.hidden.weight.detach().clone()
-    with torch.no_grad():
-        job.model.hidden.weight[40, 7] = float("nan")
-        job.model.table.weight[490, 3] = float("inf")
-    for _ in range(4):
-        job.session.checkpoint(wait=True)
-    engine = job.session._started()
-    saved = [torch.from_numpy(engine.arena.rows(g, 0).view(np.float32).copy()) for g in range(2)]
-    assert all(torch.isfinite(rows).all() for rows in saved)
-    job.session.recover("hidden.weight")
-    assert torch.equal(job.model.hidden.weight[:64], good[:64])
-    job.session.close(seal=False)

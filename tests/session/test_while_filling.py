@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import scarctl
-from scarctl.arena.durability import durability
 from scarctl.checkpoint import filling
 from scarctl.checkpoint.filling import Filling
 from scarctl.daemon.client import ask_status
@@ -54,19 +53,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     monkeypatch.setattr(Filling, "run", held)
     yield gate
     gate.set()
-
-
-def test_the_store_is_not_reported_as_empty(store: Path, gate: threading.Event) -> None:
-    run = Run(store, 2, "second")
-    run.session.resume()
-    known = durability(run.arena)
-    assert (known.durable_step, known.oldest_durable_step, known.pending_partitions) == (3, 3, 0)
-    figures = run.session.metrics("")
-    assert (figures["durable_step"], figures["lag"], figures["pending_bytes"]) == (3, 0, 0)
-    gate.set()
-    run.session._saving.finish()
-    assert durability(run.arena).durable_step == 3
-    run.session.close()
 
 
 @pytest.mark.usefixtures("daemon_folder")

@@ -87,15 +87,6 @@ class Diverging(Quadratic):
         self._state["x"] *= np.nan
 
 
-class Printing(Quadratic):
-    """Writes to stdout, as programs do."""
-
-    def step(self, iteration: int) -> None:
-        super().step(iteration)
-        sys.stdout.write(f"step {iteration}\n")
-        os.write(1, b"straight to the descriptor\n")
-
-
 class Raising(Quadratic):
     def step(self, iteration: int) -> None:
         raise ZeroDivisionError("seven")

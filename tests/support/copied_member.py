@@ -80,7 +80,7 @@ def main(store: str, folder: str, number: str, count: str, options: str) -> int:
                     if order == ["stop store"] and not is_in_store(session):
                         break  # the store is to have something older
                     obeyed += 1
-                    tell(answer=obey(session, *order), head=session.head_step)
+                    tell(answer=obey(session, order[0]), head=session.head_step)
                     if order[0].endswith("stopped"):
                         threading.Event().wait()
                 if blocks:
@@ -110,7 +110,7 @@ def serve(session: scarctl.Session, state: dict[str, np.ndarray]) -> None:
             values += 1
 
 
-def obey(session: scarctl.Session, order: str, *arguments: Any) -> Any:
+def obey(session: scarctl.Session, order: str) -> Any:
     """Carry out an order, and return what there is to say."""
     try:
         if order == "stop store":  # from now on the store gets nothing
@@ -121,9 +121,6 @@ def obey(session: scarctl.Session, order: str, *arguments: Any) -> Any:
             return session.flush()
         elif order in ("copied", "copied and stopped"):
             session.checkpoint(full=True, wait="peers")
-        elif order == "evacuate":
-            found = session.evacuate(*arguments)
-            return {"safe": found.safe, "peers": list(found.peers), "consistent": found.peer_sealed}
         else:
             raise AssertionError(order)
     except ScarError as error:

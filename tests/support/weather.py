@@ -1,10 +1,10 @@
-"""Carry frames between the ports of a switch as a bad network does: late, lost, too large, in one direction only.
+"""Carry frames between the ports of a switch as a bad network does: not the large ones, or in one direction only.
 
     python -m tests.support.weather SETTINGS PORT PORT [PORT ...]
 
 Runs in the network of the switch, whose ports have left it. SETTINGS is a JSON file, read again when it changes:
-`delay`, seconds for each frame; `loss`, the fraction of lost frames; `most`, the largest frame in bytes, larger ones
-vanish; `deaf`, pairs [from, to] of ports by number between which nothing arrives. Nobody is told about a lost frame.
+`most`, the largest frame in bytes, larger ones vanish; `deaf`, pairs [from, to] of ports by number between which
+nothing arrives. Nobody is told about a lost frame.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import heapq
-import itertools
 import json
 import os
-import random
 import select
 import socket
 import struct
@@ -48,7 +45,7 @@ class Settings:
 
     def __init__(self, path: Path) -> None:
         self._path, self._seen = path, (0, 0)
-        self.delay, self.loss, self.most = 0.0, 0.0, 1 << 20
+        self.most = 1 << 20
         self.deaf: set[tuple[int, int]] = set()
 
     def look(self) -> None:
@@ -57,14 +54,12 @@ class Settings:
             return
         self._seen = seen
         known: dict[str, Any] = json.loads(self._path.read_text())
-        self.delay, self.loss = known.get("delay", 0.0), known.get("loss", 0.0)
         self.most = known.get("most", 1 << 20)
         self.deaf = {(one, other) for one, other in known.get("deaf", [])}
 
 
 def carry(settings: Settings, ports: list[str]) -> None:
     """Carry frames for ever."""
-    generator, number = random.Random(1), itertools.count()
     cables = []
     for port in ports:
         cable = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL))
@@ -74,18 +69,12 @@ def carry(settings: Settings, ports: list[str]) -> None:
     poll = select.poll()
     for cable in cables:
         poll.register(cable, select.POLLIN)
-    waiting: list[tuple[float, int, int, bytes]] = []
     looked = 0.0
     while True:
-        now = time.monotonic()
-        if now > looked + 0.02:
+        if time.monotonic() > looked + 0.02:
             settings.look()
-            looked = now
-        while waiting and waiting[0][0] <= now:
-            _, _, to, frame = heapq.heappop(waiting)
-            with contextlib.suppress(OSError):  # a full queue, or a device that is down: lost
-                cables[to].send(frame)
-        poll.poll(1000 * min(0.02, waiting[0][0] - now) if waiting else 20)
+            looked = time.monotonic()
+        poll.poll(20)
         for source, cable in enumerate(cables):
             while True:
                 try:
@@ -94,11 +83,10 @@ def carry(settings: Settings, ports: list[str]) -> None:
                     break
                 if origin[2] == socket.PACKET_OUTGOING or len(frame) - _ETHERNET > settings.most:
                     continue
-                if generator.random() < settings.loss:
-                    continue
                 for to in range(len(cables)):
                     if to != source and (source, to) not in settings.deaf:
-                        heapq.heappush(waiting, (time.monotonic() + settings.delay, next(number), to, frame))
+                        with contextlib.suppress(OSError):  # a full queue, or a device that is down: lost
+                            cables[to].send(frame)
 
 
 if __name__ == "__main__":

@@ -31,13 +31,13 @@ QUIET: dict[str, Any] = {
 }
 
 
-class Interrupted(Exception):
-    """The exception that ends a test's fit."""
-
-
 def kill(_: Point) -> None:
     """End this process as a power cut would."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Interrupted(Exception):
+    """The exception that ends a test's fit."""
 
 
 def interrupt(_: Point) -> None:

@@ -4,42 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.adapters.lightning.fits import (
-    Interrupted,
-    ManualNet,
-    Net,
-    PlateauNet,
-    Point,
-    differing,
-    fit,
-    loader,
-    outcome,
-    points,
-)
+from tests.support.lazy import Lazy
+
+if TYPE_CHECKING:
+    from tests.adapters.lightning import fits
+else:
+    fits = Lazy("tests.adapters.lightning.fits")
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
-SOME: list[Point] = [("validation", 0, 1), ("epoch_end", 0, 0), ("train", 1, 4)]
+SOME: list[fits.Point] = [("validation", 0, 1), ("epoch_end", 0, 0), ("train", 1, 4)]
 
 
 def check(
-    folder: Path, kind: type[Net], ends: Iterable[Point], data: Callable[[], Any] = loader, **options: Any
+    folder: Path,
+    kind: type[fits.Net],
+    ends: Iterable[fits.Point],
+    data: Callable[[], Any] = lambda: fits.loader(),
+    **options: Any,
 ) -> None:
     """Interrupt a fit at each of these points, run it again, and compare all that it leaves."""
-    whole, trainer = fit(kind, None, train=data(), **options)
-    expected, wrong = outcome(whole, trainer), {}
+    whole, trainer = fits.fit(kind, None, train=data(), **options)
+    expected, wrong = fits.outcome(whole, trainer), {}
     for number, point in enumerate(ends):
         store = folder / str(number)
-        with pytest.raises(Interrupted):
-            fit(kind, store, point, train=data(), **options)
-        net, trainer = fit(kind, store, train=data(), **options)
-        wrong[point] = differing(outcome(net, trainer), expected)
+        with pytest.raises(fits.Interrupted):
+            fits.fit(kind, store, point, train=data(), **options)
+        net, trainer = fits.fit(kind, store, train=data(), **options)
+        wrong[point] = fits.differing(fits.outcome(net, trainer), expected)
         if net.seen != whole.seen[len(whole.seen) - len(net.seen) :]:
             wrong[point].append("data")
     assert {point: names for point, names in wrong.items() if names} == {}
@@ -48,12 +46,12 @@ def check(
 @pytest.mark.long
 def test_wherever_it_was_interrupted(tmp_path: Path) -> None:
     """Fit with accumulation over two batches, and a validation after every third."""
-    check(tmp_path, Net, points(), val_check_interval=0.5)
+    check(tmp_path, fits.Net, fits.points(), val_check_interval=0.5)
 
 
-@pytest.mark.parametrize("kind", [PlateauNet, ManualNet])
-def test_other_schedules_and_optimizers(kind: type[Net], tmp_path: Path) -> None:
-    check(tmp_path, kind, [("validation", 0, 1), ("batch_end", 1, 5)])
+@pytest.mark.parametrize("kind", ["PlateauNet", "ManualNet"])
+def test_other_schedules_and_optimizers(kind: str, tmp_path: Path) -> None:
+    check(tmp_path, getattr(fits, kind), [("validation", 0, 1), ("batch_end", 1, 5)])
 
 
 class Stream(IterableDataset[Any]):
@@ -96,22 +94,22 @@ class Resumable:
 @pytest.mark.parametrize(
     "data",
     [
-        pytest.param(lambda: loader(num_workers=1, persistent_workers=True), marks=pytest.mark.long),
-        lambda: loader(generator=torch.Generator().manual_seed(5)),
+        pytest.param(lambda: fits.loader(num_workers=1, persistent_workers=True), marks=pytest.mark.long),
+        lambda: fits.loader(generator=torch.Generator().manual_seed(5)),
         pytest.param(lambda: DataLoader(Stream(), batch_size=4), marks=pytest.mark.long),
         Resumable,
     ],
     ids=["workers", "generator", "stream", "stateful"],
 )
 def test_kinds_of_data(data: Callable[[], Any], tmp_path: Path) -> None:
-    check(tmp_path, Net, [("train", 0, 3), ("train", 1, 4)], data)
+    check(tmp_path, fits.Net, [("train", 0, 3), ("train", 1, 4)], data)
 
 
 def test_a_loader_with_a_state_reads_nothing_again(tmp_path: Path) -> None:
-    with pytest.raises(Interrupted):
-        fit(Net, tmp_path / "store", ("train", 0, 5), train=Resumable())
+    with pytest.raises(fits.Interrupted):
+        fits.fit(fits.Net, tmp_path / "store", ("train", 0, 5), train=Resumable())
     Resumable.read = 0
-    fit(Net, tmp_path / "store", train=Resumable())
+    fits.fit(fits.Net, tmp_path / "store", train=Resumable())
     assert Resumable.read == 12 - 4
 
 
@@ -126,5 +124,5 @@ def test_a_loader_with_a_state_reads_nothing_again(tmp_path: Path) -> None:
     ids=["limit", "steps", "reload", "validation-by-steps"],
 )
 @pytest.mark.long
-def test_options_of_the_trainer(ends: list[Point], options: dict[str, Any], tmp_path: Path) -> None:
-    check(tmp_path, Net, ends, **options)
+def test_options_of_the_trainer(ends: list[fits.Point], options: dict[str, Any], tmp_path: Path) -> None:
+    check(tmp_path, fits.Net, ends, **options)

@@ -3,114 +3,96 @@
 from __future__ import annotations
 
 import signal
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import peft
 import pytest
-import transformers
 from packaging.version import Version
 from torch import nn
-from transformers import EarlyStoppingCallback, Trainer
 
-from scarctl_adapters.transformers import ScarCallback
 from tests.adapters.launched import check_ranks, torchrun
-from tests.adapters.trainer_runs import (
-    At,
-    Texts,
-    ended_at,
-    gpt,
-    log_of,
-    make_trainer,
-    resumed,
-    scar,
-    state_of,
-)
+from tests.support.lazy import Lazy
 from tests.support.training import differing
+
+if TYPE_CHECKING:
+    import peft
+    import transformers
+
+    from scarctl_adapters.transformers import ScarCallback
+    from tests.adapters import trainer_runs as runs
+else:
+    peft, transformers, runs = map(Lazy, ("peft", "transformers", "tests.adapters.trainer_runs"))
 
 # peft uses functions that transformers will remove.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> transformers.Trainer:
     """Return the run without scarctl."""
-    trainer = make_trainer(tmp_path_factory.mktemp("whole"))
+    trainer = runs.make_trainer(tmp_path_factory.mktemp("whole"))
     trainer.train()
-    trainer.kept = (state_of(trainer), log_of(trainer))
+    trainer.kept = (runs.state_of(trainer), runs.log_of(trainer))
     return trainer
 
 
-def assert_same(trainer: Trainer, whole: Trainer) -> None:
+def assert_same(trainer: transformers.Trainer, whole: transformers.Trainer) -> None:
     state, log = whole.kept
-    assert differing(state_of(trainer), state) == []
-    assert log_of(trainer) == log
+    assert differing(runs.state_of(trainer), state) == []
+    assert runs.log_of(trainer) == log
 
 
-def test_beside_scarctl_a_run_is_what_it_is_without(tmp_path: Path, whole: Trainer) -> None:
-    trainer, callback = resumed(tmp_path)
+def test_beside_scarctl_a_run_is_what_it_is_without(tmp_path: Path, whole: transformers.Trainer) -> None:
+    trainer, callback = runs.resumed(tmp_path)
     assert callback.resumed is not None
     assert callback.resumed.step == 0
     assert_same(trainer, whole)
     assert callback.session is None
 
 
-def test_kill_9_and_the_same_command_ends_as_if_nothing_had_been(tmp_path: Path, whole: Trainer) -> None:
-    """At the last step of an epoch."""
-    # A copy in memory without its extras would be one step ahead: the previous sealed state counts.
-    options = {"mode": "rollback"}
-    ended_at(tmp_path, "on_step_end", 6, signal.SIGKILL)
-    trainer, callback = resumed(tmp_path, options=options)
-    assert callback.resumed is not None
-    # A seal is skipped while the previous one is being saved.
-    assert callback.resumed.step in (5, 4)
-    assert callback.resumed.consistent
-    assert trainer.state.global_step == 18
-    assert_same(trainer, whole)
-
-
 @pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5"),
+    Version(metadata.version("transformers")) < Version("5"),
     reason="a Trainer that resumes scales that step otherwise",
 )
 def test_an_epoch_that_ends_with_a_smaller_step(tmp_path: Path) -> None:
-    bare = make_trainer(tmp_path / "bare", rows=44)
+    bare = runs.make_trainer(tmp_path / "bare", rows=44)
     bare.train()
-    expected = state_of(bare)
-    ended_at(tmp_path, "on_step_end", 7, signal.SIGKILL, rows=44)
-    trainer, _ = resumed(tmp_path, options={"mode": "rollback"}, rows=44)
-    assert differing(state_of(trainer), expected) == []
+    expected = runs.state_of(bare)
+    runs.ended_at(tmp_path, "on_step_end", 7, signal.SIGKILL, rows=44)
+    trainer, _ = runs.resumed(tmp_path, options={"mode": "rollback"}, rows=44)
+    assert differing(runs.state_of(trainer), expected) == []
 
 
 def test_an_order_that_is_drawn_from_the_global_generator(tmp_path: Path) -> None:
     arguments = {"accelerator_config": {"use_seedable_sampler": False}}
-    bare = make_trainer(tmp_path / "bare", **arguments)
+    bare = runs.make_trainer(tmp_path / "bare", **arguments)
     bare.train()
-    expected = state_of(bare)
-    ended_at(tmp_path, "on_step_end", 9, signal.SIGKILL, **arguments)
-    trainer, _ = resumed(tmp_path, options={"mode": "rollback"}, **arguments)
-    assert differing(state_of(trainer), expected) == []
+    expected = runs.state_of(bare)
+    runs.ended_at(tmp_path, "on_step_end", 9, signal.SIGKILL, **arguments)
+    trainer, _ = runs.resumed(tmp_path, options={"mode": "rollback"}, **arguments)
+    assert differing(runs.state_of(trainer), expected) == []
 
 
 def test_max_steps_within_an_epoch_and_a_run_that_is_done(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer, _ = resumed(tmp_path, max_steps=9)
-    expected, log = state_of(trainer), trainer.state.log_history
-    again = make_trainer(tmp_path, max_steps=9)
-    callback = scar(again, tmp_path)
+    trainer, _ = runs.resumed(tmp_path, max_steps=9)
+    expected, log = runs.state_of(trainer), trainer.state.log_history
+    again = runs.make_trainer(tmp_path, max_steps=9)
+    callback = runs.scar(again, tmp_path)
     output = again.train()
     assert (output.global_step, again.state.global_step) == (9, 9)
     assert output.training_loss == log[-1]["train_loss"]
     assert again.state.log_history == log
     assert "all 9 steps are taken already" in caplog.text
     del expected["random numbers"]
-    now = state_of(again)
+    now = runs.state_of(again)
     del now["random numbers"]
     assert differing(now, {name: expected[name] for name in now}) == []
     assert callback.session is None
 
-    longer, callback = resumed(tmp_path, max_steps=12)
+    longer, callback = runs.resumed(tmp_path, max_steps=12)
     assert callback.resumed is not None
     assert callback.resumed.step == 9
     assert longer.state.global_step == 12
@@ -119,8 +101,8 @@ def test_max_steps_within_an_epoch_and_a_run_that_is_done(
 @pytest.mark.long
 def test_callbacks_and_the_best_metric_come_back(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {
-        "model": gpt,
-        "data": Texts,
+        "model": runs.gpt,
+        "data": runs.Texts,
         "num_train_epochs": 4,
         "learning_rate": 1.0,
         "eval_steps": 2,
@@ -130,12 +112,14 @@ def test_callbacks_and_the_best_metric_come_back(tmp_path: Path) -> None:
         "metric_for_best_model": "loss",
     }
 
-    def trained(folder: Path, stop: bool = False) -> tuple[Trainer, ScarCallback]:
-        trainer = make_trainer(folder, **arguments)
-        trainer.add_callback(EarlyStoppingCallback(3))
-        callback = scar(trainer, folder)
+    def trained(folder: Path, stop: bool = False) -> tuple[transformers.Trainer, ScarCallback]:
+        trainer = runs.make_trainer(folder, **arguments)
+        trainer.add_callback(transformers.EarlyStoppingCallback(3))
+        callback = runs.scar(trainer, folder)
         if stop:
-            trainer.add_callback(At("on_step_begin", 5, lambda: (_ for _ in ()).throw(KeyboardInterrupt())))
+            trainer.add_callback(
+                runs.At("on_step_begin", 5, lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
+            )
             with pytest.raises(KeyboardInterrupt):
                 trainer.train()
         else:
@@ -161,29 +145,34 @@ def test_callbacks_and_the_best_metric_come_back(tmp_path: Path) -> None:
 def test_a_checkpoint_of_the_user_wins_and_the_store_gets_its_state(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    arguments: dict[str, Any] = {"model": gpt, "data": Texts, "save_strategy": "steps", "save_steps": 4}
-    bare = make_trainer(tmp_path / "bare", **arguments)
+    arguments: dict[str, Any] = {
+        "model": runs.gpt,
+        "data": runs.Texts,
+        "save_strategy": "steps",
+        "save_steps": 4,
+    }
+    bare = runs.make_trainer(tmp_path / "bare", **arguments)
     bare.train()
-    expected = state_of(bare)
-    ended_at(tmp_path, "on_step_end", 11, signal.SIGKILL, **arguments)
+    expected = runs.state_of(bare)
+    runs.ended_at(tmp_path, "on_step_end", 11, signal.SIGKILL, **arguments)
 
-    trainer = make_trainer(tmp_path, **arguments)
-    callback = scar(trainer, tmp_path, interval=1000)
+    trainer = runs.make_trainer(tmp_path, **arguments)
+    callback = runs.scar(trainer, tmp_path, interval=1000)
 
     def stop() -> None:
         raise KeyboardInterrupt
 
-    trainer.add_callback(At("on_step_begin", 10, stop))
+    trainer.add_callback(runs.At("on_step_begin", 10, stop))
     with pytest.raises(KeyboardInterrupt):
         trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-8"))
     assert "checkpoint-8, not from step" in caplog.text
     assert trainer.state.global_step == 10
     # Without it the store counts again: a part of the checkpoint, and nothing of the run before.
-    again, callback = resumed(tmp_path, **arguments)
+    again, callback = runs.resumed(tmp_path, **arguments)
     assert callback.resumed is not None
     assert callback.resumed.consistent
     assert again.state.global_step == 18
-    assert differing(state_of(again), expected) == []
+    assert differing(runs.state_of(again), expected) == []
 
 
 def test_lora_saves_the_frozen_base_once(tmp_path: Path) -> None:
@@ -192,20 +181,20 @@ def test_lora_saves_the_frozen_base_once(tmp_path: Path) -> None:
         config = peft.LoraConfig(
             r=2, target_modules=["c_attn"], lora_dropout=0.1, task_type="CAUSAL_LM", fan_in_fan_out=True
         )
-        model: nn.Module = peft.get_peft_model(gpt(), config)
+        model: nn.Module = peft.get_peft_model(runs.gpt(), config)
         return model
 
-    arguments: dict[str, Any] = {"model": lora, "data": Texts}
-    bare = make_trainer(tmp_path / "bare", **arguments)
+    arguments: dict[str, Any] = {"model": lora, "data": runs.Texts}
+    bare = runs.make_trainer(tmp_path / "bare", **arguments)
     bare.train()
-    trainer = make_trainer(tmp_path, **arguments)
-    callback = scar(trainer, tmp_path)
+    trainer = runs.make_trainer(tmp_path, **arguments)
+    callback = runs.scar(trainer, tmp_path)
     saved: list[int] = []
     for step in (1, 2, 12):
         trainer.add_callback(
-            At("on_step_end", step, lambda: saved.append(callback.session.stats.saved_bytes))
+            runs.At("on_step_end", step, lambda: saved.append(callback.session.stats.saved_bytes))
         )
-    trainer.add_callback(At("on_step_begin", 13, lambda: (_ for _ in ()).throw(KeyboardInterrupt())))
+    trainer.add_callback(runs.At("on_step_begin", 13, lambda: (_ for _ in ()).throw(KeyboardInterrupt())))
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     trained = sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad)
@@ -213,10 +202,10 @@ def test_lora_saves_the_frozen_base_once(tmp_path: Path) -> None:
     assert base > 4 * trained
     # At most the trained parameters and their two moments, in each of the eleven checkpoints that follow.
     assert 0 < saved[2] - saved[1] <= 11 * 3 * trained
-    again, callback = resumed(tmp_path, **arguments)
+    again, callback = runs.resumed(tmp_path, **arguments)
     assert callback.resumed is not None
     assert (callback.resumed.step, callback.resumed.consistent) == (13, True)
-    assert differing(state_of(again), state_of(bare)) == []
+    assert differing(runs.state_of(again), runs.state_of(bare)) == []
 
 
 @pytest.mark.long
