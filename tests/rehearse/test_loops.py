@@ -13,19 +13,11 @@ from tests.rehearse.loops import PER_EPOCH, PROGRAMS
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_places")]
 
 
-def check(name: str, stop: int, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "tests.rehearse.loops", name, str(tmp_path / "store")]
-    found, said = rehearse(words, 2 * stop)
-    assert found.verdict == "identical", (found, said)
-    assert all(run.resumed for run in found.runs[1:])
-
-
-def test_an_epoch_with_a_break_and_an_evaluation_ends_as_it_would_have(tmp_path: Path) -> None:
-    check("early break", PER_EPOCH + 2, tmp_path)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("stop", [PER_EPOCH, PER_EPOCH + 2], ids=["last step of an epoch", "within an epoch"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_ends_as_it_would_have(tmp_path: Path, name: str, stop: int) -> None:
-    check(name, stop, tmp_path)
+    words = [sys.executable, "-m", "tests.rehearse.loops", name, str(tmp_path / "store")]
+    found, said = rehearse(words, 2 * stop)
+    assert found.verdict == "identical", (found, said)
+    assert all(run.resumed for run in found.runs[1:])
