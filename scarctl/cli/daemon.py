@@ -90,7 +90,7 @@ def command(
 
 
 def _start(folder: Path, metrics: str | None, metrics_listen: str | None) -> int:
-    from scarctl.daemon.client import hold, start
+    from scarctl.daemon.client import hold
     from scarctl.daemon.outlet import FILE_VARIABLE, LISTEN_VARIABLE, parse_listen
 
     wanted = {}
@@ -100,9 +100,7 @@ def _start(folder: Path, metrics: str | None, metrics_listen: str | None) -> int
         parse_listen(metrics_listen)
         wanted[LISTEN_VARIABLE] = metrics_listen
     running = _ask(folder) is not None
-    if wanted and not running:
-        start(folder, wanted)
-    pid = hold(folder, HOLD_SECONDS)
+    pid = hold(folder, HOLD_SECONDS, wanted)
     fields: dict[str, Any] = {"pid": pid, "folder": str(folder), "already_running": running}
     text = f"daemon {pid} {'was' if running else 'is'} running in {folder}"
     if wanted:

@@ -72,8 +72,16 @@ def start(folder: Path, variables: Mapping[str, str] | None = None) -> None:
         raise _not_started(folder, done.stderr.decode(errors="replace").strip()[-500:])
 
 
-def connect(folder: Path, *, begin: bool = True, patience: float = START_SECONDS) -> socket.socket:
+def connect(
+    folder: Path,
+    *,
+    begin: bool = True,
+    patience: float = START_SECONDS,
+    variables: Mapping[str, str] | None = None,
+) -> socket.socket:
     """Open a connection to the daemon of `folder`, within `patience` seconds. With `begin`, start it if necessary.
+
+    variables: see `start`. It may take several starts, while an earlier daemon is about to end.
 
     Raises Unavailable if no daemon runs (`kind` "no-daemon") or it cannot be started; AccessDenied.
     """
@@ -87,7 +95,7 @@ def connect(folder: Path, *, begin: bool = True, patience: float = START_SECONDS
         except (FileNotFoundError, ConnectionError) as error:
             missing = error
             if begin:
-                start(folder)
+                start(folder, variables)
                 time.sleep(_LAST_MOMENTS)
         except OSError as error:
             raise Unavailable(f"the daemon in {folder} cannot be reached: {error}") from error
@@ -196,11 +204,14 @@ def question(folder: Path, op: str, *, patience: float) -> dict[str, Any] | None
             raise
 
 
-def hold(folder: Path, seconds: int) -> int:
-    """Have the daemon wait `seconds` for its first run. Start it if necessary. Returns its process id."""
+def hold(folder: Path, seconds: int, variables: Mapping[str, str] | None = None) -> int:
+    """Have the daemon wait `seconds` for its first run. Start it if necessary. Returns its process id.
+
+    variables: see `start`.
+    """
 
     def attempt() -> int:
-        with contextlib.closing(connect(folder)) as connection:
+        with contextlib.closing(connect(folder, variables=variables)) as connection:
             return int(request(connection, "hold", seconds=seconds)["pid"])
 
     return insist(attempt)
