@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -160,10 +161,10 @@ def test_a_store_that_another_process_saved_to_meanwhile_is_left_alone(
     trainer.save_durably(1, sealed=True)
     start = client.start
 
-    def not_here(place: Path) -> None:
+    def not_here(place: Path, variables: Mapping[str, str] | None = None) -> None:
         if place == folder:
             raise Unavailable("not yet", kind="daemon-not-started")
-        start(place)
+        start(place, variables)
 
     with monkeypatch.context() as patch:
         patch.setattr(client, "start", not_here)

@@ -117,7 +117,7 @@ class TestEnding:
     ) -> None:
         """A batch system ends every process of the job: the last copies come after the daemon's own signal."""
 
-        def no_start(folder: Path) -> None:
+        def no_start(*_: object) -> None:
             raise Unavailable("the job ends: nobody starts anything any more")
 
         trainer = Trainer(tmp_path / "store", arena_dir)

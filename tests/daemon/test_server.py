@@ -296,7 +296,7 @@ class TestTheEnd:
         thread = threading.Thread(target=daemon.serve)
         thread.start()
 
-        def no_start(folder: Path) -> None:
+        def no_start(*_: object) -> None:
             raise Unavailable("the session shall not start another")
 
         monkeypatch.setattr(client, "start", no_start)
