@@ -29,8 +29,8 @@ def another_is_ahead(store: Store, settings: SessionSettings, shards: Sequence[i
     with contextlib.ExitStack() as opened:
         arenas = []
         for shard in shards:
-            run_id = store.of_shard(shard).run_id
             with contextlib.suppress(ScarError, OSError):
+                run_id = store.of_shard(shard).run_id
                 arena = Arena.share(arena_folder(settings.arena_dir, run_id), run_id=run_id)
                 if arena is not None:
                     opened.callback(arena.close)

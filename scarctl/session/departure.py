@@ -134,8 +134,11 @@ class Departure:
 
     @contextmanager
     def _last_step(self, patience: float) -> Iterator[bool]:
-        """Do as the gate's `quiet`, after the step to which other ranks on this host have come."""
-        deadline = time.monotonic() + patience
+        """Do as the gate's `quiet`, after the step to which other ranks on this host have come.
+
+        That step has half of `patience` seconds, because it may never end: another rank may have died in it.
+        """
+        deadline = time.monotonic() + patience / 2
         with self._gate.quiet(patience) as quiet:
             head = self._progress.head_step
             if not (quiet and self._together.several and self._together.behind(self._opening.store, head)):
@@ -143,7 +146,7 @@ class Departure:
                 return
         while self._progress.head_step == head and time.monotonic() < deadline:
             time.sleep(_POLL)
-        with self._gate.quiet(max(0.0, deadline - time.monotonic())) as quiet:
+        with self._gate.quiet(patience / 2) as quiet:
             yield quiet
 
     def requested(self, request: Request) -> None:
