@@ -129,8 +129,8 @@ def measure_reads(folder: Path, layout: Layout, ids: NDArray[np.int64], memory: 
     """Read the same partitions out of a store next to raw reads: as `measure`."""
     shard_of = np.zeros(layout.partitions, np.int32)
     store, arena = Store.create(folder / "read"), Arena.anonymous(layout)
-    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
-        writer.commit(0, ids, memory.source, step=1)
+    with open_writer(store, layout=layout) as writer:
+        writer.commit(ids, memory.source, step=1)
 
     def restore() -> None:
         plan = plan_partial(ids, layout, shard_of, store.states([0], layout))
@@ -155,13 +155,13 @@ def measure(folder: Path, layout: Layout, every: int, rounds: int) -> tuple[dict
     steps = itertools.count()
 
     def remove_old() -> None:
-        for path in [folder / "raw", *(folder / "store/shards/0/seg").glob("*")]:
+        for path in [folder / "raw", *(folder / "store/lanes/0/seg").glob("*")]:
             path.unlink(missing_ok=True)
 
-    with open_writer(store, layout=layout, shard_of=np.zeros(layout.partitions, np.int32)) as writer:
+    with open_writer(store, layout=layout) as writer:
 
         def commit() -> None:
-            writer.commit(0, ids, memory.source, step=next(steps))
+            writer.commit(ids, memory.source, step=next(steps))
 
         cases = {"raw": Measured(raw(folder, data), remove_old), "store": Measured(commit, remove_old)}
         written = interleaved(cases, rounds), cases

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import host_folder
 from scarctl.arena.header import FILE
+from scarctl.arena.line import FILE as LINE
 from scarctl.arena.transfer import Incoming, Outgoing
 from scarctl.distributed.collectives import Team
 from scarctl.distributed.host_memory import receive, send
@@ -196,7 +197,7 @@ def main() -> None:
         for round_number in range(arguments.rounds):
             arena = Arena.create(homes["east"] / run, layout, run_id=run, epoch=1)
             arena.take_over(0)  # no process: so it may move
-            arena.begin_lines({})
+            (arena.folder / LINE).unlink(missing_ok=True)  # it belongs to a store that nobody has claimed
             arena.close()  # the lock
             arena.memory()[:] = round_number + 1
             copy(arena, everything, 1)

@@ -3,13 +3,12 @@
 python benchmarks/shards.py [--rounds 5] [--handovers 12] [--steps 600] [--interval 5] [--step-ms 4]
     [--width 304] [--folder DIR]
 
-A state of 3.3 MiB with AdamW. First hand-overs of an eighth of it are committed: of one shard, of eight shards in one
-log, as a session's are, and of eight with a log for each, at once, as in stores of earlier versions. Printed are the
-milliseconds of each, its ratio to one shard of the same round, and milliseconds of processor time, the kernel's
-included, which depends less on what else the machine does.
+A state of 3.3 MiB with AdamW. First hand-overs of an eighth of it are committed. Printed are the milliseconds of each,
+its ratio to one shard of the same round, and milliseconds of processor time, the kernel's included, which depends less
+on what else the machine does.
 Then the state trains with steps of a fixed length (computing takes less, the rest is slept), and its daemon saves. Lag
 is the number of iterations between now and the oldest copy that the store has not, read after every iteration of the
-run's second half. Commits are records per second, of all logs together.
+run's second half. Commits are records per second.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from persist import SLOTS, Memory
 from timing import arenas, interleaved, parser, print_table, ratio, scratch, spread
 
@@ -44,12 +42,11 @@ def state(width: int) -> Layout:
 class Writing:
     """One store, and commits of an eighth of the state to it."""
 
-    def __init__(self, folder: Path, shards: int, *, log_each: bool, count: int, width: int) -> None:
+    def __init__(self, folder: Path, shards: int, *, count: int, width: int) -> None:
         self.layout = state(width)
         self.memory = Memory(self.layout)
         store = Store.create(folder / "run", shards=shards)
-        self.log_of = self.layout.shards(shards, 0) if log_each else store.log_of(self.layout)
-        self.writer = open_writer(store, layout=self.layout, shard_of=self.log_of)
+        self.writer = open_writer(store, layout=self.layout)
         self.count = count
         self.step = 0
         self.processor = 0.0
@@ -61,21 +58,16 @@ class Writing:
         for _ in range(self.count):
             self.step += 1
             picked = np.arange(self.step % 8, self.layout.partitions, 8)
-            parts = [(log, picked[self.log_of[picked] == log]) for log in self.writer.states]
-            list(self.writer.store.blobs.write_each(self._commit, parts))
+            self.writer.commit(picked, self.memory.source, step=self.step)
         self.processor += time.process_time() - before
         return (time.perf_counter() - started) / self.count
-
-    def _commit(self, part: tuple[int, NDArray[np.int64]]) -> None:
-        self.writer.commit(*part, self.memory.source, step=self.step)
 
 
 def commits(folder: Path, rounds: int, count: int, width: int) -> None:
     """Print the table of hand-overs."""
-    cases = {"1 shard": (1, False), "8 shards": (8, False), "8 shards, a log for each": (8, True)}
     each = {
-        name: Writing(Path(tempfile.mkdtemp(dir=folder)), shards, log_each=log_each, count=count, width=width)
-        for name, (shards, log_each) in cases.items()
+        name: Writing(Path(tempfile.mkdtemp(dir=folder)), shards, count=count, width=width)
+        for name, shards in (("1 shard", 1), ("8 shards", 8))
     }
     found = interleaved(each, rounds)
     rows = [
@@ -128,7 +120,7 @@ def train(
                 lags.append(session.lag)
         seconds = time.perf_counter() - started
         saved = Store.open(store)
-        records = sum(state.seq + 1 for state in saved.states(saved.shards()).values())
+        records = sum(sum(1 for _ in saved.records(lane)) for lane in saved.shards())
     return {
         "lag": statistics.median(lags),
         "worst": max(lags),

@@ -118,7 +118,7 @@ def main() -> int:
         again = daemon_of(base)
         os.kill(trainer, signal.SIGTERM)
         _, ended = os.waitpid(trainer, 0)
-        records = len(list((folder / "store/shards/0/log").iterdir()))
+        records = len(list((folder / "store/lanes/0/log").glob("*/*")))
     assert again == daemon, "the daemon was replaced"
     assert ended == 0, f"the trainer ended with {ended}"
     at, table = np.array(times), np.array(samples)

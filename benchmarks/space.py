@@ -3,7 +3,7 @@
 A state whose partitions change at very different rates is saved 1/8 at a time, as a session does it: real policy, real
 files. The table says, over the second half of the run: bytes of all files per byte of newest copies (`space`), the same
 without what only the kept sealed state holds (`own`), the largest of that right after a commit, before anything is
-collected (`peak`), and bytes written per byte handed over: of partitions (`copied`), and with headers, indexes and
+collected (`peak`), and bytes written per byte handed over: of partitions (`copied`), and with headers, tables and
 records (`written`).
 
     python benchmarks/space.py [--mib 32] [--commits 200]
@@ -21,6 +21,7 @@ import numpy as np
 from scarctl.policy.select import Candidates, select
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.store import Collector, Store, open_writer, verify
+from scarctl.store.usage import usage
 
 PATTERNS = ("uniform", "lognormal", "zipf", "hot tenth")
 
@@ -48,15 +49,14 @@ def run(
         for g in layout.groups
     ]
     store = Store.create(folder)
-    shard_of = layout.shards(1, 0)
     space, own, peak, spent = [], [], [], 0.0
-    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
+    with open_writer(store, layout=layout) as writer:
         collector = Collector(writer)
 
         def source(g: int, t: int, start: int, stop: int) -> np.ndarray:
             return data[g][t][start:stop]
 
-        writer.commit(0, np.arange(layout.partitions), source, step=0, sealed=True, extras={"step": 0})
+        writer.commit(np.arange(layout.partitions), source, step=0, sealed=True, extras={"step": 0})
         saved = np.zeros(layout.partitions, np.int64)
         credit = cursor = 0
         for step in range(1, commits + 1):
@@ -73,8 +73,8 @@ def run(
             ids = np.arange(layout.partitions) if sealed else picked.ids
             credit, cursor = picked.credit, picked.cursor
             distance[ids], saved[ids] = 0.0, step
-            writer.commit(0, ids, source, step=step, sealed=sealed, extras={"step": step})
-            before = store.usage(writer.states)["bytes"]
+            writer.commit(ids, source, step=step, sealed=sealed, extras={"step": step})
+            before = usage(store, writer.states)["bytes"]
             started = time.perf_counter()
             collector.settle()
             spent += time.perf_counter() - started
@@ -82,8 +82,8 @@ def run(
                 moved = collector.done.moved_bytes
                 handed, written = writer.ledger.handed_bytes, writer.ledger.written_bytes
             if step > commits // 2:
-                total = store.usage(writer.states)["bytes"]
-                kept = collector.space(0).pinned
+                total = usage(store, writer.states)["bytes"]
+                kept = collector.space().pinned
                 space.append(total / layout.nbytes)
                 own.append((total - kept) / layout.nbytes)
                 peak.append((before - kept) / layout.nbytes)
@@ -96,7 +96,7 @@ def run(
     assert reopened.saved.all()
     return {
         "space": max(space), "own": max(own), "peak": max(peak), "copied": copied, "written": amplification,
-        "segments": len(list(folder.glob("shards/0/seg/*"))), "records": len(list(folder.glob("shards/0/log/*"))),
+        "segments": len(list(folder.glob("lanes/0/seg/*"))), "records": len(list(folder.glob("lanes/0/log/*/*"))),
         "open ms": seconds * 1000, "turn ms": spent / commits * 1000,
     }  # fmt: skip
 

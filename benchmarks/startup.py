@@ -31,11 +31,10 @@ def make_store(path: Path, partitions: int, commits: int = 8) -> None:
     spec = TensorSpec("", "F32", (partitions, 64))
     layout = build_layout([("table.weight", "parameter", (spec,))], rows={"*": 1})
     rows = np.zeros((partitions, 256), np.uint8)
-    shard_of = np.zeros(partitions, np.int32)
-    with open_writer(Store.create(path), layout=layout, shard_of=shard_of) as writer:
+    with open_writer(Store.create(path), layout=layout) as writer:
         for step in range(commits):
             ids = np.arange(partitions) if step == 0 else np.arange(step, partitions, 8)
-            writer.commit(0, ids, lambda g, t, a, b: rows[a:b], step=step)
+            writer.commit(ids, lambda g, t, a, b: rows[a:b], step=step)
 
 
 def process(command: list[str], environment: dict[str, str]) -> Callable[[], float]:

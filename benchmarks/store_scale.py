@@ -1,14 +1,14 @@
 """Measure opening, reading and committing to stores with many partitions and a long history.
 
-History: partitions in shards, and commits of an eighth of a shard, one shard after the other, every one of them kept
-(`--collect`: collected meanwhile, as sessions do it). Then, each in a process of its own: `scarctl inspect`, and
+History: partitions, and commits of a part of them, one part after the other, every one of them kept (`--collect`:
+collected meanwhile, as sessions do it). Then, each in a process of its own: `scarctl inspect`, and
 opening for writing. Next to it is the time of a process that only imports click and numpy.
 
-One shard: opening a shard of many partitions for writing, after a full commit and some of an eighth.
+Large: opening a store of many partitions for writing, after a full commit and some of an eighth.
 
-Commits: seconds of a commit of so many partitions, to shards of more and more partitions in all. It must not grow.
+Commits: seconds of a commit of so many partitions, to stores of more and more partitions in all. It must not grow.
 
-    python benchmarks/store_scale.py [--partitions 1000000] [--shards 64] [--commits 10000] [--one-shard 10000000]
+    python benchmarks/store_scale.py [--partitions 1000000] [--parts 512] [--commits 10000] [--large 10000000]
 
 What is measured is durable as always; only the histories are made without waiting for the disk. The last commit has the
 extras of a run that converges, so `inspect` has something to predict. Byte code is cached, as it is after a package's
@@ -44,9 +44,8 @@ from scarctl.store import Store, open_writer
 imported = time.perf_counter()
 store = Store.open(sys.argv[1])
 layout = store.current_layout()
-shard_of = layout.shards(store.settings.shards, store.settings.seed)
 begun = time.perf_counter()
-with open_writer(store, layout=layout, shard_of=shard_of):
+with open_writer(store, layout=layout):
     opened = time.perf_counter()
 print(begun - imported, opened - begun, time.perf_counter() - opened)
 """
@@ -83,21 +82,17 @@ def converging(steps: int) -> dict[str, Any]:
     return Notes(History(points).to_array(), "l2").to_tree()
 
 
-def make_history(folder: Path, partitions: int, shards: int, commits: int, collect: bool) -> None:
+def make_history(folder: Path, partitions: int, parts: int, commits: int, collect: bool) -> None:
     """Make a store with so many commits."""
     layout = lay_out(partitions)
-    store = Store.create(folder, shards=shards)
-    shard_of = layout.shards(shards, store.settings.seed)
+    store = Store.create(folder)
     source = zeros(layout)
-    members = [np.flatnonzero(shard_of == shard) for shard in range(shards)]
-    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
+    with open_writer(store, layout=layout) as writer:
         collector = Collector(writer)
-        for shard, ids in enumerate(members):
-            writer.commit(shard, ids, source, step=0, sealed=True, extras={"step": 0})
+        writer.commit(np.arange(partitions), source, step=0, sealed=True, extras={"step": 0})
         for n in range(1, commits + 1):
-            shard = n % shards
             extras = converging(commits) if n == commits else None
-            writer.commit(shard, members[shard][(n // shards) % 8 :: 8], source, step=n, extras=extras)
+            writer.commit(np.arange(n % parts, partitions, parts), source, step=n, extras=extras)
             if collect:
                 collector.settle()
     store.close()
@@ -126,9 +121,9 @@ def opened(folder: Path, repeats: int) -> list[float]:
 def history(args: argparse.Namespace, folder: Path) -> None:
     """Prints the part about a long history."""
     with without_fsync():
-        make_history(folder, args.partitions, args.shards, args.commits, args.collect)
+        make_history(folder, args.partitions, args.parts, args.commits, args.collect)
     files = sum(len(names) for _, _, names in os.walk(folder))
-    print(f"{args.partitions:,} partitions, {args.shards} shards, {args.commits:,} commits, {files:,} files")
+    print(f"{args.partitions:,} partitions, {args.commits:,} commits, {files:,} files")
     scarctl = [sys.executable, "-m", "scarctl"]
     base = best([sys.executable, "-c", "import click, numpy"], args.repeats)
     print(f"  import click, numpy   {base:7.3f} s")
@@ -142,32 +137,32 @@ def history(args: argparse.Namespace, folder: Path) -> None:
     print(f"  close                 {closing:7.3f} s")
 
 
-def one_shard(args: argparse.Namespace, folder: Path) -> None:
-    """Prints the part about a single large shard."""
+def large(args: argparse.Namespace, folder: Path) -> None:
+    """Prints the part about a large store."""
     with without_fsync():
-        make_history(folder, args.one_shard, 1, 4, collect=False)
+        make_history(folder, args.large, 8, 4, collect=False)
     layout, writer, closing = opened(folder, args.repeats)
-    print(f"{args.one_shard:,} partitions in one shard")
+    print(f"{args.large:,} partitions")
     print(f"  settings and layout   {layout:7.3f} s\n  open for writing      {writer:7.3f} s")
     print(f"  close                 {closing:7.3f} s")
 
 
 def commits(args: argparse.Namespace, folder: Path) -> None:
     """Prints the part about the cost of a commit."""
-    print(f"commits of {args.saved:,} partitions, milliseconds each: median, mean with indexes")
+    print(f"commits of {args.saved:,} partitions, milliseconds each: median, mean")
     for partitions in args.totals:
         layout = lay_out(partitions)
         store = Store.create(folder / str(partitions))
         source, rng = zeros(layout), np.random.default_rng(0)
-        with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
+        with open_writer(store, layout=layout) as writer:
             collector = Collector(writer)
-            writer.commit(0, np.arange(partitions), source, step=0)
+            writer.commit(np.arange(partitions), source, step=0)
             collector.settle()
             times = []
             for step in range(1, args.measured + 1):
                 ids = np.unique(rng.integers(0, partitions, args.saved))
                 started = time.perf_counter()
-                writer.commit(0, ids, source, step=step)
+                writer.commit(ids, source, step=step)
                 collector.settle()
                 times.append(1e3 * (time.perf_counter() - started))
         store.close()
@@ -179,20 +174,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--partitions", type=int, default=1_000_000)
-    parser.add_argument("--shards", type=int, default=64)
+    parser.add_argument("--parts", type=int, default=512)
     parser.add_argument("--commits", type=int, default=10_000)
     parser.add_argument("--collect", action="store_true")
-    parser.add_argument("--one-shard", type=int, default=10_000_000)
+    parser.add_argument("--large", type=int, default=10_000_000)
     parser.add_argument("--saved", type=int, default=4096)
     parser.add_argument("--totals", type=int, nargs="+", default=[100_000, 1_000_000, 10_000_000])
     parser.add_argument("--measured", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", choices=("history", "one_shard", "commits"))
+    parser.add_argument("--only", choices=("history", "large", "commits"))
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="scarctl-benchmark-") as base:
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ["PYTHONPYCACHEPREFIX"] = str(Path(base, "bytecode"))
-        for part in (history, one_shard, commits):
+        for part in (history, large, commits):
             if args.only in (None, part.__name__):
                 with tempfile.TemporaryDirectory(dir=base) as folder:
                     part(args, Path(folder))

@@ -133,9 +133,9 @@ def daemon_folder(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 @pytest.fixture
-def soon_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write indexes after a few commits, so that faults affect them, too."""
-    monkeypatch.setattr("scarctl.store.writer.INDEX_LEAST", 1)
+def soon_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write full records after a few commits, so that faults affect them, too."""
+    monkeypatch.setattr("scarctl.store.writer.FULL_LEAST", 1)
 
 
 @pytest.fixture(scope="module")

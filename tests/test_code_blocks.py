@@ -59,7 +59,6 @@ ELSEWHERE = {
     "docs/peers.md": "tests/peers: a process alone has none",
     "docs/ray.md": "tests/adapters, where Ray is installed",
     "docs/workbench.md": "tests/test_readme.py",
-    "docs/FORMAT.md": "tests/store: the names of the files are examples",
 }
 """Documents whose Python is compiled here, and runs in other tests."""
 WORDS = r"(scarctl [^#'\n]*(?:'[^'\n]*'[^#'\n]*)*)"

@@ -165,8 +165,8 @@ from scarctl.store import Store, open_writer, verify
 
 layout = build_layout([("a", "parameter", (TensorSpec("", "F32", (4, 2)),))])
 store = Store.create(sys.argv[1] + "/run", storage_options={"key": "x"})
-with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
-    writer.commit(0, writer.states[0].ids, lambda g, t, a, b: bytes(8 * (b - a)), step=1)
+with open_writer(store, layout=layout) as writer:
+    writer.commit(writer.state.ids, lambda g, t, a, b: bytes(8 * (b - a)), step=1)
 assert not verify(Store.open("file://" + sys.argv[1] + "/run"), read_data=True).problems
 for command in (["inspect"], ["verify"], ["doctor", "--rounds", "1"]):
     try:
@@ -207,11 +207,11 @@ for seal in (True, False):
     session.close(seal=seal)
 ours = sorted(name for name in sys.modules if name.startswith("scarctl"))
 assert "scarctl.daemon.client" not in ours, "a thread saves"
-assert len(ours) <= 180, (len(ours), ours)
+assert len(ours) <= 185, (len(ours), ours)
 """
 
 
-def test_a_plain_session_imports_at_most_180_modules(tmp_path: Path) -> None:
+def test_a_plain_session_imports_at_most_185_modules(tmp_path: Path) -> None:
     """Train twice in one process with a local store: the second session resumes."""
     done = subprocess.run(
         [sys.executable, "-c", PLAIN, str(tmp_path)],

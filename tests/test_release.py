@@ -116,8 +116,8 @@ def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
 def small_store(folder: Path) -> None:
     layout = build_layout([("a", "parameter", (TensorSpec("", "F32", (4, 2)),))])
     store = Store.create(folder)
-    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
-        writer.commit(0, writer.states[0].ids, lambda g, t, a, b: bytes(8 * (b - a)), step=1)
+    with open_writer(store, layout=layout) as writer:
+        writer.commit(writer.states[0].ids, lambda g, t, a, b: bytes(8 * (b - a)), step=1)
     store.close()
 
 

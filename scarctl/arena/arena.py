@@ -23,7 +23,6 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -51,12 +50,13 @@ from scarctl.arena.header import (
     read_header,
     write_header,
 )
-from scarctl.arena.lines import FILE as LINES
-from scarctl.arena.lines import Lines, Noted, noted
+from scarctl.arena.line import FILE as LINE
+from scarctl.arena.line import LineFile, Word, noted
 from scarctl.arena.mapping import COHERENT, create_file, map_file, open_file, write_at
 from scarctl.errors import UsageError
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER, epoch_of, pack, step_of
+from scarctl.store.term import Line, number_of
 from scarctl.util.arrays import Bytes, Ids, adjacent
 
 log = logging.getLogger("scarctl")
@@ -82,7 +82,7 @@ class Arena(Fields):
         self._geometry = geometry
         self._file = -1
         """File descriptor of a new arena whose pages are not mapped yet; see `put_rows`."""
-        self._lines: Lines | None = None
+        self._line: LineFile | None = None
         """Set if this process has the store's writer."""
         self.replica_of: str | None = None
         """Host whose arena this was a replica of when it was opened; see `scarctl.arena.kinship.believed`."""
@@ -124,7 +124,7 @@ class Arena(Fields):
             if os.path.lexists(folder / FILE):
                 raise UsageError(f"an arena already exists in {folder}", hint="open it, or remove it")
             clear_queue(folder)
-            (folder / LINES).unlink(missing_ok=True)
+            (folder / LINE).unlink(missing_ok=True)
             (folder / OWNER).unlink(missing_ok=True)
             fd = create_file(temporary)
             try:
@@ -177,7 +177,7 @@ class Arena(Fields):
         except BeforeBoot as error:
             log.warning("%s: its pending copies are lost", error.message)
             clear_queue(folder)
-            for name in (FILE, LINES, OWNER):
+            for name in (FILE, LINE, OWNER):
                 (folder / name).unlink(missing_ok=True)
             os.close(lock)
             return None
@@ -232,24 +232,20 @@ class Arena(Fields):
     # -- the store of the arena: see `scarctl.arena.kinship` ----------------------------------------------------
 
     @property
-    def lines(self) -> Noted:
-        """By shard: the last known line of its log, and its line after the record that is being created."""
-        return {} if self._folder is None else noted(self._folder)
+    def line(self) -> Word | None:
+        """What the writer of this arena's copies has saved: see `scarctl.arena.line`."""
+        return None if self._folder is None else noted(self._folder)
 
-    def begin_lines(self, lines: Mapping[int, int]) -> None:
-        """See `scarctl.store.line.Companion`. Raises Unavailable if the folder is full."""
+    def begin_line(self, own: Line, base: Line) -> None:
+        """See `scarctl.store.writer.Companion`. Raises Unavailable if the folder is full."""
         if self._folder is not None:
-            self._lines = Lines(self._folder, lines)
+            word = Word(number_of(own.id), own.k, number_of(base.id), base.k)
+            self._line = LineFile(self._folder, word)
 
-    def expect(self, shard: int, line: int) -> None:
-        """See `scarctl.store.line.Companion`."""
-        if self._lines is not None:
-            self._lines.expect(shard, line)
-
-    def note(self, shard: int, line: int) -> None:
-        """See `scarctl.store.line.Companion`."""
-        if self._lines is not None:
-            self._lines.note(shard, line)
+    def note(self, own: Line) -> None:
+        """See `scarctl.store.writer.Companion`."""
+        if self._line is not None:
+            self._line.note(own.k)
 
     def layout_json(self) -> bytes:
         """Return the layout as the file has it."""
@@ -434,7 +430,7 @@ class Arena(Fields):
         Does nothing after `close`, and in a forked child: another process may own the arena by then.
         """
         if self._folder is not None and self._lock >= 0:
-            remove_files(self._folder, (FILE, LINES, OWNER, MOMENT))
+            remove_files(self._folder, (FILE, LINE, OWNER, MOMENT))
         self.close()
 
 

@@ -1,12 +1,12 @@
 """Decide whether an arena belongs to a store in the store's present state.
 
-A replica of another host's arena may be older than the store, because records were created since. It belongs to the
-store if all of these that changed the state are of the arena's own epoch: then no other process has saved, and nothing
-was rolled back. Processes that began an epoch, and died before they saved, do not count.
+An arena notes what its process has saved: the id of its term, and its newest acknowledged record that has changed the
+state (`scarctl.arena.line`). It belongs to the store if the newest record there that changed the state is of this
+term, and not older; or if nothing has changed the state since the term began. So a replica of another host's arena may
+be older than the store. Processes that claimed a term, and died before they saved, do not count.
 
 The run may have continued on another host. The store may have been rolled back there, copied, or replaced by its own
-backup. Then the arena's copies, and its durable versions, are of another state than the store's. So an arena notes the
-store's line (`scarctl.store.line`) with every record, and is believed only if the store still has that line.
+backup. Then the newest such record is of another term, or older, and the arena is not believed.
 """
 
 from __future__ import annotations
@@ -15,129 +15,68 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder, folder_error
 from scarctl.arena.header import FILE
-from scarctl.arena.lines import Noted, fit, write_lines
+from scarctl.arena.line import Word, fit
 from scarctl.arena.owner import disown, read_owner
 from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.view import ArenaView, peek
 from scarctl.errors import AccessDenied, Contention, Corruption, Fenced, ScarError, Unavailable
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER
-from scarctl.store import Store
-from scarctl.store.line import number_of
-from scarctl.store.log import ShardLog
-from scarctl.store.record import Record
+from scarctl.store import Found, Store
 
 log = logging.getLogger("scarctl")
 
 T = TypeVar("T")
 
-_MOST_RECORDS = 10_000
-"""Most records that are read to decide whether a log continues a line."""
 _ON_THE_WAY = 0.5
-"""Seconds in which the lines of a living owner reach a replica, if their link is not behind."""
+"""Seconds in which the line of a living owner reaches a replica, if their link is not behind."""
 _PAUSE = 0.02
 ASIDE = ".aside"
 """Suffix of a folder whose arena no longer belongs to its store."""
 
 
-def belongs(lines: Callable[[], Noted], store: Store) -> bool:
+def belongs(line: Callable[[], Word | None], store: Store) -> bool:
     """Return whether an arena is on the store's line.
 
-    lines: reads the lines that the arena has noted. A live run may change them at any time.
+    line: reads the line that the arena has noted. A live run may change them at any time.
 
     Raises Corruption, AccessDenied, or Unavailable if the store does not answer.
     """
-    before = lines()
-    there = store.lines()
-    after = lines()
+    before = line()
+    there = store.line()
+    after = line()
     return fit(before, there) or fit(after, there) or before != after
 
 
-def descends(noted: Noted, epoch: int, store: Store) -> bool:
-    """Return whether an arena on another host, with these lines and this epoch, belongs to the store.
-
-    Its run may be saved meanwhile, so that the store's lines are later than those. Raises as `follows` does.
-    """
-    return fit(noted, store.lines()) or follows(noted, epoch, store)
-
-
-def follows(noted: Noted, epoch: int, store: Store) -> bool:
-    """Return whether each log of the store continues the noted lines, with changes of this epoch only.
-
-    Raises Corruption, AccessDenied, or Unavailable if the store does not answer.
-    """
-    shards = store.shards()
-    return noted.keys() == set(shards) and all(
-        _continues(store.log(shard), noted[shard], epoch) for shard in shards
-    )
-
-
-def _continues(records: ShardLog, lines: tuple[int, int], epoch: int) -> bool:
-    newest, reached = None, False
-    for record in _back(records):
-        newest = record.line if newest is None else newest
-        if not reached:
-            # Records of later epochs have changed nothing if all of them, and the one before them, have one line.
-            reached = record.epoch == epoch
-            if record.line != newest or not (reached or (record.epoch > epoch and newest)):
-                return False
-        elif record.epoch != epoch:
-            return False
-        if reached and number_of(record.line) in lines:
-            return True
-    return False
-
-
-def _back(records: ShardLog) -> Iterator[Record]:
-    """Yield the newest records of a log, newest first, as far as they are there."""
-    record = records.newest()
-    for _ in range(_MOST_RECORDS):
-        if record is None:
-            return
-        yield record
-        if record.seq <= record.boundary:
-            return
-        try:
-            record = records.record(record.seq - 1)
-        except FileNotFoundError:
-            return
+def descends(noted: Word | None, store: Store) -> bool:
+    """Return whether an arena on another host, with this line, belongs to the store. Raises as `belongs` does."""
+    return fit(noted, store.line())
 
 
 def is_kin(arena: Arena, store: Store) -> bool:
-    """Return whether an arena of a dead run belongs to the store. A replica's lines are then those of the store.
-
-    Raises as `belongs` does.
-    """
-    if _is_blank(arena) or belongs(lambda: arena.lines, store):
-        return True
-    if read_owner(arena.folder) is None:
-        return False
-    lines = store.lines()
-    if not follows(arena.lines, arena.epoch, store):
-        return False
-    write_lines(arena.folder, {shard: (line, line) for shard, line in lines.items()})
-    return True
+    """Return whether an arena of a dead run belongs to the store. Raises as `belongs` does."""
+    return _is_blank(arena) or belongs(lambda: arena.line, store)
 
 
-def require_kinship(arena: Arena, lines: Mapping[int, int], store: Store, *, again: bool) -> None:
-    """Raise Fenced unless an arena is of the store's current lines.
+def require_kinship(arena: Arena, line: Found | None, store: Store, *, again: bool) -> None:
+    """Raise Fenced unless an arena is of the store's current line.
 
     again: the process that made its copies is alive. If it is dead, an arena without copies fits any store.
     """
-    if not fit(arena.lines, lines) and (again or not _is_blank(arena)):
+    if not fit(arena.line, line) and (again or not _is_blank(arena)):
         raise _overtaken(store)
 
 
 def require_same_line(arena: Arena, store: Store) -> None:
     """Raise Fenced unless the store, whose copies were just read, is on the line of a live run's arena."""
-    if not belongs(lambda: arena.lines, store):
+    if not belongs(lambda: arena.line, store):
         raise _overtaken(store)
 
 
@@ -158,14 +97,14 @@ def view_of(base: str | None, store: Store) -> ArenaView | None:
         return found
     views = [found]
 
-    def lines() -> Noted:
+    def line() -> Word | None:
         newest = peek(base, store.run_id)
         if newest is not None:
             views.append(newest)
-        return views[-1].lines
+        return views[-1].line
 
     try:
-        if fit(found.lines, store.lines()) or belongs(lines, store):
+        if fit(found.line, store.line()) or belongs(line, store):
             return views[-1]
     except Corruption as error:
         log.warning("%s", _unproven(error, "copies in this host's memory are not shown"))
@@ -188,11 +127,10 @@ def view_of(base: str | None, store: Store) -> ArenaView | None:
 def _followed(base: str | None, found: ArenaView, store: Store) -> ArenaView | None:
     """Return the view of a replica if the store continues it; None if not.
 
-    A store keeps only the records since its newest index. Right after an index, the owner's lines are still on their
-    way to this host, so a replica is read again for a moment.
+    Right after the owner has begun a term, its line is still on its way, so a replica is read again for a moment.
     """
     until = time.monotonic() + _ON_THE_WAY
-    while not follows(found.lines, found.epoch, store):
+    while not fit(found.line, store.line()):
         if time.monotonic() > until:
             return None
         time.sleep(_PAUSE)
@@ -378,7 +316,7 @@ def _report_others(folder: Path, store: Store) -> None:
         if view is None or view.alive or not (view.version >= 0).any():
             continue
         try:
-            ours = not view.lines or fit(view.lines, store.lines())
+            ours = view.line is None or fit(view.line, store.line())
         except ScarError:
             ours = True
         if ours:

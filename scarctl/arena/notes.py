@@ -10,7 +10,6 @@ from scarctl.errors import Corruption
 from scarctl.state.extras import Notes
 from scarctl.store import ShardState, Store
 from scarctl.store.around import state_around
-from scarctl.store.record import alone
 
 UNKNOWN = "what was saved with this state cannot be read, so that it may not be consistent: {}"
 
@@ -49,6 +48,6 @@ def stored_notes(store: Store, states: Sequence[ShardState], whole: str) -> Note
 def _at(store: Store, state: ShardState, whole: str) -> ShardState | None:
     """Return a shard's state after its record of the commit `whole`; None if the log has no such record."""
     for seal in reversed(state.sealed):
-        if (seal.whole or alone(state.shard, seal.seq)) == whole:
+        if seal.whole == whole:
             return state_around(store, state.shard, at=seal.seq)
     return None

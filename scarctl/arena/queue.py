@@ -36,7 +36,8 @@ from scarctl.state import codec
 from scarctl.state.encodings import ENCODINGS, Encoding
 from scarctl.state.version import MAX_EPOCH, pack
 from scarctl.store.backends.local_files import os_error
-from scarctl.store.format import canonical, header_length, is_hex, parse_header, place_header
+from scarctl.store.format import canonical, is_hex
+from scarctl.store.header import header_length, parse_header, place_header
 from scarctl.util.arrays import Ids
 
 log = logging.getLogger("scarctl")

@@ -16,8 +16,8 @@ from pathlib import Path
 from scarctl.arena.folder import check_private, lock_folder
 from scarctl.arena.header import FILE, MOMENT, OWNER
 from scarctl.arena.kinship import ASIDE
-from scarctl.arena.lines import FILE as LINES
-from scarctl.arena.lines import fit
+from scarctl.arena.line import FILE as LINE
+from scarctl.arena.line import fit
 from scarctl.arena.owner import read_owner
 from scarctl.arena.transfer import sweep_incoming
 from scarctl.arena.view import ArenaView, peek, peek_in
@@ -180,7 +180,7 @@ def _is_foreign(path: Path, view: ArenaView) -> bool:
         if store.id != run["store"]:
             return True
         own = store if run["shard"] is None else store.of_shard(int(run["shard"]))
-        return not fit(view.lines, own.lines())
+        return not fit(view.line, own.line())
     except (ScarError, OSError):
         return False
 
@@ -205,7 +205,7 @@ def _remove(path: Path) -> StaleArena | None:
         for pattern in _LEFT:
             for file in path.glob(pattern):
                 file.unlink(missing_ok=True)
-        (path / LINES).unlink(missing_ok=True)
+        (path / LINE).unlink(missing_ok=True)
         (path / OWNER).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # damaged hand-overs stay, so that a person can inspect them
             path.rmdir()

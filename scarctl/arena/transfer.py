@@ -25,7 +25,7 @@ from scarctl.arena.folder import (
 )
 from scarctl.arena.header import FILE, MOMENT, naturalize, read_header
 from scarctl.arena.kinship import put_aside, take, with_room
-from scarctl.arena.lines import FILE as LINES
+from scarctl.arena.line import FILE as LINE
 from scarctl.arena.mapping import create_file
 from scarctl.arena.owner import Owner, write_owner
 from scarctl.arena.view import ArenaView, peek_in
@@ -40,7 +40,7 @@ PIECE = 8 << 20
 """Bytes that are sent at a time."""
 INCOMING = ".incoming"
 """Suffix of the folder in which an arena is received until it is complete."""
-_SMALL = re.compile(rf"handover-[0-9]{{20}}\.safetensors|{re.escape(MOMENT)}|{LINES}", re.ASCII)
+_SMALL = re.compile(rf"handover-[0-9]{{20}}\.safetensors|{re.escape(MOMENT)}|{LINE}", re.ASCII)
 """Names of files that are sent with an arena."""
 _RECEIVED = ".arena-received"
 

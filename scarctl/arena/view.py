@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from scarctl.arena.folder import arena_folder, check_both
 from scarctl.arena.header import FIELDS, FIELDS_AT, FILE, read_header, read_place
-from scarctl.arena.lines import Noted, noted
+from scarctl.arena.line import Word, noted
 from scarctl.errors import AccessDenied, Corruption, ScarError
 from scarctl.state.layout import Layout
 from scarctl.state.version import step_of
@@ -43,8 +43,8 @@ class ArenaView:
     """Version of the newest sealed commit."""
     moment: int
     """Version of the newest memory checkpoint; -1 without one."""
-    lines: Noted
-    """See `Arena.lines`."""
+    line: Word | None
+    """See `Arena.line`."""
     place: str
     """Address of the store, for display; "" if unknown."""
     version: NDArray[np.int64]

@@ -28,7 +28,7 @@ from scarctl.state.held import Held
 from scarctl.state.version import NEVER
 from scarctl.store import ShardState, Snapshot, Store
 from scarctl.store.saved import seconds_since
-from scarctl.util.arrays import Ids, distinct, places
+from scarctl.util.arrays import Ids, places
 
 States = dict[int, ShardState]
 Sealed = tuple[int, int, str]
@@ -134,8 +134,7 @@ class Copies:
         arena = self._arena
         torn = ids[~arena.intact()[ids]]
         # The arena has the newest copies of all partitions: the store is read only for torn ones.
-        logs = distinct(self._store.log_of(self._layout)[torn])
-        states = self._store.states(logs.tolist())
+        states = self._store.states([self._store.lane] if torn.size else ())
         if torn.size:
             self.require_same_line()
         report = self._fetch(
@@ -155,7 +154,7 @@ class Copies:
 
         arena = self._arena
         far = ids[~in_memory_before(arena, ids, before)]
-        states = self._store.states(distinct(self._store.log_of(self._layout)[far]).tolist())
+        states = self._store.states([self._store.lane] if far.size else ())
         if far.size:
             self.require_same_line()
         report = self._fetch(

@@ -67,8 +67,8 @@ def stored_extras(store: Store, state: ShardState, damaged: list[str]) -> Iterat
         return
     older = (
         store.state(state.shard, at=record.seq)
-        for record in reversed(list(store.records(state.shard)))
-        if record.extras and record.seq <= state.seq
+        for record in store.log(state.shard).back(state.place)
+        if record.extras
     )
     for candidate in chain([state], older):
         try:

@@ -109,7 +109,10 @@ def _peer_text(found: PeerDiagnosis) -> str:
 def _text(found: Diagnosis) -> str:
     content = "contains a store" if found.has_store else "contains no store yet"
     lines = [f"{found.where}: {'a local folder' if found.local else 'remote'}, {content}"]
-    lines += [f"  {'ok  ' if check.ok else 'FAIL'}  {check.name}: {check.detail}" for check in found.checks]
+    lines += [
+        f"  {'ok  ' if check.ok else 'FAIL' if check.needed else 'warn'}  {check.name}: {check.detail}"
+        for check in found.checks
+    ]
     for name, latency in (("small put", found.small_put_seconds), ("small get", found.small_get_seconds)):
         if latency is not None:
             lines.append(f"  {name}: median {1000 * latency.median:.1f} ms, p95 {1000 * latency.p95:.1f} ms")

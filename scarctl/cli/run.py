@@ -353,8 +353,8 @@ def _save_queued(folder: Path, address: Address) -> bool:
         found = [run for run in sorted(queued) if run == own or run.startswith(f"{own}-")]
         for run in found:
             shard = run.removeprefix(own).removeprefix("-")
-            part = (int(shard), 1) if shard else None
-            adopt(folder, address.url, portable_options(address, address.options, os.environ), part)
+            options = portable_options(address, address.options, os.environ)
+            adopt(folder, address.url, options, int(shard) if shard else None)
         if not found:
             return False
     except NoStore:

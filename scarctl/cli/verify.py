@@ -169,7 +169,7 @@ def _advice(store: Store) -> str:
             left = all(state_around(store, shard).saved.all() for shard in store.shards())
         if left:
             return f"{back}. Without one, `scarctl recover --lost all --output FILE` saves what other records name"
-        return f"{back}. Without one, the tensors are in shards/*/seg, as safetensors"
+        return f"{back}. Without one, the tensors are in lanes/*/seg, as safetensors"
     return (
         "`scarctl recover` uses older intact copies of damaged partitions, if the store has any; "
         "saving again replaces them"

@@ -217,10 +217,10 @@ def hold(folder: Path, seconds: int, variables: Mapping[str, str] | None = None)
     return insist(attempt)
 
 
-def adopt(folder: Path, store: str, options: Mapping[str, Any], part: tuple[int, int] | None = None) -> None:
+def adopt(folder: Path, store: str, options: Mapping[str, Any], shard: int | None = None) -> None:
     """Have the daemon save the arena of a dead training process. Start it if necessary. Does not wait for the end.
 
-    part: shard and least epoch, if the process was one of several ranks.
+    shard: that of the process, if the process was one of several ranks.
 
     Raises Contention if a process saves to the store, NoStore, AccessDenied, Unavailable.
     """
@@ -228,7 +228,7 @@ def adopt(folder: Path, store: str, options: Mapping[str, Any], part: tuple[int,
     def attempt() -> None:
         with contextlib.closing(connect(folder)) as connection:
             # The end of this connection is, to the daemon, the death of the training process.
-            named = None if part is None else {"shard": part[0], "epoch": part[1]}
+            named = None if shard is None else {"shard": shard}
             request(connection, "claim", store=store, options=dict(options), part=named)
 
     insist(attempt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from scarctl.arena.arena import Arena
@@ -85,12 +85,12 @@ class HostSaver(LocalSaver):
                 raise Unavailable("nothing is being saved to this store now", kind="not-saving")
         return super().save_in_time(seconds, copies)
 
-    def roll_back(self, seqs: Mapping[int, int]) -> None:
+    def roll_back(self, seq: int) -> None:
         """See `Saver`. Raises UsageError unless saving is stopped."""
         with self._lock:
             if self.arena is None or not self.stopped:
                 raise UsageError("pause before you roll back")
-            super().roll_back(seqs)
+            super().roll_back(seq)
 
     def adopt(self) -> None:
         """Note that the training process has died. If it never opened its run, open the arena of an earlier process.

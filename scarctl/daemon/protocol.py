@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from scarctl.arena.folder import check_private, folder_error
 from scarctl.errors import AccessDenied, Corruption, ScarError, UsageError, error_fields, error_from
-from scarctl.state.version import MAX_EPOCH
 from scarctl.store import Part
 from scarctl.store.format import MAX_SHARD, is_hex
 
@@ -266,17 +265,17 @@ def part(message: dict[str, Any]) -> Part | None:
         return None
     if not isinstance(found, dict):
         raise UsageError("part must be an object")
-    shard, epoch = number(found, "shard"), number(found, "epoch")
-    if shard > MAX_SHARD or not 1 <= epoch <= MAX_EPOCH:
-        raise UsageError("there is no such shard or epoch")
+    shard = number(found, "shard")
+    if shard > MAX_SHARD:
+        raise UsageError("there is no such shard")
     current = found.get("current", False)
     if type(current) is not bool:
         raise UsageError("current must be true or false")
-    return Part(shard, epoch, current)
+    return Part(shard, current)
 
 
 def part_fields(part: Part | None) -> dict[str, Any] | None:
     """Return the fields from which `part` makes the same part."""
     if part is None:
         return None
-    return {"shard": part.shard, "epoch": part.epoch, **({"current": True} if part.current else {})}
+    return {"shard": part.shard, **({"current": True} if part.current else {})}

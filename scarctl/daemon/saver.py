@@ -151,9 +151,9 @@ class DaemonSaver:
         self._stopped = False
         self._done("resume")
 
-    def roll_back(self, seqs: Mapping[int, int]) -> None:
+    def roll_back(self, seq: int) -> None:
         assert self._arena is not None
-        reply = self._done("roll_back", seqs={str(k): v for k, v in seqs.items()})
+        reply = self._done("roll_back", seq=seq)
         self._arena.begin_epoch(reply["epoch"], again=True)
 
     def brace(self, seconds: float) -> None:

@@ -32,7 +32,6 @@ from scarctl.errors import ScarError, UsageError, error_fields
 from scarctl.peers.host import Host
 from scarctl.peers.sender import Source
 from scarctl.store import Store
-from scarctl.store.format import shard_of_folder
 from scarctl.util.niceness import be_polite
 
 log = logging.getLogger("scarctl")
@@ -256,14 +255,12 @@ class Daemon:
         self._run(peer).saver.resume()
 
     def roll_back(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """Roll the store back to one record per shard."""
-        seqs = message.get("seqs")
-        if not isinstance(seqs, dict) or not all(
-            shard_of_folder(k) is not None and type(v) is int for k, v in seqs.items()
-        ):
-            raise UsageError("roll_back needs a record's number for every shard")
+        """Roll the store back to one record."""
+        seq = message.get("seq")
+        if type(seq) is not int or not 0 < seq < 1 << 63:
+            raise UsageError("roll_back needs a record's number")
         saver = self._run(peer).saver
-        saver.roll_back({int(k): v for k, v in seqs.items()})
+        saver.roll_back(seq)
         return {"epoch": saver.epoch}
 
     def close(self, peer: _Peer, message: dict[str, Any]) -> None:

@@ -99,7 +99,7 @@ class RankCoordinator(Together):
         self._digest = digest_of(division)
         self._digests = Digests(division, team.rank)
         self._parameters: list[torch.Tensor] | None = None
-        self._epoch = 0
+        self._number = 0
         self._exchange_group = team.subgroup() if team.world > 1 else None
         self._earlier = self._begun = False
         self._credentials: Credentials | None = None
@@ -183,31 +183,32 @@ class RankCoordinator(Together):
             self.agree(lambda: fence(store) if self.team.rank == 0 else None)
         decided = self.team.collect(lambda: self._decide(store) if self.team.rank == 0 else None)[0]
         assert decided is not None, "rank 0 has decided"
-        self._epoch, shards, self._earlier, self.start = decided
+        self._number, shards, self._earlier, self.start = decided
         self.shards = tuple(shards)
         if self._earlier and not self.moved and not self.division.apart:
             self.adapter.learn_slots(self.agree(lambda: slots_of(self._layouts(store))))
         if not self.moved:
             self.brought = bring_memory(store, settings, self.team, self.shards, places, self._credentials)
-        return store.of_shard(self.shards[self.team.rank], self._epoch)
+        return store.of_shard(self.shards[self.team.rank])
 
     def _is_divided_otherwise(self, store: Store) -> bool:
         newest = newest_topology(store)
         return bool(store.shards()) if newest is None else newest.division != self._digest
 
     def _decide(self, store: Store) -> tuple[int, list[int], bool, str]:
-        """Choose the epoch and the shards by rank. Also return whether the store holds an earlier run, and this start's
-        name.
+        """Choose the number of this start, and the shards by rank.
+
+        Also return whether the store holds an earlier run, and this start's name.
         """
         newest, epochs, used = newest_topology(store), topology_epochs(store), store.shards()
         records = [store.log(shard).newest() for shard in used]
-        epoch = 1 + max([*epochs, *(record.epoch for record in records if record)], default=0)
+        number = 1 + max(epochs, default=0)
         # A topology without records belongs to a job that died before it saved.
         earlier = any(records)
         if newest is not None and newest.division == self._digest:
-            return epoch, list(newest.shards), earlier, uuid.uuid4().hex
+            return number, list(newest.shards), earlier, uuid.uuid4().hex
         first = 1 + max([*used, *(newest.shards if newest else ())], default=-1)
-        return epoch, list(range(first, first + self.team.world)), earlier, uuid.uuid4().hex
+        return number, list(range(first, first + self.team.world)), earlier, uuid.uuid4().hex
 
     def _layouts(self, store: Store) -> list[Layout]:
         newest = [store.log(shard).newest() for shard in self.shards]
@@ -250,10 +251,10 @@ class RankCoordinator(Together):
             self._presence.close()
 
     def begin(self, store: Store) -> None:
-        """See `Together`. The topology is written before the first record of the new epoch."""
+        """See `Together`. The topology is written before the first record of this start."""
         if self._begun:
             return
-        topology = Topology(self._epoch, self.shards, self._digest)
+        topology = Topology(self._number, self.shards, self._digest)
         self.agree(lambda: create_topology(store, topology) if self.team.rank == 0 else None)
         self._begun = True
 

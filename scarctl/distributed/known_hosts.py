@@ -49,7 +49,7 @@ class KnownHosts:
         """
         # Connections of its own: a session's end does not wait for a request here.
         blobs = blobs_at(store.address)
-        self._store = Store(store.address, blobs, store.id, store.settings, one_log=store.one_log)
+        self._store = Store(store.address, blobs, store.id, store.settings)
         self._place = place
         self._clock, self._now = clock, now
         self._known: dict[str, _Read] = {}

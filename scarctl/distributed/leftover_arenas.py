@@ -49,7 +49,7 @@ def save_leftovers(store: Store, settings: SessionSettings, team: Team) -> None:
 
 
 def fence(store: Store) -> None:
-    """Begin an epoch in the newest topology's logs, so that a job that still runs elsewhere is fenced.
+    """Claim a term in the newest topology's lanes, so that a job that still runs elsewhere is fenced.
 
     Raises Contention if that job runs on this host.
     """

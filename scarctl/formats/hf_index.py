@@ -11,7 +11,8 @@ from pathlib import Path
 
 from scarctl.errors import Corruption, UsageError
 from scarctl.formats.state_file import StateFile, open_state, os_errors
-from scarctl.store.format import MAX_HEADER, parse_json
+from scarctl.store.format import parse_json
+from scarctl.store.header import MAX_HEADER
 
 INDEX = "model.safetensors.index.json"
 INDEX_ENDING = ".safetensors.index.json"

@@ -30,7 +30,7 @@ import numpy as np
 from scarctl.errors import AccessDenied, Corruption, Unavailable, UsageError
 from scarctl.formats.foreign import KNOWN, foreign, foreign_archive, foreign_folder
 from scarctl.state.layout import TensorSpec
-from scarctl.store.format import MAX_HEADER, header_length, parse_header
+from scarctl.store.header import MAX_HEADER, header_length, parse_header
 from scarctl.util.arrays import Bytes
 from scarctl.util.pickle_size import torch_fault, torch_pickles_fault
 from scarctl.util.zip_size import MAX_DIRECTORY, directory_bytes

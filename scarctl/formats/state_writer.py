@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from scarctl.errors import ScarError, UsageError
 from scarctl.formats.state_file import Stamp, StateFile, os_errors, stamp_of, tensor_rows
 from scarctl.state.layout import TensorSpec
-from scarctl.store.format import MAX_HEADER, dump_header, encode_header
+from scarctl.store.header import MAX_HEADER, dump_header, encode_header
 from scarctl.util.arrays import Bytes
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ in the extras of the newest commit.
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -317,26 +316,18 @@ def _extras(store: Store, states: Mapping[int, ShardState]) -> dict[str, Any]:
 def _commit(
     writer: StoreWriter, arena: Arena, choice: _Choice, settings: CheckpointSettings
 ) -> dict[int, int]:
-    """Commit the selected partitions, log by log. A log whose other partitions are unchanged is sealed."""
+    """Commit the selected partitions; sealed if all others are unchanged. Return the record's number."""
     done = choice.unchanged.copy()
     done[choice.ids] = True
-    chosen = {log: np.intersect1d(choice.ids, ids) for log, ids in writer.members.items()}
-    sealed = {log: bool(done[ids].all()) for log, ids in writer.members.items()}
-    # A new name for every call, because two calls may save the same step with different values.
-    whole = uuid.uuid4().hex if all(sealed.values()) else ""
-    due = [log for log, ids in chosen.items() if sealed[log] or ids.size]
-    # If nothing fits into the budget, one log still gets a commit, which saves the credit for the next call.
-    for log in due or list(chosen)[:1]:
-        writer.commit(
-            log,
-            chosen[log],
-            arena.source,
-            step=settings.step,
-            sealed=sealed[log],
-            whole=whole,
-            extras={**choice.extras, FILE_POLICY: choice.memory.to_tree()},
-        )
-    return {log: writer.states[log].seq for log in chosen}
+    # If nothing fits into the budget, there is still a commit, which saves the credit for the next call.
+    record = writer.commit(
+        choice.ids,
+        arena.source,
+        step=settings.step,
+        sealed=bool(done.all()),
+        extras={**choice.extras, FILE_POLICY: choice.memory.to_tree()},
+    )
+    return {writer.shard: record.seq}
 
 
 def _result(

@@ -33,7 +33,7 @@ from scarctl.recovery.shares import named_snapshot, open_shares
 from scarctl.state.label import Label, Labelled
 from scarctl.state.layout import TensorSpec
 from scarctl.store import Store
-from scarctl.store.format import header_length, parse_header
+from scarctl.store.header import header_length, parse_header
 from scarctl.util.arrays import Bytes
 from scarctl.util.document import INLINE, Document
 

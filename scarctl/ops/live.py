@@ -22,7 +22,6 @@ from scarctl.state.label import PART, Label, Labelled
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER, epoch_of, pack, step_of
 from scarctl.store import Store, Topology, complete_sets, create_snapshot, newest_topology
-from scarctl.store.record import alone
 from scarctl.store.snapshot import check_new_snapshot
 
 _POLL = 0.05
@@ -212,12 +211,9 @@ def _noted(label: Label, store: Store, saved: Sequence[tuple[Store, LiveCheckpoi
     for view, made in saved:
         states = list(view.states(view.shards()).values())
         seals = [
-            (state.shard, seal)
-            for state in states
-            for seal in state.sealed
-            if pack(seal.epoch, seal.step) == made.version
+            seal for state in states for seal in state.sealed if pack(seal.epoch, seal.step) == made.version
         ]
-        wholes.add("" if not seals else seals[-1][1].whole or alone(seals[-1][0], seals[-1][1].seq))
+        wholes.add("" if not seals else seals[-1].whole)
         writers.append(Writer(states))
     if "" in wholes:
         return replace(label, caveats=(UNKNOWN.format("the store no longer has its record"),))

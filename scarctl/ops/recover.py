@@ -226,10 +226,7 @@ class _Recovery:
         views = [share.store for share in state.shares]
         if state.topology is not None and not state.of_members:
             known = {view.part.shard for view in views if view.part is not None}
-            epoch = 1 + max(of.epoch for of in state.states.values())
-            views += [
-                state.store.of_shard(shard, epoch) for shard in state.topology.shards if shard not in known
-            ]
+            views += [state.store.of_shard(shard) for shard in state.topology.shards if shard not in known]
         return views
 
     def _writer(self, view: Store) -> StoreWriter:
@@ -378,13 +375,11 @@ class _Recovery:
         """Roll the store back too, and discard newer copies and hand-overs of the stopped run."""
         if not self.writers:
             return
-        seqs = plan.seqs
         for writer, arena in zip(self.writers, self.arenas, strict=False):
             writer.accompany(arena)
         for writer in self.writers:
-            mine = {shard: seq for shard, seq in seqs.items() if shard in writer.states}
-            if mine:
-                writer.roll_back(mine)
+            if writer.shard in plan.seqs:
+                writer.roll_back(plan.seqs[writer.shard])
         for view in self.views:
             folder = arena_folder(self.settings.arena_dir, view.run_id)
             if folder.exists():

@@ -43,9 +43,10 @@ from scarctl.store import (
     topology_epochs,
 )
 from scarctl.store.around import state_around, states_around
-from scarctl.store.format import shard_folder
+from scarctl.store.format import log_folder, shard_folder
 from scarctl.store.shard_state import Damage
 from scarctl.store.topology import read_topology
+from scarctl.store.usage import usage
 from scarctl.store.visible_damage import VisibleDamage, visible_damage
 from scarctl.theory.convergence import NoEstimate
 from scarctl.theory.rework import Outlook
@@ -109,7 +110,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         np.concatenate([share.shard_of for share in shares]),
         step_of(np.concatenate([share.version for share in shares])),
         np.concatenate([_distance(share) for share in shares]),
-        store.usage(states),
+        usage(store, states),
         age if not finished else replace(age, is_lower_bound=False, finished=True),
         outlook,
         snapshots=tuple(snapshots(store)),
@@ -330,7 +331,8 @@ def _others(store: Store, topology: Topology) -> list[OtherShard]:
     for shard in store.shards():
         if shard in topology.shards:
             continue
-        folders = [f"{shard_folder(shard)}/{name}" for name in ("seg", "log", "index")]
+        log = store.log(shard)
+        folders = [f"{shard_folder(shard)}/seg", *(log_folder(shard, *term) for term in log.logs())]
         nbytes = sum(size for folder in folders for _, size in store.blobs.files(folder))
         state = state_around(store, shard)
         retired = state.layout is not None and state.layout.partitions > 0 and not len(state.ids)

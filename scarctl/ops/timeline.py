@@ -107,12 +107,12 @@ def _timeline(store: Store, shards: Sequence[int]) -> Timeline:
     for number, moment in enumerate(moments, 1):
         record = moment.record
         of_shard[record.shard] = moment.steps
-        if record.kind == "epoch":
+        if record.first and record.epoch == record.place.number:
             dirty = not ended.get(record.shard, True)
             known = starts.get(record.epoch)
             failed = dirty or (known is not None and known.after_failure)
             starts[record.epoch] = Start(record.created, record.epoch, max(record.step, 0), failed)
-        elif record.kind == "commit":
+        elif record.commits:
             ended[record.shard] = record.sealed
             commits.append(moment)
         if number % every == 0 or number >= total:

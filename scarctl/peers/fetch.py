@@ -40,8 +40,8 @@ _MOST_AT_ONCE = 32
 """Most hosts that are asked at the same time."""
 _ALL_SECONDS = 30.0
 """Seconds in which one host is asked about runs, one after the other."""
-_MOST_LINES = 1 << 20
-"""Most bytes of an arena's lines. A rank or member has 24."""
+_MOST_LINE = 1 << 10
+"""Most bytes of an arena's line, which has 32."""
 
 
 class Fetched(NamedTuple):
@@ -82,7 +82,7 @@ class Asker:
         try:
             with self.connected(host, run) as channel:
                 channel.send(encode(Kind.INVENTORY, {}))
-                head, body = channel.expect(Kind.INVENTORY, most_body=_MOST_LINES, strictly=True)
+                head, body = channel.expect(Kind.INVENTORY, most_body=_MOST_LINE, strictly=True)
                 return Answer(decode_offer(head, body), head.get("alive") is True)
         except (Gone, OSError) as error:
             _say(logging.INFO, run, host, error)
@@ -188,7 +188,7 @@ class _Fetch:
         """
         if self._own is not None and offer.age <= self._own:
             return False
-        if descends(offer.lines, offer.epoch, self._view):
+        if descends(offer.line, self._view):
             return True
         log.warning(
             "%s: memory on another host, of step %d, no longer belongs to this store, and is not fetched",
@@ -203,7 +203,7 @@ class _Fetch:
             channel = closing.enter_context(self._asker.connected(host, self._view.run_id))
             channel.within(PIECE_SECONDS)
             channel.send(encode(Kind.FETCH, {}))
-            offer = decode_offer(*channel.expect(Kind.FETCH, most_body=_MOST_LINES, strictly=True))
+            offer = decode_offer(*channel.expect(Kind.FETCH, most_body=_MOST_LINE, strictly=True))
             if offer is None or not self.is_wanted(offer):
                 return None
             if offer.withheld:
@@ -216,7 +216,7 @@ class _Fetch:
             incoming = Incoming(self._view, self._base, offer.size, offer.files_size)
             closing.callback(incoming.close)
             digest = _receive(channel, incoming, offer)
-            # An arena of another host: the store may have newer records of its epoch than its lines say.
+            # An arena of another host: the store may have newer records of its epoch than its line says.
             owner = Owner(host.host, "", offer.epoch)
             incoming.install(digest, owner, lambda arrived: _require_same(arrived, offer))
             incoming.close()  # before the other host lets go
@@ -250,7 +250,7 @@ def _receive(channel: Channel, incoming: Incoming, offer: Offer) -> str:
 
 def _require_same(arrived: ArenaView, offer: Offer) -> None:
     """Raise Corruption unless the arena that has arrived is the one that was offered."""
-    if (age_of(arrived), arrived.epoch, arrived.lines) != (offer.age, offer.epoch, offer.lines):
+    if (age_of(arrived), arrived.epoch, arrived.line) != (offer.age, offer.epoch, offer.line):
         raise Corruption("the arena is not the one that was offered", hint="the store is not affected")
 
 

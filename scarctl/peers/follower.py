@@ -151,7 +151,7 @@ class Follower:
         named = whole if same and not self.withheld else ""
         self._under_way.append(_NO_COPIES)
         # Lines may belong to later records than the copies, but never to earlier ones.
-        yield Mark(epoch, base, head, errors, sealed, moment, named, sorted(handovers), arena.lines).frame()
+        yield Mark(epoch, base, head, errors, sealed, moment, named, sorted(handovers), arena.line).frame()
         self._sent = {number: identity for number, identity in self._sent.items() if number in handovers}
         self.marked_step, self.marked_whole, self.marked = head, named, self._seen
 

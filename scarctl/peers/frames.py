@@ -19,10 +19,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from scarctl.arena.age import Age
-from scarctl.arena.lines import Noted
+from scarctl.arena.line import Word
 from scarctl.errors import Corruption
 from scarctl.state.version import MAX_EPOCH, MAX_STEP, NEVER, pack
-from scarctl.store.format import MAX_SHARD, is_hex
+from scarctl.store.format import is_hex
 from scarctl.util.arrays import Bytes, Ids
 
 
@@ -211,8 +211,8 @@ class Offer:
     """The arena's epoch. Its copies may all be of earlier ones."""
     size: int
     """Bytes of the arena's file."""
-    lines: Noted
-    """See `Arena.lines`."""
+    line: Word | None
+    """See `Arena.line`."""
     files: int = 0
     """Number of the small files that follow; 0 in the answer to INVENTORY."""
     files_size: int = 0
@@ -226,7 +226,7 @@ class Offer:
         """Return the frame of this offer, of kind INVENTORY or FETCH."""
         numbers = {"newest": self.age[0], "head_step": self.age[1], "steps": self.age[2], "epoch": self.epoch}
         sizes = {name: getattr(self, name) for name in ("size", "files", "files_size", "withheld", "rate")}
-        return encode(kind, {"found": True, **numbers, **sizes}, _pack_lines(self.lines))
+        return encode(kind, {"found": True, **numbers, **sizes}, _pack_line(self.line))
 
 
 def decode_offer(head: Mapping[str, Any], body: Bytes) -> Offer | None:
@@ -244,7 +244,7 @@ def decode_offer(head: Mapping[str, Any], body: Bytes) -> Offer | None:
         age,
         number_of(head, "epoch", 1, MAX_EPOCH),
         number_of(head, "size", 1, MAX_SIZE),
-        _unpack_lines(body.view("<i8").tolist()),
+        _unpack_line(body.view("<i8").tolist()),
         number_of(head, "files", 0, MAX_FILES),
         number_of(head, "files_size", 0, MAX_SIZE),
         number_of(head, "withheld", 0, MAX_FILES),
@@ -259,7 +259,7 @@ MAX_NUMBER = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Counters of an arena at one moment, as in `arena.fields`, its hand-overs, and its lines."""
+    """Counters of an arena at one moment, as in `arena.fields`, its hand-overs, and its line."""
 
     epoch: int
     base_epoch: int
@@ -270,8 +270,8 @@ class Mark:
     whole: str
     handovers: Sequence[int]
     """Numbers of all waiting hand-overs."""
-    lines: Mapping[int, tuple[int, int]]
-    """See `Arena.lines`."""
+    line: Word | None
+    """See `Arena.line`."""
 
     def frame(self) -> list[Buffer]:
         """Return the mark's frame."""
@@ -281,7 +281,7 @@ class Mark:
         }
         numbers = np.array(self.handovers, dtype="<i8").view(np.uint8)
         counts = {"whole": self.whole, "handovers": len(self.handovers)}
-        return encode(Kind.MARK, {**head, **counts}, numbers, _pack_lines(self.lines))
+        return encode(Kind.MARK, {**head, **counts}, numbers, _pack_line(self.line))
 
 
 def decode_mark(head: Mapping[str, Any], body: Bytes) -> Mark:
@@ -290,7 +290,7 @@ def decode_mark(head: Mapping[str, Any], body: Bytes) -> Mark:
     if body.size % 8:
         raise Corruption("a mark's body differs in length from its head")
     numbers = body.view("<i8").tolist()
-    handovers, lines = numbers[:count], _unpack_lines(numbers[count:])
+    handovers, line = numbers[:count], _unpack_line(numbers[count:])
     if not all(0 <= number < MAX_NUMBER for number in handovers) or handovers != sorted(set(handovers)):
         raise Corruption("a mark names impossible hand-overs")
     whole = text_of(head, "whole")
@@ -305,23 +305,21 @@ def decode_mark(head: Mapping[str, Any], body: Bytes) -> Mark:
         number_of(head, "moment", NEVER, pack(MAX_EPOCH, MAX_STEP)),
         whole,
         handovers,
-        lines,
+        line,
     )
 
 
-# -- lines ---------------------------------------------------------------------------------------------------------
+# -- the line ------------------------------------------------------------------------------------------------------
 
 
-def _pack_lines(lines: Noted) -> Bytes:
-    rows = [(shard, *both) for shard, both in sorted(lines.items())]
-    return np.array(rows, dtype="<i8").reshape(-1).view(np.uint8)
+def _pack_line(line: Word | None) -> Bytes:
+    return np.array(line or (), dtype="<i8").view(np.uint8)
 
 
-def _unpack_lines(flat: Sequence[int]) -> Noted:
-    """Return lines by shard from three numbers each. Raises Corruption for impossible ones."""
-    lines = {flat[i]: (flat[i + 1], flat[i + 2]) for i in range(0, len(flat) - 2, 3)}
-    if len(lines) * 3 != len(flat) or not all(
-        0 <= shard <= MAX_SHARD and min(both) >= 0 for shard, both in lines.items()
-    ):
-        raise Corruption("a frame has impossible lines")
-    return lines
+def _unpack_line(numbers: Sequence[int]) -> Word | None:
+    """Return a line from its numbers, None for none. Raises Corruption for impossible ones."""
+    if not numbers:
+        return None
+    if len(numbers) != len(Word._fields) or min(numbers) < 0:
+        raise Corruption("a frame has an impossible line")
+    return Word(*numbers)

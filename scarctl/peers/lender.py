@@ -1,6 +1,6 @@
 """Send arenas of dead processes, and replicas, to hosts that fetch them: the other side of `scarctl.peers.fetch`.
 
-    other host -> INVENTORY                 -> the arena's age and lines, or nothing, and whether its process lives
+    other host -> INVENTORY                 -> the arena's age and line, or nothing, and whether its process lives
     other host -> FETCH                     -> the same, with the number and bytes of its small files
     other host -> ACK, it has reserved room -> FILE for each small file, PIECE for each piece, END with the digest
     other host -> ACK, it has the arena     -> ACK, once no process here saves the run
@@ -150,7 +150,7 @@ class Lender:
         age = age_of(view)
         if view is None or age is None:
             return None
-        return Offer(age, view.epoch, view.size, view.lines)
+        return Offer(age, view.epoch, view.size, view.line)
 
     def _serve_fetch(self, channel: Channel, run: str, rate: int) -> None:
         if rate:
@@ -178,7 +178,7 @@ class Lender:
             offer.age,
             offer.epoch,
             outgoing.size,
-            offer.lines,
+            offer.line,
             outgoing.count,
             outgoing.files_size,
             len(outgoing.withheld),

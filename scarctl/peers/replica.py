@@ -24,7 +24,7 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.folder import folder_error, lock_folder, private
 from scarctl.arena.header import FILE, OWNER
 from scarctl.arena.kinship import put_aside, replace_folder
-from scarctl.arena.lines import write_lines
+from scarctl.arena.line import write_line
 from scarctl.arena.mapping import populate
 from scarctl.arena.owner import Owner, read_owner, write_owner
 from scarctl.arena.queue import HandOverQueue
@@ -187,8 +187,8 @@ class Replica:
             self._handovers.clear()
             if arena.epoch != mark.epoch:
                 arena.begin_epoch(mark.epoch, again=True)
-            if mark.lines and arena.lines != mark.lines:
-                write_lines(self._folder, mark.lines)
+            if mark.line is not None and arena.line != mark.line:
+                write_line(self._folder, mark.line)
             arena.reach(mark.head_step)
             arena.note_errors(mark.errors)
             arena.seal(mark.sealed)

@@ -43,10 +43,7 @@ class Interrupted(Exception):
 
 
 class Persister:
-    """Commits hand-overs. Use one thread at a time.
-
-    A hand-over is one commit. In a store with a log for each shard it is one for each, all at once.
-    """
+    """Commits hand-overs, one commit for each. Use one thread at a time."""
 
     def __init__(self, arena: Arena, writer: StoreWriter) -> None:
         self.meter = Meter()
@@ -58,12 +55,8 @@ class Persister:
         self._writer = writer
         self._collector = Collector(writer)
         self._tidy_at = 0.0
-        self._members = writer.members
-        self._shard_of = np.full(arena.layout.partitions, -1, dtype=np.int32)
-        for shard, ids in self._members.items():
-            self._shard_of[ids] = shard
-        self._sealed: tuple[tuple[int, str], set[int]] = (-1, ""), set()
-        """Number and identity of one hand-over, and the shards that it has sealed already."""
+        self._sealed = -1, ""
+        """Number and identity of the hand-over that was sealed last."""
         self._extras_of = -1, NEVER
         """Number and version of the hand-over whose extras were saved last."""
         self._checked: tuple[HandOver, Rows | None] | None = None
@@ -103,18 +96,15 @@ class Persister:
         """
         arena, version = self._arena, handover.version
         named = handover.number, handover.whole  # another process's queue may use the number again
-        if self._sealed[0] != named:
-            self._sealed = named, set()
-        already = self._sealed[1]
         rows = self._rows_of(handover)
         ids = self._waiting(handover) if rows is None else handover.ids
-        shard_of = self._shard_of[ids]
-        parts = [(shard, ids[shard_of == shard]) for shard in self._members if shard not in already]
-        parts = [(shard, own) for shard, own in parts if own.size or handover.sealed]
-        written = self._commit_all(parts, handover, already, rows)
+        written = 0
+        if self._sealed != named and (ids.size or handover.sealed):
+            written, sealed = self._commit(ids, handover, rows)
+            self._sealed = named if sealed else self._sealed
         arena.read(handover.number)
         self.commit_extras(handover)
-        if handover.sealed and len(already) == len(self._members):
+        if handover.sealed and self._sealed == named:
             arena.seal(version)
             if handover.extras is not None:
                 self._notes = handover.whole, Notes.from_tree(handover.extras)
@@ -139,22 +129,18 @@ class Persister:
     def commit_part(self, handover: HandOver, ids: Ids, extras: Any) -> int:
         """See `scarctl.persist.evacuation.Tier`: commit copies, none newer than the hand-over; seal nothing."""
         part = replace(handover, ids=ids, whole="", extras=extras, unsaved=None)
-        shard_of = self._shard_of[ids]
-        parts = [(shard, ids[shard_of == shard]) for shard in np.unique(shard_of).tolist()]
-        committed: dict[int, tuple[Ids, bool]] = {}
-        self._commit_each(parts, part, committed)
-        return sum(int(self._arena.layout.partition_bytes[own].sum()) for own, _ in committed.values())
+        return self._commit(ids, part, None)[0]
 
     def commit_extras(self, handover: HandOver) -> bool:
         """See `scarctl.persist.evacuation.Tier`: commit the extras alone, unless a commit of copies has saved them."""
         named = handover.number, handover.version
         if handover.extras is None or named == self._extras_of:
             return True
-        step, (shard, state) = step_of(handover.version), next(iter(self._writer.states.items()))
+        step, state = step_of(handover.version), self._writer.state
         if step < state.step:
             return state.extras is not None and state.extras[0] > handover.version
         none = np.empty(0, dtype=np.int64)
-        self._writer.commit(shard, none, self._source, step=step, extras=handover.extras)
+        self._writer.commit(none, self._source, step=step, extras=handover.extras)
         self._extras_of = named
         return True
 
@@ -163,20 +149,18 @@ class Persister:
         name, notes = self._notes
         if name == whole:
             return notes
-        return stored_notes(self._writer.store, list(self._writer.states.values()), whole)
+        return stored_notes(self._writer.store, [self._writer.state], whole)
 
     def _encoded(self) -> NDArray[np.bool_]:
         """Return which partitions' newest copies in the store are encoded: bool (partitions,)."""
         found = np.zeros(self._arena.layout.partitions, dtype=bool)
-        for state in self._writer.states.values():
-            found[state.ids] = state.encoded
+        found[self._writer.state.ids] = self._writer.state.encoded
         return found
 
     def stored(self) -> Ids:
         """Return the version that the store has of every partition, -1 for none: int64 (partitions,)."""
         found = np.full(self._arena.layout.partitions, NEVER, dtype=np.int64)
-        for state in self._writer.states.values():
-            found[state.ids] = state.version
+        found[self._writer.state.ids] = self._writer.state.version
         return found
 
     def tidy(self, limit: int) -> bool:
@@ -216,72 +200,34 @@ class Persister:
             else None,
         }
 
-    def _commit_all(
-        self, parts: list[tuple[int, Ids]], handover: HandOver, already: set[int], rows: Rows | None
-    ) -> int:
-        """Commit the ids of every shard of `parts`, all at once, and add newly sealed shards to `already`.
+    def _commit(self, ids: Ids, handover: HandOver, rows: Rows | None) -> tuple[int, bool]:
+        """Commit and acknowledge the `ids`. Return the bytes written, and whether the state is sealed.
 
-        Returns the bytes written.
+        rows: the hand-over's own; None: those in the arena.
         """
         sizes = stored_as(self._arena.layout, handover.encoding).partition_bytes
-        committed: dict[int, tuple[Ids, bool]] = {}
-        try:
-            self._commit_each(parts, handover, committed, rows)
-        finally:
-            already.update(shard for shard, (_, sealed) in committed.items() if sealed)
-        return sum(int(sizes[ids].sum()) for ids, _ in committed.values())
+        with self.meter.commit():
+            commit = self._commit_arena if rows is None else partial(self._commit_staged, rows)
+            ids, sealed = commit(ids, handover)
+        return int(sizes[ids].sum()), sealed
 
-    def _commit_each(
-        self,
-        parts: list[tuple[int, Ids]],
-        handover: HandOver,
-        committed: dict[int, tuple[Ids, bool]],
-        rows: Rows | None = None,
-    ) -> None:
-        """Commit the ids of every shard of `parts`, all at once, and add what `_commit` returns to `committed`.
-
-        The first shard carries the extras. rows: the hand-over's own; None: those in the arena. The error of one shard
-        is raised when all shards have ended.
-        """
-        sizes = stored_as(self._arena.layout, handover.encoding).partition_bytes
-        carrier = parts[0][0] if parts else None  # extras belong to the whole process: one shard has them
-
-        def commit(part: tuple[int, Ids]) -> BaseException | None:
-            shard, ids = part
-            try:
-                extras = handover.extras if shard == carrier else None
-                commit = self._commit if rows is None else partial(self._commit_staged, rows)
-                committed[shard] = commit(shard, ids, handover, extras)
-            except BaseException as error:  # raised once the other commits have ended
-                return error
-            return None
-
-        with self.meter.commit(len(parts)):
-            ended = list(
-                self._writer.store.blobs.write_each(commit, parts, lambda part: int(sizes[part[1]].sum()))
-            )
-        if faults := [fault for fault in ended if fault is not None]:
-            raise next((fault for fault in faults if not isinstance(fault, Exception)), faults[0])
-
-    def _commit_staged(
-        self, rows: Rows, shard: int, ids: Ids, handover: HandOver, extras: Any
-    ) -> tuple[Ids, bool]:
+    def _commit_staged(self, rows: Rows, ids: Ids, handover: HandOver) -> tuple[Ids, bool]:
         """Commit and acknowledge those of the `ids` that the store lacks, from the hand-over's rows.
 
-        Returns these ids, and whether the shard is sealed.
+        Returns these ids, and whether the state is sealed.
         """
-        arena, staged = self._arena, handover.staged
+        arena, staged, extras = self._arena, handover.staged, handover.extras
         assert staged is not None
         at = np.searchsorted(staged.ids, ids)
         versions, generation = staged.versions[at], staged.generation[at]
-        stored, state = arena.lifted(versions), self._writer.states[shard]
+        stored, state = arena.lifted(versions), self._writer.state
         there = arena.lifted(state.version[state.find(ids)])
         # An evacuation may have saved newer copies meanwhile. Those that are acknowledged are durable since an earlier
         # attempt.
         newer = there > stored
         same = (arena.lifted(arena.durable[ids]) == stored) & (arena.encoding_error[ids] < 0)
         # Steps of an epoch never decrease: a commit at a later step neither seals nor has extras of an earlier one.
-        step, floor = step_of(handover.version), self._writer.floor(shard)
+        step, floor = step_of(handover.version), self._writer.floor
         sealed = handover.sealed and step >= floor and not newer.any()
         extras = extras if step >= floor else None
         lacking = ~(newer | same)
@@ -292,7 +238,6 @@ class Persister:
             None if handover.encoding == "exact" else Encoder(arena.layout, handover.encoding, rows, ids)
         )
         self._writer.commit(
-            shard,
             ids,
             encoder or partial(self._uninterrupted, rows),
             step=max(step, floor),
@@ -313,12 +258,12 @@ class Persister:
             raise Interrupted
         return source(g, t, start, stop)
 
-    def _commit(self, shard: int, ids: Ids, handover: HandOver, extras: Any) -> tuple[Ids, bool]:
+    def _commit_arena(self, ids: Ids, handover: HandOver) -> tuple[Ids, bool]:
         """Commit and acknowledge those of the `ids` without a newer copy in the arena.
 
-        Returns these ids, and whether the shard is sealed.
+        Returns these ids, and whether the state is sealed.
         """
-        arena = self._arena
+        arena, extras = self._arena, handover.extras
         for _ in range(_ATTEMPTS):
             # Read first: if a copy changes after this, the comparison at the end discards the commit.
             before = arena.generation[ids].copy()
@@ -326,12 +271,12 @@ class Persister:
             # A copy that is newer, or in progress, has its own hand-over.
             good = (versions >= 0) & (versions <= handover.version) & ((before & np.uint64(1)) == 0)
             ids, before, versions = ids[good], before[good], versions[good]
-            sealed = handover.sealed and self._is_of(handover, shard, ids)
+            sealed = handover.sealed and self._is_of(handover, ids)
             if not ids.size and not sealed:
                 return ids, False
             # Extras, seals and parts (number 0) are of the hand-over's step, other commits as old as their newest copy.
             own = sealed or extras is not None or not handover.number
-            step, floor = step_of(handover.version if own else int(versions.max())), self._writer.floor(shard)
+            step, floor = step_of(handover.version if own else int(versions.max())), self._writer.floor
             if step < floor:  # as in `_commit_staged`
                 sealed, extras = False, None
                 if not ids.size:
@@ -342,7 +287,6 @@ class Persister:
                 source = Encoder(arena.layout, handover.encoding, rows, ids)
             try:
                 self._writer.commit(
-                    shard,
                     ids,
                     source,
                     step=max(step, floor),
@@ -359,9 +303,7 @@ class Persister:
             arena.encoding_error[ids] = source.errors if isinstance(source, Encoder) else -1.0
             arena.acknowledge(ids, versions, before)
             return ids, sealed
-        raise Overwritten(
-            f"shard {shard}: copies keep changing while they are written", hint="saving retries"
-        )
+        raise Overwritten("copies keep changing while they are written", hint="saving retries")
 
     def _source(self, g: int, t: int, start: int, stop: int) -> Buffer:
         return self._uninterrupted(self._arena.source, g, t, start, stop)
@@ -379,14 +321,13 @@ class Persister:
     def _unchanged(self, ids: Ids, before: NDArray[np.uint64]) -> bool:
         return bool((self._arena.generation[ids] == before).all())
 
-    def _is_of(self, handover: HandOver, shard: int, ids: Ids) -> bool:
-        """Return whether committing `ids` seals the shard: no copy is newer, and no other one pending."""
-        arena, members, version = self._arena, self._members[shard], handover.version
-        own = handover.ids[self._shard_of[handover.ids] == shard]
-        if (arena.version[own] != version).any():
+    def _is_of(self, handover: HandOver, ids: Ids) -> bool:
+        """Return whether committing `ids` seals the state: no copy is newer, and no other one pending."""
+        arena, version = self._arena, handover.version
+        if (arena.version[handover.ids] != version).any():
             return False  # a copy was torn, and an older one has taken its place
         if arena.whole != handover.whole:
             return False  # a partition was copied since, perhaps at the same step
-        done = (arena.durable[members] == arena.version[members]) & ~self._encoded()[members]
-        done[np.searchsorted(members, ids)] = True
-        return bool((done & (arena.version[members] <= version) & arena.intact()[members]).all())
+        done = (arena.durable == arena.version) & ~self._encoded()
+        done[ids] = True
+        return bool((done & (arena.version <= version) & arena.intact()).all())

@@ -78,8 +78,8 @@ class Saver(Protocol):
     def resume(self) -> None:
         """Start saving the hand-overs in the arena's folder: after `open`, and again after `stop`."""
 
-    def roll_back(self, seqs: Mapping[int, int]) -> None:
-        """Roll the store back to record `seqs[shard]` of every shard, and empty the queue. Only while stopped.
+    def roll_back(self, seq: int) -> None:
+        """Roll the store back to record `seq`, and empty the queue. Only while stopped.
 
         Begins an epoch, and notes it in the arena.
         """
@@ -137,11 +137,11 @@ class LocalSaver:
             self._saved_at = last_saved(self.store)
         # Checked before an epoch begins, because a saver of a foreign arena must not fence the real one. Checked again
         # after it, when no other process can write.
-        require_kinship(arena, self.store.lines(), self.store, again=again)
+        require_kinship(arena, self.store.line(), self.store, again=again)
         self.shard_of = self.store.shard_of(arena.layout)
         self._writer = writer = open_writer(self.store, layout=arena.layout)
         try:
-            require_kinship(arena, writer.lines, self.store, again=again)
+            require_kinship(arena, writer.line, self.store, again=again)
         except BaseException:
             writer.close()
             raise
@@ -192,10 +192,10 @@ class LocalSaver:
         if self.stopped:
             self._start()
 
-    def roll_back(self, seqs: Mapping[int, int]) -> None:
+    def roll_back(self, seq: int) -> None:
         assert self.arena is not None
         assert self._writer is not None
-        self._writer.roll_back(seqs)
+        self._writer.roll_back(seq)
         HandOverQueue(self.arena.folder).clear()
         self.arena.begin_epoch(self._writer.epoch)
 

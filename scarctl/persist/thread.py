@@ -17,7 +17,7 @@ from scarctl.errors import AccessDenied, Corruption, ScarError, Unavailable
 from scarctl.persist.persister import Interrupted, Persister
 from scarctl.persist.retry import Forget, Halt, Instruction, Machine, Persist, Phase, Stopped, Wake
 from scarctl.persist.speed import Speed
-from scarctl.store.record import now
+from scarctl.store.term import now
 from scarctl.util.niceness import be_polite
 
 if TYPE_CHECKING:

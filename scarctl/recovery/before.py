@@ -14,7 +14,6 @@ from scarctl.recovery.plan import MEMORY, STORE, Plan, no_copy, versions_of
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import ShardState, Store
-from scarctl.store.before import state_before
 from scarctl.util.arrays import Ids, places
 
 
@@ -51,7 +50,7 @@ def plan_before(
     doubt = False
     for log, state in states.items():
         mine = far[state.find(far) >= 0]
-        older[log] = found = state_before(store.log(log), state, mine, before)
+        older[log] = found = store.before(state, mine, before)
         version[places(ids, mine)] = versions_of(found, mine)
         doubt |= bool(found.doubt.any())
     missing = ids[version < 0]

@@ -196,7 +196,7 @@ def plan_rollback(
 
     Raises NoIntactCopy (kind "no-sealed-state") if no intact sealed state exists; LayoutMismatch.
     """
-    logs = distinct(store.log_of(layout)).tolist()
+    logs = store.lanes_of(layout)
     damage: list[str] = []
     found, lost_newer = _sealed_states(store, layout, logs, snapshot)
     passed_over = lost_newer or until is not None
@@ -237,7 +237,7 @@ def plan_sealed(
 
     Raises NoIntactCopy (kind "no-sealed-state") if the store no longer has all of that state.
     """
-    seqs = {log: sealed.seqs[log] for log in distinct(store.log_of(layout)).tolist()}
+    seqs = {log: sealed.seqs[log] for log in store.lanes_of(layout)}
     try:
         states = states_around(store, seqs, layout, at=seqs)
     except Corruption as error:  # collected or damaged
@@ -304,7 +304,7 @@ def sealed_in(snapshot: Snapshot, logs: Sequence[int], layout: Layout | None) ->
             f"snapshot {snapshot.name!r} has another layout than the model",
             hint="nothing was changed; use the model that the snapshot was taken from",
         )
-    return SealedSet(snapshot.epoch, snapshot.step, snapshot.seqs, snapshot.whole)
+    return SealedSet(snapshot.epoch, snapshot.step, snapshot.places, snapshot.whole)
 
 
 def _before(newer: tuple[int, int, str] | None, found: Sequence[SealedSet]) -> Sequence[SealedSet]:

@@ -235,7 +235,7 @@ def _whole(
         return None
     check_backed(store, states.values())
     if sealed:
-        sets = sealed_by_all(states, epochs) if epochs else sealed_sets(states.values())
+        sets = sealed_by_all(states) if epochs else sealed_sets(states.values())
         for one in sets:
             try:
                 states = store.states(one.seqs, at=one.seqs)

@@ -28,8 +28,7 @@ from scarctl.recovery.plan import (
 from scarctl.recovery.report import Report
 from scarctl.recovery.shares import Share, SharedState, damaged_snapshot
 from scarctl.state.label import Label, Labelled
-from scarctl.store import SealedSet, Snapshot, topology_epochs
-from scarctl.store.topology import alike
+from scarctl.store import SealedSet, Snapshot
 from scarctl.util.arrays import Ids
 
 Arenas: TypeAlias = Sequence[Arena | None]
@@ -86,14 +85,9 @@ class SharedPlan(Labelled):
     def seqs(self) -> dict[int, int]:
         """Rollback: the sealed record to restore, by shard, including shards of ranks that own nothing."""
         seqs = {shard: seq for _, plan in self.each() for shard, seq in plan.seqs.items()}
-        otherwise = alike(topology_epochs(self.state.store))
         seals = [(shard, seal) for shard, state in self.state.states.items() for seal in state.sealed]
-        wanted = {seal.whole or otherwise(seal) for shard, seal in seals if seqs.get(shard) == seal.seq}
-        others = {
-            shard: seal.seq
-            for shard, seal in seals
-            if shard not in seqs and (seal.whole or otherwise(seal)) in wanted
-        }
+        wanted = {seal.whole for shard, seal in seals if seqs.get(shard) == seal.seq}
+        others = {shard: seal.seq for shard, seal in seals if shard not in seqs and seal.whole in wanted}
         return seqs | others
 
     def each(self) -> Iterator[tuple[Share, Plan]]:
@@ -195,7 +189,11 @@ def plans_back(
     lost: number of lost partitions. Raises Corruption.
     """
     passed_over = snapshot is None and bool(state.lost_seals)
-    of = [] if snapshot is None else [SealedSet(snapshot.epoch, snapshot.step, snapshot.seqs, snapshot.whole)]
+    of = (
+        []
+        if snapshot is None
+        else [SealedSet(snapshot.epoch, snapshot.step, snapshot.places, snapshot.whole)]
+    )
     for one in of or state.sealed():
         try:
             plans = [

@@ -27,13 +27,12 @@ from scarctl.store import (
     newest_topology,
     read_snapshot,
     sealed_sets,
-    topology_epochs,
 )
 from scarctl.store.around import layout_around, state_around, states_around
 from scarctl.store.members import EPOCH, name_among
 from scarctl.store.snapshot import lost_seals
 from scarctl.store.topology import Topology, read_topology, sealed_by_all
-from scarctl.util.arrays import Ids, distinct
+from scarctl.util.arrays import Ids
 
 log = logging.getLogger("scarctl")
 
@@ -57,10 +56,9 @@ class Share:
     """A member's layout with the names that its groups have in the state of all members; None if they are the same."""
 
     def require(self, ids: Ids) -> None:
-        """Raise Corruption if a log of the partitions `ids` cannot be read."""
-        for log in distinct(self.store.log_of(self.layout)[ids]).tolist() if self.unreadable else ():
-            if log in self.unreadable:
-                raise self.unreadable[log]
+        """Raise Corruption if there are partitions `ids`, and their log cannot be read."""
+        for error in self.unreadable.values() if ids.size else ():
+            raise error
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +170,7 @@ class SharedState:
                 raise error
         if self.topology is None:
             return sealed_sets(self.states.values())
-        return sealed_by_all(self.states, topology_epochs(self.store))
+        return sealed_by_all(self.states)
 
 
 def open_shares(store: Store, snapshot: Snapshot | None = None) -> SharedState:
@@ -242,7 +240,7 @@ def _of_one_process(store: Store, snapshot: Snapshot | None) -> SharedState:
         raise _nothing_saved(f"{store.where}: the store is still empty")
     shard_of = backed_shards(store, layout)
     if snapshot is not None:
-        sealed_in(snapshot, distinct(store.log_of(layout)).tolist(), layout)
+        sealed_in(snapshot, store.lanes_of(layout), layout)
     share = _share(None, store, layout, shard_of)
     return SharedState(store, (share,), share.states)
 
@@ -295,25 +293,19 @@ def _shares(parts: Parts) -> Iterator[Share]:
         layout = next(state.layout for state in parts.states.values() if state.layout is not None)
         yield Share(None, store, layout, store.shard_of(layout), parts.states)
         return
-    epoch = 1 + max(state.epoch for state in parts.states.values())
     for rank, shard in enumerate(parts.topology.shards):
         state = parts.states.get(shard)
         if state is not None and state.layout is not None and state.layout.partitions:
-            view = store.of_shard(shard, epoch)
+            view = store.of_shard(shard)
             yield Share(rank, view, state.layout, view.shard_of(state.layout), {shard: state})
 
 
 def _share(rank: int | None, store: Store, layout: Layout, shard_of: NDArray[np.int32]) -> Share:
     """Make a share from the current states of a store, read around damaged records."""
-    logs = distinct(store.log_of(layout)).tolist()
-    try:
-        return Share(rank, store, layout, shard_of, states_around(store, logs, layout))
-    except Corruption:
-        pass
     states, unreadable = dict[int, ShardState](), dict[int, Corruption]()
-    for number in logs:
+    for lane in store.lanes_of(layout):
         try:
-            states[number] = state_around(store, number, layout)
+            states[lane] = state_around(store, lane, layout)
         except Corruption as error:
-            unreadable[number] = error
+            unreadable[lane] = error
     return Share(rank, store, layout, shard_of, states, unreadable)

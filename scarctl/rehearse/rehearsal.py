@@ -26,7 +26,7 @@ from scarctl.rehearse.reasons import (
 )
 from scarctl.rehearse.records import Attached, Difference, Records
 from scarctl.rehearse.run import ARENA, Run
-from scarctl.store.record import now
+from scarctl.store.term import now
 from scarctl.util.document import INTERNAL, Document
 from scarctl.util.text import counted
 

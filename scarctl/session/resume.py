@@ -74,23 +74,24 @@ class Resumption:
 
         snapshot, saved_at, missing = self._together.agree(look)
         remove_slots = self._adapter.create_slots(layout)
-        # Hand-overs of a dead process are saved only after the step is known from which this process continues.
-        engine = self._opening.open(layout, resuming=True)
-        reached, memory = engine.arena.head_step, engine.copies.in_memory()
-        live = self._binding.live(engine.arena)
-        live.new_slots = NewSlots(live.tensors, missing)
-        # Other ranks may need this one's copies. Without hooks no step waits.
-        at_once = self._together.several or self._unhooked
-        staged = None if at_once or not may_wait(live) else Staged(layout, live.new_slots)
         try:
-            resumed, extras = resume_live(
-                engine, live, mode if snapshot is None else "rollback", self._together, snapshot, staged
-            )
+            # Hand-overs of a dead process are saved only after the step is known from which this process continues.
+            engine = self._opening.open(layout, resuming=True)
+            reached, memory = engine.arena.head_step, engine.copies.in_memory()
+            live = self._binding.live(engine.arena)
+            live.new_slots = NewSlots(live.tensors, missing)
+            # Other ranks may need this one's copies. Without hooks no step waits.
+            at_once = self._together.several or self._unhooked
+            staged = None if at_once or not may_wait(live) else Staged(layout, live.new_slots)
+            try:
+                resumed, extras = resume_live(
+                    engine, live, mode if snapshot is None else "rollback", self._together, snapshot, staged
+                )
+            finally:
+                live.new_slots = None
         except BaseException:
             remove_slots()
             raise
-        finally:
-            live.new_slots = None
         if extras is None:
             remove_slots()
         report = resumed.report
@@ -104,11 +105,11 @@ class Resumption:
     def _from(self, elsewhere: Elsewhere) -> Resumed:
         """Resume from a state that was saved under another division."""
         remove_slots = self._adapter.create_slots(elsewhere.layout)
-        engine = self._opening.open(elsewhere.layout, resuming=True)
-        # Copies of an earlier failed attempt must not count as copies of this state.
-        engine.start_over()
-        self._together.agree(engine.filling.run)
         try:
+            engine = self._opening.open(elsewhere.layout, resuming=True)
+            # Copies of an earlier failed attempt must not count as copies of this state.
+            engine.start_over()
+            self._together.agree(engine.filling.run)
             agreed = self._together.agree(lambda: elsewhere.fill(engine.arena))
         except BaseException:
             remove_slots()

@@ -38,7 +38,7 @@ from scarctl.session.steps import Follower, Steps
 from scarctl.state.caveats import Caveats
 from scarctl.state.journal import Journal
 from scarctl.state.layout import Layout
-from scarctl.store.record import who
+from scarctl.store.term import who
 
 if TYPE_CHECKING:
     from scarctl.daemon.request import Request

@@ -45,7 +45,6 @@ __all__ = [
     "TensorSpec",
     "build_layout",
     "close_to",
-    "members_by_shard",
 ]
 
 
@@ -58,20 +57,6 @@ MAX_PARTITIONS = 1 << 28
 _ROWS = re.compile(r"(.+)\[(\d{0,18}):(\d{0,18})\]", re.ASCII | re.DOTALL)
 _CHUNK = 1 << 15
 """Values per piece of an array computation: pieces that fit the cache are many times faster."""
-
-
-def members_by_shard(shard_of: NDArray[np.int32]) -> dict[int, Ids]:
-    """Return the partition ids of every shard that has any: int64, ascending. Negative shards are left out.
-
-    shard_of: int32 of shape (partitions,), as `Layout.shards` returns it.
-    """
-    if not shard_of.size or shard_of.max() < 0:
-        return {}
-    # numpy sorts 16-bit numbers by counting, many times faster than wider ones.
-    narrow = shard_of.astype(np.int16) if shard_of.max() < 1 << 15 and shard_of.min() >= -1 else shard_of
-    order = np.argsort(narrow, kind="stable")
-    starts = np.flatnonzero(np.diff(shard_of[order], prepend=np.iinfo(np.int32).min))
-    return {shard: ids for ids in np.split(order, starts[1:]) if (shard := int(shard_of[ids[0]])) >= 0}
 
 
 class Layout:

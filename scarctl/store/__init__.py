@@ -1,4 +1,4 @@
-"""Keep saved state: segments, logs, indexes, and the protocol that commits to them. Format: docs/FORMAT.md."""
+"""Keep saved state: segments, terms, records, and the protocol that commits them. Format: docs/FORMAT.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         sealed_sets,
         snapshots,
     )
-    from scarctl.store.store import Part, Store
+    from scarctl.store.store import Found, Part, Store
     from scarctl.store.topology import (
         Topology,
         complete_sets,
@@ -40,6 +40,7 @@ __all__ = [
     "Blobs",
     "Collector",
     "Damage",
+    "Found",
     "InDoubt",
     "LocalBlobs",
     "Part",
@@ -91,7 +92,7 @@ _MODULES = {
         "sealed_sets",
         "snapshots",
     ),
-    "store": ("Part", "Store"),
+    "store": ("Found", "Part", "Store"),
     "topology": ("Topology", "complete_sets", "create_topology", "newest_topology", "topology_epochs"),
     "writer": ("StoreWriter", "open_writer"),
 }

@@ -162,7 +162,7 @@ def _diagnose(
             found.checks.append(_races(blobs, folder, rounds, found))
         report("reading and listing after writing")
         found.checks += [_read_after_write(blobs, folder), _list_after_write(blobs, folder)]
-        found.checks += [_unfinished(blobs, folder)]
+        found.checks += [_seen_absent(blobs, address, folder), _unfinished(blobs, folder)]
         report("latency")
         found.small_put_seconds, found.small_get_seconds = _latency(blobs, folder)
         report("bandwidth")
@@ -232,6 +232,23 @@ def _list_after_write(blobs: Blobs, folder: str) -> Check:
         blobs.delete(f"{folder}/{name}")
         stale += name in dict(blobs.files(folder))
     return Check("list-after-write", not stale, f"{20 - stale} of 20 listings were up to date")
+
+
+def _seen_absent(blobs: Blobs, address: Address, folder: str) -> Check:
+    """Look for a file before and after another client has created it."""
+    other, stale = blobs_at(address), 0
+    try:
+        other.begin()
+        other.exclusive = blobs.exclusive
+        for number in range(5):
+            name = f"{folder}/absent-{number}"
+            blobs.has(name)
+            other.create_exclusive(name, [b"x"])
+            stale += not blobs.has(name)
+    finally:
+        other.close()
+    detail = f"{5 - stale} of 5 files that another client created were seen at once"
+    return Check("absent-then-there", not stale, detail, needed=False)
 
 
 def _unfinished(blobs: Blobs, folder: str) -> Check:

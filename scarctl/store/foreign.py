@@ -14,9 +14,9 @@ from scarctl.errors import Corruption, NoStore, ScarError
 from scarctl.store.backends.address import Address
 from scarctl.store.backends.base import Blobs
 from scarctl.store.backends.probe import is_left_over
-from scarctl.store.format import LOCK, MAX_SETTINGS, SETTINGS, corrupt, load_json
+from scarctl.store.format import LANES, LOCK, MAX_SETTINGS, SETTINGS, corrupt, load_json
 
-STORE_FOLDERS = frozenset(("layout", "shards"))
+STORE_FOLDERS = frozenset(("layout", LANES))
 """Folders that every store has after its first commit."""
 _ABOVE, _MOST, _LISTED = 4, 1000, 3
 """Folders above a path, and entries of a folder, in which a hint looks for stores; stores that it lists."""
@@ -64,7 +64,7 @@ def _put_back(address: Address, blobs: Blobs) -> str:
         return f"put that file back: copy {copy} to {lost}. Nothing else is missing"
     return (
         "put that file back from a copy of this store, however old: it never changes. Nothing else is missing "
-        "because of it. Without a copy, the tensors are in shards/*/seg, as safetensors"
+        "because of it. Without a copy, the tensors are in lanes/*/seg, as safetensors"
     )
 
 

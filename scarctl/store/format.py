@@ -1,37 +1,29 @@
-"""Define names, limits, canonical JSON and the safetensors header: all of the format that needs no file.
+"""Define names, limits and canonical JSON: all of the format that needs no file.
 
-All parsers accept hostile input: sizes are limited before parsing, shapes are multiplied as Python integers and never
-allocated, and every failure is a `Corruption` that names the file.
+The parser accepts hostile input: sizes are limited before parsing, and every failure is a `Corruption` that names the
+file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 from scarctl.errors import Corruption
-from scarctl.state.layout import DTYPES
 from scarctl.util.json_size import MAX_CONTAINERS, MAX_VALUES, too_much
 
 FORMAT = 1
-MIXED_FORMAT = 2
-ONE_LOG_FORMAT = 3
-ENCODED_FORMAT = NEWEST_FORMAT = 4
-"""MIXED_FORMAT: commits with copies of several steps. ONE_LOG_FORMAT: a store whose process has one log for several
-shards. ENCODED_FORMAT: records, segments and indexes with encoded copies."""
 
 MAX_RECORD = 64 << 10
+MAX_TERM = 4 << 10
 MAX_SETTINGS = 1 << 20
 MAX_LAYOUT = 64 << 20
 MAX_LAYOUT_VALUES = 11 << 18
 """Values in a layout: 22 for each of 131,000 parameters with two slots and four dimensions."""
-_KEYS, _SIZES = {"dtype", "shape", "data_offsets"}, range(1 << 62)
-MAX_HEADER = 64 << 20
+MAX_TABLE_TEXT = 64 << 20
 MAX_SNAPSHOT = 64 << 20
 MAX_TOPOLOGY = 16 << 20
 MAX_FLAT = 64
@@ -39,12 +31,14 @@ MAX_FLAT = 64
 MAX_SHARDS = 1 << 18
 """Most shards in a snapshot or topology."""
 MAX_SHARD = 999_999
-MAX_SEQ = 10**18
+MAX_RECORDS = (1 << 40) - 1
+"""Most records of one term."""
 
 SETTINGS = "scarctl.json"
 LOCK = "lock"
 REHEARSAL = "rehearsal.json"
 TEMPORARY = ".tmp-"
+LANES = "lanes"
 SNAPSHOTS, TOPOLOGIES, HOSTS = "snapshots", "topology", "peers"
 RESERVED = "scarctl/"
 """Prefix of tensor names that belong to the store; a model's own names may not begin with it."""
@@ -54,7 +48,8 @@ _COMPONENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}", re.ASCII)
 _SHARD = re.compile(r"0|[1-9][0-9]{0,5}", re.ASCII)
 _SEGMENT = re.compile(r"[0-9]{8}-[0-9a-f]{32}\.safetensors", re.ASCII)
 _RECORD = re.compile(r"([0-9]{20})\.json", re.ASCII)
-_INDEX = re.compile(r"([0-9]{20})\.safetensors", re.ASCII)
+_TERM = re.compile(r"([0-9]{8})\.json", re.ASCII)
+_LOG = re.compile(r"([0-9]{8})-([0-9a-f]{32})", re.ASCII)
 _SNAPSHOT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})\.json", re.ASCII)
 _TOPOLOGY = re.compile(r"([0-9]{8})\.json", re.ASCII)
 _LAYOUT = re.compile(r"([0-9a-f]{64})\.json", re.ASCII)
@@ -85,19 +80,29 @@ def is_segment_name(name: object) -> bool:
 
 
 def shard_folder(shard: int) -> str:
-    return f"shards/{shard}"
+    """Return the folder of a lane: of a process that saves alone, of a rank, or of a member."""
+    return f"{LANES}/{shard}"
 
 
 def segment_path(shard: int, name: str) -> str:
-    return f"shards/{shard}/seg/{name}"
+    return f"{LANES}/{shard}/seg/{name}"
 
 
-def record_path(shard: int, seq: int) -> str:
-    return f"shards/{shard}/log/{seq:020d}.json"
+def terms_folder(shard: int) -> str:
+    return f"{LANES}/{shard}/terms"
 
 
-def index_path(shard: int, seq: int) -> str:
-    return f"shards/{shard}/index/{seq:020d}.safetensors"
+def term_path(shard: int, number: int) -> str:
+    return f"{LANES}/{shard}/terms/{number:08d}.json"
+
+
+def log_folder(shard: int, number: int, term: str) -> str:
+    """Return the folder with the records of a term, by its number and its id."""
+    return f"{LANES}/{shard}/log/{number:08d}-{term}"
+
+
+def record_path(shard: int, number: int, term: str, k: int) -> str:
+    return f"{LANES}/{shard}/log/{number:08d}-{term}/{k:020d}.json"
 
 
 def layout_path(digest: str) -> str:
@@ -119,8 +124,8 @@ def epoch_of_topology(file: str) -> int | None:
 
 
 def lock_path(shard: int) -> str:
-    """Return the path of the lock of a shard that one rank writes."""
-    return f"shards/{shard}/{LOCK}"
+    """Return the path of a lane's lock."""
+    return f"{LANES}/{shard}/{LOCK}"
 
 
 def name_of_snapshot(file: str) -> str | None:
@@ -129,37 +134,44 @@ def name_of_snapshot(file: str) -> str | None:
     return match[1] if match else None
 
 
-def epoch_of_segment(name: str) -> int:
-    """Return the epoch of a segment's writer from the segment's name (see `is_segment_name`)."""
+def term_of_segment(name: str) -> int:
+    """Return the number of the term of a segment's writer from its name (see `is_segment_name`)."""
     return int(name[:8])
 
 
 def shard_of_segment(path: str) -> tuple[int, int] | None:
-    """Return the shard and epoch of a segment, from its path in the store; None for any other path."""
+    """Return the lane of a segment and the number of its term, from its path in the store; None for any other path."""
     parts = path.split("/")
-    if len(parts) != 4 or (parts[0], parts[2]) != ("shards", "seg") or not is_segment_name(parts[3]):
+    if len(parts) != 4 or (parts[0], parts[2]) != (LANES, "seg") or not is_segment_name(parts[3]):
         return None
     shard = shard_of_folder(parts[1])
-    return None if shard is None else (shard, epoch_of_segment(parts[3]))
+    return None if shard is None else (shard, term_of_segment(parts[3]))
 
 
-def segment_name(epoch: int, unique: str) -> str:
-    return f"{epoch:08d}-{unique}.safetensors"
+def segment_name(number: int, unique: str) -> str:
+    return f"{number:08d}-{unique}.safetensors"
 
 
 def shard_of_folder(name: str) -> int | None:
     return int(name) if _SHARD.fullmatch(name) else None
 
 
-def seq_of_record(name: str) -> int | None:
-    """Return the sequence number of a record's file name, None for any other name."""
+def number_of_record(name: str) -> int | None:
+    """Return the number of a record within its term from its file name, None for any other name."""
     match = _RECORD.fullmatch(name)
-    return int(match[1]) if match else None
+    return int(match[1]) if match and 1 <= int(match[1]) <= MAX_RECORDS else None
 
 
-def seq_of_index(name: str) -> int | None:
-    match = _INDEX.fullmatch(name)
-    return int(match[1]) if match else None
+def number_of_term(name: str) -> int | None:
+    """Return the number of a term from the name of its file, None for any other name."""
+    match = _TERM.fullmatch(name)
+    return int(match[1]) if match and int(match[1]) else None
+
+
+def term_of_log(name: str) -> tuple[int, str] | None:
+    """Return the number and the id of a term from the name of its log's folder, None for any other name."""
+    match = _LOG.fullmatch(name)
+    return (int(match[1]), match[2]) if match and int(match[1]) else None
 
 
 def digest_of_layout(name: str) -> str | None:
@@ -267,9 +279,9 @@ def check_format(value: object, what: object) -> None:
     """Raise Corruption unless this code can read format number `value`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise corrupt(what, "it has no format number")
-    if value > NEWEST_FORMAT:
+    if value > FORMAT:
         raise Corruption(
-            f"{what}: format {value} is newer than this scarctl reads ({NEWEST_FORMAT})",
+            f"{what}: format {value} is newer than this scarctl reads ({FORMAT})",
             hint="update scarctl",
             kind="newer-format",
         )
@@ -313,138 +325,3 @@ class Fields:
         if not (is_hex(value, digits) or (empty and value == "")):
             raise corrupt(self._what, f"field {key!r} is not {digits} hexadecimal digits")
         return value
-
-
-# --- safetensors --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a safetensors file. `start` and `stop` are byte offsets in the file, not in its data part."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    metadata: dict[str, str]
-    tensors: dict[str, Entry]
-    length: int
-    """Bytes of the length word and the header, which is the offset of the data."""
-
-    def entry(self, name: str, dtype: str, shape: tuple[int, ...], what: object) -> Entry:
-        """Return the tensor `name`, which must have this dtype and shape. A first length of -1 stands for any."""
-        found = self.tensors.get(name)
-        if found is None:
-            raise corrupt(what, f"tensor {name!r} is missing")
-        rest = found.shape[:1] and found.shape[1:] == shape[1:] and shape[:1] == (-1,)
-        same = found.shape == shape or rest
-        if found.dtype != dtype or not same:
-            raise corrupt(
-                what, f"tensor {name!r} is {found.dtype}{list(found.shape)}, expected {dtype}{list(shape)}"
-            )
-        return found
-
-
-def nbytes(dtype: str, shape: Iterable[int]) -> int:
-    """Return the bytes of a tensor, as an exact integer."""
-    return DTYPES[dtype] * math.prod(shape)
-
-
-def dump_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Header:
-    """Place `(name, dtype, shape)` one after another. `encode_header` gives the bytes."""
-    return place_header(tensors, metadata)[0]
-
-
-def place_header(
-    tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[Header, bytes]:
-    """Return `dump_header` and its bytes."""
-    placed: list[_Placed] = []
-    offset = 0
-    for name, dtype, shape in tensors:
-        size = nbytes(dtype, shape)
-        placed.append((name, dtype, tuple(shape), offset, offset + size))
-        offset += size
-    text = _header_text(metadata, placed)
-    length = len(text)
-    entries = {
-        name: Entry(dtype, shape, start + length, stop + length) for name, dtype, shape, start, stop in placed
-    }
-    return Header(dict(metadata), entries, length), text
-
-
-def encode_header(header: Header) -> bytes:
-    """Return the length word and JSON, padded with spaces so that the data begin at a multiple of 8."""
-    base = header.length
-    entries = ((name, e.dtype, e.shape, e.start - base, e.stop - base) for name, e in header.tensors.items())
-    return _header_text(header.metadata, entries)
-
-
-_Placed: TypeAlias = tuple[str, str, tuple[int, ...], int, int]
-"""Name, dtype and shape of a tensor, and where it begins and ends in the data."""
-
-
-def _header_text(metadata: Mapping[str, str], tensors: Iterable[_Placed]) -> bytes:
-    obj: dict[str, Any] = {"__metadata__": dict(metadata)}
-    for name, dtype, shape, start, stop in tensors:
-        obj[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, stop)}
-    text = json.dumps(obj, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def header_length(prefix: bytes, file_size: int, what: object) -> int:
-    """Return the bytes of length word and header, from a file's first 8 bytes. Raises Corruption if too large."""
-    if len(prefix) < 8:
-        raise corrupt(what, "too short to be a safetensors file")
-    length = int.from_bytes(prefix[:8], "little")
-    if length > MAX_HEADER:
-        raise corrupt(what, f"its header claims {length} bytes, more than the limit of {MAX_HEADER}")
-    if 8 + length > file_size:
-        raise corrupt(what, f"its header claims {length} bytes, but the file has {file_size}")
-    return 8 + length
-
-
-def parse_header(data: bytes, file_size: int, what: object) -> Header:
-    """Parse length word and header (`data`, exactly). The tensors must fill the rest of the file without holes."""
-    length = header_length(data, file_size, what)
-    if len(data) != length:
-        raise corrupt(what, "its header is truncated")
-    obj = parse_json(data[8:], what)
-    if not isinstance(obj, dict):
-        raise corrupt(what, "its header is not an object")
-    metadata = obj.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise corrupt(what, "its metadata are not texts")
-    tensors = {name: _entry(name, value, length, what) for name, value in obj.items()}
-    end = length
-    for start, stop in sorted((e.start, e.stop) for e in tensors.values()):
-        if start != end:
-            raise corrupt(what, f"its tensors overlap or leave a hole at byte {min(start, end)}")
-        end = stop
-    if end != file_size:
-        raise corrupt(what, f"its tensors end at byte {end}, but the file has {file_size}")
-    return Header(metadata, tensors, length)
-
-
-def _entry(name: str, value: object, base: int, what: object) -> Entry:
-    if not isinstance(value, dict) or value.keys() != _KEYS:
-        raise corrupt(what, f"tensor {name!r} has a malformed entry")
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise corrupt(what, f"tensor {name!r} has unknown dtype {dtype!r:.40}")
-    if not _sizes(shape) or len(shape) > 64:
-        raise corrupt(what, f"tensor {name!r} has a malformed shape")
-    if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise corrupt(what, f"tensor {name!r} has malformed offsets")
-    if nbytes(dtype, shape) != offsets[1] - offsets[0]:
-        raise corrupt(what, f"tensor {name!r} has a shape that does not fit its length")
-    return Entry(dtype, tuple(shape), base + offsets[0], base + offsets[1])
-
-
-def _sizes(value: object) -> bool:
-    return isinstance(value, list) and set(map(type, value)) <= {int} and all(map(_SIZES.__contains__, value))

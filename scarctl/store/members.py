@@ -1,7 +1,7 @@
-"""Share one store among members: processes that save alone, each to its own shard (docs/FORMAT.md, section 11).
+"""Share one store among members: processes that save alone, each to its own lane (docs/FORMAT.md, section 11).
 
 The newest topology has the number of members, and the shard of each. The first member creates it exclusively, and all
-later ones compare theirs with it. A member that starts again begins an epoch in its own log only.
+later ones compare theirs with it. A member that starts again claims a term in its own lane only.
 
 A new number of members gets a new topology, with new shards. Its members take over the content of the older ones.
 """
@@ -23,7 +23,7 @@ from scarctl.store.topology import Topology, create_topology, newest_topology, r
 from scarctl.store.writer import open_writer
 
 EPOCH = 1
-"""Epoch of the first topology of members: it is the first of all epochs."""
+"""Number of the first topology of members."""
 
 MAX_MEMBERS = 100_000
 
@@ -141,9 +141,9 @@ def earlier(store: Store, topology: Topology) -> list[Topology]:
 
 
 def fence(store: Store, shard: int) -> None:
-    """Begin an epoch in the log of a shard, so that its member commits nothing more.
+    """Claim a term in a lane, so that its member commits nothing more.
 
-    A shard without a log needs none: see `scarctl.store.topology.require_current`. Raises Contention if the member
+    A lane without a log needs none: see `scarctl.store.topology.require_current`. Raises Contention if the member
     runs on this host; Corruption, AccessDenied, Unavailable.
     """
     view = store.of_shard(shard)

@@ -1,11 +1,11 @@
 """Delete snapshots and sealed states on request, and free the space that only they need.
 
-If `prune` gets the store's lock, it is the store's writer for a moment: it begins an epoch, compacts and collects. Next
+If `prune` gets the store's lock, it is the store's writer for a moment: it claims a term, compacts and collects. Next
 to a live writer it deletes only files that this writer never uses: names of snapshots, and segments of fenced writers.
 The live writer collects the rest.
 
-If several ranks have saved, each shard is collected separately. Shards of an earlier division are *retired* once no
-state needs them: they lose their members, and only a short log remains.
+If several ranks have saved, each lane is collected separately. Lanes of an earlier division are *retired* once no state
+needs them: they lose their partitions, and only a short log remains.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ import fnmatch
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from scarctl.errors import Contention, UsageError
 from scarctl.store.format import (
-    epoch_of_segment,
-    index_path,
     is_segment_name,
     record_path,
     segment_path,
     shard_folder,
 )
-from scarctl.store.gc import FLOOR, RATIO, Collector, dead_uploads, orphans
+from scarctl.store.gc import FLOOR, RATIO, Collector, dead_uploads, orphans, used_segments
 from scarctl.store.hosts import gone_hosts, read_hosts, remove_hosts
 from scarctl.store.members import taken_over
 from scarctl.store.shard_state import ShardState
 from scarctl.store.snapshot import SealedSet, Snapshot, delete_snapshot, sealed_sets, snapshots
 from scarctl.store.store import Store
+from scarctl.store.term import Place
 from scarctl.store.topology import Topology, complete_sets, newest_topology
+from scarctl.store.usage import usage
 from scarctl.store.writer import StoreWriter, open_writer
 
 
@@ -135,14 +134,12 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
 
     gone, kept = [s for s in found if goes(s.name)], [s for s in found if not goes(s.name)]
     states = store.states(store.shards())
-    there = dict(zip(states, store.blobs.each(partial(_kept, store), states.values()), strict=True))
     topology = newest_topology(store)
-    found_sets = sealed_sets(states.values()) if topology is None else complete_sets(store, states)
-    sealed = [s for s in found_sets if all(seq in there[shard] for shard, seq in s.seqs.items())]
+    sealed = sealed_sets(states.values()) if topology is None else complete_sets(store, states)
     writer = None if retention.no_writer and store.address.root is None else _live_writer(store)
     # Alongside a live writer no sealed state is given up.
     keep_sealed = _retained(sealed, retention) if writer is None else sealed
-    stays = [s.seqs for s in keep_sealed] + [s.seqs for s in kept]
+    stays = [s.places for s in keep_sealed] + [s.places for s in kept]
     files: dict[str, int] = {}
     older = {} if topology is None else {s: state for s, state in states.items() if s not in topology.shards}
     # A sealed state of the current ranks replaces the shards of earlier ranks.
@@ -150,7 +147,7 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
         replaced = taken_over(store, topology, states)
     else:
         replaced = set(older) if sealed else set()
-    free = [s for s in older if s in replaced and not any(s in snapshot.seqs for snapshot in kept)]
+    free = [s for s in older if s in replaced and not any(s in snapshot.places for snapshot in kept)]
     retire = {shard: files_of for shard in free if (files_of := _of_retired(store, older[shard]))}
     for shard, state in states.items():
         if shard in retire:
@@ -158,18 +155,17 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
         elif writer is not None:
             files |= {segment_path(shard, name): size for name, size in orphans(store, shard)}
         elif shard not in older and state.seq >= 0 and not state.doubt.any():
-            kept_seqs = [s.seqs for s in kept] + [s.seqs for s in keep_sealed]
-            pins = {seqs[shard] for seqs in kept_seqs if shard in seqs}
-            pins |= {seal.seq for seal in state.sealed[-1:]}
+            pins = {places[shard] for places in stays if shard in places}
+            pins |= {seal.place for seal in state.sealed[-1:]}
             files |= _collectable(store, state, pins)
     if writer is not None:
-        files |= {path: 0 for path, _ in dead_uploads(store, _epochs(states))}
+        files |= {path: 0 for path, _ in dead_uploads(store, _terms(store, states))}
     return PrunePlan(
         retention,
         tuple(gone),
         tuple(kept),
         tuple(keep_sealed),
-        tuple(s for s in sealed if s.seqs not in stays),
+        tuple(s for s in sealed if s.places not in stays),
         tuple(files),
         sum(files.values()),
         writer,
@@ -186,14 +182,14 @@ def prune(store: Store, plan: PrunePlan) -> Pruned:
     AccessDenied, Unavailable.
     """
     states = store.states(store.shards())
-    before = store.usage(states)["bytes"]
+    before = usage(store, states)["bytes"]
     done = Pruned()
     if plan.writer is not None:
         _delete_names(store, plan)
         for shard in states:
             for name, _ in orphans(store, shard):
                 done.files += _delete(store, segment_path(shard, name))
-        for path, token in dead_uploads(store, _epochs(states)):
+        for path, token in dead_uploads(store, _terms(store, states)):
             store.blobs.abort(path, token)
             done.files += 1
     elif plan.topology is not None:
@@ -218,7 +214,7 @@ def prune(store: Store, plan: PrunePlan) -> Pruned:
     done.files += remove_hosts(store, plan.hosts)
     if plan.topology is not None:
         states = store.states(states)
-    done.sizes = store.usage(states)
+    done.sizes = usage(store, states)
     done.bytes = before - done.sizes["bytes"]
     return done
 
@@ -227,12 +223,11 @@ def _prune_ranks(
     store: Store, plan: PrunePlan, topology: Topology, states: Mapping[int, ShardState], done: Pruned
 ) -> None:
     """Collect the shard of every rank."""
-    epoch = 1 + max(state.epoch for state in states.values())
     for shard in topology.shards:
         state = states.get(shard)
         if state is None or state.layout is None:
             continue
-        view = store.of_shard(shard, epoch)
+        view = store.of_shard(shard)
         with open_writer(view, layout=state.layout) as writer:
             _collect(writer, plan.keep_sealed, done)
 
@@ -247,14 +242,10 @@ def _collect(writer: StoreWriter, keep: tuple[SealedSet, ...], done: Pruned) -> 
 def _retire(store: Store, state: ShardState, done: Pruned) -> None:
     """Remove all members of a shard, and collect their files. After a kill, the next call continues."""
     assert state.layout is not None, "a shard with files has a layout"
-    view = store.of_shard(state.shard, state.epoch + 1)
-    nobody = np.broadcast_to(np.int32(-1), state.layout.partitions)
-    with StoreWriter(view, state.layout, nobody) as writer:
+    with open_writer(store.of_shard(state.shard), layout=state.layout, empty=True) as writer:
         none = np.empty(0, np.int64)
-        # The newest extras and the newest seal of a shard are always kept, so this commit replaces them.
-        writer.commit(
-            state.shard, none, _nothing, step=max(0, state.step), sealed=True, extras={"retired": True}
-        )
+        # The newest extras and the newest seal of a lane are always kept, so this commit replaces them.
+        writer.commit(none, _nothing, step=max(0, state.step), sealed=True, extras={"retired": True})
         _collect(writer, (), done)
 
 
@@ -266,33 +257,29 @@ def _of_retired(store: Store, state: ShardState) -> dict[str, int]:
     """Return the files of a shard that retiring it would delete; {} if it is retired."""
     if state.layout is None or _is_retired(store, state):
         return {}
-    folder = shard_folder(state.shard)
-    folders = [f"{folder}/{name}" for name in ("seg", "index", "log")]
-    return {f"{path}/{name}": size for path in folders for name, size in store.blobs.files(path)}
+    files = _records(store, state.shard)
+    folder = f"{shard_folder(state.shard)}/seg"
+    return {f"{folder}/{name}": size for name, size in store.blobs.files(folder)} | files
 
 
 def _is_retired(store: Store, state: ShardState) -> bool:
     """Return whether `_retire` has completed."""
     if len(state.ids) or not state.sealed:
         return False
-    log = store.log(state.shard)
-    try:
-        last = log.record(state.sealed[-1].seq)
-    except FileNotFoundError:
-        return False
-    own = {last.segment.name} if last.segment is not None and last.extras and not last.partitions else set()
+    kept = [state, *(store.log(state.shard).state_at(seal.place) for seal in state.sealed)]
+    own = {segment.name for one in kept for segment in used_segments(one)}
     there = {name for name in store.blobs.names(f"{shard_folder(state.shard)}/seg") if is_segment_name(name)}
-    return there == own and len(log.numbers()) <= _USUAL
+    return there <= own and len(_records(store, state.shard)) <= _USUAL
 
 
 def _is_small(store: Store, states: Mapping[int, ShardState]) -> bool:
-    """Return whether compaction is not needed. Each of its turns would write an index."""
-    sizes = store.usage(states)
+    """Return whether compaction is not needed. Each of its turns would write a table."""
+    sizes = usage(store, states)
     return sizes["bytes"] <= RATIO * sizes["live_bytes"] + FLOOR * len(states)
 
 
-def _epochs(states: Mapping[int, ShardState]) -> dict[int, int]:
-    return {shard: state.epoch for shard, state in states.items()}
+def _terms(store: Store, states: Mapping[int, ShardState]) -> dict[int, int]:
+    return {shard: max(store.log(shard).terms(), default=0) for shard in states}
 
 
 def _retained(sealed: list[SealedSet], retention: Retention) -> list[SealedSet]:
@@ -306,41 +293,35 @@ def _retained(sealed: list[SealedSet], retention: Retention) -> list[SealedSet]:
     return sorted(kept, key=lambda one: (one.epoch, one.step), reverse=True)
 
 
-def _kept(store: Store, state: ShardState) -> set[int]:
-    """Return the records of a shard whose states can be read: from the boundary on, and kept ones with an index."""
-    log = store.log(state.shard)
-    numbers = set(log.numbers())
-    return {seq for seq in numbers if seq >= state.boundary} | (numbers & set(log.indexes()))
-
-
-def _collectable(store: Store, state: ShardState, pins: set[int]) -> dict[str, int]:
-    """Return the files of a shard, with their bytes, that only its past states need."""
+def _collectable(store: Store, state: ShardState, pins: set[Place]) -> dict[str, int]:
+    """Return the files of a lane, with their bytes, that only its past states need."""
     shard, log = state.shard, store.log(state.shard)
-    needed = {segment.name for segment in _of(state)}
-    for seq in pins:
-        needed |= {segment.name for segment in _of(store.state(shard, at=seq))}
-    folder = shard_folder(shard)
+    needed = {segment.name for segment in used_segments(state)}
+    for place in pins:
+        if store.blobs.has(place.path(shard)):
+            needed |= {segment.name for segment in used_segments(log.state_at(place))}
     found = {
         segment_path(shard, name): size
-        for name, size in store.blobs.files(f"{folder}/seg")
-        if is_segment_name(name) and name not in needed and epoch_of_segment(name) <= state.epoch
+        for name, size in store.blobs.files(f"{shard_folder(shard)}/seg")
+        if is_segment_name(name) and name not in needed
     }
-    found |= {record_path(shard, s): n for s, n in log.files().items() if s < state.seq and s not in pins}
-    indexes: Mapping[str, int] = dict(store.blobs.files(f"{folder}/index"))
-    for seq in log.indexes():
-        path = index_path(shard, seq)
-        if seq < state.seq and seq not in pins:
-            found[path] = indexes.get(path.rsplit("/", 1)[-1], 0)
-    # A boundary, its record, and its index are always needed.
+    stay = {place.path(shard) for place in pins} | ({state.place.path(shard)} if state.place else set())
+    found |= {path: size for path, size in _records(store, shard).items() if path not in stay}
     return found if any("/seg/" in path for path in found) or len(found) > _USUAL else {}
 
 
-_USUAL = 6  # records and indexes that collecting leaves, and that it creates each time
+_USUAL = 6  # records and segments that collecting leaves, and that it creates each time
 
 
-def _of(state: ShardState) -> list[Any]:
-    state.drop_unused_segments()
-    return state.segments
+def _records(store: Store, shard: int) -> dict[str, int]:
+    """Return the records of a lane, with their bytes, but for those that close the log of a term."""
+    log, found = store.log(shard), {}
+    logs = log.logs()
+    for number, term in logs:
+        there = list(log.files(number, term).items())
+        for k, size in there if (number, term) == logs[-1] else there[:-1]:
+            found[record_path(shard, number, term, k)] = size
+    return found
 
 
 def _live_writer(store: Store) -> str | None:

@@ -39,7 +39,7 @@ def pace_of(records: Iterable[Record]) -> Pace:
     """Return the pace from the records of all shards, in any order."""
     runs: dict[int, dict[int, list[Record]]] = {}
     for record in records:
-        if record.kind == "commit":
+        if record.commits and record.partitions:
             runs.setdefault(record.epoch, {}).setdefault(record.step, []).append(record)
     for _, run in sorted(runs.items(), reverse=True):
         steps = sorted(run)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from collections.abc import Iterable
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from scarctl.errors import Corruption
@@ -30,20 +32,14 @@ def last_saved(store: Store, shards: Iterable[int] | None = None) -> str | None:
 
 
 def _of_shard(log: ShardLog) -> str | None:
-    """Return the time of a shard's newest commit, or of the record that replaced it at collection."""
+    """Return the time of a lane's newest commit, or of the oldest record after it, if that one was collected."""
     oldest = None
-    try:
-        record = log.newest()
-        for _ in range(_FAR):
-            if record is None:
-                break
-            if record.kind == "commit":
+    with contextlib.suppress(Corruption, FileNotFoundError):
+        newest = log.newest()
+        for record in islice(log.back(None if newest is None else newest.place), _FAR):
+            if record.commits:
                 return record.created
-            if record.kind == "compact":
-                oldest = record.created  # the boundary moves right after a commit
-            record = log.record(record.seq - 1) if record.seq > record.boundary else None
-    except (Corruption, FileNotFoundError):
-        pass
+            oldest = record.created if record.step >= 0 else None
     return oldest
 
 

@@ -16,13 +16,17 @@ from scarctl.store.backends.base import Buffer
 from scarctl.store.format import RESERVED, Fields, corrupt, is_segment_name
 from scarctl.util.arrays import Bytes, Ids
 
-COLUMNS = {
-    "commit": ("partitions", "checksums"),
-    "mixed": ("versions", "partitions", "checksums"),
-    "members": ("partitions",),
-    "compact": ("versions", "partitions", "checksums"),
-}
-"""Tensors of the tail by kind of segment, 8 bytes per partition each."""
+TABLE = (
+    "rest-partitions",
+    "rest-versions",
+    "rest-positions",
+    "rest-checksums",
+    "rest-segments",
+    "unsaved",
+    "doubt",
+)
+"""Tensors of a full record's table, 8 bytes per partition each. The last two name those that were never saved, and
+those that may have had a newer copy in a damaged segment."""
 
 EXTRAS = f"{RESERVED}extras/"
 """Prefix of the names of a segment's extra tensors."""
@@ -87,13 +91,9 @@ class SegmentRef:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """The per-partition arrays at a segment's end: ids int64[n] ascending, checksums uint64[n], versions int64[n]."""
-
-    ids: Ids
-    checksums: NDArray[np.uint64] | None
-    versions: NDArray[np.int64] | None
+def columns(*, mixed: bool) -> tuple[str, ...]:
+    """Return the last tensors of a segment, 8 bytes per partition each."""
+    return ("versions", "partitions", "checksums") if mixed else ("partitions", "checksums")
 
 
 def full_piece(group: Group, t: int) -> int:

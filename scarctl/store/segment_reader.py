@@ -8,25 +8,33 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scarctl.state.codec import RawTensor
 from scarctl.state.layout import Group, Layout
 from scarctl.store.backends.base import BlobReader, Blobs
-from scarctl.store.format import MAX_HEADER, Header, check_format, corrupt, header_length, parse_header
+from scarctl.store.format import MAX_TABLE_TEXT, RESERVED, check_format, corrupt
+from scarctl.store.header import MAX_HEADER, Header, header_length, parse_header
 from scarctl.store.ranges import Wanted, together
-from scarctl.store.segment import COLUMNS, EXTRAS, SegmentRef, Tail, full_piece, partition_rows
+from scarctl.store.record import FULL, Record
+from scarctl.store.segment import EXTRAS, TABLE, SegmentRef, columns, full_piece, partition_rows
+from scarctl.store.table import Tail, parse_table
 from scarctl.util.arrays import Bytes, Ids
 
 
-def read_tail(blobs: Blobs, path: str, ref: SegmentRef, kind: str, count: int, layout: Layout) -> Tail:
-    """Return the verified tail of a segment. Raises Corruption, or FileNotFoundError if the segment is missing."""
-    what = blobs.where(path)
-    columns = COLUMNS[kind]
-    if count > layout.partitions:
-        raise corrupt(what, f"{count} partitions are more than the layout has")
-    if ref.nbytes - ref.tail != 8 * count * len(columns):
+def read_tail(blobs: Blobs, path: str, record: Record, layout: Layout) -> Tail:
+    """Return the verified tail of a record's segment. Raises Corruption, or FileNotFoundError if it is missing."""
+    ref, what = record.segment, blobs.where(path)
+    assert ref is not None, "an end has no segment"
+    names = columns(mixed=record.mixed)
+    if max(record.partitions, record.rest, record.unsaved, record.doubt) > layout.partitions:
+        raise corrupt(what, "its record names more partitions than the layout has")
+    own, rest = len(names) * record.partitions, (len(TABLE) - 2) * record.rest + record.unsaved + record.doubt
+    text = ref.nbytes - ref.tail - 8 * (own + rest)
+    if text < 0 or (text > 0) != (record.kind == FULL) or text > MAX_TABLE_TEXT:
         raise corrupt(
-            what, f"its record names {count} partitions, but its tail has {ref.nbytes - ref.tail} bytes"
+            what,
+            f"its tail has {ref.nbytes - ref.tail} bytes, which are not those of its record's partitions",
         )
     with blobs.reader(path) as file:
         if file.size != ref.nbytes:
@@ -35,12 +43,17 @@ def read_tail(blobs: Blobs, path: str, ref: SegmentRef, kind: str, count: int, l
         file.read_into(ref.tail, memoryview(raw))
     if hashlib.sha256(raw).hexdigest() != ref.tail_digest:
         raise corrupt(what, "its list of partitions is damaged")
-    arrays = dict(zip(columns, raw.view("<i8").reshape(len(columns), count), strict=True))
+    at = 8 * rest + text
+    arrays = dict(zip(names, raw[at:].view("<i8").reshape(len(names), record.partitions), strict=True))
     ids = arrays["partitions"]
-    if count and not (ids[0] >= 0 and ids[-1] < layout.partitions and bool((ids[1:] > ids[:-1]).all())):
+    if len(ids) and not (ids[0] >= 0 and ids[-1] < layout.partitions and bool((ids[1:] > ids[:-1]).all())):
         raise corrupt(what, "its list of partitions is not ascending or does not fit the layout")
-    checksums = arrays.get("checksums")
-    return Tail(ids, None if checksums is None else checksums.view(np.uint64), arrays.get("versions"))
+    table = None
+    if record.kind == FULL:
+        lengths = [record.rest] * (len(TABLE) - 2) + [record.unsaved]
+        parts = np.split(raw[: 8 * rest].view("<i8"), np.cumsum(lengths))
+        table = parse_table(parts, raw[8 * rest : at].tobytes(), ids, layout.partitions, what)
+    return Tail(ids, arrays["checksums"].view(np.uint64), arrays.get("versions"), table)
 
 
 # A large segment is opened again for every unit that is read, and parsing would take as long as reading.
@@ -86,6 +99,22 @@ class SegmentReader:
             self._what,
         )
         return between
+
+    def lists(self) -> tuple[Ids, NDArray[np.uint64]]:
+        """Return the segment's own partitions and their checksums, verified, without its record. `check_head` first."""
+        raw = np.empty(self._ref.nbytes - self._ref.tail, np.uint8)
+        self._file.read_into(self._ref.tail, memoryview(raw))
+        if hashlib.sha256(raw).hexdigest() != self._ref.tail_digest:
+            raise corrupt(self._what, "its list of partitions is damaged")
+        found = []
+        for column, dtype in (("partitions", "I64"), ("checksums", "U64")):
+            entry = self.header.entry(RESERVED + column, dtype, (-1,), self._what)
+            if entry.start < self._ref.tail:
+                raise corrupt(self._what, f"its {column} lie outside its tail")
+            found.append(raw[entry.start - self._ref.tail : entry.stop - self._ref.tail].view("<i8"))
+        if len(found[0]) != len(found[1]):
+            raise corrupt(self._what, "it does not have one checksum for each partition")
+        return found[0], found[1].view(np.uint64)
 
     def extras(self) -> tuple[str, dict[str, RawTensor]]:
         """Return the verified extras: their text and their tensors."""

@@ -17,27 +17,22 @@ from scarctl.state.encoding import stored_as
 from scarctl.state.encodings import Encoding
 from scarctl.state.layout import DTYPES, Group, Layout
 from scarctl.store import checksum
-from scarctl.store.backends.base import BlobWriter
+from scarctl.store.backends.base import BlobWriter, as_bytes
 from scarctl.store.encoder import Encoder
-from scarctl.store.format import (
-    ENCODED_FORMAT,
-    FORMAT,
-    MAX_HEADER,
-    MIXED_FORMAT,
-    RESERVED,
-    Header,
-    place_header,
-)
+from scarctl.store.format import FORMAT, RESERVED
+from scarctl.store.header import MAX_HEADER, Header, place_header
 from scarctl.store.segment import (
-    COLUMNS,
     EXTRAS,
+    TABLE,
     Pieces,
     SegmentRef,
     Source,
     by_group,
+    columns,
     full_piece,
     partition_rows,
 )
+from scarctl.store.table import Table
 from scarctl.util.arrays import Bytes, Ids
 
 CHUNK = 4 << 20
@@ -54,22 +49,22 @@ def write_segment(
     source: Source | Pieces | Encoder | None,
     metadata: Mapping[str, str],
     *,
-    kind: str = "commit",
     encoding: Encoding = "exact",
     extras: Mapping[str, RawTensor] | None = None,
     versions: NDArray[np.int64] | None = None,
+    table: Table | None = None,
 ) -> tuple[SegmentRef, NDArray[np.uint64]]:
     """Write one segment with the partitions `ids` (ascending, unique). Return its reference and their checksums.
 
-    layout: layout of the live data. source: the whole tensors, or only the pieces, encoded as `encoding` says; None for
-    a list of members.
+    layout: layout of the live data. source: the whole tensors, or only the pieces, encoded as `encoding` says; None if
+    there are none. versions: of the copies, if they are of several steps. table: of a full record.
 
     The file is complete but not committed. Raises UsageError if a buffer has the wrong length.
     """
     if encoding != "exact":
         layout, metadata = stored_as(layout, encoding), {**metadata, "encoding": encoding}
     data = [] if source is None else _order(layout, ids)
-    header, head, tail = _place(layout, ids, data, kind, extras or {}, metadata)
+    header, head, tail = _place(layout, ids, data, versions is not None, table, extras or {}, metadata)
     digest = hashlib.sha256()
 
     def put(buffer: bytes | memoryview) -> None:
@@ -120,18 +115,14 @@ def write_segment(
         )
         position = entry.stop
     assert position == tail
-    columns: dict[str, NDArray[Any] | None] = {
-        "partitions": ids,
-        "checksums": checksums,
-        "versions": versions,
-    }
-    tail_digest = hashlib.sha256()
-    for column in COLUMNS[kind]:
-        values = columns[column]
-        assert values is not None
-        tail_digest.update(values)
-        out.write(values)
-    nbytes = tail + 8 * len(ids) * len(COLUMNS[kind])
+    parts: list[NDArray[Any] | bytes] = [] if table is None else [*table.columns(), table.text]
+    parts += [ids, checksums] if versions is None else [versions, ids, checksums]
+    tail_digest, nbytes = hashlib.sha256(), tail
+    for part in parts:
+        view = as_bytes(np.ascontiguousarray(part) if isinstance(part, np.ndarray) else part)
+        tail_digest.update(view)
+        out.write(view)
+        nbytes += view.nbytes
     ref = SegmentRef(
         name, nbytes, header.length, data_bytes, tail, digest.hexdigest(), tail_digest.hexdigest()
     )
@@ -166,7 +157,8 @@ def _place(
     layout: Layout,
     ids: Ids,
     data: Sequence[tuple[int, int, int, int]],
-    kind: str,
+    mixed: bool,
+    table: Table | None,
     extras: Mapping[str, RawTensor],
     metadata: Mapping[str, str],
 ) -> tuple[Header, bytes, int]:
@@ -193,10 +185,14 @@ def _place(
         tensors.append((EXTRAS + name, raw.dtype, tuple(raw.shape)))
         end += memoryview(raw.data).nbytes
     pad("tail")
-    dtypes = {"partitions": "I64", "checksums": "U64", "versions": "I64"}
-    tensors.extend((RESERVED + column, dtypes[column], (len(ids),)) for column in COLUMNS[kind])
-    number = ENCODED_FORMAT if "encoding" in metadata else MIXED_FORMAT if kind == "mixed" else FORMAT
-    header, head = place_header(tensors, {"format": str(number), "kind": kind, **metadata})
+    if table is not None:
+        for column, values in zip(TABLE, table.columns(), strict=True):
+            dtype = "U64" if column == "rest-checksums" else "I64"
+            tensors.append((RESERVED + column, dtype, (len(values),)))
+        tensors.append((f"{RESERVED}table", "U8", (len(table.text),)))
+    for column in columns(mixed=mixed):
+        tensors.append((RESERVED + column, "U64" if column == "checksums" else "I64", (len(ids),)))
+    header, head = place_header(tensors, {"format": str(FORMAT), **metadata})
     return header, head, header.length + end
 
 

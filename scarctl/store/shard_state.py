@@ -1,9 +1,9 @@
-"""Hold the state that a shard's log describes: each member's newest saved copy (docs/FORMAT.md, section 7)."""
+"""Hold the state that a lane's log describes: each partition's newest saved copy (docs/FORMAT.md, section 7)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +14,11 @@ from scarctl.state.encodings import ENCODINGS
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER
 from scarctl.store.format import corrupt
-from scarctl.store.record import Record
-from scarctl.store.segment import SegmentRef, Tail, positions
+from scarctl.store.record import FULL, Record
+from scarctl.store.segment import SegmentRef, positions
+from scarctl.store.table import KEEP_SEALED, Seal, Table, Tail
+from scarctl.store.term import NO_LINE, Line, Place, split_seq
 from scarctl.util.arrays import Ids, adjacent
-
-KEEP_SEALED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,48 +34,39 @@ class Damage:
     """The error of reading the record itself; None: only its segment is damaged."""
 
     @property
+    def k(self) -> int:
+        """The record's number in its term."""
+        return split_seq(self.seq)[1]
+
+    @property
     def why(self) -> str:
         """The reason without the file's name."""
         return self.reason.removeprefix(f"{self.file}: ")
 
-    @property
-    def base(self) -> None:
-        """Return None: see `Record.base`. A damaged record may have been a rollback."""
-
-
-class Seal(NamedTuple):
-    """A sealed record of a log."""
-
-    seq: int
-    epoch: int
-    step: int
-    whole: str = ""
-    """See `Record.whole`."""
-
 
 @dataclass
 class ShardState:
-    """State of one shard after record `seq` (-1: empty log). Arrays are over the members, in ascending id order.
+    """State of one lane after the record at `place` (None: no record). Arrays are over its partitions, ascending.
 
     version, segment: -1: never saved. `segment` is an index into `segments`.
     position: the ordinal of the partition among its segment's partitions of its group.
-    doubt: marks members that may have had a newer copy in a damaged segment (`damaged`).
-    step: step of the newest commit, -1 before the first.
-    sealed: the sealed records.
+    doubt: marks partitions that may have had a newer copy in a damaged segment (`damaged`).
+    epoch: see `Record.epoch`. step: step of the newest commit, -1 before the first.
+    seal: place of the newest consistent state. sealed: records of consistent states that are kept, oldest first.
     whole: name of the commit of the whole state that has all copies, "" if they are of several.
     extras: (version, index of the segment). `extras_whole` is the name of the extras' commit.
-    records: number of the log's files.
-    line: see `scarctl.store.line`; "" if unknown.
-    unindexed_records, unindexed: the records since the last index, and the partitions in them.
+    full: number of the newest full record in its term. since: partitions in the records after it.
+    records: number of records of this term.
+    line: see `scarctl.store.term.Line`.
     past: whether this is the state after a requested record, not the newest one.
     """
 
     shard: int
     layout: Layout | None = None
-    seq: int = -1
+    place: Place | None = None
     epoch: int = 0
     step: int = -1
-    tail_digest: str = ""
+    digest: str = ""
     records: int = 0
     ids: Ids = field(default_factory=lambda: np.empty(0, np.int64))
     version: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
@@ -84,16 +75,21 @@ class ShardState:
     checksum: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     doubt: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     segments: list[SegmentRef] = field(default_factory=list)
+    seal: Place | None = None
     sealed: list[Seal] = field(default_factory=list)
     whole: str = ""
     extras_whole: str = ""
     extras: tuple[int, int] | None = None
     damaged: list[Damage] = field(default_factory=list)
-    boundary: int = 0
-    line: str = ""
-    unindexed_records: int = 0
-    unindexed: int = 0
+    line: Line = NO_LINE
+    full: int = 0
+    since: int = 0
     past: bool = False
+
+    @property
+    def seq(self) -> int:
+        """Number of the record among all of its lane, -1 without one: see `Place.seq`."""
+        return -1 if self.place is None else self.place.seq
 
     @property
     def saved(self) -> NDArray[np.bool_]:
@@ -153,7 +149,7 @@ class ShardState:
         """Return the indices of `ids` in the arrays. Raises UsageError if one is not a member."""
         at = self.find(ids)
         if len(ids) and (at < 0).any():
-            raise UsageError(f"partition {int(ids[at < 0][0])} is not of shard {self.shard}")
+            raise UsageError(f"partition {int(ids[at < 0][0])} is not of lane {self.shard}")
         return at
 
     def require_sealable(self, at: Ids, layout: Layout) -> None:
@@ -162,7 +158,7 @@ class ShardState:
         unknown[at] = False
         if unknown.any():
             raise UsageError(
-                f"shard {self.shard} cannot be sealed: {int(unknown.sum())} partitions, such as "
+                f"lane {self.shard} cannot be sealed: {int(unknown.sum())} partitions, such as "
                 f"{layout.name(int(self.ids[unknown][0]))}, have no known exact copy",
                 hint="save them with this commit",
             )
@@ -187,71 +183,129 @@ class ShardState:
     def apply(
         self, record: Record, layout: Layout, tail: Tail | None, what: object, damage: Damage | None = None
     ) -> None:
-        """Advance by one record. tail: None if the record has no segment, or a damaged one (`damage`).
+        """Advance by one record. tail: None if the record's segment is damaged (`damage`).
 
         Raises Corruption if the record cannot follow this state.
         """
-        line = self.line
-        if self.layout is None or self.layout.digest != record.layout:
-            self.__dict__.update(ShardState(self.shard, records=self.records).__dict__)
-        self.layout = layout
+        if record.kind == FULL and tail is not None and tail.table is not None:
+            self._restart(record, layout, tail, tail.table)
+        elif self.layout is None or self.layout.digest != record.layout:
+            raise corrupt(what, "it follows no full record of its layout")
+        elif tail is not None:
+            self._save(record, tail, what)
         if damage is not None:
             self.lose(damage)
-        elif tail is not None and record.kind == "epoch":
-            self.whole = self.whole if np.array_equal(self.ids, tail.ids) else ""
-            self.set_members(tail.ids)
-        elif tail is not None and record.segment is not None:
-            self._save(record, record.segment, tail, what)
-        if record.kind != "epoch":
+        if record.changes:
             self.step = record.step
-        if record.encoded or (record.kind == "commit" and record.partitions):
-            self.whole = ""
-        if record.sealed:
+        if record.sealed and damage is None:
             self._seal(record, what)
-        self.boundary = record.boundary
-        self.line = record.line or line
-        self.unindexed_records += 1
-        self.unindexed += record.partitions if record.kind != "epoch" else 0
-        self.seq, self.epoch, self.tail_digest = record.seq, record.epoch, record.digest
+        self.place, self.epoch, self.digest, self.line, self.seal = (
+            record.place,
+            record.epoch,
+            record.digest,
+            record.line,
+            record.seal,
+        )
+        self.records = record.place.k
+
+    def _restart(self, record: Record, layout: Layout, tail: Tail, table: Table) -> None:
+        """Take the state from a full record alone."""
+        own = tail.ids
+        ids = np.concatenate([own, table.ids, table.unsaved])
+        order, none = np.argsort(ids, kind="stable"), len(table.unsaved)
+        versions = np.full(len(own), record.version) if tail.versions is None and len(own) else tail.versions
+        versions = np.empty(0, np.int64) if versions is None else versions
+
+        def column(first: NDArray[Any], second: NDArray[Any], fill: int) -> NDArray[Any]:
+            return np.concatenate([first, second, np.full(none, fill, first.dtype)])[order]
+
+        self.layout, self.ids = layout, ids[order]
+        self.version = column(versions.astype(np.int64), table.version, NEVER)
+        self.segment = column(np.zeros(len(own), np.int32), table.segment.astype(np.int32) + np.int32(1), -1)
+        self.position = column(positions(layout, own), table.position, -1)
+        self.checksum = column(tail.checksums, table.checksum, 0)
+        self.doubt = np.isin(self.ids, table.doubt)
+        self.damaged = []
+        assert record.segment is not None, "a full record has a segment"
+        self.segments = [record.segment, *table.segments]
+        self.extras = None if table.extras is None else (table.extras[0], table.extras[1] + 1)
+        self.whole, self.extras_whole, self.sealed = table.whole, table.extras_whole, list(table.seals)
+        self.step, self.full, self.since = record.step, record.place.k, 0
+        if self.whole and self.encoded.any():
+            self.whole = ""
+
+    def table(self, record: Record, layout: Layout, ids: Ids) -> Table:
+        """Return the table of a full record that follows this state, and has partitions `ids` (ascending) itself."""
+        rest = np.ones(len(self.ids), np.bool_)
+        rest[self.find(ids)] = False
+        at = np.flatnonzero(rest & self.saved)
+        used = np.zeros(len(self.segments), np.bool_)
+        used[self.segment[at]] = True
+        extras, whole, extras_whole = self.extras, record.whole, self.extras_whole
+        if record.extras:
+            extras, extras_whole = (record.version, -1), record.whole
+        elif extras is not None:
+            used[extras[1]] = True
+        if not record.sealed and not (record.changes and record.partitions):
+            whole = self.whole
+        number = np.cumsum(used) - 1
+        if extras is not None and not record.extras:
+            extras = extras[0], int(number[extras[1]])
+        version = np.full(len(at), record.version) if record.sealed else self.version[at]
+        return Table(
+            self.ids[at],
+            version,
+            self.position[at],
+            self.checksum[at],
+            number[self.segment[at]],
+            self.ids[rest & ~self.saved],
+            self.ids[rest & self.doubt],
+            tuple(segment for segment, need in zip(self.segments, used.tolist(), strict=True) if need),
+            extras,
+            extras_whole,
+            whole,
+            tuple(self.sealed[-KEEP_SEALED:]),
+        )
 
     def lose(self, damage: Damage) -> None:
-        """Note damage: any member may have had a newer copy there."""
+        """Note damage: any partition may have had a newer copy there."""
         self.damaged.append(damage)
         self.doubt[:] = True
         self.whole = ""
 
-    def _save(self, record: Record, segment: SegmentRef, tail: Tail, what: object) -> None:
-        assert self.layout is not None
-        assert tail.checksums is not None
+    def _save(self, record: Record, tail: Tail, what: object) -> None:
+        """Take the copies of a delta."""
+        assert self.layout is not None, "a delta follows a full record"
+        assert record.segment is not None, "a delta has a segment"
         found = self.find(tail.ids)
         if (found < 0).any():
             raise corrupt(
-                what,
-                f"partition {self.layout.name(int(tail.ids[found < 0][0]))} is not of shard {self.shard}",
+                what, f"partition {self.layout.name(int(tail.ids[found < 0][0]))} is not of this lane"
             )
         at = adjacent(found)
         number = len(self.segments)
-        self.segments.append(segment)
+        self.segments.append(record.segment)
         self.version[at] = record.version if tail.versions is None else tail.versions
         self.segment[at] = number
         self.position[at] = positions(self.layout, tail.ids)
         self.checksum[at] = tail.checksums
-        if record.kind == "commit":  # compaction only moves copies
+        self.since += record.partitions
+        if record.changes:  # others have only moved copies
             self.doubt[at] = False
+            self.whole = "" if record.partitions else self.whole
         if record.extras:
-            self.extras = (record.version, number)
-            self.extras_whole = record.identity if record.sealed else ""
+            self.extras, self.extras_whole = (record.version, number), ""
 
     def _seal(self, record: Record, what: object) -> None:
-        # A member in doubt may be equal to a lost copy. Its known copy is older, and not of this version.
-        known = self.saved & ~self.doubt
-        if (known & self.encoded).any():
-            raise corrupt(what, "it seals a state with encoded copies, which are not exact")
-        self.version[known] = record.version
-        if known.all():
-            self.sealed.append(Seal(record.seq, record.epoch, record.step, record.whole))
-            self.whole = record.identity
-            del self.sealed[:-KEEP_SEALED]
+        if (self.saved & self.encoded).any():
+            raise corrupt(what, "it calls a state consistent that has encoded copies")
+        if not self.saved.all() or (self.version != record.version).any():
+            raise corrupt(what, "it calls a state consistent that has copies of other steps")
+        if record.extras:
+            self.extras_whole = record.whole
+        self.whole = record.whole
+        self.sealed.append(Seal(record.place, record.epoch, record.step, record.whole))
+        del self.sealed[:-KEEP_SEALED]
 
     def take_over(self, fresh: ShardState, ids: Ids) -> NDArray[np.bool_]:
         """Update the segments of `ids` from a newer state. Return which of them have moved.
@@ -278,15 +332,3 @@ class ShardState:
             getattr(self, name)[own] = getattr(fresh, name)[there]
         self.segments = [*self.segments, *fresh.segments]
         return found
-
-    def drop_unused_segments(self) -> None:
-        """Remove segments without a newest copy. Indices of segments change."""
-        used = np.zeros(len(self.segments) + 1, bool)
-        used[self.segment] = True  # -1 marks the additional last entry
-        if self.extras is not None:
-            used[self.extras[1]] = True
-        number = np.cumsum(used[:-1], dtype=np.int32) - np.int32(1)
-        self.segments = [s for s, keep in zip(self.segments, used[:-1].tolist(), strict=True) if keep]
-        self.segment = np.append(number, np.int32(-1))[self.segment]
-        if self.extras is not None:
-            self.extras = (self.extras[0], int(number[self.extras[1]]))

@@ -1,13 +1,13 @@
 """Find sealed states, and name those to keep (docs/FORMAT.md, section 9).
 
-A snapshot is a small file that names one record of every shard. Creating one needs no lock. The file is created first,
-then the records are checked: a collector may have given them up meanwhile. A collector works in the opposite order,
-boundary first, then the list of snapshots. So one of the two sees the other.
+A snapshot is a small file that names one full record of every lane. Creating one needs no lock. The file is created
+first, then the newest full records are read: a collector may have given the state up meanwhile. A collector works in
+the opposite order, full record first, then the list of snapshots. So one of the two sees the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,6 @@ from scarctl.state.version import MAX_EPOCH, MAX_STEP
 from scarctl.store.format import (
     FORMAT,
     MAX_FLAT,
-    MAX_SEQ,
     MAX_SHARDS,
     MAX_SNAPSHOT,
     SNAPSHOTS,
@@ -25,28 +24,32 @@ from scarctl.store.format import (
     corrupt,
     dump_json,
     load_json,
+    log_folder,
     name_of_snapshot,
-    record_path,
-    shard_folder,
     shard_of_folder,
     snapshot_path,
 )
-from scarctl.store.record import alone, now, who
+from scarctl.store.term import Place, now, who
 
 if TYPE_CHECKING:
-    from scarctl.store.shard_state import Seal, ShardState
+    from scarctl.store.shard_state import ShardState
     from scarctl.store.store import Store
 
 
 @dataclass(frozen=True, slots=True)
 class SealedSet:
-    """One whole state. `seqs` has the sealed record of each shard."""
+    """One whole state. `places` has the sealed record of each lane."""
 
     epoch: int
     step: int
-    seqs: Mapping[int, int]
-    whole: str = ""
-    """The identity that its records share. "": records of an earlier format, which only share the step."""
+    places: Mapping[int, Place]
+    whole: str
+    """The name that its records share."""
+
+    @property
+    def seqs(self) -> dict[int, int]:
+        """The numbers of the records: see `Place.seq`."""
+        return {shard: place.seq for shard, place in self.places.items()}
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,16 @@ class Snapshot:
     epoch: int
     step: int
     layout: str
-    seqs: Mapping[int, int]
-    whole: str = ""
+    places: Mapping[int, Place]
+    whole: str
     """See `SealedSet`."""
     created: str = field(default_factory=now)
     writer: str = field(default_factory=who)
+
+    @property
+    def seqs(self) -> dict[int, int]:
+        """The numbers of the records: see `Place.seq`."""
+        return {shard: place.seq for shard, place in self.places.items()}
 
     @cached_property
     def data(self) -> bytes:
@@ -74,7 +82,7 @@ class Snapshot:
                 "epoch": self.epoch,
                 "step": self.step,
                 "layout": self.layout,
-                "seqs": {str(shard): seq for shard, seq in self.seqs.items()},
+                "places": {str(shard): place.to_json() for shard, place in self.places.items()},
                 "whole": self.whole,
                 "created": self.created,
                 "writer": self.writer,
@@ -84,25 +92,26 @@ class Snapshot:
     @staticmethod
     def parse(data: bytes, what: object, *, name: str) -> Snapshot:
         """Parse a snapshot from its file's bytes, and check every field. Raises Corruption, naming `what`."""
-        f = Fields(load_json(data, what, containers=MAX_FLAT, values=MAX_SHARDS), what)
+        # It has one list for each lane.
+        f = Fields(load_json(data, what, containers=MAX_FLAT + MAX_SHARDS, values=4 * MAX_SHARDS), what)
         if f.text("kind") != "snapshot" or f.text("name") != name:
             raise corrupt(what, "it is the snapshot of another name")
-        seqs = f.raw("seqs")
-        if not isinstance(seqs, dict) or not seqs:
+        places = f.raw("places")
+        if not isinstance(places, dict) or not places:
             raise corrupt(what, "it names no records")
-        found: dict[int, int] = {}
-        for text, seq in seqs.items():
+        found: dict[int, Place] = {}
+        for text, place in places.items():
             shard = shard_of_folder(text)
-            if shard is None or type(seq) is not int or not 0 <= seq <= MAX_SEQ:
+            if shard is None:
                 raise corrupt(what, "its records are malformed")
-            found[shard] = seq
+            found[shard] = Place.from_json(place, what)
         return Snapshot(
             name,
             f.integer("epoch", 1, MAX_EPOCH),
             f.integer("step", 0, MAX_STEP),
             f.hex("layout", 64),
             found,
-            "" if f.raw("whole") is None else f.hex("whole", 32, empty=True),
+            f.hex("whole", 32),
             f.text("created"),
             f.text("writer"),
         )
@@ -183,23 +192,23 @@ def create_snapshot(store: Store, name: str, sealed: SealedSet) -> Snapshot:
         hint="save the whole state again, then take the snapshot",
         kind="snapshot-late",
     )
+    first = min(sealed.places)
     try:
-        layout = store.log(min(sealed.seqs)).record(sealed.seqs[min(sealed.seqs)]).layout
+        layout = store.log(first).at(sealed.places[first]).layout
     except FileNotFoundError:
         raise late from None
-    snapshot = Snapshot(name, sealed.epoch, sealed.step, layout, dict(sealed.seqs), sealed.whole)
+    snapshot = Snapshot(name, sealed.epoch, sealed.step, layout, dict(sealed.places), sealed.whole)
     path = snapshot_path(name)
-    for shard in sealed.seqs:
+    for shard, place in sealed.places.items():
         # The record may not be durable yet, and the snapshot must not outlive it in a power loss.
-        store.blobs.prepare(f"{shard_folder(shard)}/log")
+        store.blobs.prepare(log_folder(shard, place.number, place.id))
     store.blobs.prepare(SNAPSHOTS)
     try:
         store.blobs.create_exclusive(path, [snapshot.data])
     except FileExistsError:
         raise _taken(name) from None
-    for shard, seq in sealed.seqs.items():
-        newest = store.log(shard).newest()
-        if newest is None or newest.boundary > seq or not store.blobs.has(record_path(shard, seq)):
+    for shard, place in sealed.places.items():
+        if not any(seal.place == place for seal in store.state(shard).sealed):
             delete_snapshot(store, name)
             raise late
     return snapshot
@@ -225,28 +234,21 @@ def settle_snapshots(store: Store) -> None:
     store.blobs.prepare(SNAPSHOTS)
 
 
-def sealed_sets(
-    states: Iterable[ShardState], moment: Callable[[Seal], Hashable] = lambda seal: (seal.epoch, seal.step)
-) -> list[SealedSet]:
-    """Return the whole states that all shards with members have sealed, newest first.
-
-    moment: the common key of a state's sealed records in an earlier format, which have no name of the whole state.
-    """
+def sealed_sets(states: Iterable[ShardState]) -> list[SealedSet]:
+    """Return the whole states that all lanes with partitions have sealed, newest first."""
     owners = [state for state in states if len(state.ids)]
-    # If a shard has several seals of one state, the newest counts.
-    by_shard = {s.shard: {seal.whole or moment(seal): seal for seal in s.sealed} for s in owners}
+    # If a lane has several seals of one state, the newest counts.
+    by_shard = {s.shard: {seal.whole: seal for seal in s.sealed} for s in owners}
     if not by_shard:
         return []
     found = []
-    for key in set.intersection(*(set(of) for of in by_shard.values())):
-        seals = {shard: of[key] for shard, of in by_shard.items()}
+    for whole in set.intersection(*(set(of) for of in by_shard.values())):
+        seals = {shard: of[whole] for shard, of in by_shard.items()}
         newest = max(seals.values(), key=lambda seal: (seal.epoch, seal.step))
-        whole = newest.whole
-        if not whole and len(seals) == 1:
-            whole = alone(owners[0].shard, newest.seq)  # one record is one state
-        found.append(SealedSet(newest.epoch, newest.step, {s: seal.seq for s, seal in seals.items()}, whole))
+        places = {shard: seal.place for shard, seal in seals.items()}
+        found.append(SealedSet(newest.epoch, newest.step, places, whole))
     first = min(by_shard)
-    return sorted(found, key=lambda one: (one.epoch, one.step, one.seqs[first]), reverse=True)
+    return sorted(found, key=lambda one: one.places[first].seq, reverse=True)
 
 
 def lost_seals(states: Iterable[ShardState], known: Sequence[SealedSet]) -> tuple[str, ...]:
@@ -261,11 +263,12 @@ def lost_seals(states: Iterable[ShardState], known: Sequence[SealedSet]) -> tupl
 
 
 def is_kept(store: Store, state: ShardState, seq: int) -> bool:
-    """Return whether the state after record `seq` is kept. `state`: the shard's newest.
+    """Return whether the state after record `seq` is kept. `state`: the lane's newest.
 
     A state that was given up is not kept, even while its files exist: they may be about to be deleted.
     """
-    if state.boundary <= seq <= state.seq:
+    place = state.place
+    if place is not None and place._replace(k=state.full).seq <= seq <= state.seq:
         return True
     named = any(s.seqs.get(state.shard) == seq for s in snapshots(store))
     if not named and all(seal.seq != seq for seal in state.sealed):

@@ -1,4 +1,4 @@
-"""Open a store: its settings, its layouts, one log per shard, and their states."""
+"""Open a store: its settings, its layouts, its lanes, and their states."""
 
 from __future__ import annotations
 
@@ -10,52 +10,46 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.errors import Corruption, LayoutMismatch, NoStore, SettingsConflict, UsageError
+from scarctl.errors import LayoutMismatch, NoStore, SettingsConflict, UsageError
 from scarctl.state import codec
 from scarctl.state.layout import Layout
 from scarctl.store.backends.address import S3_SCHEMES, Address
 from scarctl.store.backends.base import Blobs
 from scarctl.store.backends.connect import blobs_at
 from scarctl.store.backends.probe import exclusive_here, probe
-from scarctl.store.foreign import damaged_settings, keep_copy, no_store, refuse_foreign
+from scarctl.store.foreign import damaged_settings, no_store, refuse_foreign
 from scarctl.store.format import (
     FORMAT,
-    HOSTS,
+    LANES,
     LOCK,
-    MAX_LAYOUT,
-    MAX_LAYOUT_VALUES,
     MAX_SETTINGS,
-    ONE_LOG_FORMAT,
     SETTINGS,
-    SNAPSHOTS,
-    TOPOLOGIES,
     Fields,
     corrupt,
-    digest_of_layout,
     dump_json,
-    layout_path,
     load_json,
     lock_path,
     segment_path,
     shard_folder,
     shard_of_folder,
 )
-from scarctl.store.line import number_of
+from scarctl.store.layouts import read_layout
 from scarctl.store.lock import BothLocks, NoLock, StoreLock, for_a_writer
 from scarctl.store.log import ShardLog
+from scarctl.store.older import older_copies, state_before
 from scarctl.store.read import Batch, Room, read_unit, units
-from scarctl.store.record import Record, now, who
+from scarctl.store.record import Record
 from scarctl.store.segment import ascending
 from scarctl.store.segment_reader import open_segment
 from scarctl.store.settings import Settings
 from scarctl.store.shard_state import ShardState
+from scarctl.store.term import now, number_of, who
 from scarctl.util.arrays import Ids
-from scarctl.util.json_size import too_much
 
 _RACES = 4
 
@@ -64,19 +58,25 @@ Lock: TypeAlias = StoreLock | BothLocks | NoLock
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One rank's or member's shard of a store, and the least epoch that its writer begins."""
+    """One rank's or member's lane of a store."""
 
     shard: int
-    epoch: int
     current: bool = False  # its writer begins only while the newest topology has the shard
+
+
+class Found(NamedTuple):
+    """The line of a lane, for memory that notes it: see `scarctl.store.term.Line`. The id is a number."""
+
+    id: int
+    k: int
+    claimed: frozenset[int] = frozenset()
+    """Of a lane without a record: the ids of its terms."""
 
 
 class Store:
     """An open store. Reading takes no lock and may continue while a writer commits."""
 
-    def __init__(
-        self, address: Address, blobs: Blobs, identity: str, settings: Settings, *, one_log: bool
-    ) -> None:
+    def __init__(self, address: Address, blobs: Blobs, identity: str, settings: Settings) -> None:
         self.address = address
         self.url = address.shown
         """The given address, for display, without secrets."""
@@ -84,12 +84,10 @@ class Store:
         """The absolute address, for display."""
         self.id = identity
         self.settings = settings
-        self.one_log = one_log
-        """A process that saves alone has one log for all shards. False: one for each, as in earlier stores."""
         self.blobs = blobs
         self._layouts: dict[str, Layout] = {}
         self.part: Part | None = None
-        """The shard of this view; None for a store with all shards: see `of_shard`."""
+        """The lane of this view; None for a store with all lanes: see `of_shard`."""
         self._lock: Lock | None = None
         self._locked = self._closed = False
 
@@ -134,9 +132,8 @@ class Store:
             rounds = 0 if address.scheme in S3_SCHEMES else _RACES
             found = None if address.root is not None else probe(blobs, assume_single_writer, rounds=rounds)
             blobs.exclusive = found is None or exclusive_here(blobs, found, address.shown)
-            one_log = settings.shards > 1  # earlier versions can use a store of one shard
             obj = {
-                **({"format": ONE_LOG_FORMAT, "one_log": True} if one_log else {"format": FORMAT}),
+                "format": FORMAT,
                 "kind": "store",
                 "id": uuid.uuid4().hex,
                 "settings": asdict(settings),
@@ -176,31 +173,33 @@ class Store:
             f = Fields(obj, what)
             if f.text("kind") != "store":
                 raise corrupt(what, "it is not a store's file")
-            one_log = "one_log" in obj and f.flag("one_log")
-            if one_log != (f.raw("format") == ONE_LOG_FORMAT):
-                raise corrupt(what, f"a store has one log for all shards if its format is {ONE_LOG_FORMAT}")
             run, settings = f.hex("id", 32), Settings.from_json(f.raw("settings"), what)
         if address.root is None:
             blobs.exclusive = exclusive_here(blobs, obj.get("probe"), what, strict=strict)
-        return cls(address, blobs, run, settings, one_log=one_log)
+        return cls(address, blobs, run, settings)
 
     def again(self) -> Store:
         """Return the same store, opened again, without cached files."""
         return Store._open(self.address, self.blobs)
 
-    def of_shard(self, shard: int, epoch: int = 1, *, current: bool = False) -> Store:
-        """Return the view of the store for the rank that saves to `shard`, without other shards: see `Part`.
+    def of_shard(self, shard: int, *, current: bool = False) -> Store:
+        """Return the view of the store for the rank that saves to lane `shard`, without other lanes: see `Part`.
 
         Close the view instead of the store that it was made of.
         """
-        return self.of_part(Part(shard, epoch, current))
+        return self.of_part(Part(shard, current))
 
     def of_part(self, part: Part) -> Store:
-        """Return the view of one shard: see `of_shard`."""
-        twin = Store(self.address, self.blobs, self.id, self.settings, one_log=self.one_log)
+        """Return the view of one lane: see `of_shard`."""
+        twin = Store(self.address, self.blobs, self.id, self.settings)
         twin.part = part
         twin._layouts = self._layouts  # a digest names the same layout in both
         return twin
+
+    @property
+    def lane(self) -> int:
+        """The lane to which a process with this view saves: 0 if it saves alone."""
+        return 0 if self.part is None else self.part.shard
 
     @property
     def run_id(self) -> str:
@@ -214,11 +213,9 @@ class Store:
             return np.full(layout.partitions, self.part.shard, dtype=np.int32)
         return layout.shards(self.settings.shards, self.settings.seed)
 
-    def log_of(self, layout: Layout) -> NDArray[np.int32]:
-        """Return the number of the log that has every partition: int32 of shape (layout.partitions,)."""
-        if self.part is None and self.one_log:
-            return np.zeros(layout.partitions, dtype=np.int32)
-        return self.shard_of(layout)
+    def lanes_of(self, layout: Layout) -> list[int]:
+        """Return the lane that has the partitions of a layout; none if it has no partitions."""
+        return [self.lane] if layout.partitions else []
 
     def close(self) -> None:
         """Release the lock, and the address's connections."""
@@ -261,44 +258,11 @@ class Store:
 
     # layouts
 
-    def layouts(self) -> list[str]:
-        """Return the digests of the layouts in the store."""
-        return [d for name, _ in self.blobs.files("layout") if (d := digest_of_layout(name)) is not None]
-
     def layout(self, digest: str) -> Layout:
         """Return the layout of this digest. Raises Corruption if it is missing or damaged."""
         if digest not in self._layouts:
-            path = layout_path(digest)
-            what = self.blobs.where(path)
-            try:
-                obj = load_json(self.blobs.read(path, MAX_LAYOUT), what, values=MAX_LAYOUT_VALUES)
-            except FileNotFoundError:
-                raise corrupt(what, "this layout is missing") from None
-            f = Fields(obj, what)
-            try:
-                layout = Layout.from_json(f.raw("layout"))
-            except Corruption as error:
-                raise corrupt(what, error.message) from error
-            if not f.text("kind") == "layout" or not f.text("digest") == digest == layout.digest:
-                raise corrupt(what, "its content is another layout than its name")
-            self._layouts[digest] = layout
+            self._layouts[digest] = read_layout(self.blobs, digest)
         return self._layouts[digest]
-
-    def put_layout(self, layout: Layout) -> None:
-        """Store a layout and a copy of the settings, unless the store has them."""
-        data = dump_json(
-            {"format": FORMAT, "kind": "layout", "digest": layout.digest, "layout": layout.to_json()}
-        )
-        if len(data) > MAX_LAYOUT:
-            raise UsageError(f"the layout has {len(data)} bytes of names and shapes, more than {MAX_LAYOUT}")
-        if reason := too_much(data, values=MAX_LAYOUT_VALUES):
-            raise UsageError(f"the layout cannot be stored: {reason}")
-        self.blobs.prepare("layout")
-        keep_copy(self.blobs)
-        try:
-            self.blobs.create_exclusive(layout_path(layout.digest), [data])
-        except FileExistsError:
-            self.layout(layout.digest)  # raises if the existing file is damaged
 
     def current_layout(self) -> Layout | None:
         """Return the layout of the newest records; None before the first."""
@@ -308,15 +272,23 @@ class Store:
     # logs
 
     def shards(self) -> list[int]:
-        """Return the shards that have a log."""
+        """Return the lanes that have a term."""
         if self.part is not None:
-            return [self.part.shard] if self.log(self.part.shard).numbers() else []
-        found = (shard_of_folder(name) for name in self.blobs.folders("shards"))
+            return [self.part.shard] if self.log(self.part.shard).terms() else []
+        found = (shard_of_folder(name) for name in self.blobs.folders(LANES))
         return sorted(shard for shard in found if shard is not None)
 
-    def lines(self) -> dict[int, int]:
-        """Return the current line of each shard's log: see `scarctl.store.line`. Raises Corruption."""
-        return {record.shard: number_of(record.line) for record in self._newest()}
+    def line(self) -> Found | None:
+        """Return the line of this view's lane; None if nobody has claimed a term there. Raises Corruption."""
+        log = self.log(self.lane)
+        return self.line_of(log.newest()) if log.terms() else None
+
+    def line_of(self, newest: Record | None) -> Found:
+        """Return the line of this view's lane from its newest record; None: it has none."""
+        if newest is not None:
+            return Found(number_of(newest.line.id), newest.line.k)
+        log = self.log(self.lane)
+        return Found(0, 0, frozenset(number_of(log.term(number).id) for number in log.terms()))
 
     def _newest(self) -> list[Record]:
         found = self.blobs.each(lambda shard: self.log(shard).newest(), self.shards())
@@ -326,7 +298,7 @@ class Store:
         return ShardLog(self.blobs, shard, self.layout)
 
     def records(self, shard: int) -> Iterator[Record]:
-        """Return a shard's records, oldest first. Raises Corruption, naming the file."""
+        """Return a lane's records, oldest first. Raises Corruption, naming the file."""
         return self.log(shard).records()
 
     def state(self, shard: int, layout: Layout | None = None, at: int | None = None) -> ShardState:
@@ -357,8 +329,12 @@ class Store:
         )
 
     def older(self, shard: int, ids: Ids, state: ShardState) -> ShardState | None:
-        """Return, for `ids`, the next older copies than `state` has: see `ShardLog.older`."""
-        return self.log(shard).older(ids, state)
+        """Return, for `ids`, the next older copies than `state` has: see `older_copies`."""
+        return older_copies(self.log(shard), ids, state)
+
+    def before(self, state: ShardState, ids: Ids, step: int) -> ShardState:
+        """Return, for `ids`, the newest copies of `step` or earlier: see `state_before`."""
+        return state_before(self.log(state.shard), state, ids, step)
 
     # data
 
@@ -431,20 +407,3 @@ class Store:
             if fresh is not None and fresh.extras is not None and fresh.extras[0] > version:
                 return self.read_extras(fresh)  # the writer has newer ones, and has collected these
             raise corrupt(what, "the segment is missing") from None
-
-    def usage(self, states: Mapping[int, ShardState]) -> dict[str, int]:
-        """Return `bytes` of all files, `live_bytes` of newest copies, numbers of `segments` and of `records`."""
-        total = segments = records = live = 0
-        own = (f"shards/{s}/{f}" for s in self.shards() for f in ("seg", "log", "index"))
-        folders = ["layout", SNAPSHOTS, TOPOLOGIES, HOSTS, *own]
-        for folder, files in zip(folders, self.blobs.each(self.blobs.files, folders), strict=True):
-            sizes = [size for _, size in files]
-            total += sum(sizes)
-            segments += len(sizes) if folder.endswith("/seg") else 0
-            records += len(sizes) if folder.endswith("/log") else 0
-        with self.blobs.reader(SETTINGS) as file:
-            total += file.size
-        for state in states.values():
-            if state.layout is not None:
-                live += int(state.bytes_of(np.flatnonzero(state.saved)).sum())
-        return {"bytes": total, "live_bytes": live, "segments": segments, "records": records}

@@ -1,16 +1,15 @@
-"""List the shards of the processes that save to a store: one shard each (docs/FORMAT.md, sections 10 and 11).
+"""List the lanes of the processes that save to a store: one lane each (docs/FORMAT.md, sections 10 and 11).
 
-Every rank saves its share of the state to its own shard, with its own log, lock and epochs. A small file per start of
-the job, `topology/<epoch>.json`, has the epoch that all ranks begin with, and the shard of every rank. A job that
-restarts with the same division keeps its shards. With another division it gets new ones.
+Every rank saves its share of the state to its own lane, with its own log, lock and terms. A small file per start of the
+job, `topology/<number>.json`, has the lane of every rank. A job that restarts with the same division keeps its lanes.
+With another division it gets new ones. In the code, lanes are called shards.
 
 Members are independent processes: their topologies are created by `scarctl.store.members`.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,12 +29,12 @@ from scarctl.store.format import (
     load_json,
     topology_path,
 )
-from scarctl.store.record import now, who
 from scarctl.store.snapshot import SealedSet, sealed_sets
+from scarctl.store.term import now, who
 from scarctl.util.text import counted
 
 if TYPE_CHECKING:
-    from scarctl.store.shard_state import Seal, ShardState
+    from scarctl.store.shard_state import ShardState
     from scarctl.store.store import Store
 
 _HEAL = (
@@ -47,12 +46,12 @@ _HEAL = (
 
 @dataclass(frozen=True)
 class Topology:
-    """The shards of a job's ranks, from one start on."""
+    """The lanes of a job's ranks, from one start on."""
 
     epoch: int
-    """The least epoch that every rank begins."""
+    """The number of this start, from 1. A lane's terms have numbers of their own."""
     shards: tuple[int, ...]
-    """Shard of every rank."""
+    """Lane of every rank."""
     division: str
     """SHA-256 of the division of the state among the ranks: 64 hex digits."""
     created: str = field(default_factory=now)
@@ -159,8 +158,8 @@ def refuse_members(store: Store) -> None:
 def require_current(store: Store) -> None:
     """Raise Fenced if the store is the view of a member whose shard other members have taken over.
 
-    A writer asks after its epoch has begun. Members that take the shard over create their topology, then begin an epoch
-    in its log, then read it. So this writer either finds their topology, or is fenced by their epoch.
+    A writer asks after its first record. Members that take the lane over create their topology, then claim a term in
+    it, then read it. So this writer either finds their topology, or is fenced by their term.
     """
     if store.part is None or not store.part.current:
         return
@@ -210,20 +209,11 @@ def complete_sets(
         shards = store.shards()
     states = store.states(shard for shard in shards if shard not in (known or {}))
     states |= {shard: state for shard, state in (known or {}).items() if shard in shards}
-    return sealed_by_all(states, epochs) if epochs else sealed_sets(states.values())
+    return sealed_by_all(states) if epochs else sealed_sets(states.values())
 
 
-def sealed_by_all(states: Mapping[int, ShardState], epochs: list[int]) -> list[SealedSet]:
-    """Return the whole states that all shards of a topology have sealed, newest first.
-
-    epochs: epochs of all topologies, ascending. Records of an earlier format belong together if step and start of the
-        job are equal. A rank's own epochs lie between two of these epochs, because its daemon may have been replaced.
-    """
+def sealed_by_all(states: Mapping[int, ShardState]) -> list[SealedSet]:
+    """Return the whole states that all lanes of a topology have sealed, newest first."""
     if any(state.layout is None for state in states.values()):
-        return []  # a shard has not begun, or its log is lost, so its members are unknown
-    return sealed_sets(states.values(), alike(epochs))
-
-
-def alike(epochs: list[int]) -> Callable[[Seal], Hashable]:
-    """Return the common key of sealed records of an earlier format in logs of ranks: see `sealed_by_all`."""
-    return lambda seal: (bisect_right(epochs, seal.epoch), seal.step)
+        return []  # a lane has not begun, or its log is lost, so its partitions are unknown
+    return sealed_sets(states.values())

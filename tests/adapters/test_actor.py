@@ -153,7 +153,7 @@ def test_a_damaged_seal_is_no_new_beginning(tmp_path: Path, arena_dir: Path) -> 
     table.kept.close()
     shutil.rmtree(arena_dir)
     arena_dir.mkdir()
-    for file in tmp_path.glob("s/shards/*/seg/*"):
+    for file in tmp_path.glob("s/lanes/*/seg/*"):
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 0xFF
         file.write_bytes(data)

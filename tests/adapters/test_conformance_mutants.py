@@ -58,7 +58,7 @@ FOUND: dict[type[TorchAdapter] | type[TorchTraining], tuple[str, str]] = {
     broken_loops.IgnoresSnapshot: ("a_snapshot_is_resumed_by_its_name", "resumed after iteration 5, not 2"),
     broken_loops.WaitsForStore: (
         "a_store_that_fails_does_not_end_the_run",
-        "the folder is gone|has not finished yet",
+        "the store is missing|has not finished yet",
     ),
     broken_loops.CountsItself: ("hooks_are_called_around_every_iteration", "would count each twice"),
 }

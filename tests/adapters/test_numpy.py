@@ -83,7 +83,7 @@ def test_a_loop_that_never_says_that_an_iteration_is_over(
             session.resume()
             for _ in range(steps):
                 session.step()
-        first = not (tmp_path / "store" / "shards").exists()
+        first = not (tmp_path / "store" / "lanes").exists()
         assert ("nothing was saved, because no iteration has ended" in caplog.text) == first
 
 

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from scarctl.errors import Contention, Fenced, ScarError, Unavailable, UsageError
-from scarctl.state.layout import Layout, TensorSpec, build_layout, members_by_shard
+from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.store import (
     Collector,
     InDoubt,
@@ -30,7 +32,7 @@ from tests.adversarial.history import History, Violated
 from tests.store.helpers import Data, read_all
 
 SHARDS = 2
-_WATCHED = ("has", "top", "read", "files", "folders", "delete", "prepare")
+_WATCHED = ("has", "top", "read", "files", "names", "folders", "delete", "prepare")
 
 Gate = Callable[[str], None]
 
@@ -136,7 +138,6 @@ class Actor:
         self.data = Data(LAYOUT, seed)
         self.pending: dict[int, bytes] = {}
         self.store = store
-        self.members = members_by_shard(store.log_of(LAYOUT))
         self.writer: StoreWriter | None = None
         self.counts: Counter[str] = Counter()
         self.lost: str | None = None
@@ -184,13 +185,13 @@ class Actor:
             return False  # its roll-back did not finish, and it reports so permanently
         raise Violated(f"{self.name}: in doubt for ever")
 
-    def _commit(self, shard: int, ids: Any, *, sealed: bool) -> None:
+    def _commit(self, ids: Any, *, sealed: bool) -> None:
         assert self.writer is not None
-        step = max(state.step for state in self.writer.states.values()) + (shard == 0)
+        step = self.writer.state.step + 1
         self.data.change(ids.tolist(), self.rng.getrandbits(32))
         self.pending = self.data.all(ids.tolist())
         extras = {"step": step} if self.rng.random() < 0.3 else None
-        record = self.writer.commit(shard, ids, self.data, step=step, sealed=sealed, extras=extras)
+        record = self.writer.commit(ids, self.data, step=step, sealed=sealed, extras=extras)
         self.history.acknowledged.append((self.name, record.digest))
         self.counts["acknowledged"] += 1
 
@@ -200,14 +201,12 @@ class Actor:
         self.writer = open_writer(self.store, layout=LAYOUT)
 
     def _do_commit(self) -> None:
-        for shard, members in self.members.items():
-            if self.writer is not None:
-                self._commit(shard, members[self.rng.randrange(2) :: 2], sealed=False)
+        if self.writer is not None:
+            self._commit(np.arange(LAYOUT.partitions)[self.rng.randrange(2) :: 2], sealed=False)
 
     def _do_seal(self) -> None:
-        for shard, members in self.members.items():
-            if self.writer is not None:
-                self._commit(shard, members, sealed=True)
+        if self.writer is not None:
+            self._commit(np.arange(LAYOUT.partitions), sealed=True)
 
     def _do_collect(self) -> None:
         if self.writer is not None:
@@ -219,12 +218,16 @@ class Actor:
         if self.writer is not None:
             Collector(self.writer, floor=0, ratio=1.1, turn_bytes=100).turn()
 
+    def _do_renew(self) -> None:
+        if self.writer is not None:
+            self.writer.renew()
+
     def _do_back(self) -> None:
         if self.writer is not None:
             sets = sealed_sets(self.writer.states.values())
             if sets:
                 with contextlib.suppress(UsageError):  # of another writer's past, refused
-                    self.writer.roll_back(dict(sets[-1 if self.rng.random() < 0.5 else 0].seqs))
+                    self.writer.roll_back(sets[-1 if self.rng.random() < 0.5 else 0].seqs[0])
                     self.counts["rolled back"] += 1
 
     def _do_snap(self) -> None:

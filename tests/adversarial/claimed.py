@@ -25,10 +25,12 @@ from scarctl.state import codec
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import pack
 from scarctl.store import Store, open_writer
-from scarctl.store.format import canonical, checksum, dump_header, encode_header, header_length, parse_header
+from scarctl.store.format import canonical, checksum
+from scarctl.store.header import dump_header, encode_header, parse_header
 from scarctl.theory.history import MOST
-from tests.adversarial.image import LAYOUT, SEED, Image
+from tests.adversarial.image import LAYOUT, Image
 from tests.store.helpers import Data
+from tests.support.ranks import belong
 
 HUGE = 1 << 28
 
@@ -55,8 +57,15 @@ class Ground:
         for path in (self.store / folder).iterdir():
             path.write_bytes(signed(change(json.loads(path.read_bytes()))))
 
+    def newest_full(self) -> tuple[Path, dict[str, Any]]:
+        """Return the newest full record, after removing those after it."""
+        records = sorted((self.store / "lanes/0/log").glob("*/*.json"))
+        while (obj := json.loads(records[-1].read_bytes()))["kind"] != "full":
+            records.pop().unlink()
+        return records[-1], obj
+
     def relaid(self, layout: Layout) -> None:
-        """Give the store another layout, named by one epoch record per shard."""
+        """Give the store another layout, named by its newest record."""
         digest = layout.digest
         for path in (self.store / "layout").iterdir():
             path.unlink()
@@ -64,17 +73,8 @@ class Ground:
         (self.store / "layout" / f"{digest}.json").write_bytes(signed(text))
         for path in (self.store / "snapshots").iterdir():
             path.unlink()
-        for log in (self.store / "shards").glob("*/log"):
-            first, *others = sorted(log.iterdir())
-            obj = json.loads(sorted([first, *others])[-1].read_bytes())
-            for name in ("seg", "index"):
-                for path in (log.parent / name).iterdir():
-                    path.unlink()
-            for path in (first, *others):
-                path.unlink()
-            obj |= {"seq": 0, "kind": "epoch", "parent": "", "segment": None, "partitions": 0, "boundary": 0}
-            obj |= {"layout": digest, "sealed": False, "extras": False, "base": None, "step": -1}
-            (log / f"{0:020d}.json").write_bytes(signed(obj))
+        path, obj = self.newest_full()
+        path.write_bytes(signed(obj | {"layout": digest}))
 
 
 def bomb(obj: dict[str, Any], unit: bytes, size: int, key: str = "zzz") -> bytes:
@@ -105,7 +105,7 @@ def header(content: bytes, path: Path) -> None:
 
 
 def segment_header(ground: Ground) -> None:
-    for path in sorted((ground.store / "shards").glob("*/seg/*"))[-1:]:
+    for path in sorted((ground.store / "lanes").glob("*/seg/*"))[-1:]:
         header(b'{"a":[' + b"[]," * (20 << 20) + b"[]" + b"]}", path)
 
 
@@ -167,7 +167,7 @@ def cut_small(**fixed: Any) -> Callable[[Ground], None]:
         obj = json.loads(path.read_bytes())
         obj["settings"] |= {"partition_bytes": None, "rows": [], "shards": 1, **fixed}
         path.write_bytes(signed(obj))
-        for folder in ("layout", "snapshots", "shards"):
+        for folder in ("layout", "snapshots", "lanes"):
             for file in (ground.store / folder).rglob("*.*"):
                 file.unlink()
         save_file({"w": np.zeros(1 << 22, dtype=np.float32)}, ground.state)
@@ -175,23 +175,34 @@ def cut_small(**fixed: Any) -> Callable[[Ground], None]:
     return change
 
 
-def in_index(change: Callable[[dict[str, Any]], None]) -> Callable[[Ground], None]:
-    """Change the state of the shard in its newest index, which all commands read."""
+def in_table(change: Callable[[dict[str, Any]], None]) -> Callable[[Ground], None]:
+    """Change the table of the newest full record, which all commands read."""
 
     def made(ground: Ground) -> None:
-        shards = (ground.store / "shards").iterdir()
-        found = [max(files) for shard in shards if (files := list((shard / "index").glob("*")))]
-        assert found, "the store has no index"
-        for path in found:
-            raw = path.read_bytes()
-            length = header_length(raw[:8], len(raw), path)
-            was = parse_header(raw[:length], len(raw), path)
-            state = json.loads(was.metadata["state"])
-            change(state)
-            shapes = [(n, e.dtype, e.shape) for n, e in sorted(was.tensors.items(), key=lambda x: x[1].start)]
-            text = {**was.metadata, "state": canonical(state).decode()}
-            content = encode_header(dump_header(shapes, text)) + raw[length:-32]
-            path.write_bytes(content + hashlib.sha256(content).digest())
+        path, obj = ground.newest_full()
+        ref = obj["segment"]
+        segment = ground.store / "lanes/0/seg" / ref["name"]
+        raw = segment.read_bytes()
+        was = parse_header(raw[: ref["head"]], len(raw), segment)
+        entry = was.tensors["scarctl/table"]
+        state = json.loads(raw[entry.start : entry.stop])
+        change(state)
+        text = canonical(state)
+        text += b" " * (-len(text) % 8)
+        shapes = [
+            (n, e.dtype, (len(text),) if e == entry else e.shape)
+            for n, e in sorted(was.tensors.items(), key=lambda x: (x[1].start, x[1].stop))
+        ]
+        head = encode_header(dump_header(shapes, was.metadata))
+        grown = len(head) - ref["head"]
+        tail = raw[ref["tail"] : entry.start] + text + raw[entry.stop :]
+        between = raw[ref["head"] + ref["data"] : ref["tail"]]
+        content = head + raw[ref["head"] : ref["tail"]] + tail
+        segment.write_bytes(content)
+        ref |= {"head": len(head), "tail": ref["tail"] + grown, "bytes": len(content)}
+        ref |= {"digest": hashlib.sha256(head + between).hexdigest()}
+        ref |= {"tail_digest": hashlib.sha256(tail).hexdigest()}
+        path.write_bytes(signed(obj))
 
     return made
 
@@ -223,12 +234,11 @@ def all_points(norm: float) -> Callable[[Ground], None]:
 
 def _commit(ground: Ground, extras: object, encoded: tuple[str, dict[str, Any]] | None) -> None:
     store = Store.open(ground.store)
-    count = store.settings.shards
     with (
-        open_writer(store, layout=LAYOUT, shard_of=LAYOUT.shards(count, SEED)) as writer,
+        open_writer(store, layout=LAYOUT) as writer,
         mock.patch.object(codec, "encode", return_value=encoded or codec.encode(extras)),
     ):
-        writer.commit(0, np.empty(0, np.int64), Data(LAYOUT, 0), step=10_000, extras=extras)
+        writer.commit(np.empty(0, np.int64), Data(LAYOUT, 0), step=10_000, extras=extras)
     store.close()
 
 
@@ -241,7 +251,7 @@ def in_arena(made: Callable[[], bytes]) -> Callable[[Ground], None]:
         arena = Arena.create(folder, LAYOUT, run_id=store.run_id, epoch=9)
         arena.begin(everything)
         arena.end(everything, pack(9, 900))
-        arena.begin_lines(store.lines())
+        belong(arena, store)
         arena.close()
         store.close()
         text = made()

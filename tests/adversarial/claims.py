@@ -77,8 +77,8 @@ CLAIMS: dict[str, Claim] = {
         claimed.cut_small(partition_bytes=1), INTO, short=True, codes=(2,)
     ),
     "partitions of one row in the settings": Claim(claimed.cut_small(rows=[["w", 1]]), INTO, codes=(2,)),
-    "segments in an index": Claim(claimed.in_index(claimed.many_segments), STORE, short=True),
-    "lists in an index": Claim(claimed.in_index(claimed.many_lists), STORE),
+    "segments in a table": Claim(claimed.in_table(claimed.many_segments), STORE, short=True),
+    "lists in a table": Claim(claimed.in_table(claimed.many_lists), STORE),
     "deep extras": Claim(claimed.in_extras(lambda: "[" * 500_000 + "]" * 500_000), STORE, short=True),
     "deep extras with names": Claim(
         claimed.in_extras(lambda: '{"dict":{"a":' * 300_000 + "0" + "}}" * 300_000), ONE, codes=(0,)

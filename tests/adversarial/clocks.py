@@ -51,7 +51,7 @@ def clock(offset: float) -> Iterator[None]:
             return datetime.datetime.fromtimestamp(shifted_time(), tz)
 
     shifted = mock.Mock(wraps=datetime, datetime=Shifted, timezone=datetime.timezone)
-    with mock.patch("time.time", shifted_time), mock.patch("scarctl.store.record.datetime", shifted):
+    with mock.patch("time.time", shifted_time), mock.patch("scarctl.store.term.datetime", shifted):
         yield
 
 
@@ -87,7 +87,7 @@ def _played(case: Case, place: Place, offsets: Sequence[float]) -> tuple[list[st
 
 
 def _files(store: Store) -> Iterator[tuple[str, int]]:
-    for folder in [f"shards/{s}/{kind}" for s in store.shards() for kind in ("seg", "log", "index")]:
+    for folder in [f"lanes/{s}/{kind}" for s in store.shards() for kind in ("seg", "terms")]:
         yield from ((f"{folder}/{name}", size) for name, size in store.blobs.files(folder))
 
 
@@ -158,6 +158,9 @@ class Lagging:
         listing = old[-1] if old else past.listings.get(folder, [(0, found)])[0][1]
         self.stale += listing != found
         return listing
+
+    def names(self, folder: str) -> list[str]:
+        return [name for name, _ in self.files(folder)]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

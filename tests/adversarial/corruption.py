@@ -37,7 +37,7 @@ from tests.adversarial.image import LAYOUT, Image, make
 from tests.store.helpers import read_all
 
 LENGTHS = 40
-"""Number of lengths to which segments and indexes are cut; other files are cut to every length."""
+"""Number of lengths to which segments are cut; other files are cut to every length."""
 CLI_SHARE = 100
 """One in so many cases also goes through the command line, on real files."""
 _TURN = 50
@@ -87,8 +87,8 @@ def regions(image: Image) -> list[Region]:
         if len(part) == 4 and part[2] == "seg":
             found += [Region(kind, name, a, b) for kind, a, b, _ in _tensors(data) if a < b]
         else:
-            kind = {1: "settings", 2: part[0].removesuffix("s"), 4: part[2] if len(part) == 4 else ""}
-            found.append(Region(kind[len(part)].replace("log", "record"), name, 0, len(data)))
+            kind = "settings" if len(part) == 1 else part[0] if len(part) == 2 else part[2]
+            found.append(Region(kind.removesuffix("s").replace("log", "record"), name, 0, len(data)))
     return found
 
 
@@ -101,7 +101,7 @@ def _tensors(data: bytes) -> Iterator[tuple[str, int, int, str]]:
             start, stop = (head + at for at in entry["data_offsets"])
             kind = "data"
             if name.startswith("scarctl/"):
-                kind = {"p": "tail", "c": "tail", "v": "tail", "e": "extras"}[name[8]]
+                kind = "extras" if name[8] == "e" else "table" if name[8] in "rudt" else "tail"
                 kind = "pad" if name.startswith("scarctl/pad") else kind
             yield f"segment {kind}", start, stop, name
 
@@ -146,8 +146,8 @@ def flips(image: Image, numbers: Sequence[int], seed: int) -> Iterator[Case]:
 def cuts(image: Image) -> Iterator[Case]:
     """Yield small files cut to every length, and files with additional bytes, which are damage in a segment too."""
     for name, data in image.files.items():
-        kind = name.split("/")[2] if name.startswith("shards") else name.split("/")[0]
-        step = max(1, len(data) // LENGTHS) if kind in ("seg", "index") else 1
+        kind = name.split("/")[2] if name.startswith("lanes") else name.split("/")[0]
+        step = max(1, len(data) // LENGTHS) if kind == "seg" else 1
         for length in (*range(0, len(data) - 1, step), len(data) - 1):
             yield Case(f"cut {kind}", name, f"cut to {length} bytes", data[:length])
         for more in ADDED:
@@ -186,7 +186,7 @@ class Attack:
 
     def __init__(self, image: Image) -> None:
         self.image = image
-        self.shard_of = image.shard_of.astype(np.int32)
+        self.shard_of = np.zeros(LAYOUT.partitions, np.int32)
 
     def play(self, case: Case, *, by_command: bool) -> Outcome:
         outcome = Outcome()
@@ -228,7 +228,7 @@ class Attack:
 
     def _shards(self, case: Case) -> list[int]:
         part = case.file.split("/")
-        return [int(part[1])] if part[0] == "shards" else list(range(len(self.image.members)))
+        return [int(part[1])] if part[0] == "lanes" else [0]
 
     def _right(self, i: int, version: int, data: bytes) -> bool:
         return self.image.copies.get(version, {}).get(i) == data
@@ -247,7 +247,7 @@ class Attack:
                     result = "read: damaged copies left out"
                 versions = dict(zip(state.ids.tolist(), state.version.tolist(), strict=True))
                 doubt = dict(zip(state.ids.tolist(), state.doubt.tolist(), strict=True))
-                for i in self.image.members[shard].tolist():
+                for i in range(LAYOUT.partitions):
                     if i not in found and i not in bad:
                         failed(f"partition {i} is neither read nor reported")
                     if i in found and not self._right(i, versions[i], found[i]):
@@ -267,7 +267,7 @@ class Attack:
             store = self.image.open({case.file: case.data})
             shards = self._shards(case)
             states = {shard: state_around(store, shard, LAYOUT) for shard in shards}
-            ids = np.sort(np.concatenate([self.image.members[shard] for shard in shards]))
+            ids = np.arange(LAYOUT.partitions)
             plan = plan_partial(ids, LAYOUT, self.shard_of, states)
             done, kept = self._execute(plan, store)
         except ScarError as error:
@@ -327,16 +327,16 @@ class Attack:
 
 
 def attacks(seed: int, **options: int) -> list[Attack]:
-    """Return the attack on two kinds of stores: with a log for each shard, and with one log and encoded copies."""
+    """Return the attack on two kinds of stores: with exact copies only, and with encoded ones."""
     return [
         Attack(make(seed, **options)),  # type: ignore[arg-type]
-        Attack(make(seed, one_log=True, encoding="int8", killed=True, **options)),  # type: ignore[arg-type]
+        Attack(make(seed, encoding="int8", **options)),  # type: ignore[arg-type]
     ]
 
 
 def run(job: int, jobs: int, numbers: slice, seed: int, what: str) -> Outcome:
     """Run every `jobs`-th case."""
-    logging.disable()  # every damaged index is reported
+    logging.disable()
     outcome = Outcome()
     step = numbers.step * jobs
     mine = slice(numbers.start + job * numbers.step, numbers.stop, step)

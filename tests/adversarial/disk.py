@@ -426,5 +426,6 @@ def _site(path: Path, is_folder: bool) -> str:
             names.append(frame.f_code.co_name)
         frame = frame.f_back  # type: ignore[assignment]
     names = [name for name in names if name not in ("_temporary", "sync_folder")]
-    kind = "/".join("N" if part.isdigit() else part for part in (path if is_folder else path.parent).parts)
+    parts = (path if is_folder else path.parent).parts
+    kind = "/".join("N" if part[:1].isdigit() else part for part in parts)
     return f"{' < '.join(names)}: {'folder' if is_folder else 'file in'} {kind or '.'}"

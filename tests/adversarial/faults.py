@@ -40,7 +40,6 @@ from scarctl.store import Blobs, Collector, Store, verify
 from scarctl.store import store as store_module
 from tests.adversarial.clocked import Clocked
 from tests.support.faulty import OPERATIONS, OTHERS, FaultyBlobs
-from tests.support.log_per_shard import store_with_a_log_per_shard
 from tests.support.places import KEY, SECRET, s3_client, s3_server
 from tests.support.proxy import Fault, Proxy, Request, proxy
 
@@ -86,8 +85,6 @@ class Case:
     outage: bool = False
     """For some steps every request fails."""
     daemon: bool = False
-    one_log: bool = True
-    """Whether the process has one log for its two shards."""
     encoding: Encoding = "exact"
 
 
@@ -111,13 +108,13 @@ def draw(seed: int, number: int, only: str | None = None) -> Case:
         )
     number_of = rng.choice(ERRNOS)
     what = errno.errorcode[number_of]
-    one_log, encoding = number % 4 != 3, ENCODINGS[:2][number % 2]
+    encoding = ENCODINGS[:2][number % 2]
     if rng.random() < 0.2:
         case = Case(number, place, rng.choice([what, "mixed"]), mended=rng.random() < 0.5)
     else:
         operation, call = rng.choice([*OPERATIONS, *OTHERS]), rng.choice([1, 2, 3, 5, 8, 13, 21, 34])
         case = Case(number, place, what, operation, call)
-    return replace(case, one_log=one_log, encoding=encoding)
+    return replace(case, encoding=encoding)
 
 
 # -- a run -------------------------------------------------------------------------------------------------------
@@ -222,8 +219,6 @@ class Attack:
         self.outcome.counts[f"cases, {case.place}"] += 1
 
     def _local(self, case: Case, place: Path, patch: pytest.MonkeyPatch) -> None:
-        if not case.one_log:
-            store_with_a_log_per_shard(place / "store", shards=2, rows=ROWS_PER).close()
         made: list[FaultyBlobs] = []
 
         def faulty(address: Any) -> Blobs:

@@ -1,6 +1,6 @@
 """What really happened to a store: every record that a process tried to create, and what each commit held.
 
-The log's truth is the chain of parents from the newest record back, whatever was deleted of it meanwhile. From that the
+The log's truth is every record below what closes each term's log, whatever was deleted of it meanwhile. From that the
 state is computed once more, without the code under test, and compared with what a reader gets.
 """
 
@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from scarctl.state.version import pack
 from scarctl.store import Record, Store, read_snapshot, verify
-from scarctl.store.format import seq_of_record
+from scarctl.store.format import number_of_record, term_of_log
+from scarctl.store.term import Place
 from tests.store.helpers import read_all
 
 
@@ -35,20 +36,28 @@ class History:
     """Records by digest with the contents of their commits, acknowledged commits, and promised snapshots."""
 
     records: dict[str, tuple[Record, dict[int, bytes]]] = field(default_factory=dict)
+    places: dict[tuple[int, Place], str] = field(default_factory=dict)
+    """Digest of the record at each place of each lane."""
     acknowledged: list[tuple[str, str]] = field(default_factory=list)
     """Writer and digest of each acknowledged commit."""
     promised: dict[str, dict[int, int]] = field(default_factory=dict)
 
     def copy(self) -> History:
-        return History(dict(self.records), list(self.acknowledged), dict(self.promised))
+        return History(dict(self.records), dict(self.places), list(self.acknowledged), dict(self.promised))
 
     def tried(self, path: str, data: bytes, contents: dict[int, bytes]) -> None:
         """Note a request to create a file."""
-        folder, _, name = path.rpartition("/")
-        seq = seq_of_record(name)
-        if folder.endswith("/log") and seq is not None:
-            record = Record.parse(data, path, shard=int(folder.split("/")[1]), seq=seq)
-            self.records[record.digest] = (record, contents if record.kind == "commit" else {})
+        parts = path.split("/")
+        if len(parts) != 5 or parts[2] != "log":
+            return
+        term, k = term_of_log(parts[3]), number_of_record(parts[4])
+        assert term is not None
+        assert k is not None
+        place, shard = Place(*term, k), int(parts[1])
+        record = Record.parse(data, path, shard=shard, place=place)
+        if not record.ends:
+            self.records[record.digest] = (record, contents if record.commits else {})
+            self.places[shard, place] = record.digest
 
     def check(self, store: Store) -> None:
         """Raise Violated unless the store holds everything that it must hold."""
@@ -81,7 +90,9 @@ class History:
             if record.epoch < epoch:
                 raise Violated(f"record {record.seq} of shard {shard}: epoch {record.epoch} after {epoch}")
             epoch = record.epoch
-            now = now.copy() if record.base is None else truths[record.base].copy()
+            now = now.copy()
+            if record.first:
+                now = Truth() if record.base is None else truths[record.base.seq].copy()
             contents = self.records[record.digest][1]
             now.contents |= contents
             now.versions |= {i: pack(record.epoch, record.step) for i in contents}
@@ -93,13 +104,13 @@ class History:
         return truths
 
     def _chain(self, store: Store, shard: int) -> list[Record]:
-        log = store.log(shard)
-        record = log.record(max(log.numbers()))
-        chain = [record]
-        while record.seq:
-            record = self.records[record.parent][0]
-            chain.append(record)
-        return chain[::-1]
+        log, chain = store.log(shard), list[Record]()
+        for number in log.terms():
+            term = log.term(number)
+            top = log.top(term)
+            count = top.count if top.closed is None else top.closed - 1
+            chain += [self.records[self.places[shard, term.place(k)]][0] for k in range(1, count + 1)]
+        return chain
 
     def _kept(
         self, store: Store, truths: dict[int, dict[int, Truth]], seqs: dict[int, int], what: str

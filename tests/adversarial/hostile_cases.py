@@ -24,7 +24,10 @@ from scarctl.state.version import pack
 from scarctl.store import Store
 from tests.adversarial.image import LAYOUT, Image
 from tests.adversarial.targets_store import signed
+from tests.support.ranks import belong
 
+LOCK, RECORDS = "lanes/0/lock", "lanes/0/log/*/*.json"
+RECORDS = "lanes/0/log/*/*.json"
 CANARY = "canary-from-outside"
 NAMES = (
     "a\x1b[2J\x1b]0;owned\x07b",
@@ -79,7 +82,7 @@ class Yard:
         arena.begin(everything)
         arena.end(everything, pack(9, 900))
         arena.take_over(0x7FFFFFF0)
-        arena.begin_lines(Store.open(self.store).lines())
+        belong(arena, Store.open(self.store))
         arena.close()
         HandOverQueue(arena.folder).put(
             version=pack(9, 900), ids=everything, whole="ab" * 16, extras={"text": "hand-over"}
@@ -163,8 +166,8 @@ KINDS: dict[str, Callable[[Yard, Path, Path], None]] = {
 }
 
 
-def _newest(yard: Yard, folder: str) -> Path:
-    return max(path for path in (yard.store / folder).iterdir())
+def _newest(yard: Yard, files: str) -> Path:
+    return max(yard.store.glob(files))
 
 
 STORE_PLACES: dict[str, Callable[[Yard], Path]] = {
@@ -172,14 +175,15 @@ STORE_PLACES: dict[str, Callable[[Yard], Path]] = {
     "lock": lambda y: y.store / "lock",
     "layouts": lambda y: y.store / "layout",
     "layout": lambda y: next((y.store / "layout").glob("[0-9a-f]*")),
-    "shards": lambda y: y.store / "shards",
-    "shard": lambda y: y.store / "shards/0",
-    "log": lambda y: y.store / "shards/0/log",
-    "segments": lambda y: y.store / "shards/0/seg",
-    "indexes": lambda y: y.store / "shards/0/index",
-    "record": lambda y: _newest(y, "shards/0/log"),
-    "segment": lambda y: _newest(y, "shards/0/seg"),
-    "index": lambda y: _newest(y, "shards/0/index"),
+    "lanes": lambda y: y.store / "lanes",
+    "lane": lambda y: y.store / "lanes/0",
+    "terms": lambda y: y.store / "lanes/0/terms",
+    "logs": lambda y: y.store / "lanes/0/log",
+    "log": lambda y: _newest(y, "lanes/0/log/*"),
+    "segments": lambda y: y.store / "lanes/0/seg",
+    "term": lambda y: _newest(y, "lanes/0/terms/*"),
+    "record": lambda y: _newest(y, RECORDS),
+    "segment": lambda y: _newest(y, "lanes/0/seg/*"),
     "snapshots": lambda y: y.store / "snapshots",
     "snapshot": lambda y: y.store / "snapshots/first.json",
 }
@@ -219,7 +223,7 @@ def cases() -> Iterator[Case]:
     for k, name in enumerate((*NAMES, *LEADING_OUT)):
         yield Case(f"names: {k} as segment in a record", lambda y, n=name: _lie(y, "segment", n))  # type: ignore[misc]
         yield Case(f"names: {k} as layout of a record", lambda y, n=name: _lie(y, "layout", n))  # type: ignore[misc]
-        yield Case(f"names: {k} as shard of a snapshot", lambda y, n=name: _lie(y, "seqs", n))  # type: ignore[misc]
+        yield Case(f"names: {k} as lane of a snapshot", lambda y, n=name: _lie(y, "places", n))  # type: ignore[misc]
         yield Case(f"names: {k} as creator of a snapshot", lambda y, n=name: _lie(y, "created", n))  # type: ignore[misc]
         yield Case(f"names: {k} as tensor of a state file", lambda y, n=name: _tensor(y, n), "state")  # type: ignore[misc]
     for k, name in enumerate(NAMES):
@@ -231,7 +235,7 @@ def cases() -> Iterator[Case]:
 
 def _lie(yard: Yard, field: str, name: str) -> None:
     if field in ("segment", "layout"):
-        path = _newest(yard, "shards/0/log")
+        path = _newest(yard, RECORDS)
         obj = json.loads(path.read_bytes())
         if field == "segment":
             obj["segment"]["name"] = name
@@ -240,7 +244,7 @@ def _lie(yard: Yard, field: str, name: str) -> None:
     else:
         path = yard.store / "snapshots/first.json"
         obj = json.loads(path.read_bytes())
-        obj[field] = {name: 1} if field == "seqs" else name
+        obj[field] = {name: obj["places"]["0"]} if field == "places" else name
     path.write_bytes(signed(obj))
 
 
@@ -257,11 +261,11 @@ def _strew(yard: Yard, name: str) -> None:
     for folder in (
         "",
         "layout",
-        "shards",
-        "shards/0",
-        "shards/0/log",
-        "shards/0/seg",
-        "shards/0/index",
+        "lanes",
+        "lanes/0",
+        "lanes/0/terms",
+        "lanes/0/log",
+        "lanes/0/seg",
         "snapshots",
     ):
         (yard.store / folder / name).write_text(CANARY)

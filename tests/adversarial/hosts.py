@@ -52,15 +52,8 @@ def stored(path: Path) -> tuple[Values, tuple[str, ...]]:
             values[batch.ids] = np.stack([t.view(np.float64) for t in batch.tensors])[0, :, 0]
         if corrupt:
             raise Violation(f"{path}: {corrupt[0][1]}")
-        changes = [r.write_id for r in store.records(shard) if r.kind == "commit" or r.base is not None]
-        marks.append(changes[-1] if changes else _kept(path, shard))
+        marks.append(str(state.line))
     return tuple(values.tolist()), tuple(marks)
-
-
-def _kept(path: Path, shard: int) -> str:
-    """Return the copies listed in the index, if the record of the newest change is collected."""
-    state = Store.open(path).state(shard)
-    return f"{state.version.max(initial=-1)} {state.extras}"
 
 
 @dataclass
@@ -73,8 +66,6 @@ class World:
     """By life: the state with which it began, and its ancestors."""
     left: dict[tuple[str, str], tuple[tuple[str, ...], Values]] = field(default_factory=dict)
     """By store and host: the store's state when a process died there, and the process's memory."""
-    names: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
-    """By identity of a pruned store's state: the identity of the same state before. Copies may have either one."""
     begun: set[tuple[int, Values]] = field(default_factory=set)
     """Mixed states from which lives have continued, with their steps."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -96,7 +87,7 @@ class World:
         self.journal.append(f"life {self.lives}: {store} on {host}: {plan}")
         path, base = self.folder / store, self.folder / host
         base.mkdir(exist_ok=True, mode=0o700)
-        alone, mark = self._stored(store)
+        alone, mark = stored(path)
         told = live(path, base, self.lives, plan)
         self.journal.append(f"    from {told.step}, consistent: {told.consistent}{told.error}")
         self.counts["lives"] += 1
@@ -115,12 +106,8 @@ class World:
         elif NEVER not in alone:
             raise Violation("the store has a whole state, and nothing was resumed")
         if plan.end == "kill" and not told.error and any(v != NEVER for v in told.left):
-            self.left[store, host] = self._stored(store)[1], told.left
+            self.left[store, host] = stored(path)[1], told.left
         return told
-
-    def _stored(self, store: str) -> tuple[Values, tuple[str, ...]]:
-        values, mark = stored(self.folder / store)
-        return values, self.names.get(mark, mark)
 
     def _judge(self, told: Told, alone: Values, memory: Values, plan: Plan) -> None:
         known = [self.way(v) for v in (*alone, *memory) if v != NEVER]
@@ -159,12 +146,11 @@ class World:
         """Prune as the command does: with a new epoch, compaction, and the removal of old records."""
         self.journal.append(f"{store} is pruned")
         opened = Store.open(self.folder / store)
-        before = self._stored(store)[1]
+        before = stored(self.folder / store)
         prune(opened, plan_prune(opened, Retention()))
         opened.close()
-        after = stored(self.folder / store)[1]
-        if after != before:  # the record that names the state may be collected
-            self.names[after] = before
+        if stored(self.folder / store) != before:
+            raise Violation("pruning has changed the state")
         self.counts["prunes"] += 1
 
 

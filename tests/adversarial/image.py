@@ -19,15 +19,13 @@ import numpy as np
 
 from scarctl.state.encoding import decode, encode, parts
 from scarctl.state.encodings import Encoding
-from scarctl.state.layout import members_by_shard
 from scarctl.state.version import pack
-from scarctl.store import Collector, SealedSet, Store, complete_sets, create_snapshot, open_writer
+from scarctl.store import Collector, Store, complete_sets, create_snapshot, open_writer, sealed_sets
 from scarctl.store.backends.address import Address
 from scarctl.store.encoder import Encoder
 from scarctl.store.format import TEMPORARY, check_name, corrupt
 from scarctl.util.arrays import Ids
 from tests.store.helpers import Data, files, make_finite, memory_folder, place, small_layout
-from tests.support.log_per_shard import store_with_a_log_per_shard
 from tests.support.ranks import RankStore
 
 LAYOUT = small_layout()
@@ -121,10 +119,6 @@ class Image:
 
     root: Path
     """The former place of the store, which messages name."""
-    members: list[Ids]
-    """Partitions of every log."""
-    shard_of: Ids
-    """Log of every partition."""
     files: dict[str, bytes] = field(default_factory=dict)
     copies: dict[int, dict[int, bytes]] = field(default_factory=dict)
     """By version: the bytes of all partitions at that version."""
@@ -155,14 +149,11 @@ def make(
     *,
     shards: int = 3,
     rounds: int = 2,
-    one_log: bool = False,
     encoding: Encoding = "exact",
-    killed: bool = False,
 ) -> Image:
-    """Make a store with superseded and moved copies, a collected log, a roll-back, indexes and two snapshots.
+    """Make a store with superseded and moved copies, a collected log, a roll-back, and two snapshots.
 
-    rounds: of changes between two sealed states. one_log: all shards in one. encoding: of every other change.
-    killed: the writer has written no indexes at its end.
+    rounds: of changes between two sealed states. encoding: of every other change.
     """
     folder, names = memory_folder(), random.Random(seed)
     try:
@@ -171,12 +162,9 @@ def make(
             mock.patch.object(socket, "gethostname", return_value="host"),
             mock.patch.object(os, "getpid", return_value=4242),
         ):
-            image = _Maker(folder / "run", seed, shards, rounds, one_log, encoding).image
+            image = _Maker(folder / "run", seed, shards, rounds, encoding).image
     finally:
         shutil.rmtree(folder)
-    for log in range(len(image.members)) if killed else ():
-        newest = max(name for name in image.files if name.startswith(f"shards/{log}/log/"))
-        del image.files[newest.replace("/log/", "/index/").replace(".json", ".safetensors")]
     return image
 
 
@@ -192,26 +180,21 @@ def make_ranks() -> Image:
         three.save(6)
         three.save(7, [1], every=2)
         three.close()
-        return Image(folder / "run", [], np.empty(0, np.int64), files(folder / "run"))
+        return Image(folder / "run", files(folder / "run"))
     finally:
         shutil.rmtree(folder)
 
 
 class _Maker:
-    def __init__(
-        self, root: Path, seed: int, shards: int, rounds: int, one_log: bool, encoding: Encoding
-    ) -> None:
+    def __init__(self, root: Path, seed: int, shards: int, rounds: int, encoding: Encoding) -> None:
         rows = {"emb": 1, "fc.*": 8, "odd": 3}
-        create = Store.create if one_log else store_with_a_log_per_shard
-        self.store = create(root, shards=shards, seed=SEED, rows=rows)
-        shard_of = self.store.log_of(LAYOUT)
-        self.members = list(members_by_shard(shard_of).values())
-        self.image = Image(root, self.members, shard_of.astype(np.int64))
+        self.store = Store.create(root, shards=shards, seed=SEED, rows=rows)
+        self.image = Image(root)
         self.encoding = encoding
         self.rng = np.random.default_rng(seed)
         self.data = Data(LAYOUT, seed)
         self.step = 0
-        self.seqs: dict[int, int] = {}
+        self.seq = 0
         with open_writer(self.store, layout=LAYOUT) as self.writer:
             collector = Collector(self.writer, ratio=1.2, floor=0, turn_bytes=50_000)
             self.seal("first")
@@ -225,7 +208,7 @@ class _Maker:
             self.change_at_once(2)
             self.seal()
             newest, before = dict(self.image.newest), [[t.copy() for t in g] for g in self.data.tensors]
-            sealed = dict(self.seqs)
+            sealed = self.seq
             self.change(1)
             self.writer.roll_back(sealed)
             self.image.newest, self.data.tensors = newest, before
@@ -236,52 +219,49 @@ class _Maker:
         self.image.files = files(root)
 
     def change(self, rounds: int) -> None:
-        """Change some partitions of every shard, and save them."""
+        """Change some partitions, and save them."""
         for _ in range(rounds):
             self.step += 1
-            chosen = [self.rng.permutation(m)[: max(1, len(m) // 3)] for m in self.members]
-            self._save(chosen, sealed=False)
+            self._save(self._some(), sealed=False)
+
+    def _some(self) -> Ids:
+        return self.rng.permutation(LAYOUT.partitions)[: LAYOUT.partitions // 3]
 
     def change_at_once(self, rounds: int) -> None:
-        """Do the same with one commit per shard that has copies of every round's step."""
+        """Do the same with one commit that has copies of every round's step."""
         steps: dict[int, int] = {}
         for _ in range(rounds):
             self.step += 1
-            ids = self.rng.permutation(LAYOUT.partitions)[: LAYOUT.partitions // 3].tolist()
+            ids = self._some().tolist()
             self._change(ids)
             steps |= dict.fromkeys(ids, self.step)
-        for shard, members in enumerate(self.members):
-            mine = np.array([i for i in members.tolist() if i in steps])
-            own = np.array([steps[i] for i in mine.tolist()])
-            self.seqs[shard] = self.writer.commit(shard, mine, self.data, step=self.step, steps=own).seq
+        ids, own = np.array(sorted(steps)), np.array([steps[i] for i in sorted(steps)])
+        self.seq = self.writer.commit(ids, self.data, step=self.step, steps=own).seq
         self.image.newest.update({i: pack(self.writer.epoch, step) for i, step in steps.items()})
 
     def seal(self, name: str | None = None) -> None:
-        """Do the same as `change`, sealed in every shard."""
+        """Do the same as `change`, sealed."""
         self.step += 1
-        chosen = [self.rng.permutation(m)[: max(1, len(m) // 3)] for m in self.members]
-        version = self._save(chosen if self.image.newest else self.members, sealed=True)
+        version = self._save(self._some() if self.image.newest else np.arange(LAYOUT.partitions), sealed=True)
         self.image.newest = dict.fromkeys(range(LAYOUT.partitions), version)
         self.image.sealed.append(version)
         if name is not None:
-            create_snapshot(self.store, name, SealedSet(self.writer.epoch, self.step, self.seqs))
+            create_snapshot(self.store, name, sealed_sets(self.writer.states.values())[0])
             self.image.named[name] = version
 
-    def _save(self, chosen: list[Ids], *, sealed: bool) -> int:
+    def _save(self, chosen: Ids, *, sealed: bool) -> int:
         if sealed:  # what is not stored exactly has to be in it
-            states = self.writer.states
-            chosen = [np.union1d(mine, states[n].ids[states[n].encoded]) for n, mine in enumerate(chosen)]
-        ids = np.concatenate(chosen).tolist()
+            state = self.writer.state
+            chosen = np.union1d(chosen, state.ids[state.encoded])
+        chosen = np.sort(chosen)
+        ids = chosen.tolist()
         encoding = self.encoding if not sealed and self.step % 2 else "exact"
         version = self._change(ids)
         self.image.copies[version].update({i: self._coarse(i, encoding) for i in ids})
         self.image.extras[version] = extras = {"step": self.step, "noise": self.rng.bytes(21)}
-        for shard, mine in enumerate(chosen):
-            source = Encoder(LAYOUT, encoding, self.data, np.sort(mine)) if encoding != "exact" else self.data
-            record = self.writer.commit(
-                shard, mine, source, step=self.step, sealed=sealed, extras=extras if shard == 0 else None
-            )
-            self.seqs[shard] = record.seq
+        source = Encoder(LAYOUT, encoding, self.data, chosen) if encoding != "exact" else self.data
+        record = self.writer.commit(chosen, source, step=self.step, sealed=sealed, extras=extras)
+        self.seq = record.seq
         self.image.newest.update(dict.fromkeys(ids, version))
         return version
 

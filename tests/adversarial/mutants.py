@@ -39,8 +39,8 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "test_what_was_contradicted_is_set_aside_and_said",
-        "scarctl/arena/lines.py",
-        "return found.keys() == lines.keys() and all(lines[shard] in found[shard] for shard in lines)",
+        "scarctl/arena/line.py",
+        "return _belongs(noted, line)",
         "return True",
     ),
     Mutant(
@@ -50,7 +50,7 @@ MUTANTS = (
         "    return ids[:0]",
     ),
     Mutant(
-        "test_a_second_state_of_a_step_that_is_cut_between_two_shards",
+        "test_one_name_means_one_moment",
         "scarctl/state/identity.py",
         "            name = name if again and self._given[name] == digest else uuid.uuid4().hex",
         "            pass",
@@ -166,8 +166,8 @@ MUTANTS = (
     Mutant(
         "test_what_a_dead_process_has_copied_is_no_part_of_a_seal_of_the_same_number",
         "scarctl/persist/persister.py",
-        "        if self._sealed[0] != named:",
-        "        if handover.sealed and self._sealed[0] != named:",
+        "        if self._sealed != named and (ids.size or handover.sealed):",
+        "        if self._sealed[0] != named[0] and (ids.size or handover.sealed):",
     ),
     Mutant(
         "test_a_signal_without_a_copy_is_said",
@@ -201,10 +201,10 @@ MUTANTS = (
         "        sealed = handover.sealed",
     ),
     Mutant(
-        "test_a_writer_that_is_overtaken_but_not_collected_counts",
-        "scarctl/store/commit.py",
-        "            if there is None or there.write_id != record.write_id:",
-        "            if there is None:",
+        "test_a_writer_that_is_overtaken_after_its_record_is_fenced",
+        "scarctl/store/claim.py",
+        "    if own and not blobs.has(term_path(term.shard, term.number + 1)) and all(map(blobs.has, names)):",
+        "    if own and all(map(blobs.has, names)):",
     ),
 )
 

@@ -47,8 +47,7 @@ NEEDLESS = {
     **dict.fromkeys(
         (
             "prepare: folder a/run/layout",
-            "prepare: folder a/run/shards/N/index",
-            "prepare: folder a/run/shards/N/seg",
+            "prepare: folder a/run/lanes/N/seg",
         ),
         "a process that puts a file there syncs the folder then; logs and snapshots matter: others act on their names",
     ),
@@ -111,7 +110,7 @@ class History:
     def _beside(self, player: Player, path: str) -> None:
         """Run another process at the moment when the writer's record is visible and not yet durable."""
         chance = 0.5 if player.sealing else 0.02
-        if not path.endswith("/log") or self._rng.random() > chance:
+        if "/log/" not in path or self._rng.random() > chance:
             return
         recorder = self._recorder
         hook, recorder.before_fsync = recorder.before_fsync, None

@@ -30,23 +30,24 @@ from pathlib import Path
 
 import scarctl.store.backends.remote_errors
 from scarctl.store import Record, Store
-from tests.adversarial.actors import SHARDS, Actor, Baton
+from scarctl.store.term import Place as RecordPlace
+from tests.adversarial.actors import Actor, Baton
 from tests.adversarial.history import History, Violated
 from tests.store.helpers import memory_folder
-from tests.support.log_per_shard import store_with_a_log_per_shard
 from tests.support.places import Folder, Memory, Raw
 
 SCRIPTS = {
     "commits": ("open", "commit", "seal", "commit", "close"),
     "collects": ("open", "seal", "collect", "commit"),
     "compacts": ("open", "commit", "turn", "turn", "turn", "commit"),
+    "renews": ("open", "seal", "commit", "renew", "commit", "collect", "commit"),
     "goes back": ("open", "back", "commit", "collect"),
     "goes back late": ("open", "seal", "commit", "collect", "back", "commit"),
     "snapshots": ("open", "seal", "snap", "drop", "collect"),
     "lives long": ("open", "commit", "seal", "collect", "commit", "commit", "seal", "collect", "collect"),
 }
 OTHERS = {"reads": ("read", "read", "snap", "read")}
-LENGTHS = dict(zip(SCRIPTS, (80, 230, 190, 210, 290, 230, 560), strict=True))
+LENGTHS = dict(zip(SCRIPTS, (60, 130, 110, 130, 120, 170, 130, 300), strict=True))
 """Approximate number of file operations of each script."""
 PLACES = ("local", "memory")
 _ROUND = 2 * len(PLACES) * len(SCRIPTS) ** 2
@@ -66,11 +67,6 @@ class Case:
     seed: int
     processes: bool = False
 
-    @property
-    def one_log(self) -> bool:
-        """Whether the store has one log: in every other round of pairs of scripts."""
-        return self.number // _ROUND % 2 == 1
-
     @staticmethod
     def draw(seed: int, number: int) -> Case:
         rng = random.Random(f"{seed}/{number}")
@@ -79,7 +75,7 @@ class Case:
         if number % 2 == 0:
             pair, place = divmod(number // 2 % (len(PLACES) * len(names) ** 2), len(PLACES))
             scripts = (names[pair % len(names)], names[pair // len(names)])
-            length = LENGTHS[scripts[0]] // (1 + number // _ROUND % 2)  # with one log about half
+            length = LENGTHS[scripts[0]]
             until: tuple[tuple[int, int], ...] = ((0, rng.randrange(length)), (1, 1 << 60))
             return Case(number, PLACES[place], scripts, until, 0, own)
         if number % PROCESSES == 1:
@@ -102,12 +98,12 @@ def _script(name: str) -> tuple[str, ...]:
 class Place:
     """The place of cases: each gets a copy of one store with some history."""
 
-    def __init__(self, kind: str, folder: Path, *, one_log: bool = False) -> None:
+    def __init__(self, kind: str, folder: Path) -> None:
         self.kind = kind
         self.folder = folder
         self.history = History()
         url, raw = self._new()
-        (Store.create if one_log else store_with_a_log_per_shard)(url, shards=SHARDS)
+        Store.create(url)
         past = ("open", "commit", "seal", "snap", "commit", "seal", "commit", "commit", "close")
         Actor("past", Store.open(url), self.history, 1, gate=_go_on).play(past)
         self._files = {name: raw.get(name) for name in raw.names() if name != "lock"}
@@ -217,7 +213,9 @@ def _with_a_stopped_process(
     for data, contents in found["tried"]:
         raw = bytes.fromhex(data)
         obj = json.loads(raw)
-        record = Record.parse(raw, "", shard=obj["shard"], seq=obj["seq"])
+        at = RecordPlace.from_json(obj["place"], "")
+        record = Record.parse(raw, "", shard=obj["lane"], place=at)
+        history.places[record.shard, at] = record.digest
         history.records[record.digest] = (record, {int(i): bytes.fromhex(b) for i, b in contents.items()})
     history.acknowledged += [("the process", digest) for digest in found["acknowledged"]]
     for name in before - found["promised"].keys():
@@ -279,19 +277,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     counts: Counter[str] = Counter()
     failed = 0
     try:
-        places = {
-            (kind, one_log): Place(kind, folder, one_log=one_log)
-            for kind in PLACES
-            for one_log in (False, True)
-        }
+        places = {kind: Place(kind, folder) for kind in PLACES}
         for number in range(args.first, args.cases, args.step):
             if time.monotonic() - started > args.seconds:
                 break
             case = Case.draw(args.seed, number)
             counts["races"] += 1
-            counts[f"  on {case.place}, {'one log' if case.one_log else 'a log per shard'}"] += 1
+            counts[f"  on {case.place}"] += 1
             try:
-                counts.update(play(case, places[case.place, case.one_log]))
+                counts.update(play(case, places[case.place]))
             except Exception as error:
                 failed += 1
                 print(f"{case}\n  {type(error).__name__}: {error}", file=sys.stderr, flush=True)  # noqa: T201

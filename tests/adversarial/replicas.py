@@ -4,7 +4,7 @@ One run, two partitions. Host a has the owner's arena, host b keeps the replica;
 version is an epoch and a step; a partition holds its version, or `MIXED` if two were written over each other.
 Everything that others can see is one step. Each step names the function of scarctl that it stands for.
 
-Which arenas are of the store's line is left to `tests.adversarial.arenas`: here all are until a later epoch commits.
+Which arenas are of the store's line is left to `terms_model`: here all are until a later epoch commits.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m tests.adversarial.same_step            # random histories, then all mutants
     python -m tests.adversarial.same_step --cases 50 --seed 3
 
-A history is a word of short actions on a real arena, queue, persister and store of two shards; the bytes of a partition
+A history is a word of short actions on a real arena, queue, persister and store; the bytes of a partition
 say of which moment it is. After each action everything that could be recovered is planned, from the store alone and
 with the memory of the run. A mutant is scarctl without one of the comparisons of identities; each has to be caught.
 Queues count from 1 again whenever another process puts hand-overs: numbers are not what tells states apart.
@@ -41,7 +41,6 @@ from tests.adversarial.same_step_mutants import MUTANTS
 from tests.daemon.rig import Rig, values
 
 ACTIONS = ("step", "write", "write", "full", "full", "part", "save", "save", "cut", "kill", "outlive", "back")
-SHARDS = 2
 _MEMORY = Path("/dev/shm")
 
 
@@ -75,8 +74,8 @@ class Alone:
 class History:
     """A run, its saver, and the true states."""
 
-    def __init__(self, folder: Path, rng: random.Random, *, one_log: bool = False) -> None:
-        self._folder, self._rng, self._one_log = folder, rng, one_log
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        self._folder, self._rng = folder, rng
         self._starts = 0
         self._content: dict[str, dict[int, int]] = {}
         self._sets: set[str] = set()
@@ -91,7 +90,7 @@ class History:
 
     def _new(self) -> Rig:
         folder, layout = self._folder, _layout()
-        return Rig(folder / "store", folder / "arenas", shards=SHARDS, layout=layout, one_log=self._one_log)
+        return Rig(folder / "store", folder / "arenas", layout=layout)
 
     def _begin(self) -> None:
         self._starts += 1
@@ -204,7 +203,7 @@ class History:
 
     def _cut(self) -> None:
         """Let the saver die after some commits, and another one take over."""
-        left, original = self._rng.randrange(1, SHARDS + 1), StoreWriter.commit
+        left, original = self._rng.randrange(1, 3), StoreWriter.commit
 
         def commit(writer: StoreWriter, *args: object, **kwargs: object) -> Record:
             nonlocal left
@@ -283,7 +282,7 @@ class History:
         except NoIntactCopy:
             return
         self._restore(plan)
-        rig.writer.roll_back(plan.seqs)
+        rig.writer.roll_back(plan.seqs[0])
         rig.arena.begin_epoch(rig.writer.epoch, again=True)
         rig.arena.mark_all_durable(plan.whole)
         rig.queue.remove(NEWEST)
@@ -311,15 +310,15 @@ class History:
 
     def _states(self) -> dict[int, ShardState]:
         self._reader = Store.open(self.rig.store.root)
-        return self._reader.states(range(SHARDS))
+        return self._reader.states(self._reader.shards())
 
     def _plan(self, states: dict[int, ShardState], arena: Arena | None) -> Plan:
         rig = self.rig
         return plan_partial(rig.everything, rig.layout, rig.shard_of, states, arena)
 
     def _stored(self, state: ShardState) -> dict[int, int]:
-        """Return the value of every partition of a shard after a record; each record is read once."""
-        key = state.tail_digest
+        """Return the value of every partition after a record; each record is read once."""
+        key = state.digest
         if key not in self._content:
             found = self._content[key] = {}
             for batch in self._reader.read(state, state.ids[state.saved], corrupt=[]):
@@ -395,7 +394,7 @@ def explore(case: int, seed: int, length: int = 12, *, aside: bool = False) -> s
     rng = random.Random(f"{seed}/{case}")
     folder = Path(tempfile.mkdtemp(prefix="scarctl-same-", dir=_MEMORY if _MEMORY.is_dir() else None))
     word = []
-    history = History(folder, rng, one_log=case % 3 == 2)
+    history = History(folder, rng)
     try:
         history.do("full")
         for _ in range(length):

@@ -23,11 +23,11 @@ def _equal_steps(shards: object, tier: object, states: dict[int, ShardState], ar
     return "ab" * 16
 
 
-def _any_copy(saver: Persister, handover: HandOver, shard: int, ids: Ids) -> bool:
-    arena, members, version = saver._arena, saver._members[shard], handover.version
-    done = arena.durable[members] == arena.version[members]
-    done[np.searchsorted(members, ids)] = True
-    return bool((done & (arena.version[members] <= version) & arena.intact()[members]).all())
+def _any_copy(saver: Persister, handover: HandOver, ids: Ids) -> bool:
+    arena, version = saver._arena, handover.version
+    done = arena.durable == arena.version
+    done[ids] = True
+    return bool((done & (arena.version <= version) & arena.intact()).all())
 
 
 def _unmoved(arena: Arena, ids: Ids) -> None:
@@ -48,18 +48,14 @@ _PERSIST = Persister.persist
 
 def _by_number(saver: Persister, handover: HandOver) -> int:
     """Persist a hand-over; what has the number of the hand-over before counts as that one."""
-    again = saver._sealed[0][0] == handover.number
-    if again:
-        saver._sealed = (handover.number, handover.whole), saver._sealed[1]
-    written = _PERSIST(saver, handover)
-    if again and len(saver._sealed[1]) == len(saver._members):
-        saver._arena.seal(handover.version)
-    return written
+    if saver._sealed[0] == handover.number:
+        saver._sealed = handover.number, handover.whole
+    return _PERSIST(saver, handover)
 
 
 def _by_name(saver: Persister, handover: HandOver) -> int:
-    if saver._sealed[0][1] == handover.whole:
-        saver._sealed = (handover.number, handover.whole), saver._sealed[1]
+    if saver._sealed[1] == handover.whole:
+        saver._sealed = handover.number, handover.whole
     return _PERSIST(saver, handover)
 
 
@@ -68,7 +64,7 @@ MUTANTS = {
     "equal steps are taken for one state": mock.patch.object(planning, "_whole_of", _equal_steps),
     "a waiting seal takes whatever was copied since": mock.patch.object(Persister, "_is_of", _any_copy),
     "a copy leaves the arena what it was": mock.patch.object(Arena, "begin", _unmoved),
-    "a part leaves its shard what it was": mock.patch.object(ShardState, "apply", _still_whole),
+    "a part leaves its lane what it was": mock.patch.object(ShardState, "apply", _still_whole),
     "hand-overs of equal numbers are taken for one": mock.patch.object(Persister, "persist", _by_number),
     "hand-overs of equal names are taken for one": mock.patch.object(Persister, "persist", _by_name),
 }

@@ -52,7 +52,8 @@ class Targets(StoreTargets):
         return {
             "safetensors header": (240, self.header),
             "record": (120, self.record),
-            "index": (60, self.index),
+            "table": (60, self.table),
+            "term": (30, self.term),
             "snapshot": (80, self.snapshot_file),
             "settings": (80, self.settings_file),
             "layout": (100, self.layout_file),

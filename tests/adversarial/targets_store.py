@@ -24,10 +24,13 @@ from scarctl.state import codec
 from scarctl.state.layout import Layout, TensorSpec
 from scarctl.state.layouts import Layouts
 from scarctl.store import Settings, Snapshot, Store, Topology, read_snapshot, verify
-from scarctl.store.format import canonical, checksum, parse_header
-from scarctl.store.index import parse_index
+from scarctl.store.format import canonical, checksum
+from scarctl.store.header import parse_header
 from scarctl.store.lock import StoreLock
 from scarctl.store.record import Record
+from scarctl.store.segment import TABLE
+from scarctl.store.table import parse_table
+from scarctl.store.term import Place, Term
 from tests.adversarial.image import LAYOUT, SEED, make, make_ranks
 from tests.adversarial.mutate import bytes_of, has_raw, mangle, text, with_raw
 from tests.store.helpers import read_all
@@ -94,7 +97,9 @@ class StoreTargets:
         self.records = {
             name: json.loads(data) for name, data in files.items() if name.split("/")[2:3] == ["log"]
         }
-        self.indexes = {name: data for name, data in files.items() if name.split("/")[2:3] == ["index"]}
+        self.terms = {
+            name: json.loads(data) for name, data in files.items() if name.split("/")[2:3] == ["terms"]
+        }
         self.segments = {name: data for name, data in files.items() if name.split("/")[2:3] == ["seg"]}
         self.snapshot = json.loads(files["snapshots/first.json"])
         self.settings = json.loads(files["scarctl.json"])
@@ -139,37 +144,35 @@ class StoreTargets:
 
     def record(self, rng: random.Random) -> None:
         obj = rng.choice(list(self.records.values()))
-        Record.parse(self._json(rng, obj), "file", shard=obj["shard"], seq=obj["seq"])
+        Record.parse(self._json(rng, obj), "file", shard=obj["lane"], place=Place(*obj["place"]))
 
-    def _index_bytes(self, rng: random.Random, name: str) -> bytes:
-        file = self.indexes[name]
+    def term(self, rng: random.Random) -> None:
+        obj = rng.choice(list(self.terms.values()))
+        Term.parse(self._json(rng, obj), "file", shard=obj["lane"], number=obj["number"])
+
+    def _table_of(self, file: bytes) -> tuple[list[np.ndarray], bytes, np.ndarray]:
+        """Return the arrays and the text of a full record's table, and the segment's own partitions."""
         obj, data = _header_of(file)
-        what = rng.randrange(4)
-        if what == 0:
-            return bytes_of(rng, file)
-        if what == 1:  # arrays that contradict each other
-            body = bytearray(data[:-32])
+        found = {name: data[slice(*entry["data_offsets"])] for name, entry in obj.items() if name[0] != "_"}
+        arrays = [np.frombuffer(found[f"scarctl/{name}"], "<i8").copy() for name in TABLE]
+        return arrays, found["scarctl/table"], np.frombuffer(found["scarctl/partitions"], "<i8")
+
+    def table(self, rng: random.Random) -> None:
+        """Read a table whose arrays contradict each other, or whose text is another."""
+        full = [file for file in self.segments.values() if "scarctl/table" in _header_of(file)[0]]
+        arrays, content, own = self._table_of(rng.choice(full))
+        if rng.randrange(2):
             for _ in range(rng.randrange(1, 4)):
-                at = 8 * rng.randrange(len(body) // 8)
-                number = rng.choice(
+                array = rng.choice([one for one in arrays if len(one)] or [np.zeros(1, np.int64)])
+                array[rng.randrange(len(array))] = rng.choice(
                     (-1, 0, 1, 1 << 62, -(1 << 63), (1 << 63) - 1, 1 << 31, rng.randrange(64))
                 )
-                body[at : at + 8] = struct.pack("<q", number)
-            made = safetensors(obj, bytes(body))
+        elif rng.randrange(2):
+            content = bytes_of(rng, content)
         else:
-            state = mangle(rng, json.loads(obj["__metadata__"]["state"]), rng.randrange(1, 3))
-            if what == 2:
-                obj["__metadata__"]["state"] = with_raw(json.dumps(state))
-            else:
-                obj = mangle(rng, obj)
-            made = safetensors(obj, data[:-32])
-        return made + hashlib.sha256(made).digest()
-
-    def index(self, rng: random.Random) -> None:
-        name = rng.choice(list(self.indexes))
-        raw = np.frombuffer(self._index_bytes(rng, name), np.uint8)
-        part = name.split("/")
-        parse_index(raw, "file", shard=int(part[1]), seq=int(part[3][:20]))
+            state = mangle(rng, json.loads(content), rng.randrange(1, 3))
+            content = with_raw(json.dumps(state)).encode("utf-8", "surrogatepass")
+        parse_table(arrays, content, own, LAYOUT.partitions, "file")
 
     def snapshot_file(self, rng: random.Random) -> None:
         Snapshot.parse(self._json(rng, self.snapshot), "file", name="first")
@@ -252,13 +255,13 @@ class StoreTargets:
     def _lying_places(self, rng: random.Random) -> dict[str, bytes]:
         """Replace the layout of a shard's newest record, with a valid digest."""
         shard = rng.randrange(4, 7)
-        name = max(name for name in self.rank_logs if name.startswith(f"shards/{shard}/"))
+        name = max(name for name in self.rank_logs if name.startswith(f"lanes/{shard}/log/"))
         record = dict(self.rank_logs[name])
         obj = self.places[f"layout/{record['layout']}.json"]
         layout = Layout.from_json(mangle(rng, obj["layout"], rng.randrange(1, 3)))
         changed = {}
         for path, other in self.rank_logs.items():
-            if path.rpartition("/")[0] == name.rpartition("/")[0]:
+            if path.rpartition("/")[0] == name.rpartition("/")[0] and other["kind"] != "end":
                 changed[path] = signed({**other, "layout": layout.digest})
         made = {**obj, "digest": layout.digest, "layout": layout.to_json()}
         return {**changed, f"layout/{layout.digest}.json": signed(made)}
@@ -311,11 +314,10 @@ class StoreTargets:
         """Open, as commands do, a store whose files are false but consistent, with valid checksums."""
         changed: dict[str, bytes] = {}
         what = rng.randrange(4)
-        shard = rng.randrange(2)
-        newest = max(name for name in self.records if name.startswith(f"shards/{shard}/"))
+        newest = max(self.records)
         if what == 0:
-            name = rng.choice(list(self.indexes))
-            changed[name] = self._index_bytes(rng, name)
+            name = rng.choice(list(self.terms))
+            changed[name] = self._json(rng, self.terms[name])
         elif what == 1:
             changed[newest] = signed(mangle(rng, self.records[newest], rng.randrange(1, 3)))
         elif what == 2:
@@ -332,7 +334,7 @@ class StoreTargets:
     def _lying_segment(self, rng: random.Random, newest: str) -> dict[str, bytes]:
         record = dict(self.records[newest])
         ref = dict(record["segment"])
-        name = newest.rpartition("/log/")[0] + "/seg/" + ref["name"]
+        name = newest.partition("/log/")[0] + "/seg/" + ref["name"]
         file = self.segments[name]
         obj, data = _header_of(file)
         if rng.randrange(2):

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from scarctl.store.record import now
+from scarctl.store.term import now
 from tests.adversarial import clocks
 
 

@@ -19,7 +19,7 @@ ONE_CALL = [
     Case(5, "local", "EROFS", "commit", 5, mended=False),
     Case(6, "local", "EDQUOT", "delete", 1),
     Case(7, "local", "EMFILE", "files", 2),
-    Case(8, "local", "ENOSPC", "write", 3, one_log=False),
+    Case(8, "local", "ENOSPC", "write", 3),
     Case(9, "local", "EIO", "write", 5, encoding="bfloat16"),
 ]
 OFTEN = [Case(20, "local", "EIO"), Case(21, "local", "mixed", rate=0.3, mended=False, encoding="bfloat16")]

@@ -10,7 +10,7 @@ from tests.adversarial.hostile_cases import cases
 FOUND_BEFORE = (
     "store: link as segments",
     "store: hard link as lock",
-    "store: huge sparse file as index",
+    "store: huge sparse file as record",
     "arena: link as host folder",
     "arena: pipe as arena folder",
     "arena: hard link as arena",
@@ -18,7 +18,7 @@ FOUND_BEFORE = (
     "arena: folder for file or file for folder as hand-over",
     "state: pipe as scarctl.toml",
     "state: loop as state file",
-    "store: loop as shard",
+    "store: loop as lane",
     "names: 1 as the store's folder",
     "names: 2 as the holder of the lock",
 )

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.adversarial import acknowledged, arenas, leaving, model, replicas
+from tests.adversarial import acknowledged, leaving, replicas
 
-PLACES = {
-    "the store": model, "memory": arenas, "replicas": replicas, "acknowledgements": acknowledged, "leaving": leaving
-}  # fmt: skip
+PLACES = {"replicas": replicas, "acknowledgements": acknowledged, "leaving": leaving}
 
 
 @pytest.mark.parametrize(

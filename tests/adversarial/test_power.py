@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,17 +17,18 @@ from tests.adversarial.power import History, Run, fail
 from tests.adversarial.witness import Violation, Witness, check
 from tests.adversarial.workload import Message, Player, name_newest
 from tests.support.failpoint import Killed
+from tests.support.logs import records
 
 CASES = 20
 NEEDED = (
-    "commit: file in a/run/shards/N/seg",
-    "commit: folder a/run/shards/N/seg",
-    "commit < create_exclusive: file in a/run/shards/N/log",
-    "_sync_visible < create_exclusive: folder a/run/shards/N/log",
+    "commit: file in a/run/lanes/N/seg",
+    "commit: folder a/run/lanes/N/seg",
+    "commit < create_exclusive: file in a/run/lanes/N/log/N",
+    "_sync_visible < create_exclusive: folder a/run/lanes/N/log/N",
 )
 
 
-pytestmark = pytest.mark.usefixtures("soon_indexed")
+pytestmark = pytest.mark.usefixtures("soon_full")
 
 
 @pytest.fixture
@@ -73,7 +72,7 @@ class Chosen(Loss):
 
 
 class Scene:
-    """A store with a sealed state of two shards; later changes are recorded."""
+    """A store with a sealed state; later changes are recorded."""
 
     def __init__(self, folder: Path) -> None:
         self.url = str(folder / "there" / "run")
@@ -118,11 +117,11 @@ def test_what_a_deleted_snapshot_kept_goes_after_its_name(scene: Scene) -> None:
 
 
 def test_a_snapshot_is_not_durable_before_its_records(scene: Scene) -> None:
-    """Another process names a sealed state whose last record is visible and not durable yet."""
+    """Another process names a sealed state whose record is visible and not durable yet."""
     store, taken = Store.open(scene.url), []
 
     def take(path: str) -> None:
-        if path.endswith("/1/log") and scene.player.sealing and not taken:
+        if "/log/" in path and not path.endswith(".json") and scene.player.sealing and not taken:
             taken.append(path)
             name_newest(store, "new", scene.tell)
             moment = len(scene.recorder.events)
@@ -137,29 +136,6 @@ def test_a_snapshot_is_not_durable_before_its_records(scene: Scene) -> None:
     after = Store.open(str(scene.after / "run"))
     assert snapshot_names(after) == ["a", "new"]
     assert verify(after, read_data=True).problems == []
-
-
-def test_an_index_that_may_not_be_durable_is_no_boundarys(
-    scene: Scene, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The commit does not need the index and succeeds without it; collection relies on it."""
-    store, failed = scene.player.writer.store, []
-
-    def once(path: str) -> None:
-        if path.endswith("/0/index") and not failed:
-            failed.append(path)
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    scene.recorder.before_fsync = once
-    with scene.recorder:
-        scene.player.play([("commit", 0, 1.0)])
-        seq = scene.player.writer.states[0].seq
-        scene.player.writer.advance_boundary(0, frozenset())
-    assert failed
-    assert "an index was not written" in caplog.text
-    assert store.state(0).boundary == seq
-    after = scene.power_fails(lambda name: name == f"{seq:020}.safetensors")
-    assert after.state(0).seq == store.state(0).seq
 
 
 @pytest.mark.parametrize("fsync", [1, 2, 5])  # each leaves changes that are not safe
@@ -205,7 +181,7 @@ def test_the_witness_finds_a_commit_that_is_gone(tmp_path: Path) -> None:
     player = Player(str(tmp_path / "run"), witness.take)
     player.play([("open",), ("together", 1.0), ("commit", 0)])
     check(player.url, witness)
-    max((tmp_path / "run/shards/0/log").glob("*.json")).unlink()
+    records(tmp_path / "run")[-1].unlink()
     with pytest.raises(Violation):
         check(player.url, witness)
     player.close()

@@ -31,12 +31,10 @@ from scarctl.store.encoder import Encoder
 from scarctl.store.prune import Retention, plan_prune, prune
 from scarctl.store.snapshot import snapshot_names
 from tests.store.helpers import make_finite, place, small_layout
-from tests.support.log_per_shard import store_with_a_log_per_shard
 
 LAYOUT = small_layout()
 SHARDS = 2
 SEED = 3
-SHARD_OF = LAYOUT.shards(SHARDS, SEED)
 
 Message = dict[str, Any]
 Tell = Callable[[Message], object]
@@ -45,27 +43,22 @@ Act = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """What kind of store it is, and in how many bits copies may be stored."""
+    """In how many bits copies may be stored."""
 
-    one_log: bool = False
-    """A process has one log for all shards."""
     encoding: Encoding = "exact"
     """Of some of the commits that seal nothing."""
 
     @cached_property
     def members(self) -> list[NDArray[np.int64]]:
-        """The partitions of every log."""
-        if self.one_log:
-            return [np.arange(LAYOUT.partitions)]
-        return [np.flatnonzero(shard == SHARD_OF) for shard in range(SHARDS)]
+        """The partitions of every lane."""
+        return [np.arange(LAYOUT.partitions)]
 
     def create(self, url: str) -> Store:
         """Make the store if it does not exist."""
-        create = Store.create if self.one_log else store_with_a_log_per_shard
-        return create(url, shards=SHARDS, seed=SEED)
+        return Store.create(url, shards=SHARDS, seed=SEED)
 
 
-KINDS = (Kind(), Kind(True, "int8"), Kind(True), Kind(False, "bfloat16"))
+KINDS = (Kind(), Kind("int8"), Kind("bfloat16"))
 """What attacks take in turn."""
 
 
@@ -215,7 +208,6 @@ class Player:
             try:
                 encoded = one.encoding != "exact"
                 self.writer.commit(
-                    one.shard,
                     one.ids,
                     Encoder(LAYOUT, one.encoding, self._source, one.ids) if encoded else self._source,
                     step=self.step,
@@ -227,7 +219,7 @@ class Player:
                 return error
             return None
 
-        outcomes = list(self.writer.store.blobs.write_each(commit, begun))
+        outcomes = [commit(one) for one in begun]
         faults = [fault for fault in outcomes if fault is not None]
         for one, outcome in zip(begun, outcomes, strict=True):
             if outcome is None:
@@ -267,7 +259,7 @@ class Player:
         newest = sealed_sets(self.writer.states.values())
         if newest:
             self.tell({"begin": "back", "to": [newest[0].epoch, newest[0].step]})
-            self.writer.roll_back(newest[0].seqs)
+            self.writer.roll_back(newest[0].seqs[0])
             self.tell({"done": "back"})
             self.step = newest[0].step + 1
 

@@ -17,7 +17,7 @@ from tests.daemon.rig import Rig
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
-    made = Rig(tmp_path / "store", tmp_path, one_log=True)
+    made = Rig(tmp_path / "store", tmp_path)
     yield made
     made.close()
 

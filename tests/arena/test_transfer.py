@@ -25,6 +25,7 @@ from scarctl.errors import Contention, Corruption, Unavailable
 from scarctl.state.version import pack, step_of
 from scarctl.store import Store
 from tests.daemon.rig import fill, small_layout
+from tests.support.ranks import belong
 
 pytestmark = pytest.mark.leaves_arena
 LAYOUT = small_layout()
@@ -51,7 +52,7 @@ def leave(store: Store, host: str, step: int) -> np.ndarray[Any, Any]:
     arena.begin(EVERYTHING)
     fill(arena, EVERYTHING, step)
     arena.end(EVERYTHING, pack(1, step))
-    arena.begin_lines(store.lines())
+    belong(arena, store)
     HandOverQueue(arena.folder).put(version=pack(1, step), ids=EVERYTHING, extras={"step": step})
     rows = arena.rows(0, 0).copy()
     arena.close()
@@ -153,7 +154,7 @@ def test_more_than_there_is_room_for_is_refused_before_the_first_byte(
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("../x", 1), ("arena", 1), ("owner", 1), ("handover-1.safetensors", 1), ("lines", 101), ("lines\n", 1)],
+    [("../x", 1), ("arena", 1), ("owner", 1), ("handover-1.safetensors", 1), ("line", 101), ("line\n", 1)],
 )
 def test_other_files_than_those_of_an_arena_are_refused(
     store: Store, hosts: tuple[str, str], name: str, size: int

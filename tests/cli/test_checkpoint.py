@@ -17,7 +17,7 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder
 from scarctl.store import Store, open_writer
 from tests.cli.conftest import Done, Model, Run, assert_sound
-from tests.support.log_per_shard import store_with_a_log_per_shard
+from tests.support.ranks import belong
 
 
 def checkpoint(run: Run, path: Path | str, step: int, *arguments: object, code: int = 0) -> Done:
@@ -212,7 +212,7 @@ def file_size_limit(size: int) -> Iterator[None]:
 
 
 def test_a_damaged_copy_is_saved_again(run: Run, saved: Model, tmp_path: Path) -> None:
-    (segment,) = [p for p in (tmp_path / "ckpt/shards/0/seg").iterdir() if p.stat().st_size > 1500]
+    (segment,) = [p for p in (tmp_path / "ckpt/lanes/0/seg").iterdir() if p.stat().st_size > 1500]
     data = bytearray(segment.read_bytes())
     data[8 + int.from_bytes(data[:8], "little")] ^= 1
     segment.write_bytes(data)
@@ -221,19 +221,6 @@ def test_a_damaged_copy_is_saved_again(run: Run, saved: Model, tmp_path: Path) -
     assert "checksum" in done.stderr
     recovered = run("recover", "--store", "ckpt", "--lost", "all", "--output", "out.pt", "--json").document
     assert not recovered["degraded"]
-
-
-def test_a_call_that_was_cut_short_is_completed_by_the_next(run: Run, saved: Model) -> None:
-    store = store_with_a_log_per_shard("other", shards=4, partition_bytes=256)
-    layout = Store.open("ckpt").current_layout()
-    assert layout is not None
-    source = Arena.anonymous(layout)
-    with open_writer(store, layout=layout) as writer:
-        writer.commit(1, np.flatnonzero(layout.shards(4, 0) == 1), source.source, step=0, sealed=True)
-    done = run("checkpoint", saved.path, "--store", "other", "--step", 0, "--json").document
-    assert done["saved_partitions"] >= (layout.shards(4, 0) != 1).sum()
-    assert min(saved_steps("other")) == 0
-    assert_sound("other")
 
 
 @pytest.mark.leaves_arena
@@ -246,7 +233,7 @@ def test_the_memory_of_a_stopped_run_is_compared_with(run: Run, saved: Model, ar
         state = store.state(shard)
         version[state.ids] = state.version
     arena = Arena.create(arena_folder(str(arena_dir), store.run_id), layout, run_id=store.run_id, epoch=1)
-    arena.begin_lines(store.lines())
+    belong(arena, store)
     everything = np.arange(layout.partitions)
     arena.begin(everything)
     for g, group in enumerate(layout.groups):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from scarctl.errors import Corruption
 from scarctl.store import Store
 from tests.cli.conftest import ROLLBACK, Model, Run
+from tests.support.logs import records
 from tests.support.ranks import RankStore
 from tests.support.training import Loop
 
@@ -23,10 +24,8 @@ def damaged(run: Run, saved: Model) -> tuple[Path, dict[str, torch.Tensor]]:
     run("checkpoint", saved.path, "--store", "ckpt", "--step", 1, "--policy", "full")
     store = Store.open("ckpt")
     assert store.shards() == [0], "one log"
-    newest = max((store.root / "shards/0/log").iterdir())
-    newest.write_bytes(newest.read_bytes().replace(b'"sealed":true', b'"sealed":trve'))
-    index = store.root / "shards/0/index" / newest.with_suffix(".safetensors").name
-    index.unlink(missing_ok=True)
+    newest = records(store.root)[-1]
+    newest.write_bytes(newest.read_bytes().replace(b'"kind":"full"', b'"kind":"fvll"'))
     return newest, before
 
 
@@ -87,7 +86,7 @@ def test_nothing_is_saved_over_it(
 def test_memory_that_cannot_be_told_from_anothers_is_not_used(run: Run, arena_dir: Path) -> None:
     loop = Loop("ckpt", arena_dir=arena_dir, daemon=False, shards=4)
     loop.train(6, settle=True)
-    newest = max(Path("ckpt/shards/0/log").iterdir())
+    newest = records("ckpt")[-1]
     intact = newest.read_bytes()
     newest.write_bytes(intact[:-1])
     seen = run("inspect", "--store", "ckpt", "--arena-dir", arena_dir, code=3)
@@ -111,7 +110,7 @@ def test_older_ranks_are_not_called_the_newest_state(run: Run, ranks: RankStore)
     made.save(9)
     made.close()
     assert run("export", "--store", "ckpt", "0.pt", "--json").document["step"] == 9
-    newest = max(Path("ckpt/shards/5/log").iterdir())
+    newest = records("ckpt", 5)[-1]
     newest.write_bytes(newest.read_bytes()[:-1])
     done = run("export", "--store", "ckpt", "a.pt", "--json", code=3)
     assert (done.document["consistent"], done.document["degraded"]) == (False, True)

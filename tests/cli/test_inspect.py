@@ -11,6 +11,7 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder
 from scarctl.store import Store
 from tests.cli.conftest import Model, Run
+from tests.support.ranks import belong
 
 
 def test_the_document(run: Run, saved: Model) -> None:
@@ -51,7 +52,7 @@ def test_what_the_run_on_this_host_knows(run: Run, saved: Model, arena_dir: Path
     layout = store.current_layout()
     assert layout is not None
     arena = Arena.create(arena_folder(str(arena_dir), store.run_id), layout, run_id=store.run_id, epoch=1)
-    arena.begin_lines(store.lines())
+    belong(arena, store)
     arena.reach(40)
     arena.note_errors(2)
     arena.count_failed_save()

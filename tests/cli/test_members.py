@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.cli.conftest import Run
+from tests.support.logs import records
 from tests.support.member import ROWS, attached, state_of, train
 
 WORLD = 3
@@ -109,7 +110,7 @@ def test_a_member_without_memory_here_is_named_a_member(run: Run, store: Path) -
 
 
 def test_a_damaged_member_is_its_own_affair(run: Run, store: Path, tmp_path: Path) -> None:
-    for record in (store / "shards" / "1" / "log").glob("*.json"):
+    for record in records(store, 1):
         record.write_bytes(record.read_bytes()[:-1])
     run("recover", "--store", store, "--lost", "2", "--output", "two.safetensors")
     assert same(read(tmp_path / "two.safetensors"), values(2, 6))

@@ -108,7 +108,7 @@ def test_a_rollback_takes_the_next_older_state_where_a_rank_has_damage(
     run: Run, ranks: RankStore, tmp_path: Path
 ) -> None:
     row = ranks.source(1, 5)(0, 0, 5, 6).tobytes()  # not saved again at step 7
-    for path in (tmp_path / "ckpt/shards/1/seg").iterdir():
+    for path in (tmp_path / "ckpt/lanes/1/seg").iterdir():
         data = bytearray(path.read_bytes())
         if row in data:
             data[data.index(row)] ^= 1

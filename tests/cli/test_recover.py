@@ -18,6 +18,8 @@ from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import pack
 from scarctl.store import Store, open_writer
 from tests.cli.conftest import Done, Model, Run, assert_sound
+from tests.support.logs import records
+from tests.support.ranks import belong
 
 
 def recover(run: Run, *arguments: object, code: int = 0) -> Done:
@@ -61,7 +63,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
 def damage(shard: int, newest: bool = True) -> None:
     """Flip a bit in one of a shard's copies, in the newest segment that has some, or in every one."""
     of, found = layout(), []
-    for path in sorted(Path("ckpt/shards/0/seg").iterdir(), key=lambda p: p.stat().st_mtime_ns):
+    for path in sorted(Path("ckpt/lanes/0/seg").iterdir(), key=lambda p: p.stat().st_mtime_ns):
         data = bytearray(path.read_bytes())
         base = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(data[8:base])
@@ -196,7 +198,7 @@ class TestArena:
         store = Store.open("ckpt")
         of = layout()
         arena = Arena.create(arena_folder(str(arena_dir), store.run_id), of, run_id=store.run_id, epoch=1)
-        arena.begin_lines(store.lines())
+        belong(arena, store)
         everything = np.arange(of.partitions)
         arena.begin(everything)
         arena.end(everything, pack(1, 3))
@@ -249,8 +251,8 @@ def test_optimizer_slots_that_the_file_does_not_have_are_left_out(run: Run, tmp_
     store = Store.create("ckpt")
     arena = Arena.anonymous(of)
     arena.rows(0, 0)[:] = np.arange(4, dtype="<f4").view(np.uint8).reshape(4, 4)
-    with open_writer(store, layout=of, shard_of=of.shards(1, 0)) as writer:
-        writer.commit(0, np.array([0]), arena.source, step=1, sealed=True)
+    with open_writer(store, layout=of) as writer:
+        writer.commit(np.array([0]), arena.source, step=1, sealed=True)
     save_file({"w": torch.zeros(4)}, tmp_path / "model.safetensors")
     done = recover(run, "--lost", "all", "--into", "model.safetensors")
     assert "w/exp_avg" in done.stderr
@@ -265,8 +267,8 @@ def test_rows_without_values_whose_slot_has_some(run: Run, tmp_path: Path) -> No
     store = Store.create("ckpt")
     arena = Arena.anonymous(of)
     arena.rows(0, 1)[:] = np.arange(8, dtype="<f4").view(np.uint8).reshape(4, 8)
-    with open_writer(store, layout=of, shard_of=of.shards(1, 0)) as writer:
-        writer.commit(0, np.arange(4), arena.source, step=1, sealed=True)
+    with open_writer(store, layout=of) as writer:
+        writer.commit(np.arange(4), arena.source, step=1, sealed=True)
     save_file({"w": torch.zeros(4, 0), "w/m": torch.zeros(4, 2)}, tmp_path / "state.safetensors")
     recover(run, "--lost", "w[1:3]", "--into", "state.safetensors")
     assert read(tmp_path / "state.safetensors")["w/m"].flatten().tolist() == [0, 0, 2, 3, 4, 5, 0, 0]
@@ -282,8 +284,8 @@ def test_rows_without_values_whose_slot_has_some(run: Run, tmp_path: Path) -> No
 def test_a_shard_that_cannot_be_read_comes_before_its_cost(run: Run, saved: Model) -> None:
     saved.train()
     run("checkpoint", saved.path, "--store", "ckpt", "--step", 7)
-    *earlier, _ = sorted(Path("ckpt/shards/0/log").iterdir())
-    for path in (*earlier, *Path("ckpt/shards/0/index").iterdir()):
+    *earlier, _ = records("ckpt")
+    for path in earlier:
         path.write_bytes(b"{}")
     arguments = ("recover", "--store", "ckpt", "--lost", "all", "--output", "out.safetensors", "--json")
     for more in ((), ("--max-rework", 0), ("--max-rework", 0, "--mode", "auto")):

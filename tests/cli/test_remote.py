@@ -129,6 +129,7 @@ def test_doctor_finds_a_sound_place_and_cleans_up(run: Run, tmp_path: Path) -> N
         "exclusive-races",
         "read-after-write",
         "list-after-write",
+        "absent-then-there",
         "nothing-unfinished",
         "range-reads",
     }

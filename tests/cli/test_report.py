@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 from scarctl.cli.report_charts import text
 from tests.cli.conftest import Model, Run, unprivileged
+from tests.support.logs import records
 
 BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -112,7 +113,7 @@ def test_ten_thousand_partitions_and_hundreds_of_layers_fit_a_page(run: Run, tmp
 
 
 def test_damage_that_hides_the_history_is_told(run: Run, saved: Model) -> None:
-    for record in sorted(Path("ckpt/shards").glob("*/log/*"))[:1]:
+    for record in records("ckpt")[:1]:
         record.write_bytes(b"{}")
     done = run("report", "--store", "ckpt", "-o", "report.html", code=3)
     assert "warning: the history cannot be shown" in done.stderr

@@ -32,7 +32,7 @@ from scarctl.state.version import pack
 from scarctl.store import Store
 from tests.cli.conftest import Model, Run
 from tests.daemon.trainer import Trainer, stop
-from tests.support.ranks import RankStore
+from tests.support.ranks import RankStore, belong
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_a_process_that_has_died(run: Run, saved: Model, arena_dir: Path) -> Non
     layout = store.current_layout()
     assert layout is not None
     arena = Arena.create(arena_folder(str(arena_dir), store.run_id), layout, run_id=store.run_id, epoch=1)
-    arena.begin_lines(store.lines())
+    belong(arena, store)
     newer = np.arange(2)
     arena.begin(newer)
     arena.end(newer, pack(1, 2))

@@ -10,10 +10,11 @@ from scarctl.cli import progress
 from scarctl.store import Store, verify
 from scarctl.store.subset import Subset
 from tests.cli.conftest import Model, Run
+from tests.support.logs import records
 
 
 def segment(shard: int) -> Path:
-    return max(Path(f"ckpt/shards/{shard}/seg").iterdir(), key=lambda p: p.stat().st_mtime_ns)
+    return max(Path(f"ckpt/lanes/{shard}/seg").iterdir(), key=lambda p: p.stat().st_mtime_ns)
 
 
 def flip(path: Path) -> None:
@@ -73,7 +74,7 @@ def test_flipped_data_names_file_and_partition(run: Run, saved: Model) -> None:
 def test_the_advice_is_to_put_back_what_cannot_be_read_around(run: Run, saved: Model) -> None:
     flip(segment(0))
     assert "`scarctl recover` uses older intact copies" in run("verify", "--store", "ckpt", code=13).stderr
-    record = max(Path("ckpt/shards/0/log").iterdir())
+    record = records("ckpt")[-1]
     data = bytearray(record.read_bytes())
     data[40] ^= 1
     record.write_bytes(data)

@@ -165,7 +165,7 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "--store nowhere --lost 0 --output o.safetensors": NO_STORE,
         "nowhere --lost 0 --output o.safetensors": NO_STORE,
         "ckp --lost 0 --output o.safetensors": (10, "ckpt?"),
-        "ckpt/shards --lost 0 --output o.safetensors": (10, "did you mean the store"),
+        "ckpt/lanes --lost 0 --output o.safetensors": (10, "did you mean the store"),
         "--store empty --lost all --output o.safetensors": (16, "empty"),
         "--store ckpt --lost 99 --output o.safetensors": (2, "99"),
         "--store ckpt --lost nothing.like.it --output o.safetensors": (2, "nothing.like.it"),

@@ -18,7 +18,6 @@ from scarctl.state.version import pack, step_of
 from scarctl.store import Store, open_writer, verify
 from scarctl.util.arrays import Ids
 from tests.support.faulty import FaultyBlobs
-from tests.support.log_per_shard import store_with_a_log_per_shard
 
 STORE_ID = "0123456789abcdef" * 2
 
@@ -66,12 +65,9 @@ class Rig:
         *,
         shards: int = 3,
         layout: Layout | None = None,
-        one_log: bool = False,
     ) -> None:
         self.layout = layout or small_layout()
-        # Several logs are the harder case: more can happen between their commits.
-        create = Store.create if one_log else store_with_a_log_per_shard
-        self.store = create(folder, shards=shards)
+        self.store = Store.create(folder, shards=shards)
         self.blobs = FaultyBlobs(self.store.blobs)
         self.store.blobs = self.blobs  # type: ignore[assignment]
         self.shard_of = self.layout.shards(shards, 0)
@@ -135,10 +131,10 @@ class Rig:
             assert corrupt == []
         return steps, content
 
-    def sealed(self) -> list[set[int]]:
-        """Return the sealed steps by shard."""
+    def sealed(self) -> set[int]:
+        """Return the sealed steps."""
         store = Store.open(str(self.store.root))
-        return [{seal.step for seal in store.state(shard).sealed} for shard in store.shards()]
+        return {seal.step for seal in store.state(0).sealed}
 
     def extras(self) -> Any:
         """Return the newest extras in the store."""
@@ -147,8 +143,8 @@ class Rig:
         return max(found, key=lambda e: e[0])[1] if found else None
 
     def records(self) -> int:
-        """Return the number of commits in all shards."""
-        return sum(r.kind == "commit" for s in self.store.shards() for r in self.store.records(s))
+        """Return the number of commits."""
+        return sum(r.commits for s in self.store.shards() for r in self.store.records(s))
 
     def die(self) -> None:
         """Release everything as a killed process does: the arena and its queue stay."""

@@ -50,7 +50,7 @@ def test_after_a_kill_another_daemon_goes_on(folder: Path, arena_dir: Path, tmp_
 def test_a_pause_outlives_the_daemon(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
     trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save_durably(1, sealed=True)
-    seqs = {shard: trainer.store.state(shard).seq for shard in trainer.store.shards()}
+    seq = trainer.store.state(0).seq
     trainer.save_durably(2)
     trainer.saver.stop()
     dead = kill(folder)
@@ -60,7 +60,7 @@ def test_a_pause_outlives_the_daemon(folder: Path, arena_dir: Path, tmp_path: Pa
     assert not trainer.saver.drain(1.2), "a new daemon looks at the queue, but must not write"
     assert set(trainer.stored()[0]) == {2}
     kill(folder)
-    trainer.saver.roll_back(seqs)  # repeat until there is a daemon again
+    trainer.saver.roll_back(seq)  # repeat until there is a daemon again
     assert set(trainer.stored()[0]) == {1}
     trainer.save(trainer.everything, 4)
     trainer.saver.resume()
@@ -189,7 +189,7 @@ def test_stopping_the_daemon_does_not_end_the_wait_for_the_store(
     """The daemon has released the run while its connections are still open: the session continues with a new daemon."""
     trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save_durably(1)
-    (tmp_path / "store" / "shards").rename(tmp_path / "shards")
+    (tmp_path / "store" / "lanes").rename(tmp_path / "lanes")
     trainer.save(trainer.everything, 2)
     durable: list[bool] = []
     waiting = threading.Thread(target=lambda: durable.append(trainer.saver.drain(20)))
@@ -200,7 +200,7 @@ def test_stopping_the_daemon_does_not_end_the_wait_for_the_store(
     # The store comes back before the new daemon has started: without shards it would be another line.
     wait_until(lambda: not exists(stopped))
     assert not durable
-    (tmp_path / "shards").rename(tmp_path / "store" / "shards")
+    (tmp_path / "lanes").rename(tmp_path / "store" / "lanes")
     waiting.join()
     assert durable == [True], trainer.saver.fault()
     assert set(trainer.stored()[0]) == {2}
@@ -341,15 +341,16 @@ class TestWaitingForTheStore:
     def test_a_store_that_takes_nothing(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
         trainer = Trainer(tmp_path / "store", arena_dir)
         trainer.save_durably(1)
-        (tmp_path / "store" / "shards").rename(tmp_path / "shards")
+        (tmp_path / "store" / "lanes").rename(tmp_path / "lanes")
         trainer.save(trainer.everything, 2)
         wait_until(lambda: status(folder)["runs"][0]["errors"] > 0)  # type: ignore[index]
         trainer.die()
         with pytest.raises(
-            Contention, match=r"still saving the copies of process .*, which has ended: .*the folder is gone"
+            Contention,
+            match=r"still saving the copies of process .*, which has ended: .*the store is missing",
         ):
             client.wait_until_released(folder, trainer.store.run_id, seconds=0.2)
-        (tmp_path / "shards").rename(tmp_path / "store" / "shards")
+        (tmp_path / "lanes").rename(tmp_path / "store" / "lanes")
         client.wait_until_released(folder, trainer.store.run_id)
         assert set(trainer.stored()[0]) == {2}
         again = Trainer(tmp_path / "store", arena_dir)

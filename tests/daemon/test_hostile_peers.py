@@ -34,7 +34,7 @@ class TestHostilePeers:
             b'{"v":1,"op":"notify"}',
             b'{"v":1,"op":"drain","milliseconds":1e999}',
             b'{"v":1,"op":"open","again":"yes"}',
-            b'{"v":1,"op":"roll_back","seqs":{"0":99999999999999999999999}}',
+            b'{"v":1,"op":"roll_back","seq":99999999999999999999999}',
             b"[" * 60000,
             b'{"v":1,"op":"' + b"x" * 60000 + b'"}',
             b"1" * 60000,

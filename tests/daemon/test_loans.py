@@ -33,7 +33,7 @@ from tests.daemon.trainer import Trainer, assert_sound, status
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.leaves_arena
-PART = Part(3, 1)
+PART = Part(3)
 START, SECRET = "11" * 16, secrets.token_bytes(SECRET_BYTES)
 
 

@@ -61,7 +61,7 @@ def test_a_lost_log_is_told_of(tmp_path: Path) -> None:
     launch("tests.distributed.jobs:train", 2, "fsdp", folder, 6)
     launch("tests.distributed.jobs:train", 1, "plain", folder, 9)
     launch("tests.distributed.jobs:train", 2, "fsdp", folder, 12)
-    shards = sorted((tmp_path / "store" / "shards").iterdir(), key=lambda path: int(path.name))
+    shards = sorted((tmp_path / "store" / "lanes").iterdir(), key=lambda path: int(path.name))
     shutil.rmtree(shards[-1])
     found = launch("tests.distributed.jobs:train", 2, "fsdp", folder, 12)
     assert [report["step"] for report in found] == [9, 9], "what was saved before, and is whole"

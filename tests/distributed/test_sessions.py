@@ -145,7 +145,7 @@ def test_ranks_that_do_not_fit_together_are_refused_on_all_of_them(
     found = launch("tests.distributed.jobs:refused", 2, "fsdp", str(tmp_path), changes, timeout=100)
     assert found[0].startswith(says), found
     assert changes.get("absent") or found[1] != "not refused"
-    assert not (tmp_path / "store" / "shards").exists() or not Store.open(tmp_path / "store").shards()
+    assert not (tmp_path / "store" / "lanes").exists() or not Store.open(tmp_path / "store").shards()
 
 
 @pytest.mark.long

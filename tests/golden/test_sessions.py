@@ -1,4 +1,4 @@
-"""Test stores of eight shards, with a log for each and with one for all: resumed, continued, recovered, rolled back."""
+"""Test a store of eight shards that was written once: resumed, continued, recovered, rolled back."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from scarctl.store import Store, verify
 from scarctl.store.prune import Retention, plan_prune, prune
 from tests.golden.write_session import NEWEST, SHARDS, SNAPSHOT, State, attach, state_of, train
 
-SESSIONS = Path(__file__).parent / "sessions"
-LOGS = {"eight_logs": list(range(SHARDS)), "one_log": [0]}
+SESSION = Path(__file__).parent / "1" / "session"
 NO_STATE = {"table": np.full((32, 4), np.nan), "head": np.full((3, 2), np.nan)}
 
 
-@pytest.fixture(params=sorted(LOGS))
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Return a copy of a store that may be changed."""
-    return Path(shutil.copytree(SESSIONS / request.param, tmp_path / request.param))
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a copy of the store that may be changed."""
+    return Path(shutil.copytree(SESSION, tmp_path / "session"))
 
 
 def run(*arguments: object, code: int = 0) -> Result:
@@ -55,7 +54,7 @@ def rows_of(store: Store, shard: int) -> dict[str, np.ndarray]:
 
 def test_it_is_intact_and_shows_its_shards(folder: Path) -> None:
     store = Store.open(folder)
-    assert store.shards() == LOGS[folder.name]
+    assert store.shards() == [0]
     assert verify(store, read_data=True).intact
     shown = json.loads(run("inspect", "--store", folder, "--json").stdout)
     assert [line["shard"] for line in shown["shards"]] == list(range(SHARDS))
@@ -75,8 +74,7 @@ def test_it_is_resumed_continued_and_resumed_again(folder: Path, tmp_path: Path)
     train(session, state, NEWEST, NEWEST + 4)
     session.close()
     store = Store.open(folder)
-    assert store.shards() == LOGS[folder.name]
-    assert store.one_log == (folder.name == "one_log")
+    assert store.shards() == [0]
     assert verify(store, read_data=True).intact
     prune(store, plan_prune(store, Retention(delete=("first",))))
     again = empty()

@@ -1,9 +1,10 @@
 """Write small stores in the present format: `python -m tests.golden.write FOLDER`.
 
-`one` and `shards` are of one process, with one shard and with two; `ranks` of two ranks; `kept` has been collected, and
-has a snapshot; in `mixed` the part has copies of two steps. In each the newest state is of step 6, sealed; before,
-there were a sealed state of step 3 and a part of step 5. Every byte of a partition's copy is 16 * its step + its id,
-modulo 256; a rank's ids are its own. `encoded` has other values, and newer copies in bfloat16 and in int8.
+`one` is of one process; `ranks` of two ranks; `kept` has been collected, and has a snapshot; in `mixed` the part has
+copies of two steps; in `renewed` the writer has begun other terms, and one was rolled back. In each the newest state is
+of step 6, sealed; before, there were a sealed state of step 3 and a part of step 5. Every byte of a partition's copy is
+16 * its step + its id, modulo 256; a rank's ids are its own. `encoded` has other values, and newer copies in bfloat16
+and in int8.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ def _save(writers: list[StoreWriter], step: int, ids: Ids | None = None) -> None
     """Save one checkpoint: of the whole state, sealed, or of some partitions."""
     extras: dict[str, int] | None = {"step": step}
     for writer in writers:
-        for shard, state in writer.states.items():
-            mine = state.ids if ids is None else np.intersect1d(state.ids, ids)
-            writer.commit(shard, mine, Source(step), step=step, sealed=ids is None, extras=extras)
+        own = writer.state.ids
+        mine = own if ids is None else np.intersect1d(own, ids)
+        whole = f"{step:032x}" if ids is None else ""
+        writer.commit(mine, Source(step), step=step, sealed=ids is None, whole=whole, extras=extras)
 
 
 class Steps:
@@ -86,8 +88,8 @@ class Steps:
         return memoryview(b"".join(parts))
 
 
-def _one_process(folder: Path, shards: int, *, collect: bool = False, mixed: bool = False) -> None:
-    store = Store.create(folder, shards=shards)
+def _one_process(folder: Path, *, collect: bool = False, mixed: bool = False, renew: bool = False) -> None:
+    store = Store.create(folder)
     with open_writer(store, layout=layout()) as writer:
         _save([writer], WHOLE)
         if collect:
@@ -95,7 +97,6 @@ def _one_process(folder: Path, shards: int, *, collect: bool = False, mixed: boo
         if mixed:
             steps = {0: PART - 1, 1: PART, 2: PART - 1}
             writer.commit(
-                0,
                 np.arange(3),
                 Steps(steps),
                 step=PART,
@@ -104,6 +105,10 @@ def _one_process(folder: Path, shards: int, *, collect: bool = False, mixed: boo
             )
         else:
             _save([writer], PART, np.arange(3))
+        if renew:
+            writer.renew()
+            writer.roll_back(writer.state.sealed[0].seq)
+            writer.repeat()
         _save([writer], NEWEST)
         if collect:
             Collector(writer, floor=0).collect()
@@ -113,7 +118,7 @@ def _one_process(folder: Path, shards: int, *, collect: bool = False, mixed: boo
 def _ranks(folder: Path) -> None:
     store = Store.create(folder)
     create_topology(store, Topology(1, (0, 1), "ab" * 32))
-    views = [store.of_shard(rank, 1) for rank in range(2)]
+    views = [store.of_shard(rank) for rank in range(2)]
     writers = [open_writer(view, layout=layout()) for view in views]
     _save(writers, WHOLE)
     _save(writers[:1], PART, np.arange(3))
@@ -137,19 +142,19 @@ def ramp(group: int, tensor: int, start: int, stop: int) -> memoryview:
 def _encoded(folder: Path) -> None:
     store = Store.create(folder)
     ids = np.arange(4)
-    with open_writer(store, layout=encoded_layout(), shard_of=np.zeros(4, np.int32)) as writer:
-        writer.commit(0, ids, ramp, step=WHOLE, sealed=True)
+    with open_writer(store, layout=encoded_layout()) as writer:
+        writer.commit(ids, ramp, step=WHOLE, sealed=True)
         for step, (encoding, own) in enumerate([("bfloat16", ids[:2]), ("int8", ids[2:])], PART):
             encoder = Encoder(encoded_layout(), encoding, ramp, own)  # type: ignore[arg-type]
-            writer.commit(0, own, encoder, step=step, extras={"step": step})
+            writer.commit(own, encoder, step=step, extras={"step": step})
 
 
 def main(folder: Path) -> None:
     """Write all of them into a folder."""
-    _one_process(folder / "one", 1)
-    _one_process(folder / "shards", 2)
-    _one_process(folder / "kept", 1, collect=True)
-    _one_process(folder / "mixed", 1, mixed=True)
+    _one_process(folder / "one")
+    _one_process(folder / "kept", collect=True)
+    _one_process(folder / "mixed", mixed=True)
+    _one_process(folder / "renewed", renew=True)
     _ranks(folder / "ranks")
     _encoded(folder / "encoded")
 

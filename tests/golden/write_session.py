@@ -1,24 +1,18 @@
-"""Write a small store with a session: `python -m tests.golden.write_session [--eight-logs] FOLDER ARENAS`.
+"""Write a small store with a session: `python -m tests.golden.write_session FOLDER ARENAS`.
 
 It has eight shards. The state is a table whose rows change from step to step, so that the steps of the saved copies
 show in their values. The store has a snapshot of step 3, and all of step 6, sealed.
-
-Of the folders in `sessions`, `one_log` is in the present format, with one log for all shards. `eight_logs` was begun
-with the settings of an earlier version, which had a log for each shard.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 import scarctl
-from scarctl.store import Store
-from scarctl.store.format import FORMAT, dump_json
 
 SHARDS = 8
 ROWS = {"table": 2, "head": 1}
@@ -61,19 +55,8 @@ def train(session: scarctl.Session, state: State, first: int, last: int) -> None
         session.checkpoint(wait=True)
 
 
-def begin_with_eight_logs(folder: Path) -> None:
-    """Create the store as an earlier version did: with a log for each shard."""
-    Store.create(folder, shards=SHARDS, rows=ROWS).close()
-    path = folder / "scarctl.json"
-    settings = json.loads(path.read_bytes())
-    del settings["checksum"], settings["one_log"]
-    path.write_bytes(dump_json(settings | {"format": FORMAT}))
-
-
-def main(folder: Path, arenas: Path, *, eight_logs: bool) -> None:
+def main(folder: Path, arenas: Path) -> None:
     """Write the store."""
-    if eight_logs:
-        begin_with_eight_logs(folder)
     state = state_of(0)
     session = attach(state, folder, arenas)
     session.resume()
@@ -85,8 +68,7 @@ def main(folder: Path, arenas: Path, *, eight_logs: bool) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--eight-logs", action="store_true")
     parser.add_argument("folder", type=Path)
     parser.add_argument("arenas", type=Path)
     given = parser.parse_args()
-    main(given.folder, given.arenas, eight_logs=given.eight_logs)
+    main(given.folder, given.arenas)

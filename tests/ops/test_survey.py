@@ -27,7 +27,7 @@ from scarctl.store import Store
 from scarctl.theory.history import History
 from scarctl.theory.rework import Outlook, mean_age, rework_of_loss
 from tests import golden
-from tests.support.ranks import RankStore, layout_of
+from tests.support.ranks import RankStore, belong, layout_of
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["distances known", "ages only"])
@@ -118,7 +118,7 @@ def test_a_process_alone_counts_as_the_only_rank(tmp_path: Path) -> None:
 def arena_of(store: Store, base: Path, layout: Layout) -> Arena:
     """Return the arena of a run of this process, at step 40."""
     arena = Arena.create(arena_folder(str(base), store.run_id), layout, run_id=store.run_id, epoch=1)
-    arena.begin_lines(store.lines())
+    belong(arena, store)
     arena.reach(40)
     return arena
 
@@ -208,8 +208,8 @@ def test_a_run_that_is_alive_knows_its_step(tmp_path: Path, arena_dir: Path) -> 
 
 
 def test_a_damaged_layout_is_read_once_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store.open(shutil.copytree(Path(golden.__file__).parent / "0.1.0" / "kept", tmp_path / "kept"))
-    [path] = (tmp_path / "kept" / "layout").iterdir()
+    store = Store.open(shutil.copytree(Path(golden.__file__).parent / "1" / "kept", tmp_path / "kept"))
+    [path] = (tmp_path / "kept" / "layout").glob("[0-9a-f]*.json")
     path.write_bytes(b"{}")
     read, names = store.blobs.read, list[str]()
 

@@ -42,13 +42,13 @@ def test_the_replay_has_what_the_store_had(tmp_path: Path, shards: int) -> None:
     steps = np.concatenate([step_of(state.version) for state in states])
     last = found.points[-1]
     assert (last.newest, last.median, last.oldest) == (steps.max(), np.median(steps), steps.min())
-    assert found.commits == sum(r.kind == "commit" for shard in store.shards() for r in store.records(shard))
+    assert found.commits == sum(r.commits for shard in store.shards() for r in store.records(shard))
     for shard in store.shards():
         for record, ids, state in store.log(shard).replay(10_000):
             there = store.state(shard, at=record.seq)
             assert np.array_equal(state.version, there.version)
             assert state.whole == there.whole
-            if record.kind == "commit":
+            if record.commits:
                 assert len(ids) == record.partitions
 
 
@@ -85,7 +85,7 @@ def test_a_rollback_takes_the_copies_back(tmp_path: Path) -> None:
 
 def test_a_missing_record_is_named(tmp_path: Path) -> None:
     store = trained(tmp_path / "store", steps=6, seal=False)
-    middle = sorted((tmp_path / "store" / "shards").glob("*/log/*"))[-3]
+    middle = sorted((tmp_path / "store" / "lanes").glob("*/log/*/*"))[-3]
     middle.unlink()
     with pytest.raises(Corruption):
         timeline(store.again(), store.shards())

@@ -15,7 +15,6 @@ from scarctl.arena.age import age_of
 from scarctl.arena.arena import Arena
 from scarctl.arena.header import OWNER
 from scarctl.arena.kinship import ASIDE, take
-from scarctl.arena.lines import fit
 from scarctl.arena.owner import Owner, read_owner, write_owner
 from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.transfer import Outgoing
@@ -142,7 +141,7 @@ def test_an_abandoned_future_is_never_brought(three: list[Site], caplog: pytest.
     assert west.step() == 4
 
 
-def test_a_replica_whose_lines_are_behind_the_store_is_brought_and_believed(three: list[Site]) -> None:
+def test_a_replica_whose_line_is_behind_the_store_is_brought_and_believed(three: list[Site]) -> None:
     """Records of its own epoch were created since the copy was made: the next session still finds it to be kin."""
     east, west, north = three
 
@@ -156,7 +155,10 @@ def test_a_replica_whose_lines_are_behind_the_store_is_brought_and_believed(thre
     east.train(3, durable=True, copied=copy)
     behind = Arena.share(north.place, run_id=north.view().run_id)
     assert behind is not None
-    assert not fit(behind.lines, north.view().lines())
+    noted, there = behind.line, north.view().line()
+    assert noted is not None
+    assert there is not None
+    assert noted.own_k < there.k
     found = west.fetch(north.listen())
     assert found is not None
     arena = take(west.place, west.view())

@@ -44,7 +44,7 @@ def newer(offer: Offer, **changed: Any) -> Offer:
     epoch, step, steps = offer.age
     age = changed.pop("age", (epoch, step + 1, steps))
     size = changed.pop("size", offer.size)
-    return Offer(age, offer.epoch, size, offer.lines, **changed)
+    return Offer(age, offer.epoch, size, offer.line, **changed)
 
 
 Answer = Callable[[Channel, Kind], object]
@@ -112,7 +112,7 @@ LIES: dict[str, Callable[[Offer, bytes, str], Answer]] = {
     ),
     "a longer file": lambda offer, data, digest: offering(
         newer(offer, files=2, files_size=4),
-        lambda channel: channel.send(encode(Kind.FILE, {"name": "lines"}, b"12345")),
+        lambda channel: channel.send(encode(Kind.FILE, {"name": "line"}, b"12345")),
     ),
     "a longer piece": lambda offer, data, digest: offering(
         newer(offer), lambda channel: pieces(channel, data + bytes(1), digest)

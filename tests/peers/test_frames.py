@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scarctl.arena.line import Word
 from scarctl.errors import Corruption
 from scarctl.peers.frames import (
     MAX_BODY,
@@ -68,10 +69,11 @@ def batches(draw: st.DrawFn) -> Batch:
     )
 
 
+LINES = st.none() | st.builds(Word, *(st.integers(0, 1 << 60) for _ in Word._fields))
+
+
 @st.composite
 def marks(draw: st.DrawFn) -> Mark:
-    numbers = st.integers(1, 1 << 50)
-    lines = st.dictionaries(st.integers(0, 999_999), st.tuples(numbers, numbers), max_size=5)
     return Mark(
         draw(st.integers(1, 99)),
         draw(st.integers(1, 99)),
@@ -81,7 +83,7 @@ def marks(draw: st.DrawFn) -> Mark:
         draw(st.integers(-1, 1 << 50)),
         draw(st.sampled_from(["", "5" * 32])),
         sorted(draw(st.sets(st.integers(0, 1 << 50)))),
-        draw(lines),
+        draw(LINES),
     )
 
 
@@ -92,7 +94,7 @@ def offers(draw: st.DrawFn) -> Offer:
         (draw(st.integers(1, 99)), draw(st.integers(-1, 1 << 30)), draw(st.integers(0, 1 << 50))),
         draw(st.integers(1, 99)),
         draw(numbers),
-        draw(st.dictionaries(st.integers(0, 999_999), st.tuples(numbers, numbers), max_size=5)),
+        draw(LINES),
         draw(counts),
         draw(st.integers(0, 1 << 50)),
         draw(counts),

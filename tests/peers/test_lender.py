@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.line import Word
 from scarctl.arena.transfer import Outgoing
 from scarctl.errors import Contention, NoIntactCopy, ScarError, Unavailable
 from scarctl.peers import connect, lender
@@ -66,8 +67,9 @@ def test_the_inventory_says_what_there_is_and_nothing_is_locked(two: list[Site])
         offer = decode_offer(*channel.expect(Kind.INVENTORY))
         assert offer is not None
         assert offer.age[:2] == (1, 5)
-        (line,) = east.view().lines().values()
-        assert (offer.epoch, offer.lines) == (1, {3: (line, line)})
+        line = east.view().line()
+        assert line is not None
+        assert (offer.epoch, offer.line) == (1, Word(line.id, line.k))
         assert offer.size == (east.place / "arena").stat().st_size
         assert is_free(east)
     west.listen()
@@ -253,7 +255,7 @@ def test_a_store_that_cannot_be_read_makes_nothing_believed(
     def away(_: Store) -> Any:
         raise Unavailable("the store is away")
 
-    monkeypatch.setattr(Store, "lines", away)
+    monkeypatch.setattr(Store, "line", away)
     assert west.fetch(east.candidate) is None
     assert "the store is away" in caplog.text
     assert west.files() == {}

@@ -14,10 +14,10 @@ from scarctl.store import Store, verify
 from tests.daemon.rig import Rig
 
 
-def rig_of(folder: Path, shards: int, *, one_log: bool = True) -> Rig:
+def rig_of(folder: Path, shards: int) -> Rig:
     (folder / "arenas").mkdir(parents=True)
     (folder / "arenas" / "run").mkdir(mode=0o700)
-    return Rig(folder / "store", folder / "arenas", shards=shards, one_log=one_log)
+    return Rig(folder / "store", folder / "arenas", shards=shards)
 
 
 def costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int) -> Counter[str]:
@@ -46,7 +46,8 @@ def costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int) -> Count
 
 
 def files(store: Store) -> Counter[str]:
-    return Counter(path.parent.name for path in store.root.glob("shards/*/*/*"))
+    paths = store.root.glob("lanes/*/**/*")
+    return Counter(path.relative_to(store.root).parts[2] for path in paths if path.is_file())
 
 
 def test_eight_shards_cost_what_one_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +35,10 @@ def test_a_hand_over_becomes_durable_and_is_acknowledged(rig: Rig) -> None:
     assert rig.extras() == {"step": 7}
 
 
-def test_a_sealed_hand_over_makes_every_shard_exact(rig: Rig) -> None:
+def test_a_sealed_hand_over_makes_all_exact(rig: Rig) -> None:
     rig.persist(rig.save(rig.everything, 1, sealed=True))
     rig.persist(rig.save(SOME[:1], 2, sealed=True))
-    assert rig.sealed() == [{1, 2}] * 3
+    assert rig.sealed() == {1, 2}
     steps, content = rig.stored()
     assert (steps == 2).all()
     assert content[SOME[0]] == 2
@@ -75,7 +74,7 @@ def test_a_state_that_is_sealed_again_has_its_newer_extras_as_part_of_it(rig: Ri
 def test_a_seal_without_changes(rig: Rig) -> None:
     rig.persist(rig.save(rig.everything, 1, sealed=True))
     assert rig.persist(rig.hand_over(SOME[:0], 5, sealed=True)) == 0
-    assert rig.sealed() == [{1, 5}] * 3
+    assert rig.sealed() == {1, 5}
 
 
 def test_what_was_copied_again_is_left_to_its_own_hand_over(rig: Rig) -> None:
@@ -97,9 +96,9 @@ def test_a_seal_that_was_overtaken_is_no_seal(rig: Rig) -> None:
     overtaken = rig.save(rig.everything, 2, sealed=True)
     newest = rig.save(rig.everything, 3, sealed=True)
     rig.persist(overtaken)
-    assert rig.sealed() == [{1}] * 3
+    assert rig.sealed() == {1}
     rig.persist(newest)
-    assert rig.sealed() == [{1, 3}] * 3
+    assert rig.sealed() == {1, 3}
     assert set(rig.stored()[1]) == {3}
 
 
@@ -108,7 +107,7 @@ def test_a_partly_overtaken_seal_saves_the_rest(rig: Rig) -> None:
     sealed = rig.save(rig.everything, 2, sealed=True)
     later = rig.save(SOME[:1], 3)
     rig.persist(sealed)
-    assert rig.sealed() == [{1}] * 3  # a part of a whole state is useless as a whole state
+    assert rig.sealed() == {1}  # a part of a whole state is useless as a whole state
     rig.persist(later)
     steps, content = rig.stored()
     assert steps[SOME[0]] == content[SOME[0]] == 3
@@ -120,8 +119,7 @@ def test_a_seal_fails_where_an_earlier_attempt_was_spoiled(rig: Rig, monkeypatch
     number = rig.save(rig.everything, 2, sealed=True)
     overwrite_while_written(rig, monkeypatch, SOME[:1], steps=[3, 4])
     rig.persist(number)
-    shard = int(rig.shard_of[SOME[0]])
-    assert 2 not in rig.sealed()[shard]
+    assert 2 not in rig.sealed()
 
 
 def test_copies_that_are_overwritten_while_they_are_checked_are_in_no_older_seal(
@@ -131,30 +129,28 @@ def test_copies_that_are_overwritten_while_they_are_checked_are_in_no_older_seal
     rig.persist(rig.save(rig.everything, 1, sealed=True))
     number = rig.save(rig.everything, 2, sealed=True)
     is_of, later = rig.persister._is_of, list[int]()
-    alone = threading.Lock()  # shards are checked at once, and the flush comes only once
 
     def checked(*arguments: Any) -> bool:
         answer = is_of(*arguments)
-        with alone:
-            if not later:
-                later.append(rig.save(rig.everything, 3, sealed=True))
+        if not later:
+            later.append(rig.save(rig.everything, 3, sealed=True))
         return answer
 
     monkeypatch.setattr(rig.persister, "_is_of", checked)
     rig.persist(number)
-    assert rig.sealed() == [{1}] * 3
+    assert rig.sealed() == {1}
     assert set(rig.stored()[1]) == {1}
     rig.persist(later[0])
-    assert rig.sealed() == [{1, 3}] * 3
+    assert rig.sealed() == {1, 3}
     assert set(rig.stored()[1]) == {3}
 
 
 def overwrite_while_written(rig: Rig, monkeypatch: pytest.MonkeyPatch, ids: Any, steps: list[int]) -> None:
-    """Make the trainer copy `ids` again, at these steps, each time their shard's segment is written."""
-    shard, commit = int(rig.shard_of[ids[0]]), rig.writer.commit
+    """Make the trainer copy `ids` again, at these steps, each time a segment is written."""
+    commit = rig.writer.commit
 
     def committing(at: int, *args: Any, **kwargs: Any) -> Any:
-        if at == shard and steps:
+        if steps:
             rig.copy(ids, steps.pop(0))  # after the generations were noted
         return commit(at, *args, **kwargs)
 
@@ -242,14 +238,13 @@ def test_copies_without_a_hand_over_go_before_newer_ones(rig: Rig) -> None:
     assert rig.stored()[0][SOME].tolist() == [5, 5, -1, 7, 7]
 
 
-def test_copies_that_waited_are_saved_in_one_commit_per_shard_whatever_their_steps(rig: Rig) -> None:
-    """A commit per step and shard is more than a store with many shards can keep up with."""
+def test_copies_that_waited_are_saved_in_one_commit_whatever_their_steps(rig: Rig) -> None:
     rig.persist(rig.save(rig.everything, 1, sealed=True))
     before = rig.records()
     for step in range(2, 9):
         rig.copy(rig.everything[step::9], step)  # their hand-overs were replaced
     rig.persist(rig.save(rig.everything[::9], 9))
-    assert rig.records() == before + 3
+    assert rig.records() == before + 1
     steps, content = rig.stored()
     assert steps.tolist() == content.tolist() == [{0: 9}.get(i % 9, i % 9) for i in rig.everything.tolist()]
     assert not rig.arena.pending().any()
@@ -263,7 +258,7 @@ def test_copies_that_waited_are_part_of_the_state_that_is_sealed(rig: Rig) -> No
     steps, content = rig.stored()
     assert (steps == 5).all()  # they have not changed since
     assert content[SOME].tolist() == [2, 2, 2, 5, 5]
-    assert rig.sealed() == [{1, 5}] * 3
+    assert rig.sealed() == {1, 5}
 
 
 def test_a_copy_that_is_renewed_while_older_ones_are_written_stays_pending(
@@ -285,49 +280,27 @@ def test_a_seal_without_changes_outlives_its_process(tmp_path: Path, arena_dir: 
     rig.hand_over(SOME[:0], 5, sealed=True)
     rig.die()
     rig = Rig(tmp_path / "store", arena_dir)
-    stored = np.concatenate([rig.store.state(shard).version for shard in range(3)])
-    assert set(stored) == {rig.arena.version[0]}
+    assert set(rig.store.state(0).version) == {rig.arena.version[0]}
     reconcile(rig.arena, rig.queue, rig.writer.states, rig.writer.epoch)
     for number in rig.queue.numbers():
         rig.persist(number)
     assert rig.extras() == {"step": 5}
-    assert rig.sealed() == [{1, 5}] * 3
+    assert rig.sealed() == {1, 5}
     rig.close()
 
 
-def test_a_seal_that_another_daemon_finishes_is_one_state(tmp_path: Path, arena_dir: Path) -> None:
-    """Its records are then of two epochs, and the name shows that they belong together."""
-    rig = Rig(tmp_path / "store", arena_dir)
-    rig.persist(rig.save(rig.everything, 1, sealed=True))
-    whole = rig.queue.read(rig.save(rig.everything, 5, sealed=True)).whole
-    handover = rig.queue.pending()[0]
-    rig.persister._commit(0, rig.everything[rig.shard_of == 0], handover, handover.extras)
-    rig.die()
-    rig = Rig(tmp_path / "store", arena_dir)
-    reconcile(rig.arena, rig.queue, rig.writer.states, rig.writer.epoch)
-    for number in rig.queue.numbers():
-        rig.persist(number)
-    newest = complete_sets(Store.open(str(rig.store.root)))[0]
-    assert (newest.whole, newest.step, newest.epoch) == (whole, 5, rig.writer.epoch)
-    rig.close()
-
-
-@pytest.mark.parametrize("shards", [[0], [0, 1, 2]])
 def test_a_seal_that_was_committed_and_not_noted_is_the_state_in_memory(
-    tmp_path: Path, arena_dir: Path, shards: list[int]
+    tmp_path: Path, arena_dir: Path
 ) -> None:
     """Killed between the commit and its note: unchanged copies are valid, though the store has a newer version of
     them.
     """
     rig = Rig(tmp_path / "store", arena_dir)
     rig.persist(rig.save(rig.everything, 1, sealed=True))
-    changed = SOME[rig.shard_of[SOME] == 0]
-    whole = rig.queue.read(rig.save(changed, 5, sealed=True)).whole
+    whole = rig.queue.read(rig.save(SOME[:2], 5, sealed=True)).whole
     handover = rig.queue.pending()[0]
     noted = rig.arena.version.copy(), rig.arena.durable.copy()
-    for shard in shards:
-        own = changed[rig.shard_of[changed] == shard]
-        rig.persister._commit(shard, own, handover, handover.extras if shard == 0 else None)
+    rig.persister._commit(SOME[:2], handover, None)
     rig.arena.version[:], rig.arena.durable[:] = noted
     rig.die()
     rig = Rig(tmp_path / "store", arena_dir)
@@ -352,23 +325,18 @@ def test_a_failure_at_any_call_loses_nothing(
     rig = Rig(tmp_path / "store", arena_dir)
     rig.persist(rig.save(rig.everything, 1, sealed=True))
     handover = rig.queue.read(rig.save(rig.everything, 2, sealed=sealed))
-    # At the second shard's record or segment: a failure of its index may go unnoticed.
-    rig.blobs.fail_at(
-        operation, "shards/1/log" if operation == "create_exclusive" else "shards/1/seg", number
-    )
+    rig.blobs.fail_at(operation, "lanes/0/log" if operation == "create_exclusive" else "lanes/0/seg", number)
     with pytest.raises(kind):
         rig.persister.persist(handover)
-    pending = rig.arena.pending()
-    assert set(rig.shard_of[pending]) == {1}  # the others' commits are their own
+    assert rig.arena.pending().all()
     steps, content = rig.stored()
     assert (steps == content).all()
-    assert (steps[~pending] == 2).all()
     rig.persister.persist(handover)
     assert not rig.arena.pending().any()
     assert set(rig.stored()[1]) == {2}
     assert rig.extras() == {"step": 2}
-    assert [2 in steps for steps in rig.sealed()] == [sealed] * 3
-    assert rig.records() == 6  # copies that were durable before the failure were not written again
+    assert (2 in rig.sealed()) == sealed
+    assert rig.records() == 2
     rig.close()
 
 
@@ -383,8 +351,6 @@ def test_any_order_of_copies_hand_overs_and_failures(tmp_path_factory: Any, data
     """A model shows that the store never has uncopied bytes, and in the end has each partition's newest copy."""
     folder = tmp_path_factory.mktemp("order")
     rig = Rig(folder / "store", folder)
-    # One shard at a time: otherwise the failing operation would depend on how threads take turns.
-    rig.blobs.write_each = lambda work, items, size: map(work, items)  # type: ignore[method-assign]
     n = rig.layout.partitions
     newest, at_step = np.full(n, -1), dict[int, Any]()
     some = st.lists(st.integers(0, n - 1), min_size=1, max_size=n, unique=True).map(
@@ -415,15 +381,13 @@ def test_any_order_of_copies_hand_overs_and_failures(tmp_path_factory: Any, data
         rig.persist(number)
     assert not rig.arena.pending().any()
     assert (rig.stored()[1] == newest).all()
-    for shard, steps in enumerate(rig.sealed()):
-        for step in steps:  # an exact state is what was there at that step, byte for byte
-            seq = next(seal.seq for seal in rig.store.state(shard).sealed if seal.step == step)
-            state = rig.store.state(shard, at=seq)
-            for batch in rig.store.read(state, state.ids, corrupt=[]):
-                rows = 0
-                for i, a, b in zip(batch.ids, *rig.layout.row_ranges(batch.ids), strict=True):
-                    assert (batch.tensors[0][rows : rows + b - a] == at_step[step][i]).all()
-                    rows += int(b - a)
+    for seal in rig.store.state(0).sealed:  # an exact state is what was there at that step, byte for byte
+        state = rig.store.state(0, at=seal.seq)
+        for batch in rig.store.read(state, state.ids, corrupt=[]):
+            rows = 0
+            for i, a, b in zip(batch.ids, *rig.layout.row_ranges(batch.ids), strict=True):
+                assert (batch.tensors[0][rows : rows + b - a] == at_step[seal.step][i]).all()
+                rows += int(b - a)
     rig.close()
 
 

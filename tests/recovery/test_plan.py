@@ -19,9 +19,9 @@ from scarctl.recovery.plan import MEMORY, STORE, Plan, estimate, plan_partial, p
 from scarctl.recovery.report import Report
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import pack
-from scarctl.store import StoreWriter, open_writer
+from scarctl.store import Store, StoreWriter, open_writer
+from scarctl.store.format import segment_path
 from scarctl.util.arrays import Ids
-from tests.support.log_per_shard import store_with_a_log_per_shard
 
 SHARDS = 3
 
@@ -47,12 +47,12 @@ class Job:
 
     def __init__(self, folder: Path) -> None:
         self.layout = layout()
-        self.store = store_with_a_log_per_shard(folder / "store", shards=SHARDS)
+        self.store = Store.create(folder / "store", shards=SHARDS)
         self.shard_of = self.layout.shards(SHARDS, 0)
         self.live = Arena.anonymous(self.layout)
         self.all = np.arange(self.layout.partitions)
         self.random = np.random.default_rng(5)
-        self.writer: StoreWriter = open_writer(self.store, layout=self.layout, shard_of=self.shard_of)
+        self.writer: StoreWriter = open_writer(self.store, layout=self.layout)
         self.history: list[dict[int, bytes]] = []
 
     def change(self, ids: Ids, step: int) -> None:
@@ -68,19 +68,16 @@ class Job:
         self.live.end(ids, version)
 
     def save(self, ids: Ids, step: int, *, sealed: bool = False) -> None:
-        for shard in range(SHARDS):
-            mine = ids[self.shard_of[ids] == shard]
-            if mine.size or sealed:
-                whole = name_of(step) if sealed else ""
-                self.writer.commit(shard, mine, self.live.source, step=step, sealed=sealed, whole=whole)
+        whole = name_of(step) if sealed else ""
+        self.writer.commit(ids, self.live.source, step=step, sealed=sealed, whole=whole)
 
     def states(self) -> dict[int, object]:
-        return {shard: self.store.state(shard) for shard in range(SHARDS)}
+        return {0: self.store.state(0)}
 
-    def segments(self, shard: int) -> list[Path]:
-        return sorted(
-            (self.store.root / "shards" / str(shard) / "seg").iterdir(), key=lambda p: p.stat().st_mtime_ns
-        )
+    def segments(self) -> list[Path]:
+        """Return the segments with data, oldest first."""
+        found = [record.segment for record in self.store.records(0) if record.partitions]
+        return [self.store.root / segment_path(0, segment.name) for segment in found if segment]
 
     def plan(self, ids: Ids, arena: Arena | None = None, **options: str) -> Plan:
         return plan_partial(ids, self.layout, self.shard_of, self.states(), arena, **options)  # type: ignore[arg-type]
@@ -197,8 +194,8 @@ class TestPartial:
         for step in (3, 5):
             job.change(ids, step)
             job.save(ids, step)
-        flip(job.segments(1)[-1])
-        flip(job.segments(1)[-2])
+        flip(job.segments()[-1])
+        flip(job.segments()[-2])
         report, sink = run(job, job.plan(ids))
         assert report.degraded
         assert not report.consistent
@@ -214,14 +211,14 @@ class TestPartial:
         memory.end(ids, pack(job.writer.epoch, 3))
         job.change(ids, 5)
         job.save(ids, 5)
-        flip(job.segments(1)[-1])
+        flip(job.segments()[-1])
         report, _ = run(job, job.plan(ids, memory), memory)
         assert (report.tiers, report.degraded, report.step) == ({"memory": 1}, True, 3)
 
     @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
     def test_without_any_intact_copy_nothing_is_changed(self, job: Job, damage: str) -> None:
         plan = job.plan(job.all)
-        for path in job.segments(1):
+        for path in job.segments():
             if damage == "flip":
                 flip(path)
             elif damage == "truncate":
@@ -245,8 +242,7 @@ class TestPartial:
         ids = np.flatnonzero(job.shard_of == 1)
         job.change(ids, 5)
         job.save(ids, 5)
-        (job.store.root / "shards/1/index").rename(job.store.root / "elsewhere")
-        job.segments(1)[-1].unlink()
+        job.segments()[-1].unlink()
         report, _ = run(job, job.plan(ids))
         assert report.degraded
         assert report.step == 0
@@ -290,13 +286,12 @@ class TestRollback:
         sealed = [values(job.live, i) for i in job.all.tolist()]
         job.change(job.all, 5)
         job.save(job.all[:6], 5)
-        job.writer.commit(0, np.flatnonzero(job.shard_of == 0), job.live.source, step=6, sealed=True)
         plan = self.rollback(job, lost=2)
         report, sink = run(job, plan)
         assert (report.consistent, report.step, report.lost_partitions) == (True, 3, 2)
         assert report.restored_partitions == job.layout.partitions
         assert [values(sink.target, i) for i in job.all.tolist()] == sealed
-        job.writer.roll_back(plan.seqs)
+        job.writer.roll_back(plan.seqs[0])
         state = job.store.state(0)
         assert state.step == 3
 
@@ -304,25 +299,20 @@ class TestRollback:
         first = [values(job.live, i) for i in job.all.tolist()]
         job.change(job.all, 3)
         job.save(job.all, 3, sealed=True)
-        flip(job.segments(2)[-1])
+        flip(job.segments()[-1])
         report, sink = run(job, self.rollback(job))
         assert (report.step, report.degraded, report.consistent) == (0, True, True)
         assert [values(sink.target, i) for i in job.all.tolist()] == first
-        for shard in range(SHARDS):
-            flip(job.segments(shard)[1])
+        flip(job.segments()[0])
         with pytest.raises(NoIntactCopy, match="no older state"):
             run(job, self.rollback(job))
 
-    def test_a_damaged_record_of_the_newest_sealed_state_is_told(
-        self, job: Job, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("scarctl.store.writer.INDEX_LEAST", 1)
+    def test_a_damaged_record_of_the_newest_sealed_state_is_told(self, job: Job) -> None:
         for step in (3, 5):
             job.change(job.all, step)
-            job.save(job.all, step, sealed=step == 3)  # and an index after each
-        sealed = job.store.log(1).record(job.store.state(1).sealed[-1][0])
+            job.save(job.all, step, sealed=step == 3)
         assert not self.rollback(job).degraded
-        path = job.store.root / f"shards/1/log/{sealed.seq:020d}.json"
+        path = job.store.root / job.store.state(0).sealed[-1].place.path(0)
         path.write_bytes(path.read_bytes()[:-1])
         plan = self.rollback(job)
         assert (plan.step, plan.degraded, plan.consistent) == (0, True, True)
@@ -374,7 +364,7 @@ def test_whatever_was_saved_last_is_what_comes_back(
         model |= {i: values(job.live, i) for i in ids.tolist()}
         if data.draw(st.booleans(), "reopen"):
             job.writer.close()
-            job.writer = open_writer(job.store, layout=job.layout, shard_of=job.shard_of)
+            job.writer = open_writer(job.store, layout=job.layout)
     lost = np.array(sorted(data.draw(some, "lost")))
     _, sink = run(job, job.plan(lost))
     assert {i: values(sink.target, i) for i in lost.tolist()} == {i: model[i] for i in lost.tolist()}

@@ -39,7 +39,7 @@ def parts(tmp_path: Path) -> Parts:
     store = Store.create(tmp_path / "s")
     create_topology(store, Topology(1, (0, 1), "ab" * 32))
     for shard, (start, stop) in enumerate(((0, 25), (25, ROWS))):
-        layout, view = part(start, stop), store.of_shard(shard, 1)
+        layout, view = part(start, stop), store.of_shard(shard)
 
         def read(group: int, tensor: int, first: int, last: int, start: int = start) -> memoryview:
             rows = list(WHOLE.values())[tensor][start + first : start + last]
@@ -47,7 +47,7 @@ def parts(tmp_path: Path) -> Parts:
 
         with open_writer(view, layout=layout) as writer:
             ids = np.arange(layout.partitions)
-            writer.commit(shard, ids, read, step=3, sealed=True, whole="ab" * 16, extras={"step": 3})
+            writer.commit(ids, read, step=3, sealed=True, whole="ab" * 16, extras={"step": 3})
     found = find_parts(store)
     assert found is not None
     return found
@@ -74,9 +74,9 @@ def test_encoded_rows_are_decoded_and_of_no_whole_state(parts: Parts, bounds: Se
         rows = (list(WHOLE.values())[tensor] * np.float32(1.001))[25 + first : 25 + last]
         return memoryview(np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), -1))
 
-    with open_writer(store.of_shard(1, 2), layout=layout) as writer:
+    with open_writer(store.of_shard(1), layout=layout) as writer:
         ids = np.arange(layout.partitions)
-        writer.commit(1, ids, Encoder(layout, "bfloat16", read, ids), step=3, extras={"step": 3})
+        writer.commit(ids, Encoder(layout, "bfloat16", read, ids), step=3, extras={"step": 3})
     found = find_parts(Store.open(store.root))
     assert found is not None
     assert found.whole == ""

@@ -44,12 +44,12 @@ class Saved:
         self.store = Store.create(str(folder / "store"))
         random = np.random.default_rng(3)
         self.values: list[list[bytes]] = []
-        with open_writer(self.store, layout=LAYOUT, shard_of=SHARD_OF) as writer:
+        with open_writer(self.store, layout=LAYOUT) as writer:
             self.epoch = writer.epoch
             for step in range(commits):
                 live = Arena.anonymous(LAYOUT)
                 live.memory()[:] = random.integers(0, 255, live.memory().size, np.uint8)
-                writer.commit(0, EVERYTHING, live.source, step=step)
+                writer.commit(EVERYTHING, live.source, step=step)
                 self.values.append(bytes_of(live))
 
     def plan(self, arena: Arena) -> Plan:
@@ -57,7 +57,7 @@ class Saved:
 
     def segments(self) -> list[Path]:
         """Return the segments with data, oldest first."""
-        found = [f for f in (self.store.root / "shards/0/seg").iterdir() if f.stat().st_size > LAYOUT.nbytes]
+        found = [f for f in (self.store.root / "lanes/0/seg").iterdir() if f.stat().st_size > LAYOUT.nbytes]
         return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
 

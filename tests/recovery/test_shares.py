@@ -12,7 +12,6 @@ from scarctl.recovery.shared_plan import DiscardingSink, execute_shared, plan_lo
 from scarctl.recovery.shares import SharedState, named_snapshot, open_shares
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.store import Store, complete_sets, create_snapshot, open_writer
-from tests.support.log_per_shard import store_with_a_log_per_shard
 from tests.support.ranks import RankStore
 
 SHARDS = 3
@@ -25,41 +24,36 @@ def layout(rows: int = 30) -> Layout:
 def save(store: Store, *steps: int, rows: int = 30) -> None:
     """Seal the whole state after each of these steps."""
     of = layout(rows)
-    shard_of = store.shard_of(of)
-    with open_writer(store, layout=of, shard_of=shard_of) as writer:
+    with open_writer(store, layout=of) as writer:
         for step in steps:
             data = np.full((rows, 16), step, np.uint8)
-            for shard in range(SHARDS):
-                writer.commit(
-                    shard,
-                    np.flatnonzero(shard_of == shard),
-                    lambda g, t, start, stop, data=data: memoryview(data[start:stop]),
-                    step=step,
-                    sealed=True,
-                    whole=f"{step:032x}",
-                )
+            writer.commit(
+                np.arange(of.partitions),
+                lambda g, t, start, stop, data=data: memoryview(data[start:stop]),
+                step=step,
+                sealed=True,
+                whole=f"{step:032x}",
+            )
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    made = store_with_a_log_per_shard(tmp_path / "s", shards=SHARDS)
+    made = Store.create(tmp_path / "s", shards=SHARDS)
     save(made, 3, 5)
     return made
 
 
-def damage_log(store: Store, shard: int, place: int) -> None:
-    """Truncate the record at this place of a shard's log, and remove the indexes that would make it unnecessary."""
-    for index in (store.root / "shards" / str(shard) / "index").iterdir():
-        index.unlink()
-    path = sorted((store.root / "shards" / str(shard) / "log").iterdir())[place]
-    path.write_bytes(path.read_bytes()[:-9])
+def damage_log(path: Path, shard: int, place: int) -> None:
+    """Truncate the record at this place of a lane's log."""
+    record = sorted(path.glob(f"lanes/{shard}/log/*/*.json"))[place]
+    record.write_bytes(record.read_bytes()[:-9])
 
 
 def test_one_process_is_one_share(store: Store) -> None:
     state = open_shares(store)
     (share,) = state.shares
     assert (share.rank, state.topology, state.head, state.nbytes) == (None, None, 5, 30 * 16)
-    assert set(state.states) == set(range(SHARDS))
+    assert set(state.states) == {0}
     plan = plan_lost(state, state.everything(), [None])
     assert (plan.consistent, plan.step, plan.restored) == (True, 5, 30)
     assert "ranks" not in plan.to_json()
@@ -74,25 +68,24 @@ def test_nothing_is_saved_yet(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("place", "exact"), [(-2, True), (-1, False)])
 def test_a_damaged_record_is_read_around(store: Store, place: int, exact: bool) -> None:
-    """A later commit of the whole shard makes up for it. Without one, older copies are taken, and that is said."""
-    damage_log(store, 2, place)
+    """A later commit of the whole state makes up for it. Without one, older copies are taken, and that is said."""
+    damage_log(store.root, 0, place)
     state = open_shares(store)
     plan = plan_lost(state, state.everything(), [None])
-    assert (plan.consistent, plan.degraded, plan.step) == (exact, not exact, 5 if exact else None)
+    assert (plan.consistent, plan.degraded, plan.step) == (exact, not exact, 5 if exact else 3)
     back = next(plans_back(state, [None], 1, None))
     assert (back.consistent, back.degraded, back.step) == (True, not exact, 5 if exact else 3)
 
 
-def test_a_share_is_restored_though_another_shard_cannot_be_read(store: Store) -> None:
-    """Nothing is known without the list of the members, in the first record."""
-    damage_log(store, 2, 0)
-    state = open_shares(store)
-    ids = state.lost("0,1")
-    assert plan_lost(state, ids, [None]).restored == len(ids[0])
-    with pytest.raises(Corruption, match="shards/2/log"):
-        plan_lost(state, state.lost("1,2"), [None])
-    with pytest.raises(Corruption, match="shards/2/log"):
-        next(plans_back(state, [None], 1, None))
+def test_a_share_is_restored_though_another_rank_cannot_be_read(tmp_path: Path) -> None:
+    """Nothing is known without the first record."""
+    ranks = RankStore(tmp_path / "ranks", 3)
+    ranks.save(5)
+    ranks.close()
+    for place in (0, 1):
+        damage_log(ranks.path, 2, place)
+    with pytest.raises(Corruption, match="lanes/2/log"):
+        open_shares(ranks.store)
 
 
 def test_what_was_saved_meanwhile_is_seen_when_asked_again(store: Store, tmp_path: Path) -> None:
@@ -116,7 +109,7 @@ def test_a_snapshot_of_another_layout_is_refused(store: Store, tmp_path: Path) -
     assert kept is not None
     (plan,) = plans_back(open_shares(store, kept), [None], 0, kept)
     assert (plan.step, plan.snapshot, plan.consistent) == (5, "kept", True)
-    other = store_with_a_log_per_shard(tmp_path / "other", shards=SHARDS)
+    other = Store.create(tmp_path / "other", shards=SHARDS)
     save(other, 5, rows=31)
     with pytest.raises(LayoutMismatch, match="'kept' has another layout"):
         open_shares(other, kept)
@@ -125,7 +118,7 @@ def test_a_snapshot_of_another_layout_is_refused(store: Store, tmp_path: Path) -
 def test_damage_reaches_whoever_tries_an_older_state(store: Store) -> None:
     state = open_shares(store)
     newest, older = plans_back(state, [None], 0, None)
-    for path in (store.root / "shards" / "1" / "seg").iterdir():
+    for path in (store.root / "lanes" / "0" / "seg").iterdir():
         data = bytearray(path.read_bytes())
         at = 8 + int.from_bytes(data[:8], "little")
         if data[at] == 5:

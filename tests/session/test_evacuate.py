@@ -27,7 +27,7 @@ def throttle(session: scarctl.Session, bytes_per_second: float, **options: Any) 
     """Slow down the store of a session without a daemon."""
     saver: Any = session._saver
     made = ThrottledBlobs(saver.store.blobs, bytes_per_second, **options)
-    saver.store.blobs = saver._writer._blobs = saver._writer._publisher._blobs = made
+    saver.store.blobs = made
     return made
 
 

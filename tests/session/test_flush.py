@@ -89,7 +89,7 @@ def newest_sealed(folder: Path) -> int:
     store = Store.open(str(folder))
     try:
         sealed = store.state(0).sealed
-        return sealed[-1][2] if sealed else -1
+        return sealed[-1].step if sealed else -1
     finally:
         store.close()
 

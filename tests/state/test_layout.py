@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 from safetensors import SafetensorError, deserialize
 
 from scarctl.errors import UsageError
-from scarctl.state.layout import DTYPES, Group, Layout, TensorSpec, build_layout, members_by_shard
+from scarctl.state.layout import DTYPES, Group, Layout, TensorSpec, build_layout
 from tests.state.layouts import group, groups, layouts, model, rows
 
 # --- partitions -----------------------------------------------------------------------------------------------
@@ -111,17 +110,6 @@ def test_shards_are_balanced_and_reproducible(partitions: int, count: int, seed:
     assert sizes.size == count
     assert sizes.max() - sizes.min() <= 1
     assert (shards == rows(partitions).shards(count, seed)).all()
-
-
-@pytest.mark.parametrize("count", [1, 7, 40_000])
-@given(data=st.data())
-def test_members_of_shards(count: int, data: st.DataObject) -> None:
-    shard_of = data.draw(arrays(np.int32, st.integers(0, 60), elements=st.integers(-1, count - 1)))
-    members = members_by_shard(shard_of)
-    assert list(members) == sorted(set(shard_of[shard_of >= 0].tolist()))
-    for shard, ids in members.items():
-        assert ids.dtype == np.int64
-        assert ids.tolist() == np.flatnonzero(shard_of == shard).tolist()
 
 
 def test_shards_depend_on_ids_only() -> None:

@@ -37,5 +37,5 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def writer(store: Store, layout: Layout) -> Iterator[StoreWriter]:
-    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout) as writer:
         yield writer

@@ -92,6 +92,11 @@ def read_all(
     return found, {int(i): reason for ids_, reason in bad for i in ids_}
 
 
+def record_file(store: Store, k: int, number: int = 1) -> Path:
+    """Return the file of record `k` of a term of lane 0."""
+    return store.root / store.log(0).term(number).place(k).path(0)
+
+
 def summary(state: ShardState) -> dict[str, object]:
     """Return what equal states have in common: segments by name, not by number."""
     names = [s.name for s in state.segments]
@@ -99,7 +104,7 @@ def summary(state: ShardState) -> dict[str, object]:
         "seq": state.seq,
         "epoch": state.epoch,
         "step": state.step,
-        "tail": state.tail_digest,
+        "digest": state.digest,
         "records": state.records,
         "ids": state.ids.tolist(),
         "version": state.version.tolist(),
@@ -108,6 +113,7 @@ def summary(state: ShardState) -> dict[str, object]:
         "checksum": state.checksum.tolist(),
         "doubt": state.doubt.tolist(),
         "sealed": state.sealed,
+        "line": state.line,
         "extras": None if state.extras is None else (state.extras[0], names[state.extras[1]]),
         "layout": None if state.layout is None else state.layout.digest,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,33 +23,31 @@ from scarctl.store import (
 )
 from scarctl.store.backends.base import BlobReader
 from scarctl.store.backends.local import LocalBlobs
-from scarctl.store.format import index_path, record_path, segment_path
+from scarctl.store.format import segment_path
 from scarctl.store.prune import Retention, plan_prune, prune
-from tests.store.helpers import Data, read_all
+from tests.store.helpers import Data, read_all, record_file
 
 Files = list[tuple[str, int]]
 
 
-def listing(
-    monkeypatch: pytest.MonkeyPatch, folder: str, change: Callable[[Files], Files], *, number: int = 1
-) -> None:
-    """Change the first listing of `folder` from here on, or another one."""
-    original, done = LocalBlobs.files, []
+def listing(monkeypatch: pytest.MonkeyPatch, method: str, change: Callable[[list[Any]], list[Any]]) -> None:
+    """Change the first listing of records from here on."""
+    original, done = getattr(LocalBlobs, method), []
 
-    def files(blobs: LocalBlobs, of: str) -> Files:
-        found = original(blobs, of)
-        if of != folder:
+    def listed(blobs: LocalBlobs, of: str) -> list[Any]:
+        found = sorted(original(blobs, of))
+        if "/log/" not in of or done:
             return found
         done.append(of)
-        return change(found) if len(done) == number else found
+        return change(found)
 
-    monkeypatch.setattr(LocalBlobs, "files", files)
+    monkeypatch.setattr(LocalBlobs, method, listed)
 
 
 def commit(writer: StoreWriter, data: Data, steps: int) -> None:
     ids = np.arange(data.layout.partitions)
     for _ in range(steps):
-        writer.commit(0, ids, data, step=writer.states[0].step + 1)
+        writer.commit(ids, data, step=writer.states[0].step + 1)
 
 
 def test_a_listing_that_lacks_a_record_and_has_the_next(
@@ -57,43 +56,28 @@ def test_a_listing_that_lacks_a_record_and_has_the_next(
     """A directory's entries are not read at one moment: of two new entries the later one may be seen alone."""
     commit(writer, data, 5)
 
-    def lacking(files: Files) -> Files:
+    def lacking(files: list[Any]) -> list[Any]:
         return files[:-2] + files[-1:]
 
-    listing(monkeypatch, "shards/0/log", lacking)
-    assert [record.seq for record in store.records(0)] == list(range(6))
-    listing(monkeypatch, "shards/0/log", lacking, number=2)  # the first listing is for the progress display
+    listing(monkeypatch, "names", lacking)
+    assert [record.k for record in store.records(0)] == list(range(1, 7))
+    listing(monkeypatch, "files", lacking)
     assert verify(store, read_data=True).problems == []
-
-
-def test_an_index_that_appears_while_records_are_checked(
-    monkeypatch: pytest.MonkeyPatch, store: Store, writer: StoreWriter, data: Data
-) -> None:
-    monkeypatch.setattr("scarctl.store.writer.INDEX_LEAST", 1)
-    commit(writer, data, 1)
-
-    def overtaken(files: Files) -> Files:
-        commit(writer, data, 3)  # all partitions each time: every one of them gets an index
-        return files
-
-    listing(monkeypatch, "shards/0/log", overtaken, number=2)
-    assert verify(store, read_data=True).problems == []
-    assert (store.root / index_path(0, 4)).exists()
 
 
 def test_a_record_that_is_really_missing_is_damage(store: Store, writer: StoreWriter, data: Data) -> None:
     commit(writer, data, 5)
-    (store.root / record_path(0, 3)).unlink()
-    assert [p.file for p in verify(store, read_data=False).problems] == [str(store.root / record_path(0, 3))]
+    record_file(store, 3).unlink()
+    assert [p.file for p in verify(store, read_data=False).problems] == [str(record_file(store, 3))]
 
 
 @pytest.mark.parametrize("first", range(2, 12))
 def test_what_is_collected_while_all_is_checked(
     monkeypatch: pytest.MonkeyPatch, store: Store, writer: StoreWriter, data: Data, first: int
 ) -> None:
-    """Of the log only the old sealed record is left below the boundary: it must not pass for the newest record."""
+    """The writer goes on, begins another term, and collects."""
     everything = np.arange(data.layout.partitions)
-    writer.commit(0, everything, data, step=1, sealed=True)
+    writer.commit(everything, data, step=1, sealed=True)
     commit(writer, data, 6)
     collector = Collector(writer, floor=0)
     whole, count = LocalBlobs.files, itertools.count(1)
@@ -104,6 +88,7 @@ def test_what_is_collected_while_all_is_checked(
             with monkeypatch.context() as undisturbed:
                 undisturbed.setattr(LocalBlobs, "files", whole)
                 commit(writer, data, 6)
+                writer.renew()
                 collector.collect()
         return found
 
@@ -111,52 +96,51 @@ def test_what_is_collected_while_all_is_checked(
     assert verify(store, read_data=True).problems == []
 
 
-def test_pruning_beside_a_writer_spares_what_the_boundary_names(
+def test_pruning_beside_a_writer_spares_what_its_newest_table_names(
     store: Store, layout: Layout, data: Data
 ) -> None:
-    """Copies have newer versions since the boundary, but a roll-back to a record between still needs them."""
-    shard_of = layout.shards(1, 0)
-    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
-        ids = writer.states[0].ids
-        for half in (ids[::2], ids[1::2]):  # the record at the boundary names one segment, its index two
-            writer.commit(0, half, data, step=1)
+    """Copies have newer versions since, but the segments of the term belong to its writer."""
+    with open_writer(store, layout=layout) as writer:
+        ids = writer.state.ids
+        for half in (ids[::2], ids[1::2]):
+            writer.commit(half, data, step=1)
         Collector(writer).collect()
     before = read_all(store, store.state(0))[0]
-    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
+    with open_writer(store, layout=layout) as writer:
+        first = writer.state.seq
         data.change(range(layout.partitions), 1)
         commit(writer, data, 2)
         plan = plan_prune(store, Retention())
         assert plan.writer is not None
         prune(store, plan)
         assert verify(store, read_data=True).problems == []
-        boundary = store.state(0).boundary
-        assert read_all(store, store.state(0, at=boundary)) == (before, {})
+        assert read_all(store, store.state(0, at=first)) == (before, {})
 
 
 def test_a_reader_that_began_before_a_roll_back(store: Store, writer: StoreWriter, data: Data) -> None:
     """The files that it was about to read are collected: it gets the state after the roll-back."""
     everything = np.arange(data.layout.partitions)
-    sealed = writer.commit(0, everything, data, step=1, sealed=True)
+    sealed = writer.commit(everything, data, step=1, sealed=True)
     before = data.all(everything.tolist())
     data.change(everything.tolist(), 1)
-    writer.commit(0, everything, data, step=2)
+    writer.commit(everything, data, step=2)
     state = store.state(0)
-    writer.roll_back({0: sealed.seq})
+    writer.roll_back(sealed.seq)
     Collector(writer, floor=0).collect()
     assert read_all(store, state) == (before, {})
     assert set(state.version.tolist()) == {sealed.version}
 
 
-@pytest.mark.parametrize("look", [1, 2, 3])
+@pytest.mark.parametrize("look", [1, 2])
 def test_a_snapshot_that_is_deleted_while_its_segment_is_checked(
     monkeypatch: pytest.MonkeyPatch, store: Store, writer: StoreWriter, data: Data, look: int
 ) -> None:
-    """The segment is deleted before its head, its tail or its data are read."""
+    """The segment is deleted before its table, or its data are read."""
     ids = np.arange(data.layout.partitions)
-    sealed = writer.commit(0, ids, data, step=1, sealed=True)
+    sealed = writer.commit(ids, data, step=1, sealed=True)
     create_snapshot(store, "kept", sealed_sets([writer.states[0]])[0])
     data.change(ids.tolist(), 1)
-    writer.commit(0, ids, data, step=2, sealed=True)
+    writer.commit(ids, data, step=2, sealed=True)
     Collector(writer, floor=0).collect()
     assert sealed.segment is not None
     path = segment_path(0, sealed.segment.name)

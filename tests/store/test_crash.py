@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,24 +17,21 @@ from scarctl.state.layout import Layout
 from scarctl.store import Store, StoreWriter, open_writer, verify
 from tests.store.helpers import Data, read_all, summary
 from tests.support.failpoint import CALLS, Fault, in_child, kill_myself
-from tests.support.log_per_shard import store_with_a_log_per_shard
 
-pytestmark = pytest.mark.usefixtures("soon_indexed")
+pytestmark = pytest.mark.usefixtures("soon_full")
 
 
 def _prepared(folder: Path, layout: Layout) -> tuple[Store, Data]:
-    store = store_with_a_log_per_shard(folder / "run", shards=2)
+    store = Store.create(folder / "run")
     data = Data(layout)
-    shard_of = layout.shards(2, 0)
-    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
-        for shard in (0, 1):
-            ids = np.flatnonzero(shard_of == shard)
-            writer.commit(shard, ids, data, step=0, sealed=True, extras={"n": 0})
+    with open_writer(store, layout=layout) as writer:
+        ids = np.arange(layout.partitions)
+        writer.commit(ids, data, step=0, sealed=True, extras={"n": 0})
     return store, data
 
 
 def _contents(store: Store) -> tuple[dict[int, bytes], list[int], list[int], object]:
-    """Return what a reader sees of shard 0: copies, versions without epochs, seals."""
+    """Return what a reader sees: copies, versions without epochs, seals."""
     state = store.state(0)
     found, bad = read_all(store, state)
     assert bad == {}
@@ -51,17 +47,16 @@ def _contents(store: Store) -> tuple[dict[int, bytes], list[int], list[int], obj
 
 def _work(store: Store, layout: Layout, data: Data) -> None:
     """Run one whole life of a writer: opening, a commit, a seal, closing."""
-    shard_of = layout.shards(2, 0)
-    ids = np.flatnonzero(shard_of == 0)
-    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
-        writer.commit(0, ids[::3], data, step=1, extras={"n": 1})
-        writer.commit(0, ids[1::3], data, step=2, sealed=True)
+    ids = np.arange(layout.partitions)
+    with open_writer(store, layout=layout) as writer:
+        writer.commit(ids[::3], data, step=1, extras={"n": 1})
+        writer.commit(ids[1::3], data, step=2, sealed=True)
 
 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_killed_at_calls_of_a_writers_life(memory_path: Path, layout: Layout, every: int) -> None:
     store, _ = _prepared(memory_path, layout)
-    ids = np.flatnonzero(layout.shards(2, 0) == 0)
+    ids = np.arange(layout.partitions)
     changed = Data(layout, 1)
     run, saved = memory_path / "run", memory_path / "saved"
     shutil.copytree(run, saved)
@@ -114,10 +109,9 @@ def _copy_partition(source: Data, target: Data, i: int) -> None:
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
 def test_killed_at_calls_of_creation_and_roll_back(memory_path: Path, layout: Layout, every: int) -> None:
     data, newer_data = Data(layout), Data(layout, 1)
-    shard_of = np.ones(layout.partitions, np.int32)  # one shard: the test above has two
-    members = np.flatnonzero(shard_of == 1)
-    expected = data.all(members.tolist())
-    newer = {**expected, **newer_data.all(members[:3].tolist())}
+    ids = np.arange(layout.partitions)
+    expected = data.all(ids.tolist())
+    newer = {**expected, **newer_data.all(ids[:3].tolist())}
     k = 0
     while True:
         k += every
@@ -126,17 +120,15 @@ def test_killed_at_calls_of_creation_and_roll_back(memory_path: Path, layout: La
         def work(k: int = k, folder: Path = folder) -> None:
             with Fault(k, kill_myself):
                 store = Store.create(folder / "a" / "run")
-                with open_writer(store, layout=layout, shard_of=shard_of) as writer:
-                    ids = writer.states[1].ids
-                    writer.commit(1, ids, data, step=3)
-                    writer.commit(1, ids[:3], newer_data, step=4)
-                    writer.roll_back({1: 1})
+                with open_writer(store, layout=layout) as writer:
+                    kept = writer.commit(ids, data, step=3)
+                    writer.commit(ids[:3], newer_data, step=4)
+                    writer.roll_back(kept.seq)
 
         status = in_child(work)
         store = Store.create(folder / "a" / "run")
-        with open_writer(store, layout=layout, shard_of=shard_of) as writer:
-            assert all(len(s.ids) for s in writer.states.values())
-            found, bad = read_all(store, writer.states[1])
+        with open_writer(store, layout=layout) as writer:
+            found, bad = read_all(store, writer.state)
             assert bad == {}
             assert verify(store, read_data=False).problems == []
             assert found in ({}, expected, newer)
@@ -154,9 +146,8 @@ def test_every_failing_call_of_a_commit_leaves_the_last_state(
 ) -> None:
     """Calls fail one at a time; the commit fails cleanly or succeeds, and the next one works."""
     store, data = _prepared(memory_path, layout)
-    shard_of = layout.shards(2, 0)
-    ids = np.flatnonzero(shard_of == 0)
-    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
+    ids = np.arange(layout.partitions)
+    with open_writer(store, layout=layout) as writer:
         messages: list[str] = []
         k = 0
         expected = data.all(ids.tolist())
@@ -168,7 +159,7 @@ def test_every_failing_call_of_a_commit_leaves_the_last_state(
             new = {**expected, **data.all(part.tolist())}
             with Fault(k, lambda: _raise(code), (*CALLS, "open")) as fault:
                 try:
-                    writer.commit(0, part, data, step=k, extras={"n": k})
+                    writer.commit(part, data, step=k, extras={"n": k})
                 except Unavailable as error:
                     messages.append(str(error))
                     in_doubt = error.kind == "in-doubt"
@@ -180,7 +171,7 @@ def test_every_failing_call_of_a_commit_leaves_the_last_state(
             if not in_doubt:
                 assert verify(store, read_data=False).orphans == []
             # The next commit works, and settles what was in doubt.
-            writer.commit(0, part, data, step=k)
+            writer.commit(part, data, step=k)
             expected = new
             assert summary(store.state(0)) == summary(writer.states[0])
             assert read_all(store, writer.states[0]) == (new, {})
@@ -211,14 +202,14 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk(full_disk: Path, layout: Layout, data: Data) -> None:
     store = Store.create(full_disk / "run")
-    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout) as writer:
         every = writer.states[0].ids
         step = 0
 
         def fill() -> None:
             nonlocal step
             for step in range(1000):
-                writer.commit(0, every, data, step=step)
+                writer.commit(every, data, step=step)
 
         with pytest.raises(Unavailable) as info:
             fill()
@@ -227,19 +218,16 @@ def test_a_full_disk(full_disk: Path, layout: Layout, data: Data) -> None:
         assert state.step == step - 1 > 2
         assert read_all(store, state) == (data.all(every.tolist()), {})
         # With space available the same writer continues.
-        oldest = min(store.root.glob("shards/0/index/*"))
-        ballast = sorted(store.root.glob("shards/0/seg/*"), key=lambda p: p.stat().st_mtime_ns)[1:4]
-        oldest.unlink()
-        for path in ballast:
+        for path in sorted(store.root.glob("lanes/0/seg/*"), key=lambda p: p.stat().st_mtime_ns)[1:4]:
             path.unlink()
-        assert writer.commit(0, every, data, step=step).step == step
+        assert writer.commit(every, data, step=step).step == step
 
 
 def test_a_write_that_stops_in_the_middle(
     store: Store, writer: StoreWriter, layout: Layout, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every = writer.states[0].ids
-    writer.commit(0, every, data, step=0)
+    writer.commit(every, data, step=0)
     original, room = os.write, 5000
 
     def write(fd: int, buffer: memoryview) -> int:
@@ -253,11 +241,11 @@ def test_a_write_that_stops_in_the_middle(
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", write)
         with pytest.raises(Unavailable, match="No space") as info:
-            writer.commit(0, every, data, step=1)
+            writer.commit(every, data, step=1)
     assert "safe" in info.value.hint
     assert store.state(0).step == 0
     assert verify(store, read_data=True).orphans == []
-    assert writer.commit(0, every, data, step=1).step == 1
+    assert writer.commit(every, data, step=1).step == 1
 
 
 def test_an_interrupt_between_link_and_return_is_settled(
@@ -272,9 +260,9 @@ def test_an_interrupt_between_link_and_return_is_settled(
     with monkeypatch.context() as patch:
         patch.setattr(os, "link", link)
         with pytest.raises(KeyboardInterrupt):
-            writer.commit(0, np.arange(5), data, step=1)
+            writer.commit(np.arange(5), data, step=1)
     assert read_all(store, store.state(0)) == (data.all(range(5)), {})
-    writer.commit(0, np.arange(5, 9), data, step=2)
+    writer.commit(np.arange(5, 9), data, step=2)
     assert summary(store.state(0)) == summary(writer.states[0])
     assert read_all(store, writer.states[0])[0] == data.all(range(9))
 
@@ -286,62 +274,37 @@ def test_a_file_system_without_links_is_refused(tmp_path: Path, monkeypatch: pyt
     assert info.value.exit_code == 14
 
 
-def test_an_index_that_cannot_be_written_does_not_fail_the_commit(
-    store: Store,
-    writer: StoreWriter,
-    data: Data,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    from scarctl.store.backends.local import LocalBlobs
-
-    original = LocalBlobs.create_exclusive
-
-    def create(self: LocalBlobs, name: str, parts: Any) -> None:
-        if "/index/" in name:
-            raise Unavailable("no space")
-        original(self, name, parts)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(LocalBlobs, "create_exclusive", create)
-        writer.commit(0, writer.states[0].ids, data, step=0)
-    assert "an index was not written" in caplog.text
-    assert store.log(0).indexes() == []
-    writer.commit(0, np.array([0]), data, step=1)
-    assert store.log(0).indexes() == [2]
-
-
-@pytest.mark.parametrize("gone", ["", "shards", "shards/0/log", "shards/0/seg"])
+@pytest.mark.parametrize("gone", ["", "lanes", "lanes/0", "lanes/0/terms", "lanes/0/log", "lanes/0/seg"])
 def test_a_folder_that_goes_is_not_made_again(
     store: Store, writer: StoreWriter, data: Data, gone: str
 ) -> None:
     """A record in a new folder would lack the earlier records. When the folder is back, so is everything."""
     everything = writer.states[0].ids
-    writer.commit(0, everything, data, step=0)
+    writer.commit(everything, data, step=0)
     away = store.root.parent / "away"
     (store.root / gone).rename(away)
-    with pytest.raises(Unavailable, match="the folder is gone"):
-        writer.commit(0, everything[:1], data, step=1)
+    with pytest.raises(Unavailable, match=r"the folder is gone|the store is missing"):
+        writer.commit(everything[:1], data, step=1)
     away.rename(store.root / gone)
-    writer.commit(0, everything[:1], data, step=2)
+    writer.commit(everything[:1], data, step=2)
     assert read_all(store, store.state(0))[0].keys() == set(everything.tolist())
     assert verify(store, read_data=True).problems == []
 
 
 def test_a_file_in_the_place_of_a_folder(store: Store, writer: StoreWriter, data: Data) -> None:
-    shutil.rmtree(store.root / "shards/0/seg")
-    (store.root / "shards/0/seg").write_text("")
+    shutil.rmtree(store.root / "lanes/0/seg")
+    (store.root / "lanes/0/seg").write_text("")
     with pytest.raises(ScarError, match="seg"):
-        writer.commit(0, np.array([0]), data, step=1)
+        writer.commit(np.array([0]), data, step=1)
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
 def test_no_descriptor_stays_open(store: Store, layout: Layout, data: Data) -> None:
     before = sorted(os.listdir("/proc/self/fd"))
-    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
-        writer.commit(0, writer.states[0].ids, data, step=0, extras={"a": 1})
+    with open_writer(store, layout=layout) as writer:
+        writer.commit(writer.states[0].ids, data, step=0, extras={"a": 1})
         with pytest.raises(ScarError):
-            writer.commit(0, np.array([0]), lambda *_: b"", step=1)
+            writer.commit(np.array([0]), lambda *_: b"", step=1)
         read_all(store, writer.states[0])
         store.read_extras(writer.states[0])
         verify(store, read_data=True)

@@ -23,48 +23,43 @@ from scarctl.store import (
 )
 from tests.store.helpers import Data, read_all
 from tests.support.failpoint import Fault, in_child, kill_myself
-from tests.support.log_per_shard import store_with_a_log_per_shard
 
 Contents = tuple[dict[int, bytes], list[int]]
 
 
-def _state(store: Store, shard: int, at: int | None = None) -> Contents:
-    state = store.state(shard, at=at)
+def _state(store: Store, at: int | None = None) -> Contents:
+    state = store.state(0, at=at)
     found, bad = read_all(store, state)
     assert bad == {}
     return found, state.version.tolist()
 
 
 def _prepared(folder: Path, layout: Layout) -> Store:
-    """Return a store with a sealed set "old" (named), a newer one, and commits that leave dead copies everywhere."""
-    store = store_with_a_log_per_shard(folder / "run", shards=2)
+    """Return a store with a sealed state "old" (named), a newer one, and commits that leave dead copies everywhere."""
+    store = Store.create(folder / "run")
     data = Data(layout)
-    shard_of = layout.shards(2, 0)
-    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
+    everything = np.arange(layout.partitions)
+    with open_writer(store, layout=layout) as writer:
         for step in (0, 5):
-            data.change(range(layout.partitions), step)
-            for shard in (0, 1):
-                members = np.flatnonzero(shard_of == shard)
-                writer.commit(shard, members, data, step=step, sealed=True, extras={"step": step})
+            data.change(everything.tolist(), step)
+            writer.commit(everything, data, step=step, sealed=True, extras={"step": step})
             if step == 0:
                 create_snapshot(store, "old", sealed_sets(writer.states.values())[0])
-        for step in range(6, 11):
-            for shard in (0, 1):
-                members = np.flatnonzero(shard_of == shard)
-                ids = np.sort(np.random.default_rng(step).permutation(members)[: len(members) // 2])
-                data.change(ids.tolist(), step)
-                writer.commit(shard, ids, data, step=step, extras={"step": step})
+        for step in range(6, 16):
+            ids = np.sort(np.random.default_rng(step).permutation(everything)[: len(everything) // 3])
+            data.change(ids.tolist(), step)
+            writer.commit(ids, data, step=step, extras={"step": step})
     return store
 
 
 def _tidy(store: Store, layout: Layout) -> None:
     """Run one life of a writer that compacts and collects, with an old snapshot deleted and a new one made."""
-    shard_of = layout.shards(2, 0)
-    with open_writer(store, layout=layout, shard_of=shard_of) as writer:
+    with open_writer(store, layout=layout) as writer:
         collector = Collector(writer, ratio=1.2, floor=0, turn_bytes=8000)
         create_snapshot(store, "new", sealed_sets(writer.states.values())[0])
         for _ in range(3):
             collector.turn()
+        writer.renew()
         delete_snapshot(store, "old")
         collector.collect()
         assert collector.done.moved_bytes > 0
@@ -78,11 +73,10 @@ def test_killed_at_calls_of_compaction_collection_and_snapshots(
     store = _prepared(memory_path, layout)
     run, saved = memory_path / "run", memory_path / "saved"
     shutil.copytree(run, saved)
-    newest = {shard: _state(store, shard) for shard in (0, 1)}
-    sealed = sealed_sets(store.state(s) for s in (0, 1))[0]
+    newest = _state(store)
+    sealed = sealed_sets([store.state(0)])[0]
     old = read_snapshot(store, "old")
-    kept = {shard: _state(store, shard, sealed.seqs[shard]) for shard in (0, 1)}
-    named = {shard: _state(store, shard, old.seqs[shard]) for shard in (0, 1)}
+    kept, named = _state(store, sealed.seqs[0]), _state(store, old.seqs[0])
     seen = set()
     k = 0
     while True:
@@ -98,26 +92,24 @@ def test_killed_at_calls_of_compaction_collection_and_snapshots(
         assert report.problems == [], f"call {k}"
         names = {s.name for s in snapshots(reopened)}
         seen.add(frozenset(names))
-        for shard in (0, 1):
-            assert _state(reopened, shard) == newest[shard], f"call {k}"
-            assert _state(reopened, shard, sealed.seqs[shard]) == kept[shard], f"call {k}"
-            if "old" in names:
-                assert _state(reopened, shard, old.seqs[shard]) == named[shard], f"call {k}"
+        assert _state(reopened) == newest, f"call {k}"
+        assert _state(reopened, sealed.seqs[0]) == kept, f"call {k}"
+        if "old" in names:
+            assert _state(reopened, old.seqs[0]) == named, f"call {k}"
         if k % 10 < every or not os.WIFSIGNALED(status):
             # The next writer finishes the collection: no garbage stays forever.
-            with open_writer(reopened, layout=layout, shard_of=layout.shards(2, 0)) as writer:
+            with open_writer(reopened, layout=layout) as writer:
                 Collector(writer, ratio=1.2, floor=0).collect()
             report = verify(reopened, read_data=True)
             assert (report.problems, report.orphans) == ([], [])
-            assert sum(len(list(run.glob(f"shards/{s}/log/0*"))) for s in (0, 1)) <= 2 * (
-                2 + 1 + len(names) + 1
-            )
-            for shard in (0, 1):
-                assert _state(reopened, shard) == newest[shard]
+            # The kept states, what closes each log, and the newest term's own records.
+            ends = len(list(run.glob("lanes/0/terms/*"))) - 1
+            assert len(list(run.glob("lanes/0/log/*/*"))) <= ends + 1 + len(names) + 8
+            assert _state(reopened) == newest
         if not os.WIFSIGNALED(status):
             assert status == 0
             break
         shutil.rmtree(run)
         shutil.copytree(saved, run)
     assert seen == {frozenset({"old"}), frozenset({"old", "new"}), frozenset({"new"})}
-    assert k > 150
+    assert k > 120

@@ -15,9 +15,9 @@ from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.store import Collector, Store, StoreWriter, open_writer, verify
 from scarctl.store.check import Report
 from scarctl.store.encoder import Encoder
-from scarctl.store.format import index_path, record_path, segment_path, sign_json
-from scarctl.store.index import dump_index
+from scarctl.store.format import segment_path, sign_json
 from scarctl.store.record import Record
+from scarctl.store.usage import usage
 from tests.store.helpers import place, read_all, summary
 
 LOSSY: list[Encoding] = ["bfloat16", "int8"]
@@ -97,7 +97,7 @@ def commit(
     writer: StoreWriter, data: Weights, ids: np.ndarray, encoding: Encoding, step: int, **options: Any
 ) -> tuple[Record, Encoder]:
     source = Encoder(data.layout, encoding, data, ids)
-    return writer.commit(0, ids, source, step=step, **options), source
+    return writer.commit(ids, source, step=step, **options), source
 
 
 def checked(store: Store) -> Report:
@@ -115,7 +115,7 @@ def forge(store: Store, seq: int, **changes: object) -> None:
             obj["segment"] = {**obj["segment"], "encoding": value}
         else:
             obj[name] = value
-    (store.root / record_path(0, seq)).write_bytes(sign_json(obj)[0])
+    (store.root / record.place.path(0)).write_bytes(sign_json(obj)[0])
 
 
 @pytest.mark.parametrize("encoding", LOSSY)
@@ -123,7 +123,7 @@ def test_a_reader_gets_decoded_copies_and_is_told_so(
     store: Store, writer: StoreWriter, data: Weights, encoding: Encoding
 ) -> None:
     everything = np.arange(data.layout.partitions)
-    writer.commit(0, everything, data, step=1, sealed=True, extras={"a": 1})
+    writer.commit(everything, data, step=1, sealed=True, extras={"a": 1})
     before = data.all(everything)
     data.change(1)
     ids = everything[np.random.default_rng(3).random(everything.size) < 0.5]
@@ -184,13 +184,13 @@ def test_a_seal_needs_exact_copies(
     store: Store, writer: StoreWriter, data: Weights, encoding: Encoding
 ) -> None:
     everything = np.arange(data.layout.partitions)
-    writer.commit(0, everything, data, step=1, sealed=True)
+    writer.commit(everything, data, step=1, sealed=True)
     with pytest.raises(UsageError, match="sealed"):
         commit(writer, data, everything, encoding, 2, sealed=True)
     commit(writer, data, everything[:9], encoding, 2)
     with pytest.raises(UsageError, match=r"cannot be sealed: 5 partitions, such as emb\[4:5\]"):
-        writer.commit(0, everything[:4], data, step=3, sealed=True)
-    writer.commit(0, everything[:9], data, step=3, sealed=True, whole="ab" * 16)
+        writer.commit(everything[:4], data, step=3, sealed=True)
+    writer.commit(everything[:9], data, step=3, sealed=True, whole="ab" * 16)
     state = store.state(0)
     assert not state.encoded.any()
     assert state.whole == "ab" * 16
@@ -199,8 +199,8 @@ def test_a_seal_needs_exact_copies(
 
 def test_compaction_moves_encoded_copies_as_they_are(store: Store, data: Weights) -> None:
     everything = np.arange(data.layout.partitions)
-    with open_writer(store, layout=data.layout, shard_of=data.layout.shards(1, 0)) as writer:
-        writer.commit(0, everything, data, step=1)
+    with open_writer(store, layout=data.layout) as writer:
+        writer.commit(everything, data, step=1)
         encodings: list[Encoding] = ["bfloat16", "int8", "exact"]
         for step in range(2, 14):
             ids = everything[step % 5 :: 2 + step % 3]
@@ -213,11 +213,10 @@ def test_compaction_moves_encoded_copies_as_they_are(store: Store, data: Weights
         assert collector.done.moved_bytes
         assert writer.states[0].encoding(everything).tolist() == kinds
         assert set(kinds) == {0, 1, 2}
-        assert store.usage(writer.states)["live_bytes"] == sum(sizes)
+        assert usage(store, writer.states)["live_bytes"] == sum(sizes)
     again = Store.open(store.root)
     assert read_all(again, again.state(0)) == (before, {})
     assert again.state(0).encoding(everything).tolist() == kinds
-    assert again.log(0).indexes()
     checked(again)
 
 
@@ -236,40 +235,20 @@ def test_a_flipped_byte_shows(store: Store, writer: StoreWriter, data: Weights, 
     assert len(verify(store, read_data=True).problems) == 2
 
 
-def test_an_earlier_version_refuses_the_record_and_the_index(
-    store: Store, data: Weights, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with open_writer(store, layout=data.layout, shard_of=data.layout.shards(1, 0)) as writer:
-        commit(writer, data, np.arange(data.layout.partitions), "int8", 1)
-    seq = store.state(0).seq
-    (index,) = store.log(0).indexes()
-    assert index == seq
-    monkeypatch.setattr("scarctl.store.format.NEWEST_FORMAT", 3)
-    for change in (lambda: None, lambda: (store.root / index_path(0, index)).unlink()):
-        change()
-        with pytest.raises(Corruption, match="format 4 is newer than this scarctl reads") as error:
-            Store.open(store.root).state(0)
-        assert error.value.kind == "newer-format"
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"encoding": "int4"}, "'int4' is not an encoding"),
         ({"encoding": 8}, "encoding"),
-        ({"format": 1}, "format 4"),
-        ({"format": 2}, "format 4"),
-        ({"sealed": True, "whole": ""}, "seals nothing"),
+        ({"whole": "ab" * 16}, "which state is consistent"),
     ],
 )
 def test_a_record_that_lies_about_its_encoding_is_refused(
     store: Store, data: Weights, changes: dict[str, object], reason: str
 ) -> None:
     ids = np.arange(data.layout.partitions)
-    with open_writer(store, layout=data.layout, shard_of=data.layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=data.layout) as writer:
         record, _ = commit(writer, data, ids, "int8", 1)
-    for path in store.root.glob("shards/0/index/*"):
-        path.unlink()
     forge(store, record.seq, **changes)
     with pytest.raises(Corruption, match=reason):
         Store.open(store.root).state(0)
@@ -281,10 +260,8 @@ def test_data_of_another_encoding_than_the_records_are_not_decoded(
     store: Store, data: Weights, claimed: str
 ) -> None:
     ids = np.arange(data.layout.partitions)
-    with open_writer(store, layout=data.layout, shard_of=data.layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=data.layout) as writer:
         record, _ = commit(writer, data, ids, "int8", 1)
-    for path in store.root.glob("shards/0/index/*"):
-        path.unlink()
     forge(store, record.seq, encoding=claimed)
     again = Store.open(store.root)
     found, bad = read_all(again, again.state(0))
@@ -298,38 +275,26 @@ def test_data_of_another_encoding_than_the_records_are_not_decoded(
 
 def test_a_seal_over_encoded_copies_is_refused(store: Store, data: Weights) -> None:
     ids = np.arange(data.layout.partitions)
-    with open_writer(store, layout=data.layout, shard_of=data.layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=data.layout) as writer:
         commit(writer, data, ids, "int8", 1)
-        record = writer.commit(0, ids[:0], data, step=2, extras={})
-    for path in store.root.glob("shards/0/index/*"):
-        path.unlink()
-    forge(store, record.seq, sealed=True)
-    with pytest.raises(Corruption, match="seals a state with encoded copies"):
+        writer.repeat()
+        record = writer.state.place
+    assert record is not None
+    forge(store, record.seq, whole="ab" * 16, seal=record.to_json())
+    with pytest.raises(Corruption, match="has encoded copies"):
         Store.open(store.root).state(0)
+    forge(store, record.seq - 1, whole="ab" * 16, seal=[record.number, record.id, record.k - 1])
+    with pytest.raises(Corruption, match="calls a state consistent that is not"):
+        store.state(0, at=record.seq - 1)
 
 
-def test_a_move_that_encodes_the_copies_of_a_whole_state_ends_it(store: Store, data: Weights) -> None:
-    """Only a forged log has such a record: the copies that it moves are no longer called the whole state."""
+def test_a_table_that_calls_encoded_copies_a_whole_state(store: Store, data: Weights) -> None:
+    """Only a forged one does: its copies are not called so."""
     ids = np.arange(data.layout.partitions)
-    with open_writer(store, layout=data.layout, shard_of=data.layout.shards(1, 0)) as writer:
-        writer.commit(0, ids, data, step=1, sealed=True, whole="ab" * 16)
-        record, _ = commit(writer, data, ids, "int8", 2, steps=np.where(ids, 2, 1))
-    for path in store.root.glob("shards/0/index/*"):
-        path.unlink()
-    forge(store, record.seq, kind="compact", mixed=False)
-    state = Store.open(store.root).state(0)
-    assert state.encoded.any()
-    assert state.whole == ""
-
-
-def test_an_index_that_calls_encoded_copies_a_whole_state_is_ignored(store: Store, data: Weights) -> None:
-    ids = np.arange(data.layout.partitions)
-    with open_writer(store, layout=data.layout, shard_of=data.layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=data.layout) as writer:
         commit(writer, data, ids, "int8", 1)
-        state = writer.states[0]
-        state.whole = "ab" * 16
-        path = store.root / index_path(0, state.seq)
-        path.write_bytes(b"".join(bytes(part) for part in dump_index(state)))
+        writer.state.whole = "ab" * 16
+        writer.repeat()
     again = Store.open(store.root).state(0)
     assert again.encoded.any()
     assert again.whole == ""
@@ -338,7 +303,7 @@ def test_an_index_that_calls_encoded_copies_a_whole_state_is_ignored(store: Stor
 def test_scales_of_the_wrong_length_are_damage(store: Store, data: Weights) -> None:
     """The segment's header gives a scale fewer rows than the codes have."""
     ids = np.arange(data.layout.partitions)
-    with open_writer(store, layout=data.layout, shard_of=data.layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=data.layout) as writer:
         record, _ = commit(writer, data, ids, "int8", 1)
     assert record.segment is not None
     path = store.root / segment_path(0, record.segment.name)

@@ -24,7 +24,7 @@ from scarctl.store import (
     verify,
 )
 from scarctl.store.backends.base import Buffer
-from scarctl.store.format import record_path
+from scarctl.store.format import log_folder
 from scarctl.store.lock import NoLock
 from tests.store.helpers import Data, read_all
 
@@ -41,7 +41,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def open_at(url: str, layout: Layout) -> StoreWriter:
-    return open_writer(Store.open(url), layout=layout, shard_of=layout.shards(1, 0))
+    return open_writer(Store.open(url), layout=layout)
 
 
 def go_on(writer: StoreWriter, data: Data, steps: int = NEW) -> None:
@@ -49,7 +49,7 @@ def go_on(writer: StoreWriter, data: Data, steps: int = NEW) -> None:
     first = writer.states[0].step + 1
     for step in range(first, first + steps):
         data.change(range(5), step)
-        writer.commit(0, np.arange(5), data, step=step)
+        writer.commit(np.arange(5), data, step=step)
     Collector(writer, floor=0).collect()
 
 
@@ -66,7 +66,8 @@ class Hooked:
         self.inner, self.name, self.action, self.after = inner, name, action, after
 
     def create_exclusive(self, name: str, parts: Sequence[Buffer]) -> None:
-        action, self.action = (self.action, None) if name == self.name else (None, self.action)
+        mine = "/log/" in name and name.endswith(self.name)
+        action, self.action = (self.action, None) if mine else (None, self.action)
         if action is not None and not self.after:
             action()
         self.inner.create_exclusive(name, parts)
@@ -77,18 +78,18 @@ class Hooked:
         return getattr(self.inner, name)
 
 
-def test_a_zombie_finds_its_next_number_free(url: str, layout: Layout) -> None:
+def test_a_writer_that_was_stopped_for_long(url: str, layout: Layout) -> None:
+    """Its log was closed and collected: what has closed it stays, so that none of its numbers is free."""
     data, ids = Data(layout), np.arange(layout.partitions)
     zombie = open_at(url, layout)
-    zombie.commit(0, ids, data, step=1)
+    zombie.commit(ids, data, step=1)
     newer = open_at(url, layout)
     go_on(newer, data)
     expected = data.all(ids.tolist())
-    assert zombie.states[0].seq + 1 not in newer.store.log(0).numbers()
-    # Its own copies are garbage to it, and the newer writer continues from some of them.
+    assert newer.store.log(0).listed(1, zombie.term.id) == {3}
     with pytest.raises(Fenced, match="a newer writer has taken over"):
-        zombie.commit(0, ids[5:], Data(layout, 1), step=50)
-    for attempt in (lambda: Collector(zombie, floor=0).collect(), lambda: zombie.roll_back({0: 1})):
+        zombie.commit(ids[5:], Data(layout, 1), step=50)
+    for attempt in (lambda: Collector(zombie, floor=0).collect(), lambda: zombie.roll_back(1)):
         with pytest.raises(Fenced):
             attempt()
     check(url, expected)
@@ -97,122 +98,112 @@ def test_a_zombie_finds_its_next_number_free(url: str, layout: Layout) -> None:
     assert verify(newer.store, read_data=True).orphans == []  # the stopped writer's files are gone too
 
 
-@pytest.mark.parametrize("old", [0, 1])
-def test_an_opening_that_is_stopped_before_its_first_record(url: str, layout: Layout, old: int) -> None:
-    """It read a log that has been collected since, so it starts over. `old`: 0 for a log that was empty."""
+@pytest.mark.parametrize("old", [False, True])
+def test_an_opening_that_is_stopped_before_its_first_record(url: str, layout: Layout, old: bool) -> None:
+    """Its log is closed by the opening that overtakes it, which goes on and collects."""
     data, ids = Data(layout), np.arange(layout.partitions)
     if old:
-        open_at(url, layout).commit(0, ids, data, step=0)
+        open_at(url, layout).commit(ids, data, step=0)
     store = Store.open(url)
-    seq = store.state(0).seq + 1
 
     def overtake() -> None:
         with open_at(url, layout) as newer:
-            newer.commit(0, ids, data, step=1)
+            newer.commit(ids, data, step=1)
             go_on(newer, data)
 
-    store.blobs = Hooked(store.blobs, record_path(0, seq), overtake)
-    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
-        assert writer.states[0].seq > seq + NEW
-        assert read_all(store, writer.states[0]) == (data.all(ids.tolist()), {})
-        data.change(ids.tolist(), 99)
-        writer.commit(0, ids, data, step=100)
-    check(url, data.all(ids.tolist()))
-
-
-def test_another_zombie_takes_the_number_of_the_ground(url: str, layout: Layout) -> None:
-    """A record with the number of the ground that a stopped writer looks for exists again, but is another record."""
-    data, ids = Data(layout), np.arange(layout.partitions)
-    zombie = open_at(url, layout)
-    zombie.commit(0, ids, data, step=1)
-    opening = Store.open(url)
-    ground = zombie.states[0].seq + 1
-
-    def overtake() -> None:
-        assert zombie.advance_boundary(0, frozenset()) == ground - 1
-        go_on(open_at(url, layout), data)
-
-    opening.blobs = Hooked(opening.blobs, record_path(0, ground), overtake)
-    newest = open_writer(opening, layout=layout, shard_of=layout.shards(1, 0))
-    numbers = opening.log(0).numbers()
-    assert ground in numbers
-    assert ground + 1 not in numbers
+    store.blobs = Hooked(store.blobs, "1.json", overtake)
     with pytest.raises(Fenced, match="a newer writer has taken over"):
-        zombie.commit(0, ids[5:], Data(layout, 1), step=50)
-    check(url, data.all(ids.tolist()))
-    go_on(newest, data)
+        open_writer(store, layout=layout)
     check(url, data.all(ids.tolist()))
 
 
-@pytest.mark.parametrize("collects", [False, True])
-def test_a_late_request_brings_the_ground_back(url: str, layout: Layout, collects: bool) -> None:
-    """`collects`: the ground is the stopped writer's own boundary, otherwise the log's first record."""
-    data, ids = Data(layout), np.arange(layout.partitions)
-    zombie = open_at(url, layout)
-    zombie.commit(0, ids, data, step=1)
-    ground = zombie.advance_boundary(0, frozenset()) + 1 if collects else 0
-    path = record_path(0, ground)
-    late = zombie.store.log(0).record(ground).data
-    newer = open_at(url, layout)
-    go_on(newer, data)
-    newer.store.blobs.create_exclusive(path, [late])
-    with pytest.raises(Fenced, match="a newer writer has taken over"):
-        zombie.commit(0, ids[5:], Data(layout, 1), step=50)
-    check(url, data.all(ids.tolist()))
-    go_on(newer, data)
-    check(url, data.all(ids.tolist()))
-
-
-def test_a_writer_that_is_overtaken_but_not_collected_counts(url: str, layout: Layout) -> None:
-    """There are indexes above its record, but the log still has it."""
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_writer_that_is_overtaken_after_its_record_is_fenced(url: str, layout: Layout, lost: bool) -> None:
+    """Its record counts, because the opening has found it. It is not acknowledged, because the look comes later."""
     data, ids = Data(layout), np.arange(layout.partitions)
     writer = open_at(url, layout)
-    seq = writer.states[0].seq + 1
 
     def overtake() -> None:
         with open_at(url, layout) as newer:
-            assert newer.states[0].step == 1
-        assert writer.store.log(0).indexes()[-1] > seq
+            assert newer.state.step == 1
+        if lost:
+            raise InDoubt("the answer is lost")
 
-    writer.store.blobs = Hooked(writer.store.blobs, record_path(0, seq), overtake, after=True)
-    writer.commit(0, ids, data, step=1)
-    check(url, data.all(ids.tolist()))
+    writer.store.blobs = Hooked(writer.store.blobs, "2.json", overtake, after=True)
+    with pytest.raises(InDoubt if lost else Fenced):
+        writer.commit(ids, data, step=1)
     with pytest.raises(Fenced):
-        writer.commit(0, ids, Data(layout, 1), step=2)
+        writer.commit(ids, Data(layout, 1), step=2)
     check(url, data.all(ids.tolist()))
 
 
 def test_a_record_in_doubt_that_was_built_upon_and_collected(url: str, layout: Layout) -> None:
-    """Its record is gone because the newer writer has it in an index. Its segment is needed."""
+    """Its record is gone because the newer writer has a full one. Its segment is needed."""
     data, ids = Data(layout), np.arange(layout.partitions)
     zombie = open_at(url, layout)
-    seq = zombie.states[0].seq + 1
 
     def lose() -> None:
         raise InDoubt("the answer is lost")
 
-    zombie.store.blobs = Hooked(zombie.store.blobs, record_path(0, seq), lose, after=True)
+    zombie.store.blobs = Hooked(zombie.store.blobs, "2.json", lose, after=True)
     with pytest.raises(InDoubt):
-        zombie.commit(0, ids, data, step=1)
+        zombie.commit(ids, data, step=1)
     newer = open_at(url, layout)
-    assert newer.states[0].step == 1
+    assert newer.state.step == 1
     go_on(newer, data)
     with pytest.raises(Fenced):
-        zombie.commit(0, ids, Data(layout, 1), step=2)
+        zombie.commit(ids, Data(layout, 1), step=2)
     check(url, data.all(ids.tolist()))
 
 
-def test_the_other_record_is_collected_before_it_is_read(url: str, layout: Layout) -> None:
+def test_a_record_in_doubt_is_put_again_with_the_same_bytes(url: str, layout: Layout) -> None:
+    data, ids = Data(layout), np.arange(layout.partitions)
+    writer = open_at(url, layout)
+
+    def lose() -> None:
+        raise InDoubt("the request is lost")
+
+    writer.store.blobs = Hooked(writer.store.blobs, "2.json", lose)
+    with pytest.raises(InDoubt):
+        writer.commit(ids, data, step=1)
+    assert not writer.is_settled()
+    assert Store.open(url).state(0).step == -1
+    changed = Data(layout, 1)
+    writer.commit(ids[:3], changed, step=2)
+    assert [(r.k, r.step) for r in Store.open(url).records(0)] == [(1, -1), (2, 1), (3, 2)]
+    check(url, data.all(ids.tolist()) | changed.all(range(3)))
+
+
+def test_a_writer_that_renews_its_term_goes_on_after_a_failure(url: str, layout: Layout) -> None:
+    """Its log is closed already, when the first record of the next term fails."""
+    data, ids = Data(layout), np.arange(layout.partitions)
+    writer = open_at(url, layout)
+    writer.commit(ids, data, step=1)
+    for fails in (Unavailable("full"), InDoubt("the answer is lost")):
+
+        def fail(fails: Exception = fails) -> None:
+            raise fails
+
+        inner = writer.store.blobs
+        writer.store.blobs = Hooked(inner, "1.json", fail)
+        with pytest.raises(type(fails)):
+            writer.renew()
+        writer.store.blobs = inner
+        data.change(range(3), writer.term.number)
+        writer.commit(ids[:3], data, step=writer.state.step + 1)
+        assert writer.epoch == 1
+        check(url, data.all(ids.tolist()))
+
+
+def test_a_writer_that_renews_its_term_does_not_take_over_from_a_newer_one(url: str, layout: Layout) -> None:
     data, ids = Data(layout), np.arange(layout.partitions)
     zombie = open_at(url, layout)
-    zombie.commit(0, ids, data, step=1)
+    zombie.commit(ids, data, step=1)
     newer = open_at(url, layout)
-    seq = zombie.states[0].seq + 1
-    there = zombie._publisher.there
-    zombie._publisher.there = lambda record: (go_on(newer, data), there(record))[1]  # type: ignore[method-assign]
-    with pytest.raises(Fenced):
-        zombie.commit(0, ids, Data(layout, 1), step=2)
-    assert seq not in newer.store.log(0).numbers()
+    for attempt in (zombie.renew, lambda: zombie.roll_back(zombie.state.seq)):
+        with pytest.raises(Fenced):
+            attempt()
+    go_on(newer, data)
     check(url, data.all(ids.tolist()))
 
 
@@ -220,17 +211,16 @@ def test_no_way_back_to_what_was_given_up(url: str, layout: Layout) -> None:
     """Its files may exist for some time: their deleter may be stopped, and continue deleting."""
     data, ids = Data(layout), np.arange(layout.partitions)
     first = open_at(url, layout)
-    sealed = [first.commit(0, ids, data, step=step, sealed=True).seq for step in (1, 2)]
+    sealed = [first.commit(ids, data, step=step, sealed=True).seq for step in (1, 2)]
     collector = Collector(first, floor=0)
-    collector._known(0)
-    collector._give_up(0, ())  # and stopped here: nothing is deleted yet
+    collector._give_up(())  # and stopped here: nothing is deleted yet
     second = open_at(url, layout)
-    assert [seal.seq for seal in second.states[0].sealed] == sealed[1:]
+    assert [seal.seq for seal in second.state.sealed] == sealed[1:]
     with pytest.raises(UsageError, match=f"no record {sealed[0]}"):
-        second.roll_back({0: sealed[0]})
-    while collector._shards[0].garbage:
-        collector._delete(0)
-    second.roll_back({0: sealed[1]})
+        second.roll_back(sealed[0])
+    while collector._garbage:
+        collector._delete()
+    second.roll_back(sealed[1])
     check(url, data.all(ids.tolist()))
 
 
@@ -247,43 +237,37 @@ class Overtaken:
             if action is not None and operation == "read":
                 action()
             found = getattr(self.inner, operation)(name, *args)
-            if action is not None and operation == "files":
+            if action is not None and operation == "names":
                 action()
             return found
 
-        return call if operation in ("files", "read") else getattr(self.inner, operation)
+        return call if operation in ("names", "read") else getattr(self.inner, operation)
 
 
 def test_the_newest_record_is_collected_before_it_is_read(url: str, layout: Layout) -> None:
-    data = Data(layout)
-    newer = open_at(url, layout)
-    newer.commit(0, np.arange(layout.partitions), data, step=1)
-    store = Store.open(url)
-    store.blobs = Overtaken(store.blobs, lambda: go_on(newer, data), "files", "shards/0/log")
-    assert store.current_layout() == layout
+    data, ids = Data(layout), np.arange(layout.partitions)
+    older = open_at(url, layout)
+    older.commit(ids, data, step=1)
+
+    def collect() -> None:
+        go_on(open_at(url, layout), data)
+
+    for read in (lambda store: store.current_layout() == layout, lambda store: store.state(0).step > 1):
+        store = Store.open(url)
+        term = max(store.log(0).logs())
+        store.blobs = Overtaken(store.blobs, collect, "names", log_folder(0, *term))
+        assert read(store)
 
 
 def test_a_snapshot_of_what_is_collected_already_is_late(url: str, layout: Layout) -> None:
     data, ids = Data(layout), np.arange(layout.partitions)
     newer = open_at(url, layout)
-    newer.commit(0, ids, data, step=1, sealed=True)
+    newer.commit(ids, data, step=1, sealed=True)
     store = Store.open(url)
     sealed = sealed_sets([store.state(0)])[0]
-    newer.commit(0, ids, data, step=2, sealed=True)
-    store.blobs = Overtaken(store.blobs, lambda: go_on(newer, data), "read", record_path(0, sealed.seqs[0]))
+    newer.commit(ids, data, step=2, sealed=True)
+    path = sealed.places[0].path(0)
+    store.blobs = Overtaken(store.blobs, lambda: go_on(newer, data), "read", path)
     with pytest.raises(Unavailable, match="was collected before it became snapshot 'late'"):
         create_snapshot(store, "late", sealed)
     assert snapshots(store) == []
-
-
-def test_a_collector_whose_newest_record_is_collected(url: str, layout: Layout) -> None:
-    """It finds the index that it was about to write, and not the record."""
-    data, ids = Data(layout), np.arange(layout.partitions)
-    zombie = open_at(url, layout)
-    zombie.commit(0, ids, data, step=1)  # all of the members: there is an index now
-    newer = open_at(url, layout)
-    path = record_path(0, zombie.states[0].seq)
-    zombie.store.blobs = Overtaken(zombie.store.blobs, lambda: go_on(newer, data), "read", path)
-    with pytest.raises(Fenced):
-        zombie.advance_boundary(0, frozenset())
-    check(url, data.all(ids.tolist()))

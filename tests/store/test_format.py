@@ -10,18 +10,15 @@ from hypothesis import strategies as st
 
 from scarctl.errors import Corruption
 from scarctl.store.format import (
-    MAX_HEADER,
-    NEWEST_FORMAT,
+    FORMAT,
     check_name,
-    dump_header,
     dump_json,
-    encode_header,
     is_segment_name,
     load_json,
-    parse_header,
-    seq_of_record,
+    number_of_record,
     shard_of_folder,
 )
+from scarctl.store.header import MAX_HEADER, dump_header, encode_header, parse_header
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=5),
@@ -74,7 +71,7 @@ def test_hostile_json_is_corruption(text: bytes) -> None:
 
 def test_a_newer_format_is_refused_and_says_so() -> None:
     with pytest.raises(Corruption, match="newer") as info:
-        load_json(dump_json({"format": NEWEST_FORMAT + 1}), "file.json")
+        load_json(dump_json({"format": FORMAT + 1}), "file.json")
     assert info.value.kind == "newer-format"
     for value in (0, -1, True, "1", None, 1.5):
         with pytest.raises(Corruption):
@@ -94,8 +91,9 @@ def test_names_in_records_are_one_strict_component() -> None:
     assert is_segment_name(good)
     for bad in (good.upper(), "../" + good, good + "\n", good[1:], "\u0660" + good[1:], 3, None):
         assert not is_segment_name(bad)
-    assert seq_of_record("0" * 19 + "7.json") == 7
-    assert seq_of_record("\u0660" * 20 + ".json") is None
+    assert number_of_record("0" * 19 + "7.json") == 7
+    for name in ("\u0660" * 20 + ".json", "0" * 20 + ".json", "9" * 20 + ".json"):
+        assert number_of_record(name) is None
     assert [shard_of_folder(x) for x in ("0", "12", "012", "-1", "1e3", "1000000")] == [
         0,
         12,

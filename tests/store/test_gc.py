@@ -27,28 +27,22 @@ from scarctl.store import (
     snapshots,
     verify,
 )
-from scarctl.store.shard_state import Seal
+from scarctl.store.term import Place
 from tests.store.helpers import Data, memory_folder, read_all, small_layout, summary
-from tests.support.log_per_shard import store_with_a_log_per_shard
 
 LAYOUT = small_layout()
-SHARDS = 2
-SHARD_OF = LAYOUT.shards(SHARDS, 7)
-MEMBERS = [np.flatnonzero(s == SHARD_OF) for s in range(SHARDS)]
+EVERYTHING = np.arange(LAYOUT.partitions)
 NAMES = st.sampled_from(["a", "b.2", "C-3"])
 Copies = dict[int, tuple[int, bytes]]
 
 
 @dataclass
 class Model:
-    """The expected store: per partition version and bytes; sealed sets; snapshots."""
+    """The expected store: per partition version and bytes; consistent states; snapshots."""
 
-    copies: list[Copies] = field(default_factory=lambda: [{} for _ in range(SHARDS)])
-    sealed: dict[tuple[int, int], tuple[SealedSet, list[Copies]]] = field(default_factory=dict)
-    named: dict[str, tuple[SealedSet, list[Copies]]] = field(default_factory=dict)
-
-    def frozen(self) -> list[Copies]:
-        return [dict(copies) for copies in self.copies]
+    copies: Copies = field(default_factory=dict)
+    sealed: dict[Place, Copies] = field(default_factory=dict)
+    named: dict[str, tuple[SealedSet, Copies]] = field(default_factory=dict)
 
 
 class SpaceMachine(RuleBasedStateMachine):
@@ -57,7 +51,7 @@ class SpaceMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.folder = memory_folder()
-        self.store = store_with_a_log_per_shard(self.folder / "run", shards=SHARDS, seed=7)
+        self.store = Store.create(self.folder / "run")
         self.model = Model()
         self.data = Data(LAYOUT)
         self.step = self.seed = 0
@@ -65,46 +59,33 @@ class SpaceMachine(RuleBasedStateMachine):
         self.seal()
 
     def _open(self) -> None:
-        self.writer: StoreWriter = open_writer(self.store, layout=LAYOUT, shard_of=SHARD_OF)
+        self.writer: StoreWriter = open_writer(self.store, layout=LAYOUT)
         self.collector = Collector(self.writer, ratio=1.2, floor=0, turn_bytes=20_000)
 
-    @rule(shard=st.integers(0, SHARDS - 1), share=st.sampled_from([0.1, 0.3, 0.7]), ahead=st.integers(0, 3))
-    def commit(self, shard: int, share: float, ahead: int) -> None:
+    @rule(share=st.sampled_from([0.1, 0.3, 0.7]), ahead=st.integers(0, 3))
+    def commit(self, share: float, ahead: int) -> None:
         self.seed += 1
         self.step += ahead
         rng = np.random.default_rng(self.seed)
-        ids = rng.permutation(MEMBERS[shard])[: int(len(MEMBERS[shard]) * share)]
+        ids = rng.permutation(EVERYTHING)[: int(len(EVERYTHING) * share)]
         self.data.change(ids.tolist(), self.seed)
-        self.writer.commit(
-            shard, ids, self.data, step=self.step, extras={"n": self.seed} if self.seed % 3 else None
-        )
+        extras = {"n": self.seed} if self.seed % 3 else None
+        self.writer.commit(ids, self.data, step=self.step, extras=extras)
         version = pack(self.writer.epoch, self.step)
-        self.model.copies[shard].update({i: (version, self.data.partition(i)) for i in ids.tolist()})
+        self.model.copies.update({i: (version, self.data.partition(i)) for i in ids.tolist()})
 
     @rule()
     def seal(self) -> None:
-        """Seal all shards at one step that no other set has."""
+        """Seal at a step that no other consistent state has."""
         self.seed += 1
         self.step += 1
-        seqs = {}
-        for shard, members in enumerate(MEMBERS):
-            missing = [i for i in members.tolist() if i not in self.model.copies[shard]]
-            record = self.writer.commit(
-                shard,
-                np.array(missing, np.int64),
-                self.data,
-                step=self.step,
-                sealed=True,
-                extras={"s": self.seed},
-            )
-            seqs[shard] = record.seq
-            version = pack(self.writer.epoch, self.step)
-            copies = {i: b for i, (_, b) in self.model.copies[shard].items()}
-            self.model.copies[shard] = {
-                i: (version, copies.get(i, self.data.partition(i))) for i in members.tolist()
-            }
-        sealed = SealedSet(self.writer.epoch, self.step, seqs)
-        self.model.sealed[sealed.epoch, sealed.step] = (sealed, self.model.frozen())
+        missing = np.array([i for i in EVERYTHING.tolist() if i not in self.model.copies], np.int64)
+        extras = {"s": self.seed}
+        record = self.writer.commit(missing, self.data, step=self.step, sealed=True, extras=extras)
+        version = pack(self.writer.epoch, self.step)
+        copies = {i: b for i, (_, b) in self.model.copies.items()}
+        self.model.copies = {i: (version, copies.get(i, self.data.partition(i))) for i in EVERYTHING.tolist()}
+        self.model.sealed[record.place] = dict(self.model.copies)
 
     @rule(turns=st.integers(1, 4))
     def turn(self, turns: int) -> None:
@@ -114,23 +95,30 @@ class SpaceMachine(RuleBasedStateMachine):
     @rule()
     def collect(self) -> None:
         self.collector.collect()
-        for shard in range(SHARDS):
-            assert self.collector._shards[shard].garbage == []
+        assert self.collector._garbage == []
         assert verify(self.store, read_data=False).orphans == []
 
-    @rule(name=NAMES)
-    def snapshot(self, name: str) -> None:
-        newest = self._newest()
+    @rule()
+    def renew(self) -> None:
+        self.writer.renew()
+
+    @rule(name=NAMES, newest=st.booleans())
+    def snapshot(self, name: str, newest: bool) -> None:
+        """Name a consistent state: the newest one, or one that was perhaps given up."""
+        places = list(self.model.sealed)
+        place = self._newest().places[0] if newest else places[self.seed % len(places)]
+        sealed = SealedSet(1, 1, {0: place}, "a" * 32)
         if name in self.model.named:
             with pytest.raises(UsageError, match="already"):
-                create_snapshot(self.store, name, newest)
+                create_snapshot(self.store, name, self._newest())
             return
         try:
-            create_snapshot(self.store, name, newest)
+            create_snapshot(self.store, name, sealed)
         except Unavailable:
-            assert any(self.writer.states[s].boundary > seq for s, seq in newest.seqs.items())
+            assert not newest
+            assert all(seal.place != place for seal in self.writer.state.sealed)
             return
-        self.model.named[name] = self.model.sealed[newest.epoch, newest.step]
+        self.model.named[name] = sealed, self.model.sealed[place]
 
     @rule(name=NAMES)
     def delete_snapshot(self, name: str) -> None:
@@ -146,16 +134,11 @@ class SpaceMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 11))
     def roll_back(self, pick: int) -> None:
         """Roll back to the newest sealed set or to a snapshot, also one of abandoned steps."""
-        kept = [self.model.sealed[self._newest().epoch, self._newest().step], *self.model.named.values()]
+        newest = self._newest()
+        kept = [(newest, self.model.sealed[newest.places[0]]), *self.model.named.values()]
         sealed, copies = kept[pick % len(kept)]
-        self.writer.roll_back(sealed.seqs)
-        self.model.copies = [dict(of) for of in copies]
-        # A set sealed after it no longer belongs to this history.
-        self.model.sealed = {
-            key: found
-            for key, found in self.model.sealed.items()
-            if all(Seal(found[0].seqs[s], *key) in self.writer.states[s].sealed for s in range(SHARDS))
-        }
+        self.writer.roll_back(sealed.seqs[0])
+        self.model.copies = dict(copies)
         self.step = 0
 
     @rule(clean=st.booleans())
@@ -173,23 +156,21 @@ class SpaceMachine(RuleBasedStateMachine):
     @invariant()
     def everything_kept_is_as_it_was(self) -> None:
         store = Store.open(self.store.url)
-        for shard in range(SHARDS):
-            state = store.state(shard, LAYOUT)
-            assert summary(state) == summary(self.writer.states[shard])
-            self._same(store, shard, None, self.model.copies[shard])
+        assert summary(store.state(0, LAYOUT)) == summary(self.writer.state)
+        self._same(store, None, self.model.copies)
         newest = self._newest()
-        assert (newest.epoch, newest.step) == max(self.model.sealed)
-        kept = [self.model.sealed[newest.epoch, newest.step], *self.model.named.values()]
-        for sealed, copies in kept:
-            for shard, seq in sealed.seqs.items():
-                self._same(store, shard, seq, copies[shard])
-        assert {s.name: dict(s.seqs) for s in snapshots(store)} == {
-            name: dict(sealed.seqs) for name, (sealed, _) in self.model.named.items()
+        for sealed, copies in [
+            (newest, self.model.sealed[newest.places[0]]),
+            *self.model.named.values(),
+        ]:
+            self._same(store, sealed.seqs[0], copies)
+        assert {s.name: dict(s.places) for s in snapshots(store)} == {
+            name: dict(sealed.places) for name, (sealed, _) in self.model.named.items()
         }
 
-    def _same(self, store: Store, shard: int, at: int | None, copies: Copies) -> None:
-        state = store.state(shard, LAYOUT, at=at)
-        versions = {int(i): int(v) for i, v in zip(state.ids, state.version, strict=True)}
+    def _same(self, store: Store, at: int | None, copies: Copies) -> None:
+        state = store.state(0, LAYOUT, at=at)
+        versions = {int(i): int(v) for i, v in zip(state.ids, state.version, strict=True) if v >= 0}
         assert versions == {i: v for i, (v, _) in copies.items()}
         assert read_all(store, state) == ({i: b for i, (_, b) in copies.items()}, {})
         assert store.read_extras(state) is not None
@@ -210,19 +191,19 @@ TestSpace = pytest.mark.slow(SpaceMachine.TestCase)
 @pytest.fixture
 def grown(store: Store, layout: Layout, data: Data) -> Store:
     """Return a store of one shard: sealed at steps 0 and 1, then partial commits that leave dead copies everywhere."""
-    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout) as writer:
         for step in (0, 1):
             data.change(range(layout.partitions), step)
-            writer.commit(0, np.arange(layout.partitions), data, step=step, sealed=True, extras={"n": step})
+            writer.commit(np.arange(layout.partitions), data, step=step, sealed=True, extras={"n": step})
         for step in range(2, 20):
             ids = np.sort(np.random.default_rng(step).permutation(layout.partitions)[:20])
             data.change(ids.tolist(), step)
-            writer.commit(0, ids, data, step=step, extras={"n": step})
+            writer.commit(ids, data, step=step, extras={"n": step})
     return store
 
 
 def _collector(store: Store, layout: Layout) -> Collector:
-    return Collector(open_writer(store, layout=layout, shard_of=layout.shards(1, 0)), ratio=1.2, floor=0)
+    return Collector(open_writer(store, layout=layout), ratio=1.2, floor=0)
 
 
 def test_a_reader_with_an_old_state_finds_what_was_moved(grown: Store, layout: Layout, data: Data) -> None:
@@ -232,7 +213,7 @@ def test_a_reader_with_an_old_state_finds_what_was_moved(grown: Store, layout: L
     collector = _collector(grown, layout)
     collector.collect()
     assert collector.done.moved_bytes > 0
-    assert not any((grown.root / f"shards/0/seg/{s.name}").exists() for s in before.segments[:1])
+    assert not any((grown.root / f"lanes/0/seg/{s.name}").exists() for s in before.segments[:1])
     assert read_all(grown, before) == (expected, {})
     assert before.version.tolist() == versions.tolist()
     assert grown.read_extras(before) is not None
@@ -243,10 +224,10 @@ def test_a_reader_of_the_past_takes_no_newer_copy(grown: Store, layout: Layout, 
     past = grown.state(0, at=grown.log(0).numbers()[-4])
     now = grown.state(0)
     old = read_all(grown, now)[0]
-    with open_writer(grown, layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(grown, layout=layout) as writer:
         collector = Collector(writer, ratio=1.2, floor=0)
         data.change(range(layout.partitions), 99)
-        writer.commit(0, np.arange(layout.partitions), data, step=99)
+        writer.commit(np.arange(layout.partitions), data, step=99)
         collector.collect()
     found, bad = read_all(grown, past)
     assert set(found) | set(bad) == set(range(layout.partitions))
@@ -276,27 +257,10 @@ def test_an_older_copy_comes_from_the_sealed_state_when_the_log_is_collected(
     collector._writer.close()
 
 
-def test_one_damaged_index_does_not_lose_the_shard(store: Store) -> None:
-    layout = build_layout([("w", "parameter", (TensorSpec("", "F32", (16, 4096)),))], rows={"w": 1})
-    data = Data(layout)
-    collector = _collector(store, layout)
-    for step in range(6):
-        collector._writer.commit(0, np.arange(16), data, step=step, extras={"n": step})
-    collector.collect()
-    collector._writer.close()
-    boundary = list(store.records(0))[-1].boundary
-    path = store.root / f"shards/0/index/{boundary:020d}.safetensors"
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
-    assert read_all(store, store.state(0)) == (data.all(range(16)), {})
-    assert [p.file for p in verify(store, read_data=True).problems] == [str(path)]
-
-
 def test_damaged_copies_stay_where_they_are(grown: Store, layout: Layout) -> None:
     state = grown.state(0)
     victim = state.segments[int(state.segment[0])]
-    path = grown.root / f"shards/0/seg/{victim.name}"
+    path = grown.root / f"lanes/0/seg/{victim.name}"
     raw = bytearray(path.read_bytes())
     raw[victim.head] ^= 1
     path.write_bytes(raw)
@@ -313,20 +277,37 @@ def test_space_stays_within_the_ratio_whatever_the_pattern(store: Store) -> None
     layout = build_layout([("w", "parameter", (TensorSpec("", "F32", (256, 1024)),))], rows={"w": 1})
     data = Data(layout)
     rng = np.random.default_rng(0)
-    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout) as writer:
         collector = Collector(writer, floor=0)
-        writer.commit(0, np.arange(256), data, step=0, sealed=True, extras={"n": 0})
+        writer.commit(np.arange(256), data, step=0, sealed=True, extras={"n": 0})
         for step in range(1, 60):
             # Some are saved all the time, some hardly ever.
             ids = np.unique((256 * rng.random(32) ** 3).astype(np.int64))
-            writer.commit(0, ids, data, step=step, extras={"n": step})
+            writer.commit(ids, data, step=step, extras={"n": step})
             collector.settle()
-            space = collector.space(0)
+            space = collector.space()
             assert space.total <= 2 * space.live + space.pinned
-            on_disk = sum(p.stat().st_size for p in (store.root / "shards").rglob("*") if p.is_file())
+            on_disk = sum(p.stat().st_size for p in (store.root / "lanes").rglob("*") if p.is_file())
             assert abs(space.total - on_disk) < 0.02 * layout.nbytes
-        assert len(collector._store.log(0).numbers()) < 12
         assert collector.done.deleted_bytes > 0
+    assert verify(store, read_data=True).problems == []
+
+
+def test_a_writer_begins_another_term_when_its_records_are_many(
+    store: Store, layout: Layout, data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scarctl.store.gc.RECORDS", 10)
+    with open_writer(store, layout=layout) as writer:
+        collector = Collector(writer, floor=0)
+        for step in range(40):
+            writer.commit(np.arange(layout.partitions), data, step=step)
+            collector.settle()
+        log = store.log(0)
+        numbers = log.terms()
+        assert 2 < len(numbers) < 10
+        assert writer.epoch == 1
+        # Of the others what has closed them is left.
+        assert [len(log.listed(*term)) for term in log.logs()[:-1]] == [1] * (len(numbers) - 1)
     assert verify(store, read_data=True).problems == []
 
 

@@ -88,7 +88,7 @@ def test_another_one_begins_to_save_while_this_one_looks(
         monkeypatch.setattr("scarctl.store.members.StoreLock", StoreLock)
         other = store.again()
         join_members(other, 3)
-        open_writer(other.of_shard(1), layout=layout(), shard_of=np.ones(4, np.int32)).close()
+        open_writer(other.of_shard(1), layout=layout()).close()
         return StoreLock(path, shared=shared)
 
     monkeypatch.setattr("scarctl.store.members.StoreLock", lock)
@@ -136,7 +136,7 @@ def test_writers_of_members_keep_their_own_epochs(tmp_path: Path) -> None:
         view = store.of_shard(number)
         with open_writer(view, layout=state) as writer:
             ids = np.arange(state.partitions)
-            writer.commit(number, ids, lambda *_: memoryview(bytes(128)), step=1, sealed=True)
+            writer.commit(ids, lambda *_: memoryview(bytes(128)), step=1, sealed=True)
             return writer.epoch
 
     assert [begin(0), begin(1), begin(1), begin(2), begin(1), begin(0)] == [1, 1, 2, 1, 3, 2]

@@ -25,10 +25,10 @@ def url(layout: Layout, data: Data) -> str:
     """Return the address of a remote store with a history that was never collected."""
     url = f"memory:///{uuid.uuid4().hex}/run"
     store = Store.create(url, shards=1)
-    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
+    with open_writer(store, layout=layout) as writer:
         for step in range(STEPS):
             data.change(range(layout.partitions), step)
-            writer.commit(0, np.arange(layout.partitions), data, step=step, sealed=step % 10 == 9)
+            writer.commit(np.arange(layout.partitions), data, step=step, sealed=step % 10 == 9)
     return url
 
 
@@ -40,32 +40,32 @@ def test_a_remote_store_is_collected_when_nobody_writes(url: str, layout: Layout
     plan = plan_prune(store, Retention(keep_last=2, no_writer=True))
     assert plan.writer is None
     assert [s.step for s in plan.keep_sealed] == [29, 19]
-    before = len(store.blobs.files("shards/0/seg"))
+    before = len(store.blobs.files("lanes/0/seg"))
     done = prune(store, plan)
     assert done.files >= len(plan.files) > 20
-    assert before - len(store.blobs.files("shards/0/seg")) > 20
+    assert before - len(store.blobs.files("lanes/0/seg")) > 20
     assert done.sizes["bytes"] < 10 * done.sizes["live_bytes"]
     assert verify(store, read_data=True).problems == []
     assert read_all(store, store.state(0)) == (data.all(range(layout.partitions)), {})
 
 
 def test_whoever_writes_all_the_same_is_fenced(url: str, layout: Layout, data: Data) -> None:
-    writer = open_writer(Store.open(url), layout=layout, shard_of=layout.shards(1, 0))
+    writer = open_writer(Store.open(url), layout=layout)
     store = Store.open(url)
     prune(store, plan_prune(store, Retention(no_writer=True)))
     with pytest.raises(Fenced):
-        writer.commit(0, np.arange(layout.partitions), data, step=STEPS)
+        writer.commit(np.arange(layout.partitions), data, step=STEPS)
     assert read_all(store, store.state(0))[0] == data.all(range(layout.partitions))
 
 
 def test_where_there_is_nothing_to_do_nothing_is_written(url: str) -> None:
     store = Store.open(url)
     prune(store, plan_prune(store, Retention(no_writer=True)))
-    epoch, files = store.state(0).epoch, store.blobs.files("shards/0/log")
+    epoch, terms = store.state(0).epoch, store.log(0).terms()
     plan = plan_prune(store, Retention(no_writer=True))
     assert plan.empty
     assert prune(store, plan).bytes == 0
-    assert (store.state(0).epoch, store.blobs.files("shards/0/log")) == (epoch, files)
+    assert (store.state(0).epoch, store.log(0).terms()) == (epoch, terms)
 
 
 def test_a_full_disk_does_not_refuse_the_lock_to_who_deletes(

@@ -17,6 +17,7 @@ from scarctl.store import Blobs, Store, open_writer
 from scarctl.store import ranges as ranges_module
 from scarctl.store.backends.base import BlobReader
 from scarctl.store.backends.parallel import AHEAD_BYTES, AT_ONCE, Helpers
+from scarctl.store.format import log_folder
 from tests.store.helpers import Data, read_all
 from tests.support.faulty import WatchedReader
 from tests.support.places import Place
@@ -83,17 +84,12 @@ def saved(place: Place) -> tuple[Layout, Data]:
     )
     data = Data(layout)
     store = Store.create(place.url, shards=SHARDS, storage_options=place.options)
-    with open_writer(store, layout=layout, shard_of=layout.shards(SHARDS, 0)) as writer:
-        for shard in range(SHARDS):
-            writer.commit(shard, writer.states[shard].ids, data, step=0, sealed=True)
-            some = writer.states[shard].ids[::7]
-            data.change(some.tolist(), 1)
-            writer.commit(shard, some, data, step=1)
+    with open_writer(store, layout=layout) as writer:
+        writer.commit(writer.state.ids, data, step=0, sealed=True)
+        some = writer.state.ids[::7]
+        data.change(some.tolist(), 1)
+        writer.commit(some, data, step=1)
     return layout, data
-
-
-def one_shard(layout: Layout) -> np.ndarray[Any, Any]:
-    return np.flatnonzero(layout.shards(SHARDS, 0) == 1)
 
 
 def an_eighth(layout: Layout) -> np.ndarray[Any, Any]:
@@ -104,7 +100,7 @@ def scattered(layout: Layout) -> np.ndarray[Any, Any]:
     return np.sort(np.random.default_rng(3).choice(ROWS, 120, replace=False))
 
 
-@pytest.mark.parametrize("lost", [one_shard, an_eighth, scattered])
+@pytest.mark.parametrize("lost", [an_eighth, scattered])
 def test_no_more_is_read_than_is_lost(
     place: Place, saved: tuple[Layout, Data], lost: Callable[[Layout], np.ndarray[Any, Any]]
 ) -> None:
@@ -112,25 +108,17 @@ def test_no_more_is_read_than_is_lost(
     ids = lost(layout)
     store = Store.open(place.url, storage_options=place.options)
     counted = store.blobs = Counted(store.blobs)  # type: ignore[assignment]
-    shard_of = layout.shards(SHARDS, 0)
-    shards = np.unique(shard_of[ids]).tolist()
-    states = store.states(shards)
-    log = counted.of("log") + counted.of("index") + counted.of("seg")
-    found: dict[int, bytes] = {}
-    for shard, state in states.items():
-        some, bad = read_all(store, state, ids[shard_of[ids] == shard])
-        assert bad == {}
-        found |= some
+    state = store.state(0)
+    log = counted.of("log") + counted.of("seg")
+    found, bad = read_all(store, state, ids)
+    assert bad == {}
     assert found == data.all(ids.tolist())
-    heads = sum(ref.head for state in states.values() for ref in state.segments)
-    read = counted.of("log") + counted.of("index") + counted.of("seg") - log
+    heads = sum(ref.head for ref in state.segments)
+    read = counted.of("log") + counted.of("seg") - log
     assert read <= 1.1 * layout.partition_bytes[ids].sum() + heads
-    # Their places are read once: records, and the newest index or the lists of partitions.
-    assert log <= sum(size for s in shards for _, size in store.blobs.files(f"shards/{s}/log")) + sum(
-        size for s in shards for _, size in store.blobs.files(f"shards/{s}/index")
-    ) + sum(ref.nbytes - ref.tail for state in states.values() for ref in state.segments)
-    read_of = {int(name.split("/")[1]) for name in counted.read_bytes if name.startswith("shards/")}
-    assert read_of == set(shards), "no other shard's files are touched"
+    # Their places are read once: records, twice the newest two, and the lists of partitions.
+    records = sum(size for term in store.log(0).logs() for _, size in store.blobs.files(log_folder(0, *term)))
+    assert log <= 2 * records + sum(ref.nbytes - ref.tail for ref in state.segments)
 
 
 @pytest.mark.parametrize("place", ["local"], indirect=True)

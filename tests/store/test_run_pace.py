@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 
 import pytest
@@ -9,18 +10,23 @@ import pytest
 from scarctl.store.record import Record
 from scarctl.store.run_pace import Pace, pace_of
 from scarctl.store.segment import SegmentRef
+from scarctl.store.term import Line, Place
 
 BEGIN = datetime.datetime(2030, 1, 2, 3, 4, 5, tzinfo=datetime.timezone.utc)
 
 
 def record(
-    step: int, seconds: float, nbytes: int, *, shard: int = 0, epoch: int = 1, kind: str = "commit"
+    step: int, seconds: float, nbytes: int, *, shard: int = 0, epoch: int = 1, changes: bool = True
 ) -> Record:
     created = (BEGIN + datetime.timedelta(seconds=seconds)).isoformat(timespec="seconds")
     ref = SegmentRef(
         name="", nbytes=nbytes + 100, head=100, data=nbytes, tail=100 + nbytes, digest="", tail_digest=""
     )
-    return Record(0, shard, kind, epoch, step, "", "", segment=ref, created=created)
+    place = Place(epoch, "ab" * 16, 1 + step)
+    line = Line(place.id, place.k if changes else 1)
+    return Record(
+        shard, place, "delta", epoch=epoch, step=step, segment=ref, partitions=1, line=line, created=created
+    )
 
 
 def test_a_run_of_two_shards() -> None:
@@ -45,7 +51,7 @@ def test_the_newest_run_that_is_long_enough_counts() -> None:
         [record(5, 0, 1), record(5, 100, 1, shard=1)],
         [record(5, 0, 1), record(6, 3, 1)],
         [record(5, 100, 1), record(6, 0, 1)],
-        [record(5, 0, 1, kind="compact"), record(60, 100, 1, kind="compact")],
+        [record(5, 0, 1, changes=False), record(60, 100, 1, changes=False)],
     ],
 )
 def test_what_it_does_not_show_is_not_known(records: list[Record]) -> None:
@@ -53,5 +59,5 @@ def test_what_it_does_not_show_is_not_known(records: list[Record]) -> None:
 
 
 def test_times_are_for_people_and_may_be_anything() -> None:
-    strange = [Record(0, 0, "commit", 1, step, "", "", created="last summer") for step in (1, 2)]
+    strange = [dataclasses.replace(record(step, 0, 1), created="last summer") for step in (1, 2)]
     assert pace_of(strange) == Pace(None, None, None)

@@ -26,11 +26,11 @@ from tests.store.helpers import Data, read_all
 
 def _store(folder: Path, layout: Layout) -> tuple[Store, StoreWriter]:
     store = Store.create(folder)
-    return store, open_writer(store, layout=layout, shard_of=layout.shards(1, 0))
+    return store, open_writer(store, layout=layout)
 
 
 def _segment(store: Store) -> Path:
-    return max(store.root.glob("shards/0/seg/*"), key=lambda p: p.stat().st_mtime_ns)
+    return max(store.root.glob("lanes/0/seg/*"), key=lambda p: p.stat().st_mtime_ns)
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
@@ -43,7 +43,7 @@ def test_every_dtype_round_trips(tmp_path: Path, dtype: str, shape: tuple[int, .
     data = Data(layout)
     store, writer = _store(tmp_path, layout)
     with writer:
-        writer.commit(0, np.arange(layout.partitions), data, step=1)
+        writer.commit(np.arange(layout.partitions), data, step=1)
     state = store.state(0)
     assert read_all(store, state) == (data.all(range(layout.partitions)), {})
     with safetensors.safe_open(_segment(store), "pt") as file:
@@ -60,7 +60,7 @@ def test_plain_safetensors_opens_a_segment(
 ) -> None:
     ids = np.arange(layout.partitions)[::2]
     extras = {"rng": np.arange(5, dtype=np.uint8), "step": np.float64(3.5)}
-    record = writer.commit(0, ids, data, step=3, extras=extras)
+    record = writer.commit(ids, data, step=3, extras=extras)
     path = _segment(store)
     tensors = safetensors.torch.load_file(path)
     assert tensors.pop("scarctl/partitions").tolist() == ids.tolist()
@@ -79,8 +79,8 @@ def test_plain_safetensors_opens_a_segment(
             assert bytes(found.view(torch.uint8).numpy()) == data.tensors[g][t][rows].tobytes()
     with safetensors.safe_open(path, "pt") as file:
         metadata = file.metadata()
-    assert {k: metadata[k] for k in ("format", "kind", "layout", "shard", "epoch", "step")} == {
-        "format": "1", "kind": "commit", "layout": layout.digest, "shard": "0", "epoch": "1", "step": "3",
+    assert {k: metadata[k] for k in ("format", "kind", "layout", "lane", "epoch", "step")} == {
+        "format": "1", "kind": "delta", "layout": layout.digest, "lane": "0", "epoch": "1", "step": "3",
     }  # fmt: skip
     assert record.segment is not None
     assert path.stat().st_size == record.segment.nbytes
@@ -95,7 +95,7 @@ def test_numpy_loads_what_it_has_dtypes_for(tmp_path: Path) -> None:
     data.tensors[5][0] &= 1
     store, writer = _store(tmp_path, layout)
     with writer:
-        writer.commit(0, np.arange(layout.partitions), data, step=1, sealed=True)
+        writer.commit(np.arange(layout.partitions), data, step=1, sealed=True)
     loaded = safetensors.numpy.load_file(_segment(store))
     for g, group in enumerate(layout.groups):
         assert loaded[group.name].shape == (5, 3)
@@ -106,7 +106,7 @@ def test_data_are_aligned_to_their_items(
     store: Store, writer: StoreWriter, layout: Layout, data: Data
 ) -> None:
     writer.commit(
-        0, np.arange(layout.partitions), data, step=0, extras={"a": np.zeros(3, np.uint8), "b": np.zeros(2)}
+        np.arange(layout.partitions), data, step=0, extras={"a": np.zeros(3, np.uint8), "b": np.zeros(2)}
     )
     raw = _segment(store).read_bytes()
     length = int.from_bytes(raw[:8], "little")
@@ -157,7 +157,7 @@ def test_any_choice_of_partitions_round_trips(
         patch.setattr("scarctl.store.ranges.SPAN", chunk)
         patch.setattr(LocalBlobs, "batch", chunk)
         patch.setattr(LocalBlobs, "gap", gap)
-        writer.commit(0, np.array(ids, np.int64), data, step=0, extras={"x": 1})
+        writer.commit(np.array(ids, np.int64), data, step=0, extras={"x": 1})
         state = writer.states[0]
         assert read_all(store, state) == (data.all(ids), {})
         some = np.array(ids[::2], np.int64)
@@ -172,14 +172,14 @@ def test_pieces_of_many_sizes(tmp_path: Path) -> None:
     ids = np.sort(np.random.default_rng(0).permutation(layout.partitions)[: layout.partitions // 3])
     store, writer = _store(tmp_path, layout)
     with writer:
-        writer.commit(0, ids, data, step=0)
+        writer.commit(ids, data, step=0)
     assert read_all(store, store.state(0)) == (data.all(ids.tolist()), {})
 
 
 def test_neighbours_are_read_with_one_call(
     store: Store, writer: StoreWriter, layout: Layout, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer.commit(0, np.arange(layout.partitions), data, step=0)
+    writer.commit(np.arange(layout.partitions), data, step=0)
     ranges: list[int] = []
     original = LocalReader.read_into
 
@@ -205,18 +205,20 @@ def test_a_source_of_the_wrong_length_is_refused(store: Store, writer: StoreWrit
 
     for source in (short, strided):
         with pytest.raises(UsageError, match="emb"):
-            writer.commit(0, np.array([0, 1]), source, step=0)
-    assert len(list(store.root.glob("shards/0/seg/*"))) == 1  # the members; no files of the attempts are left
-    writer.commit(0, np.array([0, 1]), data, step=0)
+            writer.commit(np.array([0, 1]), source, step=0)
+    assert (
+        len(list(store.root.glob("lanes/0/seg/*"))) == 1
+    )  # the first record's; no files of the attempts are left
+    writer.commit(np.array([0, 1]), data, step=0)
 
 
 def test_a_source_that_changed_meanwhile_is_discarded(store: Store, writer: StoreWriter, data: Data) -> None:
     for ids in (np.array([1]), np.empty(0, np.int64)):
         with pytest.raises(Overwritten):
-            writer.commit(0, ids, data, step=0, extras={"a": 1}, verify_source=lambda: False)
-    assert len(list(store.root.glob("shards/0/seg/*"))) == 1
-    assert writer.states[0].seq == 0
-    assert writer.commit(0, np.array([1]), data, step=0, verify_source=lambda: True).seq == 1
+            writer.commit(ids, data, step=0, extras={"a": 1}, verify_source=lambda: False)
+    assert len(list(store.root.glob("lanes/0/seg/*"))) == 1
+    assert writer.state.records == 1
+    assert writer.commit(np.array([1]), data, step=0, verify_source=lambda: True).k == 2
 
 
 @given(

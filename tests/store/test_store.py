@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 import stat
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from scarctl.errors import AccessDenied, Contention, Corruption, Fenced, NoStore, SettingsConflict, UsageError
+from scarctl.errors import (
+    AccessDenied,
+    Contention,
+    Corruption,
+    Fenced,
+    NoStore,
+    SettingsConflict,
+    Unavailable,
+    UsageError,
+)
 from scarctl.state.layout import Layout
-from scarctl.store import Store, StoreWriter, open_writer, verify
+from scarctl.store import Collector, Store, StoreWriter, open_writer, verify
+from scarctl.store.backends.base import Buffer
+from scarctl.store.backends.local import LocalBlobs
 from scarctl.store.foreign import near
 from scarctl.store.lock import StoreLock
+from scarctl.store.term import Term
 from tests.store.helpers import Data, files, read_all, summary
 
 
@@ -91,7 +106,7 @@ def test_an_empty_store_has_no_state(store: Store) -> None:
 
 
 def test_partitions_never_saved_are_reported(store: Store, writer: StoreWriter, data: Data) -> None:
-    writer.commit(0, np.arange(4), data, step=0)
+    writer.commit(np.arange(4), data, step=0)
     found, bad = read_all(store, writer.states[0], np.array([2, 3, 4, 9999]))
     assert sorted(found) == [2, 3]
     assert sorted(bad) == [4, 9999]
@@ -114,14 +129,14 @@ def test_a_look_for_a_writer_does_not_stop_a_new_one(tmp_path: Path, layout: Lay
 def test_a_second_writer_is_told_who_writes(store: Store, writer: StoreWriter, layout: Layout) -> None:
     before = files(store.root)
     with pytest.raises(Contention, match=f"process {os.getpid()} "):
-        open_writer(Store.open(store.url), layout=layout, shard_of=layout.shards(1, 0))
+        open_writer(Store.open(store.url), layout=layout)
     assert files(store.root) == before
     writer.close()
     writer.close()
-    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)):
+    with open_writer(store, layout=layout):
         pass
     with pytest.raises(UsageError, match="closed"):
-        writer.commit(0, np.array([0]), lambda *_: b"", step=0)
+        writer.commit(np.array([0]), lambda *_: b"", step=0)
 
 
 def test_a_store_may_be_locked_before_there_is_a_layout(store: Store, layout: Layout) -> None:
@@ -129,9 +144,9 @@ def test_a_store_may_be_locked_before_there_is_a_layout(store: Store, layout: La
     store.lock()
     with pytest.raises(Contention):
         other.lock()
-    writer = open_writer(store, layout=layout, shard_of=layout.shards(1, 0))
+    writer = open_writer(store, layout=layout)
     with pytest.raises(Contention):
-        open_writer(store, layout=layout, shard_of=layout.shards(1, 0))
+        open_writer(store, layout=layout)
     writer.close()
     with pytest.raises(Contention):
         other.lock()  # the store still holds it
@@ -148,11 +163,11 @@ def test_a_forked_child_neither_writes_nor_keeps_the_lock(
     ready, go = os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
-        writer = open_writer(store, layout=layout, shard_of=layout.shards(1, 0))
+        writer = open_writer(store, layout=layout)
         grandchild = os.fork()
         if grandchild == 0:
             try:
-                writer.commit(0, np.array([0]), data, step=0)
+                writer.commit(np.array([0]), data, step=0)
             except UsageError:
                 writer.close()
                 os.write(ready[1], f"{os.getpid()}\n".encode())
@@ -176,59 +191,116 @@ def test_a_forked_child_neither_writes_nor_keeps_the_lock(
 def test_a_stale_writer_is_fenced(
     store: Store, writer: StoreWriter, layout: Layout, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer.commit(0, np.arange(6), data, step=5)
+    writer.commit(np.arange(6), data, step=5)
     monkeypatch.setattr("scarctl.store.lock.fcntl.flock", lambda *_: None)  # as on another host
-    with open_writer(Store.open(store.url), layout=layout, shard_of=layout.shards(1, 0)) as newer:
+    with open_writer(Store.open(store.url), layout=layout) as newer:
         assert newer.epoch == writer.epoch + 1
         for _ in range(2):
             with pytest.raises(Fenced) as info:
-                writer.commit(0, np.arange(3), data, step=6)
+                writer.commit(np.arange(3), data, step=6)
         assert info.value.exit_code == 15
         with pytest.raises(Fenced):
-            writer.roll_back({0: 0})
-        newer.commit(0, np.array([0]), data, step=7)
+            writer.roll_back(0)
+        newer.commit(np.array([0]), data, step=7)
         assert verify(store, read_data=True).orphans == []
     writer.close()
-    assert [r.epoch for r in store.records(0)] == [1, 1, 2, 2]
+    assert [(r.epoch, r.k) for r in store.records(0)] == [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 
 def test_a_stale_writer_cannot_roll_back(
     store: Store, writer: StoreWriter, layout: Layout, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer.commit(0, np.arange(6), data, step=5)
+    writer.commit(np.arange(6), data, step=5)
     monkeypatch.setattr("scarctl.store.lock.fcntl.flock", lambda *_: None)
-    with open_writer(Store.open(store.url), layout=layout, shard_of=layout.shards(1, 0)):
+    with open_writer(Store.open(store.url), layout=layout):
         with pytest.raises(Fenced):
-            writer.roll_back({0: 0})
+            writer.roll_back(writer.state.seq)
         with pytest.raises(Fenced):
-            writer.commit(0, np.arange(3), data, step=6)
+            writer.commit(np.arange(3), data, step=6)
 
 
-def test_two_openings_at_one_time_get_different_epochs(
+def test_of_two_openings_at_one_time_the_later_claim_counts(
     store: Store, layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another writer opens right before this one's first epoch record."""
+    """Another writer opens right before this one's first record."""
     monkeypatch.setattr("scarctl.store.lock.fcntl.flock", lambda *_: None)
-    shard_of = layout.shards(2, 0)
-    open_writer(store, layout=layout, shard_of=shard_of).close()
+    open_writer(store, layout=layout).close()
     original, others = StoreWriter._begin, []
 
-    def begin(self: StoreWriter, *args: object) -> None:
+    def begin(self: StoreWriter, *args: object, **kwargs: object) -> None:
         if not others:
             others.append(None)
-            others.append(open_writer(Store.open(store.url), layout=layout, shard_of=shard_of))
-        original(self, *args)  # type: ignore[arg-type]
+            others.append(open_writer(Store.open(store.url), layout=layout))
+        original(self, *args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(StoreWriter, "_begin", begin)
-    mine = open_writer(store, layout=layout, shard_of=shard_of)
+    with pytest.raises(Fenced, match="a newer writer has taken over: term 3"):
+        open_writer(store, layout=layout)
     other = others[1]
     assert other is not None
-    assert (other.epoch, mine.epoch) == (2, 3)
-    for shard in (0, 1):
-        assert [r.epoch for r in store.records(shard)] == [1, 2, 3]
-        assert summary(store.state(shard)) == summary(mine.states[shard])
-    mine.close()
+    assert other.epoch == 3
+    assert summary(store.state(0)) == summary(other.state)
     other.close()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_old_writer_writes_nothing_into_a_store_that_was_made_anew(
+    store: Store, layout: Layout, data: Data, begun: bool
+) -> None:
+    """The store is removed while a dead run's saver lives, and the same command starts again."""
+    old = open_writer(store, layout=layout)
+    old.commit(np.arange(layout.partitions), data, step=5)
+    shutil.rmtree(store.root)
+    new = Store.create(store.root)
+    if begun:
+        with open_writer(new, layout=layout) as writer:
+            writer.commit(np.arange(3), data, step=1)
+    before = files(store.root)
+    for _ in range(2):
+        with pytest.raises(Fenced if begun else Unavailable):
+            old.commit(np.arange(3), data, step=6)
+    with pytest.raises(Fenced if begun else Unavailable):
+        old.renew()
+    with pytest.raises(Fenced if begun else Unavailable):
+        Collector(old, floor=0).collect()
+    assert files(store.root) == before
+
+
+def test_a_term_that_was_claimed_without_a_record_is_passed(store: Store, layout: Layout, data: Data) -> None:
+    """Its writer was killed in between. A claim that is missing below another one is made, so that none is skipped."""
+    with open_writer(store, layout=layout) as writer:
+        writer.commit(np.arange(5), data, step=5)
+    for number in (2, 4):
+        term = Term(0, number)
+        store.blobs.create_exclusive(term.path, [term.data])
+    assert read_all(store, store.state(0))[0] == data.all(range(5))
+    with open_writer(store, layout=layout) as writer:
+        assert writer.epoch == 5
+        assert read_all(store, writer.state)[0] == data.all(range(5))
+        assert writer.state.step == 5
+    log = store.log(0)
+    assert log.terms() == [1, 2, 3, 4, 5]
+    assert [log.top(log.term(number)).closed for number in log.terms()] == [3, 1, 1, 1, None]
+    assert verify(store, read_data=True).problems == []
+
+
+def test_a_lost_answer_of_a_claim_or_a_closing_changes_nothing(
+    store: Store, layout: Layout, data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file exists already when it is created: with the same bytes it is one's own."""
+    with open_writer(store, layout=layout) as writer:
+        writer.commit(np.arange(5), data, step=5)
+    original = LocalBlobs.create_exclusive
+
+    def create(self: LocalBlobs, name: str, parts: Sequence[Buffer]) -> None:
+        original(self, name, parts)
+        if "/terms/" in name or "/log/" in name:
+            raise FileExistsError(errno.EEXIST, "exists", name)
+
+    monkeypatch.setattr(LocalBlobs, "create_exclusive", create)
+    with open_writer(store, layout=layout) as writer:
+        writer.commit(np.arange(3), data, step=6)
+    assert [(r.epoch, r.k) for r in store.records(0)] == [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 
 # --- permissions and odd files ------------------------------------------------------------------------------
@@ -240,7 +312,7 @@ def test_permissions(tmp_path: Path, layout: Layout) -> None:
     os.chmod(tmp_path / "run", 0o500)
     try:
         with pytest.raises(AccessDenied) as info:
-            open_writer(store, layout=layout, shard_of=layout.shards(1, 0))
+            open_writer(store, layout=layout)
         assert info.value.exit_code == 12
     finally:
         os.chmod(tmp_path / "run", 0o700)
@@ -263,21 +335,21 @@ def test_denied_calls_are_access_denied(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("kind", ["symlink", "fifo", "folder", "socket"])
-@pytest.mark.parametrize("which", ["settings", "lock", "record", "segment", "index", "layout"])
+@pytest.mark.parametrize("which", ["settings", "lock", "term", "record", "segment", "layout"])
 def test_what_is_not_a_regular_file_is_refused(
     store: Store, layout: Layout, data: Data, tmp_path: Path, which: str, kind: str
 ) -> None:
-    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
-        record = writer.commit(0, np.arange(layout.partitions), data, step=0)
+    with open_writer(store, layout=layout) as writer:
+        record = writer.commit(np.arange(layout.partitions), data, step=0)
     assert record.segment is not None
     path = (
         store.root
         / {
             "settings": "scarctl.json",
             "lock": "lock",
-            "record": f"shards/0/log/{record.seq:020d}.json",
-            "segment": f"shards/0/seg/{record.segment.name}",
-            "index": f"shards/0/index/{record.seq:020d}.safetensors",
+            "term": "lanes/0/terms/00000001.json",
+            "record": record.place.path(0),
+            "segment": f"lanes/0/seg/{record.segment.name}",
             "layout": f"layout/{layout.digest}.json",
         }[which]
     )
@@ -293,19 +365,15 @@ def test_what_is_not_a_regular_file_is_refused(
 
     def use() -> None:
         opened = Store.open(store.url)
-        open_writer(opened, layout=layout, shard_of=layout.shards(1, 0)).close()
+        open_writer(opened, layout=layout).close()
 
-    if which == "index":
-        use()  # only a shortcut
-        assert (kind == "folder") == verify(store, read_data=True).intact
-    elif which == "segment":
-        found, bad = read_all(store, Store.open(store.url).state(0))
-        assert (found, len(bad)) == ({}, layout.partitions)
-        assert str(path) in bad[0]
+    if which == "segment":
+        state = Store.open(store.url).state(0)
+        assert (read_all(store, state), state.doubt.all()) == (({}, {}), True)
+        assert str(path) in state.damaged[0].reason
         assert [p.file for p in verify(store, read_data=True).problems] == [str(path)]
     else:
-        # A folder in place of a record is not a record: the previous one is the newest.
-        with pytest.raises(Corruption, match=r"lock|scarctl\.json|log|layout"):
+        with pytest.raises(Corruption, match=r"lock|scarctl\.json|log|layout|terms"):
             use()
 
 
@@ -314,7 +382,7 @@ def test_a_hint_names_the_stores_near_a_path_without_one(tmp_path: Path) -> None
     for name in ("ckpt", "other"):
         Store.create(tmp_path / name)
     assert near(tmp_path / "ckp") == f"; did you mean {tmp_path / 'ckpt'}?"
-    assert near(tmp_path / "ckpt" / "shards" / "0") == f"; did you mean the store {tmp_path / 'ckpt'}?"
+    assert near(tmp_path / "ckpt" / "lanes" / "0") == f"; did you mean the store {tmp_path / 'ckpt'}?"
     assert near(tmp_path) == near(tmp_path / "runs") == f"; stores in {tmp_path}: ckpt, other"
     for name in ("c", "d", "e"):
         Store.create(tmp_path / name)

@@ -11,7 +11,7 @@ from scarctl.errors import UsageError
 from scarctl.store.subset import Subset
 
 PIECES = [
-    (f"shards/{shard}/seg/{number:08d}-{uuid.UUID(int=random.Random(number).getrandbits(128)).hex}", piece)
+    (f"lanes/{shard}/seg/{number:08d}-{uuid.UUID(int=random.Random(number).getrandbits(128)).hex}", piece)
     for shard in range(4)
     for number in range(25)
     for piece in range(20)

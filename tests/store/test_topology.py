@@ -23,9 +23,8 @@ from scarctl.store import (
     topology_epochs,
     verify,
 )
-from scarctl.store.format import NEWEST_FORMAT
+from scarctl.store.format import FORMAT
 from scarctl.store.prune import Retention, plan_prune, prune
-from scarctl.store.shard_state import Seal
 from scarctl.store.topology import read_topology
 from tests.support.ranks import RankStore, layout_of
 
@@ -60,7 +59,7 @@ def test_of_two_jobs_that_begin_at_one_moment_one_fails(tmp_path: Path) -> None:
         {"epoch": 2},
         {"kind": "snapshot"},
         {"division": "xyz"},
-        {"format": NEWEST_FORMAT + 1},
+        {"format": FORMAT + 1},
     ],
 )
 def test_a_topology_that_lies_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
@@ -109,11 +108,11 @@ def test_a_rank_that_owns_nothing_has_a_log_all_the_same(tmp_path: Path) -> None
     ranks.close()
     store = ranks.store
     create_topology(store, Topology(9, (0, 1, 2), "ab" * 32))
-    view, empty = store.of_shard(2, 9), Layout([], "Adam")
+    view, empty = store.of_shard(2), Layout([], "Adam")
     with open_writer(view, layout=empty) as writer:
-        writer.commit(2, np.empty(0, np.int64), ranks.source(0, 3), step=3, sealed=True, extras={"step": 3})
+        writer.commit(np.empty(0, np.int64), ranks.source(0, 3), step=3, sealed=True, extras={"step": 3})
     state = store.state(2)
-    assert (state.step, len(state.ids), state.sealed) == (3, 0, [Seal(1, 9, 3)])
+    assert (state.step, len(state.ids), [seal.step for seal in state.sealed]) == (3, 0, [3])
     parts = find_parts(store)
     assert parts is not None
     assert parts.topology is not None
@@ -193,8 +192,8 @@ def test_shards_of_earlier_ranks_are_retired(tmp_path: Path) -> None:
     done = prune(four.store, plan)
     assert done.bytes > 0
     for shard in plan.retire:
-        files = [path for path in (tmp_path / f"s/shards/{shard}").rglob("*") if path.is_file()]
-        assert sum(path.stat().st_size for path in files) < 6000
+        files = [path for path in (tmp_path / f"s/lanes/{shard}").rglob("*") if path.is_file()]
+        assert sum(path.stat().st_size for path in files) < 8000
         assert len(four.store.state(shard).ids) == 0
     assert verify(Store.open(tmp_path / "s"), read_data=True).intact
     found = find_parts(Store.open(tmp_path / "s"))
@@ -212,7 +211,7 @@ def test_a_retirement_that_was_killed_goes_on(tmp_path: Path) -> None:
     three.close()
     # One of them has lost its members: the old state is no longer whole, and no reader takes it for one.
     view, layout = four.view(1), four.layouts[1]
-    open_writer(view, layout=layout, shard_of=np.full(layout.partitions, -1, np.int32)).close()
+    open_writer(view, layout=layout, empty=True).close()
     assert find_parts(four.store, but=three.topology.shards) is None
     plan = plan_prune(four.store, Retention())
     assert plan.retire == (0, 1, 2, 3)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder
+from scarctl.arena.line import Word, write_line
 from scarctl.state.extras import Notes
 from scarctl.state.group import Place, TensorSpec
 from scarctl.state.layout import Layout, build_layout
@@ -66,6 +67,13 @@ def _span(size: int, rank: int, world: int) -> tuple[int, int]:
     return size * rank // world, size * (rank + 1) // world
 
 
+def belong(arena: Arena, store: Store) -> None:
+    """Let an arena belong to a store in its present state, as if its process had opened it."""
+    found = store.line()
+    if found is not None:  # otherwise nobody has claimed it
+        write_line(arena.folder, Word(1, 0, found.id, found.k))
+
+
 class RankStore:
     """The ranks of a job that save to a store at `path`. Starting it makes a topology, and every rank's writer."""
 
@@ -77,9 +85,7 @@ class RankStore:
         shards = tuple(range(first, first + world))
         if newest is not None and newest.world == world:
             shards = newest.shards  # a job that has restarted
-        records = [self.store.log(shard).newest() for shard in used]
-        known = [*topology_epochs(self.store), *(record.epoch for record in records if record)]
-        self.topology = Topology(1 + max(known, default=0), shards, f"{world:064x}")
+        self.topology = Topology(1 + max(topology_epochs(self.store), default=0), shards, f"{world:064x}")
         create_topology(self.store, self.topology)
         self.layouts = [layout_of(rank, world) for rank in range(world)]
         self.writers: list[StoreWriter] = []
@@ -89,7 +95,7 @@ class RankStore:
 
     def view(self, rank: int) -> Store:
         """Return the store as a rank sees it."""
-        return self.store.of_shard(self.topology.shards[rank], self.topology.epoch)
+        return self.store.of_shard(self.topology.shards[rank])
 
     def source(self, rank: int, step: int) -> Any:
         """Return the source that a rank gives to its writer."""
@@ -116,12 +122,10 @@ class RankStore:
         """
         for rank in range(self.world) if ranks is None else ranks:
             ids = np.arange(0, self.layouts[rank].partitions, every)
-            shard = self.topology.shards[rank]
             extras, seals = {"step": step, "rank": rank}, sealed and every == 1
             if notes is not None and rank in notes:
                 extras |= notes[rank].to_tree()
             self.writers[rank].commit(
-                shard,
                 ids,
                 self.source(rank, step),
                 step=step,
@@ -143,9 +147,9 @@ class RankStore:
     def arena(self, base: Path, rank: int, step: int, *, head: int | None = None) -> Arena:
         """Return a rank's arena with its part as of `step`. The caller closes it."""
         view, layout = self.view(rank), self.layouts[rank]
-        epoch = self.topology.epoch
+        epoch = max(1, view.state(self.topology.shards[rank]).epoch)
         arena = Arena.create(arena_folder(str(base), view.run_id), layout, run_id=view.run_id, epoch=epoch)
-        arena.begin_lines(view.lines())
+        belong(arena, view)
         everything = np.arange(layout.partitions)
         arena.begin(everything)
         whole = values(step, self.world)

@@ -126,14 +126,6 @@ class Blobs(Protocol):
         Raises the error of the first failed item, in their order.
         """
 
-    def write_each(
-        self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
-    ) -> Iterator[R]:
-        """Do work that waits until its writes are durable, otherwise as `each` does.
-
-        size: returns the bytes that the work writes.
-        """
-
     def writer(self, name: str) -> AbstractContextManager[BlobWriter]:
         """Write a file whose name is unique. Raises FileExistsError if it is not."""
 

@@ -206,12 +206,6 @@ class Client:
         """See `Blobs.each`. Runs one item at a time on a synchronous file system, which may not be thread-safe."""
         return self._helpers.each(work, items, size) if self._fs.async_impl else map(work, items)
 
-    def write_each(
-        self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
-    ) -> Iterator[R]:
-        """See `Blobs.write_each`."""
-        return self.each(work, items, size)
-
     def hurry(self) -> None:
         """See `Blobs.hurry`."""
         self._hurry.set()

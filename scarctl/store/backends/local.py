@@ -23,7 +23,7 @@ from scarctl.store.backends.local_files import (
     real,
     sync_folder,
 )
-from scarctl.store.backends.parallel import Helpers, Turns, no_bytes
+from scarctl.store.backends.parallel import Helpers, no_bytes
 from scarctl.store.format import SETTINGS, TEMPORARY, check_name, corrupt
 
 T = TypeVar("T")
@@ -32,9 +32,6 @@ R = TypeVar("R")
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 # More than four threads read no faster than memory is written.
 _HELPERS = Helpers(max(1, min(4, os.cpu_count() or 1) - 1), patient=True)
-_SYNCING = Helpers()
-_SMALL = 8 << 20
-"""Bytes of several files above which hashing and writing them in several threads is faster than taking turns."""
 
 
 class LocalBlobs:
@@ -170,14 +167,6 @@ class LocalBlobs:
         return map(work, items) if size is no_bytes else _HELPERS.each(work, items, size)
 
     # writing
-
-    def write_each(
-        self, work: Callable[[T], R], items: Iterable[T], size: Callable[[T], int] = no_bytes
-    ) -> Iterator[R]:
-        # One turn of the file system's journal serves several threads that sync.
-        items = list(items)
-        small = sum(map(size, items)) < _SMALL
-        return _SYNCING.each(Turns().each(work) if small else work, items, size)
 
     @contextmanager
     def writer(self, name: str) -> Iterator[LocalWriter]:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from scarctl.errors import AccessDenied, ScarError, Unavailable
 from scarctl.store.backends.base import Buffer, RangeReader, as_bytes
-from scarctl.store.backends.parallel import idle
 from scarctl.store.format import corrupt
 
 WRITEBACK = 8 << 20  # bytes after which a writer asks the system to begin writing them out
@@ -105,8 +104,7 @@ class LocalWriter:
         """Make the content durable, and with `entry` also the name."""
         self._flush()
         try:
-            with idle():
-                os.fsync(self._fd)
+            os.fsync(self._fd)
             length = os.fstat(self._fd).st_size
         except OSError as error:
             raise os_error(error, self._path, "sync") from error
@@ -173,8 +171,7 @@ def sync_folder(path: str | Path) -> None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            with idle():
-                os.fsync(fd)
+            os.fsync(fd)
         finally:
             os.close(fd)
     except OSError as error:

@@ -11,7 +11,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,49 +30,6 @@ AHEAD_BYTES = 64 << 20
 def no_bytes(_: Any) -> int:
     """Return the size of work whose result is small."""
     return 0
-
-
-class Turns:
-    """Lets one of several threads compute at a time. A thread that is `idle` lets the next one compute.
-
-    Threads that compute at once take the interpreter from each other at every system call. For small commits this costs
-    more than the threads gain. Waiting for a disk needs no interpreter.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def each(self, work: Callable[[T], R]) -> Callable[[T], R]:
-        """Return `work` as a function that waits for its turn."""
-
-        def in_turn(item: T) -> R:
-            with self._lock:
-                outer, _turn.lock = getattr(_turn, "lock", None), self._lock
-                try:
-                    return work(item)
-                finally:
-                    _turn.lock = outer
-
-        return in_turn
-
-
-@contextmanager
-def idle() -> Iterator[None]:
-    """Wait for a disk inside. Threads that take turns with this one may compute meanwhile."""
-    lock: threading.Lock | None = getattr(_turn, "lock", None)
-    if lock is None:
-        yield
-        return
-    _turn.lock = None
-    lock.release()
-    try:
-        yield
-    finally:
-        lock.acquire()
-        _turn.lock = lock
-
-
-_turn = threading.local()
 
 
 class Helpers:

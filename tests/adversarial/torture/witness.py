@@ -140,19 +140,26 @@ class Copies:
             return
         for shard in store.shards():
             for record in store.records(shard):
-                if record.kind != "commit" or record.segment is None or record.segment.name in self._checked:
+                if record.segment is None or record.segment.name in self._checked:
                     continue
                 self._checked.add(record.segment.name)
-                path = self._store / "shards" / str(shard) / "seg" / record.segment.name
-                tensors = load_file(path)
+                path = self._store / "lanes" / str(shard) / "seg" / record.segment.name
+                try:
+                    tensors = load_file(path)
+                except FileNotFoundError:  # collected: its record stays until its writer's term has ended
+                    continue
                 ids = tensors["scarctl/partitions"].astype(np.int64)
+                steps = np.full(ids.size, record.step, dtype=np.int64)
+                if record.mixed:
+                    steps = step_of(tensors["scarctl/versions"])
                 for g, group in enumerate(layout.groups):
-                    mine = ids[(ids >= layout.base[g]) & (ids < layout.base[g + 1])]
+                    here = (ids >= layout.base[g]) & (ids < layout.base[g + 1])
                     keys = [group.key(t) for t in range(len(group.tensors))]
-                    for k, partition in enumerate(mine.tolist()):
+                    pairs = zip(ids[here].tolist(), steps[here].tolist(), strict=True)
+                    for k, (partition, step) in enumerate(pairs):
                         rows = slice(k * self._rows, (k + 1) * self._rows)
                         pieces = [tensors[key][rows] for key in keys]
-                        witness.check_values(partition, record.step, pieces, path.name)
+                        witness.check_values(partition, step, pieces, path.name)
                         self.count += 1
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from scarctl.errors import AccessDenied, Unavailable
 from scarctl.state.layout import Layout
-from scarctl.store import InDoubt, Store, verify
+from scarctl.store import InDoubt, Store, StoreWriter, verify
 from scarctl.store.backends.local_files import os_error
-from scarctl.store.format import SETTINGS, record_path, segment_path
+from scarctl.store.format import SETTINGS, segment_path
 from tests.store.helpers import Data, read_all
 from tests.store.test_fencing import Hooked, open_at
 
@@ -54,6 +54,12 @@ def check(folder: Folder, expected: dict[int, bytes]) -> None:
     assert verify(store, read_data=True).problems == []
 
 
+def record_of(writer: StoreWriter) -> str:
+    """Return the path of the newest record."""
+    assert writer.state.place is not None
+    return writer.state.place.path(0)
+
+
 @pytest.mark.parametrize("leave", [Folder.vanish, Folder.unmount])
 @pytest.mark.parametrize("earlier", [0, 1, 5])
 def test_right_after_a_record_was_made(
@@ -62,19 +68,19 @@ def test_right_after_a_record_was_made(
     data, ids = Data(layout), np.arange(layout.partitions)
     writer = open_at(str(folder.path), layout)
     for step in range(1, earlier + 1):
-        writer.commit(0, ids, data, step=step)
-    path = record_path(0, writer.states[0].seq + 1)
+        writer.commit(ids, data, step=step)
+    path = f"{writer.state.records + 1}.json"
     inner = writer.store.blobs
     writer.store.blobs = Hooked(inner, path, lambda: leave(folder), after=True)
     with pytest.raises(InDoubt):
-        writer.commit(0, ids, data, step=9)
+        writer.commit(ids, data, step=9)
     for _ in range(2):
         with pytest.raises(InDoubt, match="the store is missing"):
-            writer.commit(0, ids, Data(layout, 1), step=10)
+            writer.commit(ids, Data(layout, 1), step=10)
     folder.come_back()
     check(folder, data.all(ids.tolist()))
     newer = Data(layout, 2)
-    writer.commit(0, ids[:3], newer, step=11)
+    writer.commit(ids[:3], newer, step=11)
     check(folder, data.all(ids.tolist()) | newer.all([0, 1, 2]))
 
 
@@ -82,14 +88,14 @@ def test_right_after_a_record_was_made(
 def test_between_commits(folder: Folder, layout: Layout, leave: Callable[[Folder], None]) -> None:
     data, ids = Data(layout), np.arange(layout.partitions)
     writer = open_at(str(folder.path), layout)
-    writer.commit(0, ids, data, step=1)
+    writer.commit(ids, data, step=1)
     leave(folder)
     for _ in range(2):
         with pytest.raises(Unavailable):
-            writer.commit(0, ids, Data(layout, 1), step=2)
+            writer.commit(ids, Data(layout, 1), step=2)
     folder.come_back()
     newer = Data(layout, 2)
-    writer.commit(0, ids[:3], newer, step=3)
+    writer.commit(ids[:3], newer, step=3)
     check(folder, data.all(ids.tolist()) | newer.all([0, 1, 2]))
 
 
@@ -97,12 +103,12 @@ def test_it_comes_back_while_its_record_is_looked_for(folder: Folder, layout: La
     """The segment of an existing record is not deleted."""
     data, ids = Data(layout), np.arange(layout.partitions)
     writer = open_at(str(folder.path), layout)
-    writer.commit(0, ids, data, step=1)
-    path = record_path(0, writer.states[0].seq + 1)
+    writer.commit(ids, data, step=1)
+    path = f"{writer.state.records + 1}.json"
     inner = writer.store.blobs
     writer.store.blobs = Hooked(inner, path, folder.vanish, after=True)
     with pytest.raises(InDoubt):
-        writer.commit(0, ids, data, step=2)
+        writer.commit(ids, data, step=2)
 
     class ComesBack(Hooked):
         def has(self, name: str) -> bool:
@@ -110,12 +116,12 @@ def test_it_comes_back_while_its_record_is_looked_for(folder: Folder, layout: La
                 folder.come_back()
             return inner.has(name)
 
-    writer.store.blobs = ComesBack(inner, "", None)
+    writer.store.blobs = ComesBack(inner, "none", None)
     newer = Data(layout, 2)
-    with pytest.raises(InDoubt, match="appears and disappears"):
-        writer.commit(0, ids[:3], newer, step=3)
+    with pytest.raises(InDoubt, match="the folder is gone"):
+        writer.commit(ids[:3], newer, step=3)
     check(folder, data.all(ids.tolist()))
-    writer.commit(0, ids[:3], newer, step=3)
+    writer.commit(ids[:3], newer, step=3)
     check(folder, data.all(ids.tolist()) | newer.all([0, 1, 2]))
 
 
@@ -125,26 +131,21 @@ def test_it_is_away_while_the_answer_to_a_repeated_request_is_looked_into(
     """A network file system repeats a request and reports that the file exists: the segment is not deleted."""
     data, ids = Data(layout), np.arange(layout.partitions)
     writer = open_at(str(folder.path), layout)
-    writer.commit(0, ids, data, step=1)
-    path = record_path(0, writer.states[0].seq + 1)
+    writer.commit(ids, data, step=1)
+    path = f"{writer.state.records + 1}.json"
     inner = writer.store.blobs
 
     def repeated() -> None:
         folder.vanish()
         raise FileExistsError(errno.EEXIST, "already exists", path)
 
-    class ComesBack(Hooked):
-        def has(self, name: str) -> bool:
-            if name == SETTINGS and not folder.path.exists():
-                folder.come_back()
-            return inner.has(name)
-
-    writer.store.blobs = ComesBack(inner, path, repeated, after=True)
+    writer.store.blobs = Hooked(inner, path, repeated, after=True)
     newer = Data(layout, 2)
     with pytest.raises(InDoubt):
-        writer.commit(0, ids[:3], newer, step=2)
+        writer.commit(ids[:3], newer, step=2)
+    folder.come_back()
     check(folder, data.all(ids.tolist()) | newer.all([0, 1, 2]))
-    writer.commit(0, ids[3:5], newer, step=3)
+    writer.commit(ids[3:5], newer, step=3)
     check(folder, data.all(ids.tolist()) | newer.all([0, 1, 2, 3, 4]))
 
 
@@ -155,23 +156,23 @@ def test_it_may_not_be_looked_into_while_its_record_is_looked_for(
     """An unknown result is not a failure."""
     data, ids = Data(layout), np.arange(layout.partitions)
     writer = open_at(str(folder.path), layout)
-    writer.commit(0, ids, data, step=1)
+    writer.commit(ids, data, step=1)
     inner = writer.store.blobs
-    writer.store.blobs = Hooked(inner, record_path(0, writer.states[0].seq + 1), folder.vanish, after=True)
+    writer.store.blobs = Hooked(inner, f"{writer.state.records + 1}.json", folder.vanish, after=True)
     newer = Data(layout, 2)
     with pytest.raises(InDoubt):
-        writer.commit(0, ids[:3], newer, step=2)
+        writer.commit(ids[:3], newer, step=2)
 
     class Denied(Hooked):
         def has(self, name: str) -> bool:
             raise os_error(OSError(number, os.strerror(number)), name, "look for")
 
-    writer.store.blobs = Denied(inner, "", None)
+    writer.store.blobs = Denied(inner, "none", None)
     with pytest.raises(InDoubt, match=os.strerror(number)):
-        writer.commit(0, ids[3:5], newer, step=3)
+        writer.commit(ids[3:5], newer, step=3)
     writer.store.blobs = inner
     folder.come_back()
-    writer.commit(0, ids[3:5], newer, step=3)
+    writer.commit(ids[3:5], newer, step=3)
     check(folder, data.all(ids.tolist()) | newer.all([0, 1, 2, 3, 4]))
 
 
@@ -181,19 +182,19 @@ def test_a_disk_that_does_not_answer_has_lost_no_file(
 ) -> None:
     data, ids = Data(layout), np.arange(layout.partitions)
     writer = open_at(str(folder.path), layout)
-    writer.commit(0, ids, data, step=1)
+    writer.commit(ids, data, step=1)
     lstat = os.lstat
 
     def fails(path: Any, **options: Any) -> os.stat_result:
-        if str(path).endswith(record_path(0, writer.states[0].seq)):
+        if str(path).endswith(record_of(writer)):
             raise OSError(number, os.strerror(number))
         return lstat(path, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "lstat", fails)
         with pytest.raises(AccessDenied if number == errno.EACCES else Unavailable):
-            writer.store.blobs.has(record_path(0, writer.states[0].seq))
+            writer.store.blobs.has(record_of(writer))
     newer = Data(layout, 2)
-    writer.commit(0, ids[:3], newer, step=3)
+    writer.commit(ids[:3], newer, step=3)
     check(folder, data.all(ids.tolist()) | newer.all([0, 1, 2]))
     assert not writer.store.blobs.has(segment_path(0, "none"))

@@ -42,8 +42,8 @@ def test_a_single_writer_may_use_it(server: tuple[str, subprocess.Popen[str]]) -
     store = Store.create(server[0], assume_single_writer=True)
     layout = small_layout()
     data, everything = Data(layout), np.arange(layout.partitions)
-    with open_writer(store, layout=layout, shard_of=np.zeros(layout.partitions, np.int32)) as writer:
-        writer.commit(0, everything, data, step=3)
+    with open_writer(store, layout=layout) as writer:
+        writer.commit(everything, data, step=3)
     again = Store.open(server[0])
     assert read_all(again, again.state(0)) == (data.all(everything.tolist()), {})
 

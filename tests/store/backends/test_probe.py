@@ -122,6 +122,27 @@ def test_doctor_leaves_no_folder_that_it_made(tmp_path: Path) -> None:
     assert not (tmp_path / "not").exists()
 
 
+def test_a_client_that_remembers_what_was_absent_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a network file system does. Nothing that is acknowledged relies on it."""
+    absent: set[tuple[int, str]] = set()
+    real = LocalBlobs.has
+
+    def has(blobs: LocalBlobs, name: str) -> bool:
+        if (id(blobs), name) in absent:
+            return False
+        there = real(blobs, name)
+        if not there:
+            absent.add((id(blobs), name))
+        return there
+
+    monkeypatch.setattr(LocalBlobs, "has", has)
+    found = diagnose(str(tmp_path / "run"), rounds=1, large_bytes=1 << 20)
+    assert [check.name for check in found.checks if not check.ok] == ["absent-then-there"]
+    assert found.sound
+
+
 def test_an_interrupted_race_leaves_no_racer_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start, started = threading.Thread.start, []
 

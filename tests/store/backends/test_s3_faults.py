@@ -17,7 +17,6 @@ from scarctl.store.backends import remote_errors, s3
 from scarctl.store.backends.address import Address
 from scarctl.store.backends.connect import blobs_at
 from scarctl.store.backends.s3 import PART
-from scarctl.store.format import record_path
 from tests.store.helpers import Data, read_all, small_layout
 from tests.support.places import Place
 from tests.support.proxy import Fault, Proxy, Request
@@ -278,18 +277,18 @@ def test_a_commit_in_doubt_is_settled_by_the_next(place: Place, wire: Proxy) -> 
     layout, data = small_layout(), Data(small_layout())
     options = {**place.options, "scarctl_timeout": TIMEOUT}
     store = Store.create(place.url, storage_options=options)
-    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
-        writer.commit(0, writer.states[0].ids, data, step=1, sealed=True)
-        name = record_path(0, writer.states[0].seq + 1)
+    with open_writer(store, layout=layout) as writer:
+        writer.commit(writer.states[0].ids, data, step=1, sealed=True)
+        name = writer.term.place(writer.state.records + 1).path(0)
         for step, done in ((2, True), (4, False)):
             wire.rule = lambda request, done=done: (  # type: ignore[misc]
                 Fault(done=done) if request.method in ("PUT", "GET") and "/log/" in request.path else None
             )
             data.change([3], 4 + done)
             with pytest.raises(InDoubt):
-                writer.commit(0, np.array([3]), data, step=step)
+                writer.commit(np.array([3]), data, step=step)
             wire.rule = lambda request: None
-            writer.commit(0, np.array([3, 4]), data, step=step + 1)
+            writer.commit(np.array([3, 4]), data, step=step + 1)
         assert name in place.raw.names()
     store = Store.open(place.url, storage_options=place.options)
     assert read_all(store, store.state(0)) == (data.all(store.state(0).ids.tolist()), {})
@@ -299,14 +298,12 @@ def test_a_commit_in_doubt_is_settled_by_the_next(place: Place, wire: Proxy) -> 
 def test_a_late_answer_does_not_hide_that_another_has_taken_over(place: Place, wire: Proxy) -> None:
     layout, data = small_layout(), Data(small_layout())
     store = Store.create(place.url, storage_options=place.options)
-    older = open_writer(store, layout=layout, shard_of=layout.shards(1, 0))
-    older.commit(0, older.states[0].ids, data, step=1, sealed=True)
-    newer = open_writer(
-        Store.open(place.url, storage_options=place.options), layout=layout, shard_of=layout.shards(1, 0)
-    )
+    older = open_writer(store, layout=layout)
+    older.commit(older.states[0].ids, data, step=1, sealed=True)
+    newer = open_writer(Store.open(place.url, storage_options=place.options), layout=layout)
     wire.rule = times(1, RESET, "PUT", ".json")
     with pytest.raises(Fenced):
-        older.commit(0, np.array([1]), data, step=2)
+        older.commit(np.array([1]), data, step=2)
     older.close()
     newer.close()
 
@@ -318,8 +315,8 @@ def test_a_server_that_ignores_the_condition_is_refused(place: Place, wire: Prox
     assert place.raw.names() == []
     store = Store.create(place.url, storage_options=place.options, assume_single_writer=True)
     layout, data = small_layout(), Data(small_layout())
-    with open_writer(store, layout=layout, shard_of=layout.shards(1, 0)) as writer:
-        writer.commit(0, writer.states[0].ids, data, step=1, sealed=True)
+    with open_writer(store, layout=layout) as writer:
+        writer.commit(writer.states[0].ids, data, step=1, sealed=True)
     store = Store.open(place.url, storage_options=place.options)
     assert not store.blobs.exclusive
     assert read_all(store, store.state(0))[1] == {}

@@ -19,10 +19,10 @@ from scarctl.store import Blobs, Store, StoreWriter, open_writer, verify
 from scarctl.store.backends.address import Address
 from scarctl.store.backends.connect import blobs_at
 from scarctl.store.backends.probe import create_twice, probe_name, race
-from scarctl.store.format import SETTINGS, record_path, segment_path
+from scarctl.store.format import SETTINGS, dump_json, load_json, segment_path
 from scarctl.store.lock import NoLock
+from scarctl.store.usage import usage
 from tests.store.helpers import Data, read_all, small_layout
-from tests.support.log_per_shard import store_with_a_log_per_shard
 from tests.support.places import Place
 
 RNG = np.random.default_rng(7)
@@ -212,45 +212,38 @@ class StoreConformance:
     def create(self, place: Place, **settings: Any) -> Store:
         return Store.create(place.url, storage_options=place.options, **settings)
 
-    def create_two_logs(self, place: Place) -> Store:
-        return store_with_a_log_per_shard(place.url, storage_options=place.options, shards=2)
-
     def open(self, place: Place) -> Store:
         return Store.open(place.url, storage_options=place.options)
 
-    def write(self, store: Store, layout: Layout, shards: int = 1) -> StoreWriter:
-        return open_writer(store, layout=layout, shard_of=layout.shards(shards, 0))
+    def write(self, store: Store, layout: Layout) -> StoreWriter:
+        return open_writer(store, layout=layout)
 
     def test_what_is_committed_is_read_back(self, place: Place, layout: Layout) -> None:
         data = Data(layout)
-        with self.write(self.create_two_logs(place), layout, 2) as writer:
-            for shard in (0, 1):
-                writer.commit(shard, writer.states[shard].ids, data, step=1, sealed=True, extras={"n": shard})
-            some = writer.states[0].ids[::3]
+        with self.write(self.create(place, shards=2), layout) as writer:
+            writer.commit(writer.state.ids, data, step=1, sealed=True, extras={"n": 1})
+            some = writer.state.ids[::3]
             data.change(some.tolist(), 5)
-            writer.commit(0, some, data, step=2)
+            writer.commit(some, data, step=2)
         store = self.open(place)
-        assert store.shards() == [0, 1]
-        for shard in (0, 1):
-            state = store.state(shard, layout)
-            found, bad = read_all(store, state)
-            assert bad == {}
-            assert found == data.all(state.ids.tolist())
-            assert store.read_extras(state) == (state.version[-1] if shard else (1 << 40) + 1, {"n": shard})
+        assert store.shards() == [0]
+        state = store.state(0, layout)
+        assert read_all(store, state) == (data.all(state.ids.tolist()), {})
+        assert store.read_extras(state) == ((1 << 40) + 1, {"n": 1})
         assert verify(store, read_data=True).problems == []
-        assert store.usage({})["bytes"] == sum(
+        assert usage(store, {})["bytes"] == sum(
             len(place.raw.get(name)) for name in place.raw.names() if name != "lock"
         )
 
     def test_opening_again_fences_and_goes_on(self, place: Place, layout: Layout) -> None:
         data = Data(layout)
         with self.write(self.create(place), layout) as writer:
-            writer.commit(0, writer.states[0].ids, data, step=1, sealed=True)
+            writer.commit(writer.states[0].ids, data, step=1, sealed=True)
             first = writer.epoch
         with self.write(self.open(place), layout) as writer:
             assert writer.epoch > first
             data.change([0, 1], 3)
-            writer.commit(0, np.array([0, 1]), data, step=5)
+            writer.commit(np.array([0, 1]), data, step=5)
         state = self.open(place).state(0)
         assert (state.step, state.epoch) == (5, writer.epoch)
         assert read_all(self.open(place), state) == (data.all(state.ids.tolist()), {})
@@ -258,10 +251,10 @@ class StoreConformance:
     def test_a_damaged_copy_is_found_and_the_older_one_taken(self, place: Place, layout: Layout) -> None:
         data = Data(layout)
         with self.write(self.create(place), layout) as writer:
-            writer.commit(0, writer.states[0].ids, data, step=1, sealed=True)
+            writer.commit(writer.states[0].ids, data, step=1, sealed=True)
             before = data.partition(3)
             data.change([3], 9)
-            record = writer.commit(0, np.array([3]), data, step=2)
+            record = writer.commit(np.array([3]), data, step=2)
         assert record.segment is not None
         name = segment_path(0, record.segment.name)
         raw = bytearray(place.raw.get(name))
@@ -284,11 +277,11 @@ class StoreConformance:
     def test_a_roll_back(self, place: Place, layout: Layout) -> None:
         data = Data(layout)
         with self.write(self.create(place), layout) as writer:
-            record = writer.commit(0, writer.states[0].ids, data, step=1, sealed=True)
+            record = writer.commit(writer.states[0].ids, data, step=1, sealed=True)
             old = data.all(writer.states[0].ids.tolist())
             data.change([2, 4], 9)
-            writer.commit(0, np.array([2, 4]), data, step=2)
-            writer.roll_back({0: record.seq})
+            writer.commit(np.array([2, 4]), data, step=2)
+            writer.roll_back(record.seq)
         store = self.open(place)
         assert read_all(store, store.state(0)) == (old, {})
 
@@ -298,15 +291,15 @@ class StoreConformance:
         monkeypatch.setattr(Store, "take_lock", lambda self: NoLock())  # as on another host
         data = Data(layout)
         older = self.write(self.create(place), layout)
-        older.commit(0, older.states[0].ids, data, step=1, sealed=True)
+        older.commit(older.states[0].ids, data, step=1, sealed=True)
         newer = self.write(self.open(place), layout)
         before = place.raw.names()
         with pytest.raises(Fenced, match="newer writer"):
-            older.commit(0, np.array([1]), data, step=2)
+            older.commit(np.array([1]), data, step=2)
         assert place.raw.names() == before  # its segment is gone
-        newer.commit(0, np.array([1]), data, step=2)
+        newer.commit(np.array([1]), data, step=2)
         with pytest.raises(Fenced):
-            older.commit(0, np.array([1]), data, step=3)
+            older.commit(np.array([1]), data, step=3)
         older.close()
         newer.close()
         store = self.open(place)
@@ -318,7 +311,7 @@ class StoreConformance:
     ) -> None:
         monkeypatch.setattr(Store, "take_lock", lambda self: NoLock())
         data = Data(layout)
-        self.create_two_logs(place)
+        self.create(place)
         writers: list[StoreWriter] = []
         errors: list[BaseException] = []
         gate = threading.Barrier(3)
@@ -326,30 +319,47 @@ class StoreConformance:
         def run() -> None:
             gate.wait()
             try:
-                writers.append(self.write(self.open(place), layout, 2))
+                writers.append(self.write(self.open(place), layout))
             except BaseException as error:
                 errors.append(error)
 
         _all(run, 3)
-        assert all(isinstance(error, Contention) for error in errors)
+        assert all(isinstance(error, Contention | Fenced) for error in errors)
         assert len({writer.epoch for writer in writers}) == len(writers) >= 1
         newest = max(writers, key=lambda writer: writer.epoch)
         for writer in sorted(writers, key=lambda writer: writer.epoch):
-            for shard in (0, 1):
-                ids = writer.states[shard].ids
-                if writer is newest:
-                    writer.commit(shard, ids, data, step=4, sealed=True)
-                else:
-                    with pytest.raises(Fenced):
-                        writer.commit(shard, ids, data, step=9)
+            ids = writer.state.ids
+            if writer is newest:
+                writer.commit(ids, data, step=4, sealed=True)
+            else:
+                with pytest.raises(Fenced):
+                    writer.commit(ids, data, step=9)
         for writer in writers:
             writer.close()
         store = self.open(place)
         assert verify(store, read_data=True).problems == []
-        for shard in (0, 1):
-            state = store.state(shard)
-            assert (state.epoch, state.step) == (newest.epoch, 4)
-            assert read_all(store, state)[1] == {}
+        state = store.state(0)
+        assert (state.epoch, state.step) == (newest.epoch, 4)
+        assert read_all(store, state)[1] == {}
+
+    def test_a_store_that_was_removed_and_made_anew_fences_the_old_writer(
+        self, place: Place, layout: Layout, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Store, "take_lock", lambda self: NoLock())
+        data = Data(layout)
+        old = self.write(self.create(place), layout)
+        old.commit(old.state.ids, data, step=1, sealed=True)
+        settings = load_json(place.raw.get(SETTINGS), SETTINGS)
+        for name in place.raw.names():
+            place.raw.remove(name)
+        place.raw.put(SETTINGS, dump_json({**settings, "id": "ab" * 16}))
+        with self.write(self.open(place), layout) as new:
+            new.commit(new.state.ids, data, step=2)
+        before = place.raw.names()
+        with pytest.raises(Fenced):
+            old.commit(old.state.ids, data, step=3)
+        assert place.raw.names() == before
+        assert self.open(place).state(0).step == 2
 
     def test_creating_is_opening_what_is_there(self, place: Place) -> None:
         store = self.create(place, shards=3)
@@ -378,7 +388,7 @@ class StoreConformance:
     def test_a_store_without_its_settings_is_no_foreign_folder(self, place: Place) -> None:
         store = self.create(place)
         store.close()
-        for folder in ("layout", "shards"):
+        for folder in ("layout", "lanes"):
             place.raw.put(f"{folder}/0/x", b"x")
         place.raw.remove(SETTINGS)
         for use in (self.open, self.create):
@@ -393,11 +403,10 @@ class StoreConformance:
         self.create(place)
 
     def test_a_damaged_record_is_corruption(self, place: Place, layout: Layout) -> None:
-        with self.write(self.create(place), layout):
-            pass
-        raw = place.raw.get(record_path(0, 0))
-        place.raw.put(record_path(0, 0), raw.replace(b'"epoch":1', b'"epoch":2'))
-        with pytest.raises(Corruption, match=record_path(0, 0)):
+        with self.write(self.create(place), layout) as writer:
+            path = writer.term.place(1).path(0)
+        place.raw.put(path, place.raw.get(path).replace(b'"epoch":1', b'"epoch":2'))
+        with pytest.raises(Corruption, match=path):
             self.open(place).state(0)
         place.raw.put(SETTINGS, b"{}")
         with pytest.raises(ScarError, match=SETTINGS):
