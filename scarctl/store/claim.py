@@ -127,7 +127,7 @@ def look(store: Store, term: Term, records: tuple[Record, ...], segments: tuple[
     except FileNotFoundError:
         own = False
     names = [record.place.path(term.shard) for record in records] + list(segments)
-    if own and not blobs.has(term_path(term.shard, term.number + 1)) and all(map(blobs.has, names)):
+    if own and not blobs.has(term_path(term.shard, term.number + 1)) and all(blobs.each(blobs.has, names)):
         return
     require_store(store)
     raise overtaken(store, term.shard, term.number)

@@ -113,19 +113,20 @@ def diagnose(
     error: see `Diagnosis.sound`.
     """
     address = Address.parse(url, storage_options)
-    blobs = blobs_at(address)
-    with _ends(blobs, address, seconds):
-        return _diagnose(blobs, address, rounds, large_bytes, progress)
+    blobs, other = blobs_at(address), blobs_at(address, apart=True)
+    with _ends((blobs, other), address, seconds):
+        return _diagnose(blobs, other, address, rounds, large_bytes, progress)
 
 
 @contextmanager
-def _ends(blobs: Blobs, address: Address, seconds: float) -> Iterator[None]:
+def _ends(clients: tuple[Blobs, ...], address: Address, seconds: float) -> Iterator[None]:
     """End all waiting for the place after `seconds`, or after an interrupt; the cleanup's, too."""
     late = threading.Event()
 
     def hurry() -> None:
         late.set()
-        blobs.hurry()
+        for blobs in clients:
+            blobs.hurry()
 
     timer = threading.Timer(seconds, hurry)
     timer.daemon = True
@@ -145,8 +146,9 @@ def _ends(blobs: Blobs, address: Address, seconds: float) -> Iterator[None]:
 
 
 def _diagnose(
-    blobs: Blobs, address: Address, rounds: int, large_bytes: int, progress: Progress | None
+    blobs: Blobs, other: Blobs, address: Address, rounds: int, large_bytes: int, progress: Progress | None
 ) -> Diagnosis:
+    """Test with `blobs`, and with `other` as another client."""
     blobs.top()  # raises if the place does not exist
     found = Diagnosis(str(address.root or address.shown), address.root is not None, blobs.has("scarctl.json"))
     report = progress or (lambda _: None)
@@ -156,13 +158,15 @@ def _diagnose(
         found.checks.append(
             Check("exclusive-create", why is None, why or "creating a file twice fails the second time")
         )
-        blobs.exclusive = why is None
+        blobs.exclusive = other.exclusive = why is None
         if why is None:
             report(f"{RACERS} racers, {counted(rounds, 'round')}")
             found.checks.append(_races(blobs, folder, rounds, found))
         report("reading and listing after writing")
-        found.checks += [_read_after_write(blobs, folder), _list_after_write(blobs, folder)]
-        found.checks += [_seen_absent(blobs, address, folder), _unfinished(blobs, folder)]
+        found.checks.append(_read_after_write(blobs, folder))
+        found.checks += [_list_after_write(blobs, other, folder), _seen_absent(blobs, other, folder)]
+        found.checks.append(_unfinished(blobs, folder))
+        other.close()
         report("latency")
         found.small_put_seconds, found.small_get_seconds = _latency(blobs, folder)
         report("bandwidth")
@@ -223,30 +227,27 @@ def _read_after_write(blobs: Blobs, folder: str) -> Check:
     return Check("read-after-write", not stale, f"{10 - stale} of 10 reads returned the bytes just written")
 
 
-def _list_after_write(blobs: Blobs, folder: str) -> Check:
+def _list_after_write(blobs: Blobs, other: Blobs, folder: str) -> Check:
+    """List a folder after this and another client have created and deleted a file there."""
     stale = 0
     for number in range(10):
-        name = f"list-{number}"
-        blobs.create_exclusive(f"{folder}/{name}", [b"x"])
+        name, writer = f"list-{number}", (blobs, other)[number % 2]
+        writer.create_exclusive(f"{folder}/{name}", [b"x"])
         stale += (name, 1) not in blobs.files(folder)
-        blobs.delete(f"{folder}/{name}")
+        writer.delete(f"{folder}/{name}")
         stale += name in dict(blobs.files(folder))
-    return Check("list-after-write", not stale, f"{20 - stale} of 20 listings were up to date")
+    detail = f"{20 - stale} of 20 listings were up to date, half of them after another client's change"
+    return Check("list-after-write", not stale, detail)
 
 
-def _seen_absent(blobs: Blobs, address: Address, folder: str) -> Check:
+def _seen_absent(blobs: Blobs, other: Blobs, folder: str) -> Check:
     """Look for a file before and after another client has created it."""
-    other, stale = blobs_at(address), 0
-    try:
-        other.begin()
-        other.exclusive = blobs.exclusive
-        for number in range(5):
-            name = f"{folder}/absent-{number}"
-            blobs.has(name)
-            other.create_exclusive(name, [b"x"])
-            stale += not blobs.has(name)
-    finally:
-        other.close()
+    stale = 0
+    for number in range(5):
+        name = f"{folder}/absent-{number}"
+        blobs.has(name)
+        other.create_exclusive(name, [b"x"])
+        stale += not blobs.has(name)
     detail = f"{5 - stale} of 5 files that another client created were seen at once"
     return Check("absent-then-there", not stale, detail, needed=False)
 

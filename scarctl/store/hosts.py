@@ -173,7 +173,7 @@ def gone_hosts(records: Mapping[str, HostRecord], now: float, own: Collection[st
 
 
 def remove_hosts(store: Store, places: Iterable[str]) -> int:
-    """Remove records, and return how many there were. A host that lives writes its own again.
+    """Remove records, and return how many. A host that lives writes its own again. S3 does not tell which were absent.
 
     Raises AccessDenied, Unavailable, Corruption.
     """

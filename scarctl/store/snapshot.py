@@ -7,6 +7,7 @@ the opposite order, full record first, then the list of snapshots. So one of the
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -219,11 +220,14 @@ def delete_snapshot(store: Store, name: str) -> None:
 
     Raises UsageError (kind "no-snapshot").
     """
-    try:
-        store.blobs.delete(snapshot_path(check_snapshot_name(name)))
-    except FileNotFoundError:
-        raise UsageError(f"there is no snapshot {name!r} in {store.url}", kind="no-snapshot") from None
+    path = snapshot_path(check_snapshot_name(name))
+    there = store.blobs.has(path)
+    if there:
+        with contextlib.suppress(FileNotFoundError):  # another process has deleted it
+            store.blobs.delete(path)
     settle_snapshots(store)
+    if not there:
+        raise UsageError(f"there is no snapshot {name!r} in {store.url}", kind="no-snapshot")
 
 
 def settle_snapshots(store: Store) -> None:

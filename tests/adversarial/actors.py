@@ -70,9 +70,11 @@ class Watched:
         if hasattr(inner, "_once"):
             once = inner._once
 
-            def remote(*args: Any, **kwargs: Any) -> None:
-                once(*args, **kwargs)
-                lose(Refused(Fault(Meaning.BROKEN, "lost")))
+            def remote(*args: Any, **kwargs: Any) -> Any:
+                found = once(*args, **kwargs)
+                if kwargs.get("mode") == "create":
+                    lose(Refused(Fault(Meaning.BROKEN, "lost")))
+                return found
 
             inner._once = remote
         else:

@@ -1,4 +1,4 @@
-"""Add a deadline to calls that cannot be cancelled: they run in a thread that can be abandoned.
+"""Add a deadline to calls that cannot be cancelled: they run in threads that can be abandoned.
 
 A synchronous file system may wait in a socket for any time. Its calls run one after the other, because most such file
 systems are not thread-safe.
@@ -8,64 +8,46 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Aside:
-    """Runs calls in order, in a daemon thread that ends after the last one."""
+    """Runs calls one at a time, each in a daemon thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._working = False
+        self._turn = threading.Lock()
+        self._calls: set[Future[Any]] = set()
         self.left = False
-        """Whether new calls are refused."""
+        """Whether no call begins any more."""
 
-    def start(self, call: Callable[[], Any]) -> Future[Any]:
-        """Queue a call. Cancelling the future does not stop a call that has begun: see `leave`."""
-        future: Future[Any] = Future()
-        with self._lock:
-            if self.left:
-                future.cancel()
-                return future
-            self._calls.append((future, call))
-            if not self._working:
-                threading.Thread(target=self._work, name="scarctl-aside", daemon=True).start()
-                self._working = True
+    def start(self, call: Callable[[], T]) -> Future[T]:
+        """Begin a call when those before it have ended. Cancelling its future does not stop it, once it has begun."""
+        future: Future[T] = Future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        threading.Thread(target=self._run, args=(future, call), name="scarctl-aside", daemon=True).start()
         return future
 
     def leave(self) -> None:
-        """Refuse new calls, and cancel waiting ones: the current call may never return."""
-        with self._lock:
-            self.left = True
-            calls, self._calls = self._calls, deque()
-        for future, _ in calls:
+        """Cancel all calls, of which the current one may never return, and refuse new ones."""
+        self.left = True
+        for future in list(self._calls):
             future.cancel()
 
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                if not self._calls:
-                    self._working = False
-                    return
-                future, call = self._calls.popleft()
-            if not future.cancelled():
-                _settle(future, call)
-            del future, call  # otherwise they would live until the next call
-
-
-def _settle(future: Future[Any], call: Callable[[], Any]) -> None:
-    try:
-        result = call()
-    except BaseException as error:
-        _try(future.set_exception, error)
-    else:
-        _try(future.set_result, result)
-
-
-def _try(settle: Callable[[Any], None], value: Any) -> None:
-    with contextlib.suppress(InvalidStateError):  # the caller has stopped waiting
-        settle(value)
+    def _run(self, future: Future[T], call: Callable[[], T]) -> None:
+        with self._turn:
+            if self.left:
+                future.cancel()
+            if future.cancelled():
+                return
+            with contextlib.suppress(InvalidStateError):  # the caller has stopped waiting
+                try:
+                    result = call()
+                except BaseException as error:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)

@@ -1,7 +1,7 @@
 """Define the interface of backends, which keep a store's files by name.
 
-All guarantees rest on two operations: `writer`, for a large file with a unique name, and `create_exclusive`, for a
-small file that exactly one caller may create. Both return only when the bytes are durable.
+All guarantees rest on two operations: `writer`, for a large file under a name that nobody else uses, and
+`create_exclusive`, for a small file that exactly one caller may create. Both return only when the bytes are durable.
 """
 
 from __future__ import annotations
@@ -71,10 +71,7 @@ class BlobWriter(Protocol):
     def write(self, buffer: Buffer) -> None: ...
 
     def commit(self) -> None:
-        """Make the file durable under its name. If the context ends without it, no file appears.
-
-        Raises FileExistsError if the name is not unique, unless opening did.
-        """
+        """Make the file durable under its name. If the context ends without it, no file appears."""
 
 
 class Blobs(Protocol):
@@ -127,7 +124,10 @@ class Blobs(Protocol):
         """
 
     def writer(self, name: str) -> AbstractContextManager[BlobWriter]:
-        """Write a file whose name is unique. Raises FileExistsError if it is not."""
+        """Write a file under a name that no one else writes to: it is not looked whether it exists.
+
+        Raises FileExistsError if it does and this place tells.
+        """
 
     def create_exclusive(self, name: str, parts: Sequence[Buffer]) -> None:
         """Create a complete, durable file, if it is absent. Raises FileExistsError if it exists.
@@ -152,7 +152,7 @@ class Blobs(Protocol):
         """
 
     def delete(self, name: str) -> None:
-        """Delete a file. FileNotFoundError if absent."""
+        """Delete a file. Raises FileNotFoundError if it is absent and this place tells, which S3 does not."""
 
     def uploads(self) -> list[tuple[str, str]]:
         """Return unfinished uploads of the store as (name, token). They take space until committed or aborted.

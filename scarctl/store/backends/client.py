@@ -1,8 +1,9 @@
-"""Send requests to a file system of fsspec: create the client, retry requests, keep the deadline.
+"""Send requests to a file system of fsspec: create the client, repeat requests, keep the deadline.
 
-fsspec is imported here and in `scarctl.store.backends.s3`, and only for a remote store. The deadline holds for all file
-systems. A synchronous one cannot be cancelled: its calls run in a thread (`scarctl.store.backends.aside`). If it does
-not answer, that thread is abandoned with its connection, and the next call gets a new one.
+fsspec is imported here and in `scarctl.store.backends.s3`, and only for a remote store. One loop repeats requests, for
+all file systems: the repetitions of s3fs and botocore know no deadline, and FTP and SFTP have none. A call of a
+synchronous file system cannot be cancelled, so it runs in a thread (`scarctl.store.backends.aside`). If it does not
+return in time, that thread is abandoned with its connection, and the next call gets a new one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -32,8 +33,6 @@ log = logging.getLogger("scarctl")
 T = TypeVar("T")
 R = TypeVar("R")
 
-_GRACE = 0.5
-"""Seconds that a request may take to notice that it is cancelled."""
 _HURRIED = 0.2
 """Seconds that a request may take after `hurry`."""
 _SILENT = 5.0
@@ -78,11 +77,21 @@ class _Opened:
     aside: Aside = field(default_factory=Aside)
 
 
+@dataclass(eq=False, frozen=True, slots=True)
+class Call:
+    """A call that has begun, and its file system."""
+
+    opened: _Opened
+    future: Future[Any]
+
+
 class Client:
     """A file system and its requests. Thread-safe."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, *, apart: bool = False) -> None:
+        """apart: share no connections and caches with other clients."""
         self.address = address
+        self._apart = apart
         self._lock = threading.Lock()
         self._made: tuple[int, _Opened, str] | None = None
         self._helpers = Helpers()
@@ -90,7 +99,7 @@ class Client:
         self._answered = self._warned = False
         """Whether the service has ever answered, and whether a warning has said that it did not."""
         self._fault = ""
-        """The newest fault before its first answer."""
+        """The newest fault."""
         self._hurry = threading.Event()
 
     def close(self) -> None:
@@ -98,10 +107,6 @@ class Client:
         self._hurry.clear()
         with self._lock:
             self._made = None
-
-    @property
-    def _hurried(self) -> bool:
-        return self._hurry.is_set()
 
     def why_not_exclusive(self) -> str | None:
         """See `Blobs.why_not_exclusive`."""
@@ -122,10 +127,6 @@ class Client:
         """Return the parts of the address that a client depends on."""
         return self.address.url
 
-    def _reads(self, variable: str) -> bool:
-        """Return whether a client may depend on a variable of the environment."""
-        return True
-
     def _root(self, fs: Any) -> str:
         """Return the path of the store in the file system."""
         return str(fs._strip_protocol(self.address.url)).rstrip("/")
@@ -138,7 +139,9 @@ class Client:
             return self._made[1:]
 
     def _release(self, opened: _Opened) -> None:
-        """Abandon a connection that may be in use: the next call gets a new one."""
+        """Abandon the connection of a synchronous file system: it may be in use, so the next call gets a new one."""
+        if opened.fs.async_impl:
+            return
         opened.aside.leave()
         with self._lock:
             if self._made is not None and self._made[1] is opened:
@@ -147,13 +150,15 @@ class Client:
     def _shared(self) -> tuple[_Opened, str]:
         """Create a client. This is slow, so concurrent calls for the same client share it."""
         options = sorted((name, repr(value)) for name, value in self.address.options.items())
-        # Clients are shared only under the same environment, which the file system reads, too.
-        environment = hash(tuple(sorted(item for item in os.environ.items() if self._reads(item[0]))))
+        # Clients are shared only under the same environment, which the file system may read, too.
+        environment = hash(tuple(sorted(os.environ.items())))
         key = (os.getpid(), self._host(), self.address.timeout, environment, *options)
         with _open_lock:
-            opened = _open.get(key)
+            opened = None if self._apart else _open.get(key)
             if opened is None or opened.aside.left:
-                opened = _open[key] = _Opened(self._begin())
+                opened = _Opened(self._begin())
+                if not self._apart:
+                    _open[key] = opened
             return opened, self._root(opened.fs)
 
     def _begin(self) -> Any:
@@ -212,122 +217,102 @@ class Client:
         for future in list(self._running):
             future.cancel()
 
-    def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin work in the file system's own thread: `hurry` cancels it."""
-        return self._note(asyncio.run_coroutine_threadsafe(work, self._fs.loop))
+    def _request(
+        self,
+        method: str,
+        *args: Any,
+        patience: Patience | None = None,
+        begun: Call | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Call a method of the file system, and repeat it after faults that may pass, until the deadline.
+
+        begun: the first attempt, if it has begun.
+
+        Raises Refused.
+        """
+        patience = patience or Patience(self.address.timeout)
+        while True:
+            try:
+                return self._once(method, *args, patience=patience, begun=begun, **kwargs)
+            except Refused as refused:
+                fault = refused.fault
+            begun = None
+            pause = patience.pause() if fault.passing else None
+            if pause is None or self._hurry.wait(pause):
+                raise Refused(fault)
+
+    def _once(
+        self, method: str, *args: Any, patience: Patience, begun: Call | None = None, **kwargs: Any
+    ) -> Any:
+        """Call a method of the file system once. Raises Refused."""
+        try:
+            call = begun or self._start(method, *args, **kwargs)
+        except ScarError as error:
+            raise Refused(Fault(Meaning.BROKEN, error.kind)) from None  # the file system was open before
+        try:
+            found = self._wait(call.future, patience)
+            self._answered = True
+            return found
+        except Exception as error:
+            fault = understand(error)
+        except BaseException:
+            self._release(call.opened)
+            raise
+        self._answered |= not fault.passing  # otherwise it is the service's own answer
+        self._fault = fault.detail
+        if fault.passing:
+            self._release(call.opened)
+        raise Refused(fault)
+
+    def _start(self, method: str, *args: Any, **kwargs: Any) -> Call:
+        """Begin a call of a method of the file system: `hurry` cancels it."""
+        opened, _ = self._opened()
+        fs = opened.fs
+        if fs.async_impl:
+            work = getattr(fs, f"_{method}")(*args, **kwargs)
+            return Call(opened, self._note(asyncio.run_coroutine_threadsafe(work, fs.loop)))
+
+        def call() -> Any:
+            # The file system in memory checks first and then writes, so creations of all clients take turns.
+            with _create_lock if kwargs.get("mode") == "create" else contextlib.nullcontext():
+                return getattr(fs, method)(*args, **kwargs)
+
+        return Call(opened, self._note(opened.aside.start(call)))
 
     def _note(self, future: Future[T]) -> Future[T]:
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         return future
 
-    def _request(self, method: str, *args: Any, patience: Patience | None = None, **kwargs: Any) -> Any:
-        """Call a method of the file system, and retry after temporary faults. Raises Refused."""
-        fs, patience = self._fs, patience or Patience(self.address.timeout)
-        if fs.async_impl:
-            call = getattr(fs, f"_{method}")
-            return self._wait(self._start(self._insist(lambda: call(*args, **kwargs), patience)), patience)
-        while True:
-            try:
-                return self._call(method, args, kwargs, patience)
-            except Refused as refused:
-                fault = refused.fault
-            self._note_fault(fault, patience)
-            pause = patience.pause() if fault.passing else None
-            if pause is None or self._hurry.wait(pause):
-                raise Refused(fault)
-
-    def _once(self, method: str, *args: Any, patience: Patience, **kwargs: Any) -> None:
-        """Call a method of the file system in a single attempt. Raises Refused."""
-        fs = self._fs
-        if not fs.async_impl:
-            self._call(method, args, kwargs, patience)
-            return
-        try:
-            call = getattr(fs, f"_{method}")
-            self._wait(self._start(asyncio.wait_for(call(*args, **kwargs), patience.left)), patience)
-            return
-        except Refused:
-            raise
-        except Exception as error:
-            fault = understand(error)
-        raise Refused(fault)
-
-    def _call(self, method: str, args: Any, kwargs: Any, patience: Patience) -> Any:
-        """Call a method of a synchronous file system once. Raises Refused."""
-        try:
-            opened, _ = self._opened()
-        except ScarError as error:
-            raise Refused(Fault(Meaning.BROKEN, error.kind)) from None  # the file system was open before
-
-        def call() -> Any:
-            # The file system in memory checks first and then writes, so creations of all clients take turns.
-            with _create_lock if kwargs.get("mode") == "create" else contextlib.nullcontext():
-                return getattr(opened.fs, method)(*args, **kwargs)
-
-        try:
-            return self._wait(self._note(opened.aside.start(call)), patience)
-        except Refused as refused:
-            fault = refused.fault
-        except Exception as error:
-            fault = understand(error)
-        except BaseException:
-            self._release(opened)
-            raise
-        if fault.passing:
-            self._release(opened)
-        raise Refused(fault)
-
-    async def _insist(self, call: Callable[[], Awaitable[T]], patience: Patience) -> T:
-        while True:
-            try:
-                return await asyncio.wait_for(call(), patience.left)
-            except Exception as error:
-                fault = understand(error)
-            self._note_fault(fault, patience)
-            pause = patience.pause() if fault.passing else None
-            if pause is None:
-                raise Refused(fault)
-            await asyncio.sleep(pause)
-
     def _wait(self, future: Future[T], patience: Patience) -> T:
-        """Return the result of current work. Raises its error; Refused after the deadline."""
+        """Return the result of a call. Raises its error; TimeoutError after the deadline, or after `hurry`."""
         try:
-            elapsed = patience.seconds - patience.left
-            if not (self._answered or self._hurried) and patience.left > _SILENT:
-                wait([future], max(0.0, _SILENT - elapsed))
-                if not future.done():
-                    self._warn_silent(patience)
+            self._warn_if_silent(future, patience)
             # A later `hurry` cancels the future.
-            found = future.result(_HURRIED if self._hurried else patience.left + _GRACE)
-            self._answered = True
-            return found
+            return future.result(_HURRIED if self._hurry.is_set() else patience.left)
         except BaseException as error:
-            if future.done() and not future.cancelled():
-                raise
-            future.cancel()
-            if not isinstance(error, Exception):
-                raise
-        raise Refused(Fault(Meaning.BROKEN, "TimeoutError"))
+            future.cancel()  # without effect if it has ended
+            if isinstance(error, Exception) and future.cancelled():
+                raise TimeoutError from None
+            raise
 
-    def _note_fault(self, fault: Fault, patience: Patience) -> None:
-        """Note a failed attempt. A fault that will not pass is the service's own answer."""
-        self._answered |= not fault.passing
-        self._fault = fault.detail
-        if not self._answered and patience.seconds - patience.left >= _SILENT:
-            self._warn_silent(patience)
-
-    def _warn_silent(self, patience: Patience) -> None:
-        if not self._warned:
-            self._warned = True
-            log.warning(
-                "%s: the service has not answered for %.0f s%s. Waiting for another %.0f s at most: if it should "
-                "answer, check the address, the storage options (endpoint_url) and the network",
-                self.address.shown,
-                patience.seconds - patience.left,
-                f" ({self._fault})" if self._fault else "",
-                patience.left,
-            )
+    def _warn_if_silent(self, future: Future[Any], patience: Patience) -> None:
+        """Wait for the first answer of all, and warn once if it takes long."""
+        if self._answered or self._warned or self._hurry.is_set():
+            return
+        wait([future], min(max(0.0, _SILENT - patience.elapsed), patience.left))
+        if patience.elapsed < _SILENT or future.done():
+            return
+        self._warned = True
+        log.warning(
+            "%s: the service has not answered for %.0f s%s. Waiting for another %.0f s at most: if it should "
+            "answer, check the address, the storage options (endpoint_url) and the network",
+            self.address.shown,
+            patience.elapsed,
+            f" ({self._fault})" if self._fault else "",
+            patience.left,
+        )
 
 
 _open_lock = threading.Lock()

@@ -1,6 +1,7 @@
 """Keep a store's files on any file system of fsspec; `scarctl.store.backends.s3` handles S3.
 
-After an error of a request that creates a file, the file is read back: the request may have succeeded.
+After an error of a request that creates a file exclusively, the file is read back: the request may have succeeded.
+Other files have names that no other writer uses, so they are simply written.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from scarctl.errors import NoStore, ScarError, Unavailable
 from scarctl.store.backends.address import Address
-from scarctl.store.backends.base import BlobWriter, Buffer, InDoubt, RangeReader, as_bytes
+from scarctl.store.backends.base import BlobWriter, Buffer, RangeReader, as_bytes
 from scarctl.store.backends.client import Client, Refused
 from scarctl.store.backends.remote_errors import Fault, Meaning, Patience, fault_error, in_doubt
 from scarctl.store.format import TEMPORARY, corrupt
@@ -33,8 +34,8 @@ class FsspecBlobs(Client):
     gap = 64 << 10
     batch = 16 << 20
 
-    def __init__(self, address: Address) -> None:
-        super().__init__(address)
+    def __init__(self, address: Address, *, apart: bool = False) -> None:
+        super().__init__(address, apart=apart)
         self.exclusive = True
         """False: the store cannot create exclusively, and was created for a single writer."""
 
@@ -71,9 +72,9 @@ class FsspecBlobs(Client):
     def reader(self, name: str) -> Iterator[RemoteReader]:
         yield RemoteReader(self, name, self._size(name))
 
-    def _size(self, name: str, patience: Patience | None = None) -> int:
+    def _size(self, name: str) -> int:
         try:
-            found = self._request("info", self._path(name), patience=patience)
+            found = self._request("info", self._path(name))
         except Refused as refused:
             raise self._error(refused, name, "look at") from None
         if found["type"] != "file":
@@ -192,8 +193,6 @@ class FsspecBlobs(Client):
             if fault.meaning is not Meaning.EXISTS and not fault.passing:
                 if doubt:
                     raise in_doubt(self.where(name), fault.detail)
-                if fault.meaning is Meaning.ABSENT:  # the bucket, because the file need not exist
-                    fault = Fault(Meaning.NO_PLACE, fault.detail)
                 raise fault_error(fault, self.where(name), "create")
             doubt = True
             # The existing file may be this one: the answer was lost, or the server has repeated the request.
@@ -231,10 +230,7 @@ class FsspecBlobs(Client):
         try:
             self._request("pipe_file", self._path(name), data)
         except Refused as refused:
-            fault = refused.fault
-            if fault.meaning is Meaning.ABSENT:  # the bucket, because the file need not exist
-                fault = Fault(Meaning.NO_PLACE, fault.detail)
-            raise fault_error(fault, self.where(name), "write") from None
+            raise fault_error(refused.fault, self.where(name), "write") from None
 
     def settle(self, name: str, data: bytes) -> bool:
         # A delayed request may still create the file, so absence proves nothing. Creating it settles the doubt.
@@ -242,10 +238,8 @@ class FsspecBlobs(Client):
         return True
 
     def delete(self, name: str) -> None:
-        path, patience = self._path(name), Patience(self.address.timeout)
-        self._size(name, patience)  # raises for an absent file, which object stores would ignore
         try:
-            self._request("rm_file", path, patience=patience)
+            self._request("rm_file", self._path(name))
         except Refused as refused:
             raise self._error(refused, name, "delete") from None
 
@@ -292,9 +286,7 @@ class _Spool:
     """A file that is gathered on this machine, and sent when it is complete."""
 
     def __init__(self, blobs: FsspecBlobs, name: str, file: Any) -> None:
-        self._blobs = blobs
-        self._name = name
-        self._file = file
+        self._blobs, self._name, self._file = blobs, name, file
 
     def write(self, buffer: Buffer) -> None:
         try:
@@ -309,20 +301,17 @@ class _Spool:
 
     def commit(self) -> None:
         blobs, name = self._blobs, self._name
-        if blobs.has(name):
-            raise FileExistsError(errno.EEXIST, "already exists", blobs.where(name))
         try:
             self._file.flush()
             length = os.fstat(self._file.fileno()).st_size
             blobs._request("put_file", self._file.name, blobs._path(name))
-            if blobs._size(name) != length:
-                raise Unavailable(f"{blobs.where(name)}: its length differs from the written one")
+            if blobs._size(name) == length:
+                return
+            error: Exception = Unavailable(f"{blobs.where(name)}: its length differs from the written one")
         except Refused as refused:
-            error = blobs._error(refused, name, "write")
+            error = fault_error(refused.fault, blobs.where(name), "write")
         except (ScarError, OSError) as failed:
             error = failed
-        else:
-            return
-        with contextlib.suppress(ScarError, InDoubt, OSError):
+        with contextlib.suppress(ScarError, OSError):
             blobs.delete(name)  # a failure leaves an orphan that no record names
         raise error from None

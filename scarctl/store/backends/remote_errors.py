@@ -159,7 +159,7 @@ def fault_error(fault: Fault, what: str, doing: str) -> ScarError:
             return UsageError(reason, hint="check the store's address, the region and the storage options")
         case Meaning.UNSUPPORTED:
             return MissingGuarantee(reason, hint="this store lacks an operation that commits need")
-        case Meaning.NO_PLACE:
+        case Meaning.NO_PLACE | Meaning.ABSENT:  # files that are written or listed need not exist
             return Unavailable(
                 reason,
                 hint=f"the bucket was deleted or never created; {_SAFE} if it exists",
@@ -184,6 +184,11 @@ class Patience:
         self.seconds = seconds
         self._deadline = time.monotonic() + seconds
         self._pause = FIRST_PAUSE
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the beginning."""
+        return self.seconds - (self._deadline - time.monotonic())
 
     @property
     def left(self) -> float:

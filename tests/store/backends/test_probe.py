@@ -47,6 +47,57 @@ class Ignores(MemoryFileSystem):  # type: ignore[misc]
         super().pipe_file(path, value)
 
 
+class Remembers(MemoryFileSystem):  # type: ignore[misc]
+    """Remembers which files were absent, and forgets it only for what it writes itself."""
+
+    protocol = "remembers"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.absent: set[str] = set()
+
+    def info(self, path: str, **kwargs: Any) -> Any:
+        if path in self.absent:
+            raise FileNotFoundError(path)
+        try:
+            return super().info(path, **kwargs)
+        except FileNotFoundError:
+            self.absent.add(path)
+            raise
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        self.absent.discard(path)
+        if mode == "create" and path in self.store:
+            raise FileExistsError(path)
+        super().pipe_file(path, value)
+
+
+class RemembersLists(Remembers):
+    """Remembers what a folder had, and forgets it only when it changes the folder itself."""
+
+    protocol = "rememberslists"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lists: dict[str, Any] = {}
+
+    def info(self, path: str, **kwargs: Any) -> Any:
+        return MemoryFileSystem.info(self, path, **kwargs)
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        if path not in self.lists:
+            self.lists[path] = super().ls(path, detail, **kwargs)
+        return self.lists[path]
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        self.lists.clear()
+        super().pipe_file(path, value, mode)
+
+    def rm_file(self, path: str) -> None:
+        self.lists.clear()
+        super().rm_file(path)
+
+
 class NoLock:
     def __enter__(self) -> None: ...
 
@@ -122,25 +173,22 @@ def test_doctor_leaves_no_folder_that_it_made(tmp_path: Path) -> None:
     assert not (tmp_path / "not").exists()
 
 
-def test_a_client_that_remembers_what_was_absent_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("cls", "failed", "sound"),
+    [(Remembers, "absent-then-there", True), (RemembersLists, "list-after-write", False)],
+)
+def test_doctor_finds_what_a_client_remembers(
+    cls: type[MemoryFileSystem], failed: str, sound: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a network file system does. Nothing that is acknowledged relies on it."""
-    absent: set[tuple[int, str]] = set()
-    real = LocalBlobs.has
+    """A client's own changes are seen, another's are not. Only a list of snapshots has to be new."""
+    import fsspec
 
-    def has(blobs: LocalBlobs, name: str) -> bool:
-        if (id(blobs), name) in absent:
-            return False
-        there = real(blobs, name)
-        if not there:
-            absent.add((id(blobs), name))
-        return there
-
-    monkeypatch.setattr(LocalBlobs, "has", has)
-    found = diagnose(str(tmp_path / "run"), rounds=1, large_bytes=1 << 20)
-    assert [check.name for check in found.checks if not check.ok] == ["absent-then-there"]
-    assert found.sound
+    fsspec.register_implementation(cls.protocol, cls, clobber=True)
+    known = exclusive.CONDITIONAL | {(__name__, one.__qualname__) for one in (Remembers, RemembersLists)}
+    monkeypatch.setattr(exclusive, "CONDITIONAL", known)
+    found = diagnose(f"{cls.protocol}://{uuid.uuid4().hex}/run", rounds=1, large_bytes=1 << 20)
+    assert [check.name for check in found.checks if not check.ok] == [failed]
+    assert found.sound == sound
 
 
 def test_an_interrupted_race_leaves_no_racer_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

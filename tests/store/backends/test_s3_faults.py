@@ -130,14 +130,12 @@ def test_a_read_ends_at_its_deadline(hurried: Blobs, place: Place, wire: Proxy, 
             assert caught.value.retryable
 
 
-def test_an_operation_of_several_requests_has_one_deadline(hurried: Blobs, place: Place, wire: Proxy) -> None:
-    place.raw.put("a/x", b"data")
+def test_an_operation_of_several_requests_has_one_deadline(hurried: Blobs, wire: Proxy) -> None:
     slow = Fault(answer=(500, "InternalError"), after=0.6 * TIMEOUT)
-    answers = iter([slow])
-    wire.rule = lambda request: next(answers, None) if request.method == "HEAD" else Fault(after=20)
+    wire.rule = lambda request: slow if request.method == "PUT" else Fault(after=20)
     started = time.monotonic()
-    with pytest.raises(Unavailable):
-        hurried.delete("a/x")
+    with pytest.raises(InDoubt):
+        hurried.create_exclusive("a/x", [b"mine"])
     assert time.monotonic() - started < TIMEOUT + 1
 
 
@@ -214,9 +212,8 @@ def test_refused_before_and_after_a_doubt(blobs: Blobs, place: Place, wire: Prox
 
 @pytest.mark.parametrize("fault", [PASSING[1], LOST, PASSING[-1]], ids=str)
 def test_an_upload_survives_passing_faults(blobs: Blobs, place: Place, wire: Proxy, fault: Fault) -> None:
-    data = np.random.default_rng(1).bytes(2 * PART + 5)
-    for method in ("PUT", "POST"):
-        name = f"a/{method}"
+    for method, size in (("PUT", 5), ("PUT", 2 * PART + 5), ("POST", 2 * PART + 5)):
+        name, data = f"a/{method}-{size}", np.random.default_rng(1).bytes(size)
         wire.rule = times(2, fault, method, name)
         with blobs.writer(name) as out:
             out.write(data)
@@ -225,13 +222,15 @@ def test_an_upload_survives_passing_faults(blobs: Blobs, place: Place, wire: Pro
 
 
 def test_an_upload_that_fails_leaves_nothing(hurried: Blobs, place: Place, wire: Proxy) -> None:
-    data = np.random.default_rng(1).bytes(2 * PART + 5)
-
-    def write() -> None:
+    def write(size: int = 2 * PART + 5) -> None:
         with hurried.writer("a/x") as out:
-            out.write(data)
+            out.write(np.random.default_rng(1).bytes(size))
             out.commit()
 
+    wire.rule = lambda request: Fault((500, "InternalError"), done=True) if request.method == "PUT" else None
+    with pytest.raises(Unavailable):
+        write(5)
+    assert place.raw.names() == []
     wire.rule = lambda request: RESET if request.method == "PUT" else None
     with pytest.raises(Unavailable):
         write()
@@ -251,18 +250,19 @@ def test_an_upload_that_fails_leaves_nothing(hurried: Blobs, place: Place, wire:
 def test_memory_of_a_writer_is_bounded(blobs: Blobs, wire: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the server is, no more parts wait than are being sent."""
     under_way, most = [0], [0]
-    original = s3._Upload._put_part
+    fs = blobs._fs  # type: ignore[attr-defined]
+    original = fs._call_s3
 
-    async def counted(self: Any, number: int, data: bytes) -> Any:
-        under_way[0] += 1
+    async def counted(method: str, **asked: Any) -> Any:
+        part = method == "upload_part"
+        under_way[0] += part
         most[0] = max(most[0], under_way[0])
         try:
-            return await original(self, number, data)
+            return await original(method, **asked)
         finally:
-            under_way[0] -= 1
+            under_way[0] -= part
 
-    monkeypatch.setattr(s3._Upload, "_put_part", counted)
-    wire.rule = lambda request: None
+    monkeypatch.setattr(fs, "_call_s3", counted)
     block = bytes(PART)
     with blobs.writer("a/x") as out:
         for _ in range(9):
@@ -270,6 +270,22 @@ def test_memory_of_a_writer_is_bounded(blobs: Blobs, wire: Proxy, monkeypatch: p
             assert len(out._sending) <= s3.IN_FLIGHT  # type: ignore[attr-defined]
         out.commit()
     assert 1 < most[0] <= s3.IN_FLIGHT
+
+
+def test_only_records_and_claims_are_created_under_a_condition(place: Place, wire: Proxy) -> None:
+    """Nobody else uses the name of a segment."""
+    layout, data = small_layout(), Data(small_layout())
+    store = Store.create(place.url, storage_options=place.options)
+    with open_writer(store, layout=layout) as writer:
+        writer.commit(writer.states[0].ids, data, step=1, sealed=True)
+        wire.seen.clear()
+        writer.commit(np.array([1]), data, step=2)
+    sent = [(request.path.split("/")[6], request.headers) for request in wire.seen if request.method == "PUT"]
+    assert [(folder, "if-none-match" in headers) for folder, headers in sent] == [
+        ("seg", False),
+        ("log", True),
+    ]
+    assert len(wire.seen) == 8
 
 
 def test_a_commit_in_doubt_is_settled_by_the_next(place: Place, wire: Proxy) -> None:

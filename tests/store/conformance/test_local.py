@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scarctl.store import Blobs
 from tests.store.conformance.suite import BlobsConformance, StoreConformance
 from tests.support.places import Folder, Place
 
@@ -17,7 +18,12 @@ def place(tmp_path: Path) -> Place:
     return Place(str(root), Folder(root))
 
 
-class TestBlobs(BlobsConformance): ...
+class TestBlobs(BlobsConformance):
+    def test_a_segment_is_created_exclusively_because_that_is_free(self, blobs: Blobs, place: Place) -> None:
+        place.raw.put("a/x", b"there")
+        with pytest.raises(FileExistsError), blobs.writer("a/x"):
+            pass
+        assert place.raw.get("a/x") == b"there"
 
 
 class TestStore(StoreConformance): ...
