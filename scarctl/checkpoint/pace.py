@@ -14,7 +14,7 @@ from scarctl.config import SessionSettings
 from scarctl.errors import ScarError
 from scarctl.persist.saver import Saver
 from scarctl.policy.interval import Cadence
-from scarctl.policy.turns import DAY, MAX_TURN, Turn, Turns, per_day
+from scarctl.policy.turns import DAY, MAX_TURN, REQUESTS, Turn, Turns, per_day
 from scarctl.state.caveats import Caveats
 from scarctl.util.text import counted, human_bytes, span
 
@@ -190,7 +190,8 @@ class Pace:
         fixed = self.cadence.fixed
         if fixed is not None:
             turns = int(DAY / max(fixed * (self.cadence.step_seconds or 1.0), 1e-3))
-            what = f"a part every {counted(fixed, 'iteration')}: {per_day(turns * self._part_bytes, turns)}"
+            daily = per_day(turns * self._part_bytes, turns * REQUESTS)
+            what = f"a part every {counted(fixed, 'iteration')}: {daily}"
         elif not self.turns.known:
             return f"{text}. The store's speed is not known yet"
         else:

@@ -12,7 +12,7 @@ from scarctl.cli.output import EXIT_OK, emit, open_store, output_options, store_
 from scarctl.cli.units import Given, Size, Time
 from scarctl.config.options import DEFAULT_FRACTION, DEFAULT_MAX_LAG, DEFAULT_OVERHEAD
 from scarctl.errors import NoIntactCopy, UsageError
-from scarctl.policy.turns import MAX_TURN, REQUESTS, Turns
+from scarctl.policy.turns import MAX_TURN, Turns
 from scarctl.util.text import aligned, counted, span
 
 if TYPE_CHECKING:
@@ -173,10 +173,10 @@ def _turns(job: Job) -> Turns:
 
 def _store(turns: Turns) -> dict[str, Any]:
     """Return what the store gets in a day."""
-    nbytes, count = turns.daily
+    nbytes, requests = turns.daily
     return {
         "bytes_per_day": nbytes,
-        "requests_per_day": count * REQUESTS,
+        "requests_per_day": requests,
         "turn_seconds": turns.turn_seconds,
         "whole": turns.small,
     }

@@ -22,8 +22,8 @@ FULL_EVERY = 20.0
 MAX_TURN = 600.0
 """Seconds in which all of the state should reach the store once."""
 DAY = 86_400.0
-REQUESTS = 6
-"""Requests to a remote store per commit, about."""
+REQUESTS, REQUESTS_WHOLE = 13, 32
+"""Requests to a remote store per commit of a part, and of the whole state, about, collection included."""
 LEAST = 1 / 4
 """Least size of a hand-over, as a share of a turn's, from which the bandwidth is measured: smaller ones measure the
 store's fixed time per commit."""
@@ -31,9 +31,9 @@ store's fixed time per commit."""
 _NEW = 0.3  # weight of a new measurement
 
 
-def per_day(nbytes: int, turns: int) -> str:
-    """Return bytes and requests of a day in words. turns: hand-overs."""
-    return f"up to {human_bytes(nbytes)} and about {turns * REQUESTS:,} requests per day"
+def per_day(nbytes: int, requests: int) -> str:
+    """Return bytes and requests of a day in words."""
+    return f"up to {human_bytes(nbytes)} and about {requests:,} requests per day"
 
 
 class Turn(IntEnum):
@@ -170,12 +170,12 @@ class Turns:
 
     @property
     def daily(self) -> tuple[int, int]:
-        """Most bytes of the state that the store gets per day, and the number of its turns."""
+        """Most bytes of the state that the store gets per day, and the number of its requests."""
         if self.small:
             turns = DAY / self._max_lag
-            return int(self._state_bytes * turns), int(turns)
+            return int(self._state_bytes * turns), int(turns) * REQUESTS_WHOLE
         turns = DAY / max(self._seconds(self._part_bytes), 1.0)
-        return int(self._part_bytes * turns), int(turns)
+        return int(self._part_bytes * turns), int(turns) * REQUESTS
 
     @property
     def backlog_seconds(self) -> float:
@@ -185,11 +185,11 @@ class Turns:
     @property
     def told(self) -> str:
         """What the store gets, with bytes and requests per day, in words."""
-        nbytes, turns = self.daily
+        nbytes, requests = self.daily
         what = f"what changed most, all of the state in about {span(self.turn_seconds)}"
         if self.small:
             what = f"the whole state every {span(self._max_lag)}"
-        return f"{what}: {per_day(nbytes, turns)}"
+        return f"{what}: {per_day(nbytes, requests)}"
 
     def _seconds(self, nbytes: int) -> float:
         """Return the seconds that these bytes may take; 0 if nothing is known."""

@@ -60,7 +60,7 @@ def test_the_document_is_what_the_model_says(run: Run) -> None:
     # 100 GB at 80 % of 1 GB/s, an eighth of it at a time.
     assert document["store"]["turn_seconds"] == pytest.approx(125.0)
     assert document["store"]["bytes_per_day"] == pytest.approx(86_400 * 0.8e9, rel=1e-3)
-    assert (document["store"]["requests_per_day"], document["store"]["whole"]) == (5529 * 6, False)
+    assert (document["store"]["requests_per_day"], document["store"]["whole"]) == (5529 * 13, False)
     assert document["rival"] == "background"
     assert document["saves"] == pytest.approx(advice.rival.cost.total - advice.scar.cost.total)
     assert document["history"] is None
@@ -83,7 +83,7 @@ def test_it_says_when_it_pays_and_when_not(run: Run) -> None:
 def test_it_says_what_the_store_gets_in_a_day(run: Run) -> None:
     small = run("plan", *SMALL).stdout
     assert (
-        "the store gets the whole state every 30 s: up to 2.7 GiB and about 17,280 requests per day." in small
+        "the store gets the whole state every 30 s: up to 2.7 GiB and about 92,160 requests per day." in small
     )
     slow = run("plan", *LARGE, "--bandwidth", "100MB/s").stdout
     assert "all of the state in about 20.8 min" in slow

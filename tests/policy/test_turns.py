@@ -136,12 +136,12 @@ def test_what_a_store_gets_in_a_day() -> None:
     assert not turns.known
     turns.bandwidth = 100.0 * MB
     assert (turns.known, turns.bound) == (True, "bandwidth")
-    assert turns.daily == (2880 * 30 * MB, 2880)
-    assert turns.told == "the whole state every 30 s: up to 80.5 GiB and about 17,280 requests per day"
+    assert turns.daily == (2880 * 30 * MB, 2880 * 32)
+    assert turns.told == "the whole state every 30 s: up to 80.5 GiB and about 92,160 requests per day"
     large = Turns(state_bytes=STATE, part_bytes=PART, max_lag=30.0, max_bandwidth=10.0 * MB)
     large.bandwidth = 100.0 * MB
     assert (large.known, large.bound) == (True, "max_bandwidth")
-    assert large.daily == (8640 * PART, 8640)
+    assert large.daily == (8640 * PART, 8640 * 13)
     assert large.told.startswith("what changed most, all of the state in about 100 s: up to 804.7 GiB and ")
     assert large.due(0.0, STATE // 2) is Turn.WHOLE, "the first"
     assert large.backlog_seconds == 50.0
