@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scarctl.errors import Contention, Corruption, Fenced, ScarError, Unavailable
+from scarctl.errors import Contention, Corruption, Fenced, NoStore, ScarError, Unavailable
 from scarctl.store.backends.base import InDoubt
 from scarctl.store.format import MAX_RECORD, MAX_TERM, SETTINGS, shard_folder, term_path, terms_folder
 from scarctl.store.log import ShardLog
@@ -60,6 +60,7 @@ def claim(store: Store, shard: int, mine: set[str], *, above: int = 0) -> Claim:
     """
     log = store.log(shard)
     for _ in range(_ATTEMPTS):
+        _require_same(store, log, mine, above)
         term = Term(shard, max(log.terms(), default=0) + 1)
         if above and any(log.term(number).id not in mine for number in range(above + 1, term.number)):
             raise overtaken(store, shard, above)
@@ -134,12 +135,46 @@ def look(store: Store, term: Term, records: tuple[Record, ...], segments: tuple[
 
 
 def require_store(store: Store) -> None:
-    """Raise Unavailable while the whole store is away, like an unmounted folder: then missing files prove nothing."""
-    if not store.blobs.has(SETTINGS) or not store.log(store.lane).terms():
+    """Raise Unavailable while the whole store is away, like an unmounted folder: then missing files prove nothing.
+
+    Raises Fenced (`kind` "store-replaced") if another store is in its place.
+    """
+    there = store.blobs.has(SETTINGS)
+    if there:
+        _refuse_other(store)
+    if not there or not store.log(store.lane).terms():
         raise Unavailable(
             f"{store.where}: the store is missing",
             hint="is it mounted? Acknowledged commits are in it, and saving continues when it is back",
         )
+    _refuse_other(store)
+
+
+def _refuse_other(store: Store) -> None:
+    """Raise Fenced if another store is in the place of this one."""
+    with contextlib.suppress(NoStore, Corruption):  # which prove nothing
+        if store.is_replaced():
+            raise Fenced(
+                f"{store.where}: another store was made in the place of the one that this process saves to",
+                hint="stop this process: nothing more can be saved",
+                kind="store-replaced",
+            )
+
+
+def _require_same(store: Store, log: ShardLog, mine: set[str], above: int) -> None:
+    """Raise Fenced unless the store is the one that was opened; Unavailable while it is away.
+
+    A claim in another store, made in its place, would end the writer of that one. Only the moment until the claim's
+    file is made is left: no store can be removed and made again in it, unless this process stands still.
+    """
+    if not above:
+        _refuse_other(store)
+        return
+    with contextlib.suppress(FileNotFoundError):
+        if log.term(above).id in mine:
+            return
+    require_store(store)
+    raise overtaken(store, log.shard, above)
 
 
 def overtaken(store: Store, shard: int, number: int) -> Fenced:

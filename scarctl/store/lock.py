@@ -70,6 +70,11 @@ class StoreLock:
     def held(self) -> bool:
         return self._fd >= 0
 
+    @property
+    def deleted(self) -> bool:
+        """Whether the file that this holds was deleted: it has no name any more. A store that is moved keeps it."""
+        return self._fd >= 0 and os.fstat(self._fd).st_nlink == 0
+
     def release(self) -> None:
         """Free the lock. Does nothing the second time, or in a forked child."""
         fd, self._fd = self._fd, -1
@@ -81,6 +86,7 @@ class NoLock:
     """Replaces the lock at a remote store, where only epochs exclude a second writer."""
 
     held = True
+    deleted = False
 
     def release(self) -> None:
         """Do nothing: a remote store has no lock."""
@@ -100,6 +106,11 @@ class BothLocks:
     @property
     def held(self) -> bool:
         return self._shard.held
+
+    @property
+    def deleted(self) -> bool:
+        """See `StoreLock`."""
+        return self._store.deleted
 
     def release(self) -> None:
         """Free both. Does nothing the second time, or in a forked child."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.errors import LayoutMismatch, NoStore, SettingsConflict, UsageError
+from scarctl.errors import LayoutMismatch, NoStore, ScarError, SettingsConflict, UsageError
 from scarctl.state import codec
 from scarctl.state.layout import Layout
 from scarctl.store.backends.address import S3_SCHEMES, Address
@@ -89,6 +89,8 @@ class Store:
         self.part: Part | None = None
         """The lane of this view; None for a store with all lanes: see `of_shard`."""
         self._lock: Lock | None = None
+        self._taken: Lock | None = None
+        """The lock that was taken last. A writer may have it."""
         self._locked = self._closed = False
 
     @property
@@ -182,6 +184,26 @@ class Store:
         """Return the same store, opened again, without cached files."""
         return Store._open(self.address, self.blobs)
 
+    def is_replaced(self) -> bool:
+        """Return whether another store has been made in this one's place. Raises as `open` does."""
+        return self.again().id != self.id
+
+    def is_deleted(self) -> bool:
+        """Return whether this store was deleted for certain, so that it never comes back except from a copy of it.
+
+        Its lock, which this process holds, has no name any more, and its place holds no store, or another one. A store
+        that was moved, or whose file system was unmounted, keeps the lock's name. So a remote store, without a lock,
+        is never deleted for certain; nor is one on a network file system that keeps the names of open files.
+        """
+        if self._taken is None or not self._taken.deleted:
+            return False
+        try:
+            return self.is_replaced()
+        except NoStore:
+            return True
+        except ScarError:
+            return False
+
     def of_shard(self, shard: int, *, current: bool = False) -> Store:
         """Return the view of the store for the rank that saves to lane `shard`, without other lanes: see `Part`.
 
@@ -240,8 +262,12 @@ class Store:
     def take_lock(self) -> Lock:
         """Take the lock, from this store if it holds one. Give it back with `return_lock`. Raises Contention."""
         lock, self._lock = self._lock, None
-        if lock is not None and lock.held:
-            return lock
+        if lock is None or not lock.held:
+            lock = self._new_lock()
+        self._taken = lock
+        return lock
+
+    def _new_lock(self) -> Lock:
         if self.address.root is None:
             return NoLock()
         if self.part is None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -205,6 +207,62 @@ def test_a_writer_that_renews_its_term_does_not_take_over_from_a_newer_one(url: 
             attempt()
     go_on(newer, data)
     check(url, data.all(ids.tolist()))
+
+
+def remove(url: str) -> None:
+    """Remove a store, as `rm -rf` does."""
+    if "://" in url:
+        fsspec.filesystem("memory").rm(url.removeprefix("memory://"), recursive=True)
+    else:
+        shutil.rmtree(url)
+
+
+@pytest.mark.parametrize("what", ["commit", "seal", "repeat", "renew", "roll back", "collect", "open"])
+@pytest.mark.parametrize("new", ["created", "opened", "saved to"])
+def test_a_store_that_is_made_again_has_nothing_of_the_writer_of_the_removed_one(
+    url: str, layout: Layout, what: str, new: str
+) -> None:
+    """Its own writer is never told that a newer writer has come."""
+    data = Data(layout)
+    earlier, old = Store.open(url), open_at(url, layout)
+    go_on(old, data)
+    removed = old.state.seq
+    remove(url)
+    Store.create(url, shards=1)
+    newer, everything = Data(layout, 100), np.arange(layout.partitions)
+    writer = None if new == "created" else open_at(url, layout)
+    if writer is not None and new == "saved to":
+        writer.commit(everything, newer, step=0)
+    acts = {
+        "commit": lambda: old.commit(np.arange(3), data, step=100),
+        "seal": lambda: old.commit(old.state.ids, data, step=100, sealed=True),
+        "repeat": old.repeat,
+        "renew": old.renew,
+        "roll back": lambda: old.roll_back(removed),
+        "collect": lambda: Collector(old, floor=0).collect(),
+        "open": lambda: open_writer(earlier, layout=layout),
+    }
+    before = names(url)
+    for _ in range(2):
+        with pytest.raises(Fenced, match="another store was made") as info:
+            acts[what]()
+        assert info.value.kind == "store-replaced"
+        assert names(url) == before
+    writer = writer or open_at(url, layout)
+    writer.commit(everything, newer, step=1)
+    writer.renew()
+    writer.commit(np.arange(4), newer, step=2)
+    check(url, newer.all(everything.tolist()))
+
+
+def names(url: str) -> set[str]:
+    """Return the paths of all files of a store."""
+    store = Store.open(url)
+    return {
+        f"{folder}/{name}"
+        for folder in ("lanes/0/terms", "lanes/0/seg")
+        for name in store.blobs.names(folder)
+    }
 
 
 def test_no_way_back_to_what_was_given_up(url: str, layout: Layout) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 import stat
 import threading
@@ -21,11 +20,10 @@ from scarctl.errors import (
     Fenced,
     NoStore,
     SettingsConflict,
-    Unavailable,
     UsageError,
 )
 from scarctl.state.layout import Layout
-from scarctl.store import Collector, Store, StoreWriter, open_writer, verify
+from scarctl.store import Store, StoreWriter, open_writer, verify
 from scarctl.store.backends.base import Buffer
 from scarctl.store.backends.local import LocalBlobs
 from scarctl.store.foreign import near
@@ -241,29 +239,6 @@ def test_of_two_openings_at_one_time_the_later_claim_counts(
     assert other.epoch == 3
     assert summary(store.state(0)) == summary(other.state)
     other.close()
-
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_an_old_writer_writes_nothing_into_a_store_that_was_made_anew(
-    store: Store, layout: Layout, data: Data, begun: bool
-) -> None:
-    """The store is removed while a dead run's saver lives, and the same command starts again."""
-    old = open_writer(store, layout=layout)
-    old.commit(np.arange(layout.partitions), data, step=5)
-    shutil.rmtree(store.root)
-    new = Store.create(store.root)
-    if begun:
-        with open_writer(new, layout=layout) as writer:
-            writer.commit(np.arange(3), data, step=1)
-    before = files(store.root)
-    for _ in range(2):
-        with pytest.raises(Fenced if begun else Unavailable):
-            old.commit(np.arange(3), data, step=6)
-    with pytest.raises(Fenced if begun else Unavailable):
-        old.renew()
-    with pytest.raises(Fenced if begun else Unavailable):
-        Collector(old, floor=0).collect()
-    assert files(store.root) == before
 
 
 def test_a_term_that_was_claimed_without_a_record_is_passed(store: Store, layout: Layout, data: Data) -> None:
