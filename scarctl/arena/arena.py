@@ -38,6 +38,7 @@ from scarctl.arena.folder import (
     remove_files,
     reserve,
 )
+from scarctl.arena.gone import SITE, TOLD
 from scarctl.arena.header import (
     FIELDS,
     FIELDS_AT,
@@ -177,7 +178,7 @@ class Arena(Fields):
         except BeforeBoot as error:
             log.warning("%s: its pending copies are lost", error.message)
             clear_queue(folder)
-            for name in (FILE, LINE, OWNER):
+            for name in (FILE, LINE, OWNER, SITE, TOLD):
                 (folder / name).unlink(missing_ok=True)
             os.close(lock)
             return None
@@ -430,7 +431,7 @@ class Arena(Fields):
         Does nothing after `close`, and in a forked child: another process may own the arena by then.
         """
         if self._folder is not None and self._lock >= 0:
-            remove_files(self._folder, (FILE, LINE, OWNER, MOMENT))
+            remove_files(self._folder, (FILE, LINE, OWNER, MOMENT, SITE, TOLD))
         self.close()
 
 

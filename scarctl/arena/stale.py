@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scarctl.arena.folder import check_private, lock_folder
+from scarctl.arena.gone import SITE, TOLD, why_gone
 from scarctl.arena.header import FILE, MOMENT, OWNER
 from scarctl.arena.kinship import ASIDE
 from scarctl.arena.line import FILE as LINE
@@ -62,6 +63,8 @@ class StaleArena(Document):
     """Whether it no longer belongs to the store: see `scarctl.arena.kinship`."""
     aside: bool
     """Whether it was set aside: no session will use it again."""
+    gone: str | None
+    """Why its store is gone for good, in words; None unless that is certain: see `scarctl.arena.gone`."""
     owner: str | None
     """Host that the copy belongs to; None if the memory is this host's own."""
 
@@ -86,20 +89,25 @@ def survey(folder: Path, live: frozenset[str] = frozenset()) -> list[StaleArena]
     ]
 
 
-def reap(folder: Path, *, older_than: float = 0.0, live: frozenset[str] = frozenset()) -> list[StaleArena]:
-    """Remove the arenas of dead runs in the host folder that are durable or were set aside. Return them.
+def reap(
+    folder: Path, *, older_than: float = 0.0, live: frozenset[str] = frozenset(), run: str | None = None
+) -> list[StaleArena]:
+    """Remove the arenas of dead runs that are durable or were set aside, or whose store is gone. Return them.
 
     Also removes replicas of other hosts' arenas, a day after their last change, and what killed processes have left
     that were receiving an arena.
 
     older_than: only arenas without a change for that many seconds. live: replicas that their owners now send to.
+    run: only the arenas of the store with this id, all of its ranks.
 
     Failures are logged, never raised.
     """
     removed = []
     try:
         for path in run_folders(folder):
-            if path.name not in live and _age(path) >= older_than and (arena := _remove(path)) is not None:
+            if run is not None and not is_of(path.name, run):
+                continue
+            if path.name not in live and _age(path) >= older_than and (arena := reap_run(path)) is not None:
                 log.info("removed the arena of a dead run: %s, %d bytes", path, arena.bytes)
                 removed.append(arena)
         sweep_incoming(folder)
@@ -121,6 +129,12 @@ def has_unsaved(folder: Path, runs: tuple[str, ...]) -> bool:
             if view is not None and not view.alive and (view.pending or _handovers(path)):
                 return True
     return False
+
+
+def is_of(name: str, run: str) -> bool:
+    """Return whether a run's name is a store's, or that of a rank that saves to it. run: see `Store.run_id`."""
+    # A rank's name is the store's, followed by the number of its shard.
+    return name == run or name.startswith((f"{run}-", f"{run}."))
 
 
 def run_folders(folder: Path) -> Iterator[Path]:
@@ -160,6 +174,7 @@ def _look(path: Path, *, dead: bool = False) -> StaleArena | None:
         durable=pending == 0 and handovers == 0 and not foreign,
         foreign=foreign,
         aside=path.name.endswith(ASIDE),
+        gone=why_gone(path, view.place) if view is not None and owner is None else None,
         owner=owner.host if owner else None,
     )
 
@@ -185,8 +200,8 @@ def _is_foreign(path: Path, view: ArenaView) -> bool:
         return False
 
 
-def _remove(path: Path) -> StaleArena | None:
-    """Remove the arena, and return it; None if it stays because copies would be lost or its run is alive."""
+def reap_run(path: Path) -> StaleArena | None:
+    """Remove a run's arena, and return it; None if it stays, because copies would be lost or the run is alive."""
     try:
         lock = lock_folder(path, patience=0.0)
     except Contention:
@@ -196,17 +211,17 @@ def _remove(path: Path) -> StaleArena | None:
         return None
     try:
         arena = _look(path, dead=True)
-        if arena is None or not (arena.durable or arena.aside or arena.expired):
+        if arena is None or not (arena.durable or arena.aside or arena.expired or arena.gone):
             return None
-        if arena.aside or arena.expired:
+        if arena.aside or arena.expired or arena.gone:
             shutil.rmtree(path)
             return arena
         (path / FILE).unlink()
         for pattern in _LEFT:
             for file in path.glob(pattern):
                 file.unlink(missing_ok=True)
-        (path / LINE).unlink(missing_ok=True)
-        (path / OWNER).unlink(missing_ok=True)
+        for name in (LINE, OWNER, SITE, TOLD):
+            (path / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # damaged hand-overs stay, so that a person can inspect them
             path.rmdir()
         return arena

@@ -268,6 +268,8 @@ def _stale_line(arena: StaleArena) -> str:
         return f"{arena.store or arena.folder}: copy of the memory of {arena.owner}, {size}, step {arena.head_step}"
     if arena.pending_partitions is None:
         what = "cannot be read"
+    elif arena.gone is not None:
+        what = f"step {arena.head_step}, of a store that is gone: {arena.gone}"
     elif arena.aside:
         what = f"step {arena.head_step}, set aside: it no longer matches the store's state"
     elif arena.foreign:

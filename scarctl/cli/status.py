@@ -80,8 +80,8 @@ def command(place: str | None, store: str | None, follow: bool, every: float, ar
 
 def _look(wanted: str | None, arena_dir: str | None) -> list[Health]:
     """Return the health of the wanted store, or of all known here, worst first. Raises NoStore, AccessDenied."""
-    from scarctl.ops.health import LOSING, Finding, health_of, unreadable, worst_first
-    from scarctl.ops.known import daemon_here, known_stores, runs_of
+    from scarctl.ops.health import LOSING, Finding, gone, health_of, unreadable, worst_first
+    from scarctl.ops.known import daemon_here, known_stores, runs_of, say_once
     from scarctl.ops.survey import survey
     from scarctl.store.verdict import read_verdict
 
@@ -91,8 +91,8 @@ def _look(wanted: str | None, arena_dir: str | None) -> list[Health]:
         daemon = daemon_here(arena_dir)
     except ScarError as error:
         silent = error
-    places = [wanted] if wanted is not None else known_stores(daemon, arena_dir)
-    if not places:
+    places, lost = ([wanted], []) if wanted is not None else known_stores(daemon, arena_dir)
+    if not places and not lost:
         raise NoStore(
             "no run on this host saves to a store, and none has left copies in its memory",
             hint="name a store: `scarctl status STORE`",
@@ -110,6 +110,9 @@ def _look(wanted: str | None, arena_dir: str | None) -> list[Health]:
     if silent is not None:
         finding = Finding(LOSING, silent.kind, str(silent), "scarctl daemon status")
         found = [one.with_finding(finding) for one in found]
+    for one in lost:
+        found.append(gone(one.url, one.why, one.pid))
+        say_once(one)
     return list(worst_first(found))
 
 

@@ -39,7 +39,7 @@ def page(stores: Sequence[Health], width: int) -> list[str]:
 
 
 def _store(one: Health, width: int) -> Iterator[str]:
-    yield f"{_VERDICT[one.severity]}: {one.url}"
+    yield f"{'gone' if one.survey is None and one.well else _VERDICT[one.severity]}: {one.url}"
     view = one.survey
     if view is not None and view.layout is not None:
         who = "no run on this host" if view.run is None else _run(one)

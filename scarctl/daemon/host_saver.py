@@ -10,6 +10,7 @@ from pathlib import Path
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.queue import HandOverQueue
+from scarctl.arena.stale import reap_run
 from scarctl.errors import Corruption, ScarError, Unavailable, UsageError
 from scarctl.persist.evacuated import Evacuated
 from scarctl.persist.evacuation import Copies
@@ -109,7 +110,8 @@ class HostSaver(LocalSaver):
     def finish(self) -> bool:
         """Continue saving after `adopt`, even if the training process died during a pause. Never waits.
 
-        Returns whether all hand-overs are durable, or saving has stopped permanently.
+        Returns whether all hand-overs are durable, or saving has stopped permanently, or the store was deleted: what is
+        left in memory then stays there for a day, in case a copy of the store is put back.
         """
         if not self._lock.acquire(blocking=False):
             return False  # the training process's last request is still being served
@@ -130,6 +132,9 @@ class HostSaver(LocalSaver):
                     log.error("%s: the newest copies stay in memory only: %s", self.store.url, error)
                 thread.notify()
                 return False
+            if thread is not None and thread.store_deleted and thread.failure is None:
+                log.warning("%s: the store was deleted: saving for its dead run has ended", self.store.url)
+                return True
             return thread is None or thread.failure is not None or thread.settled
         finally:
             self._lock.release()
@@ -158,15 +163,24 @@ class HostSaver(LocalSaver):
                 self._loans -= 1
 
     def release(self) -> None:
-        """Finish the hand-over that is being written, and release the store. The arena stays for the next session."""
+        """Finish the hand-over that is being written, and release the store. The arena stays for the next session.
+
+        The arena of a dead run is removed if its store was deleted for certain, and another one is in its place:
+        nothing in it can ever be saved.
+        """
         with self._lock:
             self._released = True
+            failure = self.failure
+            replaced = failure is not None and failure.kind == "store-replaced"
+            lost = self._adopted and replaced and self.store.is_deleted()
             try:
                 self.close(Current.INTERRUPT if self.gives_way else Current.FINISH)
             finally:
                 self.store.close()
                 if self.arena is not None:
                     self.arena.close()
+                if lost and reap_run(self._folder) is not None:
+                    log.warning("%s: the memory of its dead run was removed", self.store.url)
 
     def _share(self) -> Arena | None:
         return Arena.share(self._folder, run_id=self.store.run_id)

@@ -17,7 +17,7 @@ from scarctl.arena.header import FILE
 from scarctl.arena.kinship import ASIDE
 from scarctl.arena.owner import read_owner
 from scarctl.arena.queue import HandOverQueue
-from scarctl.arena.stale import run_folders
+from scarctl.arena.stale import is_of, run_folders
 from scarctl.arena.view import peek
 from scarctl.daemon import client
 from scarctl.daemon.request import Request
@@ -164,13 +164,11 @@ def evacuate_host(
 
 def _runs(folder: Path, run_id: str | None, patience: float) -> list[RunStatus]:
     answer = client.ask_status(folder, patience=max(patience, _POLL))
-    return [] if answer is None else [run for run in answer["runs"] if _saves_to(run["id"], run_id)]
-
-
-def _saves_to(name: str, run_id: str | None) -> bool:
-    """Return whether a run's id belongs to a store, or to a rank that saves to it. run_id: None for any store."""
-    # A rank's id is the store's, followed by the number of its shard.
-    return run_id is None or name == run_id or name.startswith(f"{run_id}-")
+    return (
+        []
+        if answer is None
+        else [run for run in answer["runs"] if run_id is None or is_of(run["id"], run_id)]
+    )
 
 
 def _flush(folder: Path, runs: Sequence[RunStatus], deadline: float, seconds: float) -> dict[str, bool]:
@@ -296,6 +294,6 @@ def _only_in_memory(folder: Path, known: frozenset[str], run_id: str | None) -> 
         for path in run_folders(folder)
         if path.name not in known
         and not path.name.endswith(ASIDE)
-        and _saves_to(path.name, run_id)
+        and (run_id is None or is_of(path.name, run_id))
         and _waits(path)
     )

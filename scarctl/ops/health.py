@@ -34,9 +34,9 @@ _RANK: dict[Severity, int] = {NOTE: 0, AT_RISK: 1, LOSING: 2}
 _RISKS = ("behind", "turn")
 """Kinds of caveats that put the store's copies at risk of getting old."""
 _AGAIN = "start it again with the command that started it"
-_GONE = (
-    "a run has left copies for it in this host's memory: mount it, or move it back; if the run is over, "
-    "`scarctl daemon stop --reap` removes them"
+_AWAY = (
+    "a run has left copies for it in this host's memory: mount it, or move it back. If the run is over, remove the "
+    "folder that `scarctl daemon status --json` names"
 )
 
 
@@ -155,9 +155,18 @@ def unreadable(url: str, error: ScarError, *, remembered: bool = False) -> Healt
     unknown = ("store-without-settings", "damaged-settings", "no-store", "foreign-store")
     if error.kind in unknown or isinstance(error, UsageError):
         command = None  # none can open it
-    hint = _GONE if remembered and error.kind == "no-store" else error.hint
+    hint = _AWAY if remembered and error.kind == "no-store" else error.hint
     reason = f"{error.message}{f' ({hint})' if hint else ''}"
     return Health(url, (Finding(LOSING, error.kind, reason, command),), exit_code=error.exit_code)
+
+
+def gone(url: str, why: str, pid: int) -> Health:
+    """Return the health of a store that is gone, for which a dead process has left memory on this host."""
+    text = (
+        f"its store is gone: {why}. What process {pid} left in this host's memory can be saved nowhere. The daemon "
+        "removes it after a day"
+    )
+    return Health(url, (Finding(NOTE, "gone", text),))
 
 
 def health_of(view: Survey, runs: Iterable[RunStatus], rehearsed: Verdict | None = None) -> Health:

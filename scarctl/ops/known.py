@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
 from scarctl.arena.folder import host_folder
-from scarctl.arena.stale import run_folders
+from scarctl.arena.gone import TOLD, why_gone
+from scarctl.arena.owner import read_owner
+from scarctl.arena.stale import is_of, run_folders
 from scarctl.arena.view import peek
 from scarctl.daemon.client import ask_status
 from scarctl.daemon.status import DaemonStatus, RunStatus
+
+log = logging.getLogger("scarctl")
 
 _PATIENCE = 5.0
 
@@ -19,17 +27,47 @@ def daemon_here(arena_dir: str | None) -> DaemonStatus | None:
 def runs_of(daemon: DaemonStatus | None, run_id: str) -> list[RunStatus]:
     """Return the daemon's reports on the runs of one store: one process alone, or ranks with a shard each."""
     runs = daemon["runs"] if daemon is not None else []
-    return [run for run in runs if run["id"] == run_id or run["id"].startswith(f"{run_id}-")]
+    return [run for run in runs if is_of(run["id"], run_id)]
 
 
-def known_stores(daemon: DaemonStatus | None, arena_dir: str | None) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class GoneStore:
+    """A store that is gone for good, and memory that a dead run has left for it."""
+
+    url: str
+    why: str
+    """In words: see `scarctl.arena.gone`."""
+    pid: int
+    """Process id of the dead run."""
+    folder: Path
+    """Folder of its arena."""
+
+
+def known_stores(daemon: DaemonStatus | None, arena_dir: str | None) -> tuple[list[str], list[GoneStore]]:
     """Return the addresses of stores that runs on this host save to, or have left copies for, in order.
+
+    Then the stores of dead runs that are gone, of which `say_once` was not told yet.
 
     Raises AccessDenied if the folder of arenas belongs to another user.
     """
-    found = {run["store"] for run in daemon["runs"]} if daemon is not None else set()
+    runs = daemon["runs"] if daemon is not None else []
+    found, gone, saved = {run["store"] for run in runs}, [], {run["id"] for run in runs}
     for path in run_folders(host_folder(arena_dir)):
         view = peek(arena_dir, path.name)
-        if view is not None and view.place:
+        if view is None or not view.place:
+            continue
+        dead = path.name not in saved and not view.alive and read_owner(path) is None
+        why = why_gone(path, view.place) if dead else None
+        if why is None:
             found.add(view.place)
-    return sorted(found)
+        elif not (path / TOLD).exists():
+            gone.append(GoneStore(view.place, why, view.pid, path))
+    return sorted(found), gone
+
+
+def say_once(gone: GoneStore) -> None:
+    """Note that a user was told that a store is gone, so that it is not listed again."""
+    try:
+        (gone.folder / TOLD).touch(mode=0o600)
+    except OSError as error:
+        log.warning("%s: %s", gone.folder / TOLD, error.strerror)

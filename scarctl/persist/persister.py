@@ -186,6 +186,10 @@ class Persister:
         """The arena whose copies are saved."""
         return self._arena
 
+    def store_is_deleted(self) -> bool:
+        """See `Store.is_deleted`."""
+        return self._writer.store.is_deleted()
+
     @property
     def space(self) -> SpaceFields:
         """Bytes that saving and collecting have written, for display."""

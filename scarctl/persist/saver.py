@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.gone import note_site
 from scarctl.arena.kinship import require_kinship
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import ScarError, Unavailable
@@ -148,6 +149,7 @@ class LocalSaver:
         if not again:
             reconcile(arena, HandOverQueue(arena.folder, lambda: arena.taken), writer.states, writer.epoch)
         arena.begin_epoch(writer.epoch, again=again)
+        note_site(arena.folder, self.store)
         writer.accompany(arena)
         self.arena = arena
         self.stopped = True

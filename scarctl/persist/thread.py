@@ -94,6 +94,8 @@ class PersisterThread:
         """The newest failure since the last success."""
         self.failure: ScarError | None = None
         """The failure that halted the thread permanently; None while it works."""
+        self.store_deleted = False
+        """Whether the store was found deleted for certain at the newest failure: see `Store.is_deleted`."""
         self._damaged: Corruption | None = None
         """The fault of a damaged hand-over, until a later one has saved its copies and newer extras."""
         self._persister = persister
@@ -389,6 +391,7 @@ class PersisterThread:
         # The message is another one in each attempt: it names a new file.
         if self.last_error is None or self.last_error.kind != error.kind:
             log.warning("saving failed, %s: %s", "retrying" if _may_pass(error) else "giving up", error)
+        self.store_deleted = self._persister.store_is_deleted()
         self.last_error = error
         self.stats.errors += 1
         self._persister.arena.count_failed_save()

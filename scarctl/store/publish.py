@@ -144,6 +144,13 @@ class Publisher:
         pending = self._pending
         if pending is None:
             return None
+        try:
+            self._check_claim()
+        except Fenced:
+            self._pending = None
+            raise
+        except ScarError as error:
+            raise self._unknown(pending.record, error) from error
         self.publish(pending.record, pending.tail, again=True)
         return pending.record
 
@@ -176,14 +183,15 @@ class Publisher:
             raise
 
     def _unknown(self, record: Record, error: ScarError) -> InDoubt:
-        """Return the error for a record of which it is not known whether it counts."""
+        """Return the error for a record of which it is not known whether it counts. Raises Fenced if it never can."""
         try:
-            require_store(self.store)
+            self._require_store()
+        except Fenced:
+            raise
         except ScarError as away:
             error = away
         return InDoubt(
-            f"{self._where(record)}: it is not known whether it was written, and whether a newer writer has "
-            f"taken over ({error.message})",
+            f"{self._where(record)}: it is not known whether it counts ({error.message})",
             hint="acknowledged commits are safe; the next commit settles this one",
         )
 
@@ -196,13 +204,21 @@ class Publisher:
 
     def _check_claim(self) -> None:
         """Raise Fenced if the claim is gone, or another store's: nothing may be written there."""
-        try:
-            if self._blobs.read(self.term.path, MAX_TERM) == self.term.data:
-                return
-        except FileNotFoundError:
-            pass
-        require_store(self.store)
+        for again in (False, True):
+            with contextlib.suppress(FileNotFoundError):
+                if self._blobs.read(self.term.path, MAX_TERM) == self.term.data:
+                    return
+            if not again:
+                self._require_store()  # which may have come back just before
         raise self.fence()
+
+    def _require_store(self) -> None:
+        """See `require_store`. Remembers that another store is in the place of this one."""
+        try:
+            require_store(self.store)
+        except Fenced as replaced:
+            self._pending, self.dead = None, replaced
+            raise
 
     def fence(self) -> Fenced:
         """Return why this writer may not go on, and remember it."""

@@ -20,6 +20,7 @@ import pytest
 import scarctl
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder, host_folder
+from scarctl.arena.gone import TOLD, note_site
 from scarctl.arena.owner import Owner, write_owner
 from scarctl.cli.status import repeat
 from scarctl.cli.status_view import page
@@ -135,6 +136,26 @@ def test_a_store_that_is_gone_but_has_copies_here(run: Run, saved: Model, arena_
     Path("ckpt").rename("elsewhere")
     said = " ".join(run("status", code=3).stdout.split())
     assert "there is no store here (a run has left copies for it in this host's memory: mount it" in said
+
+
+@pytest.mark.leaves_arena
+def test_a_store_that_was_deleted_is_listed_once(run: Run, saved: Model, arena_dir: Path) -> None:
+    store = Store.open("ckpt")
+    layout = store.current_layout()
+    assert layout is not None
+    folder = arena_folder(str(arena_dir), store.run_id)
+    arena = Arena.create(folder, layout, run_id=store.run_id, epoch=1, place=store.where)
+    arena.take_over(0x7FFFFFF0)  # an id that no process has
+    arena.close()
+    note_site(folder, store)
+    Path("ckpt").rename("elsewhere")
+    (shown,) = run("status", "--json").document["stores"]
+    assert [(one["severity"], one["kind"]) for one in shown["findings"]] == [("note", "gone")]
+    assert run("status", "--json", code=10).error["kind"] == "nothing-known"
+    (folder / TOLD).unlink()
+    assert " ".join(run("status").stdout.split()).startswith(f"gone: {store.where} ")
+    Path("elsewhere").rename("ckpt")
+    assert run("status", code=3).stdout.startswith("AT RISK:")  # its process has died
 
 
 def test_what_cannot_be_saved_is_not_asked_for(trainer: Trainer, arena_dir: Path) -> None:

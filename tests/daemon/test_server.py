@@ -177,7 +177,7 @@ class TestOperations:
         assert run["last_error"]
         trainer.close(durable=False)
         trainer.queue.clear()
-        for name in ("arena", "line"):
+        for name in ("arena", "line", "site"):
             (trainer.arena.folder / name).unlink()
 
 

@@ -255,6 +255,28 @@ def test_a_store_that_is_made_again_has_nothing_of_the_writer_of_the_removed_one
     check(url, newer.all(everything.tolist()))
 
 
+def test_a_record_in_doubt_of_a_removed_store_is_given_up_once_another_one_is_in_its_place(
+    url: str, layout: Layout
+) -> None:
+    data, newer = Data(layout), Data(layout, 100)
+    old = open_at(url, layout)
+    old.commit(old.state.ids, data, step=1)
+    old.store.blobs = Hooked(old.store.blobs, "3.json", lambda: remove(url), after=True)
+    with pytest.raises(InDoubt, match="the store is missing"):
+        old.commit(np.arange(3), data, step=2)
+    with pytest.raises(InDoubt, match="the store is missing"):
+        old.commit(np.arange(3), data, step=3)
+    Store.create(url, shards=1)
+    writer = open_at(url, layout)
+    before = names(url)
+    for _ in range(2):
+        with pytest.raises(Fenced, match="another store was made"):
+            old.commit(np.arange(3), data, step=3)
+    assert names(url) == before
+    writer.commit(writer.state.ids, newer, step=1)
+    check(url, newer.all(writer.state.ids.tolist()))
+
+
 def names(url: str) -> set[str]:
     """Return the paths of all files of a store."""
     store = Store.open(url)

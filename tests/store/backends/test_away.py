@@ -99,7 +99,8 @@ def test_between_commits(folder: Folder, layout: Layout, leave: Callable[[Folder
     check(folder, data.all(ids.tolist()) | newer.all([0, 1, 2]))
 
 
-def test_it_comes_back_while_its_record_is_looked_for(folder: Folder, layout: Layout) -> None:
+@pytest.mark.parametrize("again", [False, True])
+def test_it_comes_back_while_its_record_is_looked_for(folder: Folder, layout: Layout, again: bool) -> None:
     """The segment of an existing record is not deleted."""
     data, ids = Data(layout), np.arange(layout.partitions)
     writer = open_at(str(folder.path), layout)
@@ -111,16 +112,28 @@ def test_it_comes_back_while_its_record_is_looked_for(folder: Folder, layout: La
         writer.commit(ids, data, step=2)
 
     class ComesBack(Hooked):
+        away = False
+
+        def read(self, name: str, limit: int) -> Any:
+            found = inner.read(name, limit)
+            if "/terms/" in name and self.away:
+                self.away = False
+                folder.vanish()
+            return found
+
         def has(self, name: str) -> bool:
             if name == SETTINGS and not folder.path.exists():
                 folder.come_back()
             return inner.has(name)
 
-    writer.store.blobs = ComesBack(inner, "none", None)
+    writer.store.blobs = blobs = ComesBack(inner, "none", None)
     newer = Data(layout, 2)
-    with pytest.raises(InDoubt, match="the folder is gone"):
-        writer.commit(ids[:3], newer, step=3)
-    check(folder, data.all(ids.tolist()))
+    if again:  # after the look at the claim
+        folder.come_back()
+        blobs.away = True
+        with pytest.raises(InDoubt, match="the folder is gone"):
+            writer.commit(ids[:3], newer, step=3)
+        check(folder, data.all(ids.tolist()))
     writer.commit(ids[:3], newer, step=3)
     check(folder, data.all(ids.tolist()) | newer.all([0, 1, 2]))
 
