@@ -139,7 +139,7 @@ class Job:
             # They end when all is in the store.
             while list(self.folder.glob(f"arena/{rank}/*/daemon.sock")):
                 if time.monotonic() > deadline:
-                    _daemon(self.folder / "arena" / str(rank), "stop")
+                    _daemon(self.folder / "arena" / str(rank), "stop", "--all")
                     break
                 time.sleep(0.05)
 
@@ -195,9 +195,9 @@ def _kill(job: Job, after: int, *, host: bool) -> float:
     return at
 
 
-def _daemon(arena: Path, action: str) -> str:
+def _daemon(arena: Path, *action: str) -> str:
     """Run `scarctl daemon`, and return its output."""
-    command = [sys.executable, "-m", "scarctl", "daemon", action, "--arena-dir", str(arena), "--json"]
+    command = [sys.executable, "-m", "scarctl", "daemon", *action, "--arena-dir", str(arena), "--json"]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout
 
 

@@ -162,13 +162,13 @@ def test_commands_work_where_torch_is_not_installed(wheel: Path, tmp_path: Path)
     assert run("inspect", "state.safetensors")["count"] == 1
     assert run("verify", "state.safetensors")["intact"]
     assert run("diff", "store", "state.safetensors", code=4)["different"] == 1
-    assert run("evacuate", "--deadline", "5s")["safe"]
+    assert run("evacuate", "--deadline", "5s", "--all")["safe"]
     run("prune", "--store", "store", "--dry-run")
     run("recover", "--store", "store", "--lost", "all", "--output", "lost.safetensors")
     assert not load_file(tmp_path / "lost.safetensors")["a"].any()
     run("export", "--store", "store", "out")
     run("daemon", "start")
-    run("daemon", "stop")
+    run("daemon", "stop", "--all")
     for needs in (
         ("checkpoint", "state.safetensors", "--store", "store", "--step", "2"),
         ("export", "--store", "store", "out.pt", "--format", "pt"),

@@ -64,7 +64,7 @@ def main() -> None:
         try:
             _photograph(browser)
         finally:
-            subprocess.run([*SCARCTL, "daemon", "stop"], check=False)
+            subprocess.run([*SCARCTL, "daemon", "stop", "--all"], check=False)
 
 
 def _photograph(browser: str) -> None:

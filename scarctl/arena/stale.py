@@ -69,6 +69,11 @@ class StaleArena(Document):
     """Host that the copy belongs to; None if the memory is this host's own."""
 
     @property
+    def removable(self) -> bool:
+        """Whether `reap` removes it."""
+        return self.durable or self.aside or self.expired or self.gone is not None
+
+    @property
     def expired(self) -> bool:
         """Whether it is a replica that was unchanged for a day: its host is gone, and no job has requested it.
 
@@ -90,7 +95,7 @@ def survey(folder: Path, live: frozenset[str] = frozenset()) -> list[StaleArena]
 
 
 def reap(
-    folder: Path, *, older_than: float = 0.0, live: frozenset[str] = frozenset(), run: str | None = None
+    folder: Path, *, older_than: float = 0.0, live: frozenset[str] = frozenset(), place: str | None = None
 ) -> list[StaleArena]:
     """Remove the arenas of dead runs that are durable or were set aside, or whose store is gone. Return them.
 
@@ -98,14 +103,14 @@ def reap(
     that were receiving an arena.
 
     older_than: only arenas without a change for that many seconds. live: replicas that their owners now send to.
-    run: only the arenas of the store with this id, all of its ranks.
+    place: only the arenas of stores at this place, of all ranks: see `is_at`.
 
     Failures are logged, never raised.
     """
     removed = []
     try:
         for path in run_folders(folder):
-            if run is not None and not is_of(path.name, run):
+            if place is not None and not is_at(path.name, place):
                 continue
             if path.name not in live and _age(path) >= older_than and (arena := reap_run(path)) is not None:
                 log.info("removed the arena of a dead run: %s, %d bytes", path, arena.bytes)
@@ -131,10 +136,9 @@ def has_unsaved(folder: Path, runs: tuple[str, ...]) -> bool:
     return False
 
 
-def is_of(name: str, run: str) -> bool:
-    """Return whether a run's name is a store's, or that of a rank that saves to it. run: see `Store.run_id`."""
-    # A rank's name is the store's, followed by the number of its shard.
-    return name == run or name.startswith((f"{run}-", f"{run}."))
+def is_at(name: str, place: str) -> bool:
+    """Return whether a run of this name, or its arena, is of a store at a place. place: see `Address.digest`."""
+    return name[32:].startswith(f".{place}")
 
 
 def run_folders(folder: Path) -> Iterator[Path]:
@@ -211,7 +215,7 @@ def reap_run(path: Path) -> StaleArena | None:
         return None
     try:
         arena = _look(path, dead=True)
-        if arena is None or not (arena.durable or arena.aside or arena.expired or arena.gone):
+        if arena is None or not arena.removable:
             return None
         if arena.aside or arena.expired or arena.gone:
             shutil.rmtree(path)

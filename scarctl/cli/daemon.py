@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scarctl.cli.given import refuse
+from scarctl.cli.given import chosen_place, refuse
 from scarctl.cli.output import (
     EXIT_OK,
     arena_option,
@@ -17,10 +17,11 @@ from scarctl.cli.output import (
     error_fields,
     note,
     output_options,
+    store_option,
     timeout_option,
     wants_json,
 )
-from scarctl.errors import ScarError, Unavailable, UsageError
+from scarctl.errors import Contention, ScarError, Unavailable, UsageError
 from scarctl.util.text import counted, human_bytes
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ Examples:
   scarctl daemon start
   scarctl daemon start --metrics-listen 9464
   scarctl daemon status --json
-  scarctl daemon stop --reap
+  scarctl daemon stop --store ckpt
+  scarctl daemon stop --all --reap
 """
 HOLD_SECONDS = 600
 _SHARDS_SHOWN = 32
@@ -58,6 +60,11 @@ _PATIENCE = 5.0
     metavar="[HOST:]PORT",
     help="With start: serve these figures to Prometheus. Without HOST: to this host only.",
 )
+@store_option(about="With stop: end saving for the dead runs of this store alone, of all ranks.")
+@click.option(
+    "--all", "everything", is_flag=True, help="With stop: end the daemon, and so saving for all runs."
+)
+@click.option("--dry-run", is_flag=True, help="With stop: only print what would be ended and removed.")
 @timeout_option("With stop: seconds to wait until the daemon has written its current segment.", default=30.0)
 @arena_option
 @output_options
@@ -66,19 +73,26 @@ def command(
     reap: bool,
     metrics: str | None,
     metrics_listen: str | None,
+    store: str | None,
+    everything: bool,
+    dry_run: bool,
     timeout: float,
     arena_dir: str | None,
 ) -> int:
     """Start, inspect or stop this host's daemon, which makes checkpoints durable.
 
     Sessions start it automatically. It ends when its last run is closed, or is dead and durable. After `start`, it ends
-    if no run attaches within ten minutes. `stop` lets it finish its current segment. The rest stays in the arenas, and
-    running sessions start another daemon.
+    if no run attaches within ten minutes. `stop` lets it finish its current segment. The rest stays in the arenas.
+
+    `stop --all` ends the daemon; running sessions start another one. `stop --store URL` ends saving for the runs of
+    one store whose process is dead. The daemon and all other runs go on. A run whose training is alive is refused,
+    because its session would begin again: stop the training instead.
     """
     from scarctl.arena.folder import host_folder
+    from scarctl.ops.known import unchosen
 
     if action != "stop":
-        refuse("reap", "timeout", why=f"requires stop, not {action}")
+        refuse("reap", "timeout", "store", "everything", "dry_run", why=f"requires stop, not {action}")
     if action != "start":
         refuse("metrics", "metrics_listen", why=f"requires start, not {action}")
     folder = host_folder(arena_dir)
@@ -86,7 +100,10 @@ def command(
         return _start(folder, metrics, metrics_listen)
     if action == "status":
         return _status(folder)
-    return _stop(folder, timeout, reap)
+    place = chosen_place(store, everything=everything)
+    if store is None and not everything:
+        raise unchosen("daemon stop", (_ask(folder) or {"runs": []})["runs"])
+    return _stop(folder, timeout, place, reap_too=reap, dry_run=dry_run)
 
 
 def _start(folder: Path, metrics: str | None, metrics_listen: str | None) -> int:
@@ -172,39 +189,67 @@ def _status(folder: Path) -> int:
     return code
 
 
-def _stop(folder: Path, timeout: float, reap_too: bool) -> int:
-    from scarctl.arena.stale import reap, survey
+def _stop(folder: Path, timeout: float, place: str | None, *, reap_too: bool, dry_run: bool) -> int:
+    from scarctl.arena.stale import is_at, reap, survey
+    from scarctl.daemon.client import ask, question
+    from scarctl.ops.known import described, runs_at
 
     answer = _ask(folder)
-    if answer is not None:
-        _end(folder, answer["pid"], timeout)
-    elif not reap_too:
+    runs = runs_at(answer, place)
+    if answer is None and not reap_too:
         raise _no_daemon()
-    reaped = reap(folder) if reap_too else []
-    attached = [run for run in answer["runs"] if run["phase"] == "attached"] if answer else []
-    stale = survey(folder, frozenset(run["id"] for run in attached))
+    if place is not None and not runs and not reap_too:
+        raise UsageError(
+            "the daemon saves nothing to this store",
+            hint="`scarctl daemon status` shows the runs",
+            kind="no-session",
+        )
+    alive = [run for run in runs if run["phase"] == "attached"]
+    if place is not None and alive:
+        raise Contention(
+            f"{described(alive[0])}: it would begin to save again", hint="stop the training instead"
+        )
+    if answer is not None and not dry_run:
+        for run in runs:
+            note(f"ending saving for {described(run)}")
+        if place is None:
+            question(folder, "stop", patience=_PATIENCE)
+        for run in runs if place is not None else ():
+            ask(folder, "release", patience=_PATIENCE, run=run["id"])
+        _await_end(folder, answer["pid"], None if place is None else {run["id"] for run in runs}, timeout)
+    kept = frozenset(run["id"] for run in runs_at(answer, None) if run in alive or run not in runs)
+    reaped = reap(folder, place=place, live=kept) if reap_too and not dry_run else []
+    stale = [arena for arena in survey(folder, kept) if place is None or is_at(arena.id, place)]
+    if dry_run and reap_too:
+        reaped = [arena for arena in stale if arena.removable]
+        stale = [arena for arena in stale if not arena.removable]
+    pid = answer["pid"] if answer else None
     fields = {
-        "pid": answer["pid"] if answer else None,
-        "live_runs": len(attached),
+        "pid": pid,
+        "dry_run": dry_run,
+        "runs": runs,
+        "live_runs": len(alive),
         "reaped": [arena.to_json() for arena in reaped],
         "stale": [arena.to_json() for arena in stale],
     }
-    lines = [f"daemon {answer['pid']} has ended" if answer else "no daemon was running"]
-    lines += [f"removed {arena.folder}, {human_bytes(arena.bytes)}" for arena in reaped]
+    would = "would be " if dry_run else ""
+    lines = [f"saving {would or 'has '}ended: {described(run)}" for run in runs]
+    if place is None:
+        lines.append(f"daemon {pid} {would or 'has '}ended" if answer else "no daemon was running")
+    lines += [f"{would}removed {arena.folder}, {human_bytes(arena.bytes)}" for arena in reaped]
     lines += [_stale_line(arena) for arena in stale]
     emit(fields, text="\n".join(lines))
-    if attached:
-        note(f"{counted(len(attached), 'live session')} will start another daemon")
+    if alive and not dry_run:
+        note(f"{counted(len(alive), 'live session')} will start another daemon")
     return EXIT_OK
 
 
-def _end(folder: Path, pid: int, timeout: float) -> None:
-    """Ask the daemon to end, and wait until it no longer answers. Raises Unavailable after `timeout` seconds."""
-    from scarctl.daemon.client import question
-
+def _await_end(folder: Path, pid: int, runs: set[str] | None, timeout: float) -> None:
+    """Wait until the daemon no longer answers, or no longer has these runs. Raises Unavailable after `timeout` s."""
     deadline = time.monotonic() + timeout
-    question(folder, "stop", patience=_PATIENCE)
     while (answer := _ask(folder)) is not None and answer["pid"] == pid:
+        if runs is not None and runs.isdisjoint(run["id"] for run in answer["runs"]):
+            return
         if time.monotonic() > deadline:
             raise Unavailable(
                 f"daemon {pid} still writes to a store after {timeout:g} s",

@@ -65,6 +65,10 @@ class DaemonStopped(TypedDict):
     """`scarctl daemon stop`."""
 
     pid: int | None
+    dry_run: bool
+    """Whether nothing was done, and the other fields say what would be."""
+    runs: list[RunStatus]
+    """The runs for which saving has ended."""
     live_runs: int
     reaped: list[StaleArena]
     stale: list[StaleArena]
@@ -99,6 +103,17 @@ class Evacuate(TypedDict):
     stores: list[EvacuatedStore]
     in_memory: list[str]
     """Folders of memory with copies or hand-overs that no daemon saves."""
+
+
+class EvacuatePlanned(TypedDict):
+    """`scarctl evacuate --dry-run`."""
+
+    deadline: float
+    dry_run: bool
+    runs: list[RunStatus]
+    """The runs that would be evacuated."""
+    in_memory: list[str]
+    """See `Evacuate`."""
 
 
 class InspectedStore(Survey):

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
+from scarctl.cli.given import chosen_place
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
     arena_option,
     emit,
     note,
-    open_store,
     output_options,
+    store_option,
 )
-from scarctl.config import describe
 from scarctl.util.text import human_bytes
 
 if TYPE_CHECKING:
+    from scarctl.daemon.status import RunStatus
     from scarctl.ops.evacuate import Host, Store
 
 EXAMPLES = """\b
 Examples:
-  scarctl evacuate --deadline 25s
+  scarctl evacuate --deadline 25s --all
   scarctl evacuate --deadline 100s --store ckpt --json
-  scarctl evacuate --deadline 25s --to node7
+  scarctl evacuate --deadline 25s --all --to node7
 """
 
 
@@ -36,33 +38,49 @@ Examples:
     metavar="DURATION",
     help="Time until the host shuts down, such as 25s or 2m. The command ends earlier.",
 )
-@click.option(
-    "--store", metavar="URL", help=f"{describe('store')} Default: all stores of this host's sessions."
-)
+@store_option(about="Evacuate the processes that save to this store, all of its ranks on this host.")
+@click.option("--all", "everything", is_flag=True, help="Evacuate all processes that save on this host.")
 @click.option(
     "--to",
     metavar="HOST",
     help="Host of the same job to save to first, then the store; `store`: the store alone. "
     "Default: the hosts that keep copies of this one's memory, then the store.",
 )
+@click.option("--dry-run", is_flag=True, help="Only print what would be evacuated.")
 @arena_option
 @output_options
-def command(deadline: str, store: str | None, to: str | None, arena_dir: str | None) -> int:
+def command(
+    deadline: str, store: str | None, everything: bool, to: str | None, dry_run: bool, arena_dir: str | None
+) -> int:
     """Save this host's memory to other hosts and the store, before the host shuts down.
 
     The sessions on this host bring their newest step into memory. Then the daemon sends what exists only here to
     the hosts that keep copies, and to the stores, in commits that end before the deadline. Partitions that changed
     most per byte come first. Each commit is safe once it is made, even if the host shuts down early. Training
-    continues without checkpoints.
+    continues without checkpoints until the deadline. So `--store URL` or `--all` says whose training that is.
 
     Exit code 0: all is safe. 3: partly safe; the command reports what would be lost, and the predicted rework.
     """
     from scarctl.config.checks import notice_of
-    from scarctl.ops.evacuate import evacuate_host
+    from scarctl.ops.evacuate import evacuate_host, evacuees
+    from scarctl.ops.known import described, unchosen
 
     seconds = notice_of("--deadline", deadline)
-    run_id = None if store is None else open_store(store).run_id
-    host = evacuate_host(seconds, arena_dir=arena_dir, run_id=run_id, to=to)
+    place = chosen_place(store, everything=everything)
+    if store is None and not everything:
+        raise unchosen("evacuate", *evacuees(arena_dir, None))
+    if dry_run:
+        runs, waiting = evacuees(arena_dir, place)
+        fields = {"deadline": seconds, "dry_run": True, "runs": runs, "in_memory": list(waiting)}
+        lines = [f"would evacuate {described(run)}" for run in runs] + _waiting_lines(waiting)
+        emit(fields, text="\n".join(lines) or "nothing would be evacuated")
+        return EXIT_OK
+
+    def told(runs: Sequence[RunStatus]) -> None:
+        for run in runs:
+            note(f"evacuating {described(run)}")
+
+    host = evacuate_host(seconds, arena_dir=arena_dir, place=place, to=to, before_it=told)
     fields = {
         "deadline": seconds,
         "safe": host.safe,
@@ -78,12 +96,16 @@ def command(deadline: str, store: str | None, to: str | None, arena_dir: str | N
 
 def _lines(host: Host) -> list[str]:
     lines = [line for store in host.stores for line in _of_store(store)]
-    unsaved = "copies or hand-overs that no daemon saves; the next session of that run on this host does"
-    lines += [f"{folder}: {unsaved}" for folder in host.in_memory]
+    lines += _waiting_lines(host.in_memory)
     return lines or [
         f"nothing to evacuate in {host.folder}: no session saves through the daemon there, and nothing waits in "
         "memory. A session with another arena_dir, or of another user, has another folder"
     ]
+
+
+def _waiting_lines(folders: Sequence[str]) -> list[str]:
+    unsaved = "copies or hand-overs that no daemon saves; the next session of that run on this host does"
+    return [f"{folder}: {unsaved}" for folder in folders]
 
 
 def _of_store(store: Store) -> list[str]:

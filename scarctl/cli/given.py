@@ -34,6 +34,15 @@ def required_store(place: str | None, store: str | None) -> str:
     return wanted
 
 
+def chosen_place(store: str | None, *, everything: bool) -> str | None:
+    """Return the place of `--store`; None with `--all`, which is needed to act on every run. Raises UsageError."""
+    from scarctl.ops.known import place_of
+
+    if everything and was_given("store"):
+        raise UsageError("--all acts on every run, --store on those of one store", hint="give one of them")
+    return None if everything or store is None else place_of(store)
+
+
 def refuse(*names: str, why: str, hint: str = "") -> None:
     """Raise UsageError for each of the options that is on the command line: "--every requires --watch"."""
     parameters = {parameter.name: parameter for parameter in click.get_current_context().command.params}

@@ -35,7 +35,7 @@ DOCUMENTS: dict[str, tuple[type, ...]] = {
     "daemon": (documents.DaemonStarted, documents.DaemonShown, documents.DaemonStopped),
     "diff": (workbench.Diff,),
     "doctor": (Diagnosis, PeerDiagnosis),
-    "evacuate": (documents.Evacuate,),
+    "evacuate": (documents.Evacuate, documents.EvacuatePlanned),
     "export": (Exported,),
     "inspect": (documents.InspectedStore, workbench.InspectedCheckpoint),
     "live checkpoint": (documents.LiveCheckpoint,),

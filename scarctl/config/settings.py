@@ -53,8 +53,8 @@ from scarctl.config.unknown import GROUPS
 from scarctl.errors import UsageError
 from scarctl.state.encodings import ENCODINGS, Encoding
 
-VERBS = frozenset(("atol", "finite", "full", "ignore", "into", "keep", "lost", "memory", "no_writer", "output", "reap",
-                   "rtol", "snapshot", "values", "weights", "yes"))  # fmt: skip
+VERBS = frozenset(("all", "atol", "finite", "full", "ignore", "into", "keep", "lost", "memory", "no_writer", "output",
+                   "reap", "rtol", "snapshot", "values", "weights", "yes"))  # fmt: skip
 """Options that name an action: they are accepted on the command line only, never from the environment or a file."""
 
 

@@ -255,7 +255,7 @@ def wait_until_released(folder: Path, run_id: str, seconds: float = RELEASE_SECO
             why = f": {run['last_error']}" if run.get("last_error") else ""
             raise Contention(
                 f"{run['store']}: the daemon is still saving the copies of process {run['pid']}, which has ended{why}",
-                hint="`scarctl daemon status` shows the progress; `scarctl daemon stop` leaves the rest in memory",
+                hint="`scarctl daemon status` shows the progress; `daemon stop --store URL` leaves the rest in memory",
             )
         time.sleep(_PAUSE)
 

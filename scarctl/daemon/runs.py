@@ -242,6 +242,22 @@ class Runs:
             self._obey(self.life.detached(run.id))
             self.changed.wait_for(lambda: self._runs.get(run.id) is not run, _PATIENCE)
 
+    def release(self, name: str) -> None:
+        """End the saving of a dead process's run. What waits stays in memory. Does nothing without such a run.
+
+        Raises Contention if its training process lives, which would begin again.
+        """
+        with self.changed:
+            run = self._runs.get(name)
+            if run is None:
+                return
+            if self.life.runs[name] is Phase.ATTACHED and run.in_use():
+                raise Contention(
+                    f"{run.store.url}: process {run.pid} trains, and would begin to save again",
+                    hint="stop the training, then this",
+                )
+            self._obey(self.life.detached(name))
+
     def hold(self, seconds: float) -> None:
         """Stay for `seconds` seconds without a run: a training process is about to start."""
         with self.changed:

@@ -175,7 +175,7 @@ class Daemon:
             if message.get("v") != protocol.VERSION and name not in protocol.EVERY_VERSION:
                 raise UsageError(
                     f"the daemon uses version {protocol.VERSION} of its protocol, not {message.get('v')!r:.40}",
-                    hint="`scarctl daemon stop` ends it; the next session starts a new one",
+                    hint="`scarctl daemon stop --all` ends it; the next session starts a new one",
                     kind="daemon-version",
                 )
             operation = _OPERATIONS.get(name) if isinstance(name, str) else None
@@ -366,6 +366,10 @@ class Daemon:
         """Return the status that `scarctl daemon status` shows."""
         return self._status()
 
+    def release(self, peer: _Peer, message: dict[str, Any]) -> None:
+        """End the saving of a dead process's run once the current write has ended. See `Runs.release`."""
+        self.runs.release(protocol.text(message, "run"))
+
     def stop(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """End the daemon once current writes have ended. Waiting hand-overs stay in the queues."""
         self.runs.stop()
@@ -425,6 +429,7 @@ _OPERATIONS: dict[str, _Operation] = {
     "answer": Daemon.answer,
     "answered": Daemon.answered,
     "hold": Daemon.hold,
+    "release": Daemon.release,
     "status": Daemon.status,
     "stop": Daemon.stop,
 }

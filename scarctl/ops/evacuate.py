@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,13 @@ from scarctl.arena.header import FILE
 from scarctl.arena.kinship import ASIDE
 from scarctl.arena.owner import read_owner
 from scarctl.arena.queue import HandOverQueue
-from scarctl.arena.stale import is_of, run_folders
+from scarctl.arena.stale import is_at, run_folders
 from scarctl.arena.view import peek
 from scarctl.daemon import client
 from scarctl.daemon.request import Request
 from scarctl.daemon.status import RunStatus
 from scarctl.errors import ScarError, UsageError
+from scarctl.ops.known import daemon_here, runs_at
 from scarctl.persist.evacuated import Evacuated, rework_of_all, why_mixed_ranks
 from scarctl.persist.evacuation import before, not_evacuated
 from scarctl.recovery.label import MEMBERS, NO_COMMIT
@@ -134,41 +135,39 @@ class Host:
 
 
 def evacuate_host(
-    seconds: float, *, arena_dir: str | None = None, run_id: str | None = None, to: str | None = None
+    seconds: float,
+    *,
+    arena_dir: str | None = None,
+    place: str | None = None,
+    to: str | None = None,
+    before_it: Callable[[Sequence[RunStatus]], None] = lambda _: None,
 ) -> Host:
     """Evacuate all processes that save through this host's daemon, in `seconds` at most. Return what is safe.
 
-    run_id: id of a store, to evacuate only its processes, all of its ranks. to: see `Session.evacuate`.
+    place: of a store, to evacuate only its processes, all of its ranks: see `scarctl.ops.known.place_of`. to: see
+        `Session.evacuate`. before_it: called with the runs, before anything is done.
 
     Raises UsageError (`kind` "no-session") if none of them saves to that store, unless copies for it wait in memory.
     Raises UsageError (`kind` "unknown-host") if none of them can use `to`; AccessDenied.
     """
     deadline = time.monotonic() + seconds
     folder = host_folder(arena_dir)
-    runs = _runs(folder, run_id, min(0.2 * seconds, _PATIENCE))
+    runs = runs_at(client.ask_status(folder, patience=max(min(0.2 * seconds, _PATIENCE), _POLL)), place)
+    before_it(runs)
     flushed = _flush(folder, [run for run in runs if run["phase"] == "attached"], deadline, seconds)
     processes = _evacuate(folder, runs, flushed, before(deadline, seconds), to)
     by_store: dict[str, list[Process]] = {}
     for process in processes:
         by_store.setdefault(process.store, []).append(process)
     known = frozenset(run["id"] for run in runs)
-    waiting = _only_in_memory(folder, known, run_id)
-    if run_id is not None and not runs and not waiting:
+    waiting = _only_in_memory(folder, known, place)
+    if place is not None and not runs and not waiting:
         raise UsageError(
             "no running session saves to this store through this host's daemon",
             hint="copies in the store are safe; `scarctl status` shows all stores that this host knows",
             kind="no-session",
         )
     return Host(tuple(Store(url, tuple(found)) for url, found in by_store.items()), waiting, str(folder))
-
-
-def _runs(folder: Path, run_id: str | None, patience: float) -> list[RunStatus]:
-    answer = client.ask_status(folder, patience=max(patience, _POLL))
-    return (
-        []
-        if answer is None
-        else [run for run in answer["runs"] if run_id is None or is_of(run["id"], run_id)]
-    )
 
 
 def _flush(folder: Path, runs: Sequence[RunStatus], deadline: float, seconds: float) -> dict[str, bool]:
@@ -287,13 +286,23 @@ def _waits(path: Path) -> bool:
     return view.pending > 0 or bool(HandOverQueue(path).numbers())
 
 
-def _only_in_memory(folder: Path, known: frozenset[str], run_id: str | None) -> tuple[str, ...]:
+def evacuees(arena_dir: str | None, place: str | None) -> tuple[list[RunStatus], tuple[str, ...]]:
+    """Return the runs that `evacuate_host` would evacuate, and the folders of `Host.in_memory` now. Changes nothing.
+
+    Raises Unavailable if the daemon does not answer.
+    """
+    runs = runs_at(daemon_here(arena_dir), place)
+    known = frozenset(run["id"] for run in runs)
+    return runs, _only_in_memory(host_folder(arena_dir), known, place)
+
+
+def _only_in_memory(folder: Path, known: frozenset[str], place: str | None) -> tuple[str, ...]:
     """Return the folders of arenas with waiting copies, except those of `known` runs and those set aside."""
     return tuple(
         str(path)
         for path in run_folders(folder)
         if path.name not in known
         and not path.name.endswith(ASIDE)
-        and (run_id is None or is_of(path.name, run_id))
+        and (place is None or is_at(path.name, place))
         and _waits(path)
     )

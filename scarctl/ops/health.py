@@ -166,7 +166,8 @@ def gone(url: str, why: str, pid: int) -> Health:
         f"its store is gone: {why}. What process {pid} left in this host's memory can be saved nowhere. The daemon "
         "removes it after a day"
     )
-    return Health(url, (Finding(NOTE, "gone", text),))
+    command = f"scarctl daemon stop --reap --store {shlex.quote(url)}"
+    return Health(url, (Finding(NOTE, "gone", text, command),))
 
 
 def health_of(view: Survey, runs: Iterable[RunStatus], rehearsed: Verdict | None = None) -> Health:

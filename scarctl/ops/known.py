@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from scarctl.arena.folder import host_folder
 from scarctl.arena.gone import TOLD, why_gone
 from scarctl.arena.owner import read_owner
-from scarctl.arena.stale import is_of, run_folders
+from scarctl.arena.stale import is_at, run_folders
 from scarctl.arena.view import peek
 from scarctl.daemon.client import ask_status
-from scarctl.daemon.status import DaemonStatus, RunStatus
+from scarctl.daemon.lifecycle import Phase
+from scarctl.daemon.status import DaemonStatus, RunStatus, part_of
+from scarctl.errors import UsageError
+from scarctl.store.backends.address import Address
+from scarctl.util.text import counted
 
 log = logging.getLogger("scarctl")
 
 _PATIENCE = 5.0
+_LISTED = 8
+"""Runs that an error names."""
 
 
 def daemon_here(arena_dir: str | None) -> DaemonStatus | None:
@@ -27,7 +34,40 @@ def daemon_here(arena_dir: str | None) -> DaemonStatus | None:
 def runs_of(daemon: DaemonStatus | None, run_id: str) -> list[RunStatus]:
     """Return the daemon's reports on the runs of one store: one process alone, or ranks with a shard each."""
     runs = daemon["runs"] if daemon is not None else []
-    return [run for run in runs if is_of(run["id"], run_id)]
+    return [run for run in runs if run["id"] == run_id or run["id"].startswith(f"{run_id}-")]
+
+
+def runs_at(daemon: DaemonStatus | None, place: str | None) -> list[RunStatus]:
+    """Return the daemon's reports on the runs that save to a place: see `is_at`; None: on all."""
+    runs = daemon["runs"] if daemon is not None else []
+    return [run for run in runs if place is None or is_at(run["id"], place)]
+
+
+def place_of(url: str) -> str:
+    """Return the place of a store, which need not be there: see `Address.digest`. Raises UsageError."""
+    return Address.parse(url).digest
+
+
+def described(run: RunStatus) -> str:
+    """Return a run of the daemon in words: its store, its process, and whether that lives."""
+    who = f", {part_of(run)}" if part_of(run) else ""
+    lives = "training" if run["phase"] == Phase.ATTACHED.value else "dead"
+    return f"{run['store']}{who}: process {run['pid']}, {lives}"
+
+
+def unchosen(command: str, runs: Sequence[RunStatus], folders: Sequence[str] = ()) -> UsageError:
+    """Return the error of a command that was not told on which of the host's runs to act."""
+    named = [described(run) for run in runs] + [f"memory in {folder}" for folder in folders]
+    more = f"; and {len(named) - _LISTED} more" if len(named) > _LISTED else ""
+    there = (
+        f"{counted(len(named), 'run')} here: {'; '.join(named[:_LISTED])}{more}"
+        if named
+        else "no run is here"
+    )
+    return UsageError(
+        f"{command} has to be told on which runs of this host to act; {there}",
+        hint="`--store URL` for those of one store, `--all` for all of them; with `--dry-run` it only says which",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ class Attack:
             ["inspect", "--store", store],
             ["inspect", "--store", store, "--json"],
             ["daemon", "status"],
-            ["daemon", "stop", "--reap"],
+            ["daemon", "stop", "--all", "--reap"],
             ["recover", "--lost", "0", "--store", store],
         ):
             self._command(case, yard, arguments)
@@ -140,7 +140,7 @@ class Attack:
             self._call(case, lambda: queue.pending())
         if "daemon" in case.name or "host" in case.name:
             self._call(case, lambda: client.connect(folder, patience=3).close())
-            self._command(case, yard, ["daemon", "stop"])
+            self._command(case, yard, ["daemon", "stop", "--all"])
 
     def _state(self, case: Case, yard: Yard) -> None:
         for arguments in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -38,13 +39,13 @@ def test_start_status_stop(run: Run, folder: Path) -> None:
     assert (told["running"], told["pid"], told["runs"], told["stale"]) == (True, started["pid"], [], [])
     assert 0 <= told["uptime_seconds"] < 60
     assert "0 runs" in run("daemon", "status").stdout
-    done = run("daemon", "stop", "--json").document
+    done = run("daemon", "stop", "--all", "--json").document
     assert (done["pid"], done["live_runs"], done["reaped"], done["stale"]) == (started["pid"], 0, [], [])
     assert status(folder) is None
 
 
 def test_without_a_daemon(run: Run, folder: Path) -> None:
-    assert run("daemon", "stop", "--json", code=17).error["kind"] == "no-daemon"
+    assert run("daemon", "stop", "--all", "--json", code=17).error["kind"] == "no-daemon"
     told = run("daemon", "status", "--json", code=17).document
     assert (told["running"], told["pid"], told["runs"], told["stale"]) == (False, None, [], [])
     assert told["error"]["kind"] == "no-daemon"
@@ -52,7 +53,7 @@ def test_without_a_daemon(run: Run, folder: Path) -> None:
     done = run("daemon", "status", code=17)
     assert done.stdout == ""
     assert "no daemon" in done.stderr
-    assert run("daemon", "stop", "--reap", "--json").document["reaped"] == []
+    assert run("daemon", "stop", "--all", "--reap", "--json").document["reaped"] == []
 
 
 def test_status_shows_runs_and_shards(run: Run, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
@@ -79,18 +80,83 @@ def test_status_shows_runs_and_shards(run: Run, folder: Path, arena_dir: Path, t
 def test_stop_with_a_live_session_says_so(run: Run, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
     trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save(trainer.everything, 1)
-    done = run("daemon", "stop")
+    done = run("daemon", "stop", "--all")
     assert "1 live session will" in done.stderr
     wait_until(lambda: trainer.phases() == ["attached"])
     trainer.close()
     assert_sound(tmp_path / "store")
 
 
+@pytest.mark.leaves_arena
+def test_stop_ends_what_it_was_told_to_and_nothing_else(
+    run: Run, folder: Path, arena_dir: Path, tmp_path: Path
+) -> None:
+    alive, dead = (Trainer(tmp_path / name, arena_dir) for name in ("alive", "dead"))
+    pid = os.getpid()
+    alive.save_durably(1)
+    dead.save_durably(1)
+    (tmp_path / "dead").rename(tmp_path / "away")  # so that the daemon goes on trying
+    dead.save(dead.everything, 2)
+    dead.die()
+    error = run("daemon", "stop", "--json", code=2).error
+    assert (
+        f"2 runs here: {tmp_path}/alive: process {pid}, training; {tmp_path}/dead: process"
+        in error["message"]
+    )
+    assert "--store URL" in error["hint"]
+    assert "--all" in error["hint"]
+    run("daemon", "stop", "--all", "--store", "dead", code=2)
+    run("daemon", "stop", "--store", "neither", code=2)
+    assert run("daemon", "stop", "--store", "alive", "--json", code=11).error["kind"] == "contention"
+    assert run("daemon", "stop", "--store", "alive", "--dry-run", "--json", code=11).error
+    for which, ids in (
+        ("--all", {alive.store.run_id, dead.store.run_id}),
+        ("--store dead", {dead.store.run_id}),
+    ):
+        told = run("daemon", "stop", *which.split(), "--reap", "--dry-run", "--json").document
+        assert (told["dry_run"], {one["id"] for one in told["runs"]}) == (True, ids)
+    assert (alive.phases(), dead.phases()) == (["attached"], ["orphaned"])
+    before = status(folder)
+    assert before is not None
+    done = run("daemon", "stop", "--store", "dead")
+    assert "ending saving for" in done.stderr
+    assert f"saving has ended: {tmp_path}/dead: process" in done.stdout
+    assert (alive.phases(), dead.phases()) == (["attached"], [])
+    alive.save_durably(2)
+    after = status(folder)
+    assert after is not None
+    assert after["pid"] == before["pid"]
+    # What it had in memory is there for the next run.
+    (tmp_path / "away").rename(tmp_path / "dead")
+    again = Trainer(tmp_path / "dead", arena_dir)
+    again.close()
+    assert set(again.stored()[0]) == {2}
+    alive.close()
+
+
+@pytest.mark.leaves_arena
+def test_the_memory_of_a_deleted_store_is_removed(
+    run: Run, folder: Path, arena_dir: Path, tmp_path: Path
+) -> None:
+    gone, kept = (Trainer(tmp_path / name, arena_dir) for name in ("gone", "kept"))
+    for trainer in (gone, kept):
+        trainer.save_durably(1)
+        trainer.die()
+    wait_until(lambda: (status(folder) or {"runs": []})["runs"] == [])
+    shutil.rmtree(tmp_path / "gone")
+    told = run("daemon", "stop", "--store", "gone", "--reap", "--dry-run", "--json").document
+    assert [one["gone"] for one in told["reaped"]] == ["it was deleted"]
+    assert gone.arena.folder.exists()
+    assert "removed" in run("daemon", "stop", "--store", "gone", "--reap").stdout
+    assert not gone.arena.folder.exists()
+    assert kept.arena.folder.exists()
+
+
 def test_stop_gives_up_waiting(run: Run, folder: Path) -> None:
     pid = run("daemon", "start", "--json").document["pid"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("scarctl.cli.daemon._ask", lambda *_: {"pid": pid, "runs": []})
-        error = run("daemon", "stop", "--timeout", 0.2, "--json", code=17).error
+        error = run("daemon", "stop", "--all", "--timeout", 0.2, "--json", code=17).error
     assert error["kind"] == "daemon-busy"
 
 
@@ -100,7 +166,7 @@ def test_a_daemon_that_does_not_answer(run: Run, folder: Path, monkeypatch: pyte
     os.kill(pid, signal.SIGSTOP)
     try:
         started = time.monotonic()
-        for action in (["start"], ["status"], ["stop"], ["stop", "--reap"]):
+        for action in (["start"], ["status"], ["stop", "--all"], ["stop", "--all", "--reap"], ["stop"]):
             error = run("daemon", *action, "--json", code=17).error
             assert error["kind"] == "daemon-silent"
             assert f"process {pid}, has not answered for 0.5 s" in error["message"]
@@ -108,7 +174,7 @@ def test_a_daemon_that_does_not_answer(run: Run, folder: Path, monkeypatch: pyte
         assert "has not answered" in run("daemon", "status", code=17).stderr
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert run("daemon", "stop", "--json").document["pid"] == pid
+    assert run("daemon", "stop", "--all", "--json").document["pid"] == pid
 
 
 def test_reap_removes_what_the_store_has_and_nothing_else(
@@ -138,7 +204,7 @@ def test_reap_removes_what_the_store_has_and_nothing_else(
     text = run("daemon", "status").stdout
     assert "completely in the store" in text
     assert "not in the store" in text
-    done = run("daemon", "stop", "--reap", "--json").document
+    done = run("daemon", "stop", "--all", "--reap", "--json").document
     assert [arena["id"] for arena in done["reaped"]] == [durable.store.run_id]
     assert [arena["id"] for arena in done["stale"]] == [waiting.store.run_id]
     assert not durable.arena.folder.exists()
@@ -295,9 +361,12 @@ class TestLive:
 
 def test_a_replica_without_a_daemon_is_a_copy_of_another_hosts_memory() -> None:
     """No process of this host left it, so none is named."""
-    replica = StaleArena("ab-1", "/s", "/m/ab-1", 2048, 1.0, 0, 619, 610, 4, 2, False, False, False, "node1")
+    replica = StaleArena(
+        "ab-1", "/s", "/m/ab-1", 2048, 1.0, 0, 619, 610, 4, 2, False, False, False, None, "node1"
+    )
     assert _stale_line(replica) == "/s: copy of the memory of node1, 2.0 KiB, step 619"
     own = replace(replica, owner=None, pid=812)
+    assert "of a store that is gone: it was deleted" in _stale_line(replace(own, gone="it was deleted"))
     assert _stale_line(own).startswith(
         "/s: left by process 812, 2.0 KiB, step 619, 4 partitions not in the store"
     )

@@ -48,7 +48,7 @@ def test_figures_of_a_run_in_a_file_and_over_http(
         assert open_samples(reply.read())["scarctl_durable_step"][0][1] == 3
     assert run("daemon", "start", "--metrics", file).stdout.count(str(file)) == 1, "as it was started"
     trainer.close()
-    run("daemon", "stop")
+    run("daemon", "stop", "--all")
     assert not file.exists(), "figures that no daemon updates"
 
 

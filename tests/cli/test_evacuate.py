@@ -51,7 +51,7 @@ def test_all_sessions_of_a_host(tmp_path: Path) -> None:
     with Forked(lambda t: trains(stores[0], t)) as one, Forked(lambda t: trains(stores[1], t)) as two:
         one.expect("ready")
         two.expect("ready")
-        code, found = evacuate("--deadline", "60s")
+        code, found = evacuate("--deadline", "60s", "--all")
         assert code == 0, found
         assert found["safe"]
         assert sorted(store["store"] for store in found["stores"]) == [str(store) for store in stores]
@@ -64,13 +64,31 @@ def test_all_sessions_of_a_host(tmp_path: Path) -> None:
 
 @pytest.mark.leaves_arena
 @pytest.mark.usefixtures("daemon_folder")
+def test_a_host_whose_runs_were_not_chosen(tmp_path: Path) -> None:
+    """They are named, and nothing is done to them."""
+    store = tmp_path / "store"
+    with Forked(lambda tell: trains(store, tell, 8)) as child:
+        child.expect("ready")
+        code, found = evacuate("--deadline", "60s")
+        assert code == 2
+        assert f"1 run here: {store}: process {child.pid}, training" in found["error"]["message"]
+        assert "`--store URL`" in found["error"]["hint"]
+        for choice in (["--all"], ["--store", str(store)]):
+            code, found = evacuate("--deadline", "60s", "--dry-run", *choice)
+            assert (code, found["dry_run"]) == (0, True)
+            assert [(run["pid"], run["store"]) for run in found["runs"]] == [(child.pid, str(store))]
+        assert evacuate("--deadline", "60s", "--store", str(tmp_path / "other"))[0] == 2
+
+
+@pytest.mark.leaves_arena
+@pytest.mark.usefixtures("daemon_folder")
 def test_a_session_that_does_not_answer(tmp_path: Path) -> None:
     """Its copies in memory are saved, and what is missing there is reported."""
     store = tmp_path / "store"
     with Forked(lambda tell: trains(store, tell, 8)) as child:
         child.expect("ready")
         child.signal(signal.SIGSTOP)
-        code, found = evacuate("--deadline", "5s")
+        code, found = evacuate("--deadline", "5s", "--all")
         assert code == 3
         (process,) = found["stores"][0]["processes"]
         assert process["flushed"] is False
@@ -87,7 +105,7 @@ def test_the_memory_of_a_process_that_was_killed(tmp_path: Path) -> None:
         child.expect("ready")
         child.signal(signal.SIGKILL)
         child.wait()
-        code, found = evacuate("--deadline", "60s")
+        code, found = evacuate("--deadline", "60s", "--all")
     assert code == 0, found
     assert found["safe"]
 
@@ -168,7 +186,7 @@ def test_the_log_says_why_what_is_safe_is_not_exact() -> None:
 
 
 def test_nothing_to_evacuate(tmp_path: Path) -> None:
-    assert evacuate("--deadline", "5") == (
+    assert evacuate("--deadline", "5", "--all") == (
         0,
         {
             "schema_version": 1,

@@ -35,9 +35,10 @@ def test_examples_on_a_running_session(run: Run, folder: Path) -> None:
 
 def test_examples_of_the_daemon(run: Run, folder: Path) -> None:
     """A free port replaces the shown one, which another program may have."""
-    start, publish, status, end = examples(run, "daemon")
+    start, publish, status, release, end = examples(run, "daemon")
     run(*start)
     assert run(*status).document["running"]
+    assert "saves nothing to this store" in run(*release, code=2).stderr
     run(*end)
     assert "/metrics" in run(*publish[:-1], "0").stdout
     run(*end)

@@ -19,7 +19,7 @@ PRINTED = {
     "daemon": "status",
     "diff": "ckpt state.safetensors",
     "doctor": "--store place --rounds 1",
-    "evacuate": "--deadline 5s",
+    "evacuate": "--deadline 5s --all",
     "export": "--store ckpt out",
     "inspect": "--store ckpt",
     "plan": "--bandwidth 2GB --mtbf 6h --state-bytes 1GB --step-time 1 --peers 1 --hosts 4",

@@ -38,7 +38,7 @@ def test_a_server_that_waits_for_requests_loses_nothing_with_its_host(alone: Hos
         assert two.programs.pop(0).wait() == -signal.SIGTERM
         shutil.rmtree(two.home("east") / f"scarctl-{os.getuid()}" / Store.open(two.store).of_shard(0).run_id)
     else:
-        command = ("evacuate", "--deadline", "20s", "--arena-dir", str(two.home("east")), "--json")
+        command = ("evacuate", "--deadline", "20s", "--all", "--arena-dir", str(two.home("east")), "--json")
         done = scarctl_command(*command)
         assert done.exit_code == 0, done.output
         (store,) = json.loads(done.stdout)["stores"]

@@ -33,11 +33,12 @@ def test_slurms_signal_to_the_batch_script(tmp_path: Path, options: str) -> None
     text = (ROOT / "docs" / "evacuation.md").read_text()
     recipe = text[text.index("#SBATCH --signal") :].partition("```")[0]
     assert "srun python train.py" in recipe
-    recipe = recipe.replace("--deadline 50s", "--deadline 60s" + " || true" * bool(options)).replace(
+    store = tmp_path / "store"
+    recipe = recipe.replace("50s --store ckpt", f"60s --store {store}" + " || true" * bool(options)).replace(
         "wait $training ||", "echo ready; wait $training ||"
     )
     go = tmp_path / "go"
-    with Forked(lambda tell: trains(tmp_path / "store", tell)) as child:
+    with Forked(lambda tell: trains(store, tell)) as child:
         child.expect("ready")
         shell = subprocess.Popen(
             ["bash", "-c", f"{options}\n{STAND_INS}{recipe}"],

@@ -29,7 +29,8 @@ from tests.support.process import Forked, Tell
 pytestmark = [pytest.mark.leaves_arena, pytest.mark.usefixtures("warm_torch", "daemon_folder")]
 
 
-RUN = f"{'ab' * 16}.{'cd' * 8}"
+PLACE = "cd" * 8
+RUN = f"{'ab' * 16}.{PLACE}"
 LAYOUT = small_layout()
 VERSION = pack(1, 1)
 
@@ -121,7 +122,7 @@ def test_a_process_dies_before_it_is_asked_to_flush(
         kill(child)
         wait_until(daemon_folder, lambda phases: "attached" not in phases)
 
-    after("_runs", dies, monkeypatch)
+    after("runs_at", dies, monkeypatch)
     host = evacuate.evacuate_host(60.0, arena_dir=str(daemon_folder.parent))
     assert host.safe, host
 
@@ -183,7 +184,7 @@ def test_a_daemon_that_is_late_is_asked_again(
         monkeypatch.setattr(evacuate, "_PATIENCE", 0.3)
         monkeypatch.setattr(client, "ask", in_vain)
 
-    after("_runs", is_late, monkeypatch)
+    after("runs_at", is_late, monkeypatch)
     host = evacuate.evacuate_host(60.0, arena_dir=str(daemon_folder.parent))
     assert late
     assert host.safe, host
@@ -225,9 +226,9 @@ def test_a_released_rank_of_the_store_that_is_asked_for_is_not_safe(daemon_folde
     """Its saving had failed permanently, and only the other ranks' runs remain."""
     base = str(daemon_folder.parent)
     folder = in_memory(daemon_folder, f"{RUN}-1", pid=0)
-    assert evacuate.evacuate_host(1.0, arena_dir=base, run_id=RUN).in_memory == (str(folder),)
+    assert evacuate.evacuate_host(1.0, arena_dir=base, place=PLACE).in_memory == (str(folder),)
     with pytest.raises(UsageError) as caught:
-        evacuate.evacuate_host(1.0, arena_dir=base, run_id=RUN.replace("ab", "ef"))
+        evacuate.evacuate_host(1.0, arena_dir=base, place=PLACE.replace("cd", "ef"))
     assert caught.value.kind == "no-session"
 
 
