@@ -133,7 +133,7 @@ def measure_reads(folder: Path, layout: Layout, ids: NDArray[np.int64], memory: 
         writer.commit(ids, memory.source, step=1)
 
     def restore() -> None:
-        plan = plan_partial(ids, layout, shard_of, store.states([0], layout))
+        plan = plan_partial(ids, layout, shard_of, store.state(0, layout))
         execute(plan, store, None, ArenaSink(arena))
 
     def forget() -> None:

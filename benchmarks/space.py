@@ -74,7 +74,7 @@ def run(
             credit, cursor = picked.credit, picked.cursor
             distance[ids], saved[ids] = 0.0, step
             writer.commit(ids, source, step=step, sealed=sealed, extras={"step": step})
-            before = usage(store, writer.states)["bytes"]
+            before = usage(store, [writer.state])["bytes"]
             started = time.perf_counter()
             collector.settle()
             spent += time.perf_counter() - started
@@ -82,7 +82,7 @@ def run(
                 moved = collector.done.moved_bytes
                 handed, written = writer.ledger.handed_bytes, writer.ledger.written_bytes
             if step > commits // 2:
-                total = usage(store, writer.states)["bytes"]
+                total = usage(store, [writer.state])["bytes"]
                 kept = collector.space().pinned
                 space.append(total / layout.nbytes)
                 own.append((total - kept) / layout.nbytes)

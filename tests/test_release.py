@@ -117,7 +117,7 @@ def small_store(folder: Path) -> None:
     layout = build_layout([("a", "parameter", (TensorSpec("", "F32", (4, 2)),))])
     store = Store.create(folder)
     with open_writer(store, layout=layout) as writer:
-        writer.commit(writer.states[0].ids, lambda g, t, a, b: bytes(8 * (b - a)), step=1)
+        writer.commit(writer.state.ids, lambda g, t, a, b: bytes(8 * (b - a)), step=1)
     store.close()
 
 

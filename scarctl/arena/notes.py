@@ -9,7 +9,6 @@ from scarctl.arena.queue import NEWEST, HandOverQueue
 from scarctl.errors import Corruption
 from scarctl.state.extras import Notes
 from scarctl.store import ShardState, Store
-from scarctl.store.around import state_around
 
 UNKNOWN = "what was saved with this state cannot be read, so that it may not be consistent: {}"
 
@@ -29,7 +28,7 @@ def waiting_notes(queue: HandOverQueue, whole: str | None = None) -> Notes | Non
 
 
 def stored_notes(store: Store, states: Sequence[ShardState], whole: str) -> Notes:
-    """Return the notes that one writer, with shards of these states, saved with the commit `whole`.
+    """Return the notes that one writer saved with the commit `whole`. states: of its lane, where they may be.
 
     Raises Corruption if they are damaged or gone, Unavailable, AccessDenied.
     """
@@ -49,5 +48,5 @@ def _at(store: Store, state: ShardState, whole: str) -> ShardState | None:
     """Return a shard's state after its record of the commit `whole`; None if the log has no such record."""
     for seal in reversed(state.sealed):
         if seal.whole == whole:
-            return state_around(store, state.shard, at=seal.seq)
+            return store.state(state.shard, at=seal.seq, around=True)
     return None

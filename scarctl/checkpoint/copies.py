@@ -30,7 +30,6 @@ from scarctl.store import ShardState, Snapshot, Store
 from scarctl.store.saved import seconds_since
 from scarctl.util.arrays import Ids, places
 
-States = dict[int, ShardState]
 Sealed = tuple[int, int, str]
 """A sealed state; see `Plan.sealed`."""
 
@@ -62,19 +61,17 @@ class Copies:
         found = waiting_notes(self._queue, whole)
         if found is not None:
             return found
-        return stored_notes(self._store, list(self._store.states(self._store.shards()).values()), whole)
+        return stored_notes(self._store, [self._store.state(self._store.lane)], whole)
 
-    def newest(self) -> tuple[States, Saved | None] | None:
-        """Return the store's states and the newest extras, which are None if no extras were ever saved.
+    def newest(self) -> tuple[ShardState, Saved | None] | None:
+        """Return the store's state and the newest extras, which are None if no extras were ever saved.
 
         Returns None if a partition has no copy: the run died before its first checkpoint was complete. Raises
         NoIntactCopy if extras were saved, but cannot be read.
         """
-        states = self._store.states(self._store.shards())
-        there = self._arena.intact()
-        for state in states.values():
-            there[state.ids[state.version >= 0]] = True
-        return (states, newest_extras(self._queue, self._store, states)) if there.all() else None
+        state, there = self._store.state(self._store.lane), self._arena.intact()
+        there[state.ids[state.saved]] = True
+        return (state, newest_extras(self._queue, self._store, state)) if there.all() else None
 
     def in_memory(self) -> Held | None:
         """Return what this host's memory has, before a recovery changes it; None without any copy."""
@@ -87,9 +84,7 @@ class Copies:
 
     def in_store(self, plan: Plan, saved_at: str | None) -> Held:
         """Return what the store has, as far as `plan` knows it. saved_at: time of its newest commit."""
-        stored = np.full(self._layout.partitions, NEVER)
-        for state in plan.states.values():
-            stored[state.ids] = state.version
+        stored = versions_of(plan.state, np.arange(self._layout.partitions))
         return Held.of_versions(stored, seconds_since(saved_at))
 
     def require_same_line(self) -> None:
@@ -108,14 +103,16 @@ class Copies:
         if moment is not None and moment.whole == arena.whole and (arena.version <= moment.version).all():
             arena.note_moment(max(arena.moment, moment.version))
 
-    def fetch_all(self, states: States, new: NewSlots | None = None, staged: Staged | None = None) -> Report:
+    def fetch_all(
+        self, state: ShardState, new: NewSlots | None = None, staged: Staged | None = None
+    ) -> Report:
         """Bring the newest copy of every partition into the arena. Raises NoIntactCopy.
 
         new: slots that get the same values, as far as they come from the store.
         staged: gets all copies instead, and is `complete`, if every copy is the planned one of the store.
         """
         everything = np.arange(self._layout.partitions)
-        plan = plan_partial(everything, self._layout, self._shard_of, states, self._arena)
+        plan = plan_partial(everything, self._layout, self._shard_of, state, self._arena)
         if staged is not None and (plan.tier == STORE).all() and not plan.encoded:
             report = execute(plan, self._store, self._arena, staged)
             staged.complete = report.plan is plan
@@ -134,11 +131,9 @@ class Copies:
         arena = self._arena
         torn = ids[~arena.intact()[ids]]
         # The arena has the newest copies of all partitions: the store is read only for torn ones.
-        states = self._store.states([self._store.lane] if torn.size else ())
-        if torn.size:
-            self.require_same_line()
+        state = self._stored(torn)
         report = self._fetch(
-            plan_partial(ids, self._layout, self._shard_of, states, arena, survivors=survivors)
+            plan_partial(ids, self._layout, self._shard_of, state, arena, survivors=survivors)
         )
         if report.label.of_one:
             arena.name_whole(report.plan.whole)
@@ -154,17 +149,20 @@ class Copies:
 
         arena = self._arena
         far = ids[~in_memory_before(arena, ids, before)]
-        states = self._store.states([self._store.lane] if far.size else ())
-        if far.size:
-            self.require_same_line()
+        state = self._stored(far)
         report = self._fetch(
-            plan_before(ids, self._layout, self._shard_of, self._store, states, arena, before)
+            plan_before(ids, self._layout, self._shard_of, self._store, state, arena, before)
         )
         taken = report.plan.version[places(ids, far)]
-        newest = np.full(far.size, NEVER)
-        for state in states.values():
-            newest = np.maximum(newest, versions_of(state, far))
-        return report, far[newest != taken]
+        return report, far[versions_of(state, far) != taken]
+
+    def _stored(self, wanted: Ids) -> ShardState:
+        """Return the store's state if any partition is wanted from it, otherwise an empty one."""
+        if not wanted.size:
+            return ShardState(self._store.lane)
+        state = self._store.state(self._store.lane)
+        self.require_same_line()
+        return state
 
     def fetch_sealed(
         self, *, lost: int | None, until: Sealed | None, snapshot: Snapshot | None

@@ -410,7 +410,8 @@ class Engine:
 
     def forget_after(self, plan: Plan) -> None:
         """Make the sealed state of `plan`, which the arena has, the newest one, also in the store (a new epoch)."""
-        self.saver.roll_back(plan.seqs[self.store.lane])
+        assert plan.seq is not None, "it is the plan of a rollback"
+        self.saver.roll_back(plan.seq)
         self.arena.mark_all_durable(plan.whole)
         self.queue.remove(NEWEST)
         self.sent.forget()

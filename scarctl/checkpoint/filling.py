@@ -147,8 +147,7 @@ class Filling:
     def _write(self, plan: Plan, source: list[list[torch.Tensor]]) -> bool:
         """Return whether all copies were written: the bytes of a partition may no longer be those of the store."""
         arena, wanted = self._arena, np.zeros(plan.layout.partitions, np.uint64)
-        for state in plan.states.values():
-            wanted[state.ids] = state.checksum
+        wanted[plan.state.ids] = plan.state.checksum
         right: NDArray[np.bool_] = np.zeros(plan.ids.size, dtype=bool)
         arena.begin(plan.ids)
         for g, part in pieces(plan.layout, plan.ids):

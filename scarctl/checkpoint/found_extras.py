@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -28,21 +28,18 @@ class Saved:
 
 def all_extras(queue: HandOverQueue, store: Store) -> Iterator[Saved]:
     """Yield all extras that can be read, newest first. Raises Unavailable, AccessDenied, Corruption."""
-    stored = [stored_extras(store, state, []) for state in store.states(store.shards()).values()]
-    return heapq.merge(_waiting(queue), *stored, key=lambda found: -found.version)
+    stored = stored_extras(store, store.state(store.lane), [])
+    return heapq.merge(_waiting(queue), stored, key=lambda found: -found.version)
 
 
-def newest_extras(queue: HandOverQueue, store: Store, states: Mapping[int, ShardState]) -> Saved | None:
-    """Return the newest extras, of the queue and of `states`; None if no extras were ever saved.
+def newest_extras(queue: HandOverQueue, store: Store, state: ShardState) -> Saved | None:
+    """Return the newest extras, of the queue and of `state`; None if no extras were ever saved.
 
     Raises NoIntactCopy if extras were saved, but cannot be read.
     """
     candidates = list(islice(_waiting(queue), 1))
     damaged: list[str] = []
-    for state in states.values():
-        found = next(stored_extras(store, state, damaged), None)
-        if found is not None:
-            candidates.append(found)
+    candidates += islice(stored_extras(store, state, damaged), 1)
     if not candidates and damaged:
         raise NoIntactCopy(
             f"{store.url}: the extras (step counts, random generators) cannot be used: {'; '.join(damaged)}",
@@ -85,14 +82,10 @@ def stored_extras(store: Store, state: ShardState, damaged: list[str]) -> Iterat
 def sealed_extras(store: Store, plan: Plan) -> Extras:
     """Return the extras of the sealed state that `plan` restores. Raises NoIntactCopy."""
     damaged: list[str] = []
-    own = plan.states.values()
-    # A rank without rows has extras, although it sealed none of the partitions.
-    for state in own or store.states(store.shards()).values():
-        for found in stored_extras(store, state, damaged):
-            if step_of(found.version) == plan.step and found.whole == (plan.whole or found.whole):
-                return found.extras
-            if own:
-                break
+    # For a rank without partitions, the plan may have the newest state.
+    for found in islice(stored_extras(store, plan.state, damaged), 1 if plan.layout.partitions else None):
+        if step_of(found.version) == plan.step and found.whole == (plan.whole or found.whole):
+            return found.extras
     raise NoIntactCopy(
         f"{store.url}: the sealed state of step {plan.step} has no intact extras: {'; '.join(damaged) or 'none saved'}",
         hint="nothing was changed; recover the lost partitions only (partial)",

@@ -155,7 +155,6 @@ def _of_store(store: str, read_data: bool, part: str | None, memory: str | Liter
 
 def _advice(store: Store) -> str:
     """Return what to do about a damaged store."""
-    from scarctl.store.around import state_around
 
     try:
         store.states(store.shards())
@@ -166,7 +165,7 @@ def _advice(store: Store) -> str:
         )
         left = False
         with contextlib.suppress(Corruption):
-            left = all(state_around(store, shard).saved.all() for shard in store.shards())
+            left = all(store.state(shard, around=True).saved.all() for shard in store.shards())
         if left:
             return f"{back}. Without one, `scarctl recover --lost all --output FILE` saves what other records name"
         return f"{back}. Without one, the tensors are in lanes/*/seg, as safetensors"

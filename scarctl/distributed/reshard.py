@@ -90,18 +90,15 @@ class Moved:
         return AgreedState(agreement.step, mixed, label, summary)
 
     def _standings(self) -> tuple[list[RankState], list[int]]:
-        """Return the standing and number of every shard with extras. A single process has extras in one shard."""
+        """Return the standing and number of every shard with extras."""
         states = {s: state for s, state in self._parts.states.items() if state.extras is not None}
-        if not self._parts.of_ranks and states:
-            newest = max(states, key=lambda shard: states[shard].extras or (0, 0))
-            states = {newest: states[newest]}
         if not states:
             raise NoIntactCopy(
                 f"{self._parts.store.url} has no extras: the optimizer's step counts and the states of random "
                 "generators were never saved"
             )
         steps = {shard: step_of(state.extras[0]) for shard, state in states.items() if state.extras}
-        wholes = {shard: self._whole(states[shard], step) for shard, step in steps.items()}
+        wholes = {shard: _whole(states[shard], step) for shard, step in steps.items()}
         owns = {shard: bool(len(state.ids)) for shard, state in states.items()}
         head = max((steps[shard] for shard in states if wholes[shard] and owns[shard]), default=-1)
         # Copies that survived in memory have been saved to the store since. Survivors were in the same iteration.
@@ -109,16 +106,16 @@ class Moved:
         found = [RankState(steps[s], survived[s], owns=owns[s], whole=wholes[s]) for s in states]
         return found, list(states)
 
-    def _whole(self, state: ShardState, step: int) -> str:
-        """Return the commit with a shard's copies and extras, for a single process with those of all shards; or ""."""
-        whole = state.whole if self._parts.of_ranks else self._parts.whole
-        same = state.extras_whole == whole and bool((step_of(state.version) == step).all())
-        return whole if same else ""
-
     def _extras(self, shard: int) -> Extras:
         found = self._parts.store.read_extras(self._parts.states[shard])
         assert found is not None, "only shards with extras are asked for"
         return Extras.from_tree(torched(found[1]))
+
+
+def _whole(state: ShardState, step: int) -> str:
+    """Return the commit with a shard's copies and extras, if all are of this step; "" without one."""
+    same = state.extras_whole == state.whole and bool((step_of(state.version) == step).all())
+    return state.whole if same else ""
 
 
 def _otherwise(before: int, now: int) -> tuple[str, ...]:

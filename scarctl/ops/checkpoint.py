@@ -137,25 +137,25 @@ def checkpoint(state: StateFile, settings: CheckpointSettings, *, dry_run: bool 
     store, layout = _open(state, settings, dry_run=dry_run)
     if store is None:
         return _result(layout, settings, _everything(layout), {}, durable=False)
-    states = store.states(store.shards(), layout)
-    _check_step(settings.step, states)
+    stored = store.state(store.lane, layout)
+    _check_step(settings.step, stored)
     if settings.snapshot is not None:
         check_new_snapshot(store, settings.snapshot)
         settings = replace(settings, policy="full")
     if dry_run:
-        live, damaged = _load(state, store, layout, states, settings)
-        choice = _choose(live, states, settings, store)
+        live, damaged = _load(state, store, layout, stored, settings)
+        choice = _choose(live, stored, settings, store)
         return _result(layout, settings, choice, {}, durable=False, damaged=damaged)
     with open_writer(store, layout=layout) as writer:
-        _check_step(settings.step, writer.states)
-        live, damaged = _load(state, store, layout, writer.states, settings)
-        choice = _choose(live, writer.states, settings, store)
+        _check_step(settings.step, writer.state)
+        live, damaged = _load(state, store, layout, writer.state, settings)
+        choice = _choose(live, writer.state, settings, store)
         live.save(choice.ids, pack(writer.epoch, settings.step))
         collector = Collector(writer)
         seq = _commit(writer, live.arena, choice, settings)
         snapshot = None
         if settings.snapshot is not None and not choice.left_out.size:
-            newest = sealed_sets(writer.states.values())[0]
+            newest = sealed_sets([writer.state])[0]
             snapshot = create_snapshot(store, settings.snapshot, newest).name
         _collect(collector)
     return _result(layout, settings, choice, seq, durable=True, damaged=damaged, snapshot=snapshot)
@@ -204,11 +204,10 @@ def _open(state: StateFile, settings: CheckpointSettings, *, dry_run: bool) -> t
     return store, layout
 
 
-def _check_step(step: int, states: Mapping[int, ShardState]) -> None:
-    newest = max((state.step for state in states.values()), default=-1)
-    if step < newest:
+def _check_step(step: int, stored: ShardState) -> None:
+    if step < stored.step:
         raise UsageError(
-            f"step {step} is before step {newest}, the newest in this store",
+            f"step {step} is before step {stored.step}, the newest in this store",
             hint="steps must not decrease; before continuing from an older state run `scarctl recover --mode rollback`",
             kind="step-goes-back",
         )
@@ -218,7 +217,7 @@ def _load(
     state: StateFile,
     store: Store,
     layout: Layout,
-    states: Mapping[int, ShardState],
+    stored: ShardState,
     settings: CheckpointSettings,
 ) -> tuple[LiveState, tuple[str, ...]]:
     """Load the state and its last saved values. An unreadable copy has version -1; the reasons are returned, too."""
@@ -226,9 +225,8 @@ def _load(
 
     saved = Arena.anonymous(layout)
     newest = np.full(layout.partitions, -1, dtype=np.int64)
-    for shard_state in states.values():
-        known = shard_state.saved & ~shard_state.doubt
-        newest[shard_state.ids[known]] = shard_state.version[known]
+    known = stored.saved & ~stored.doubt
+    newest[stored.ids[known]] = stored.version[known]
     run = open_stopped(settings.arena_dir, store)
     if run is not None:
         try:
@@ -239,13 +237,12 @@ def _load(
         finally:
             run.close()
     corrupt: list[tuple[Ids, str]] = []
-    for shard_state in states.values():
-        ids = shard_state.ids[(newest[shard_state.ids] >= 0) & (saved.version[shard_state.ids] < 0)]
-        for batch in store.read(shard_state, ids, corrupt=corrupt) if ids.size else ():
-            rows = take_rows(*layout.row_ranges(batch.ids))
-            for t, data in enumerate(batch.tensors):
-                saved.rows(batch.group, t)[rows] = data
-            saved.version[batch.ids] = newest[batch.ids]
+    ids = np.flatnonzero((newest >= 0) & (saved.version < 0))
+    for batch in store.read(stored, ids, corrupt=corrupt):
+        rows = take_rows(*layout.row_ranges(batch.ids))
+        for t, data in enumerate(batch.tensors):
+            saved.rows(batch.group, t)[rows] = data
+        saved.version[batch.ids] = newest[batch.ids]
     tensors = [[state.tensor(group.name)] for group in layout.groups]
     return LiveState(layout, tensors, saved), tuple(dict.fromkeys(reason for _, reason in corrupt))
 
@@ -262,9 +259,7 @@ def _copy(source: Arena, target: Arena, ids: Ids) -> None:
     target.version[ids] = source.version[ids]
 
 
-def _choose(
-    live: LiveState, states: Mapping[int, ShardState], settings: CheckpointSettings, store: Store
-) -> _Choice:
+def _choose(live: LiveState, stored: ShardState, settings: CheckpointSettings, store: Store) -> _Choice:
     """Select the partitions to save. A partition without a readable copy is always saved, even beyond the budget."""
     layout, version = live.layout, live.arena.version
     missing = version < 0
@@ -274,7 +269,7 @@ def _choose(
         choice = _everything(layout)
         choice.nonfinite = np.flatnonzero(~finite)
         return choice
-    extras = _extras(store, states)
+    extras = _extras(store, stored)
     memory = PolicyMemory.from_tree(extras.get(FILE_POLICY))
     among = Candidates(
         distance_sq=squared(distance),
@@ -290,8 +285,7 @@ def _choose(
     left_out = np.flatnonzero(~finite & ~missing)
     memory = PolicyMemory(picked.credit, picked.cursor, store.settings.seed)
     unchanged = ~live.changed() & ~missing
-    for state in states.values():
-        unchanged[state.ids] &= ~state.encoded  # an encoded copy is never sealed
+    unchanged[stored.ids] &= ~stored.encoded  # an encoded copy is never sealed
     nonfinite = np.flatnonzero(~finite)
     return _Choice(ids, unchanged, nonfinite, left_out, memory, extras, version.copy())
 
@@ -300,17 +294,13 @@ def _everything(layout: Layout) -> _Choice:
     return _Choice(np.arange(layout.partitions, dtype=np.int64), np.zeros(layout.partitions, dtype=bool))
 
 
-def _extras(store: Store, states: Mapping[int, ShardState]) -> dict[str, Any]:
+def _extras(store: Store, stored: ShardState) -> dict[str, Any]:
     """Return the newest extras, {} if no extras were saved or can be read."""
-    found: list[tuple[int, dict[str, Any]]] = []
-    for state in states.values():
-        try:
-            newest = store.read_extras(state)
-        except Corruption:
-            continue  # damaged extras only affect the selection: `verify` reports the damage
-        if newest is not None and isinstance(newest[1], dict):
-            found.append((newest[0], newest[1]))
-    return max(found, key=lambda item: item[0])[1] if found else {}
+    try:
+        newest = store.read_extras(stored)
+    except Corruption:
+        return {}  # damaged extras only affect the selection: `verify` reports the damage
+    return newest[1] if newest is not None and isinstance(newest[1], dict) else {}
 
 
 def _commit(

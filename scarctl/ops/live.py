@@ -209,12 +209,10 @@ def _noted(label: Label, store: Store, saved: Sequence[tuple[Store, LiveCheckpoi
         return label
     writers, wholes = [], set[str]()
     for view, made in saved:
-        states = list(view.states(view.shards()).values())
-        seals = [
-            seal for state in states for seal in state.sealed if pack(seal.epoch, seal.step) == made.version
-        ]
+        state = view.state(view.lane)
+        seals = [seal for seal in state.sealed if pack(seal.epoch, seal.step) == made.version]
         wholes.add("" if not seals else seals[-1].whole)
-        writers.append(Writer(states))
+        writers.append(Writer([state]))
     if "" in wholes:
         return replace(label, caveats=(UNKNOWN.format("the store no longer has its record"),))
     if len(wholes) > 1:

@@ -173,7 +173,7 @@ class _Recovery:
                 self.state = state = state.again()
         self.arenas = [stack.enter_context(_stopped_arena(share, settings)) for share in state.shares]
         losses = [
-            Loss(share.store, share.states, share.layout, ids, arena, from_arena=not self.to_arena)
+            Loss(share.store, share.state, share.layout, ids, arena, from_arena=not self.to_arena)
             for share, ids, arena in zip(state.shares, self.ids, self.arenas, strict=True)
         ]
         if settings.mode != "rollback":

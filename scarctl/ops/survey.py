@@ -42,7 +42,6 @@ from scarctl.store import (
     snapshots,
     topology_epochs,
 )
-from scarctl.store.around import state_around, states_around
 from scarctl.store.format import log_folder, shard_folder
 from scarctl.store.shard_state import Damage
 from scarctl.store.topology import read_topology
@@ -62,7 +61,7 @@ _PATIENCE = 1.0
 class _Share:
     """The share of one rank: its copies in the store, and its arena on this host. Arrays are over its partitions."""
 
-    states: Mapping[int, ShardState]
+    state: ShardState
     layout: Layout
     version: Ids
     shard_of: NDArray[np.int32]
@@ -90,7 +89,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
     if topology is None:
         shares = [_share(store, states, arena_dir, damage)]
     else:
-        shares = [_share(store.of_shard(s), {s: states[s]}, arena_dir, damage) for s in topology.shards]
+        shares = [_share(store.of_shard(shard), states, arena_dir, damage) for shard in topology.shards]
     apart = topology is not None and topology.independent
     layout = Layouts(_named(shares) if apart else [share.layout for share in shares])
     arenas = [share.arena for share in shares if share.arena is not None]
@@ -98,7 +97,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
     step = max((state.step for state in states.values()), default=-1)
     step = max([step, *(arena.head_step for arena in arenas)])
     with_parameters = [share for share in shares if parameters_of(share.layout).any()] or shares
-    told = stored_outlook([(store, share.states) for share in with_parameters], max(step, 0))
+    told = stored_outlook([(store, share.state) for share in with_parameters], max(step, 0))
     age = age_of(store, states, [share.arena for share in shares if share.layout.partitions])
     newest = told.events[-1] if told.events else None
     finished = newest is not None and newest.kind == "closed" and newest.step == step
@@ -110,7 +109,7 @@ def survey(store: Store, arena_dir: str | None) -> Survey:
         np.concatenate([share.shard_of for share in shares]),
         step_of(np.concatenate([share.version for share in shares])),
         np.concatenate([_distance(share) for share in shares]),
-        usage(store, states),
+        usage(store, states.values()),
         age if not finished else replace(age, is_lower_bound=False, finished=True),
         outlook,
         snapshots=tuple(snapshots(store)),
@@ -177,10 +176,10 @@ def _newest_states(
     state yet, their incomplete one is returned.
     """
     if not topology_epochs(store):
-        return None, states_around(store, store.shards()), None, ()
+        return None, store.states(store.shards(), around=True), None, ()
     newest = newest_topology(store)
     if newest is not None and newest.independent:
-        states = states_around(store, newest.shards)
+        states = store.states(newest.shards, around=True)
         never = [number for number, shard in enumerate(newest.shards) if states[shard].layout is None]
         return newest, states, _never(newest, never) if never else None, ()
     # Imported here, because commands have to start fast, and most stores are of a single process.
@@ -194,7 +193,7 @@ def _newest_states(
     topology = newest_topology(store)
     assert topology is not None, "the store has topologies"
     note = f"{store.url}: the store has no whole state of all ranks yet"
-    return topology, states_around(store, topology.shards), note, ()
+    return topology, store.states(topology.shards, around=True), note, ()
 
 
 def _never(topology: Topology, numbers: Sequence[int]) -> str:
@@ -208,25 +207,19 @@ def _never(topology: Topology, numbers: Sequence[int]) -> str:
 def _share(
     store: Store, states: Mapping[int, ShardState], arena_dir: str | None, damage: Mapping[int, VisibleDamage]
 ) -> _Share:
-    """Return one rank's share. store: the rank's view. damage: by shard."""
-    arena = view_of(arena_dir, store)
-    written = [state for state in states.values() if state.layout is not None]
-    newest = max(written, key=lambda state: state.epoch, default=None)
-    layout = newest.layout if newest is not None else arena.layout if arena is not None else None
-    if layout is None:
-        layout = Layout([])
+    """Return one rank's share. store: the rank's view. states, damage: by shard."""
+    arena, state = view_of(arena_dir, store), states.get(store.lane, ShardState(store.lane))
+    layout = state.layout or (Layout([]) if arena is None else arena.layout)
     version = np.full(layout.partitions, NEVER, dtype=np.int64)
     damaged = np.zeros(layout.partitions, dtype=np.bool_)
-    for shard, state in states.items():
-        if state.layout == layout:
-            version[state.ids] = state.version
-            if shard in damage:
-                damaged[state.ids] = damage[shard].lost
+    version[state.ids] = state.version
+    if store.lane in damage:
+        damaged[state.ids] = damage[store.lane].lost
     same = arena is not None and arena.layout == layout
     owner = read_owner(arena_folder(arena_dir, store.run_id)) if same else None
     named = None if owner is None else owner.host
     shard_of = store.shard_of(layout)
-    return _Share(states, layout, version, shard_of, arena if same else None, store.run_id, damaged, named)
+    return _Share(state, layout, version, shard_of, arena if same else None, store.run_id, damaged, named)
 
 
 def _named(shares: Sequence[_Share]) -> list[Layout]:
@@ -238,8 +231,7 @@ def _named(shares: Sequence[_Share]) -> list[Layout]:
 
 def _head(share: _Share) -> int:
     """Return the newest known step of one member."""
-    step = max(state.step for state in share.states.values())
-    return step if share.arena is None else max(step, share.arena.head_step)
+    return share.state.step if share.arena is None else max(share.state.step, share.arena.head_step)
 
 
 def _distance(share: _Share) -> NDArray[np.float64]:
@@ -302,7 +294,7 @@ def _copies(shares: Sequence[_Share], arena_dir: str | None) -> dict[str, tuple[
 
 
 def _rank(rank: int, shard: int, share: _Share, copies: tuple[str, ...]) -> RankLine:
-    step, arena = share.states[shard].step, share.arena
+    step, arena = share.state.step, share.arena
     durable = step if step >= 0 else None
     if arena is None:
         return RankLine(rank, shard, durable, None, None, None, None, None, None)
@@ -334,7 +326,7 @@ def _others(store: Store, topology: Topology) -> list[OtherShard]:
         log = store.log(shard)
         folders = [f"{shard_folder(shard)}/seg", *(log_folder(shard, *term) for term in log.logs())]
         nbytes = sum(size for folder in folders for _, size in store.blobs.files(folder))
-        state = state_around(store, shard)
+        state = store.state(shard, around=True)
         retired = state.layout is not None and state.layout.partitions > 0 and not len(state.ids)
         lines.append(OtherShard(shard, epochs.get(shard), nbytes, retired))
     return lines

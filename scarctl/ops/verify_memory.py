@@ -5,7 +5,7 @@ Only a copy that the store has in the same version can be compared. Newer ones a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,19 +50,17 @@ def verify_memory(store: Store, arena_dir: str | None) -> list[MemoryCheck]:
 
     Raises Corruption for a record or an arena that cannot be read; AccessDenied, Unavailable.
     """
-    shards = store.shards()
-    views = [store.of_shard(shard) for shard in shards] if topology_epochs(store) else [store]
+    views = [store.of_shard(shard) for shard in store.shards()] if topology_epochs(store) else [store]
     found = []
     for view in views:
         folder = arena_folder(arena_dir, view.run_id)
         arena = Arena.share(folder, run_id=view.run_id)
         if arena is not None:
-            own = shards if view.part is None else [view.part.shard]
-            found.append(_check(arena, folder, view.run_id, store, own))
+            found.append(_check(arena, folder, view))
     return found
 
 
-def _check(arena: Arena, folder: Path, run: str, store: Store, shards: Sequence[int]) -> MemoryCheck:
+def _check(arena: Arena, folder: Path, view: Store) -> MemoryCheck:
     owner = read_owner(folder)
     layout, step = arena.layout, arena.head_step
     # Noted before the records are read: they have the checksums of copies that are durable now and stay unchanged.
@@ -70,9 +68,8 @@ def _check(arena: Arena, folder: Path, run: str, store: Store, shards: Sequence[
     lifted = np.maximum(version, arena.sealed)  # a seal found all durable copies unchanged
     has = ((generation & np.uint64(1)) == 0) & (version >= 0)
     compared, damaged = 0, [np.empty(0, np.int64)]
-    for state in store.states(shards).values():
-        if state.layout != layout:
-            continue
+    state = view.state(view.lane)
+    if state.layout == layout:
         # The bytes of encoded copies are others than memory's.
         at = np.flatnonzero(state.saved & ~state.doubt & ~state.encoded)
         ids = state.ids[at]
@@ -85,7 +82,7 @@ def _check(arena: Arena, folder: Path, run: str, store: Store, shards: Sequence[
     bad = np.concatenate(damaged)
     return MemoryCheck(
         str(folder),
-        run,
+        view.run_id,
         None if owner is None else owner.host,
         step,
         compared,

@@ -38,16 +38,15 @@ def weights_of(plan: SharedPlan, specs: Mapping[str, TensorSpec]) -> Weights:
     modules: set[str] = set()
     known = False
     for share, one in zip(plan.state.shares, plan.plans, strict=True):
-        for state in (one.states if one is not None else share.states).values():
-            found = share.store.read_extras(state)
-            saved = _dict(_dict(None if found is None else found[1]).get("state"))
-            model = saved.get("model")
-            if isinstance(model, dict):
-                known = True
-                tied |= _tied(model.get("tied"), groups)
-                shapes |= _dict(model.get("shapes"))
-                outside |= {name for name in _list(model.get("outside")) if isinstance(name, str)}
-            modules |= {name for name in _dict(saved.get("modules")) if isinstance(name, str)}
+        found = share.store.read_extras(share.state if one is None else one.state)
+        saved = _dict(_dict(None if found is None else found[1]).get("state"))
+        model = saved.get("model")
+        if isinstance(model, dict):
+            known = True
+            tied |= _tied(model.get("tied"), groups)
+            shapes |= _dict(model.get("shapes"))
+            outside |= {name for name in _list(model.get("outside")) if isinstance(name, str)}
+        modules |= {name for name in _dict(saved.get("modules")) if isinstance(name, str)}
     kept = {
         name: _in_shape(name, specs[name], shapes.get(name))
         for name in groups

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -66,10 +66,10 @@ def _queue_moment(
     return replace(moment, number=number, ids=ids, whole=whole)
 
 
-def reconcile(arena: Arena, queue: HandOverQueue, states: Mapping[int, ShardState], epoch: int) -> None:
+def reconcile(arena: Arena, queue: HandOverQueue, state: ShardState, epoch: int) -> None:
     """Bring the arena of a dead process, and its queue, into the epoch that begins now.
 
-    states: states of the shards in the store.
+    state: the newest state in the store.
 
     If the run has continued elsewhere, the store has newer copies of some partitions: those are spoiled, and never
     saved. All others count as copies of `epoch`. Pending ones will be committed in it, and must not look newer in the
@@ -78,14 +78,13 @@ def reconcile(arena: Arena, queue: HandOverQueue, states: Mapping[int, ShardStat
     queue.sweep()
     arena.unseal()
     stored = np.full(arena.layout.partitions, NEVER, dtype=np.int64)
-    for state in states.values():
-        stored[state.ids] = state.version
-        error = arena.encoding_error[state.ids]
-        # Without a measured error the arena's copy will come from the store, so the two are equal.
-        arena.encoding_error[state.ids] = np.where(state.encoded, np.maximum(error, 0.0), -1.0)
-        if state.whole and state.whole == arena.whole:
-            # The process died after it had committed the whole state, but before it noted the commit in the arena.
-            arena.confirm(state.ids, state.version)
+    stored[state.ids] = state.version
+    error = arena.encoding_error[state.ids]
+    # Without a measured error the arena's copy will come from the store, so the two are equal.
+    arena.encoding_error[state.ids] = np.where(state.encoded, np.maximum(error, 0.0), -1.0)
+    if state.whole and state.whole == arena.whole:
+        # The process died after it had committed the whole state, but before it noted the commit in the arena.
+        arena.confirm(state.ids, state.version)
     stale = arena.lifted(stored) > arena.lifted(arena.version)
     arena.begin(np.flatnonzero(stale))
     old, waiting = arena.version.copy(), arena.pending()

@@ -147,7 +147,7 @@ class LocalSaver:
             writer.close()
             raise
         if not again:
-            reconcile(arena, HandOverQueue(arena.folder, lambda: arena.taken), writer.states, writer.epoch)
+            reconcile(arena, HandOverQueue(arena.folder, lambda: arena.taken), writer.state, writer.epoch)
         arena.begin_epoch(writer.epoch, again=again)
         note_site(arena.folder, self.store)
         writer.accompany(arena)

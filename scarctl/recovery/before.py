@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -12,9 +11,10 @@ from scarctl.arena.arena import Arena
 from scarctl.recovery.label import label_of
 from scarctl.recovery.plan import MEMORY, STORE, Plan, no_copy, versions_of
 from scarctl.state.layout import Layout
-from scarctl.state.version import NEVER, step_of
+from scarctl.state.version import step_of
 from scarctl.store import ShardState, Store
-from scarctl.util.arrays import Ids, places
+from scarctl.store.older import state_before
+from scarctl.util.arrays import Ids
 
 
 def in_memory_before(arena: Arena, ids: Ids, before: int) -> NDArray[np.bool_]:
@@ -31,13 +31,13 @@ def plan_before(
     layout: Layout,
     shard_of: NDArray[np.int32],
     store: Store,
-    states: Mapping[int, ShardState],
+    state: ShardState,
     arena: Arena,
     before: int,
 ) -> Plan:
     """Plan to restore `ids` (ascending) from the newest copies of step `before` or earlier.
 
-    states: the newest state of every log that has one of those that memory lacks.
+    state: the lane's newest state, if memory lacks one of those.
 
     Raises NoIntactCopy, naming the partitions, if any has no such copy; Unavailable, AccessDenied.
     """
@@ -45,17 +45,12 @@ def plan_before(
     tier = np.where(near, MEMORY, STORE).astype(np.int8)
     newest = arena.newest()[ids]
     version = np.where(step_of(newest) <= before, newest, arena.version[ids])
-    far, older = ids[~near], dict[int, ShardState]()
-    version[~near] = NEVER
-    doubt = False
-    for log, state in states.items():
-        mine = far[state.find(far) >= 0]
-        older[log] = found = store.before(state, mine, before)
-        version[places(ids, mine)] = versions_of(found, mine)
-        doubt |= bool(found.doubt.any())
+    older = state_before(store.log(state.shard), state, ids[~near], before)
+    version[~near] = versions_of(older, ids[~near])
     missing = ids[version < 0]
     if missing.size:
         raise no_copy(f"no copy of step {before} or earlier:", layout, missing, [])
+    doubt = bool(older.doubt.any())
     plan = Plan(
         "partial", layout, shard_of, len(ids), ids, tier, version, older, "", degraded=doubt, before=before
     )

@@ -34,9 +34,10 @@ from scarctl.recovery.report import Report
 from scarctl.state.rows import rows_of
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import ShardState, Store
+from scarctl.store.older import older_copies
 from scarctl.store.read import Room
 from scarctl.store.saved import last_saved
-from scarctl.util.arrays import Bytes, Ids, distinct, places, union
+from scarctl.util.arrays import Bytes, Ids, distinct, places
 
 _BATCH_BYTES = 64 << 20
 
@@ -123,7 +124,9 @@ def execute_once(plan: Plan, store: Store | None, arena: Arena | None, sink: Sin
         time.perf_counter() - started,
         tuple(dict.fromkeys(run.problems)),
         run.memory_fault,
-        saved_at=last_saved(store, plan.states) if store is not None and (done.tier == STORE).any() else None,
+        saved_at=last_saved(store, [plan.state.shard])
+        if store is not None and (done.tier == STORE).any()
+        else None,
     )
 
 
@@ -209,22 +212,15 @@ class _Run:
         self._compare()
         near = self.tier == MEMORY
         yield from self._from_memory(plan.ids[near], plan.version[near])
-        far = plan.ids[self.tier == STORE]
-        log_of = plan.log_of[far]
-        for log in distinct(log_of).tolist():
-            yield from self._from_store(log, far[log_of == log])
+        yield from self._from_store(plan.ids[self.tier == STORE])
 
     def _compare(self) -> None:
         """Take the store's copies instead of those in memory whose bytes differ from them. The state is the same."""
         arena, near = self.arena, self.plan.ids[self.plan.tier == MEMORY]
         if arena is None or not near.size:
             return
-        log_of = self.plan.log_of[near]
-        bad = near[:0]
-        for log, state in self.plan.states.items():
-            found = differing(arena, near[log_of == log], state)
-            self._settle(found, STORE, versions_of(state, found))
-            bad = union(bad, found)
+        bad = differing(arena, near, self.plan.state)
+        self._settle(bad, STORE, versions_of(self.plan.state, bad))
         if bad.size:
             self.changed[places(self.plan.ids, bad)] = True
             self.memory_fault = fault(arena, bad)
@@ -244,10 +240,10 @@ class _Run:
                 tensors = [arena.rows(g, t)[rows] for t in range(len(group.tensors))]
                 yield _Piece(MEMORY, g, ids[part], versions[part], tensors)
 
-    def _from_store(self, log: int, ids: Ids) -> Iterator[_Piece]:
-        assert self.store is not None
-        state: ShardState | None = self.plan.states[log]
+    def _from_store(self, ids: Ids) -> Iterator[_Piece]:
+        state: ShardState | None = self.plan.state
         while ids.size:
+            assert self.store is not None
             if state is None:
                 raise no_copy("no intact copy of", self.plan.layout, ids, self.problems)
             corrupt: list[tuple[Ids, str]] = []
@@ -269,7 +265,7 @@ class _Run:
                 raise SealedStateDamaged(self.problems[-1])
             self.fell_back = True
             sums = _checksums(state, ids)
-            state = self.store.older(log, ids, state)
+            state = older_copies(self.store.log(state.shard), ids, state)
             far = yield from self._nearer(ids, state)
             if state is not None:
                 self._settle(far, STORE, versions_of(state, far))

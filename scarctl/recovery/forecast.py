@@ -5,7 +5,7 @@ It works without a running session, and without torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from scarctl.arena.arena import Arena
 from scarctl.arena.distances import from_memory, from_store, with_errors
 from scarctl.errors import Corruption
-from scarctl.recovery.plan import in_memory
+from scarctl.recovery.plan import in_memory, versions_of
 from scarctl.state.caveats import Caveat
 from scarctl.state.common import in_common
 from scarctl.state.extras import Notes
@@ -43,23 +43,18 @@ class RunFacts(NamedTuple):
     """Ages of its copies over time; with several ranks, the first rank's."""
 
 
-def stored_outlook(writers: Sequence[tuple[Store, Mapping[int, ShardState]]], step: int) -> RunFacts:
+def stored_outlook(writers: Sequence[tuple[Store, ShardState]], step: int) -> RunFacts:
     """Return the facts in the newest extras about the run at `step`.
 
-    writers: each writer's view of the store, with the states of its shards. One writer, or one for each rank that holds
+    writers: each writer's view of the store, with the state of its lane. One writer, or one for each rank that holds
     part of the state. Damaged extras raise no error: the outlook gives the reason.
     """
     parts, norm, caveats = [], "", dict[Caveat, None]()
     sealed = dict[str, list[Notes]]()
     events, samples = tuple[Event, ...](), list[Sample]()
-    for store, states in writers:
-        newest = max(
-            (state for state in states.values() if state.extras is not None),
-            key=lambda state: state.extras or (0, 0),
-            default=None,
-        )
+    for store, state in writers:
         try:
-            found = None if newest is None else store.read_extras(newest)
+            found = store.read_extras(state)
         except Corruption as error:
             return RunFacts(Outlook(step, NoEstimate(f"the run's extras are damaged: {error.message}")))
         notes = Notes.from_tree(None if found is None else found[1])
@@ -67,8 +62,8 @@ def stored_outlook(writers: Sequence[tuple[Store, Mapping[int, ShardState]]], st
         samples = samples or read_samples(notes.samples)
         parts.append(History.from_array(notes.points).until(step))
         caveats |= dict.fromkeys(notes.caveats)
-        if newest is not None and newest.extras_whole:
-            sealed.setdefault(newest.extras_whole, []).append(notes)
+        if state.extras_whole:
+            sealed.setdefault(state.extras_whole, []).append(notes)
     for of_one in sealed.values():
         known = {caveat.kind for caveat in caveats}
         caveats |= dict.fromkeys(one for one in in_common(of_one) if one.kind not in known)
@@ -102,7 +97,7 @@ class Loss:
     """The lost partitions of one writer's part of the state: of a whole store, or of one rank."""
 
     store: Store
-    states: Mapping[int, ShardState]
+    state: ShardState
     layout: Layout
     ids: NDArray[np.int64]
     arena: Arena | None
@@ -126,10 +121,10 @@ def weigh(
 
     Raises ScarError (kind "too-much-rework").
     """
-    step = max(max((state.step for state in loss.states.values()), default=0) for loss in losses)
+    step = max([0, *(loss.state.step for loss in losses)])
     step = max([step, *(loss.arena.head_step for loss in losses if loss.arena is not None)])
     outlook, norm, *_ = stored_outlook(
-        [(loss.store, loss.states) for loss in losses if parameters_of(loss.layout).any()], step
+        [(loss.store, loss.state) for loss in losses if parameters_of(loss.layout).any()], step
     )
     if apart and len(losses) > 1:
         outlook = Outlook(step, NoEstimate("each member converges alone"))
@@ -160,9 +155,7 @@ def weigh(
 def _copies(loss: Loss) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return the step of every partition's best copy, and its distance from the live value (NaN where unknown)."""
     count, arena = loss.layout.partitions, loss.arena
-    stored = np.full(count, NEVER, dtype=np.int64)
-    for state in loss.states.values():
-        stored[state.ids] = step_of(state.version)
+    stored = step_of(versions_of(loss.state, np.arange(count)))
     if arena is None:
         return stored, np.full(count, np.nan)
     memory = step_of(in_memory(arena)) if loss.from_arena else np.full(count, NEVER, dtype=np.int64)

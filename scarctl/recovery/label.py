@@ -34,7 +34,7 @@ class Writer(NamedTuple):
     """The places in which one writer's extras may be: a process, a rank or a member."""
 
     states: Sequence[ShardState]
-    """States of its shards: the newest, or those that are to be restored."""
+    """States of its lane: the newest one, and the one that is to be restored."""
     queue: HandOverQueue | None = None
     """Its hand-overs, if copies in its arena may be restored."""
 

@@ -176,7 +176,7 @@ def predecessors(
                 named[shard] = as_member(state.layout, number)
     if not states:
         return None
-    return Predecessors(Parts(store, states, of_ranks=True, named=named), numbers, tuple(topologies))
+    return Predecessors(Parts(store, states, named=named), numbers, tuple(topologies))
 
 
 def _last_sealed(store: Store, state: ShardState) -> ShardState:

@@ -8,7 +8,7 @@ section 4.1).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -22,7 +22,6 @@ from scarctl.state.label import Label, Labelled
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import SealedSet, ShardState, Snapshot, Store, complete_sets, sealed_sets
-from scarctl.store.around import states_around
 from scarctl.store.snapshot import lost_seals
 from scarctl.util.arrays import Ids, distinct
 from scarctl.util.document import Document
@@ -52,14 +51,14 @@ class Plan(Labelled):
     tier: NDArray[np.int8]
     """Index into `TIERS`."""
     version: Ids
-    states: Mapping[int, ShardState]
-    """State by shard, from which copies in the store are read."""
+    state: ShardState
+    """State of the lane from which copies in the store are read."""
     whole: str
     """Identity of the commit of the whole state that contains all copies (`Record.whole`); "" if no single one does."""
     label: Label = field(default_factory=Label)
     """The label of the recovered whole state, with the steps of the copies."""
-    seqs: Mapping[int, int] = field(default_factory=dict)
-    """Rollback: the sealed record to restore, by shard."""
+    seq: int | None = None
+    """Rollback: the sealed record to restore. If the lane has no partitions, it may be the newest record."""
     sealed: tuple[int, int, str] | None = None
     """Rollback: epoch, step and identity of the sealed state, the same on all ranks."""
     degraded: bool = False
@@ -69,7 +68,7 @@ class Plan(Labelled):
     before: int | None = None
     """The newest step of a copy that may be taken; None: of any step."""
     decoded: NDArray[np.bool_] | None = None
-    """Which copies were read from encoded ones, where that differs from the plan's states; None: see `encoded`."""
+    """Which copies were read from encoded ones, where that differs from the plan's state; None: see `encoded`."""
 
     @property
     def nbytes(self) -> int:
@@ -85,23 +84,15 @@ class Plan(Labelled):
         """Why newer copies than those of the plan may be lost: the damage that makes it `degraded`."""
         if not self.degraded:
             return []
-        return [damage.reason for state in self.states.values() for damage in state.damaged]
+        return [damage.reason for damage in self.state.damaged]
 
     @property
     def encoded(self) -> int:
         """Number of copies that come from encoded ones in the store, which have fewer bits."""
         if self.decoded is not None:
             return int(self.decoded.sum())
-        far, found = self.ids[self.tier == STORE], 0
-        for state in self.states.values():
-            at = state.find(far)
-            found += int(np.count_nonzero(state.encoding(at[at >= 0])))
-        return found
-
-    @property
-    def log_of(self) -> NDArray[np.int32]:
-        """The log that has each partition of the layout, -1 for none: int32 of shape (layout.partitions,)."""
-        return _log_of(self.layout, self.states)
+        at = self.state.find(self.ids[self.tier == STORE])
+        return int(np.count_nonzero(self.state.encoding(at[at >= 0])))
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of a report that are known before the recovery."""
@@ -134,7 +125,7 @@ def plan_partial(
     ids: Ids,
     layout: Layout,
     shard_of: NDArray[np.int32],
-    states: Mapping[int, ShardState],
+    state: ShardState,
     arena: Arena | None = None,
     *,
     survivors: str = "",
@@ -147,7 +138,7 @@ def plan_partial(
 
     Raises NoIntactCopy, naming the partitions, if any has no copy.
     """
-    stored = _stored(layout, states)[ids]
+    stored = versions_of(state, ids)
     tier = np.full(len(ids), STORE, dtype=np.int8)
     version = stored
     if arena is not None:
@@ -156,22 +147,18 @@ def plan_partial(
         version = np.where(near, memory, stored)
     missing = ids[version < 0]
     if missing.size:
-        damage = [d.reason for state in states.values() for d in state.damaged]
+        damage = [one.reason for one in state.damaged]
         raise no_copy("no intact copy of" if damage else "never saved:", layout, missing, damage)
-    whole = _whole_of(_log_of(layout, states)[ids], tier, states, arena)
+    whole = _whole_of(tier, state, arena)
     of_one = bool(whole) and (len(ids) == layout.partitions or whole == survivors)
-    degraded = bool((_in_doubt(layout, states)[ids] & (tier == STORE)).any())
-    plan = Plan(
-        "partial", layout, shard_of, len(ids), ids, tier, version, dict(states), whole, degraded=degraded
-    )
+    degraded = bool(state.doubt[state.find(ids[tier == STORE])].any())
+    plan = Plan("partial", layout, shard_of, len(ids), ids, tier, version, state, whole, degraded=degraded)
     return replace(plan, label=label_of(plan, of_one=of_one and not degraded))
 
 
-def _whole_of(
-    logs: NDArray[np.int32], tier: NDArray[np.int8], states: Mapping[int, ShardState], arena: Arena | None
-) -> str:
-    """Return the commit of the whole state that contains these logs' copies in these tiers; "" if none does."""
-    found = {states[log].whole for log in distinct(logs[tier == STORE]).tolist()}
+def _whole_of(tier: NDArray[np.int8], state: ShardState, arena: Arena | None) -> str:
+    """Return the commit of the whole state that contains the copies in these tiers; "" if none does."""
+    found = {state.whole} if (tier == STORE).any() else set[str]()
     if arena is not None and (tier == MEMORY).any():
         found.add(arena.whole)
     return found.pop() if len(found) == 1 else ""
@@ -196,9 +183,8 @@ def plan_rollback(
 
     Raises NoIntactCopy (kind "no-sealed-state") if no intact sealed state exists; LayoutMismatch.
     """
-    logs = store.lanes_of(layout)
     damage: list[str] = []
-    found, lost_newer = _sealed_states(store, layout, logs, snapshot)
+    found, lost_newer = _sealed_states(store, layout, snapshot)
     passed_over = lost_newer or until is not None
     for one in _before(before, found):
         if until is not None and (one.epoch, one.step, one.whole) > until:
@@ -237,24 +223,29 @@ def plan_sealed(
 
     Raises NoIntactCopy (kind "no-sealed-state") if the store no longer has all of that state.
     """
-    seqs = {log: sealed.seqs[log] for log in store.lanes_of(layout)}
+    lane = store.lane
     try:
-        states = states_around(store, seqs, layout, at=seqs)
+        if layout.partitions:
+            seq = sealed.seqs[lane]
+        else:  # such a rank seals its extras alone, and the set does not name its record
+            newest = store.state(lane, layout, around=True)
+            seq = next((one.seq for one in newest.sealed if one.whole == sealed.whole), newest.seq)
+        state = store.state(lane, layout, at=seq, around=True)
     except Corruption as error:  # collected or damaged
         raise NoIntactCopy(error.message, hint=error.hint, kind="no-sealed-state") from error
     ids = np.arange(layout.partitions, dtype=np.int64)
-    version = _stored(layout, states)
+    version = versions_of(state, ids)
     top = int(version.max(initial=NEVER))
     # If versions differ or are in doubt, a record or its segment was damaged, and partitions fell back to older copies.
     # If no copy exists, the record has other members.
-    if (version != top).any() or _in_doubt(layout, states).any() or (top == NEVER and len(ids)):
-        reasons = [damage.reason for state in states.values() for damage in state.damaged]
+    if (version != top).any() or state.doubt.any() or (top == NEVER and len(ids)):
+        reasons = [damage.reason for damage in state.damaged]
         raise NoIntactCopy(
             reasons[0] if reasons else f"{store.where}: the state of step {sealed.step} is not complete",
             kind="no-sealed-state",
         )
     tier = np.full(len(ids), STORE, dtype=np.int8)
-    whole = _whole_of(_log_of(layout, states), tier, states, None) if len(ids) else sealed.whole
+    whole = state.whole if len(ids) else sealed.whole
     # Copies of the same version may belong to another state.
     if arena is not None and whole and arena.whole == whole:
         tier[arena.intact()] = MEMORY
@@ -266,40 +257,40 @@ def plan_sealed(
         ids,
         tier,
         version,
-        states,
+        state,
         whole,
         Label(sealed.step, sealed.step, () if whole else (NO_COMMIT,)),
-        seqs=seqs,
+        seq=seq,
         sealed=(sealed.epoch, sealed.step, sealed.whole),
     )
 
 
 def _sealed_states(
-    store: Store, layout: Layout, logs: Sequence[int], snapshot: Snapshot | None
+    store: Store, layout: Layout, snapshot: Snapshot | None
 ) -> tuple[Sequence[SealedSet], bool]:
     """Return the states that a rollback may restore, best first, and whether damage hides newer ones."""
     if snapshot is None and store.part is not None:
         sets = complete_sets(store.again(), of=store.part.shard)
-        return [sealed for sealed in sets if set(logs) <= sealed.seqs.keys()], False
+        return [one for one in sets if not layout.partitions or store.lane in one.places], False
     if snapshot is None:
-        states = store.states(logs, layout).values()
+        states = [store.state(store.lane, layout)]
         sets = sealed_sets(states)
         return sets, bool(lost_seals(states, sets))
-    return [sealed_in(snapshot, logs, layout if store.part is None else None)], False
+    return [sealed_in(store, snapshot, layout)], False
 
 
-def sealed_in(snapshot: Snapshot, logs: Sequence[int], layout: Layout | None) -> SealedSet:
+def sealed_in(store: Store, snapshot: Snapshot, layout: Layout) -> SealedSet:
     """Return the sealed state that a snapshot names.
 
-    layout: layout of all logs; None if each rank has its own. Raises LayoutMismatch if the snapshot has another
-    layout, or lacks one of the logs.
+    Raises LayoutMismatch if the snapshot lacks this lane, or is a single process's with another layout.
     """
-    if layout is None and not set(logs) <= snapshot.seqs.keys():
+    lacks = bool(layout.partitions) and store.lane not in snapshot.places
+    if lacks and store.part is not None:
         raise LayoutMismatch(
-            f"snapshot {snapshot.name!r} does not contain shard {', '.join(map(str, logs))}",
+            f"snapshot {snapshot.name!r} does not contain shard {store.lane}",
             hint="nothing was changed; use a snapshot of this rank or member",
         )
-    if (layout is not None and snapshot.layout != layout.digest) or not set(logs) <= snapshot.seqs.keys():
+    if lacks or (store.part is None and snapshot.layout != layout.digest):
         raise LayoutMismatch(
             f"snapshot {snapshot.name!r} has another layout than the model",
             hint="nothing was changed; use the model that the snapshot was taken from",
@@ -326,30 +317,6 @@ def estimate(distance: NDArray[np.float64]) -> Perturbation:
     return Perturbation(norm, "estimated")
 
 
-def _stored(layout: Layout, states: Mapping[int, ShardState]) -> Ids:
-    """Return every partition's newest version in the store: int64 (partitions,), `NEVER` for those never saved."""
-    result = np.full(layout.partitions, NEVER, dtype=np.int64)
-    for state in states.values():
-        result[state.ids] = state.version
-    return result
-
-
-def _log_of(layout: Layout, states: Mapping[int, ShardState]) -> NDArray[np.int32]:
-    """Return the log whose copy of each partition `_stored` returns, -1 for none: int32 (partitions,)."""
-    result = np.full(layout.partitions, -1, dtype=np.int32)
-    for log, state in states.items():
-        result[state.ids] = log
-    return result
-
-
-def _in_doubt(layout: Layout, states: Mapping[int, ShardState]) -> NDArray[np.bool_]:
-    """Mark the partitions that may have a newer copy in a segment whose list of partitions is damaged."""
-    result = np.zeros(layout.partitions, dtype=bool)
-    for state in states.values():
-        result[state.ids] = state.doubt
-    return result
-
-
 def in_memory(arena: Arena) -> Ids:
     """Return the version of every intact copy in the arena: int64 (partitions,), `NEVER` for the others."""
     return np.where(arena.intact(), arena.newest(), np.int64(NEVER))
@@ -363,6 +330,7 @@ def nearer(arena: Arena, ids: Ids, stored: Ids) -> tuple[NDArray[np.bool_], Ids]
 
 
 def versions_of(state: ShardState, ids: Ids) -> Ids:
+    """Return the versions of a state's copies: int64 of the shape of `ids`, `NEVER` for those never saved."""
     at = state.find(ids)
     known = at >= 0
     result = np.full(len(ids), NEVER, dtype=np.int64)

@@ -6,6 +6,7 @@ copied.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,10 +23,9 @@ from scarctl.state.layout import Layout
 from scarctl.state.rows import take_rows
 from scarctl.state.version import NEVER
 from scarctl.store import ShardState, Snapshot, Store, check_backed, sealed_sets
-from scarctl.store.around import states_around
 from scarctl.store.read import Batch
 from scarctl.store.shard_state import Damage
-from scarctl.store.topology import Topology, read_topology, sealed_by_all, topology_epochs
+from scarctl.store.topology import Topology, read_topology, topology_epochs
 from scarctl.util.arrays import Ids
 
 Rows: TypeAlias = Callable[[int, int], NDArray[np.uint8]]
@@ -39,7 +39,6 @@ class Parts:
     store: Store
     states: Mapping[int, ShardState]
     """States by shard; if ranks saved them, in the order of the ranks."""
-    of_ranks: bool
     topology: Topology | None = None
     """Topology of these ranks; None if one process saved the whole state."""
     passed_over: tuple[int, ...] = ()
@@ -150,7 +149,7 @@ def find_parts(
     if snapshot is not None:
         states = store.states(snapshot.seqs, at=snapshot.seqs)
         topology = topology_of(store, snapshot.seqs, epochs)
-        return Parts(store, states, topology is not None, topology)
+        return Parts(store, states, topology)
     passed_over: list[int] = []
     hidden: list[Damage] = []
     for epoch in reversed(epochs):
@@ -160,16 +159,16 @@ def find_parts(
         if shards in seen or excluded & set(shards):
             continue
         seen.add(shards)
-        states = states_around(store, shards) if around else store.states(shards)
-        found = _whole(store, states, epochs, sealed=sealed)
+        states = store.states(shards, around=around)
+        found = _whole(store, states, sealed=sealed)
         if found is not None:
             return replace(found, topology=topology, passed_over=tuple(passed_over), hidden=tuple(hidden))
         passed_over.append(epoch)
         hidden += [damage for state in states.values() for damage in state.damaged]
     # A single process may have saved a state before the job had ranks.
-    others = [shard for shard in store.shards() if shard not in ranked | excluded]
-    states = states_around(store, others) if around else store.states(others)
-    found = _whole(store, states, [], sealed=sealed) if others else None
+    if store.lane in ranked | excluded:
+        return None
+    found = _whole(store, store.states([store.lane], around=around), sealed=sealed)
     return None if found is None else replace(found, passed_over=tuple(passed_over), hidden=tuple(hidden))
 
 
@@ -227,33 +226,21 @@ def with_slots(parts: Parts, group: Group) -> tuple[TensorSpec, ...]:
 # -- finding -----------------------------------------------------------------------------------------------------
 
 
-def _whole(
-    store: Store, states: Mapping[int, ShardState], epochs: list[int], *, sealed: bool
-) -> Parts | None:
+def _whole(store: Store, states: Mapping[int, ShardState], *, sealed: bool) -> Parts | None:
     complete = all(state.layout is not None and (state.version != NEVER).all() for state in states.values())
-    if not complete or not any(len(state.ids) for state in states.values()) or _retired(states, bool(epochs)):
+    if not complete or not any(len(state.ids) for state in states.values()) or _retired(states):
         return None
     check_backed(store, states.values())
-    if sealed:
-        sets = sealed_by_all(states) if epochs else sealed_sets(states.values())
-        for one in sets:
-            try:
-                states = store.states(one.seqs, at=one.seqs)
-            except Corruption:
-                continue  # collected or damaged: try the next older one
-            return Parts(store, states, bool(epochs))
-        return None
-    return Parts(store, states, bool(epochs))
+    for one in sealed_sets(states.values()) if sealed else ():
+        with contextlib.suppress(Corruption):  # collected or damaged: try the next older one
+            return Parts(store, store.states(one.seqs, at=one.seqs))
+    return None if sealed else Parts(store, states)
 
 
-def _retired(states: Mapping[int, ShardState], of_ranks: bool) -> bool:
+def _retired(states: Mapping[int, ShardState]) -> bool:
     """Return whether some shards have released members, so that the state is no longer complete."""
-    counts = [
-        (len(state.ids), state.layout.partitions) for state in states.values() if state.layout is not None
-    ]
-    if of_ranks:
-        return any(members != partitions for members, partitions in counts)
-    return sum(members for members, _ in counts) != max((partitions for _, partitions in counts), default=0)
+    written = [state for state in states.values() if state.layout is not None]
+    return any(len(state.ids) != state.layout.partitions for state in written if state.layout is not None)
 
 
 # -- names -------------------------------------------------------------------------------------------------------

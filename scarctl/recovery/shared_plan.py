@@ -84,7 +84,7 @@ class SharedPlan(Labelled):
     @property
     def seqs(self) -> dict[int, int]:
         """Rollback: the sealed record to restore, by shard, including shards of ranks that own nothing."""
-        seqs = {shard: seq for _, plan in self.each() for shard, seq in plan.seqs.items()}
+        seqs = {plan.state.shard: plan.seq for _, plan in self.each() if plan.seq is not None}
         seals = [(shard, seal) for shard, state in self.state.states.items() for seal in state.sealed]
         wanted = {seal.whole for shard, seal in seals if seqs.get(shard) == seal.seq}
         others = {shard: seal.seq for shard, seal in seals if shard not in seqs and seal.whole in wanted}
@@ -121,9 +121,9 @@ class SharedPlan(Labelled):
             return self
         writers, known = list[Writer](), set[int]()
         for share, plan, arena in zip(self.state.shares, self.plans, arenas, strict=True):
-            states = [*(() if plan is None else plan.states.values()), *share.states.values()]
+            states = [*(() if plan is None else [plan.state]), share.state]
             writers.append(Writer(states, None if arena is None else HandOverQueue(arena.folder)))
-            known |= share.states.keys() | share.unreadable.keys()
+            known.add(share.state.shard)
         # Ranks without rows have saved what they have in common with others, too.
         others = (state for shard, state in self.state.states.items() if shard not in known)
         writers += [Writer([state]) for state in others]
@@ -172,7 +172,7 @@ def plan_lost(state: SharedState, ids: Sequence[Ids], arenas: Arenas, *, survivo
     for share, mine, arena in zip(state.shares, ids, arenas, strict=True):
         share.require(mine)
         if mine.size:
-            plans.append(plan_partial(mine, share.layout, share.shard_of, share.states, arena))
+            plans.append(plan_partial(mine, share.layout, share.shard_of, share.state, arena))
         else:
             plans.append(None)
     lost = sum(len(mine) for mine in ids)

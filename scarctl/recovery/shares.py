@@ -7,7 +7,7 @@ Recovery and export plan each share separately (`scarctl.recovery.plan`), and co
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -28,7 +28,6 @@ from scarctl.store import (
     read_snapshot,
     sealed_sets,
 )
-from scarctl.store.around import layout_around, state_around, states_around
 from scarctl.store.members import EPOCH, name_among
 from scarctl.store.snapshot import lost_seals
 from scarctl.store.topology import Topology, read_topology, sealed_by_all
@@ -48,17 +47,17 @@ class Share:
     layout: Layout
     shard_of: NDArray[np.int32]
     """Shard of every partition: shape (layout.partitions,)."""
-    states: Mapping[int, ShardState]
-    """Readable states, by log."""
-    unreadable: Mapping[int, Corruption] = field(default_factory=dict)
-    """Errors of unreadable states, by log. Partitions of other logs can still be restored."""
+    state: ShardState
+    """State of the writer's lane; empty if it cannot be read."""
+    unreadable: Corruption | None = None
+    """Why the state cannot be read. Partitions of other shares can still be restored."""
     shown: Layout | None = None
     """A member's layout with the names that its groups have in the state of all members; None if they are the same."""
 
     def require(self, ids: Ids) -> None:
         """Raise Corruption if there are partitions `ids`, and their log cannot be read."""
-        for error in self.unreadable.values() if ids.size else ():
-            raise error
+        if ids.size and self.unreadable is not None:
+            raise self.unreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,7 @@ class SharedState:
 
     def head_of(self, share: Share) -> int:
         """Return the newest saved step of the state that a share is part of. Members have no common step."""
-        return max(state.step for state in share.states.values()) if self.of_members else self.head
+        return share.state.step if self.of_members else self.head
 
     @property
     def lost_seals(self) -> tuple[str, ...]:
@@ -124,8 +123,8 @@ class SharedState:
         shares = tuple(
             replace(_share(of.rank, of.store, of.layout, of.shard_of), shown=of.shown) for of in self.shares
         )
-        states = {shard: state for share in shares for shard, state in share.states.items()}
-        others = states_around(self.store, (shard for shard in self.states if shard not in states))
+        states = _states(shares)
+        others = self.store.states((shard for shard in self.states if shard not in states), around=True)
         return replace(self, shares=shares, states=others | states)
 
     def lost(self, lost: Lost) -> list[Ids]:
@@ -159,15 +158,14 @@ class SharedState:
         A member's state is complete without the others, so it is restored without them.
         """
         mine = [(share, own) for share, own in zip(self.shares, ids, strict=True) if own.size]
-        states = {shard: state for share, _ in mine for shard, state in share.states.items()}
-        narrow = replace(self, shares=tuple(share for share, _ in mine), states=states)
-        return narrow, [own for _, own in mine]
+        shares = tuple(share for share, _ in mine)
+        return replace(self, shares=shares, states=_states(shares)), [own for _, own in mine]
 
     def sealed(self) -> list[SealedSet]:
         """Return the states that all shares have sealed, newest first. Raises Corruption if one cannot be read."""
         for share in self.shares:
-            for error in share.unreadable.values():
-                raise error
+            if share.unreadable is not None:
+                raise share.unreadable
         if self.topology is None:
             return sealed_sets(self.states.values())
         return sealed_by_all(self.states)
@@ -235,14 +233,14 @@ def fallback_note(parts: Parts) -> str:
 
 
 def _of_one_process(store: Store, snapshot: Snapshot | None) -> SharedState:
-    layout = layout_around(store)
+    layout = store.current_layout(around=True)
     if layout is None:
         raise _nothing_saved(f"{store.where}: the store is still empty")
     shard_of = backed_shards(store, layout)
     if snapshot is not None:
-        sealed_in(snapshot, store.lanes_of(layout), layout)
-    share = _share(None, store, layout, shard_of)
-    return SharedState(store, (share,), share.states)
+        sealed_in(store, snapshot, layout)
+    shares = (_share(None, store, layout, shard_of),)
+    return SharedState(store, shares, _states(shares))
 
 
 def as_member(layout: Layout, number: int) -> Layout:
@@ -261,7 +259,7 @@ def _of_members(store: Store, topology: Topology, snapshot: Snapshot | None) -> 
             continue
         view = store.of_shard(shard)
         try:
-            layout = layout_around(view)
+            layout = view.current_layout(around=True)
             if layout is None:
                 raise _nothing_saved(f"{store.where}: {nothing_yet(topology, number)}")
             share = _share(number, view, layout, backed_shards(view, layout))
@@ -272,8 +270,7 @@ def _of_members(store: Store, topology: Topology, snapshot: Snapshot | None) -> 
         shares.append(replace(share, shown=as_member(layout, number)))
     if not shares:
         raise next(iter(absent.values()))
-    states = {shard: state for share in shares for shard, state in share.states.items()}
-    return SharedState(store, tuple(shares), states, topology, absent)
+    return SharedState(store, tuple(shares), _states(shares), topology, absent)
 
 
 def nothing_yet(topology: Topology, number: int) -> str:
@@ -290,22 +287,25 @@ def _nothing_saved(message: str) -> NoIntactCopy:
 def _shares(parts: Parts) -> Iterator[Share]:
     store = parts.store
     if parts.topology is None:
-        layout = next(state.layout for state in parts.states.values() if state.layout is not None)
-        yield Share(None, store, layout, store.shard_of(layout), parts.states)
+        state = parts.states[store.lane]
+        assert state.layout is not None, "a whole state has a layout"
+        yield Share(None, store, state.layout, store.shard_of(state.layout), state)
         return
     for rank, shard in enumerate(parts.topology.shards):
-        state = parts.states.get(shard)
-        if state is not None and state.layout is not None and state.layout.partitions:
+        found = parts.states.get(shard)
+        if found is not None and found.layout is not None and found.layout.partitions:
             view = store.of_shard(shard)
-            yield Share(rank, view, state.layout, view.shard_of(state.layout), {shard: state})
+            yield Share(rank, view, found.layout, view.shard_of(found.layout), found)
 
 
 def _share(rank: int | None, store: Store, layout: Layout, shard_of: NDArray[np.int32]) -> Share:
-    """Make a share from the current states of a store, read around damaged records."""
-    states, unreadable = dict[int, ShardState](), dict[int, Corruption]()
-    for lane in store.lanes_of(layout):
-        try:
-            states[lane] = state_around(store, lane, layout)
-        except Corruption as error:
-            unreadable[lane] = error
-    return Share(rank, store, layout, shard_of, states, unreadable)
+    """Make a share from the current state of a writer's lane, read around damaged records."""
+    try:
+        return Share(rank, store, layout, shard_of, store.state(store.lane, layout, around=True))
+    except Corruption as error:
+        return Share(rank, store, layout, shard_of, ShardState(store.lane), error)
+
+
+def _states(shares: Iterable[Share]) -> dict[int, ShardState]:
+    """Return the readable states of shares, by shard."""
+    return {share.state.shard: share.state for share in shares if share.unreadable is None}

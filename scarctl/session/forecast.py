@@ -12,6 +12,7 @@ from scarctl.arena.distances import from_memory
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.found_extras import Saved
 from scarctl.errors import ScarError
+from scarctl.recovery.plan import versions_of
 from scarctl.session.peers import Together
 from scarctl.state.extras import Extras
 from scarctl.state.layouts import parameters_of
@@ -61,22 +62,18 @@ def weigh_loss(
     return _decide(together.gather(together.agree(look)), engine, step, together, mode, max_rework)
 
 
-def mode_of_resume(
-    engine: Engine, found: tuple[dict[int, ShardState], Saved | None] | None, together: Together
-) -> str:
+def mode_of_resume(engine: Engine, found: tuple[ShardState, Saved | None] | None, together: Together) -> str:
     """Return the mode in which "auto" resumes the state of an earlier process: the same on all ranks.
 
     That is partial if all copies are of the step of the extras. Otherwise a state of one step is taken if it is no
     older than the extras. It may also be `MUCH_OLDER` times as old as the copies are on average.
 
-    found: the store's states and the newest extras; None if a rank has no state.
+    found: the store's state and the newest extras; None if a rank has no state.
     """
     step, copies = -1, np.empty(0, dtype=np.int64)
     if found is not None:
         arena, step = engine.arena, -1 if found[1] is None else step_of(found[1].version)
-        stored = np.full(engine.layout.partitions, NEVER, dtype=np.int64)
-        for state in found[0].values():
-            stored[state.ids] = state.version
+        stored = versions_of(found[0], np.arange(engine.layout.partitions))
         copies = np.maximum(step_of(np.where(arena.intact(), arena.newest(), NEVER)), step_of(stored))
     # A process that dies between a copy and its hand-over leaves copies that are newer than the extras.
     mine = [

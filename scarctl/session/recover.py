@@ -102,7 +102,7 @@ def _fetch(engine: Engine, live: LiveState, staged: Staged | None) -> tuple[Foun
     engine.copies.require_same_line()
     if there is None:
         return None, None
-    states, newest = there
+    state, newest = there
     owns = engine.layout.partitions > 0
     # A rank without rows has a state even before its first seal.
     if newest is None and (owns or engine.store.part is None):
@@ -112,7 +112,7 @@ def _fetch(engine: Engine, live: LiveState, staged: Staged | None) -> tuple[Foun
     known, head = estimate(from_memory(arena.newest())).value, None
     if (arena.version >= 0).any():
         head = min(arena.head_step, int(step_of(arena.newest()).max()))
-    report = engine.copies.fetch_all(states, live.new_slots, staged)
+    report = engine.copies.fetch_all(state, live.new_slots, staged)
     version, whole = (NEVER, "") if newest is None else (newest.version, newest.whole)
     if owns and not (report.label.of_one and report.step == step_of(version) and report.plan.whole == whole):
         whole = ""

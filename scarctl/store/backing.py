@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from scarctl.errors import UsageError
 from scarctl.state.layout import MIN_PARTITION_BYTES, Layout
-from scarctl.store.around import states_around
 from scarctl.store.format import corrupt, layout_path
 from scarctl.store.shard_state import ShardState
 from scarctl.store.store import Store
@@ -62,5 +61,5 @@ def backed_shards(store: Store, layout: Layout) -> NDArray[np.int32]:
     Reads states only if the layout is large. Raises as `check_backed` does.
     """
     if layout.partitions > FREE:
-        check_backed(store, states_around(store, store.shards()).values())
+        check_backed(store, store.states(store.shards(), around=True).values())
     return store.shard_of(layout)

@@ -112,7 +112,7 @@ class _Check:
         """Records of each lane that snapshots keep."""
 
     def run(self) -> Report:
-        self.total = usage(self.store, {})["bytes"]
+        self.total = usage(self.store)["bytes"]
         with self._noting(SETTINGS):
             self.store.again()
         self._count(SETTINGS)

@@ -191,20 +191,23 @@ class ShardLog:
         """Return one record by its number among all. Raises FileNotFoundError, or Corruption."""
         return self.at(self.place(seq))
 
-    def newest(self) -> Record | None:
-        """Return the newest record that counts, None without one. Raises Corruption."""
-        top = self.newest_top()
-        record = None if top is None else top.record
-        assert record is None or isinstance(record, Record), "damage was raised"
-        return record
+    def newest(self, *, around: bool = False) -> Record | None:
+        """Return the newest record that counts, None without one. Raises Corruption.
 
-    def newest_readable(self) -> Record | None:
-        """Return the newest record that is not damaged, None without one. Raises Corruption (kind "newer-format")."""
-        top = self.newest_top(around=True)
+        around: the newest of them that is not damaged. Raises Corruption if all are.
+        """
+        top = self.newest_top(around=around)
         if top is None:
             return None
-        found = (self._there_or_why(top.term.place(k)) for k in range(top.count, 0, -1))
-        return next((one for one in found if isinstance(one, Record)), None)
+        found = top.record
+        for k in range(top.count - 1, 0, -1):
+            if isinstance(found, Record):
+                break
+            found = self._there_or_why(top.term.place(k))
+        if isinstance(found, Damage) and found.error is not None:
+            raise found.error
+        assert isinstance(found, Record), "a log that counts has a record"
+        return found
 
     def numbers(self) -> list[int]:
         """Return the numbers of all records of the newest term with any, ascending."""

@@ -182,7 +182,7 @@ def prune(store: Store, plan: PrunePlan) -> Pruned:
     AccessDenied, Unavailable.
     """
     states = store.states(store.shards())
-    before = usage(store, states)["bytes"]
+    before = usage(store, states.values())["bytes"]
     done = Pruned()
     if plan.writer is not None:
         _delete_names(store, plan)
@@ -205,7 +205,7 @@ def prune(store: Store, plan: PrunePlan) -> Pruned:
                 _delete_names(store, plan)
                 collector = Collector(writer, floor=0)
                 collector.collect(plan.keep_sealed)
-                states = writer.states
+                states = {writer.shard: writer.state}
                 done.files, done.moved_bytes = collector.done.deleted_files, collector.done.moved_bytes
     for shard in plan.retire:
         # While a job is alive, the holder of the shard's lock may still save copies from memory to it.
@@ -214,7 +214,7 @@ def prune(store: Store, plan: PrunePlan) -> Pruned:
     done.files += remove_hosts(store, plan.hosts)
     if plan.topology is not None:
         states = store.states(states)
-    done.sizes = usage(store, states)
+    done.sizes = usage(store, states.values())
     done.bytes = before - done.sizes["bytes"]
     return done
 
@@ -274,7 +274,7 @@ def _is_retired(store: Store, state: ShardState) -> bool:
 
 def _is_small(store: Store, states: Mapping[int, ShardState]) -> bool:
     """Return whether compaction is not needed. Each of its turns would write a table."""
-    sizes = usage(store, states)
+    sizes = usage(store, states.values())
     return sizes["bytes"] <= RATIO * sizes["live_bytes"] + FLOOR * len(states)
 
 

@@ -41,7 +41,6 @@ from scarctl.store.format import (
 from scarctl.store.layouts import read_layout
 from scarctl.store.lock import BothLocks, NoLock, StoreLock, for_a_writer
 from scarctl.store.log import ShardLog
-from scarctl.store.older import older_copies, state_before
 from scarctl.store.read import Batch, Room, read_unit, units
 from scarctl.store.record import Record
 from scarctl.store.segment import ascending
@@ -235,10 +234,6 @@ class Store:
             return np.full(layout.partitions, self.part.shard, dtype=np.int32)
         return layout.shards(self.settings.shards, self.settings.seed)
 
-    def lanes_of(self, layout: Layout) -> list[int]:
-        """Return the lane that has the partitions of a layout; none if it has no partitions."""
-        return [self.lane] if layout.partitions else []
-
     def close(self) -> None:
         """Release the lock, and the address's connections."""
         self._closed = True
@@ -290,9 +285,11 @@ class Store:
             self._layouts[digest] = read_layout(self.blobs, digest)
         return self._layouts[digest]
 
-    def current_layout(self) -> Layout | None:
-        """Return the layout of the newest records; None before the first."""
-        record = max(self._newest(), key=lambda record: record.epoch, default=None)
+    def current_layout(self, *, around: bool = False) -> Layout | None:
+        """Return the layout of the newest records; None before the first. around: see `state`. Raises Corruption."""
+        logs = [self.log(shard) for shard in self.shards()]
+        found = self.blobs.each(lambda log: log.newest(around=around), logs)
+        record = max((one for one in found if one is not None), key=lambda one: one.epoch, default=None)
         return None if record is None else self.layout(record.layout)
 
     # logs
@@ -316,10 +313,6 @@ class Store:
         log = self.log(self.lane)
         return Found(0, 0, frozenset(number_of(log.term(number).id) for number in log.terms()))
 
-    def _newest(self) -> list[Record]:
-        found = self.blobs.each(lambda shard: self.log(shard).newest(), self.shards())
-        return [record for record in found if record is not None]
-
     def log(self, shard: int) -> ShardLog:
         return ShardLog(self.blobs, shard, self.layout)
 
@@ -327,22 +320,27 @@ class Store:
         """Return a lane's records, oldest first. Raises Corruption, naming the file."""
         return self.log(shard).records()
 
-    def state(self, shard: int, layout: Layout | None = None, at: int | None = None) -> ShardState:
+    def state(
+        self, shard: int, layout: Layout | None = None, at: int | None = None, *, around: bool = False
+    ) -> ShardState:
         """Return the state of a shard after record `at` (default: the newest). An empty log gives an empty state.
+
+        around: read around damaged records, as far as the others permit. All members are in doubt that no record after
+        a damaged one holds, so nothing of them is exact. Only for readers: a writer needs every record.
 
         Raises Corruption, naming the file; LayoutMismatch if `layout` is not None and differs from the state's.
         """
-        state = self.log(shard).state(at)
+        state = self.log(shard).state(at, around=around)
         if layout is not None and state.layout is not None and state.layout.digest != layout.digest:
             raise self.mismatch(state.layout, layout)
         return state
 
     def states(
-        self, shards: Iterable[int], layout: Layout | None = None, at: Mapping[int, int] | None = None
+        self, shards: Iterable[int], at: Mapping[int, int] | None = None, *, around: bool = False
     ) -> dict[int, ShardState]:
         """Return the states of several shards, by shard: see `state`."""
-        shards = list(shards)
-        found = self.blobs.each(lambda s: self.state(s, layout, None if at is None else at[s]), shards)
+        shards, seqs = list(shards), at or {}
+        found = self.blobs.each(lambda s: self.state(s, at=seqs.get(s), around=around), shards)
         return dict(zip(shards, found, strict=True))
 
     def mismatch(self, stored: Layout, given: Layout) -> LayoutMismatch:
@@ -353,14 +351,6 @@ class Store:
             f"{self.where}: the state does not fit this store: {listed}",
             hint="use the model and optimizer of the store, or another folder",
         )
-
-    def older(self, shard: int, ids: Ids, state: ShardState) -> ShardState | None:
-        """Return, for `ids`, the next older copies than `state` has: see `older_copies`."""
-        return older_copies(self.log(shard), ids, state)
-
-    def before(self, state: ShardState, ids: Ids, step: int) -> ShardState:
-        """Return, for `ids`, the newest copies of `step` or earlier: see `state_before`."""
-        return state_before(self.log(state.shard), state, ids, step)
 
     # data
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from scarctl.store.shard_state import ShardState
 from scarctl.store.store import Store
 
 
-def usage(store: Store, states: Mapping[int, ShardState]) -> dict[str, int]:
+def usage(store: Store, states: Iterable[ShardState] = ()) -> dict[str, int]:
     """Return `bytes` of all files, `live_bytes` of newest copies, numbers of `segments` and of `records`.
 
     states: those of which the live bytes are counted.
@@ -28,7 +28,7 @@ def usage(store: Store, states: Mapping[int, ShardState]) -> dict[str, int]:
         records += len(files) if "/log/" in folder else 0
     with blobs.reader(SETTINGS) as file:
         total += file.size
-    for state in states.values():
+    for state in states:
         if state.layout is not None:
             live += int(state.bytes_of(np.flatnonzero(state.saved)).sum())
     return {"bytes": total, "live_bytes": live, "segments": segments, "records": records}

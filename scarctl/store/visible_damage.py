@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.store.around import state_around
 from scarctl.store.format import segment_path, shard_folder
 from scarctl.store.shard_state import ShardState
 from scarctl.store.store import Store
@@ -57,7 +56,7 @@ def _still_missing(
     A writer deletes a segment after the record that supersedes it. So it is damage if there is no newer record.
     """
     for _ in range(_ATTEMPTS):
-        fresh = state_around(store, state.shard)
+        fresh = store.state(state.shard, around=True)
         if fresh.seq == state.seq:
             return state, missing
         state, missing = fresh, _missing(fresh, dict(store.blobs.files(f"{shard_folder(state.shard)}/seg")))

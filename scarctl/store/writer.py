@@ -121,11 +121,6 @@ class StoreWriter:
         return self._publisher.state
 
     @property
-    def states(self) -> dict[int, ShardState]:
-        """State of the lane, by its number, as `Store.states` returns it."""
-        return {self.shard: self.state}
-
-    @property
     def ledger(self) -> Ledger:
         """Counts of written bytes, for collectors and for display."""
         return self._publisher.ledger

@@ -226,7 +226,7 @@ class Actor:
 
     def _do_back(self) -> None:
         if self.writer is not None:
-            sets = sealed_sets(self.writer.states.values())
+            sets = sealed_sets([self.writer.state])
             if sets:
                 with contextlib.suppress(UsageError):  # of another writer's past, refused
                     self.writer.roll_back(sets[-1 if self.rng.random() < 0.5 else 0].seqs[0])

@@ -32,7 +32,6 @@ from scarctl.recovery.execute import execute
 from scarctl.recovery.plan import Plan, plan_partial, plan_rollback
 from scarctl.state.encoding import stored_as
 from scarctl.store import Store, read_snapshot, verify
-from scarctl.store.around import state_around
 from tests.adversarial.image import LAYOUT, Image, make
 from tests.store.helpers import read_all
 
@@ -239,7 +238,7 @@ class Attack:
         try:
             store = self.image.open({case.file: case.data})
             for shard in self._shards(case):
-                state = state_around(store, shard)
+                state = store.state(shard, around=True)
                 found, bad = read_all(store, state)
                 if any(damage.error for damage in state.damaged):
                     result = "read: around a damaged record"
@@ -265,10 +264,8 @@ class Attack:
         """Recover partially the partitions of the file."""
         try:
             store = self.image.open({case.file: case.data})
-            shards = self._shards(case)
-            states = {shard: state_around(store, shard, LAYOUT) for shard in shards}
             ids = np.arange(LAYOUT.partitions)
-            plan = plan_partial(ids, LAYOUT, self.shard_of, states)
+            plan = plan_partial(ids, LAYOUT, self.shard_of, store.state(0, LAYOUT, around=True))
             done, kept = self._execute(plan, store)
         except ScarError as error:
             return error.kind

@@ -29,10 +29,11 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from scarctl.errors import NoStore, ScarError
+from scarctl.state.encodings import Encoding
 from scarctl.store import Store
 from scarctl.store.prune import Retention, plan_prune, prune
 from tests.adversarial.witness import Violation, Witness, check, check_goes_on
-from tests.adversarial.workload import KINDS, SCRIPT, Kind, Message, Player, draw, drop, name_newest
+from tests.adversarial.workload import KINDS, SCRIPT, Message, Player, draw, drop, name_newest
 from tests.store.helpers import memory_folder
 from tests.support.failpoint import CALLS, Fault, Killed, Mortal, in_child, kill_myself
 from tests.support.places import Memory
@@ -73,15 +74,15 @@ class Scripted(Generic[T]):
     def cases(self) -> Iterator[Case]:
         """Yield numbered cases for each kind of store: before and after each call of each life."""
         empty = self.save()
-        for kind in KINDS[:2]:
+        for encoding in KINDS[:2]:
             self.restore(empty)
-            yield from self._cases(kind)
+            yield from self._cases(encoding)
 
-    def _cases(self, kind: Kind) -> Iterator[Case]:
-        witness = Witness(kind)
+    def _cases(self, encoding: Encoding) -> Iterator[Case]:
+        witness = Witness(encoding)
         for life, acts in enumerate(SCRIPT):
             saved, start = self.save(), witness.copy()
-            player = Player(self.url, witness.take, seed=life, stamp=witness.stamp, kind=kind)
+            player = Player(self.url, witness.take, seed=life, stamp=witness.stamp, encoding=encoding)
             with self.counted() as fault:
                 player.play(acts)
                 player.close()
@@ -130,7 +131,9 @@ class Calls(Scripted[Path]):
         told = Told(self.folder / "told")
 
         def work() -> None:
-            player = Player(self.url, told.writer(), seed=life, stamp=witness.stamp, kind=witness.kind)
+            player = Player(
+                self.url, told.writer(), seed=life, stamp=witness.stamp, encoding=witness.encoding
+            )
             with Fault(k, kill_myself, NAMES, after=late, counts=changes):
                 player.play(SCRIPT[life])
                 player.close()
@@ -165,7 +168,7 @@ class Requests(Scripted[dict[str, bytes]]):
 
     def dies(self, life: int, witness: Witness, k: int, late: bool) -> bool:
         with Mortal(k, REQUESTS, owner=type(self.raw.fs), after=late) as mortal:
-            player = Player(self.url, witness.take, seed=life, stamp=witness.stamp, kind=witness.kind)
+            player = Player(self.url, witness.take, seed=life, stamp=witness.stamp, encoding=witness.encoding)
             with contextlib.suppress(Killed):
                 player.play(SCRIPT[life])
                 player.close()
@@ -209,8 +212,8 @@ class Kills:
         told = Told(self.folder / "told")
         acts = draw(rng, 2000)
         acts = [act for act in acts if act[0] != "back"] if self.number % 3 == 0 else acts
-        seed, stamp, kind = int(rng.integers(1 << 30)), self.witness.stamp, self.witness.kind
-        player = partial(Player, self.url, seed=seed, stamp=stamp, kind=kind)
+        seed, stamp, encoding = int(rng.integers(1 << 30)), self.witness.stamp, self.witness.encoding
+        player = partial(Player, self.url, seed=seed, stamp=stamp, encoding=encoding)
         children = [_fork(lambda: player(told.writer()).play(acts))]
         if self.number % 3 == 0 and self.number % self.NEW_STORE > 1:
             children.append(_fork(lambda: _beside(self.url, told.writer(), seed)))
@@ -282,8 +285,8 @@ class Prunes:
     def _case(self) -> Counter[str]:
         rng, witness = self.rng, self.witness
         seed = int(rng.integers(1 << 30))
-        player = Player(self.url, witness.take, seed=seed, stamp=witness.stamp, kind=witness.kind)
-        acts = [("commit", int(rng.integers(2)), 0.4) for _ in range(8)]
+        player = Player(self.url, witness.take, seed=seed, stamp=witness.stamp, encoding=witness.encoding)
+        acts = [("commit",)] * 8
         player.play(
             [("open",), *acts, ("seal", 0.5), ("snapshot", "a"), *acts, ("seal", 0.5), ("snapshot", "b")]
         )

@@ -246,7 +246,7 @@ class _Maker:
         self.image.newest = dict.fromkeys(range(LAYOUT.partitions), version)
         self.image.sealed.append(version)
         if name is not None:
-            create_snapshot(self.store, name, sealed_sets(self.writer.states.values())[0])
+            create_snapshot(self.store, name, sealed_sets([self.writer.state])[0])
             self.image.named[name] = version
 
     def _save(self, chosen: Ids, *, sealed: bool) -> int:

@@ -59,7 +59,7 @@ class History:
     """The recorded life of one store."""
 
     def __init__(self, folder: Path, seed: tuple[int, ...], witness: Witness | None = None) -> None:
-        """seed: its last number also says of what kind a new store is. witness: of a store that is there."""
+        """seed: its last number also says how a new store's copies are encoded. witness: of a store that is there."""
         self.before = Witness(KINDS[seed[-1] % len(KINDS)]) if witness is None else witness
         self.told: list[tuple[int, Message]] = []
         """Messages, and the number of events before them."""
@@ -85,8 +85,8 @@ class History:
         """Run one process, killed or not."""
         rng, recorder = self._rng, self._recorder
         seed = int(rng.integers(1 << 30))
-        kind = self.before.kind
-        player = Player(url, self._tell, seed=seed, stamp=self._now.stamp, faulty=True, kind=kind)
+        encoding = self.before.encoding
+        player = Player(url, self._tell, seed=seed, stamp=self._now.stamp, faulty=True, encoding=encoding)
         acts = draw(rng, int(rng.integers(3, 16)))
         self.lives.append(len(recorder.events))
         how = rng.random()

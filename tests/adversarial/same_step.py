@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -197,8 +198,7 @@ class History:
                 handover.version,
             ):
                 continue
-            extras = max((s.extras[0], s.extras_whole) for s in self._states().values() if s.extras)
-            if extras[1] != handover.whole:
+            if self._stored().extras_whole != handover.whole:
                 raise Broken(f"the extras of hand-over {number} are no part of the state that it has sealed")
 
     def _cut(self) -> None:
@@ -221,7 +221,7 @@ class History:
         rig = self.rig
         rig.die()
         self.rig = rig = self._new()
-        reconcile(rig.arena, rig.queue, rig.writer.states, rig.writer.epoch)
+        reconcile(rig.arena, rig.queue, rig.writer.state, rig.writer.epoch)
         rig.arena.begin_epoch(rig.writer.epoch, again=True)
 
     def _kill(self) -> None:
@@ -262,7 +262,7 @@ class History:
         self._begin()
         adopt_orphans(self.rig.arena, self.rig.queue)
         try:
-            plan = self._plan(self._states(), self.rig.arena)
+            plan = self._plan(self._stored(), self.rig.arena)
         except NoIntactCopy:
             self.rig.queue.clear()
             self.rig.arena.reset()
@@ -282,7 +282,8 @@ class History:
         except NoIntactCopy:
             return
         self._restore(plan)
-        rig.writer.roll_back(plan.seqs[0])
+        assert plan.seq is not None
+        rig.writer.roll_back(plan.seq)
         rig.arena.begin_epoch(rig.writer.epoch, again=True)
         rig.arena.mark_all_durable(plan.whole)
         rig.queue.remove(NEWEST)
@@ -308,15 +309,15 @@ class History:
 
     # -- looking -------------------------------------------------------------------------------------------------
 
-    def _states(self) -> dict[int, ShardState]:
+    def _stored(self) -> ShardState:
         self._reader = Store.open(self.rig.store.root)
-        return self._reader.states(self._reader.shards())
+        return self._reader.state(0)
 
-    def _plan(self, states: dict[int, ShardState], arena: Arena | None) -> Plan:
+    def _plan(self, state: ShardState, arena: Arena | None) -> Plan:
         rig = self.rig
-        return plan_partial(rig.everything, rig.layout, rig.shard_of, states, arena)
+        return plan_partial(rig.everything, rig.layout, rig.shard_of, state, arena)
 
-    def _stored(self, state: ShardState) -> dict[int, int]:
+    def _content_of(self, state: ShardState) -> dict[int, int]:
         """Return the value of every partition after a record; each record is read once."""
         key = state.digest
         if key not in self._content:
@@ -331,7 +332,7 @@ class History:
 
     def _values(self, plan: Plan, arena: Arena | None) -> list[int]:
         """Return the values that executing a plan would give."""
-        found = {i: value for state in plan.states.values() for i, value in self._stored(state).items()}
+        found = dict(self._content_of(plan.state))
         if arena is not None:
             found |= {i: min(values(arena, i)) for i in np.flatnonzero(plan.tier == planning.MEMORY).tolist()}
         return [found[i] for i in range(self.live.size)]
@@ -345,28 +346,24 @@ class History:
 
     def look(self) -> None:
         """Raise Broken if a state is called exact that never existed."""
-        rig, states = self.rig, self._states()
+        rig, state = self.rig, self._stored()
         for arena in (None, rig.arena):
             with contextlib.suppress(NoIntactCopy):
-                plan = self._plan(states, arena)
+                plan = self._plan(state, arena)
                 self._check(plan, arena, "a partial recovery")
-                self._extras(plan, arena, states)
-        for one in sealed_sets(states.values()):
+                self._extras(plan, arena, state)
+        for one in sealed_sets([state]):
             if one.whole not in self._sets:
                 self._sets.add(one.whole)
-                self._check(
-                    self._plan(self._reader.states(one.seqs, at=one.seqs), None), None, "a sealed set"
-                )
+                self._check(self._plan(self._reader.state(0, at=one.seqs[0]), None), None, "a sealed set")
         with contextlib.suppress(NoIntactCopy):
             back = plan_rollback(self._reader, rig.layout, rig.shard_of, rig.arena)
             self._check(back, rig.arena, "a rollback")
 
-    def _extras(self, plan: Plan, arena: Arena | None, states: dict[int, ShardState]) -> None:
+    def _extras(self, plan: Plan, arena: Arena | None, stored: ShardState) -> None:
         """Do `restore._fetch`: exact with the newest extras."""
-        found = [
-            (s.extras[0], s.extras_whole, self.rig.store.read_extras(s)) for s in states.values() if s.extras
-        ]
-        newest = max(((v, w, e[1]) for v, w, e in found if e is not None), key=lambda e: e[0], default=None)
+        saved = self.rig.store.read_extras(stored)
+        newest: Any = None if saved is None else (saved[0], stored.extras_whole, saved[1])
         if arena is not None:
             for one in (self.rig.queue.moment(), *self.rig.queue.pending()):
                 if (

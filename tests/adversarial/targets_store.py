@@ -363,8 +363,7 @@ class StoreTargets:
             store.read_extras(state)
 
     def _plan(self, store: Store) -> None:
-        states = {shard: store.state(shard, LAYOUT) for shard in store.shards()}
-        plan_partial(np.arange(LAYOUT.partitions), LAYOUT, self.shard_of, states)
+        plan_partial(np.arange(LAYOUT.partitions), LAYOUT, self.shard_of, store.state(0, LAYOUT))
 
     def _verify(self, store: Store) -> None:
         verify(store, read_data=True)

@@ -110,7 +110,7 @@ def test_what_a_deleted_snapshot_kept_goes_after_its_name(scene: Scene) -> None:
     """This also holds if the process that deleted the name has died before the deletion was durable."""
     with scene.recorder:
         scene.player.writer.store.blobs.delete("snapshots/a.json")
-        scene.player.play([("commit", 0), ("seal", 1.0), ("collect",)])
+        scene.player.play([("commit",), ("seal", 1.0), ("collect",)])
     store = scene.power_fails(lambda name: name == "a.json")
     assert snapshots(store) == []
     assert verify(store, read_data=True).problems == []
@@ -179,7 +179,7 @@ def test_a_store_whose_maker_died_is_safe_when_the_next_has_opened_it(tmp_path: 
 def test_the_witness_finds_a_commit_that_is_gone(tmp_path: Path) -> None:
     witness = Witness()
     player = Player(str(tmp_path / "run"), witness.take)
-    player.play([("open",), ("together", 1.0), ("commit", 0)])
+    player.play([("open",), ("commit", 1.0), ("commit",)])
     check(player.url, witness)
     records(tmp_path / "run")[-1].unlink()
     with pytest.raises(Violation):

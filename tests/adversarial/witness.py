@@ -16,7 +16,7 @@ from scarctl.state.encodings import Encoding
 from scarctl.state.version import NEVER, pack
 from scarctl.store import Store, read_snapshot, sealed_sets, verify
 from scarctl.store.snapshot import snapshot_names
-from tests.adversarial.workload import KINDS, Kind, Message, Player, content
+from tests.adversarial.workload import Message, Player, content
 from tests.store.helpers import read_all
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of one shard: its copies, and those of its seals, oldest first."""
+    """The contents of the store: its copies, and those of its seals, oldest first."""
 
     copies: Copies = field(default_factory=Copies)
     seals: Mapping[Mark, Copies] = field(default_factory=dict)
@@ -83,18 +83,14 @@ class Contents:
         return Contents(self.seals[to], {mark: self.seals[mark] for mark in before})
 
 
-Named = tuple[Copies, ...]
-"""The contents that a snapshot keeps, by log."""
-
-
 class Witness:
     """Takes the messages of all lives of one store."""
 
-    def __init__(self, kind: Kind = KINDS[0]) -> None:
-        self.kind = kind
+    def __init__(self, encoding: Encoding = "exact") -> None:
+        self.encoding = encoding
         self.exists = Options(False)
-        self.shards = [Options(Contents()) for _ in kind.members]
-        self.snapshots: dict[str, Options[Named | None]] = {}
+        self.contents = Options(Contents())
+        self.snapshots: dict[str, Options[Copies | None]] = {}
         self.stamp = 0
         self.acknowledged = 0
 
@@ -111,7 +107,7 @@ class Witness:
         """Return a copy; states are never changed, only replaced."""
         other = copy.copy(self)
         other.exists = copy.deepcopy(self.exists)
-        other.shards = [_copied(options) for options in self.shards]
+        other.contents = _copied(self.contents)
         other.snapshots = {name: _copied(options) for name, options in self.snapshots.items()}
         return other
 
@@ -121,46 +117,37 @@ class Witness:
     def _done_open(self, message: Message) -> None:
         """Note that what the new writer has found is now certain."""
         self.exists.done()
-        for shard, versions in message["version"].items():
-            version = dict(zip(self.kind.members[int(shard)].tolist(), versions, strict=True))
-            options = self.shards[int(shard)]
-            found = {i: v for i, v in version.items() if v != NEVER}
-            options.all = [option for option in options.all if option.copies.version == found][:1]
-            if not options.all:
-                raise Violation(f"a writer found what nobody saved in shard {shard}: {found}")
+        found = {i: version for i, version in enumerate(message["version"]) if version != NEVER}
+        options = self.contents
+        options.all = [option for option in options.all if option.copies.version == found][:1]
+        if not options.all:
+            raise Violation(f"a writer found what nobody saved: {found}")
 
     def _begin_commit(self, message: Message) -> None:
         self.stamp = max(self.stamp, message["stamp"])
-        options = self.shards[message["shard"]]
-        options.begin(
-            options.all[-1].committed(message)
-        )  # the writer first settles records in doubt, and then they exist
+        # The writer first settles records in doubt, and then they exist.
+        self.contents.begin(self.contents.all[-1].committed(message))
 
-    def _done_commit(self, message: Message) -> None:
-        self.shards[message["shard"]].done()
+    def _done_commit(self, _: Message) -> None:
+        self.contents.done()
         self.acknowledged += 1
 
     def _failed_commit(self, message: Message) -> None:
         if not message["doubt"]:
-            self.shards[message["shard"]].all.pop()
+            self.contents.all.pop()
 
     def _begin_back(self, message: Message) -> None:
         epoch, step = message["to"]
-        for options in self.shards:
-            options.begin(options.all[-1].rolled_back((epoch, step)))
+        self.contents.begin(self.contents.all[-1].rolled_back((epoch, step)))
 
     def _done_back(self, _: Message) -> None:
-        for options in self.shards:
-            options.done()
+        self.contents.done()
         self.acknowledged += 1
 
     def _begin_snapshot(self, message: Message) -> None:
         epoch, step = message["of"]
         mark = (epoch, step)
-        named = tuple(
-            next(option.seals[mark] for option in options.all if mark in option.seals)
-            for options in self.shards
-        )
+        named = next(option.seals[mark] for option in self.contents.all if mark in option.seals)
         self._name(message).begin(named)
 
     def _done_snapshot(self, message: Message) -> None:
@@ -173,7 +160,7 @@ class Witness:
     def _done_drop(self, message: Message) -> None:
         self._name(message).done()
 
-    def _name(self, message: Message) -> Options[Named | None]:
+    def _name(self, message: Message) -> Options[Copies | None]:
         return self.snapshots.setdefault(message["name"], Options(None))
 
 
@@ -196,11 +183,9 @@ def check(url: str, witness: Witness, *, tidy: bool = False) -> None:
     report = verify(store, read_data=True)
     if report.problems or (tidy and report.orphans):
         raise Violation(f"verify: {report.problems[:3]} {report.orphans[:3]}")
-    found = []
-    for shard, options in enumerate(witness.shards):
-        copies = _read(store, shard, None, [option.copies for option in options.all], f"shard {shard}")
-        found.append(next(option for option in options.all if option.copies is copies))
-    _check_sealed(store, found)
+    options = witness.contents.all
+    copies = _read(store, None, [option.copies for option in options], "the newest state")
+    _check_sealed(store, next(option for option in options if option.copies is copies))
     names = snapshot_names(store)
     for name in {*names, *witness.snapshots}:
         known = witness.snapshots.get(name, Options(None)).all
@@ -208,27 +193,23 @@ def check(url: str, witness: Witness, *, tidy: bool = False) -> None:
             if None not in known:
                 raise Violation(f"snapshot {name} is gone")
             continue
-        seqs = read_snapshot(store, name).seqs
-        for shard in range(len(witness.shards)):
-            wanted = [option[shard] for option in known if option is not None]
-            _read(store, shard, seqs[shard], wanted, f"snapshot {name}")
+        wanted = [option for option in known if option is not None]
+        _read(store, read_snapshot(store, name).seqs[0], wanted, f"snapshot {name}")
 
 
-def _check_sealed(store: Store, found: list[Contents]) -> None:
-    common = set.intersection(*(set(contents.seals) for contents in found))
-    there = sealed_sets(store.state(shard) for shard in range(len(found)))
-    if not common:
+def _check_sealed(store: Store, contents: Contents) -> None:
+    there = sealed_sets([store.state(0)])
+    if not contents.seals:
         return
-    newest = max(common)
+    newest = max(contents.seals)
     if not there or (there[0].epoch, there[0].step) != newest:
         raise Violation(f"the newest sealed state is not {newest}, but one of {there[:1]}")
-    for shard, contents in enumerate(found):
-        _read(store, shard, there[0].seqs[shard], [contents.seals[newest]], f"sealed {newest}")
+    _read(store, there[0].seqs[0], [contents.seals[newest]], f"sealed {newest}")
 
 
-def _read(store: Store, shard: int, at: int | None, options: list[Copies], what: str) -> Copies:
+def _read(store: Store, at: int | None, options: list[Copies], what: str) -> Copies:
     """Return which of the options a state is, with every byte read."""
-    state = store.state(shard, at=at)
+    state = store.state(0, at=at)
     saved = state.saved
     version = dict(zip(state.ids[saved].tolist(), state.version[saved].tolist(), strict=True))
     held, bad = ({}, {}) if state.layout is None else read_all(store, state)
@@ -249,15 +230,14 @@ def _read(store: Store, shard: int, at: int | None, options: list[Copies], what:
 
 def check_goes_on(url: str, witness: Witness, *, tidy: bool = True) -> None:
     """Check that the next writer works, whatever was left. `tidy`: and that it leaves no garbage."""
-    player = Player(url, witness.take, stamp=witness.stamp, kind=witness.kind)
+    player = Player(url, witness.take, stamp=witness.stamp, encoding=witness.encoding)
     try:
-        player.play([("open",), ("commit", 0)])
+        player.play([("open",), ("commit",)])
         if tidy:
-            player.play([("seal",), ("commit", 1), ("collect",)])
+            player.play([("seal",), ("commit",), ("collect",)])
     finally:
         player.close()
     if tidy:
         check(url, witness, tidy=True)
         return
-    for shard, options in enumerate(witness.shards):
-        _read(Store.open(url), shard, None, [option.copies for option in options.all], f"shard {shard}")
+    _read(Store.open(url), None, [option.copies for option in witness.contents.all], "the newest state")

@@ -7,12 +7,10 @@ the *stamp* of the commit that saved it, so every reader of the messages knows a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from scarctl.errors import Unavailable
 from scarctl.state.encoding import decode, encode, parts
@@ -33,6 +31,7 @@ from scarctl.store.snapshot import snapshot_names
 from tests.store.helpers import make_finite, place, small_layout
 
 LAYOUT = small_layout()
+EVERYTHING = np.arange(LAYOUT.partitions)
 SHARDS = 2
 SEED = 3
 
@@ -41,25 +40,8 @@ Tell = Callable[[Message], object]
 Act = tuple[Any, ...]
 
 
-@dataclass(frozen=True)
-class Kind:
-    """In how many bits copies may be stored."""
-
-    encoding: Encoding = "exact"
-    """Of some of the commits that seal nothing."""
-
-    @cached_property
-    def members(self) -> list[NDArray[np.int64]]:
-        """The partitions of every lane."""
-        return [np.arange(LAYOUT.partitions)]
-
-    def create(self, url: str) -> Store:
-        """Make the store if it does not exist."""
-        return Store.create(url, shards=SHARDS, seed=SEED)
-
-
-KINDS = (Kind(), Kind("int8"), Kind("bfloat16"))
-"""What attacks take in turn."""
+KINDS: tuple[Encoding, ...] = ("exact", "int8", "bfloat16")
+"""The encodings, of some of the commits that seal nothing, which attacks take in turn."""
 
 
 @lru_cache(maxsize=20_000)
@@ -78,18 +60,6 @@ def content(partition: int, stamp: int, encoding: Encoding = "exact") -> bytes:
     return b"".join(piece.tobytes() for piece in decode(group, encoding, stored))
 
 
-@dataclass(frozen=True)
-class Begun:
-    """A commit that was announced."""
-
-    shard: int
-    ids: NDArray[np.int64]
-    steps: NDArray[np.int64]
-    sealed: bool
-    extras: Any
-    encoding: Encoding
-
-
 class Player:
     """One life of a process that writes to the store. Its random choices follow from `seed`."""
 
@@ -101,7 +71,7 @@ class Player:
         seed: int = 0,
         stamp: int = 0,
         faulty: bool = False,
-        kind: Kind = KINDS[0],
+        encoding: Encoding = "exact",
     ) -> None:
         """faulty: the disk may fail. A commit or a collection that failed is passed over; after anything else that
         failed the life ends.
@@ -111,10 +81,10 @@ class Player:
         self.rng = np.random.default_rng(seed)
         self.stamp = stamp
         self.faulty = faulty
-        self.kind = kind
+        self.encoding = encoding
         self.step = 0
         self.sealing = False
-        """A record that seals the last shard is being written."""
+        """A record that seals is being written."""
         self._tensors = [
             [np.zeros((s.rows, s.row_bytes), np.uint8) for s in g.tensors] for g in LAYOUT.groups
         ]
@@ -139,13 +109,12 @@ class Player:
     def open(self) -> None:
         """Open the store, creating it if needed, and begin an epoch."""
         self.tell({"begin": "create"})
-        store = self.kind.create(self.url)
+        store = Store.create(self.url, shards=SHARDS, seed=SEED)
         self.tell({"begin": "open"})
         self._writer = open_writer(store, layout=LAYOUT)
         self._collector = Collector(self._writer, ratio=1.2, floor=0, turn_bytes=9000)
-        states = self._writer.states
-        self.tell({"done": "open", "version": {s: states[s].version.tolist() for s in states}})
-        self.step = max(0, *(state.step for state in states.values())) + 1
+        self.tell({"done": "open", "version": self.writer.state.version.tolist()})
+        self.step = max(0, self.writer.state.step) + 1
 
     def close(self) -> None:
         """Close everything, also after a kill: then the kernel would release the lock."""
@@ -153,32 +122,23 @@ class Player:
         if writer is not None:
             writer.close()
 
-    def commit(self, shard: int, share: float = 0.4, *, sealed: bool = False, extras: bool = False) -> None:
-        log = shard % len(self.kind.members)
-        self._commit([self._begin(log, share, sealed=sealed, extras=extras)])
-        self.step += not sealed
+    def commit(self, share: float = 0.4, *, extras: bool = False) -> None:
+        """Commit a part of the partitions."""
+        self._commit(share, sealed=False, extras=extras)
 
-    def together(self, share: float = 0.4, *, sealed: bool = False) -> None:
-        """Commit all logs of one step at once, as for a hand-over."""
-        logs = range(len(self.kind.members))
-        begun = [self._begin(log, share, sealed=sealed, extras=sealed or not log) for log in logs]
-        self.sealing = sealed
-        self._commit(begun)
+    def seal(self, share: float = 0.4) -> None:
+        """Commit the whole state: a part of the partitions, and all that were never saved exactly."""
+        self.sealing = True
+        self._commit(share, sealed=True, extras=True)
         self.sealing = False
-        self.step += 1
 
-    def sealed(self, share: float = 0.4) -> None:
-        """Do the same as `seal`, for all logs at once."""
-        self.together(share, sealed=True)
-
-    def _begin(self, shard: int, share: float, *, sealed: bool, extras: bool) -> Begun:
-        members = self.kind.members[shard]
-        ids = np.sort(self.rng.permutation(members)[: int(len(members) * share)])
-        state = self.writer.states[shard]
-        if sealed:  # it must contain partitions that were never saved exactly
+    def _commit(self, share: float, *, sealed: bool, extras: bool) -> None:
+        state = self.writer.state
+        ids = np.sort(self.rng.permutation(EVERYTHING)[: int(len(EVERYTHING) * share)])
+        if sealed:
             ids = np.union1d(ids, state.ids[~state.saved | state.encoded])
         elif not len(ids):
-            ids = members[:1]
+            ids = EVERYTHING[:1]
         self.stamp += 1
         self._fill(ids.tolist())
         steps = np.full(len(ids), self.step)
@@ -189,54 +149,26 @@ class Player:
                 epoch_of(saved) == self.writer.epoch, np.minimum(step_of(saved) + 1, self.step), 0
             )
             steps = self.rng.integers(least, self.step, endpoint=True)
-        encoding: Encoding = "exact"
-        if not sealed and self.kind.encoding != "exact" and self.rng.random() < 0.6:
-            encoding = self.kind.encoding
-        message = {
-            "begin": "commit",
-            "encoding": encoding,
-            "shard": shard,
-            "ids": ids.tolist(),
-            "stamp": self.stamp,
-        }
+        encoded = not sealed and self.encoding != "exact" and self.rng.random() < 0.6
+        encoding: Encoding = self.encoding if encoded else "exact"
+        message = {"begin": "commit", "encoding": encoding, "ids": ids.tolist(), "stamp": self.stamp}
         message |= {"epoch": self.writer.epoch, "step": self.step, "steps": steps.tolist()}
         self.tell(message | {"sealed": sealed, "extras": extras})
-        return Begun(shard, ids, steps, sealed, {"stamp": self.stamp} if extras else None, encoding)
-
-    def _commit(self, begun: list[Begun]) -> None:
-        def commit(one: Begun) -> BaseException | None:
-            try:
-                encoded = one.encoding != "exact"
-                self.writer.commit(
-                    one.ids,
-                    Encoder(LAYOUT, one.encoding, self._source, one.ids) if encoded else self._source,
-                    step=self.step,
-                    steps=one.steps,
-                    sealed=one.sealed,
-                    extras=one.extras,
-                )
-            except BaseException as error:
-                return error
-            return None
-
-        outcomes = [commit(one) for one in begun]
-        faults = [fault for fault in outcomes if fault is not None]
-        for one, outcome in zip(begun, outcomes, strict=True):
-            if outcome is None:
-                self.tell({"done": "commit", "shard": one.shard})
-            elif isinstance(outcome, Unavailable) and self.faulty:
-                self.tell({"failed": "commit", "shard": one.shard, "doubt": outcome.kind == "in-doubt"})
-        raised = [fault for fault in faults if not (isinstance(fault, Unavailable) and self.faulty)]
-        if raised:
-            raise raised[0]
-
-    def seal(self, share: float = 0.4) -> None:
-        """Seal all logs at one step."""
-        last = len(self.kind.members) - 1
-        for log in range(last + 1):
-            self.sealing = log == last
-            self._commit([self._begin(log, share, sealed=True, extras=True)])
-        self.sealing = False
+        try:
+            self.writer.commit(
+                ids,
+                Encoder(LAYOUT, encoding, self._source, ids) if encoded else self._source,
+                step=self.step,
+                steps=steps,
+                sealed=sealed,
+                extras={"stamp": self.stamp} if extras else None,
+            )
+        except Unavailable as error:
+            if not self.faulty:
+                raise
+            self.tell({"failed": "commit", "doubt": error.kind == "in-doubt"})
+        else:
+            self.tell({"done": "commit"})
         self.step += 1
 
     def snapshot(self, name: str) -> None:
@@ -256,7 +188,7 @@ class Player:
 
     def back(self) -> None:
         """Roll back to the newest complete sealed set, if there is one."""
-        newest = sealed_sets(self.writer.states.values())
+        newest = sealed_sets([self.writer.state])
         if newest:
             self.tell({"begin": "back", "to": [newest[0].epoch, newest[0].step]})
             self.writer.roll_back(newest[0].seqs[0])
@@ -289,7 +221,7 @@ class Player:
 
 def name_newest(store: Store, name: str, tell: Tell) -> None:
     """Make a snapshot of the newest complete sealed set, as any process may."""
-    newest = sealed_sets(store.state(shard) for shard in store.shards())
+    newest = sealed_sets([store.state(0)])
     if newest and name not in snapshot_names(store):
         tell({"begin": "snapshot", "name": name, "of": [newest[0].epoch, newest[0].step]})
         try:
@@ -313,25 +245,25 @@ def drop(store: Store, name: str, tell: Tell) -> None:
 
 SCRIPT: tuple[tuple[Act, ...], ...] = (
     # A store is made, and filled.
-    (("open",), ("seal", 1.0), ("commit", 0), ("commit", 1), ("snapshot", "a"), ("close",)),
+    (("open",), ("seal", 1.0), ("commit",), ("commit",), ("snapshot", "a"), ("close",)),
     # Collection alongside commits; a snapshot goes, another comes.
     (
         ("open",),
-        *(("commit", shard, 0.5) for _ in range(2) for shard in range(SHARDS)),
+        *[("commit", 0.5)] * 4,
         ("seal", 0.5),
         ("turn",),
-        ("together", 0.4),
+        ("commit",),
         ("snapshot", "b"),
         ("turn",),
         ("turn",),
         ("drop", "a"),
         ("collect",),
-        ("commit", 1),
+        ("commit",),
     ),
     # Prune by hand between two epochs; the previous process has not closed the store.
-    (("prune", "b"), ("open",), ("commit", 0), ("seal", 0.0), ("commit", 0), ("commit", 1)),
+    (("prune", "b"), ("open",), ("commit",), ("seal", 0.0), ("commit",), ("commit",)),
     # Roll back, and continue from there.
-    (("open",), ("commit", 0), ("back",), ("sealed", 0.2), ("snapshot", "a"), ("collect",), ("close",)),
+    (("open",), ("commit",), ("back",), ("seal", 0.2), ("snapshot", "a"), ("collect",), ("close",)),
 )
 """Lives of processes: each opens the store again. Together they do everything that a store supports."""
 
@@ -339,15 +271,12 @@ SCRIPT: tuple[tuple[Act, ...], ...] = (
 def draw(rng: np.random.Generator, length: int) -> list[Act]:
     """Draw a random life."""
     acts: list[Act] = [("open",)]
-    kinds = (
-        *("commit", "seal", "snapshot", "drop", "turn", "collect", "back", "prune", "reopen"),
-        *("together", "sealed"),
-    )
-    odds = np.array([5, 2, 2, 1.5, 4, 2, 0.7, 0.7, 0.5, 3, 2])
+    kinds = ("commit", "seal", "snapshot", "drop", "turn", "collect", "back", "prune", "reopen")
+    odds = np.array([8, 4, 2, 1.5, 4, 2, 0.7, 0.7, 0.5])
     for kind in rng.choice(kinds, length, p=odds / odds.sum()).tolist():
         if kind == "commit":
-            acts.append(("commit", int(rng.integers(SHARDS)), float(rng.choice([0.1, 0.4, 1.0]))))
-        elif kind in ("seal", "sealed", "together"):
+            acts.append((kind, float(rng.choice([0.1, 0.4, 1.0]))))
+        elif kind == "seal":
             acts.append((kind, float(rng.choice([0.0, 0.3, 1.0]))))
         elif kind in ("snapshot", "drop"):
             acts.append((kind, str(rng.choice(["a", "b"]))))

@@ -138,7 +138,7 @@ def test_what_was_contradicted_is_set_aside_and_said(
     elif by == "a roll-back":
         store = Store.open(tmp_path / "run")
         with open_writer(store, layout=LAYOUT) as writer:
-            writer.roll_back(sealed_sets(writer.states.values())[0].seqs[0])
+            writer.roll_back(sealed_sets([writer.state])[0].seqs[0])
         store.close()
     else:
         shutil.rmtree(tmp_path / "run")

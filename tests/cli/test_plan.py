@@ -151,7 +151,7 @@ class TestFromAStore:
                 # The records were written within a moment; make them look a minute apart.
                 created = f"2030-01-01T00:{minute:02}:00+00:00"
                 monkeypatch.setattr("scarctl.store.writer.Record", functools.partial(Record, created=created))
-                writer.commit(writer.states[0].ids[:2], zeros(layout), step=step)
+                writer.commit(writer.state.ids[:2], zeros(layout), step=step)
         document = run("plan", "--from", "ckpt", "--bandwidth", "1MB", "--mtbf", "1h", "--json").document
         assert document["job"]["step_seconds"] == pytest.approx(6.0)
         assert document["history"]["interval"] == 10

@@ -149,7 +149,7 @@ def test_beside_a_live_writer_only_left_overs_go(run: Run, grown: Model) -> None
         assert done.document["dropped_sealed_steps"] == []
         assert {p for p in Path("ckpt/lanes").rglob("*") if p.is_file()} == before - {orphan}
         assert not Path("ckpt/snapshots/first.json").exists()
-        sets = sealed_sets(writer.states.values())
+        sets = sealed_sets([writer.state])
         create_snapshot(store, "now", sets[0])
     young.unlink()
     assert verify(store, read_data=True).problems == []

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from scarctl.store import Store
-from scarctl.store import visible_damage as damage_module
 from scarctl.store.shard_state import ShardState
 from scarctl.store.visible_damage import visible_damage
 from tests.cli.conftest import Model, Run
@@ -79,8 +78,8 @@ def test_what_a_newer_record_supersedes_is_no_damage(
             path.unlink()
     assert visible_damage(store, old) == {}
 
-    def unchanged(_: Store, shard: int) -> ShardState:
+    def unchanged(_: Store, shard: int, *, around: bool) -> ShardState:
         return old[shard]
 
-    monkeypatch.setattr(damage_module, "state_around", unchanged)
+    monkeypatch.setattr(Store, "state", unchanged)
     assert set(visible_damage(store, old)) == set(store.shards()), "without a newer record they are damage"

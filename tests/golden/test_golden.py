@@ -63,10 +63,10 @@ def test_all_is_there(store: Store) -> None:
 
 @pytest.mark.parametrize("store", OF_ONE, ids=lambda path: f"{path.parent.name}-{path.name}", indirect=True)
 def test_one_process_recovers_it(store: Store) -> None:
-    found, shards = layout(), store.shards()
+    found = layout()
     shard_of, everything = store.shard_of(found), np.arange(found.partitions)
     plans: list[Plan] = [
-        plan_partial(everything, found, shard_of, store.states(shards)),
+        plan_partial(everything, found, shard_of, store.state(0)),
         plan_rollback(store, found, shard_of),
     ]
     for plan in plans:
@@ -75,7 +75,7 @@ def test_one_process_recovers_it(store: Store) -> None:
     if store.root.name == "kept":
         back = plan_rollback(store, found, shard_of, snapshot=read_snapshot(store, "first"))
         assert (back.step, back.consistent) == (WHOLE, True)
-        assert content(store, 0, at=back.seqs[0]) == of_step(store, 0, WHOLE)
+        assert content(store, 0, at=back.seq) == of_step(store, 0, WHOLE)
 
 
 @pytest.mark.parametrize("store", OF_ONE, ids=lambda path: f"{path.parent.name}-{path.name}", indirect=True)
@@ -86,9 +86,7 @@ def test_one_process_goes_on_with_it(store: Store) -> None:
         Collector(writer, floor=0).collect()
     again = Store.open(store.root)
     assert verify(again, read_data=True).intact
-    plan = plan_partial(
-        np.arange(found.partitions), found, again.shard_of(found), again.states(again.shards())
-    )
+    plan = plan_partial(np.arange(found.partitions), found, again.shard_of(found), again.state(0))
     assert (plan.step, plan.consistent) == (9, True)
 
 
@@ -143,5 +141,5 @@ def test_encoded_copies_have_the_values_that_were_written(path: Path, tmp_path: 
     assert not exact.encoded.any()
     [whole] = store.read(exact, exact.ids, corrupt=corrupt)
     assert [bytes(t) for t in whole.tensors] == [bytes(ramp(0, t, 0, 8)) for t in (0, 1)]
-    plan = plan_partial(state.ids, encoded_layout(), store.shard_of(encoded_layout()), {0: state})
+    plan = plan_partial(state.ids, encoded_layout(), store.shard_of(encoded_layout()), state)
     assert not plan.consistent

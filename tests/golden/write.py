@@ -93,7 +93,7 @@ def _one_process(folder: Path, *, collect: bool = False, mixed: bool = False, re
     with open_writer(store, layout=layout()) as writer:
         _save([writer], WHOLE)
         if collect:
-            create_snapshot(store, "first", sealed_sets(writer.states.values())[0])
+            create_snapshot(store, "first", sealed_sets([writer.state])[0])
         if mixed:
             steps = {0: PART - 1, 1: PART, 2: PART - 1}
             writer.commit(

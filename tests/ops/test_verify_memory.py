@@ -76,15 +76,15 @@ def test_a_record_that_comes_while_older_ones_are_read_is_no_damage(
 ) -> None:
     """The version is the same, with other values: the read copies have the checksums of the earlier record."""
     number = rig.save(FEW, 1, value=2)
-    real = Store.states
+    real = Store.state
 
-    def states(self: Store, shards: Any, *arguments: Any, **options: Any) -> Any:
-        found = real(self, shards, *arguments, **options)
+    def state(self: Store, *arguments: Any, **options: Any) -> Any:
+        found = real(self, *arguments, **options)
         rig.persist(number)
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(Store, "states", states)
+        patched.setattr(Store, "state", state)
         found = check(rig)
     assert (found.damaged, found.compared) == (0, rig.layout.partitions - len(FEW))
     assert (check(rig).damaged, check(rig).compared) == (0, rig.layout.partitions)

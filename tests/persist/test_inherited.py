@@ -111,7 +111,7 @@ def test_in_the_next_epoch_the_moment_is_still_a_whole_state(
     checkpoint(rig, SOME[1:], 3)
     rig.die()
     rig = Rig(tmp_path / "store", arena_dir)
-    reconcile(rig.arena, rig.queue, rig.writer.states, rig.writer.epoch)
+    reconcile(rig.arena, rig.queue, rig.writer.state, rig.writer.epoch)
     assert rig.queue.numbers() == []
     assert not list(rig.arena.folder.glob("*rows-*"))
     assert rig.arena.moment == NEVER
@@ -137,7 +137,7 @@ def test_a_moment_of_a_run_that_has_continued_elsewhere_is_no_state(tmp_path: Pa
     other.close()
     rig = Rig(tmp_path / "store", arena_dir)
     assert rig.arena.folder == place
-    reconcile(rig.arena, rig.queue, rig.writer.states, rig.writer.epoch)
+    reconcile(rig.arena, rig.queue, rig.writer.state, rig.writer.epoch)
     adopt_orphans(rig.arena, rig.queue)
     assert all(not found.whole for found in rig.queue.pending())
     saved(rig)

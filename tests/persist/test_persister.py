@@ -281,7 +281,7 @@ def test_a_seal_without_changes_outlives_its_process(tmp_path: Path, arena_dir: 
     rig.die()
     rig = Rig(tmp_path / "store", arena_dir)
     assert set(rig.store.state(0).version) == {rig.arena.version[0]}
-    reconcile(rig.arena, rig.queue, rig.writer.states, rig.writer.epoch)
+    reconcile(rig.arena, rig.queue, rig.writer.state, rig.writer.epoch)
     for number in rig.queue.numbers():
         rig.persist(number)
     assert rig.extras() == {"step": 5}
@@ -304,7 +304,7 @@ def test_a_seal_that_was_committed_and_not_noted_is_the_state_in_memory(
     rig.arena.version[:], rig.arena.durable[:] = noted
     rig.die()
     rig = Rig(tmp_path / "store", arena_dir)
-    reconcile(rig.arena, rig.queue, rig.writer.states, rig.writer.epoch)
+    reconcile(rig.arena, rig.queue, rig.writer.state, rig.writer.epoch)
     assert rig.arena.intact().all()
     assert rig.arena.whole == whole
     assert [handover.whole for handover in rig.queue.pending()] == [whole]

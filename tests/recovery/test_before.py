@@ -34,7 +34,7 @@ def job(tmp_path: Path) -> Job:
 
 
 def planned(job: Job, before: int, ids: np.ndarray = IDS) -> Plan:  # type: ignore[type-arg]
-    return plan_before(ids, job.layout, job.shard_of, job.store, job.states(), job.live, before)  # type: ignore[arg-type]
+    return plan_before(ids, job.layout, job.shard_of, job.store, job.store.state(0), job.live, before)
 
 
 def test_memory_is_taken_where_it_is_early_enough_and_the_store_elsewhere(job: Job) -> None:
@@ -58,10 +58,9 @@ def test_without_such_a_copy_the_partitions_are_named_and_nothing_changes(job: J
 
 def test_a_damaged_copy_is_not_replaced_by_a_later_one_in_memory(job: Job) -> None:
     plan = planned(job, 8, IDS[:1])
-    log = int(plan.log_of[0])
-    state = plan.states[log]
+    state = plan.state
     name = state.segments[int(state.segment[state.find(IDS[:1])[0]])].name
-    path = Path(job.store.root) / segment_path(log, name)
+    path = Path(job.store.root) / segment_path(0, name)
     content = bytearray(path.read_bytes())
     first = int.from_bytes(content[:8], "little") + 8
     content[first : first + 64] = bytes(byte ^ 255 for byte in content[first : first + 64])

@@ -71,16 +71,13 @@ class Job:
         whole = name_of(step) if sealed else ""
         self.writer.commit(ids, self.live.source, step=step, sealed=sealed, whole=whole)
 
-    def states(self) -> dict[int, object]:
-        return {0: self.store.state(0)}
-
     def segments(self) -> list[Path]:
         """Return the segments with data, oldest first."""
         found = [record.segment for record in self.store.records(0) if record.partitions]
         return [self.store.root / segment_path(0, segment.name) for segment in found if segment]
 
     def plan(self, ids: Ids, arena: Arena | None = None, **options: str) -> Plan:
-        return plan_partial(ids, self.layout, self.shard_of, self.states(), arena, **options)  # type: ignore[arg-type]
+        return plan_partial(ids, self.layout, self.shard_of, self.store.state(0), arena, **options)
 
 
 def name_of(step: int) -> str:
@@ -291,7 +288,8 @@ class TestRollback:
         assert (report.consistent, report.step, report.lost_partitions) == (True, 3, 2)
         assert report.restored_partitions == job.layout.partitions
         assert [values(sink.target, i) for i in job.all.tolist()] == sealed
-        job.writer.roll_back(plan.seqs[0])
+        assert plan.seq is not None
+        job.writer.roll_back(plan.seq)
         state = job.store.state(0)
         assert state.step == 3
 

@@ -53,7 +53,7 @@ class Saved:
                 self.values.append(bytes_of(live))
 
     def plan(self, arena: Arena) -> Plan:
-        return plan_partial(EVERYTHING, LAYOUT, SHARD_OF, {0: self.store.state(0)}, arena)
+        return plan_partial(EVERYTHING, LAYOUT, SHARD_OF, self.store.state(0), arena)
 
     def segments(self) -> list[Path]:
         """Return the segments with data, oldest first."""

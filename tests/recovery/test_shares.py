@@ -8,10 +8,19 @@ import numpy as np
 import pytest
 
 from scarctl.errors import Corruption, LayoutMismatch, NoIntactCopy
+from scarctl.recovery.plan import plan_rollback, plan_sealed
 from scarctl.recovery.shared_plan import DiscardingSink, execute_shared, plan_lost, plans_back
 from scarctl.recovery.shares import SharedState, named_snapshot, open_shares
 from scarctl.state.layout import Layout, TensorSpec, build_layout
-from scarctl.store import Store, complete_sets, create_snapshot, open_writer
+from scarctl.store import (
+    SealedSet,
+    Store,
+    Topology,
+    complete_sets,
+    create_snapshot,
+    create_topology,
+    open_writer,
+)
 from tests.support.ranks import RankStore
 
 SHARDS = 3
@@ -86,6 +95,33 @@ def test_a_share_is_restored_though_another_rank_cannot_be_read(tmp_path: Path) 
         damage_log(ranks.path, 2, place)
     with pytest.raises(Corruption, match="lanes/2/log"):
         open_shares(ranks.store)
+
+
+def test_a_rank_that_owns_nothing_goes_back_to_its_own_part_of_the_state(tmp_path: Path) -> None:
+    """It has sealed its extras alone. If that record is not known any longer, its log begins a term as it is."""
+    ranks = RankStore(tmp_path / "ranks", 2)
+    create_topology(ranks.store, Topology(2, (0, 1, 2), "ab" * 32))
+    view, empty = ranks.store.of_shard(2), Layout([], "Adam")
+    ranks.save(3)
+    whole = ranks.store.state(0).whole
+    with open_writer(view, layout=empty) as writer:
+
+        def seal(step: int, name: str) -> int:
+            extras = {"step": step}
+            none = np.empty(0, np.int64)
+            return writer.commit(
+                none, lambda *_: memoryview(b""), step=step, sealed=True, whole=name, extras=extras
+            ).seq
+
+        first, other = seal(3, whole), seal(4, "cd" * 16)
+        back = plan_rollback(view, empty, view.shard_of(empty))
+        assert (back.step, back.seq, back.whole) == (3, first, whole)
+        assert view.read_extras(back.state) == (back.state.extras[0], {"step": 3})  # type: ignore[index]
+        unknown = SealedSet(1, 3, {}, "ef" * 16)
+        assert plan_sealed(view, empty, view.shard_of(empty), unknown).seq == other
+        writer.roll_back(first)
+        assert writer.state.step == 3
+    ranks.close()
 
 
 def test_what_was_saved_meanwhile_is_seen_when_asked_again(store: Store, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from scarctl.state.layout import Layout
 from scarctl.state.version import step_of
 from scarctl.store import Store, create_snapshot, open_writer, read_snapshot, sealed_sets, verify
 from scarctl.store import format as store_format
-from scarctl.store.around import layout_around, state_around
 from scarctl.store.snapshot import lost_seals
 from tests.store.helpers import Data, read_all, record_file
 
@@ -40,7 +39,7 @@ def damage(store: Store, k: int, number: int = 1) -> Path:
 
 def steps(store: Store, layout: Layout) -> list[int]:
     """Check that all bytes can be read, and return the step of every partition."""
-    state = state_around(store, 0)
+    state = store.state(0, around=True)
     found, bad = read_all(store, state)
     assert not bad
     assert len(found) == layout.partitions
@@ -53,12 +52,12 @@ def test_before_the_newest(saved: Store, layout: Layout) -> None:
         saved.state(0)
     assert "put this file back" in (caught.value.hint or "")
     assert steps(saved, layout) == [2 if i % 2 == 0 else 1 for i in range(layout.partitions)]
-    state = state_around(saved, 0)
+    state = saved.state(0, around=True)
     assert state.doubt.all()
     assert state.whole == ""
     assert [(one.k, one.file) for one in state.damaged] == [(4, str(path))]
     assert [(one.epoch, one.step) for one in sealed_sets([state])] == [(1, 1)]
-    assert layout_around(saved) == layout
+    assert saved.current_layout(around=True) == layout
     with pytest.raises(Corruption, match="its checksum does not match"):
         open_writer(saved, layout=layout)
 
@@ -67,7 +66,7 @@ def test_between_others(saved: Store, layout: Layout) -> None:
     damage(saved, 3)
     later = np.arange(layout.partitions) % 3 == 0
     assert steps(saved, layout) == np.where(later, 3, 1).tolist()
-    assert np.array_equal(state_around(saved, 0).doubt, ~later), "a later record has their newest copies"
+    assert np.array_equal(saved.state(0, around=True).doubt, ~later), "a later record has their newest copies"
 
 
 def test_a_missing_one(saved: Store, layout: Layout, data: Data) -> None:
@@ -77,7 +76,7 @@ def test_a_missing_one(saved: Store, layout: Layout, data: Data) -> None:
     path = record_file(saved, 3, 2)
     path.unlink()
     assert steps(saved, layout)[:2] == [4, 1]
-    (damage,) = state_around(saved, 0).damaged
+    (damage,) = saved.state(0, around=True).damaged
     assert (damage.file, damage.why) == (
         str(path),
         "this record is missing, and there are later ones, up to 5",
@@ -89,7 +88,7 @@ def test_a_whole_state_after_it_is_exact(saved: Store, layout: Layout, data: Dat
         writer.commit(np.arange(layout.partitions), data, step=4, sealed=True)
         damage(saved, 3)
     assert steps(saved, layout) == [4] * layout.partitions
-    state = state_around(saved, 0)
+    state = saved.state(0, around=True)
     assert not state.doubt.any()
     assert state.whole
     assert sealed_sets([state])[0].step == 4
@@ -98,25 +97,25 @@ def test_a_whole_state_after_it_is_exact(saved: Store, layout: Layout, data: Dat
 def test_not_the_one_that_all_others_need(saved: Store, layout: Layout) -> None:
     """Record 2 has the only table with anything in it: the one before says that nothing was saved."""
     damage(saved, 2)
-    assert step_of(state_around(saved, 0).version).tolist() == [
+    assert step_of(saved.state(0, around=True).version).tolist() == [
         max((s for s in (2, 3) if i % s == 0), default=-1) for i in range(layout.partitions)
     ]
     damage(saved, 1)
     with pytest.raises(Corruption, match="its checksum does not match"):
-        state_around(saved, 0)
+        saved.state(0, around=True)
 
 
 def test_not_if_all_are_damaged(saved: Store) -> None:
     for k in range(1, 5):
         damage(saved, k)
-    for read in (layout_around, lambda store: state_around(store, 0)):
+    for read in (lambda store: store.current_layout(around=True), lambda store: store.state(0, around=True)):
         with pytest.raises(Corruption, match="its checksum does not match"):
             read(saved)
 
 
 def test_not_what_a_later_version_wrote(saved: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_format, "FORMAT", 0)
-    for read in (layout_around, lambda store: state_around(store, 0)):
+    for read in (lambda store: store.current_layout(around=True), lambda store: store.state(0, around=True)):
         with pytest.raises(Corruption, match="newer than this scarctl reads") as caught:
             read(saved)
         assert caught.value.kind == "newer-format"
@@ -145,7 +144,7 @@ def test_a_newer_seal_that_damage_hides(saved: Store, layout: Layout, data: Data
     plan = plan_rollback(saved, layout, shard_of)
     assert (plan.step, plan.consistent, plan.degraded) == (1, True, True)
     damage(saved, record.k, 2)
-    state = state_around(saved, 0)
+    state = saved.state(0, around=True)
     assert len(lost_seals([state], sealed_sets([state]))) == 1
 
 
@@ -155,7 +154,7 @@ def test_a_snapshot_whose_own_record_is_damaged_is_not_another_state(saved: Stor
     snapshot = create_snapshot(saved, "kept", seal)
     with open_writer(saved, layout=layout) as writer:
         writer.commit(np.arange(layout.partitions), Data(layout, 1), step=4, sealed=True)
-        create_snapshot(saved, "later", sealed_sets(writer.states.values())[0])
+        create_snapshot(saved, "later", sealed_sets([writer.state])[0])
     later = read_snapshot(saved, "later")
     damage(saved, later.places[0].k, 2)
     assert plan_rollback(saved, layout, saved.shard_of(layout), snapshot=snapshot).step == 1

@@ -47,7 +47,7 @@ def listing(monkeypatch: pytest.MonkeyPatch, method: str, change: Callable[[list
 def commit(writer: StoreWriter, data: Data, steps: int) -> None:
     ids = np.arange(data.layout.partitions)
     for _ in range(steps):
-        writer.commit(ids, data, step=writer.states[0].step + 1)
+        writer.commit(ids, data, step=writer.state.step + 1)
 
 
 def test_a_listing_that_lacks_a_record_and_has_the_next(
@@ -138,7 +138,7 @@ def test_a_snapshot_that_is_deleted_while_its_segment_is_checked(
     """The segment is deleted before its table, or its data are read."""
     ids = np.arange(data.layout.partitions)
     sealed = writer.commit(ids, data, step=1, sealed=True)
-    create_snapshot(store, "kept", sealed_sets([writer.states[0]])[0])
+    create_snapshot(store, "kept", sealed_sets([writer.state])[0])
     data.change(ids.tolist(), 1)
     writer.commit(ids, data, step=2, sealed=True)
     Collector(writer, floor=0).collect()

@@ -10,6 +10,7 @@ from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import pack, step_of
 from scarctl.store import Store, open_writer, verify
 from scarctl.store.format import dump_json
+from scarctl.store.older import older_copies
 from scarctl.store.record import Record
 from scarctl.store.writer import StoreWriter
 from tests.store.helpers import Data, read_all
@@ -63,7 +64,7 @@ def test_a_commit_of_copies_of_several_steps(store: Store, writer: StoreWriter, 
     ids, steps = np.array([3, 4, 5]), np.array([2, 4, 1])
     record = writer.commit(ids, data, step=5, steps=steps, extras={"step": 5})
     assert (record.mixed, record.version) == (True, pack(1, 5))
-    for state in (writer.states[0], Store.open(store.root).state(0)):
+    for state in (writer.state, Store.open(store.root).state(0)):
         assert state.step == 5
         assert step_of(state.version[ids]).tolist() == steps.tolist()
         assert read_all(store, state)[0].items() >= data.all([3, 4, 5]).items()
@@ -71,10 +72,10 @@ def test_a_commit_of_copies_of_several_steps(store: Store, writer: StoreWriter, 
         assert extras is not None
         assert (extras[0], extras[1]) == (pack(1, 5), {"step": 5})
     writer.commit(np.array([4]), data, step=6)
-    older = store.older(0, np.array([4]), writer.states[0])
+    older = older_copies(store.log(0), np.array([4]), writer.state)
     assert older is not None
     assert step_of(older.version).tolist() == [4]
-    oldest = store.older(0, np.array([4]), older)
+    oldest = older_copies(store.log(0), np.array([4]), older)
     assert oldest is not None
     assert read_all(store, oldest) == ({4: first[4]}, {})
     assert verify(store, read_data=True).intact
@@ -86,7 +87,7 @@ def test_a_sealed_commit_of_copies_of_several_steps_is_of_its_step(
     everything = np.arange(layout.partitions)
     steps = everything % 4
     writer.commit(everything, data, step=3, steps=steps, sealed=True)
-    for state in (writer.states[0], Store.open(store.root).state(0)):
+    for state in (writer.state, Store.open(store.root).state(0)):
         assert set(step_of(state.version).tolist()) == {3}
         assert state.whole
 

@@ -173,8 +173,8 @@ def test_every_failing_call_of_a_commit_leaves_the_last_state(
             # The next commit works, and settles what was in doubt.
             writer.commit(part, data, step=k)
             expected = new
-            assert summary(store.state(0)) == summary(writer.states[0])
-            assert read_all(store, writer.states[0]) == (new, {})
+            assert summary(store.state(0)) == summary(writer.state)
+            assert read_all(store, writer.state) == (new, {})
             if fault.count < k:
                 break
         assert len(messages) >= 8
@@ -203,7 +203,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk(full_disk: Path, layout: Layout, data: Data) -> None:
     store = Store.create(full_disk / "run")
     with open_writer(store, layout=layout) as writer:
-        every = writer.states[0].ids
+        every = writer.state.ids
         step = 0
 
         def fill() -> None:
@@ -226,7 +226,7 @@ def test_a_full_disk(full_disk: Path, layout: Layout, data: Data) -> None:
 def test_a_write_that_stops_in_the_middle(
     store: Store, writer: StoreWriter, layout: Layout, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    every = writer.states[0].ids
+    every = writer.state.ids
     writer.commit(every, data, step=0)
     original, room = os.write, 5000
 
@@ -263,8 +263,8 @@ def test_an_interrupt_between_link_and_return_is_settled(
             writer.commit(np.arange(5), data, step=1)
     assert read_all(store, store.state(0)) == (data.all(range(5)), {})
     writer.commit(np.arange(5, 9), data, step=2)
-    assert summary(store.state(0)) == summary(writer.states[0])
-    assert read_all(store, writer.states[0])[0] == data.all(range(9))
+    assert summary(store.state(0)) == summary(writer.state)
+    assert read_all(store, writer.state)[0] == data.all(range(9))
 
 
 def test_a_file_system_without_links_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,7 +279,7 @@ def test_a_folder_that_goes_is_not_made_again(
     store: Store, writer: StoreWriter, data: Data, gone: str
 ) -> None:
     """A record in a new folder would lack the earlier records. When the folder is back, so is everything."""
-    everything = writer.states[0].ids
+    everything = writer.state.ids
     writer.commit(everything, data, step=0)
     away = store.root.parent / "away"
     (store.root / gone).rename(away)
@@ -302,10 +302,10 @@ def test_a_file_in_the_place_of_a_folder(store: Store, writer: StoreWriter, data
 def test_no_descriptor_stays_open(store: Store, layout: Layout, data: Data) -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     with open_writer(store, layout=layout) as writer:
-        writer.commit(writer.states[0].ids, data, step=0, extras={"a": 1})
+        writer.commit(writer.state.ids, data, step=0, extras={"a": 1})
         with pytest.raises(ScarError):
             writer.commit(np.array([0]), lambda *_: b"", step=1)
-        read_all(store, writer.states[0])
-        store.read_extras(writer.states[0])
+        read_all(store, writer.state)
+        store.read_extras(writer.state)
         verify(store, read_data=True)
     assert sorted(os.listdir("/proc/self/fd")) == before

@@ -44,7 +44,7 @@ def _prepared(folder: Path, layout: Layout) -> Store:
             data.change(everything.tolist(), step)
             writer.commit(everything, data, step=step, sealed=True, extras={"step": step})
             if step == 0:
-                create_snapshot(store, "old", sealed_sets(writer.states.values())[0])
+                create_snapshot(store, "old", sealed_sets([writer.state])[0])
         for step in range(6, 16):
             ids = np.sort(np.random.default_rng(step).permutation(everything)[: len(everything) // 3])
             data.change(ids.tolist(), step)
@@ -56,7 +56,7 @@ def _tidy(store: Store, layout: Layout) -> None:
     """Run one life of a writer that compacts and collects, with an old snapshot deleted and a new one made."""
     with open_writer(store, layout=layout) as writer:
         collector = Collector(writer, ratio=1.2, floor=0, turn_bytes=8000)
-        create_snapshot(store, "new", sealed_sets(writer.states.values())[0])
+        create_snapshot(store, "new", sealed_sets([writer.state])[0])
         for _ in range(3):
             collector.turn()
         writer.renew()

@@ -24,6 +24,7 @@ from scarctl.store import (
     verify,
 )
 from scarctl.store.format import dump_json
+from scarctl.store.older import older_copies
 from tests.store.helpers import Data, read_all, record_file, summary
 
 
@@ -195,10 +196,10 @@ def test_a_missing_segment_puts_partitions_in_doubt(tiny: tuple[Store, Layout, D
         with pytest.raises(ScarError, match="sealed"):
             writer.commit(np.array([2]), data, step=4, sealed=True)
         writer.commit(np.array([2]), data, step=4)
-        assert writer.states[0].doubt.tolist() == [i not in (2, 3) for i in range(layout.partitions)]
-        assert summary(store.state(0)) == summary(writer.states[0])
+        assert writer.state.doubt.tolist() == [i not in (2, 3) for i in range(layout.partitions)]
+        assert summary(store.state(0)) == summary(writer.state)
         writer.commit(np.arange(layout.partitions), data, step=5, sealed=True)
-        assert not writer.states[0].doubt.any()
+        assert not writer.state.doubt.any()
     assert store.state(0).sealed[-1].step == 5
     assert read_all(store, store.state(0)) == (data.all(range(layout.partitions)), {})
 
@@ -210,16 +211,16 @@ def test_an_older_copy_below_damage_is_not_called_sealed(
     lost = writer.commit(np.array([1]), data, step=1)
     writer.commit(np.empty(0, np.int64), data, step=2, sealed=True)
     newest = writer.commit(np.array([1]), data, step=3)
-    state = writer.states[0]
+    state = writer.state
     assert lost.segment is not None
     assert newest.segment is not None
     (store.root / "lanes/0/seg" / newest.segment.name).unlink()
-    older = store.older(0, np.array([1]), state)
+    older = older_copies(store.log(0), np.array([1]), state)
     assert older is not None
     assert older.version.tolist() == [pack(1, 2)]
     (store.root / "lanes/0/seg" / lost.segment.name).unlink()
     assert read_all(store, older)[0] == {}
-    older = store.older(0, np.array([1]), older)
+    older = older_copies(store.log(0), np.array([1]), older)
     assert older is not None
     assert older.version.tolist() == [pack(1, 0)]
 

@@ -131,7 +131,7 @@ def test_a_reader_gets_decoded_copies_and_is_told_so(
     record, _ = commit(writer, data, ids, encoding, 2, extras={"a": 2})
     assert record.encoded
     assert record.nbytes == stored_as(data.layout, encoding).bytes_of(ids).sum()
-    for state in (writer.states[0], store.state(0)):
+    for state in (writer.state, store.state(0)):
         lossy = ids[encoded_groups(data.layout, encoding)[data.layout.group_of(ids)]]
         assert np.array_equal(state.ids[state.encoded], lossy)
         found, bad = read_all(store, state)
@@ -140,7 +140,7 @@ def test_a_reader_gets_decoded_copies_and_is_told_so(
         batches = list(store.read(state, everything, corrupt=corrupt))
         assert all(batch.encoded == bool(np.isin(batch.ids, lossy).all()) for batch in batches)
         assert {batch.encoded for batch in batches} == {True, False}
-    assert summary(store.state(0)) == summary(writer.states[0])
+    assert summary(store.state(0)) == summary(writer.state)
     checked(store)
 
 
@@ -206,14 +206,14 @@ def test_compaction_moves_encoded_copies_as_they_are(store: Store, data: Weights
             ids = everything[step % 5 :: 2 + step % 3]
             commit(writer, data, ids, encodings[step % 3], step)
         before = read_all(store, store.state(0))[0]
-        kinds = writer.states[0].encoding(everything).tolist()
-        sizes = writer.states[0].bytes_of(everything).tolist()
+        kinds = writer.state.encoding(everything).tolist()
+        sizes = writer.state.bytes_of(everything).tolist()
         collector = Collector(writer, floor=0, ratio=1.1)
         collector.collect()
         assert collector.done.moved_bytes
-        assert writer.states[0].encoding(everything).tolist() == kinds
+        assert writer.state.encoding(everything).tolist() == kinds
         assert set(kinds) == {0, 1, 2}
-        assert usage(store, writer.states)["live_bytes"] == sum(sizes)
+        assert usage(store, [writer.state])["live_bytes"] == sum(sizes)
     again = Store.open(store.root)
     assert read_all(again, again.state(0)) == (before, {})
     assert again.state(0).encoding(everything).tolist() == kinds

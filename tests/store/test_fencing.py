@@ -48,7 +48,7 @@ def open_at(url: str, layout: Layout) -> StoreWriter:
 
 def go_on(writer: StoreWriter, data: Data, steps: int = NEW) -> None:
     """Commit a few partitions several times, then collect as much as possible."""
-    first = writer.states[0].step + 1
+    first = writer.state.step + 1
     for step in range(first, first + steps):
         data.change(range(5), step)
         writer.commit(np.arange(5), data, step=step)

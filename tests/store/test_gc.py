@@ -27,6 +27,7 @@ from scarctl.store import (
     snapshots,
     verify,
 )
+from scarctl.store.older import older_copies
 from scarctl.store.term import Place
 from tests.store.helpers import Data, memory_folder, read_all, small_layout, summary
 
@@ -151,7 +152,7 @@ class SpaceMachine(RuleBasedStateMachine):
         self._open()
 
     def _newest(self) -> SealedSet:
-        return sealed_sets(self.writer.states.values())[0]
+        return sealed_sets([self.writer.state])[0]
 
     @invariant()
     def everything_kept_is_as_it_was(self) -> None:
@@ -250,7 +251,7 @@ def test_an_older_copy_comes_from_the_sealed_state_when_the_log_is_collected(
     collector.collect()
     state = grown.state(0)
     newer = np.flatnonzero(state.version > sealed.version)
-    older = grown.older(0, newer, state)
+    older = older_copies(grown.log(0), newer, state)
     assert older is not None
     assert read_all(grown, older) == ({i: was[i] for i in newer.tolist()}, {})
     assert (older.version < state.version[newer]).all()

@@ -52,7 +52,7 @@ def test_commits_and_roll_backs_change_it_and_openings_do_not(tmp_path: Path) ->
         seen.append(line(path))
         seal(writer, 2)
         seen.append(line(path))
-        writer.roll_back(sealed_sets(writer.states.values())[1].seqs[0])
+        writer.roll_back(sealed_sets([writer.state])[1].seqs[0])
         seen.append(line(path))
     with writing(path) as writer:
         assert writer.line == line(path) == seen[-1]
@@ -107,6 +107,6 @@ def test_a_companion_hears_of_what_is_acknowledged(tmp_path: Path) -> None:
         assert (notes.own, notes.base) == (Line(writer.term.id, 0), Line(first, 3))
         seal(writer, 3)
         assert (notes.own, notes.base) == (Line(writer.term.id, 2), NO_LINE)
-        writer.roll_back(sealed_sets(writer.states.values())[1].seqs[0])
+        writer.roll_back(sealed_sets([writer.state])[1].seqs[0])
         assert (notes.own, notes.base) == (Line(writer.term.id, 1), NO_LINE)
         assert notes.told == ["begin", "note", "note", "begin", "note", "begin"]

@@ -15,8 +15,8 @@ from scarctl.errors import Corruption, UsageError
 from scarctl.state.layout import Layout
 from scarctl.state.version import epoch_of, pack, step_of
 from scarctl.store import Store, open_writer, verify
-from scarctl.store.around import state_around
 from scarctl.store.compact import read_pieces
+from scarctl.store.older import older_copies
 from scarctl.store.record import Record
 from scarctl.store.snapshot import is_kept
 from scarctl.store.table import FULL_LEAST, FULL_RECORDS
@@ -157,7 +157,7 @@ def test_a_new_epoch_orders_versions(store: Store, layout: Layout, data: Data) -
     with open_writer(store, layout=layout) as writer:
         assert writer.epoch == 2
         writer.commit(np.arange(5), data, step=3)
-        version = writer.states[0].version
+        version = writer.state.version
         assert version[:5].min() > version[5:10].max()
         assert (epoch_of(version[:5]).tolist(), step_of(version[:5]).tolist()) == ([2] * 5, [3] * 5)
         with pytest.raises(UsageError, match="backwards"):
@@ -203,16 +203,16 @@ def test_older_copies_step_by_step(store: Store, writer: StoreWriter, data: Data
         data.change(range(10), step)
         writer.commit(ids if step else np.arange(10), data, step=step)
         versions.append(data.all(ids.tolist()))
-    state = writer.states[0]
+    state = writer.state
     for step in (2, 1, 0):
-        older = store.older(0, ids, state)
+        older = older_copies(store.log(0), ids, state)
         assert older is not None
         assert step_of(older.version).tolist() == [step] * 3
         assert read_all(store, older) == (versions[step], {})
         state = older
-    assert store.older(0, ids, state) is None
-    assert store.older(0, np.array([9]), writer.states[0]) is None
-    mixed = store.older(0, np.array([3, 9]), writer.states[0])
+    assert older_copies(store.log(0), ids, state) is None
+    assert older_copies(store.log(0), np.array([9]), writer.state) is None
+    mixed = older_copies(store.log(0), np.array([3, 9]), writer.state)
     assert mixed is not None
     assert mixed.version.tolist() == [pack(1, 2), -1]
 
@@ -223,18 +223,18 @@ def test_an_older_copy_has_the_version_of_the_seal_above_it(
     writer.commit(np.arange(layout.partitions), data, step=0, sealed=True)
     writer.commit(np.array([1]), data, step=5, sealed=True)
     writer.commit(np.array([2]), data, step=7)
-    older = store.older(0, np.array([1, 2]), writer.states[0])
+    older = older_copies(store.log(0), np.array([1, 2]), writer.state)
     assert older is not None
     assert step_of(older.version).tolist() == [0, 5]
 
 
 def test_older_does_not_see_what_was_rolled_back(store: Store, writer: StoreWriter, data: Data) -> None:
     writer.commit(np.arange(5), data, step=0)
-    base = writer.states[0].seq
+    base = writer.state.seq
     writer.commit(np.arange(5), data, step=9)
     writer.roll_back(base)
     writer.commit(np.arange(5), data, step=1)
-    older = store.older(0, np.arange(5), writer.states[0])
+    older = older_copies(store.log(0), np.arange(5), writer.state)
     assert older is not None
     assert older.version.tolist() == [pack(1, 0)] * 5
     with pytest.raises(UsageError):
@@ -257,7 +257,7 @@ def test_usage_counts_files_and_live_bytes(
 ) -> None:
     writer.commit(np.arange(layout.partitions), data, step=0)
     writer.commit(np.arange(3), data, step=1)
-    counts = usage(store, writer.states)
+    counts = usage(store, [writer.state])
     assert counts["live_bytes"] == layout.nbytes
     assert (counts["records"], counts["segments"]) == (3, 3)
     on_disk = sum(p.stat().st_size for p in store.root.rglob("*") if p.is_file() and p.name != "lock")
@@ -312,7 +312,7 @@ def test_a_record_that_is_missing_below_several_is_damage(
     for use in (lambda: store.state(0), lambda: open_writer(store, layout=layout)):
         with pytest.raises(Corruption, match="this record is missing, and there are later ones"):
             use()
-    state = state_around(store, 0)
+    state = store.state(0, around=True)
     assert (state.step, state.doubt.all(), state.damaged[0].file) == (0, True, str(path))
     path.write_bytes(kept)
     with open_writer(store, layout=layout) as writer:

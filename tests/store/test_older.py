@@ -9,6 +9,7 @@ import numpy as np
 from scarctl.state.version import step_of
 from scarctl.store import Store
 from scarctl.store.format import segment_path
+from scarctl.store.older import state_before
 from scarctl.store.writer import StoreWriter
 from tests.store.helpers import Data, read_all
 
@@ -17,7 +18,7 @@ IDS = np.array([3, 4, 5])
 
 def at(store: Store, step: int, ids: np.ndarray = IDS) -> tuple[list[int], dict[int, bytes]]:  # type: ignore[type-arg]
     """Return the steps of the copies that are found, and their bytes, all verified."""
-    found = store.before(store.state(0), ids, step)
+    found = state_before(store.log(0), store.state(0), ids, step)
     copies, damaged = read_all(store, found)
     assert not damaged
     return step_of(found.version).tolist(), copies
@@ -36,7 +37,7 @@ def test_the_newest_copies_of_a_step_or_earlier(store: Store, writer: StoreWrite
 
 def test_none_is_found_where_all_are_later(store: Store, writer: StoreWriter, data: Data) -> None:
     writer.commit(np.arange(10), data, step=7)
-    found = store.before(store.state(0), IDS, 6)
+    found = state_before(store.log(0), store.state(0), IDS, 6)
     assert found.version.tolist() == [-1, -1, -1]
     assert not found.doubt.any()
 
@@ -44,7 +45,7 @@ def test_none_is_found_where_all_are_later(store: Store, writer: StoreWriter, da
 def test_a_later_seal_does_not_hide_a_copy_that_it_found_unchanged(
     store: Store, writer: StoreWriter, data: Data
 ) -> None:
-    everything = writer.states[0].ids
+    everything = writer.state.ids
     writer.commit(everything, data, step=2)
     old = data.all(IDS.tolist())
     writer.commit(np.array([0]), data, step=5, sealed=True)
@@ -66,7 +67,7 @@ def test_damage_in_between_leaves_a_doubt(store: Store, writer: StoreWriter, dat
     writer.commit(IDS, data, step=3)
     assert middle.segment is not None
     (Path(store.root) / segment_path(0, middle.segment.name)).write_bytes(b"")
-    found = store.before(writer.states[0], IDS, 2)
+    found = state_before(store.log(0), writer.state, IDS, 2)
     assert step_of(found.version).tolist() == [1, 1, 1]
     assert found.doubt.all()
     assert read_all(store, found) == (first, {})

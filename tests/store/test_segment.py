@@ -64,7 +64,7 @@ def test_plain_safetensors_opens_a_segment(
     path = _segment(store)
     tensors = safetensors.torch.load_file(path)
     assert tensors.pop("scarctl/partitions").tolist() == ids.tolist()
-    assert tensors.pop("scarctl/checksums").tolist() == writer.states[0].checksum[ids].tolist()
+    assert tensors.pop("scarctl/checksums").tolist() == writer.state.checksum[ids].tolist()
     assert tensors["scarctl/extras/0"].dtype == torch.uint8
     for g, group in enumerate(layout.groups):
         local = ids[(ids >= layout.base[g]) & (ids < layout.base[g + 1])]
@@ -158,7 +158,7 @@ def test_any_choice_of_partitions_round_trips(
         patch.setattr(LocalBlobs, "batch", chunk)
         patch.setattr(LocalBlobs, "gap", gap)
         writer.commit(np.array(ids, np.int64), data, step=0, extras={"x": 1})
-        state = writer.states[0]
+        state = writer.state
         assert read_all(store, state) == (data.all(ids), {})
         some = np.array(ids[::2], np.int64)
         assert read_all(store, state, some)[0] == data.all(some.tolist())
@@ -188,11 +188,11 @@ def test_neighbours_are_read_with_one_call(
         original(self, start, buffer)
 
     monkeypatch.setattr(LocalReader, "read_into", counted)
-    list(store.read(writer.states[0], np.arange(5, 20), corrupt=[]))  # rows of "emb": two tensors
+    list(store.read(writer.state, np.arange(5, 20), corrupt=[]))  # rows of "emb": two tensors
     assert ranges[1:] == [15 * 12, 15 * 24]  # after the header
     monkeypatch.setattr(LocalBlobs, "gap", 0)
     ranges.clear()
-    list(store.read(writer.states[0], np.array([1, 2, 9]), corrupt=[]))
+    list(store.read(writer.state, np.array([1, 2, 9]), corrupt=[]))
     assert ranges[1:] == [24, 12, 48, 24]
 
 

@@ -105,7 +105,7 @@ def test_an_empty_store_has_no_state(store: Store) -> None:
 
 def test_partitions_never_saved_are_reported(store: Store, writer: StoreWriter, data: Data) -> None:
     writer.commit(np.arange(4), data, step=0)
-    found, bad = read_all(store, writer.states[0], np.array([2, 3, 4, 9999]))
+    found, bad = read_all(store, writer.state, np.array([2, 3, 4, 9999]))
     assert sorted(found) == [2, 3]
     assert sorted(bad) == [4, 9999]
     assert "never saved" in bad[4]

@@ -30,7 +30,7 @@ def test_a_commit_of_a_part_ends_it_and_a_seal_begins_it(
     ids, found = np.arange(data.layout.partitions), list[tuple[str, str]]()
 
     def note() -> None:
-        for state in (writer.states[0], store.state(0)):
+        for state in (writer.state, store.state(0)):
             found.append((state.whole, state.extras_whole))
         assert found[-1] == found[-2]
 
@@ -62,12 +62,12 @@ def test_it_outlives_compaction_and_roll_back(tmp_path: Path, layout: Layout, da
     assert (state.whole, state.extras_whole) == (B, B)
     assert [seal.whole for seal in state.sealed] == [B]
     with open_writer(store, layout=layout) as writer:
-        assert (writer.states[0].whole, writer.states[0].extras_whole) == (B, B)
-        seal = writer.states[0].sealed[-1]
+        assert (writer.state.whole, writer.state.extras_whole) == (B, B)
+        seal = writer.state.sealed[-1]
         writer.commit(ids[:2], data, step=21)
-        assert writer.states[0].whole == ""
+        assert writer.state.whole == ""
         writer.roll_back(seal.seq)
-        assert writer.states[0].whole == B
+        assert writer.state.whole == B
     assert Store.open(store.root).state(0).whole == B
     assert first.whole == A
 

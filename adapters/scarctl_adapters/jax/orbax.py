@@ -98,10 +98,9 @@ def _whole(store: str, snapshot: str | None) -> dict[str, Any]:
         plan = next(plans_back(state, nothing, 0, named))
     newest: tuple[int, Any] = (-1, None)
     for share, one in zip(plan.state.shares, plan.plans, strict=True):
-        for shard in (one.states if one is not None else share.states).values():
-            found = share.store.read_extras(shard)
-            if found is not None and found[0] > newest[0]:
-                newest = found
+        found = share.store.read_extras(share.state if one is None else one.state)
+        if found is not None and found[0] > newest[0]:
+            newest = found
     saved = newest[1].get("state") if isinstance(newest[1], dict) else None
     leaves = saved.get("leaves") if isinstance(saved, dict) else None
     if not isinstance(leaves, dict):

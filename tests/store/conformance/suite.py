@@ -21,6 +21,7 @@ from scarctl.store.backends.connect import blobs_at
 from scarctl.store.backends.probe import create_twice, probe_name, race
 from scarctl.store.format import SETTINGS, dump_json, load_json, segment_path
 from scarctl.store.lock import NoLock
+from scarctl.store.older import older_copies
 from scarctl.store.usage import usage
 from tests.store.helpers import Data, read_all, small_layout
 from tests.support.places import Place
@@ -233,7 +234,7 @@ class StoreConformance:
     def test_opening_again_fences_and_goes_on(self, place: Place, layout: Layout) -> None:
         data = Data(layout)
         with self.write(self.create(place), layout) as writer:
-            writer.commit(writer.states[0].ids, data, step=1, sealed=True)
+            writer.commit(writer.state.ids, data, step=1, sealed=True)
             first = writer.epoch
         with self.write(self.open(place), layout) as writer:
             assert writer.epoch > first
@@ -246,7 +247,7 @@ class StoreConformance:
     def test_a_damaged_copy_is_found_and_the_older_one_taken(self, place: Place, layout: Layout) -> None:
         data = Data(layout)
         with self.write(self.create(place), layout) as writer:
-            writer.commit(writer.states[0].ids, data, step=1, sealed=True)
+            writer.commit(writer.state.ids, data, step=1, sealed=True)
             before = data.partition(3)
             data.change([3], 9)
             record = writer.commit(np.array([3]), data, step=2)
@@ -260,7 +261,7 @@ class StoreConformance:
         found, bad = read_all(store, state, np.array([3]))
         assert found == {}
         assert "checksum" in bad[3]
-        older = store.older(0, np.array([3]), state)
+        older = older_copies(store.log(0), np.array([3]), state)
         assert older is not None
         assert read_all(store, older, np.array([3])) == ({3: before}, {})
         (problem,) = verify(store, read_data=True).problems
@@ -272,8 +273,8 @@ class StoreConformance:
     def test_a_roll_back(self, place: Place, layout: Layout) -> None:
         data = Data(layout)
         with self.write(self.create(place), layout) as writer:
-            record = writer.commit(writer.states[0].ids, data, step=1, sealed=True)
-            old = data.all(writer.states[0].ids.tolist())
+            record = writer.commit(writer.state.ids, data, step=1, sealed=True)
+            old = data.all(writer.state.ids.tolist())
             data.change([2, 4], 9)
             writer.commit(np.array([2, 4]), data, step=2)
             writer.roll_back(record.seq)
@@ -286,7 +287,7 @@ class StoreConformance:
         monkeypatch.setattr(Store, "take_lock", lambda self: NoLock())  # as on another host
         data = Data(layout)
         older = self.write(self.create(place), layout)
-        older.commit(older.states[0].ids, data, step=1, sealed=True)
+        older.commit(older.state.ids, data, step=1, sealed=True)
         newer = self.write(self.open(place), layout)
         before = place.raw.names()
         with pytest.raises(Fenced, match="newer writer"):
