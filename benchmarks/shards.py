@@ -120,7 +120,7 @@ def train(
                 lags.append(session.lag)
         seconds = time.perf_counter() - started
         saved = Store.open(store)
-        records = sum(sum(1 for _ in saved.records(lane)) for lane in saved.shards())
+        records = sum(sum(1 for _ in saved.log(lane).records()) for lane in saved.shards())
     return {
         "lag": statistics.median(lags),
         "worst": max(lags),

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from scarctl.errors import ScarError, UsageError
 from scarctl.formats.state_file import Stamp, StateFile, os_errors, stamp_of, tensor_rows
 from scarctl.state.layout import TensorSpec
-from scarctl.store.header import MAX_HEADER, dump_header, encode_header
+from scarctl.store.header import MAX_HEADER, place_header
 from scarctl.util.arrays import Bytes
 
 if TYPE_CHECKING:
@@ -162,7 +162,8 @@ class _NewSafetensors(_Replacement):
         super().__init__(path)
         # Wide values come first, so that every tensor begins at a multiple of its item size.
         order = sorted(specs.items(), key=lambda item: (-_item_bytes(item[1]), item[0]))
-        header = dump_header(((name, spec.dtype, spec.shape) for name, spec in order), {"format": "pt"})
+        named = ((name, spec.dtype, spec.shape) for name, spec in order)
+        header, head = place_header(named, {"format": "pt"})
         if header.length > MAX_HEADER:
             self.__exit__(None, None, None)
             raise UsageError(
@@ -172,7 +173,7 @@ class _NewSafetensors(_Replacement):
         self._offsets = {name: entry.start for name, entry in header.tensors.items()}
         try:
             with os_errors(self.path):
-                _pwrite(self.file, np.frombuffer(encode_header(header), dtype=np.uint8), 0)
+                _pwrite(self.file, np.frombuffer(head, dtype=np.uint8), 0)
         except BaseException:
             self.__exit__(None, None, None)
             raise

@@ -96,7 +96,8 @@ def timeline(store: Store, shards: Sequence[int]) -> Timeline:
 
 def _timeline(store: Store, shards: Sequence[int]) -> Timeline:
     most = max(1, MOST_RECORDS // max(1, len(shards)))
-    total = sum(min(most, len(store.log(shard).numbers())) for shard in shards)
+    tops = [store.log(shard).newest_top(around=True) for shard in shards]
+    total = sum(min(most, top.count) for top in tops if top is not None)
     every = max(1, -(-total // MOST_POINTS))
     of_shard: dict[int, Ids] = {}
     ended: dict[int, bool] = {}

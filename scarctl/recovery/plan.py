@@ -276,14 +276,12 @@ def _sealed_states(
         states = [store.state(store.lane, layout)]
         sets = sealed_sets(states)
         return sets, bool(lost_seals(states, sets))
-    return [sealed_in(store, snapshot, layout)], False
+    check_snapshot(store, snapshot, layout)
+    return [snapshot], False
 
 
-def sealed_in(store: Store, snapshot: Snapshot, layout: Layout) -> SealedSet:
-    """Return the sealed state that a snapshot names.
-
-    Raises LayoutMismatch if the snapshot lacks this lane, or is a single process's with another layout.
-    """
+def check_snapshot(store: Store, snapshot: Snapshot, layout: Layout) -> None:
+    """Raise LayoutMismatch if the snapshot lacks this lane, or is a single process's with another layout."""
     lacks = bool(layout.partitions) and store.lane not in snapshot.places
     if lacks and store.part is not None:
         raise LayoutMismatch(
@@ -295,7 +293,6 @@ def sealed_in(store: Store, snapshot: Snapshot, layout: Layout) -> SealedSet:
             f"snapshot {snapshot.name!r} has another layout than the model",
             hint="nothing was changed; use the model that the snapshot was taken from",
         )
-    return SealedSet(snapshot.epoch, snapshot.step, snapshot.places, snapshot.whole)
 
 
 def _before(newer: tuple[int, int, str] | None, found: Sequence[SealedSet]) -> Sequence[SealedSet]:

@@ -28,7 +28,7 @@ from scarctl.recovery.plan import (
 from scarctl.recovery.report import Report
 from scarctl.recovery.shares import Share, SharedState, damaged_snapshot
 from scarctl.state.label import Label, Labelled
-from scarctl.store import SealedSet, Snapshot
+from scarctl.store import Snapshot
 from scarctl.util.arrays import Ids
 
 Arenas: TypeAlias = Sequence[Arena | None]
@@ -189,12 +189,7 @@ def plans_back(
     lost: number of lost partitions. Raises Corruption.
     """
     passed_over = snapshot is None and bool(state.lost_seals)
-    of = (
-        []
-        if snapshot is None
-        else [SealedSet(snapshot.epoch, snapshot.step, snapshot.places, snapshot.whole)]
-    )
-    for one in of or state.sealed():
+    for one in state.sealed() if snapshot is None else [snapshot]:
         try:
             plans = [
                 plan_sealed(share.store, share.layout, share.shard_of, one, arena)

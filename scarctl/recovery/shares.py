@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from scarctl.errors import Corruption, NoIntactCopy, ScarError, UsageError
 from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
-from scarctl.recovery.plan import sealed_in
+from scarctl.recovery.plan import check_snapshot
 from scarctl.recovery.reshard import Parts, find_parts, topology_of
 from scarctl.state.layout import Layout
 from scarctl.store import (
@@ -30,7 +30,7 @@ from scarctl.store import (
 )
 from scarctl.store.members import EPOCH, name_among
 from scarctl.store.snapshot import lost_seals
-from scarctl.store.topology import Topology, read_topology, sealed_by_all
+from scarctl.store.topology import Topology, read_topology
 from scarctl.util.arrays import Ids
 
 log = logging.getLogger("scarctl")
@@ -166,9 +166,7 @@ class SharedState:
         for share in self.shares:
             if share.unreadable is not None:
                 raise share.unreadable
-        if self.topology is None:
-            return sealed_sets(self.states.values())
-        return sealed_by_all(self.states)
+        return sealed_sets(self.states.values())
 
 
 def open_shares(store: Store, snapshot: Snapshot | None = None) -> SharedState:
@@ -238,7 +236,7 @@ def _of_one_process(store: Store, snapshot: Snapshot | None) -> SharedState:
         raise _nothing_saved(f"{store.where}: the store is still empty")
     shard_of = backed_shards(store, layout)
     if snapshot is not None:
-        sealed_in(store, snapshot, layout)
+        check_snapshot(store, snapshot, layout)
     shares = (_share(None, store, layout, shard_of),)
     return SharedState(store, shares, _states(shares))
 

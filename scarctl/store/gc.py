@@ -28,7 +28,6 @@ from scarctl.store.format import (
     shard_of_segment,
     term_of_segment,
 )
-from scarctl.store.ledger import LaneFiles
 from scarctl.store.segment import SegmentRef
 from scarctl.store.shard_state import ShardState
 from scarctl.store.snapshot import SealedSet, settle_snapshots, snapshots
@@ -71,7 +70,7 @@ class Work:
 
 
 class Collector:
-    """Collect and compact for one writer, in its thread. Several collectors of a writer share its ledger."""
+    """Collect and compact for one writer, in its thread."""
 
     def __init__(
         self, writer: StoreWriter, *, ratio: float = RATIO, floor: int = FLOOR, turn_bytes: int = TURN_BYTES
@@ -96,7 +95,11 @@ class Collector:
         """Segments with damaged copies: they stay."""
         self._pins: dict[Place, frozenset[str]] = {}
         """Segments of a kept state."""
-        self._moved = 0
+        self._ledger = writer.ledger
+        self._handed = writer.ledger.handed_bytes
+        """Bytes of the commits before."""
+        self._others: int | None = None
+        """Bytes of the lane's files, without what the writer has written; None before they are counted."""
         self._shorter = False
         """Whether the newest full record names states that are not kept any longer."""
         self._aborted = False
@@ -109,11 +112,10 @@ class Collector:
         Raises as `StoreWriter.commit` does. Nothing is lost then, and a later turn continues.
         """
         self._abort_dead()
-        files = self._files()
         if self._garbage:
             self._delete()
             return True
-        return files.total > self._look_at and (self._work() or bool(self._garbage))
+        return self._total() > self._look_at and (self._work() or bool(self._garbage))
 
     def settle(self) -> None:
         """Run turns until nothing is left to do."""
@@ -127,7 +129,6 @@ class Collector:
         """
         kept = tuple(keep)
         self._abort_dead()
-        self._files()
         self._give_up(kept, thorough=True)
         while self._garbage:
             self._delete()
@@ -150,7 +151,7 @@ class Collector:
                 pinned += size - by_name.get(name, 0)
             elif not by_name.get(name) and name != extras:
                 dead += size
-        return Space(self._files().total, int(used.sum()), pinned, dead)
+        return Space(self._total(), int(used.sum()), pinned, dead)
 
     def _abort_dead(self) -> None:
         """Abort unfinished uploads of earlier writers, once. After a failure, the next writer does it."""
@@ -165,16 +166,15 @@ class Collector:
 
     # -- space ---------------------------------------------------------------------------------------------------
 
-    def _files(self) -> LaneFiles:
-        ledger = self._writer.ledger
-        if ledger.files is None:
+    def _total(self) -> int:
+        """Return the bytes of the lane's files, which are counted once."""
+        if self._others is None:
             log = self._store.log(self._shard)
             folders = [log_folder(self._shard, *term) for term in log.logs()[-_RECENT:]]
             folders.append(f"{shard_folder(self._shard)}/seg")
-            ledger.files = LaneFiles(
-                sum(size for folder in folders for _, size in self._store.blobs.files(folder))
-            )
-        return ledger.files
+            there = sum(size for folder in folders for _, size in self._store.blobs.files(folder))
+            self._others = there - self._ledger.written_bytes
+        return self._others + self._ledger.written_bytes
 
     def _segments(self) -> dict[str, int]:
         folder = f"{shard_folder(self._shard)}/seg"
@@ -182,14 +182,14 @@ class Collector:
 
     def _work(self, keep: tuple[SealedSet, ...] = ()) -> bool:
         """Make the lane smaller, if it is too large. Return whether it became smaller."""
-        writer, files = self._writer, self._files()
+        writer, total = self._writer, self._total()
         state = writer.state
         if not writer.is_settled() or state.doubt.any() or not len(state.ids):
-            self._look_at = files.total + self._floor
+            self._look_at = total + self._floor
             return False
         self._let_go(keep)
         space = self.space(keep)
-        start = int(self._ratio_now(files, space) * space.live) + space.pinned
+        start = int(self._ratio_now(space) * space.live) + space.pinned
         start += max(self._floor - space.live // 32, 0)
         if space.total <= start:
             self._look_at = min(start, space.total + space.live // 16 + self._floor // 4)
@@ -205,23 +205,23 @@ class Collector:
             self._look_at = min(self._look_at, start)
             return True
         # All else has to be kept, so the next attempt waits until the lane has grown.
-        self._look_at = files.total - freed + max(space.live // 8, self._floor, gap)
+        self._look_at = self._total() - freed + max(space.live // 8, self._floor, gap)
         return False
 
-    def _ratio_now(self, files: LaneFiles, space: Space) -> float:
+    def _ratio_now(self, space: Space) -> float:
         """Return the ratio to keep. The fewer copies were moved so far, the smaller it is."""
-        spare = EXTRA * files.handed - self._moved
+        spare = EXTRA * (self._ledger.handed_bytes - self._handed) - self.done.moved_bytes
         share = min(max(spare / max(space.live, 1), 0.0), 1.0)
         return self._ratio - max(self._ratio - TIGHT, 0.0) * share
 
     def _compact(self, free: int, keep: tuple[SealedSet, ...]) -> int:
         """Move copies until segments with `free` dead bytes are empty, up to a turn's limit. Return the bytes moved."""
-        writer, files = self._writer, self._files()
+        writer, lives = self._writer, self._ledger.lives
         state = writer.state
         stays = self._kept_segments(self._kept(keep)) | self._stuck
-        at = choose(state, files.lives, stays, free=free, limit=self._turn_bytes)
+        at = choose(state, lives, stays, free=free, limit=self._turn_bytes)
         moved = 0
-        for ids in parts(state, files.lives, at):
+        for ids in parts(state, lives, at):
             encoding = ENCODINGS[int(state.encoding(state.find(ids[:1]))[0])]
             stored = stored_as(writer.layout, encoding)
             whole, pieces, reasons = read_pieces(self._store, state, stored, ids)
@@ -233,7 +233,6 @@ class Collector:
             if len(whole):
                 moved += writer.compact(whole, pieces, encoding).nbytes
         self.done.moved_bytes += moved
-        self._moved += moved
         return moved
 
     # -- what is not needed --------------------------------------------------------------------------------------
@@ -324,14 +323,15 @@ class Collector:
         return found[::-1]
 
     def _delete(self) -> None:
-        files = self._files()
+        self._total()  # counted before a file is gone
+        assert self._others is not None, "they are counted"
         for path, size in self._garbage[:TURN_FILES]:
             try:
                 self._store.blobs.delete(path)
             except FileNotFoundError:
                 continue
             finally:
-                files.total -= size
+                self._others -= size
             self.done.deleted_files += 1
             self.done.deleted_bytes += size
         self._garbage = self._garbage[TURN_FILES:]

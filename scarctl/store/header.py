@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from scarctl.state.layout import DTYPES
 from scarctl.store.format import corrupt, parse_json
@@ -55,47 +55,27 @@ def nbytes(dtype: str, shape: Iterable[int]) -> int:
     return DTYPES[dtype] * math.prod(shape)
 
 
-def dump_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Header:
-    """Place `(name, dtype, shape)` one after another. `encode_header` gives the bytes."""
-    return place_header(tensors, metadata)[0]
-
-
 def place_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[Header, bytes]:
-    """Return `dump_header` and its bytes."""
-    placed: list[_Placed] = []
+    """Place `(name, dtype, shape)` one after another. Return the header, and its bytes, padded to a multiple of 8."""
+    placed: list[tuple[str, str, tuple[int, ...], int, int]] = []
     offset = 0
     for name, dtype, shape in tensors:
         size = nbytes(dtype, shape)
         placed.append((name, dtype, tuple(shape), offset, offset + size))
         offset += size
-    text = _header_text(metadata, placed)
+    obj: dict[str, Any] = {"__metadata__": dict(metadata)}
+    for name, dtype, shape, start, stop in placed:
+        obj[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, stop)}
+    text = json.dumps(obj, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    text = len(text).to_bytes(8, "little") + text
     length = len(text)
     entries = {
         name: Entry(dtype, shape, start + length, stop + length) for name, dtype, shape, start, stop in placed
     }
     return Header(dict(metadata), entries, length), text
-
-
-def encode_header(header: Header) -> bytes:
-    """Return the length word and JSON, padded with spaces so that the data begin at a multiple of 8."""
-    base = header.length
-    entries = ((name, e.dtype, e.shape, e.start - base, e.stop - base) for name, e in header.tensors.items())
-    return _header_text(header.metadata, entries)
-
-
-_Placed: TypeAlias = tuple[str, str, tuple[int, ...], int, int]
-"""Name, dtype and shape of a tensor, and where it begins and ends in the data."""
-
-
-def _header_text(metadata: Mapping[str, str], tensors: Iterable[_Placed]) -> bytes:
-    obj: dict[str, Any] = {"__metadata__": dict(metadata)}
-    for name, dtype, shape, start, stop in tensors:
-        obj[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, stop)}
-    text = json.dumps(obj, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def header_length(prefix: bytes, file_size: int, what: object) -> int:

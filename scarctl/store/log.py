@@ -209,11 +209,6 @@ class ShardLog:
         assert isinstance(found, Record), "a log that counts has a record"
         return found
 
-    def numbers(self) -> list[int]:
-        """Return the numbers of all records of the newest term with any, ascending."""
-        top = self.newest_top(around=True)
-        return [] if top is None else [top.term.place(k).seq for k in range(1, top.count + 1)]
-
     def records(self, most: int | None = None) -> Iterator[Record]:
         """Yield the records that count and are there, oldest first; at most the newest `most`. Raises Corruption.
 
@@ -340,7 +335,6 @@ class ShardLog:
                 continue
             layout, tail, damage = next(contents)
             state.apply(record, layout, tail, self.blobs.where(record.place.path(self.shard)), damage)
-        state.records = place.k
         return state
 
     def _way(self, place: Place, around: bool) -> Iterator[Record | Damage]:

@@ -92,9 +92,7 @@ def state_before(log: ShardLog, state: ShardState, ids: Ids, step: int) -> Shard
 
 def _none_of(state: ShardState, ids: Ids) -> ShardState:
     """Return a state with these partitions, and without copies."""
-    found = ShardState(
-        state.shard, state.layout, state.place, state.epoch, state.step, state.digest, state.records
-    )
+    found = ShardState(state.shard, state.layout, state.place, state.epoch, state.step, state.digest)
     found.sealed, found.seal, found.line = state.sealed, state.seal, state.line
     found.past = True  # an older copy must not be replaced by the copy that it stands in for
     found.set_members(ascending(ids))

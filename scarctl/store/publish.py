@@ -110,7 +110,7 @@ class Publisher:
                     hint="commit again",
                 )
             out.commit()
-        self.ledger.wrote(ref.nbytes)
+        self.ledger.written_bytes += ref.nbytes
         return replace(record, segment=ref), Tail(ids, checksums, versions, table)
 
     def publish(self, record: Record, tail: Tail, *, again: bool = False) -> None:
@@ -170,8 +170,9 @@ class Publisher:
             raise
         except ScarError as error:
             raise self._unknown(record, error) from error
-        self.ledger.committing(self.state, record, tail)
-        self.ledger.wrote(len(record.data))
+        if record.changes and len(tail.ids):
+            self.ledger.lives.saved(self.state, self.state.find(tail.ids), record.step)
+        self.ledger.written_bytes += len(record.data)
         self.state.apply(record, self.layout, tail, self._where(record))
         self._tail, self._pending = record, None
 

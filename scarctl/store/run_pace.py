@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from scarctl.store.record import Record
+from scarctl.store.saved import parse
 
 if TYPE_CHECKING:
     from scarctl.store.store import Store
@@ -32,7 +32,7 @@ class Pace:
 
 def pace(store: Store) -> Pace:
     """Return the pace of the newest run with enough records. Raises Corruption, Unavailable."""
-    return pace_of(record for shard in store.shards() for record in store.records(shard))
+    return pace_of(record for shard in store.shards() for record in store.log(shard).records())
 
 
 def pace_of(records: Iterable[Record]) -> Pace:
@@ -55,11 +55,6 @@ def pace_of(records: Iterable[Record]) -> Pace:
 
 def _span(first: list[Record], last: list[Record]) -> float | None:
     """Return the seconds from the first of some records to the first of others; None if a time cannot be parsed."""
-    try:
-        begin, end = (
-            min(datetime.datetime.fromisoformat(record.created).timestamp() for record in records)
-            for records in (first, last)
-        )
-    except (ValueError, OverflowError):
-        return None
-    return end - begin
+    times = [[parse(record.created) for record in records] for records in (first, last)]
+    begin, end = (min((one for one in some if one is not None), default=None) for some in times)
+    return None if begin is None or end is None else (end - begin).total_seconds()

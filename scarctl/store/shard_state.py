@@ -56,7 +56,6 @@ class ShardState:
     whole: name of the commit of the whole state that has all copies, "" if they are of several.
     extras: (version, index of the segment). `extras_whole` is the name of the extras' commit.
     full: number of the newest full record in its term. since: partitions in the records after it.
-    records: number of records of this term.
     line: see `scarctl.store.term.Line`.
     past: whether this is the state after a requested record, not the newest one.
     """
@@ -67,7 +66,6 @@ class ShardState:
     epoch: int = 0
     step: int = -1
     digest: str = ""
-    records: int = 0
     ids: Ids = field(default_factory=lambda: np.empty(0, np.int64))
     version: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     segment: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
@@ -90,6 +88,11 @@ class ShardState:
     def seq(self) -> int:
         """Number of the record among all of its lane, -1 without one: see `Place.seq`."""
         return -1 if self.place is None else self.place.seq
+
+    @property
+    def records(self) -> int:
+        """Number of records of this term."""
+        return 0 if self.place is None else self.place.k
 
     @property
     def saved(self) -> NDArray[np.bool_]:
@@ -206,7 +209,6 @@ class ShardState:
             record.line,
             record.seal,
         )
-        self.records = record.place.k
 
     def _restart(self, record: Record, layout: Layout, tail: Tail, table: Table) -> None:
         """Take the state from a full record alone."""

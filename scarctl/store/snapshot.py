@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from scarctl.store.store import Store
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SealedSet:
     """One whole state. `places` has the sealed record of each lane."""
 
@@ -54,23 +54,13 @@ class SealedSet:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Snapshot(SealedSet):
     """A sealed set with a name."""
 
     name: str
-    epoch: int
-    step: int
     layout: str
-    places: Mapping[int, Place]
-    whole: str
-    """See `SealedSet`."""
     created: str = field(default_factory=now)
     writer: str = field(default_factory=who)
-
-    @property
-    def seqs(self) -> dict[int, int]:
-        """The numbers of the records: see `Place.seq`."""
-        return {shard: place.seq for shard, place in self.places.items()}
 
     @cached_property
     def data(self) -> bytes:
@@ -107,12 +97,12 @@ class Snapshot:
                 raise corrupt(what, "its records are malformed")
             found[shard] = Place.from_json(place, what)
         return Snapshot(
-            name,
             f.integer("epoch", 1, MAX_EPOCH),
             f.integer("step", 0, MAX_STEP),
-            f.hex("layout", 64),
             found,
             f.hex("whole", 32),
+            name,
+            f.hex("layout", 64),
             f.text("created"),
             f.text("writer"),
         )
@@ -198,7 +188,7 @@ def create_snapshot(store: Store, name: str, sealed: SealedSet) -> Snapshot:
         layout = store.log(first).at(sealed.places[first]).layout
     except FileNotFoundError:
         raise late from None
-    snapshot = Snapshot(name, sealed.epoch, sealed.step, layout, dict(sealed.places), sealed.whole)
+    snapshot = Snapshot(sealed.epoch, sealed.step, dict(sealed.places), sealed.whole, name, layout)
     path = snapshot_path(name)
     for shard, place in sealed.places.items():
         # The record may not be durable yet, and the snapshot must not outlive it in a power loss.
@@ -239,11 +229,15 @@ def settle_snapshots(store: Store) -> None:
 
 
 def sealed_sets(states: Iterable[ShardState]) -> list[SealedSet]:
-    """Return the whole states that all lanes with partitions have sealed, newest first."""
+    """Return the whole states that all lanes with partitions have sealed, newest first.
+
+    Without a record in one of the lanes there is none: its partitions are not known.
+    """
+    states = list(states)
     owners = [state for state in states if len(state.ids)]
     # If a lane has several seals of one state, the newest counts.
     by_shard = {s.shard: {seal.whole: seal for seal in s.sealed} for s in owners}
-    if not by_shard:
+    if not by_shard or any(state.layout is None for state in states):
         return []
     found = []
     for whole in set.intersection(*(set(of) for of in by_shard.values())):

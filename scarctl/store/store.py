@@ -316,10 +316,6 @@ class Store:
     def log(self, shard: int) -> ShardLog:
         return ShardLog(self.blobs, shard, self.layout)
 
-    def records(self, shard: int) -> Iterator[Record]:
-        """Return a lane's records, oldest first. Raises Corruption, naming the file."""
-        return self.log(shard).records()
-
     def state(
         self, shard: int, layout: Layout | None = None, at: int | None = None, *, around: bool = False
     ) -> ShardState:

@@ -209,11 +209,4 @@ def complete_sets(
         shards = store.shards()
     states = store.states(shard for shard in shards if shard not in (known or {}))
     states |= {shard: state for shard, state in (known or {}).items() if shard in shards}
-    return sealed_by_all(states) if epochs else sealed_sets(states.values())
-
-
-def sealed_by_all(states: Mapping[int, ShardState]) -> list[SealedSet]:
-    """Return the whole states that all lanes of a topology have sealed, newest first."""
-    if any(state.layout is None for state in states.values()):
-        return []  # a lane has not begun, or its log is lost, so its partitions are unknown
     return sealed_sets(states.values())

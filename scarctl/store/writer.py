@@ -172,7 +172,7 @@ class StoreWriter:
             record, ids, source, extras=extras, verify_source=verify_source, versions=versions
         )
         self._publish(record, tail)
-        self.ledger.handed(record.nbytes)
+        self.ledger.handed_bytes += record.nbytes
         self._floor = step
         return record
 

@@ -26,7 +26,7 @@ from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import pack
 from scarctl.store import Store, open_writer
 from scarctl.store.format import canonical, checksum
-from scarctl.store.header import dump_header, encode_header, parse_header
+from scarctl.store.header import parse_header, place_header
 from scarctl.theory.history import MOST
 from tests.adversarial.image import LAYOUT, Image
 from tests.store.helpers import Data
@@ -193,7 +193,7 @@ def in_table(change: Callable[[dict[str, Any]], None]) -> Callable[[Ground], Non
             (n, e.dtype, (len(text),) if e == entry else e.shape)
             for n, e in sorted(was.tensors.items(), key=lambda x: (x[1].start, x[1].stop))
         ]
-        head = encode_header(dump_header(shapes, was.metadata))
+        head = place_header(shapes, was.metadata)[1]
         grown = len(head) - ref["head"]
         tail = raw[ref["tail"] : entry.start] + text + raw[entry.stop :]
         between = raw[ref["head"] + ref["data"] : ref["tail"]]

@@ -374,5 +374,5 @@ class StoreTargets:
 
     def _records(self, store: Store) -> None:
         for shard in store.shards():
-            for _ in store.records(shard):
+            for _ in store.log(shard).records():
                 pass

@@ -144,7 +144,7 @@ class Rig:
 
     def records(self) -> int:
         """Return the number of commits."""
-        return sum(r.commits for s in self.store.shards() for r in self.store.records(s))
+        return sum(r.commits for s in self.store.shards() for r in self.store.log(s).records())
 
     def die(self) -> None:
         """Release everything as a killed process does: the arena and its queue stay."""
@@ -163,6 +163,6 @@ class Rig:
         self.store.close()
         store = Store.open(str(self.store.root))
         assert verify(store, read_data=True).problems == []
-        named = {r.segment.name for s in store.shards() for r in store.records(s) if r.segment}
+        named = {r.segment.name for s in store.shards() for r in store.log(s).records() if r.segment}
         lying = {name for folder, _, names in os.walk(store.root) if folder.endswith("seg") for name in names}
         assert lying >= named if killed else lying == named

@@ -109,13 +109,13 @@ def test_what_a_part_has_saved_is_as_it_was(tmp_path: Path) -> None:
     for path in STORES:
         if path.name == "one":
             store = Store.open(path)
-            state = store.state(0, at=store.log(0).numbers()[2])
+            state = store.state(0, at=store.log(0).term(1).place(3).seq)
             assert sorted({int(v) & 0xFF for v in state.version}) == [WHOLE, PART]
             assert state.whole == ""
         if path.name == "mixed":
             store = Store.open(path)
-            assert [record.mixed for record in store.records(0)] == [False, False, True, False]
-            at = store.log(0).numbers()[2]
+            assert [record.mixed for record in store.log(0).records()] == [False, False, True, False]
+            at = store.log(0).term(1).place(3).seq
             state = store.state(0, at=at)
             steps = dict(enumerate(step_of(state.version).tolist()))
             assert steps == {0: PART - 1, 1: PART, 2: PART - 1, **dict.fromkeys(range(3, 6), WHOLE)}

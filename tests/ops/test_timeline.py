@@ -42,7 +42,7 @@ def test_the_replay_has_what_the_store_had(tmp_path: Path, shards: int) -> None:
     steps = np.concatenate([step_of(state.version) for state in states])
     last = found.points[-1]
     assert (last.newest, last.median, last.oldest) == (steps.max(), np.median(steps), steps.min())
-    assert found.commits == sum(r.commits for shard in store.shards() for r in store.records(shard))
+    assert found.commits == sum(r.commits for shard in store.shards() for r in store.log(shard).records())
     for shard in store.shards():
         for record, ids, state in store.log(shard).replay(10_000):
             there = store.state(shard, at=record.seq)

@@ -76,7 +76,7 @@ def test_a_store_that_fails_for_a_while(rig: Rig, thread: PersisterThread, numbe
 
 
 def _steps(rig: Rig) -> list[int]:
-    return [r.step for r in rig.store.records(0) if r.commits]
+    return [r.step for r in rig.store.log(0).records() if r.commits]
 
 
 def test_a_store_that_stays_down_keeps_the_queue_and_says_why(rig: Rig, thread: PersisterThread) -> None:

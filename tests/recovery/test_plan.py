@@ -73,7 +73,7 @@ class Job:
 
     def segments(self) -> list[Path]:
         """Return the segments with data, oldest first."""
-        found = [record.segment for record in self.store.records(0) if record.partitions]
+        found = [record.segment for record in self.store.log(0).records() if record.partitions]
         return [self.store.root / segment_path(0, segment.name) for segment in found if segment]
 
     def plan(self, ids: Ids, arena: Arena | None = None, **options: str) -> Plan:

@@ -60,7 +60,7 @@ def test_a_listing_that_lacks_a_record_and_has_the_next(
         return files[:-2] + files[-1:]
 
     listing(monkeypatch, "names", lacking)
-    assert [record.k for record in store.records(0)] == list(range(1, 7))
+    assert [record.k for record in store.log(0).records()] == list(range(1, 7))
     listing(monkeypatch, "files", lacking)
     assert verify(store, read_data=True).problems == []
 

@@ -117,7 +117,7 @@ def test_random_damage_is_never_returned(tiny: tuple[Store, Layout, Data]) -> No
 @pytest.mark.parametrize("cut", [0, 1, 7, 8, 100, -1])
 def test_truncated_and_missing_files(tiny: tuple[Store, Layout, Data], cut: int) -> None:
     store, _, _ = tiny
-    first = next(iter(store.records(0)))
+    first = next(iter(store.log(0).records()))
     assert first.segment is not None
     # The newest record may be missing, and the segment that a later full record has replaced.
     spare = {record_file(store, 3), store.root / "lanes/0/seg" / first.segment.name}
@@ -232,16 +232,16 @@ def test_a_torn_record_is_named(tiny: tuple[Store, Layout, Data]) -> None:
     with pytest.raises(Corruption, match=path.name):
         store.state(0)
     with pytest.raises(Corruption, match=path.name):
-        list(store.records(0))
+        list(store.log(0).records())
     with pytest.raises(Corruption, match=path.name):
         open_writer(store, layout=layout)
-    assert store.state(0, at=store.log(0).numbers()[1]).step == 1
+    assert store.state(0, at=store.log(0).term(1).place(2).seq).step == 1
     assert [p.file for p in verify(store, read_data=True).problems] == [str(path)]
 
 
 def test_a_record_of_another_chain_is_found(tiny: tuple[Store, Layout, Data]) -> None:
     store, _, _ = tiny
-    record = list(store.records(0))[1]
+    record = list(store.log(0).records())[1]
     obj = {**record.to_json(), "created": "2001-01-01T00:00:00+00:00"}
     record_file(store, 2).write_bytes(dump_json(obj))
     with pytest.raises(Corruption, match="chain"):
@@ -267,7 +267,7 @@ def test_hostile_records_are_refused(tiny: tuple[Store, Layout, Data], change: d
     """The file is well-formed, with a valid checksum, and false."""
     store, _, _ = tiny
     path = record_file(store, 3)
-    obj = list(store.records(0))[2].to_json()
+    obj = list(store.log(0).records())[2].to_json()
     ((key, value),) = change.items()
     if key.startswith("segment."):
         obj["segment"] = {**obj["segment"], key.split(".")[1]: value}
@@ -284,7 +284,7 @@ def test_hostile_records_are_refused(tiny: tuple[Store, Layout, Data], change: d
 
 def test_ids_so_far_apart_that_their_difference_wraps_are_refused(tiny: tuple[Store, Layout, Data]) -> None:
     store, _, _ = tiny
-    record = list(store.records(0))[2]
+    record = list(store.log(0).records())[2]
     assert record.segment is not None
     path = store.root / "lanes/0/seg" / record.segment.name
     data = bytearray(path.read_bytes())
@@ -328,7 +328,7 @@ def test_an_oversized_record_is_refused_before_it_is_read(tiny: tuple[Store, Lay
 
 def test_unknown_fields_are_kept_and_ignored(tiny: tuple[Store, Layout, Data]) -> None:
     store, layout, data = tiny
-    tip = list(store.records(0))[2]
+    tip = list(store.log(0).records())[2]
     record_file(store, 3).write_bytes(dump_json({**tip.to_json(), "new": {"x": 1}}))
     with open_writer(store, layout=layout) as writer:
         writer.commit(np.array([0]), data, step=9)
@@ -344,7 +344,7 @@ def test_the_first_table_is_soon_not_the_only_one(memory_path: Path) -> None:
     everything = np.arange(layout.partitions)
     writer.commit(everything, data, step=1, sealed=True)
     writer.commit(everything[:1], data, step=2)  # not closed: as if killed
-    first = next(iter(store.records(0)))
+    first = next(iter(store.log(0).records()))
     assert first.segment is not None
     (file,) = (memory_path / "run").rglob(f"seg/{first.segment.name}*")
     file.unlink()

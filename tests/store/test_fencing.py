@@ -172,7 +172,7 @@ def test_a_record_in_doubt_is_put_again_with_the_same_bytes(url: str, layout: La
     assert Store.open(url).state(0).step == -1
     changed = Data(layout, 1)
     writer.commit(ids[:3], changed, step=2)
-    assert [(r.k, r.step) for r in Store.open(url).records(0)] == [(1, -1), (2, 1), (3, 2)]
+    assert [(r.k, r.step) for r in Store.open(url).log(0).records()] == [(1, -1), (2, 1), (3, 2)]
     check(url, data.all(ids.tolist()) | changed.all(range(3)))
 
 

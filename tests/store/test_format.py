@@ -18,7 +18,7 @@ from scarctl.store.format import (
     number_of_record,
     shard_of_folder,
 )
-from scarctl.store.header import MAX_HEADER, dump_header, encode_header, parse_header
+from scarctl.store.header import MAX_HEADER, parse_header, place_header
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=5),
@@ -105,8 +105,9 @@ def test_names_in_records_are_one_strict_component() -> None:
 
 
 def test_header_is_aligned_and_round_trips() -> None:
-    header = dump_header([("a/b", "F32", (2, 3)), ("é", "BF16", ()), ("z", "U8", (0, 5))], {"format": "1"})
-    raw = encode_header(header)
+    header, raw = place_header(
+        [("a/b", "F32", (2, 3)), ("é", "BF16", ()), ("z", "U8", (0, 5))], {"format": "1"}
+    )
     assert len(raw) == header.length
     assert len(raw) % 8 == 0
     assert parse_header(raw, len(raw) + 26, "f") == header

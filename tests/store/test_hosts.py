@@ -226,8 +226,8 @@ def test_pruning_records_alone_begins_no_epoch(tmp_path: Path) -> None:
     store.blobs.prepare(HOSTS)
     for place, written in ((PLACE, time.time()), (OTHER, time.time() - 2 * GONE)):
         write_host(store, replace(RECORD, place=place, written=int(written)))
-    epochs = [record.epoch for record in store.records(0)]
+    epochs = [record.epoch for record in store.log(0).records()]
     plan = plan_prune(store, Retention())
     assert not plan.collects
     assert prune(store, plan).files == 1
-    assert [record.epoch for record in store.records(0)] == epochs
+    assert [record.epoch for record in store.log(0).records()] == epochs

@@ -162,7 +162,7 @@ def test_a_new_epoch_orders_versions(store: Store, layout: Layout, data: Data) -
         assert (epoch_of(version[:5]).tolist(), step_of(version[:5]).tolist()) == ([2] * 5, [3] * 5)
         with pytest.raises(UsageError, match="backwards"):
             writer.commit(np.arange(5), data, step=2)
-    assert [r.kind for r in store.records(0)] == ["full", "delta", "full", "delta"]
+    assert [r.kind for r in store.log(0).records()] == ["full", "delta", "full", "delta"]
 
 
 def test_reading_needs_the_newest_full_record_and_those_after_it(

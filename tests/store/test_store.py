@@ -99,7 +99,7 @@ def test_an_empty_store_has_no_state(store: Store) -> None:
     assert list(store.read(state, np.array([1]), corrupt=(bad := []))) == []
     assert len(bad) == 1
     assert store.read_extras(state) is None
-    assert list(store.records(0)) == []
+    assert list(store.log(0).records()) == []
     assert verify(store, read_data=True).intact
 
 
@@ -202,7 +202,7 @@ def test_a_stale_writer_is_fenced(
         newer.commit(np.array([0]), data, step=7)
         assert verify(store, read_data=True).orphans == []
     writer.close()
-    assert [(r.epoch, r.k) for r in store.records(0)] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert [(r.epoch, r.k) for r in store.log(0).records()] == [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 
 def test_a_stale_writer_cannot_roll_back(
@@ -275,7 +275,7 @@ def test_a_lost_answer_of_a_claim_or_a_closing_changes_nothing(
     monkeypatch.setattr(LocalBlobs, "create_exclusive", create)
     with open_writer(store, layout=layout) as writer:
         writer.commit(np.arange(3), data, step=6)
-    assert [(r.epoch, r.k) for r in store.records(0)] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert [(r.epoch, r.k) for r in store.log(0).records()] == [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 
 # --- permissions and odd files ------------------------------------------------------------------------------

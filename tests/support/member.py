@@ -180,7 +180,7 @@ def epochs(store: Store) -> dict[int, int]:
 
 def owners(store: Store, shard: int) -> Iterator[int]:
     """Yield the epochs of a shard's records, oldest first."""
-    for record in store.records(shard):
+    for record in store.log(shard).records():
         yield record.epoch
 
 

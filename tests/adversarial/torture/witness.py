@@ -139,7 +139,7 @@ class Copies:
         if layout is None:
             return
         for shard in store.shards():
-            for record in store.records(shard):
+            for record in store.log(shard).records():
                 if record.segment is None or record.segment.name in self._checked:
                     continue
                 self._checked.add(record.segment.name)
