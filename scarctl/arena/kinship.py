@@ -29,7 +29,8 @@ from scarctl.arena.view import ArenaView, peek
 from scarctl.errors import AccessDenied, Contention, Corruption, Fenced, ScarError, Unavailable
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER
-from scarctl.store import Found, Store
+from scarctl.store import Store
+from scarctl.store.store import Found
 
 log = logging.getLogger("scarctl")
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.errors import Unavailable
-from scarctl.store import Found
+from scarctl.store.store import Found
 
 FILE = "line"
 _MAGIC = b"SCARterm"

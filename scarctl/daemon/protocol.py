@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from scarctl.arena.folder import check_private, folder_error
 from scarctl.errors import AccessDenied, Corruption, ScarError, UsageError, error_fields, error_from
-from scarctl.store import Part
 from scarctl.store.format import MAX_SHARD, is_hex
+from scarctl.store.store import Part
 
 if TYPE_CHECKING:
     from scarctl.peers.sender import Candidate

@@ -22,7 +22,7 @@ from scarctl.errors import Corruption, Fenced, ScarError, error_from
 from scarctl.persist.saver import Acknowledged
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current, late
-from scarctl.store import Part
+from scarctl.store.store import Part
 from scarctl.util.niceness import set_session
 
 if TYPE_CHECKING:

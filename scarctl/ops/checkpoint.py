@@ -31,11 +31,11 @@ from scarctl.store import (
     ShardState,
     Store,
     StoreWriter,
-    check_cut,
     create_snapshot,
     open_writer,
     sealed_sets,
 )
+from scarctl.store.backing import check_cut
 from scarctl.store.snapshot import check_new_snapshot, check_snapshot_name
 from scarctl.store.topology import refuse_ranks
 from scarctl.util.arrays import Ids

@@ -37,11 +37,11 @@ from scarctl.store import (
     ShardState,
     Store,
     Topology,
-    check_backed,
     newest_topology,
     snapshots,
     topology_epochs,
 )
+from scarctl.store.backing import check_backed
 from scarctl.store.format import log_folder, shard_folder
 from scarctl.store.shard_state import Damage
 from scarctl.store.topology import read_topology

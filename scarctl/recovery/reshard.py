@@ -22,7 +22,8 @@ from scarctl.state.label import SEVERAL, Label
 from scarctl.state.layout import Layout
 from scarctl.state.rows import take_rows
 from scarctl.state.version import NEVER
-from scarctl.store import ShardState, Snapshot, Store, check_backed, sealed_sets
+from scarctl.store import ShardState, Snapshot, Store, sealed_sets
+from scarctl.store.backing import check_backed
 from scarctl.store.read import Batch
 from scarctl.store.shard_state import Damage
 from scarctl.store.topology import Topology, read_topology, topology_epochs

@@ -23,11 +23,11 @@ from scarctl.store import (
     ShardState,
     Snapshot,
     Store,
-    backed_shards,
     newest_topology,
     read_snapshot,
     sealed_sets,
 )
+from scarctl.store.backing import backed_shards
 from scarctl.store.members import EPOCH, name_among
 from scarctl.store.snapshot import lost_seals
 from scarctl.store.topology import Topology, read_topology

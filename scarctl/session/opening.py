@@ -28,8 +28,9 @@ from scarctl.session.requests import Requests
 from scarctl.state.caveats import Caveats
 from scarctl.state.journal import Journal
 from scarctl.state.layout import Layout
-from scarctl.store import Store, check_cut
+from scarctl.store import Store
 from scarctl.store.backends.address import IN_THIS_PROCESS, portable_options
+from scarctl.store.backing import check_cut
 from scarctl.util.text import counted, human_bytes
 
 if TYPE_CHECKING:

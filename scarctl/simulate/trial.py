@@ -38,7 +38,7 @@ from scarctl.state.layout import Layout
 from scarctl.state.layouts import parameters_of
 from scarctl.state.torch_dtypes import to_raw, torched
 from scarctl.state.version import pack, step_of
-from scarctl.store import Settings
+from scarctl.store.settings import Settings
 from scarctl.theory.rework import Outlook
 from scarctl.util.arrays import Ids
 

@@ -6,16 +6,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from scarctl.store.backends.base import Blobs, InDoubt
-    from scarctl.store.backends.local import LocalBlobs
-    from scarctl.store.backing import backed_shards, check_backed, check_cut
-    from scarctl.store.check import Problem, Report, verify
+    from scarctl.store.check import verify
     from scarctl.store.gc import Collector
-    from scarctl.store.read import Batch
-    from scarctl.store.record import Record
-    from scarctl.store.segment import SegmentRef, Source
-    from scarctl.store.settings import Settings
-    from scarctl.store.shard_state import Damage, ShardState
+    from scarctl.store.shard_state import ShardState
     from scarctl.store.snapshot import (
         SealedSet,
         Snapshot,
@@ -25,7 +18,7 @@ if TYPE_CHECKING:
         sealed_sets,
         snapshots,
     )
-    from scarctl.store.store import Found, Part, Store
+    from scarctl.store.store import Store
     from scarctl.store.topology import (
         Topology,
         complete_sets,
@@ -36,29 +29,13 @@ if TYPE_CHECKING:
     from scarctl.store.writer import StoreWriter, open_writer
 
 __all__ = [
-    "Batch",
-    "Blobs",
     "Collector",
-    "Damage",
-    "Found",
-    "InDoubt",
-    "LocalBlobs",
-    "Part",
-    "Problem",
-    "Record",
-    "Report",
     "SealedSet",
-    "SegmentRef",
-    "Settings",
     "ShardState",
     "Snapshot",
-    "Source",
     "Store",
     "StoreWriter",
     "Topology",
-    "backed_shards",
-    "check_backed",
-    "check_cut",
     "complete_sets",
     "create_snapshot",
     "create_topology",
@@ -73,16 +50,9 @@ __all__ = [
 ]
 
 _MODULES = {
-    "backends.base": ("Blobs", "InDoubt"),
-    "backends.local": ("LocalBlobs",),
-    "backing": ("backed_shards", "check_backed", "check_cut"),
-    "check": ("Problem", "Report", "verify"),
+    "check": ("verify",),
     "gc": ("Collector",),
-    "read": ("Batch",),
-    "record": ("Record",),
-    "segment": ("SegmentRef", "Source"),
-    "settings": ("Settings",),
-    "shard_state": ("Damage", "ShardState"),
+    "shard_state": ("ShardState",),
     "snapshot": (
         "SealedSet",
         "Snapshot",
@@ -92,7 +62,7 @@ _MODULES = {
         "sealed_sets",
         "snapshots",
     ),
-    "store": ("Found", "Part", "Store"),
+    "store": ("Store",),
     "topology": ("Topology", "complete_sets", "create_topology", "newest_topology", "topology_epochs"),
     "writer": ("StoreWriter", "open_writer"),
 }

@@ -28,6 +28,7 @@ from scarctl.store.format import (
     shard_of_segment,
     term_of_segment,
 )
+from scarctl.store.log import ShardLog
 from scarctl.store.segment import SegmentRef
 from scarctl.store.shard_state import ShardState
 from scarctl.store.snapshot import SealedSet, settle_snapshots, snapshots
@@ -279,17 +280,12 @@ class Collector:
         return found | {seal.place for seal in self._writer.state.sealed}
 
     def _pin(self, place: Place) -> frozenset[str]:
-        """Return the segments of a kept state; none if its record is gone: then it never counted."""
+        """Return the segments of a kept state; none if the record of a snapshot is gone: then it never counted."""
         if place not in self._pins:
-            state, log = self._writer.state, self._store.log(self._shard)
-            needed = any(seal.place == place for seal in state.sealed)
-            if not self._store.blobs.has(place.path(self._shard)):
-                if needed:
-                    raise Corruption(
-                        f"{self._store.where}: the record of a kept state is missing: nothing goes"
-                    )
-                return frozenset()
-            self._pins[place] = frozenset(s.name for s in used_segments(log.state_at(place)))
+            found = segments_of(self._store.log(self._shard), self._writer.state, [place])
+            if not found:
+                return found
+            self._pins[place] = found
         return self._pins[place]
 
     def _kept_segments(self, kept: Iterable[Place]) -> frozenset[str]:
@@ -354,13 +350,10 @@ def orphans(store: Store, shard: int) -> list[tuple[str, int]]:
     for record in log.records():
         if record.segment is not None:
             named.add(record.segment.name)
-    states = [state, *(log.state_at(seal.place) for seal in state.sealed)]
-    for snapshot in snapshots(store):
-        place = snapshot.places.get(shard)
-        if place is not None and store.blobs.has(place.path(shard)):
-            states.append(log.state_at(place))
+    kept = {s.places[shard] for s in snapshots(store) if shard in s.places}
     settle_snapshots(store)
-    named |= {segment.name for one in states for segment in one.segments}
+    named |= {segment.name for segment in state.segments}
+    named |= segments_of(log, state, kept | {seal.place for seal in state.sealed})
     return [
         (name, size)
         for name, size in files
@@ -376,6 +369,16 @@ def dead_uploads(store: Store, terms: Mapping[int, int]) -> list[tuple[str, str]
         if of is not None and of[1] < terms.get(of[0], 0):
             found.append((path, token))
     return found
+
+
+def segments_of(log: ShardLog, newest: ShardState, places: Iterable[Place]) -> frozenset[str]:
+    """Return the segments of the states after these records.
+
+    A record that is gone never counted, unless it is a seal of the newest state. Raises Corruption.
+    """
+    needed = {seal.place for seal in newest.sealed}
+    there = [place for place in places if place in needed or log.blobs.has(place.path(log.shard))]
+    return frozenset(segment.name for place in there for segment in used_segments(log.state_at(place)))
 
 
 def used_segments(state: ShardState) -> list[SegmentRef]:

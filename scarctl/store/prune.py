@@ -26,7 +26,7 @@ from scarctl.store.format import (
     segment_path,
     shard_folder,
 )
-from scarctl.store.gc import FLOOR, RATIO, Collector, dead_uploads, orphans, used_segments
+from scarctl.store.gc import FLOOR, RATIO, Collector, dead_uploads, orphans, segments_of, used_segments
 from scarctl.store.hosts import gone_hosts, read_hosts, remove_hosts
 from scarctl.store.members import taken_over
 from scarctl.store.shard_state import ShardState
@@ -192,44 +192,30 @@ def prune(store: Store, plan: PrunePlan) -> Pruned:
         for path, token in dead_uploads(store, _terms(store, states)):
             store.blobs.abort(path, token)
             done.files += 1
-    elif plan.topology is not None:
-        _delete_names(store, plan)
-        if plan.collects or not _is_small(store, states):
-            _prune_ranks(store, plan, plan.topology, states, done)
     else:
-        layout = store.current_layout()
-        if layout is None or (not plan.collects and _is_small(store, states)):
+        topology = plan.topology
+        views = [store] if topology is None else [store.of_shard(shard) for shard in topology.shards]
+        if not plan.collects and _is_small(store, states):
+            views = []
+        with contextlib.ExitStack() as stack:
+            # All lanes are opened first: a writer that has come is found before anything is deleted.
+            writers = []
+            for view in views:
+                layout = view.current_layout()
+                if layout is not None:
+                    writers.append(stack.enter_context(open_writer(view, layout=layout)))
             _delete_names(store, plan)
-        else:
-            with open_writer(store, layout=layout) as writer:
-                _delete_names(store, plan)
-                collector = Collector(writer, floor=0)
-                collector.collect(plan.keep_sealed)
-                states = {writer.shard: writer.state}
-                done.files, done.moved_bytes = collector.done.deleted_files, collector.done.moved_bytes
+            for writer in writers:
+                _collect(writer, plan.keep_sealed, done)
     for shard in plan.retire:
         # While a job is alive, the holder of the shard's lock may still save copies from memory to it.
         with contextlib.suppress(*([Contention] if plan.writer is not None else [])):
             _retire(store, states[shard], done)
     done.files += remove_hosts(store, plan.hosts)
-    if plan.topology is not None:
-        states = store.states(states)
+    states = store.states(states)
     done.sizes = usage(store, states.values())
     done.bytes = before - done.sizes["bytes"]
     return done
-
-
-def _prune_ranks(
-    store: Store, plan: PrunePlan, topology: Topology, states: Mapping[int, ShardState], done: Pruned
-) -> None:
-    """Collect the shard of every rank."""
-    for shard in topology.shards:
-        state = states.get(shard)
-        if state is None or state.layout is None:
-            continue
-        view = store.of_shard(shard)
-        with open_writer(view, layout=state.layout) as writer:
-            _collect(writer, plan.keep_sealed, done)
 
 
 def _collect(writer: StoreWriter, keep: tuple[SealedSet, ...], done: Pruned) -> None:
@@ -266,8 +252,8 @@ def _is_retired(store: Store, state: ShardState) -> bool:
     """Return whether `_retire` has completed."""
     if len(state.ids) or not state.sealed:
         return False
-    kept = [state, *(store.log(state.shard).state_at(seal.place) for seal in state.sealed)]
-    own = {segment.name for one in kept for segment in used_segments(one)}
+    own = {segment.name for segment in used_segments(state)}
+    own |= segments_of(store.log(state.shard), state, [seal.place for seal in state.sealed])
     there = {name for name in store.blobs.names(f"{shard_folder(state.shard)}/seg") if is_segment_name(name)}
     return there <= own and len(_records(store, state.shard)) <= _USUAL
 
@@ -295,11 +281,8 @@ def _retained(sealed: list[SealedSet], retention: Retention) -> list[SealedSet]:
 
 def _collectable(store: Store, state: ShardState, pins: set[Place]) -> dict[str, int]:
     """Return the files of a lane, with their bytes, that only its past states need."""
-    shard, log = state.shard, store.log(state.shard)
-    needed = {segment.name for segment in used_segments(state)}
-    for place in pins:
-        if store.blobs.has(place.path(shard)):
-            needed |= {segment.name for segment in used_segments(log.state_at(place))}
+    shard = state.shard
+    needed = {segment.name for segment in used_segments(state)} | segments_of(store.log(shard), state, pins)
     found = {
         segment_path(shard, name): size
         for name, size in store.blobs.files(f"{shard_folder(shard)}/seg")

@@ -16,7 +16,6 @@ from scarctl.errors import Contention, Fenced, ScarError, Unavailable, UsageErro
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.store import (
     Collector,
-    InDoubt,
     Store,
     StoreWriter,
     create_snapshot,
@@ -24,7 +23,7 @@ from scarctl.store import (
     open_writer,
     sealed_sets,
 )
-from scarctl.store.backends.base import BlobWriter, Buffer, as_bytes
+from scarctl.store.backends.base import BlobWriter, Buffer, InDoubt, as_bytes
 from scarctl.store.backends.client import Refused
 from scarctl.store.backends.remote_errors import Fault, Meaning
 from scarctl.store.snapshot import snapshot_names

@@ -36,8 +36,9 @@ import scarctl
 from scarctl.errors import ScarError
 from scarctl.state.encodings import ENCODINGS, Encoding
 from scarctl.state.version import step_of
-from scarctl.store import Blobs, Collector, Store, verify
+from scarctl.store import Collector, Store, verify
 from scarctl.store import store as store_module
+from scarctl.store.backends.base import Blobs
 from tests.adversarial.clocked import Clocked
 from tests.support.faulty import OPERATIONS, OTHERS, FaultyBlobs
 from tests.support.places import KEY, SECRET, s3_client, s3_server

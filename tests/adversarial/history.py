@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from scarctl.state.version import pack
-from scarctl.store import Record, Store, read_snapshot, verify
+from scarctl.store import Store, read_snapshot, verify
 from scarctl.store.format import number_of_record, term_of_log
+from scarctl.store.record import Record
 from scarctl.store.term import Place
 from tests.store.helpers import read_all
 

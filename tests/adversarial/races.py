@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import scarctl.store.backends.remote_errors
-from scarctl.store import Record, Store
+from scarctl.store import Store
+from scarctl.store.record import Record
 from scarctl.store.term import Place as RecordPlace
 from tests.adversarial.actors import Actor, Baton
 from tests.adversarial.history import History, Violated

@@ -36,7 +36,8 @@ from scarctl.recovery.plan import Plan, plan_partial, plan_rollback
 from scarctl.state.identity import Identities
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import step_of
-from scarctl.store import Record, ShardState, Store, StoreWriter, sealed_sets
+from scarctl.store import ShardState, Store, StoreWriter, sealed_sets
+from scarctl.store.record import Record
 from scarctl.util.arrays import Ids
 from tests.adversarial.same_step_mutants import MUTANTS
 from tests.daemon.rig import Rig, values

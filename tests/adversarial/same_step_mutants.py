@@ -11,7 +11,8 @@ from scarctl.arena.queue import HandOver
 from scarctl.persist.persister import Persister
 from scarctl.recovery import plan as planning
 from scarctl.state.identity import Identities
-from scarctl.store import Record, ShardState
+from scarctl.store import ShardState
+from scarctl.store.record import Record
 from scarctl.util.arrays import Ids
 
 

@@ -23,12 +23,13 @@ from scarctl.recovery.shares import open_shares
 from scarctl.state import codec
 from scarctl.state.layout import Layout, TensorSpec
 from scarctl.state.layouts import Layouts
-from scarctl.store import Settings, Snapshot, Store, Topology, read_snapshot, verify
+from scarctl.store import Snapshot, Store, Topology, read_snapshot, verify
 from scarctl.store.format import canonical, checksum
 from scarctl.store.header import parse_header
 from scarctl.store.lock import StoreLock
 from scarctl.store.record import Record
 from scarctl.store.segment import TABLE
+from scarctl.store.settings import Settings
 from scarctl.store.table import parse_table
 from scarctl.store.term import Place, Term
 from tests.adversarial.image import LAYOUT, SEED, make, make_ranks

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from scarctl.store import Blobs, Store, claim, verify
+from scarctl.store import Store, claim, verify
 from scarctl.store.backends import remote_errors
+from scarctl.store.backends.base import Blobs
 from tests.adversarial import races
 
 STOPPED_AT = """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scarctl.arena.line import FILE, LineFile, Word, fit, noted
-from scarctl.store import Found
+from scarctl.store.store import Found
 
 
 def test_memory_belongs_to_what_its_term_has_saved(tmp_path: Path) -> None:

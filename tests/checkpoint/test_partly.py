@@ -12,7 +12,7 @@ from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.partly import PARTS
 from scarctl.checkpoint.tracker import AGAIN, Tracker
 from scarctl.state.version import pack
-from scarctl.store import Settings
+from scarctl.store.settings import Settings
 from scarctl_adapters.torch import TorchAdapter
 
 

@@ -15,7 +15,7 @@ from scarctl.checkpoint.binding import layout_of, tensors_of
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.tracker import _TURNS, Tracker
 from scarctl.state.version import pack
-from scarctl.store import Settings
+from scarctl.store.settings import Settings
 from scarctl_adapters.torch import TorchAdapter
 
 ROWS = 4000

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from scarctl.state.layout import Layout
-from scarctl.store import Record, Source, Store, open_writer
+from scarctl.store import Store, open_writer
+from scarctl.store.record import Record
+from scarctl.store.segment import Source
 from scarctl.theory.job_cost import HOUR, Job, advise
 from tests.cli.conftest import Model, Run
 

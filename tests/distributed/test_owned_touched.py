@@ -9,7 +9,7 @@ from scarctl.checkpoint.binding import layout_of
 from scarctl.distributed.owned_adapter import OwnedAdapter
 from scarctl.distributed.ownership import Division, Owned
 from scarctl.errors import UsageError
-from scarctl.store import Settings
+from scarctl.store.settings import Settings
 from scarctl_adapters.torch import TorchAdapter
 
 

@@ -16,7 +16,6 @@ from scarctl.errors import Fenced, Unavailable, UsageError
 from scarctl.state.layout import Layout
 from scarctl.store import (
     Collector,
-    InDoubt,
     Store,
     StoreWriter,
     create_snapshot,
@@ -25,7 +24,7 @@ from scarctl.store import (
     snapshots,
     verify,
 )
-from scarctl.store.backends.base import Buffer
+from scarctl.store.backends.base import Buffer, InDoubt
 from scarctl.store.format import log_folder
 from scarctl.store.lock import NoLock
 from tests.store.helpers import Data, read_all

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from scarctl.store import Collector, Found, Store, StoreWriter, open_writer, sealed_sets
+from scarctl.store import Collector, Store, StoreWriter, open_writer, sealed_sets
+from scarctl.store.store import Found
 from scarctl.store.term import NO_LINE, Line, Term, number_of
 from tests.store.helpers import Data, small_layout
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from scarctl.state.layout import Layout, TensorSpec, build_layout
-from scarctl.store import Blobs, Store, open_writer
+from scarctl.store import Store, open_writer
 from scarctl.store import ranges as ranges_module
-from scarctl.store.backends.base import BlobReader
+from scarctl.store.backends.base import BlobReader, Blobs
 from scarctl.store.backends.parallel import AHEAD_BYTES, AT_ONCE, Helpers
 from scarctl.store.format import log_folder
 from tests.store.helpers import Data, read_all

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from scarctl.store import Blobs, InDoubt
-from scarctl.store.backends.base import BlobReader, BlobWriter, Buffer
+from scarctl.store.backends.base import BlobReader, Blobs, BlobWriter, Buffer, InDoubt
 from scarctl.store.backends.local_files import os_error
 
 OPERATIONS = ("writer", "write", "commit", "create_exclusive")

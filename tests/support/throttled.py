@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from scarctl.store import Blobs
-from scarctl.store.backends.base import BlobWriter, Buffer
+from scarctl.store.backends.base import Blobs, BlobWriter, Buffer
 
 
 class ThrottledBlobs:

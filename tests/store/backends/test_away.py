@@ -13,7 +13,8 @@ import pytest
 
 from scarctl.errors import AccessDenied, Unavailable
 from scarctl.state.layout import Layout
-from scarctl.store import InDoubt, Store, StoreWriter, verify
+from scarctl.store import Store, StoreWriter, verify
+from scarctl.store.backends.base import InDoubt
 from scarctl.store.backends.local_files import os_error
 from scarctl.store.format import SETTINGS, segment_path
 from tests.store.helpers import Data, read_all

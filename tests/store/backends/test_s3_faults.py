@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from scarctl.errors import AccessDenied, Fenced, MissingGuarantee, Unavailable
-from scarctl.store import Blobs, InDoubt, Store, open_writer, verify
+from scarctl.store import Store, open_writer, verify
 from scarctl.store.backends import remote_errors, s3
 from scarctl.store.backends.address import Address
+from scarctl.store.backends.base import Blobs, InDoubt
 from scarctl.store.backends.connect import blobs_at
 from scarctl.store.backends.s3 import PART
 from tests.store.helpers import Data, read_all, small_layout
@@ -294,7 +295,7 @@ def test_a_commit_in_doubt_is_settled_by_the_next(place: Place, wire: Proxy) -> 
     options = {**place.options, "scarctl_timeout": TIMEOUT}
     store = Store.create(place.url, storage_options=options)
     with open_writer(store, layout=layout) as writer:
-        writer.commit(writer.states[0].ids, data, step=1, sealed=True)
+        writer.commit(writer.state.ids, data, step=1, sealed=True)
         name = writer.term.place(writer.state.records + 1).path(0)
         for step, done in ((2, True), (4, False)):
             wire.rule = lambda request, done=done: (  # type: ignore[misc]
@@ -315,7 +316,7 @@ def test_a_late_answer_does_not_hide_that_another_has_taken_over(place: Place, w
     layout, data = small_layout(), Data(small_layout())
     store = Store.create(place.url, storage_options=place.options)
     older = open_writer(store, layout=layout)
-    older.commit(older.states[0].ids, data, step=1, sealed=True)
+    older.commit(older.state.ids, data, step=1, sealed=True)
     newer = open_writer(Store.open(place.url, storage_options=place.options), layout=layout)
     wire.rule = times(1, RESET, "PUT", ".json")
     with pytest.raises(Fenced):
@@ -332,7 +333,7 @@ def test_a_server_that_ignores_the_condition_is_refused(place: Place, wire: Prox
     store = Store.create(place.url, storage_options=place.options, assume_single_writer=True)
     layout, data = small_layout(), Data(small_layout())
     with open_writer(store, layout=layout) as writer:
-        writer.commit(writer.states[0].ids, data, step=1, sealed=True)
+        writer.commit(writer.state.ids, data, step=1, sealed=True)
     store = Store.open(place.url, storage_options=place.options)
     assert not store.blobs.exclusive
     assert read_all(store, store.state(0))[1] == {}

@@ -40,7 +40,7 @@ def test_the_next_writer_aborts_those_of_earlier_terms_and_no_others(s3_place: P
     layout, data = small_layout(), Data(small_layout())
     store = Store.create(s3_place.url, storage_options=s3_place.options)
     with open_writer(store, layout=layout) as writer:
-        writer.commit(writer.states[0].ids, data, step=1, sealed=True)
+        writer.commit(writer.state.ids, data, step=1, sealed=True)
     dead = [begin(bucket, of(bucket, writer.epoch))]
     store = Store.open(s3_place.url, storage_options=s3_place.options)
     with open_writer(store, layout=layout) as writer:
@@ -69,7 +69,7 @@ def test_prune_aborts_those_of_fenced_writers(s3_place: Place, bucket: Bucket) -
     store = Store.create(s3_place.url, storage_options=s3_place.options)
     for _ in range(2):
         with open_writer(store, layout=layout) as writer:
-            writer.commit(writer.states[0].ids, data, step=1, sealed=True)
+            writer.commit(writer.state.ids, data, step=1, sealed=True)
     dead, stays = begin(bucket, of(bucket, 1)), begin(bucket, of(bucket, 2))
     plan = plan_prune(store, Retention())
     assert plan.files == (dead.removeprefix(f"{bucket.folder}/"),)
@@ -106,7 +106,7 @@ def test_memory_of_a_large_upload_is_bounded(s3_place: Place, wire: Proxy) -> No
         tracemalloc.start()
         try:
             with pytest.raises(KeyError):  # the answers make no sense
-                writer.commit(writer.states[0].ids, lambda g, t, a, b: block[a << 20 : b << 20], step=1)
+                writer.commit(writer.state.ids, lambda g, t, a, b: block[a << 20 : b << 20], step=1)
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()

@@ -15,8 +15,9 @@ import pytest
 
 from scarctl.errors import Contention, Corruption, Fenced, NoStore, ScarError, SettingsConflict
 from scarctl.state.layout import Layout
-from scarctl.store import Blobs, Store, StoreWriter, open_writer, verify
+from scarctl.store import Store, StoreWriter, open_writer, verify
 from scarctl.store.backends.address import Address
+from scarctl.store.backends.base import Blobs
 from scarctl.store.backends.connect import blobs_at
 from scarctl.store.backends.probe import create_twice, probe_name, race
 from scarctl.store.format import SETTINGS, dump_json, load_json, segment_path
