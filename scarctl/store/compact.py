@@ -7,7 +7,7 @@ Moved copies are sorted by it, so that new segments die as a whole.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,17 @@ class Lives:
         life = np.where(known >= 0, known, 2 * age)
         left: NDArray[np.float64] = np.maximum(life - age, 0) / max(self.pace, 1.0)
         return np.minimum(left, LONG) + _HASTE
+
+
+@dataclass
+class Ledger:
+    """The counts of one writer since the store was opened."""
+
+    handed_bytes: int = 0
+    """Bytes of partitions in all commits."""
+    written_bytes: int = 0
+    """Bytes of all files written: segments and records."""
+    lives: Lives = field(default_factory=Lives)
 
 
 @dataclass(frozen=True, slots=True)

@@ -317,8 +317,8 @@ class Fields:
             raise corrupt(self._what, f"field {key!r} is {value}, not in {low}..{high}")
         return value
 
-    def optional(self, key: str, low: int = 0, high: int = 1 << 62) -> int | None:
-        return None if self._obj.get(key) is None else self.integer(key, low, high)
+    def optional(self, key: str) -> int | None:
+        return None if self._obj.get(key) is None else self.integer(key)
 
     def hex(self, key: str, digits: int, *, empty: bool = False) -> str:
         value = self.text(key)

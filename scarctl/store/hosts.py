@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
@@ -59,20 +59,7 @@ class HostRecord:
     @property
     def data(self) -> bytes:
         """The file's content."""
-        return dump_json(
-            {
-                "format": FORMAT,
-                "kind": "host",
-                "place": self.place,
-                "host": self.host,
-                "domain": self.domain,
-                "address": self.address,
-                "port": self.port,
-                "tls": self.tls,
-                "written": self.written,
-                "to": list(self.to),
-            }
-        )
+        return dump_json({"format": FORMAT, "kind": "host", **asdict(self)})
 
     @staticmethod
     def parse(data: bytes, what: object, *, place: str) -> HostRecord:

@@ -16,9 +16,9 @@ from scarctl.state.encodings import Encoding
 from scarctl.state.layout import Layout
 from scarctl.store.backends.base import Blobs, InDoubt
 from scarctl.store.claim import look, overtaken, put, require_store
+from scarctl.store.compact import Ledger
 from scarctl.store.encoder import Encoder
 from scarctl.store.format import MAX_RECORD, MAX_TERM, segment_name, segment_path
-from scarctl.store.ledger import Ledger
 from scarctl.store.record import FULL, Record
 from scarctl.store.segment import Pieces, Source
 from scarctl.store.segment_writer import write_segment

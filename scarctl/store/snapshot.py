@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -65,20 +65,8 @@ class Snapshot(SealedSet):
     @cached_property
     def data(self) -> bytes:
         """The file's content."""
-        return dump_json(
-            {
-                "format": FORMAT,
-                "kind": "snapshot",
-                "name": self.name,
-                "epoch": self.epoch,
-                "step": self.step,
-                "layout": self.layout,
-                "places": {str(shard): place.to_json() for shard, place in self.places.items()},
-                "whole": self.whole,
-                "created": self.created,
-                "writer": self.writer,
-            }
-        )
+        places = {str(shard): place.to_json() for shard, place in self.places.items()}
+        return dump_json({"format": FORMAT, "kind": "snapshot", **asdict(self), "places": places})
 
     @staticmethod
     def parse(data: bytes, what: object, *, name: str) -> Snapshot:

@@ -10,7 +10,7 @@ Members are independent processes: their topologies are created by `scarctl.stor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from scarctl.errors import Contention, Corruption, Fenced, UsageError
@@ -72,18 +72,10 @@ class Topology:
     @property
     def data(self) -> bytes:
         """The file's content."""
-        return dump_json(
-            {
-                "format": FORMAT,
-                "kind": "topology",
-                "epoch": self.epoch,
-                "shards": list(self.shards),
-                "division": self.division,
-                "created": self.created,
-                "writer": self.writer,
-                **({"independent": True} if self.independent else {}),
-            }
-        )
+        fields = asdict(self)
+        if not self.independent:
+            del fields["independent"]
+        return dump_json({"format": FORMAT, "kind": "topology", **fields})
 
     @staticmethod
     def parse(data: bytes, what: object, *, epoch: int) -> Topology:

@@ -8,19 +8,20 @@ from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scarctl.errors import Corruption, Fenced, Unavailable, UsageError
 from scarctl.state.encodings import Encoding
 from scarctl.state.layout import Layout
+from scarctl.state.version import MAX_STEP, pack
 from scarctl.store.claim import Claim, claim, prepare
-from scarctl.store.commit import checked_ids, checked_versions
+from scarctl.store.compact import Ledger
 from scarctl.store.encoder import Encoder
 from scarctl.store.layouts import write_layout
-from scarctl.store.ledger import Ledger
 from scarctl.store.lock import for_a_writer
 from scarctl.store.publish import Publisher
 from scarctl.store.record import DELTA, FULL, Record
-from scarctl.store.segment import Pieces, Source
+from scarctl.store.segment import Pieces, Source, ascending
 from scarctl.store.shard_state import ShardState
 from scarctl.store.snapshot import is_kept
 from scarctl.store.store import Found, Store
@@ -155,12 +156,12 @@ class StoreWriter:
         error the store is readable at its last acknowledged commit. Except after Fenced, committing again is possible.
         """
         state = self._ready()
-        ids = checked_ids(state, ids, step, self._floor, sealed=sealed, extras=extras)
+        ids = _checked_ids(state, ids, step, self._floor, sealed=sealed, extras=extras)
         if sealed and isinstance(source, Encoder):
             raise UsageError("a sealed commit cannot have encoded copies", hint="commit exact ones")
         if whole and not sealed:
             raise UsageError("only a sealed commit has a name of the whole state")
-        versions = None if steps is None else checked_versions(state, ids, self.epoch, step, steps)
+        versions = None if steps is None else _checked_versions(state, ids, self.epoch, step, steps)
         versions = None if sealed else versions
         kind = FULL if sealed or self._is_due(state, len(ids)) else DELTA
         record = self._next(kind, step, mixed=versions is not None, extras=extras is not None)
@@ -371,3 +372,50 @@ class StoreWriter:
         if self._renewing:
             self._renew(self.state)
         return self.state
+
+
+def _checked_ids(
+    state: ShardState, ids: Ids, step: int, floor: int, *, sealed: bool, extras: object | None
+) -> Ids:
+    """Return `ids` in ascending order, if they may be committed as of `step` to the lane with this state.
+
+    floor: the step of the writer's newest commit.
+
+    Raises UsageError.
+    """
+    if not 0 <= step <= MAX_STEP:
+        raise UsageError(f"step {step} is not in 0..{MAX_STEP}")
+    if step < floor:
+        raise UsageError(
+            f"step {step} goes backwards: step {floor} is saved already",
+            hint="steps must not decrease; after a rollback open the store again",
+        )
+    unique = ascending(ids)
+    if len(unique) != np.size(ids):
+        raise UsageError("a partition is listed twice")
+    at = state.require_members(unique)
+    if not len(unique) and not sealed and extras is None:
+        raise UsageError("nothing to commit: no partitions, no extras and not sealed")
+    if sealed:
+        assert state.layout is not None, "the first record came first"
+        state.require_sealable(at, state.layout)
+    return unique
+
+
+def _checked_versions(
+    state: ShardState, ids: Ids, epoch: int, step: int, steps: Ids
+) -> NDArray[np.int64] | None:
+    """Return the version of each copy of `ids` (ascending), if they are of these steps; None if all are of `step`.
+
+    Raises UsageError if there is not one step for each, from 0 to `step`, or a saved copy is newer.
+    """
+    if len(steps) != len(ids):
+        raise UsageError(f"{len(steps)} steps are given for {len(ids)} partitions")
+    if bool((steps == step).all()):
+        return None
+    if int(steps.min()) < 0 or int(steps.max()) > step:
+        raise UsageError(f"a commit of step {step} can have copies of steps 0 to {step} only")
+    versions = steps + np.int64(pack(epoch, 0))
+    if (back := versions < state.version[state.find(ids)]).any():
+        raise UsageError(f"partition {int(ids[back][0])}: its saved copy is newer than step {steps[back][0]}")
+    return versions

@@ -55,7 +55,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         scarctl.cli.document_parts scarctl.cli.document_studies scarctl.cli.document_workbench
         scarctl.cli.documents scarctl.persist.space""",
     ("store", "by reading and writing a store: a file's bytes count, not the function that wrote them"): """
-        scarctl.store.backends.base scarctl.store.backends.parallel scarctl.store.claim scarctl.store.ledger
+        scarctl.store.backends.parallel scarctl.store.claim
         scarctl.store.publish scarctl.store.read scarctl.store.segment_reader scarctl.store.segment_writer
         scarctl.store.shard_state""",
     ("state", "data classes that layouts are made of"): "scarctl.state.group",
