@@ -63,7 +63,6 @@ class Retention:
 class PrunePlan:
     """Plan of `prune`: a dry run shows it, a run carries it out."""
 
-    retention: Retention
     delete_snapshots: tuple[Snapshot, ...]
     keep_snapshots: tuple[Snapshot, ...]
     keep_sealed: tuple[SealedSet, ...]
@@ -161,7 +160,6 @@ def plan_prune(store: Store, retention: Retention) -> PrunePlan:
     if writer is not None:
         files |= {path: 0 for path, _ in dead_uploads(store, _terms(store, states))}
     return PrunePlan(
-        retention,
         tuple(gone),
         tuple(kept),
         tuple(keep_sealed),

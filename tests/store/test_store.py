@@ -186,25 +186,6 @@ def test_a_forked_child_neither_writes_nor_keeps_the_lock(
             os.close(fd)
 
 
-def test_a_stale_writer_is_fenced(
-    store: Store, writer: StoreWriter, layout: Layout, data: Data, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer.commit(np.arange(6), data, step=5)
-    monkeypatch.setattr("scarctl.store.lock.fcntl.flock", lambda *_: None)  # as on another host
-    with open_writer(Store.open(store.url), layout=layout) as newer:
-        assert newer.epoch == writer.epoch + 1
-        for _ in range(2):
-            with pytest.raises(Fenced) as info:
-                writer.commit(np.arange(3), data, step=6)
-        assert info.value.exit_code == 15
-        with pytest.raises(Fenced):
-            writer.roll_back(0)
-        newer.commit(np.array([0]), data, step=7)
-        assert verify(store, read_data=True).orphans == []
-    writer.close()
-    assert [(r.epoch, r.k) for r in store.log(0).records()] == [(1, 1), (1, 2), (2, 1), (2, 2)]
-
-
 def test_a_stale_writer_cannot_roll_back(
     store: Store, writer: StoreWriter, layout: Layout, data: Data, monkeypatch: pytest.MonkeyPatch
 ) -> None:
