@@ -34,7 +34,6 @@ from scarctl.recovery.report import Report
 from scarctl.state.rows import rows_of
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import ShardState, Store
-from scarctl.store.older import older_copies
 from scarctl.store.read import Room
 from scarctl.store.saved import last_saved
 from scarctl.util.arrays import Bytes, Ids, distinct, places
@@ -263,6 +262,8 @@ class _Run:
                 return
             if self.plan.mode == "rollback":
                 raise SealedStateDamaged(self.problems[-1])
+            from scarctl.store.older import older_copies  # damage is rare
+
             self.fell_back = True
             sums = _checksums(state, ids)
             state = older_copies(self.store.log(state.shard), ids, state)
