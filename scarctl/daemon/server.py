@@ -230,7 +230,8 @@ class Daemon:
             part = protocol.part(message)
             if peer.run is not None:
                 raise UsageError("this connection has already claimed a store")
-            peer.run = self.runs.claim(store if part is None else store.of_part(part), peer.pid, peer).id
+            view = store if part is None else store.of_shard(part.shard, current=part.current)
+            peer.run = self.runs.claim(view, peer.pid, peer).id
 
     def open(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
         """Open the run. Its arena has to exist. Nothing is saved before `resume`."""

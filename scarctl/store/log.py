@@ -187,10 +187,6 @@ class ShardLog:
             what = self.blobs.where(term_path(self.shard, number))
             raise corrupt(what, f"the term of record {shown(seq)} is missing") from None
 
-    def record(self, seq: int) -> Record:
-        """Return one record by its number among all. Raises FileNotFoundError, or Corruption."""
-        return self.at(self.place(seq))
-
     def newest(self, *, around: bool = False) -> Record | None:
         """Return the newest record that counts, None without one. Raises Corruption.
 

@@ -208,12 +208,8 @@ class Store:
 
         Close the view instead of the store that it was made of.
         """
-        return self.of_part(Part(shard, current))
-
-    def of_part(self, part: Part) -> Store:
-        """Return the view of one lane: see `of_shard`."""
         twin = Store(self.address, self.blobs, self.id, self.settings)
-        twin.part = part
+        twin.part = Part(shard, current)
         twin._layouts = self._layouts  # a digest names the same layout in both
         return twin
 

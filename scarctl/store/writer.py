@@ -242,10 +242,10 @@ class StoreWriter:
 
         Raises as `commit` does.
         """
-        self._renew(self._ready())
+        self._renewing = True  # if this fails, the next commit begins with it
+        self._ready()
 
     def _renew(self, state: ShardState) -> None:
-        self._renewing = True  # if this fails, the next commit begins with it
         try:
             found = self._claim_again(state)
             if found.base is None or found.base.place != state.place:

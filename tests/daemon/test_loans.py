@@ -91,7 +91,7 @@ class Elsewhere:
         self._thread = threading.Thread(target=lambda: self.found.append(self.fetch()))
 
     def view(self) -> Store:
-        return Store.open(self.store).of_part(PART)
+        return Store.open(self.store).of_shard(PART.shard)
 
     def fetch(self) -> Fetched | None:
         view = self.view()

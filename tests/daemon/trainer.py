@@ -56,7 +56,7 @@ class Trainer:
         """part: save as a rank does."""
         self.store = Store.create(str(store), shards=shards)
         if part is not None:
-            self.store = self.store.of_part(part)
+            self.store = self.store.of_shard(part.shard, current=part.current)
         self.requests: list[str] = []
         place = arena_folder(str(base), self.store.run_id)
         self.folder = place.parent

@@ -108,7 +108,7 @@ def checked(store: Store) -> Report:
 
 def forge(store: Store, seq: int, **changes: object) -> None:
     """Write a record again with other fields and a valid checksum."""
-    record = store.log(0).record(seq)
+    record = store.log(0).at(store.log(0).place(seq))
     obj = record.to_json()
     for name, value in changes.items():
         if name == "encoding":
