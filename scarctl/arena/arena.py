@@ -38,7 +38,6 @@ from scarctl.arena.folder import (
     remove_files,
     reserve,
 )
-from scarctl.arena.gone import SITE, TOLD
 from scarctl.arena.header import (
     FIELDS,
     FIELDS_AT,
@@ -46,6 +45,8 @@ from scarctl.arena.header import (
     HEADER,
     MOMENT,
     OWNER,
+    SITE,
+    TOLD,
     BeforeBoot,
     Geometry,
     read_header,

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
+import logging
 import os
 import shlex
 import stat
@@ -21,9 +23,15 @@ import time
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from scarctl.arena.header import MOMENT
+from scarctl.arena.header import MOMENT, SITE, TOLD
 from scarctl.errors import AccessDenied, Contention, ScarError, Unavailable
+
+if TYPE_CHECKING:
+    from scarctl.store import Store
+
+log = logging.getLogger("scarctl")
 
 LOCK_SECONDS = 1.0
 """Seconds to wait for a folder's lock: a search for arenas of dead runs holds it for a moment."""
@@ -238,6 +246,27 @@ def clear_queue(folder: Path) -> None:
     for pattern in (*names, MOMENT):
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)
+
+
+def note_site(folder: Path, store: Store) -> None:
+    """Note where the folder of an open store is, next to the arena in `folder`. Failures are logged, never raised."""
+    if store.address.root is None:
+        return
+    place = os.path.realpath(store.address.root)
+    try:
+        marks = [mark(path) for path in (Path(place), *Path(place).parents)]
+        (folder / TOLD).unlink(missing_ok=True)
+        with open(folder / f".{SITE}-new", "w", encoding="utf-8", opener=private) as file:
+            json.dump({"path": place, "marks": marks}, file)
+        os.replace(folder / f".{SITE}-new", folder / SITE)
+    except (OSError, UnicodeError) as error:
+        log.warning("%s: where it is cannot be noted: %s", store.url, error)
+
+
+def mark(path: Path) -> list[int]:
+    """Return device and inode of a file. Raises OSError."""
+    status = os.stat(path)
+    return [status.st_dev, status.st_ino]
 
 
 def folder_error(error: OSError, path: Path) -> ScarError:

@@ -22,34 +22,16 @@ import logging
 import os
 from pathlib import Path
 
-from scarctl.arena.folder import no_links, private
+from scarctl.arena.folder import mark, no_links
+from scarctl.arena.header import SITE
 from scarctl.errors import NoStore, ScarError
 from scarctl.store import Store
 
 log = logging.getLogger("scarctl")
 
-SITE = "site"
-"""Name of the file next to an arena that says where the store's folder was."""
-TOLD = "told"
-"""Name of an empty file next to an arena: `scarctl status` has said that its store is gone."""
 REPLACED = "another store was made in its place"
 DELETED = "it was deleted"
 _MOST = 1 << 16
-
-
-def note_site(folder: Path, store: Store) -> None:
-    """Note where the folder of an open store is, next to the arena in `folder`. Failures are logged, never raised."""
-    if store.address.root is None:
-        return
-    place = os.path.realpath(store.address.root)
-    try:
-        marks = [_mark(path) for path in (Path(place), *Path(place).parents)]
-        (folder / TOLD).unlink(missing_ok=True)
-        with open(folder / f".{SITE}-new", "w", encoding="utf-8", opener=private) as file:
-            json.dump({"path": place, "marks": marks}, file)
-        os.replace(folder / f".{SITE}-new", folder / SITE)
-    except (OSError, UnicodeError) as error:
-        log.warning("%s: where it is cannot be noted: %s", store.url, error)
 
 
 def why_gone(folder: Path, place: str) -> str | None:
@@ -87,7 +69,7 @@ def _was_deleted(place: str, marks: list[list[int]]) -> bool:
         return False
     at = next(n for n, path in enumerate(levels) if _exists(path))
     # Of the same device as the store: no file system was mounted between the two.
-    if _mark(levels[at]) != marks[at] or marks[at][0] != marks[0][0]:
+    if mark(levels[at]) != marks[at] or marks[at][0] != marks[0][0]:
         return False
     if at:
         return True
@@ -107,11 +89,6 @@ def _exists(path: Path) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def _mark(path: Path) -> list[int]:
-    status = os.stat(path)
-    return [status.st_dev, status.st_ino]
 
 
 def _read_site(folder: Path) -> tuple[str, list[list[int]]] | None:

@@ -22,6 +22,10 @@ MOMENT = "moment.safetensors"
 """Name of the file next to the arena with the extras of the newest memory checkpoint."""
 OWNER = "owner"
 """Name of an optional file next to the arena: see `scarctl.arena.owner`."""
+SITE = "site"
+"""Name of the file next to an arena that says where the store's folder was."""
+TOLD = "told"
+"""Name of an empty file next to an arena: `scarctl status` has said that its store is gone."""
 _MAGIC = b"SCARaren"
 _FORMAT = 3
 HEADER = 4096

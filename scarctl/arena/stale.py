@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scarctl.arena.folder import check_private, lock_folder
-from scarctl.arena.gone import SITE, TOLD, why_gone
-from scarctl.arena.header import FILE, MOMENT, OWNER
+from scarctl.arena.gone import why_gone
+from scarctl.arena.header import FILE, MOMENT, OWNER, SITE, TOLD
 from scarctl.arena.kinship import ASIDE
 from scarctl.arena.line import FILE as LINE
 from scarctl.arena.line import fit

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scarctl.arena.folder import host_folder
-from scarctl.arena.gone import TOLD, why_gone
+from scarctl.arena.gone import why_gone
+from scarctl.arena.header import TOLD
 from scarctl.arena.owner import read_owner
 from scarctl.arena.stale import is_at, run_folders
 from scarctl.arena.view import peek

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.gone import note_site
+from scarctl.arena.folder import note_site
 from scarctl.arena.kinship import require_kinship
 from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import ScarError, Unavailable

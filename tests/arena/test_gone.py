@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.folder import host_folder
-from scarctl.arena.gone import DELETED, REPLACED, SITE, TOLD, note_site, why_gone
+from scarctl.arena.folder import host_folder, note_site
+from scarctl.arena.gone import DELETED, REPLACED, why_gone
+from scarctl.arena.header import SITE, TOLD
 from scarctl.arena.owner import Owner, write_owner
 from scarctl.arena.stale import DAY, reap, survey
 from scarctl.store import Store

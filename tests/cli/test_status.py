@@ -19,8 +19,8 @@ import pytest
 
 import scarctl
 from scarctl.arena.arena import Arena
-from scarctl.arena.folder import arena_folder, host_folder
-from scarctl.arena.gone import TOLD, note_site
+from scarctl.arena.folder import arena_folder, host_folder, note_site
+from scarctl.arena.header import TOLD
 from scarctl.arena.owner import Owner, write_owner
 from scarctl.cli.status import repeat
 from scarctl.cli.status_view import page
