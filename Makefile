@@ -150,7 +150,7 @@ pythons:
 	    test -n "$$python" || { echo "== Python $$version: not found"; continue; }; \
 	    echo "== Python $$version: $$python"; own=$(PYTHON_OF)-$$version; \
 	    { test -x $$own/bin/python || "$$python" -m venv $$own; } \
-	    && $$own/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[s3]' hypothesis pytest pytest-timeout \
+	    && $$own/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e . hypothesis pytest pytest-timeout \
 	    && $$own/bin/python -m pytest -p tests.support.quick -m "not slow and not long" $(filter-out %.py,$(QUICK)) \
 	    && $$own/bin/python -m pytest tests/test_api.py || failed="$$failed $$version"; \
 	done; test -z "$$failed" || { echo "failed with:$$failed" >&2; exit 1; }

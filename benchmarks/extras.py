@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from importlib.metadata import PackageNotFoundError, distribution
 
-EXTRAS = ("s3", "accelerate", "lightning", "transformers", "examples", "paper", "png")
+EXTRAS = ("accelerate", "lightning", "transformers", "examples", "paper", "png")
 
 
 def needed(name: str, extras: frozenset[str], found: dict[str, int], without: str = "") -> dict[str, int]:

@@ -15,6 +15,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -47,6 +48,8 @@ EXIT_RUN_FAILED = 125
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 EXIT_SIGNAL = 128
 """Base of exit codes for signals: add the signal's number."""
+_AGAIN = 0.05
+"""Seconds after which a signal whose exception was dropped is sent again."""
 _JSON = "scarctl.json"
 """Key of `--json` in the context of a command."""
 
@@ -263,12 +266,21 @@ def in_iterations(amount: object) -> str:
 
 @contextmanager
 def signals() -> Iterator[None]:
-    """Turn SIGTERM and SIGHUP into `Terminated`, so that temporary files are removed. Main thread only."""
+    """Turn SIGTERM and SIGHUP into `Terminated`, so that temporary files are removed. Main thread only.
+
+    Python drops an exception within some callbacks, as at the end of an import. The signal is then sent once more.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated(number)
 
-    previous = {}
+    def dropped(what: sys.UnraisableHookArgs) -> None:
+        if isinstance(what.exc_value, Terminated):
+            threading.Timer(_AGAIN, os.kill, (os.getpid(), what.exc_value.number)).start()
+        else:
+            before(what)
+
+    previous, before = {}, sys.unraisablehook
     try:
         for number in (signal.SIGTERM, signal.SIGHUP):
             # nohup's SIG_IGN stays.
@@ -276,9 +288,11 @@ def signals() -> Iterator[None]:
                 previous[number] = signal.signal(number, end)
     except ValueError:
         pass  # not the main thread: the process's owner handles its signals
+    sys.unraisablehook = dropped
     try:
         yield
     finally:
+        sys.unraisablehook = before
         for number, handler in previous.items():
             signal.signal(number, handler)
 

@@ -41,7 +41,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         scarctl.daemon.host_saver scarctl.persist.saver""",
     ("cli", "by the command that prints it: its output is what a user sees"): """
         scarctl.cli.about scarctl.cli.completion scarctl.cli.doctor scarctl.cli.export scarctl.cli.groups
-        scarctl.cli.live scarctl.cli.man scarctl.cli.output scarctl.cli.report_page
+        scarctl.cli.live scarctl.cli.man scarctl.cli.report_page
         scarctl.formats.dcp scarctl.formats.dcp_check scarctl.formats.hf_index
         scarctl.ops.checkpoint scarctl.ops.known scarctl.ops.live scarctl.ops.recover
         scarctl.ops.report scarctl.ops.sinks scarctl.ops.store_source scarctl.ops.verify_file

@@ -55,8 +55,7 @@ def check_file_system(address: Address) -> None:
         fsspec.get_filesystem_class(address.scheme)
     except ImportError as error:
         missing = getattr(error.__cause__, "name", None) or error.name or "a package"
-        hint = "pip install 'scarctl[s3]'" if address.scheme.startswith("s3") else f"install {missing}"
-        raise UsageError(f"{refused} without {missing}", hint=hint) from None
+        raise UsageError(f"{refused} without {missing}", hint=f"install {missing}") from None
     except ValueError as error:
         raise UsageError(f"{refused}: {error}", hint=_HINT) from None
 
