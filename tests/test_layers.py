@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.lazy import Lazy
 
 PACKAGE = Path(__file__).parents[1] / "scarctl"
 
@@ -222,3 +225,11 @@ def test_a_plain_session_imports_at_most_180_modules(tmp_path: Path) -> None:
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_looking_at_a_lazy_module_as_pytest_does_imports_nothing() -> None:
+    lazy = Lazy("no_module_of_this_name")
+    assert inspect.unwrap(lazy) is lazy
+    assert getattr(lazy, "_mock_name", None) is None
+    with pytest.raises(ModuleNotFoundError):
+        lazy.anything()

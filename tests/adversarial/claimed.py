@@ -222,10 +222,13 @@ def in_extras(text: Callable[[], str]) -> Callable[[Ground], None]:
 
 def points(count: int, norm: float) -> Callable[[Ground], None]:
     """Commit extras with so many points of the parameters' movement."""
-    steps = np.arange(count, dtype=np.float64) * 2
-    found = np.stack([steps, np.ones(count), np.full(count, norm)], axis=1)
-    extras = {"state": {}, "history": {"norm": "l2", "points": found}}
-    return lambda ground: _commit(ground, extras, None)
+
+    def change(ground: Ground) -> None:
+        steps = np.arange(count, dtype=np.float64) * 2
+        found = np.stack([steps, np.ones(count), np.full(count, norm)], axis=1)
+        _commit(ground, {"state": {}, "history": {"norm": "l2", "points": found}}, None)
+
+    return change
 
 
 def all_points(norm: float) -> Callable[[Ground], None]:

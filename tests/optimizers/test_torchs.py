@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 
 from tests.optimizers import killed
 from tests.optimizers.sweep import EXACT, Case, deterministic, outcome
-from tests.optimizers.torchs import cases
-
-CASES = [
-    pytest.param(case, marks=[pytest.mark.long] * (not case.name.endswith("-0-default")), id=case.name)
-    for case in cases()
-]
-"""Every optimizer as it is by default; its other options are left to `make long`."""
+from tests.optimizers.torchs import cases, default, names
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_configuration_is_exact(case: Case, tmp_path: Path) -> None:
+@functools.cache
+def every(name: str) -> list[Case]:
+    """Return all cases of an optimizer."""
+    return [case for case in cases() if case.name.startswith(f"{name}-")]
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_optimizer_is_exact(name: str, tmp_path: Path) -> None:
+    """As it is by default; its other options are left to `make long`."""
     with deterministic():
-        assert outcome(case, tmp_path) == (EXACT, "")
+        assert outcome(default(name), tmp_path) == (EXACT, "")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", names())
+def test_every_configuration_is_exact(name: str, tmp_path: Path) -> None:
+    with deterministic():
+        found = {case.name: outcome(case, tmp_path / case.name) for case in every(name)}
+    assert found == dict.fromkeys(found, (EXACT, ""))
+    assert default(name).name in found
 
 
 @pytest.mark.leaves_arena
 @pytest.mark.long
-@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
-def test_every_killed_run_is_resumed_exactly(case: Case, arena_dir: Path) -> None:
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", names())
+def test_every_killed_run_is_resumed_exactly(name: str, arena_dir: Path) -> None:
     with deterministic():
-        assert killed.outcome(case, arena_dir) == (EXACT, "")
+        for case in every(name):
+            folder = arena_dir / case.name
+            folder.mkdir()
+            assert killed.outcome(case, folder) == (EXACT, ""), case.name

@@ -1,4 +1,7 @@
-"""Import a framework where a test first uses it: every worker collects all tests, and few run those of a framework."""
+"""Import a framework where a test first uses it: every worker collects all tests, and few run those of a framework.
+
+pytest looks at every name of a test module, for fixtures behind wrappers. That must import nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,4 +16,6 @@ class Lazy:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_mock_name":
+            raise AttributeError(name)
         return getattr(importlib.import_module(self._name), name)
