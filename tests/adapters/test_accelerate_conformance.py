@@ -92,6 +92,7 @@ class LoopTraining(Training):
         }
 
 
+@pytest.mark.usefixtures("forked_runs")
 class TestAccelerate(AdapterConformance):
     variants = frozenset({"tied", "frozen", "accumulation", "several-optimizers"})
 

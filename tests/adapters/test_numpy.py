@@ -66,6 +66,7 @@ class Factors(Training):
         return {"position": self.position, "shuffle": self.shuffle.bit_generator.state}
 
 
+@pytest.mark.usefixtures("forked_runs")
 class TestNumpy(AdapterConformance):
     generators = ("python", "numpy")
     variants = frozenset({"non-contiguous", "0-dim", "empty", "frozen"})

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from pathlib import Path
 from tests.adversarial import claimed
 from tests.adversarial.claimed import Ground
 from tests.adversarial.image import Image, make
+from tests.support import forkserver
 
 SECONDS = 1.0
 MEMORY = 256 << 20
@@ -147,15 +147,17 @@ CLAIMS: dict[str, Claim] = {
 
 
 _MEASURED = """
-import atexit, re, sys
+import atexit, re, resource, sys
 from pathlib import Path
-peak = sys.argv.pop(1)
-found = lambda: re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]
-atexit.register(lambda: Path(peak).write_text(found()))
+def measure(file):
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]
+    Path(file).write_text(f"{used.ru_utime + used.ru_stime} {peak}")
+atexit.register(measure, sys.argv.pop(1))
 from scarctl.cli.main import main
 main()
 """
-"""Runs a command, and writes its peak memory in KiB to a file."""
+"""Runs a command, and writes its processor seconds and its peak memory in KiB to a file."""
 
 
 @dataclass(frozen=True)
@@ -167,28 +169,22 @@ class Cost:
 
 
 def run(ground: Ground, arguments: list[str], store: Path) -> Cost:
-    """Measure a command's processor seconds and peak bytes."""
+    """Measure a command's processor seconds and peak bytes, without those of importing torch."""
     environ = {
         **os.environ,
         "SCARCTL_ARENA_DIR": str(ground.root),
         "SCARCTL_DAEMON": "0",
         "OMP_NUM_THREADS": "1",
     }
-    with tempfile.TemporaryFile() as output, tempfile.NamedTemporaryFile("r") as peak:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _MEASURED, peak.name, *arguments, "--store", str(store)],
+    with tempfile.NamedTemporaryFile("r") as found:
+        done = forkserver.run(
+            ["-c", _MEASURED, found.name, *arguments, "--store", str(store)],
             cwd=ground.root,
             env=environ,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            timeout=PATIENCE,
         )
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        output.seek(0)
-        text = output.read().decode(errors="replace")
-        # Not ru_maxrss, which includes the parent's memory when it made the process.
-        memory = int(peak.read() or 1 << 30) << 10
-    return Cost(process.returncode, usage.ru_utime + usage.ru_stime, memory, text)
+        seconds, memory = (found.read() or f"{PATIENCE} {1 << 20}").split()
+    return Cost(done.returncode, float(seconds), int(memory) << 10, done.stdout + done.stderr)
 
 
 @contextmanager

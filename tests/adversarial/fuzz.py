@@ -2,8 +2,8 @@
 
     python -m tests.adversarial.fuzz [TARGET ...] [--cases N] [--seed S] [--jobs 2]
 
-Each job is a process that may take 256 MiB more than it has at the start, and each case at most a second. A case is
-made from the seed, its target's name and its number alone: `--first N --cases 1 TARGET` repeats it.
+Each job is a process, one job this one, that may take 256 MiB more than it has at the start; a case takes at most a
+second. A case is made from the seed, its target's name and its number alone: `--first N --cases 1 TARGET` repeats it.
 """
 
 from __future__ import annotations
@@ -145,13 +145,16 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    context = multiprocessing.get_context("spawn")  # each process has its own memory, and torch's threads
-    with context.Pool(args.jobs) as pool:
-        given = [
-            (args.target, args.first, args.cases, args.seed, args.seconds, job, args.jobs)
-            for job in range(args.jobs)
-        ]
-        results = [one.get() for one in [pool.apply_async(run, arguments) for arguments in given]]
+    given = [
+        (args.target, args.first, args.cases, args.seed, args.seconds, job, args.jobs)
+        for job in range(args.jobs)
+    ]
+    if args.jobs == 1:
+        results = [run(*given[0])]
+    else:
+        context = multiprocessing.get_context("spawn")  # each has its own memory, and torch's threads
+        with context.Pool(args.jobs) as pool:
+            results = [one.get() for one in [pool.apply_async(run, arguments) for arguments in given]]
     cases, raised = Counter[str](), Counter[str]()
     violations: list[str] = []
     for result in results:

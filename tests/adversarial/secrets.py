@@ -46,6 +46,8 @@ from tests.support.proxy import Fault, Proxy, proxy
 SECRET = re.compile(r"planted", re.IGNORECASE)
 """Every secret contains this text, and nothing else does."""
 FORMS = ([], ["--json"], ["--debug"])
+QUICK_WITHOUT = ("snapshot", "live", "inspect", "export", "prune")
+"""Commands that the quick form runs elsewhere, or that open, read and report as others do."""
 
 
 @dataclass
@@ -103,9 +105,12 @@ class World:
             if good and done.exit_code:
                 self.failed.append(f"{name}: {done.output[-300:]}")
 
-    def all_commands(self, url: str, *, good: bool = False, forms: tuple[list[str], ...] = FORMS) -> None:
+    def all_commands(
+        self, url: str, *, good: bool = False, forms: tuple[list[str], ...] = FORMS, quick: bool = False
+    ) -> None:
+        """Run every command. quick: each in one way, without `QUICK_WITHOUT`."""
         state, out = self.folder / "state.safetensors", self.folder / "out.safetensors"
-        for arguments in (
+        commands: list[list[object]] = [
             ["snapshot", "create", f"s{uuid.uuid4().hex}", state, "--step", 0],
             ["checkpoint", state, "--step", 1],
             ["live", "checkpoint"],
@@ -118,7 +123,10 @@ class World:
             ["export", self.folder / f"{uuid.uuid4().hex}.safetensors"],
             ["prune", "--dry-run"],
             ["run", "--timeout", 1, "--", sys.executable, "-c", "pass"],
-        ):
+        ]
+        for arguments in commands:
+            if quick and (arguments[0] in QUICK_WITHOUT or {"--into", "--mode"} & set(map(str, arguments))):
+                continue
             at = arguments.index("--") if "--" in arguments else len(arguments)
             whole = [*arguments[:at], "--store", url, *arguments[at:]]
             fails = arguments[:2] == ["live", "checkpoint"] or arguments[:2] == ["snapshot", "create"]
@@ -193,7 +201,7 @@ def world() -> Iterator[World]:
 def commands(on: World, *, quick: bool) -> None:
     """Run every command on a working store, and on everything that does not work."""
     forms = FORMS[2:] if quick else FORMS
-    on.all_commands(on.url, good=True, forms=forms)
+    on.all_commands(on.url, good=True, forms=forms, quick=quick)
     on.stored()
     on.settings("scarctl_timeout = 1")
     rules = {
@@ -331,9 +339,9 @@ def session(on: World, *, daemon: bool, quick: bool) -> None:
                 process = Path(f"/proc/{answer['pid']}")
                 for name in ("cmdline", "environ"):
                     on.shown.append((f"the daemon's {name}", (process / name).read_bytes().decode("latin-1")))
-                on.run("daemon", "status")
-            on.run("inspect", "--store", url)
-            on.run("live", "checkpoint", "--store", url, "--timeout", 1)
+                on.run("daemon", "status", forms=FORMS[2:] if quick else FORMS)
+            on.run("inspect", "--store", url, forms=FORMS[2:] if quick else FORMS)
+            on.run("live", "checkpoint", "--store", url, "--timeout", 1, forms=FORMS[2:] if quick else FORMS)
             on.files(folder)
         on.shown.append((f"settings of a session, {where}", repr(running.settings) + repr(running)))
         on.shown.append((f"figures of a session, {where}", repr(running.stats)))

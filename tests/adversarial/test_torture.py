@@ -4,40 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.adversarial.torture.episode import ROUNDS_PER_EPISODE
+from tests.support import forkserver
 
-ROOT = Path(__file__).parents[2]
 ROUNDS, SECONDS = 4, 10
 
 
 def torture(folder: Path, first: int) -> dict[str, Any]:
     """Play some rounds in another process: it forks trainers, so no thread may have been started in it."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.adversarial.torture",
-        "--json",
-        "--folder",
-        str(folder),
-        "--seed",
-        "1",
-    ]
-    done = subprocess.run(
-        [*command, "--first", str(first), "--rounds", str(first + ROUNDS), "--seconds", str(SECONDS)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    numbers = {"seed": 1, "first": first, "rounds": first + ROUNDS, "seconds": SECONDS}
+    options = [word for name, value in numbers.items() for word in (f"--{name}", str(value))]
+    command = ["-m", "tests.adversarial.torture", "--json", "--folder", str(folder), *options]
+    done = forkserver.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=110)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     report: dict[str, Any] = json.loads(done.stdout)
     return report

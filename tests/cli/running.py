@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.daemons import MODULES
+from tests.support.forkserver import Program
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -16,19 +18,27 @@ PLACES = os.pathsep.join((str(ROOT), str(ROOT / "adapters")))
 
 
 class Running:
-    """`scarctl run` in the folder `place`, without a terminal; its output goes to files there."""
+    """`scarctl run` in the folder `place`, without a terminal; its output goes to files there.
 
-    def __init__(self, place: Path, *arguments: object, **options: Any) -> None:
+    It is forked, unless it is `fresh` or has options of `subprocess.Popen`: then it has numpy's threads, which could
+    take a signal that is not meant for them.
+    """
+
+    def __init__(self, place: Path, *arguments: object, fresh: bool = False, **options: Any) -> None:
         self._out, self._err = place / "out", place / "err"
-        settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True, **options}
+        command = ["-m", "scarctl", "run", *map(str, arguments)]
+        env = {**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "2"}
+        self.process: Any
         with self._out.open("wb") as out, self._err.open("wb") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "scarctl", "run", *map(str, arguments)],
-                cwd=place,
-                # With numpy's threads, which could take a signal that is not meant for them.
-                env={**os.environ, "PYTHONPATH": PLACES, "OMP_NUM_THREADS": "2"},
-                **{"stdout": out, "stderr": err, **settings},
-            )
+            if fresh or options:
+                settings = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, **options}
+                self.process = subprocess.Popen(
+                    [sys.executable, *command], cwd=place, env=env, start_new_session=True, **settings
+                )
+            else:
+                self.process = Program(
+                    command, cwd=place, env=env, stdout=out, stderr=err, imports=MODULES, session=True
+                )
 
     @property
     def stdout(self) -> str:

@@ -202,4 +202,4 @@ def test_a_process_that_is_killed_continues_with_its_memory(
     assert told["step"] + 40 <= steps[-1] <= told["step"] + 41
     # Partitions that wait for the store are not copied again, so the last copies are of several steps.
     assert training.stored() == lines[-1]["handed"]
-    assert min(training.stored()) > told["step"]
+    assert at_least(training.stored(), told["handed"])

@@ -45,7 +45,7 @@ def heeded() -> Iterator[None]:
 
 
 def test_signals_are_forwarded(folder: Path, tmp_path: Path) -> None:
-    running = Running(tmp_path, "--restarts", 3, "--", *HEARING)
+    running = Running(tmp_path, "--restarts", 3, "--", *HEARING, fresh=True)
     running.says("ready")
     sent = ["SIGUSR1", "SIGINT", "SIGUSR2", "SIGHUP", "SIGUSR1", "SIGTERM"]
     for count, name in enumerate(sent):

@@ -8,14 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from scarctl.rehearse import processes
 from scarctl.rehearse.rehearsal import Rehearsal, Rehearsed
+from tests.support import forkserver
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep verdicts and the rehearsal's folder below the test's own; the program finds this tree's sources."""
+    """Keep verdicts and the rehearsal's folder below the test's own; the program finds this tree's sources.
+
+    Python programs are forked.
+    """
+    monkeypatch.setattr(processes, "subprocess", forkserver.Forks())
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(ROOT / "adapters"))))
     folder = tmp_path / "temporary"

@@ -41,6 +41,7 @@ TORCH = (
     "tests.distributed.checks",
 )
 """Modules that training loops import, some of them at their first step."""
+_PYTHON = sys.executable
 _IMPORT_SECONDS = 240.0
 """Seconds for a server to import them, on a machine on which several do so at once."""
 
@@ -58,10 +59,11 @@ class Program:
         stdout: IO[bytes] | int | None = None,
         stderr: IO[bytes] | int | None = None,
         imports: tuple[str, ...] = TORCH,
+        session: bool = False,
     ) -> None:
         """`stdin`, `stdout`, `stderr`: open files. None means empty input, and this process's own output.
 
-        `imports`: modules that are already imported.
+        `imports`: modules that are already imported. `session`: it leads a session and a group of its own.
         """
         self.args = arguments
         self.returncode: int | None = None
@@ -70,6 +72,7 @@ class Program:
             "arguments": list(arguments),
             "env": dict(os.environ if env is None else env),
             "cwd": str(cwd),
+            "session": session,
         }
         with open(os.devnull, "rb") as nothing:
             streams = [
@@ -134,6 +137,53 @@ def run(
     return done
 
 
+class Forks:
+    """Stand for the module `subprocess` in a module that starts Python programs: these are forked."""
+
+    def __init__(self, imports: tuple[str, ...] = TORCH) -> None:
+        self._imports, self._owner = imports, os.getpid()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    def _forks(self, command: Sequence[str]) -> bool:
+        # A forked process does not share the server with its parent; a test may name another interpreter.
+        return os.getpid() == self._owner and command[0] == _PYTHON
+
+    def run(self, command: Sequence[str], *, timeout: float, env: Mapping[str, str], **options: Any) -> Any:
+        """Run a command as `subprocess.run`, always with its output captured."""
+        if not self._forks(command):
+            return subprocess.run(command, timeout=timeout, env=env, **options)
+        done = run(
+            command[1:],
+            timeout=timeout,
+            env=env,
+            cwd=Path(options.get("cwd") or os.getcwd()),
+            imports=self._imports,
+        )
+        if options.get("text"):
+            return done
+        return subprocess.CompletedProcess(command, done.returncode, None, done.stderr.encode())
+
+    def Popen(self, command: Sequence[str], **options: Any) -> Any:  # noqa: N802
+        """Start a command as `subprocess.Popen`, with files or `subprocess.DEVNULL` as its streams."""
+        if not self._forks(command):
+            return subprocess.Popen(command, **options)
+        streams = {
+            name: None if name == "stdin" else options[name]
+            for name in ("stdin", "stdout", "stderr")
+            if name in options
+        }
+        return Program(
+            command[1:],
+            env=options["env"],
+            cwd=Path(options.get("cwd") or os.getcwd()),
+            imports=self._imports,
+            session=options.get("start_new_session", False),
+            **streams,
+        )
+
+
 def servers() -> list[int]:
     """Return their process ids. They live as long as this process."""
     return [server.process.pid for server in _servers]
@@ -149,7 +199,7 @@ class _Server:
         mine, its = socket.socketpair()
         with its:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.forkserver", str(its.fileno()), *imports],
+                [_PYTHON, "-m", "tests.support.forkserver", str(its.fileno()), *imports],
                 pass_fds=[its.fileno()],
                 stdin=subprocess.DEVNULL,
                 cwd=ROOT,
@@ -160,6 +210,8 @@ class _Server:
                     ),
                     "OMP_NUM_THREADS": "1",
                     "OPENBLAS_NUM_THREADS": "1",
+                    # Another seed than that of the process that tests: orders of sets and hashes differ.
+                    "PYTHONHASHSEED": "random",
                 },
             )
         self._socket, self._owner = mine, os.getpid()
@@ -264,8 +316,10 @@ def _serve(control: socket.socket) -> dict[str, Any]:
             tell(started=pid)
 
 
-def _become(arguments: list[str], env: dict[str, str], cwd: str) -> None:
+def _become(arguments: list[str], env: dict[str, str], cwd: str, session: bool) -> None:
     """Run the program, as the interpreter's main function would."""
+    if session:
+        os.setsid()
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

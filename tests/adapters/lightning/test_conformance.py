@@ -9,6 +9,7 @@ from scarctl.testing import AdapterConformance, Training
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
+@pytest.mark.usefixtures("forked_runs")
 class TestLightning(AdapterConformance):
     variants = frozenset({"accumulation", "several-optimizers"})
 

@@ -41,6 +41,7 @@ class FsdpTraining(TorchTraining):
         return {name: t.to_local() if isinstance(t, DTensor) else t for name, t in values.items()}
 
 
+@pytest.mark.usefixtures("forked_runs")
 class TestFsdp(AdapterConformance):
     variants = frozenset({"bfloat16", "tied", "frozen", "accumulation"})
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from scarctl.testing import AdapterConformance, Training
 
 
+@pytest.mark.usefixtures("forked_runs")
 class TestTrainer(AdapterConformance):
     variants = frozenset({"tied", "frozen", "accumulation"})
 
