@@ -105,7 +105,11 @@ servers: $(VENV)/.examples
 servers-quick: $(VENV)/.examples
 	$(BIN)/python -m examples.parameter_server.experiment --data $(DATA) --quick
 
-test: lint types layers unit
+# Lint, types and layers use one core. Meanwhile what the workers of `unit` import is compiled.
+test: $(VENV)/.dev
+	@$(MAKE) --no-print-directory $(VENV)/.compiled & \
+	    $(MAKE) --no-print-directory lint types layers; code=$$?; wait; exit $$code
+	@$(MAKE) --no-print-directory unit
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -126,7 +130,7 @@ quick: $(VENV)/.dev
 	$(BIN)/python -m pytest -p tests.support.quick -m "not slow and not long" -r fE $(QUICK)
 
 # What took how long is written into build/durations.txt.
-unit: $(VENV)/.dev
+unit: $(VENV)/.compiled
 	$(BIN)/python -m pytest -p tests.support.durations -n $(WORKERS) --dist worksteal -m "not long"
 
 long: $(VENV)/.dev
@@ -234,6 +238,12 @@ clean:
 $(VENV)/.dev: $(SETUP) | $(BIN)/python
 	$(INSTALL) '.[dev]'
 	@touch $(VENV)/.examples $(VENV)/.paper $@
+
+# Imports once what each worker of `unit` imports: without this, all of them would compile it at the same time.
+$(VENV)/.compiled: $(VENV)/.dev
+	@-$(BIN)/python -c "import lightning.pytorch, moto.server, s3fs, torch._dynamo, torch.distributed.run, transformers.trainer" >/dev/null 2>&1
+	@-$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1
+	@touch $@
 
 $(VENV)/.examples: $(SETUP) | $(BIN)/python
 	$(INSTALL) .
