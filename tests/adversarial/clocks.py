@@ -81,7 +81,7 @@ def _played(case: Case, place: Place, offsets: Sequence[float]) -> tuple[list[st
         assert years <= {str(datetime.date.today().year + n) for n in (-1, 0, 1)}
         states = [_UNIQUE.sub("", repr(summary(store.state(shard)))) for shard in store.shards()]
         names = sorted(f"{_UNIQUE.sub('', name)} {size}" for name, size in _files(store))
-        return done, (states, names)
+        return sorted(done), (states, names)  # pieces are read ahead, in any order
     finally:
         place.remove(url)
 

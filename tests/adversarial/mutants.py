@@ -203,8 +203,8 @@ MUTANTS = (
     Mutant(
         "test_a_writer_that_is_overtaken_after_its_record_is_fenced",
         "scarctl/store/claim.py",
-        "    if own and not blobs.has(term_path(term.shard, term.number + 1)) and all(map(blobs.has, names)):",
-        "    if own and all(map(blobs.has, names)):",
+        "    if own and not blobs.has(term_path(term.shard, term.number + 1)) and all(blobs.each(blobs.has, names)):",
+        "    if own and all(blobs.each(blobs.has, names)):",
     ),
 )
 

@@ -131,7 +131,7 @@ def test_every_command_takes_json_and_debug() -> None:
         names = options(command)
         assert "debug" in names
         assert ("json" in names) == (words != "run"), "stdout is that of the command that it runs"
-        assert ("store" in names) == (words not in ("daemon", "diff", "plan", "rehearse", "simulate"))
+        assert ("store" in names) == (words not in ("diff", "plan", "rehearse", "simulate"))
 
 
 def test_a_table_of_a_command_with_commands_holds_for_all_of_them(  # type: ignore[no-untyped-def]

@@ -165,4 +165,4 @@ class Rig:
         assert verify(store, read_data=True).problems == []
         named = {r.segment.name for s in store.shards() for r in store.log(s).records() if r.segment}
         lying = {name for folder, _, names in os.walk(store.root) if folder.endswith("seg") for name in names}
-        assert lying >= named if killed else lying == named
+        assert killed or lying <= named  # a record may outlive its segment

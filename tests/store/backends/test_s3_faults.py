@@ -278,7 +278,7 @@ def test_only_records_and_claims_are_created_under_a_condition(place: Place, wir
     layout, data = small_layout(), Data(small_layout())
     store = Store.create(place.url, storage_options=place.options)
     with open_writer(store, layout=layout) as writer:
-        writer.commit(writer.states[0].ids, data, step=1, sealed=True)
+        writer.commit(writer.state.ids, data, step=1, sealed=True)
         wire.seen.clear()
         writer.commit(np.array([1]), data, step=2)
     sent = [(request.path.split("/")[6], request.headers) for request in wire.seen if request.method == "PUT"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scarctl.store import Blobs
+from scarctl.store.backends.base import Blobs
 from tests.store.conformance.suite import BlobsConformance, StoreConformance
 from tests.support.places import Folder, Place
 

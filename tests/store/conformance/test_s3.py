@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scarctl.store import Blobs
 from scarctl.store.backends import s3
+from scarctl.store.backends.base import Blobs
 from scarctl.store.backends.s3 import PART
 from tests.store.conformance.suite import BlobsConformance, StoreConformance, noise
 from tests.support.places import Place
