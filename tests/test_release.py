@@ -21,7 +21,16 @@ from scarctl.state.layout import TensorSpec, build_layout
 from scarctl.store import Store, open_writer
 
 ROOT = Path(__file__).parents[1]
-LIGHT = ("click", "fsspec", "numpy", "rich", "safetensors", "xxhash", "tomli; python_version < '3.11'")
+LIGHT = (
+    "click",
+    "fsspec",
+    "numpy",
+    "rich",
+    "s3fs",
+    "safetensors",
+    "xxhash",
+    "tomli; python_version < '3.11'",
+)
 """All dependencies except torch."""
 
 

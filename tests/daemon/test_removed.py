@@ -29,9 +29,9 @@ def dead(daemon: Daemon, arena_dir: Path, tmp_path: Path) -> Trainer:
 
 
 def test_made_again(dead: Trainer, arena_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    shutil.rmtree(tmp_path / "away")
     trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save_durably(1)
+    shutil.rmtree(tmp_path / "away")
     wait_until(lambda: dead.phases() == [])
     assert "another store was made in the place of the one" in caplog.text
     assert "the memory of its dead run was removed" in caplog.text
