@@ -339,26 +339,38 @@ def orphans(store: Store, shard: int) -> list[tuple[str, int]]:
     Safe next to a live writer: a segment of the newest term may be an unfinished upload, and is not returned. Raises
     Corruption if damage hides which segments are needed.
     """
-    log = store.log(shard)
-    # Listed first: later segments may be named by records that are not read here.
-    files = store.blobs.files(f"{shard_folder(shard)}/seg")
-    newest = max(log.terms(), default=0)
-    named: set[str] = set()
-    state = store.state(shard)
-    if state.doubt.any():
-        raise Corruption(f"lane {shard} has a damaged segment: orphans cannot be recognized")
-    for record in log.records():
-        if record.segment is not None:
-            named.add(record.segment.name)
-    kept = {s.places[shard] for s in snapshots(store) if shard in s.places}
+    before: Place | None = None
+    while True:
+        log = store.log(shard)
+        # Listed first: later segments may be named by records that are not read here.
+        files = store.blobs.files(f"{shard_folder(shard)}/seg")
+        newest = max(log.terms(), default=0)
+        state = store.state(shard)
+        if state.doubt.any():
+            raise Corruption(f"lane {shard} has a damaged segment: orphans cannot be recognized")
+        try:
+            named = _named(store, log, state)
+        except Corruption:
+            if state.place in (None, before):
+                raise
+            before = (
+                state.place
+            )  # its writer may have collected what was about to be read: then it has gone on
+            continue
+        return [
+            (name, size)
+            for name, size in files
+            if is_segment_name(name) and name not in named and term_of_segment(name) < newest
+        ]
+
+
+def _named(store: Store, log: ShardLog, state: ShardState) -> set[str]:
+    """Return the segments that a lane's records and its kept states name. Raises Corruption."""
+    named = {record.segment.name for record in log.records() if record.segment is not None}
+    kept = {s.places[log.shard] for s in snapshots(store) if log.shard in s.places}
     settle_snapshots(store)
     named |= {segment.name for segment in state.segments}
-    named |= segments_of(log, state, kept | {seal.place for seal in state.sealed})
-    return [
-        (name, size)
-        for name, size in files
-        if is_segment_name(name) and name not in named and term_of_segment(name) < newest
-    ]
+    return named | segments_of(log, state, kept | {seal.place for seal in state.sealed})
 
 
 def dead_uploads(store: Store, terms: Mapping[int, int]) -> list[tuple[str, str]]:

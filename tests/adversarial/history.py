@@ -57,7 +57,8 @@ class History:
         place, shard = Place(*term, k), int(parts[1])
         record = Record.parse(data, path, shard=shard, place=place)
         if not record.ends:
-            self.records[record.digest] = (record, contents if record.commits else {})
+            # One in doubt is created again while the writer's next commit is already pending.
+            self.records.setdefault(record.digest, (record, contents if record.commits else {}))
             self.places[shard, place] = record.digest
 
     def check(self, store: Store) -> None:

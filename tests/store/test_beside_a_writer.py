@@ -24,7 +24,11 @@ from scarctl.store import (
 from scarctl.store.backends.base import BlobReader
 from scarctl.store.backends.local import LocalBlobs
 from scarctl.store.format import segment_path
+from scarctl.store.gc import orphans
+from scarctl.store.log import ShardLog
 from scarctl.store.prune import Retention, plan_prune, prune
+from scarctl.store.shard_state import ShardState
+from scarctl.store.term import Place
 from tests.store.helpers import Data, read_all, record_file
 
 Files = list[tuple[str, int]]
@@ -157,3 +161,28 @@ def test_a_snapshot_that_is_deleted_while_its_segment_is_checked(
     monkeypatch.setattr(LocalBlobs, "reader", reader)
     assert verify(store, read_data=True).problems == []
     assert not (store.root / path).exists()
+
+
+def test_a_kept_state_that_is_collected_while_orphans_are_looked_for(
+    monkeypatch: pytest.MonkeyPatch, store: Store, data: Data, layout: Layout
+) -> None:
+    ids, original = np.arange(data.layout.partitions), ShardLog.state_at
+    with open_writer(store, layout=layout) as earlier:
+        earlier.commit(ids, data, step=1, sealed=True)
+    with open_writer(store, layout=layout) as writer:
+        commit(writer, data, 2)
+        met = []
+
+        def collects(log: ShardLog, place: Place, **options: Any) -> ShardState:
+            if not met:
+                met.append(place)
+                writer.commit(ids, data, step=writer.state.step + 1, sealed=True)
+                Collector(writer).collect()
+            return original(log, place, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ShardLog, "state_at", collects)
+            assert orphans(Store.open(str(store.root)), 0) == []
+        (place,) = met
+        assert not store.blobs.has(place.path(0))
+        assert verify(store, read_data=True).problems == []
