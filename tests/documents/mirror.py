@@ -57,7 +57,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("store", "by reading and writing a store: a file's bytes count, not the function that wrote them"): """
         scarctl.store.backends.parallel scarctl.store.claim
         scarctl.store.publish scarctl.store.read scarctl.store.segment_reader scarctl.store.segment_writer
-        scarctl.store.shard_state""",
+       """,
     ("state", "data classes that layouts are made of"): "scarctl.state.group",
     ("test_api.py", "by calls that a user may get wrong"): """
         scarctl.config.unknown scarctl_adapters.options""",
