@@ -1,19 +1,22 @@
 """Map the arena: one file that is the staging buffer, the copy to compare with, and the nearest recovery tier.
 
-    header (4096 bytes) | layout as JSON | per-partition arrays | tensors
+    header (4096 bytes) | layout as JSON | arrays of all partitions | arrays of each slot | tensors of each slot
 
-It holds one copy of the state: every partition as it was last saved. It outlives a process that dies, and the next
-process maps it again. Each partition has these fields:
+It holds two copies of the state, in two slots (`scarctl.arena.slot`). A memory checkpoint brings the slot that is not
+current up to date, as of one step, with its extras (`scarctl.arena.extras`). Last of all one word, `current`, flips. So
+whenever the process dies, the current slot is complete, and of one moment. The arena outlives it, and the next process
+maps it again. Each partition also has these fields:
 
-    generation uint64   odd during a copy, and after it if the process died, so that torn copies are known
-    version    int64    (epoch, step) of the copy, see `scarctl.state.version`; -1 without a copy
-    durable    int64    version that the store has; if it differs, the copy is pending
+    durable    int64    version (epoch, step) that the store has; -1 for none
+    saved      int64    moment of that copy, 0 for none; if the current slot's differs, that copy is pending
+    wish       int64    twice the number of the newest request that wants it saved, plus 1 if encoded
     distance   float64  distance of the copy from the store's, see `scarctl.arena.distances`; NaN if unknown
     encoding_error      float64, squared error of the parameter in the store's copy if that is encoded; -1 if exact
 
 The owner locks the folder, not the file: views of a map keep its file open, in forked children too, and a lock on the
-file would stay as long. One process writes copies, one thread acknowledges them. The generations rely on the order of
-stores, which x86-64 keeps. On other processors the interpreter's locks between the two calls have the same effect.
+file would stay as long. One process writes copies, one thread acknowledges them (`scarctl.arena.hold` keeps the two
+apart). A copy's moment is written after its bytes, which relies on the order of stores, as x86-64 keeps it. On other
+processors the interpreter's locks between the two calls have the same effect.
 """
 
 from __future__ import annotations
@@ -28,23 +31,23 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.arena.fields import Fields
 from scarctl.arena.folder import (
     LOCK_SECONDS,
     check_both,
-    clear_queue,
     folder_error,
     lock_folder,
     remove_files,
     reserve,
 )
 from scarctl.arena.header import (
+    EXTRAS,
+    EXTRAS_NEW,
     FIELDS,
     FIELDS_AT,
     FILE,
     HEADER,
-    MOMENT,
     OWNER,
+    SHARED,
     SITE,
     TOLD,
     BeforeBoot,
@@ -52,9 +55,12 @@ from scarctl.arena.header import (
     read_header,
     write_header,
 )
+from scarctl.arena.hold import Holds
 from scarctl.arena.line import FILE as LINE
 from scarctl.arena.line import LineFile, Word, noted
 from scarctl.arena.mapping import COHERENT, create_file, map_file, open_file, write_at
+from scarctl.arena.slot import Slot
+from scarctl.arena.slots import Slots
 from scarctl.errors import UsageError
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER, epoch_of, pack, step_of
@@ -64,37 +70,51 @@ from scarctl.util.arrays import Bytes, Ids, adjacent
 log = logging.getLogger("scarctl")
 
 _TEMPORARY = ".arena-new"
-_CHUNK = 1 << 16
-"""Partitions that are processed together, so that temporary arrays stay in the cache."""
+_BESIDE = (LINE, OWNER, SITE, TOLD, *EXTRAS, *EXTRAS_NEW)
+"""Files next to the arena, of no use without it."""
 
 
-class Arena(Fields):
+class Arena(Slots):
     """The mapped file described above. Made by `create`, `open_existing`, `share` or `anonymous`.
 
-    `generation`, `version`, `durable`, `distance`, `encoding_error`: views of the map, of shape (layout.partitions,).
+    `durable`, `saved`, `wish`, `distance`, `encoding_error`: views of the map, of shape (layout.partitions,).
     """
 
     def __init__(
-        self, memory: mmap.mmap, layout: Layout, geometry: Geometry, folder: Path | None, lock: int
+        self,
+        memory: mmap.mmap,
+        layout: Layout,
+        geometry: Geometry,
+        folder: Path | None,
+        lock: int,
+        file: int = -1,
+        *,
+        filling: bool = False,
     ) -> None:
+        """file: descriptor of the mapped file, closed with this object. filling: see `is_filling`."""
+        super().__init__(np.frombuffer(memory, np.int64, len(FIELDS), FIELDS_AT))
         self.layout = layout
         self._folder = folder
         self._lock = lock
         self._memory = memory
         self._geometry = geometry
-        self._file = -1
-        """File descriptor of a new arena whose pages are not mapped yet; see `put_rows`."""
+        self._file = file
+        self._filling = filling
+        self._closed = weakref.finalize(self, os.close, file) if file >= 0 else None
+        self._holds = Holds(self._words, file)
         self._line: LineFile | None = None
         """Set if this process has the store's writer."""
         self.replica_of: str | None = None
         """Host whose arena this was a replica of when it was opened; see `scarctl.arena.kinship.believed`."""
         n, at = layout.partitions, geometry.arrays_at
-        self.generation: NDArray[np.uint64] = np.frombuffer(memory, np.uint64, n, at)
-        self.version: Ids = np.frombuffer(memory, np.int64, n, at + 8 * n)
-        self.durable: Ids = np.frombuffer(memory, np.int64, n, at + 16 * n)
-        self.distance: NDArray[np.float64] = np.frombuffer(memory, np.float64, n, at + 24 * n)
-        self.encoding_error: NDArray[np.float64] = np.frombuffer(memory, np.float64, n, geometry.errors_at)
-        super().__init__(np.frombuffer(memory, np.int64, len(FIELDS), FIELDS_AT))
+        ints = {name: np.frombuffer(memory, np.int64, n, at + 8 * n * i) for i, name in enumerate(SHARED)}
+        self.durable: Ids = ints["durable"]
+        self.saved: Ids = ints["saved"]
+        self.wish: Ids = ints["wish"]
+        self.distance: NDArray[np.float64] = ints["distance"].view(np.float64)
+        self.encoding_error: NDArray[np.float64] = ints["encoding_error"].view(np.float64)
+        there = [Slot(i, memory, layout, geometry, self._words) for i in range(len(geometry.slot_arrays_at))]
+        self.slots: tuple[Slot, Slot] = there[0], there[-1]
         if lock >= 0:
             _open_arenas.add(self)
 
@@ -114,7 +134,6 @@ class Arena(Fields):
 
         place: address of the store, for display. populate: see `map_file`.
         sparse: rows get no space yet. Write them with `scarctl.arena.rows.write_rows`, and then call `reserve_rows`.
-        Hand-overs in a folder without an arena are obsolete, and deleted.
 
         Raises Unavailable (not enough memory: the message has the bytes needed), AccessDenied, Contention (an arena is
         in use), UsageError (an arena exists, without an owner: open it).
@@ -125,18 +144,17 @@ class Arena(Fields):
         try:
             if os.path.lexists(folder / FILE):
                 raise UsageError(f"an arena already exists in {folder}", hint="open it, or remove it")
-            clear_queue(folder)
-            (folder / LINE).unlink(missing_ok=True)
-            (folder / OWNER).unlink(missing_ok=True)
+            for name in _BESIDE:
+                (folder / name).unlink(missing_ok=True)
             fd = create_file(temporary)
             try:
-                rows = (geometry.tensors_at, geometry.errors_at) if sparse and COHERENT else None
+                rows = (geometry.tensors_at[0], geometry.size) if sparse and COHERENT else None
                 reserve(fd, geometry.size, folder, rows)
                 memory = map_file(fd, geometry.size, populate=populate)
                 write_header(memory, layout, layout_json, geometry, run_id, place)
-                arena = cls(memory, layout, geometry, folder, lock)
-                if not populate and COHERENT:
-                    arena._file = os.dup(fd)
+                arena = cls(
+                    memory, layout, geometry, folder, lock, os.dup(fd), filling=not populate and COHERENT
+                )
             finally:
                 os.close(fd)
             arena.reset()
@@ -156,7 +174,7 @@ class Arena(Fields):
 
         patience: seconds to wait for a live process to release it.
         An arena from before the last boot, which may survive on a disk, is deleted. Its pages were written back in any
-        order, so that generations do not show which copies are intact.
+        order, so that its words do not show which copies are complete.
 
         Raises Contention if a live process uses it, AccessDenied if it belongs to another user, Corruption if it is not
         an arena of this store.
@@ -166,20 +184,14 @@ class Arena(Fields):
             return None
         lock = lock_folder(folder, patience=patience)
         try:
-            fd = open_file(path)
-            try:
-                layout, geometry = read_header(fd, path, run_id)
-                # Its pages exist: several threads map them while reading.
-                return cls(map_file(fd, geometry.size, populate=False), layout, geometry, folder, lock)
-            finally:
-                os.close(fd)
+            # Its pages exist: several threads map them while reading.
+            return cls._mapped(path, run_id, folder, lock)
         except FileNotFoundError:
             os.close(lock)
             return None
         except BeforeBoot as error:
             log.warning("%s: its pending copies are lost", error.message)
-            clear_queue(folder)
-            for name in (FILE, LINE, OWNER, SITE, TOLD):
+            for name in (FILE, *_BESIDE):
                 (folder / name).unlink(missing_ok=True)
             os.close(lock)
             return None
@@ -195,19 +207,24 @@ class Arena(Fields):
         """
         check_both(folder)
         try:
-            fd = open_file(folder / FILE)
+            return cls._mapped(folder / FILE, run_id, folder, -1)
         except FileNotFoundError:
             return None
-        try:
-            layout, geometry = read_header(fd, folder / FILE, run_id)
-            return cls(map_file(fd, geometry.size, populate=False), layout, geometry, folder, -1)
-        finally:
-            os.close(fd)
 
     @classmethod
-    def anonymous(cls, layout: Layout) -> Arena:
-        """Create an arena without a file, for use in one process."""
-        geometry = Geometry(layout, b"")
+    def _mapped(cls, path: Path, run_id: str, folder: Path, lock: int) -> Arena:
+        fd = open_file(path)
+        try:
+            layout, geometry = read_header(fd, path, run_id)
+            return cls(map_file(fd, geometry.size, populate=False), layout, geometry, folder, lock, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def anonymous(cls, layout: Layout, slots: int = 1) -> Arena:
+        """Create an arena without a file, for use in one process. Copies into a single slot are made in place."""
+        geometry = Geometry(layout, b"", slots)
         arena = cls(mmap.mmap(-1, geometry.size), layout, geometry, None, -1)
         arena.reset()
         arena.begin_epoch(1, again=True)
@@ -215,15 +232,20 @@ class Arena(Fields):
 
     def reset(self) -> None:
         """Forget all copies."""
-        self.version[:] = NEVER
+        for slot in self.slots:
+            slot.reset()
         self.durable[:] = NEVER
+        self.saved[:] = 0
         self.distance[:] = np.nan
         self.encoding_error[:] = -1
         self._clear()
+        if self._folder is not None:
+            for name in EXTRAS:
+                (self._folder / name).unlink(missing_ok=True)
 
     @property
     def folder(self) -> Path:
-        """The arena's folder, where hand-overs wait as well."""
+        """The arena's folder, where its extras are as well."""
         assert self._folder is not None, "an anonymous arena has no folder"
         return self._folder
 
@@ -253,30 +275,27 @@ class Arena(Fields):
         """Return the layout as the file has it."""
         return bytes(self._memory[HEADER : self._geometry.arrays_at]).rstrip(b"\0")
 
-    def rows(self, g: int, t: int) -> NDArray[np.uint8]:
-        """Return the rows of tensor `t` of group `g`: a writable view, uint8 of shape (rows, bytes per row)."""
-        spec, at = self.layout.groups[g].tensors[t], self._geometry.tensor_at[g][t]
-        return np.frombuffer(self._memory, np.uint8, spec.nbytes, at).reshape(spec.rows, spec.row_bytes)
+    # -- rows -----------------------------------------------------------------------------------------------------
 
     @property
     def is_filling(self) -> bool:
         """Whether the arena is new: no page is mapped yet, and `put_rows` is faster than writing to `rows`."""
-        return self._file >= 0
+        return self._filling
 
-    def put_rows(self, g: int, t: int, rows: slice | Ids, data: Bytes) -> None:
-        """Assign `data`, uint8 of shape (rows, bytes per row), to some rows of tensor `t` of group `g`.
+    def put_rows(self, slot: Slot, g: int, t: int, rows: slice | Ids, data: Bytes) -> None:
+        """Assign `data`, uint8 of shape (rows, bytes per row), to some rows of tensor `t` of group `g` of a slot.
 
         In a new arena adjacent rows are written to the file. Then the system neither clears pages that are overwritten
         at once, nor takes a page fault for each. Fewer bytes than a page gain nothing from this.
         """
-        target = self.rows(g, t)
-        inside = self._file < 0 or data.nbytes < mmap.PAGESIZE
+        target = slot.rows(g, t)
+        inside = not self._filling or data.nbytes < mmap.PAGESIZE
         if inside or not isinstance(rows, slice) or not data.flags.c_contiguous:
             # The bytes that were read into `rows` are in place.
             if not np.may_share_memory(target, data):
                 target[rows] = data
             return
-        at = self._geometry.tensor_at[g][t] + rows.start * target.shape[1]
+        at = slot.place(g, t) + rows.start * target.shape[1]
         write_at(self._file, at, memoryview(data.reshape(-1)), self.folder / FILE)
 
     def reserve_rows(self) -> None:
@@ -291,53 +310,14 @@ class Arena(Fields):
 
     def end_filling(self) -> None:
         """Write to the mapped pages from now on."""
-        file, self._file = self._file, -1
-        if file >= 0:
-            os.close(file)
+        self._filling = False
 
-    def source(self, g: int, t: int, start: int, stop: int) -> memoryview:
-        """Return the bytes of rows [start, stop) of a tensor, without a copy, for writing a segment."""
-        spec, at = self.layout.groups[g].tensors[t], self._geometry.tensor_at[g][t]
-        return memoryview(self._memory)[at + start * spec.row_bytes : at + stop * spec.row_bytes]
+    def memory(self) -> Bytes:
+        """Return the tensors of both slots in one piece: a writable view, uint8, which begins on a page."""
+        at = self._geometry.tensors_at[0]
+        return np.frombuffer(self._memory, np.uint8, self._geometry.size - at, at)
 
-    def memory(self) -> NDArray[np.uint8]:
-        """Return all tensors in one piece: a writable view, uint8 of shape (bytes,), which begins on a page."""
-        at, end = self._geometry.tensors_at, self._geometry.errors_at
-        return np.frombuffer(self._memory, np.uint8, end - at, at)
-
-    def place_of(self, rows: Bytes) -> int:
-        """Return the offset in the file of a view of `memory`."""
-        return self._geometry.tensors_at + rows.ctypes.data - self.memory().ctypes.data
-
-    def offset(self, g: int, t: int) -> int:
-        """Return the offset of tensor `t` of group `g` in `memory`: a multiple of 64 bytes."""
-        return self._geometry.tensor_at[g][t] - self._geometry.tensors_at
-
-    def begin(self, ids: Ids) -> None:
-        """Begin a copy into these partitions: until `end` they are not intact."""
-        if len(ids):
-            self.name_whole("")
-        self.generation[adjacent(ids)] |= np.uint64(1)
-
-    def end(self, ids: Ids, version: int) -> None:
-        """End the copy into these partitions, which is of `version`.
-
-        If the store has an earlier copy of the same version, the new copy is pending.
-        """
-        at = adjacent(ids)
-        self.version[at] = version
-        again = self.durable[at] == version
-        if again.any():
-            self.durable[ids[again]] = NEVER
-        self.generation[at] += self.generation[at] & np.uint64(1)
-
-    def newest(self) -> Ids:
-        """Return the newest version whose values each copy has: int64 (partitions,).
-
-        That is its own, or that of a later seal or memory checkpoint, which has found it unchanged.
-        """
-        newest = np.maximum(self.version, max(self.sealed, self.moment))
-        return np.where(self.version >= 0, newest, np.int64(NEVER))
+    # -- the store ------------------------------------------------------------------------------------------------
 
     def lifted(self, versions: Ids) -> Ids:
         """Return comparable versions, int64 of any shape: all epochs of this arena's process count as the newest one.
@@ -348,56 +328,20 @@ class Arena(Fields):
         same = (epochs >= self.base_epoch) & (epochs <= self.epoch)
         return np.where(same, pack(max(self.epoch, 1), 0) | step_of(versions), versions)
 
-    def unseal(self) -> None:
-        """Write the version of the newest seal or moment into the partitions, before one of them gets an older copy."""
-        newest = self.newest()
-        self.durable[:] = np.where(self.durable == self.version, newest, self.durable)
-        self.version[:] = newest
-        self.seal(NEVER)
-        self.note_moment(NEVER)
+    def acknowledge(self, ids: Ids, versions: int | Ids, moments: Ids) -> None:
+        """Note that the store has the copies of these partitions: their versions and moments."""
+        at = adjacent(ids)
+        self.durable[at] = versions
+        self.saved[at] = moments
 
-    def relabel(self, ids: Ids, version: int) -> None:
-        """Label the copies of these partitions as `version`, and as pending."""
-        if len(ids):
-            self.name_whole("")
-        self.version[ids] = version
-        self.durable[ids] = NEVER
-
-    def spoil(self, ids: Ids) -> None:
-        """Mark the copies of these partitions as torn, as if a process had died while copying."""
-        self.begin(ids)
-        self.version[ids] = self.durable[ids]
-
-    def acknowledge(self, ids: Ids, version: int | Ids, generation: NDArray[np.uint64] | None = None) -> None:
-        """Note that `version`, one for all or one for each, of these partitions is durable.
-
-        generation: those of `ids` when they were read. What was copied since stays pending, even at the same version.
-        """
-        self.durable[adjacent(ids)] = version
-        if generation is not None:
-            # Read after `durable` was written: a copy that begins later finds `version` in it, and `end` resets it.
-            newer = (self.generation[ids] != generation) & (self.version[ids] == version)
-            self.durable[ids[newer]] = NEVER
-
-    def confirm(self, ids: Ids, versions: Ids) -> None:
-        """Note that the copies of these partitions are durable, as of `versions` (int64, one for each)."""
-        self.version[ids] = versions
-        self.durable[ids] = versions
-
-    def mark_all_durable(self, whole: str) -> None:
-        """Note, after a rollback, that the store's newest state is the arena's: the commit `whole`."""
-        self.durable[:], self.encoding_error[:] = self.version, -1  # what is sealed is exact
-        self.seal(NEVER)
-        self.note_moment(NEVER)
-        self.name_whole(whole)
-
-    def relabel_all(self, current: NDArray[np.bool_], waiting: NDArray[np.bool_], epoch: int) -> None:
-        """Count the copies `current` as saved in `epoch`, at their steps, and forget the others.
-
-        current, waiting: bool of shape (layout.partitions,). All copies but `waiting` are durable.
-        """
-        self.version[:] = np.where(current, pack(epoch, 0) | step_of(self.version), NEVER)
-        self.durable[:] = np.where(waiting, NEVER, self.version)
+    def mark_all_durable(self) -> None:
+        """Note that the state in the current slot is the store's newest one, and is exact there."""
+        slot = self.slot
+        self.acknowledge(np.arange(self.layout.partitions), slot.version, slot.moments)
+        self.encoding_error[:] = -1
+        self.seal(slot.head)
+        self.keep(slot.moment)
+        self.serve(self.asked)
 
     def note_distances(self, distance: float | NDArray[np.float64], ids: Ids | None = None) -> None:
         """Note the distances from the store's copies of `ids`, or of all partitions; NaN if unknown."""
@@ -405,23 +349,18 @@ class Arena(Fields):
 
     def pending(self) -> NDArray[np.bool_]:
         """Return which partitions have a pending copy: bool of shape (layout.partitions,)."""
-        waiting = np.empty(self.version.size, dtype=bool)
-        for first in range(0, waiting.size, _CHUNK):
-            part = slice(first, first + _CHUNK)
-            waiting[part] = (self.version[part] != self.durable[part]) & (self.version[part] >= 0)
-        return waiting
+        return self.slot.differs(self.saved)
 
-    def intact(self) -> NDArray[np.bool_]:
-        """Return which partitions have a complete copy: bool of shape (layout.partitions,)."""
-        whole = np.empty(self.version.size, dtype=bool)
-        for first in range(0, whole.size, _CHUNK):
-            part = slice(first, first + _CHUNK)
-            whole[part] = ((self.generation[part] & np.uint64(1)) == 0) & (self.version[part] >= 0)
-        return whole
+    def lacking(self) -> bool:
+        """Return whether the store lacks something of the current slot: copies, or the extras."""
+        return self.slot.moment != self.kept or bool(self.pending().any())
 
     def close(self) -> None:
         """Release the lock. The file stays; views stay valid."""
-        self.end_filling()
+        self._holds.close()
+        if self._closed is not None:
+            self._closed()
+        self._filling, self._file = False, -1
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)
@@ -432,7 +371,7 @@ class Arena(Fields):
         Does nothing after `close`, and in a forked child: another process may own the arena by then.
         """
         if self._folder is not None and self._lock >= 0:
-            remove_files(self._folder, (FILE, LINE, OWNER, MOMENT, SITE, TOLD))
+            remove_files(self._folder, (FILE, *_BESIDE))
         self.close()
 
 

@@ -19,7 +19,7 @@ def from_store(arena: Arena | ArenaView) -> NDArray[np.float64]:
 
     Where the store has the copy in memory, that is 0. Errors of encoded copies are not included.
     """
-    return np.where((arena.version == arena.durable) & (arena.version >= 0), 0.0, arena.distance)
+    return np.where((arena.moments == arena.saved) & (arena.moments > 0), 0.0, arena.distance)
 
 
 def from_memory(newest: Ids) -> NDArray[np.float64]:

@@ -1,4 +1,4 @@
-"""Hold an arena's counters: numbers in its header about the run that writes it, and about its progress."""
+"""Hold an arena's words: numbers in its header about the run that writes it, its progress, and what is to be saved."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.header import FIELDS
+from scarctl.state.encodings import ENCODINGS, Encoding
 from scarctl.state.version import NEVER
 
-_EPOCH, _HEAD_STEP, _PID, _SEALED, _ERRORS, _BASE_EPOCH = range(6)
-_WHOLE = slice(6, 8)
-_TAKEN, _INTERVAL, _OVERHEAD, _FAILED_SAVES, _MOMENT = range(8, 13)
+_EPOCH, _HEAD_STEP, _PID, _SEALED, _ERRORS, _BASE_EPOCH, _INTERVAL, _OVERHEAD, _FAILED_SAVES = range(9)
+_CURRENT, _MOMENT, _ASKED, _ASKED_WHOLE, _SERVED, _KEPT, _ENCODING = range(9, 16)
+HOLD, HOLD_SLOT, HOLD_UNTIL = range(16, 19)
 
 
 class Fields:
-    """The counters, int64 of shape (13,) in a mapped file. Another process may read each at any time."""
+    """The words, int64 in a mapped file. Another process may read each at any time."""
 
     def __init__(self, words: NDArray[np.int64]) -> None:
         assert words.size == len(FIELDS)
@@ -40,7 +41,6 @@ class Fields:
         # In this order, a process that dies meanwhile leaves an empty range of epochs: `lifted` lifts nothing.
         if not again:
             self._words[_BASE_EPOCH] = epoch
-            self._words[_TAKEN] = 0  # the queue may count from 1 again
         self._words[_EPOCH] = epoch
 
     @property
@@ -86,51 +86,88 @@ class Fields:
 
     @property
     def sealed(self) -> int:
-        """Version of the newest sealed commit: all copies were equal to the live values then."""
+        """Version of the newest state that the store has as a whole."""
         return int(self._words[_SEALED])
 
     def seal(self, version: int) -> None:
-        """Note that the newest sealed commit is of `version`."""
+        """Note that the newest state that the store has as a whole is of `version`."""
         self._words[_SEALED] = version
 
     @property
-    def whole(self) -> str:
-        """Name of the commit of the whole state that has all copies: 32 hex digits, "" if they are of several.
+    def kept(self) -> int:
+        """The newest moment of which the store has everything, the extras too; 0 for none."""
+        return int(self._words[_KEPT])
 
-        Equal versions are not enough: within one step the state may be saved, changed, and saved again.
-        """
-        words = self._words[_WHOLE].astype(">i8").tobytes()
-        return words.hex() if any(words) else ""
-
-    def name_whole(self, whole: str) -> None:
-        """Note the commit of the whole state that has all copies; "" if they are of several."""
-        # A process killed between two words leaves a name that no commit has.
-        self._words[_WHOLE] = np.frombuffer(bytes.fromhex(whole), ">i8") if whole else 0
+    def keep(self, moment: int) -> None:
+        """Note that the store has everything of this moment, the extras too."""
+        self._words[_KEPT] = moment
 
     @property
-    def moment(self) -> int:
-        """Version of the newest memory checkpoint: every copy without a newer one was equal to the live values then."""
+    def current(self) -> int:
+        """Number of the slot with the newest complete state."""
+        return int(self._words[_CURRENT])
+
+    @property
+    def newest_moment(self) -> int:
+        """The newest moment that a checkpoint was begun for, complete or not."""
         return int(self._words[_MOMENT])
 
-    def note_moment(self, version: int) -> None:
-        """Note that a memory checkpoint of `version` is complete; `NEVER`: no copy is newer than its own version."""
-        self._words[_MOMENT] = version
-
-    # -- what the persister has read ------------------------------------------------------------------------------
+    # -- what is to be saved --------------------------------------------------------------------------------------
 
     @property
-    def taken(self) -> int:
-        """Number of the newest hand-over that the persister has read completely."""
-        return int(self._words[_TAKEN])
+    def asked(self) -> int:
+        """Number of the newest request; requests count from 1."""
+        return int(self._words[_ASKED])
 
-    def read(self, number: int) -> None:
-        """Note that hand-over `number` was read completely."""
-        self._words[_TAKEN] = max(number, self.taken)
+    @property
+    def served(self) -> int:
+        """Number of the newest request that is durable in the store, as all earlier ones are."""
+        return int(self._words[_SERVED])
+
+    @property
+    def wants_whole(self) -> bool:
+        """Whether a request for everything waits."""
+        return bool(self._words[_ASKED_WHOLE] > self._words[_SERVED])
+
+    @property
+    def waits(self) -> bool:
+        """Whether a request waits."""
+        return self.asked > self.served
+
+    def serve(self, number: int) -> None:
+        """Note that this request and all earlier ones are durable."""
+        self._words[_SERVED] = max(number, self.served)
+
+    @property
+    def encoding(self) -> Encoding:
+        """How the store keeps copies that a request wants encoded."""
+        return ENCODINGS[int(self._words[_ENCODING]) % len(ENCODINGS)]
+
+    def note_encoding(self, encoding: Encoding) -> None:
+        """Note how the store keeps such copies."""
+        self._words[_ENCODING] = ENCODINGS.index(encoding)
+
+    def _ask(self, whole: bool) -> int:
+        number = self.asked + 1
+        if whole:
+            self._words[_ASKED_WHOLE] = number
+        self._words[_ASKED] = number  # last: what it wants is complete
+        return number
+
+    def _flip(self, slot: int) -> None:
+        self._words[_CURRENT] = slot
+
+    def _next_moment(self) -> int:
+        self._words[_MOMENT] += 1
+        return self.newest_moment
+
+    def _reach_moment(self, moment: int) -> None:
+        self._words[_MOMENT] = max(moment, self.newest_moment)
 
     def _clear(self) -> None:
-        """Reset the counters that describe copies, for a process that begins without any."""
+        """Reset the words that describe copies, for a process that begins without any."""
         self.take_over()
         self.seal(NEVER)
-        self.name_whole("")
-        self.note_moment(NEVER)
-        self._words[_TAKEN] = 0
+        self.keep(0)
+        self.serve(self.asked)
+        self._words[HOLD] = 0

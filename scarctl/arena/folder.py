@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scarctl.arena.header import MOMENT, SITE, TOLD
+from scarctl.arena.header import SITE, TOLD
 from scarctl.errors import AccessDenied, Contention, ScarError, Unavailable
 
 if TYPE_CHECKING:
@@ -238,14 +238,6 @@ def remove_files(folder: Path, names: Iterable[str]) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
             raise folder_error(error, folder) from error
-
-
-def clear_queue(folder: Path) -> None:
-    """Delete all hand-overs in the folder, also damaged ones that were set aside, and the newest moment."""
-    names = [f"{dot}{name}-*" for name in ("handover", "staged", "rows") for dot in ("", ".")]
-    for pattern in (*names, MOMENT):
-        for path in folder.glob(pattern):
-            path.unlink(missing_ok=True)
 
 
 def note_site(folder: Path, store: Store) -> None:

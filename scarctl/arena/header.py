@@ -18,8 +18,11 @@ from scarctl.store.format import MAX_LAYOUT_VALUES, parse_json
 from scarctl.util.text import printable
 
 FILE = "arena"
-MOMENT = "moment.safetensors"
-"""Name of the file next to the arena with the extras of the newest memory checkpoint."""
+SLOTS = 2
+EXTRAS = tuple(f"extras-{number}.safetensors" for number in range(SLOTS))
+"""Names of the files next to the arena with the extras of each slot: see `scarctl.arena.extras`."""
+EXTRAS_NEW = tuple(f".{name}" for name in EXTRAS)
+"""Names of these files while they are written."""
 OWNER = "owner"
 """Name of an optional file next to the arena: see `scarctl.arena.owner`."""
 SITE = "site"
@@ -27,15 +30,19 @@ SITE = "site"
 TOLD = "told"
 """Name of an empty file next to an arena: `scarctl status` has said that its store is gone."""
 _MAGIC = b"SCARaren"
-_FORMAT = 3
+_FORMAT = 4
 HEADER = 4096
 _FIXED = struct.Struct("<8sIIQQQQQQ32s16s16s")
 # magic, format, header, file, partitions, json at, json, arrays, tensors, layout digest, store, boot
 FIELDS_AT = 256
 FIELDS = (
-    *("epoch", "head_step", "pid", "sealed", "errors", "base_epoch", "whole", "whole_low"),
-    *("taken", "interval", "overhead", "failed_saves", "moment"),
+    *("epoch", "head_step", "pid", "sealed", "errors", "base_epoch", "interval", "overhead", "failed_saves"),
+    *("current", "moment", "asked", "asked_whole", "served", "kept", "encoding"),
+    *("hold", "hold_slot", "hold_until"),
+    *(f"{name}_{slot}" for slot in range(SLOTS) for name in ("moment", "head", "whole", "whole_low")),
 )
+SHARED = ("durable", "saved", "wish", "distance", "encoding_error")
+"""Arrays that both slots share, in the order of the file. The arrays of each slot follow, `moments` and `version`."""
 _PLACE_AT = 512
 _PAGE = 4096
 _ALIGNED = 64
@@ -46,20 +53,29 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class Geometry:
     """Offsets of everything in the file, from the layout alone."""
 
-    def __init__(self, layout: Layout, layout_json: bytes) -> None:
+    def __init__(self, layout: Layout, layout_json: bytes, slots: int = SLOTS) -> None:
+        n = 8 * layout.partitions
         self.json_at = HEADER
         self.arrays_at = _round_up(self.json_at + len(layout_json), _ALIGNED)
-        self.tensors_at = _round_up(self.arrays_at + 4 * 8 * layout.partitions, _PAGE)
+        self.slot_arrays_at = [self.arrays_at + (len(SHARED) + 2 * slot) * n for slot in range(slots)]
+        at = _round_up(self.slot_arrays_at[-1] + 2 * n, _PAGE)
+        self.tensors_at: list[int] = []
+        """Offset of each slot's tensors."""
         self.tensor_at: list[list[int]] = []
-        at = self.tensors_at
+        """Offset of each tensor in its slot, by group."""
+        inside = 0
         for group in layout.groups:
             offsets = []
             for spec in group.tensors:
-                offsets.append(at)
-                at = _round_up(at + spec.nbytes, _ALIGNED)
+                offsets.append(inside)
+                inside = _round_up(inside + spec.nbytes, _ALIGNED)
             self.tensor_at.append(offsets)
-        self.errors_at = _round_up(at, _PAGE)
-        self.size = _round_up(self.errors_at + 8 * layout.partitions, _PAGE)
+        self.slot_bytes = _round_up(inside, _PAGE)
+        """Bytes of the tensors of one slot."""
+        for _ in range(slots):
+            self.tensors_at.append(at)
+            at += self.slot_bytes
+        self.size = at
 
 
 def write_header(
@@ -78,7 +94,7 @@ def write_header(
         geometry.json_at,
         len(layout_json),
         geometry.arrays_at,
-        geometry.tensors_at,
+        geometry.tensors_at[0],
         bytes.fromhex(layout.digest),
         bytes.fromhex(run_id[:32]),
         boot_id(),
@@ -118,7 +134,7 @@ def read_header(fd: int, path: Path, run_id: str) -> tuple[Layout, Geometry]:
     except Corruption as error:
         raise not_an_arena(path, f"its layout cannot be read: {error}") from error
     geometry = Geometry(layout, layout_json)
-    mine = (geometry.size, layout.partitions, geometry.arrays_at, geometry.tensors_at, layout.digest)
+    mine = (geometry.size, layout.partitions, geometry.arrays_at, geometry.tensors_at[0], layout.digest)
     if mine != (size, partitions, arrays_at, tensors_at, digest.hex()):
         raise not_an_arena(path, "its header does not fit its layout")
     if not _possible(os.pread(fd, 8 * len(FIELDS), FIELDS_AT)):
@@ -136,20 +152,22 @@ def read_place(fd: int) -> str:
 
 def _possible(fields: bytes) -> bool:
     """Return whether a run can have written the numbers after the header."""
-    numbers: list[int] = np.frombuffer(fields, np.int64).tolist()
-    epoch, head_step, pid, sealed, errors, base_epoch, *_ = numbers
+    found = dict(zip(FIELDS, np.frombuffer(fields, np.int64).tolist(), strict=True))
+    newest = pack(MAX_EPOCH, MAX_STEP)
     return (
-        0 <= epoch <= MAX_EPOCH
-        and 0 <= base_epoch <= MAX_EPOCH
-        and NEVER <= head_step <= MAX_STEP
-        and 0 <= pid < 1 << 31
-        and NEVER <= sealed <= pack(MAX_EPOCH, MAX_STEP)
-        and errors >= 0
+        all(0 <= found[name] <= MAX_EPOCH for name in ("epoch", "base_epoch"))
+        and NEVER <= found["head_step"] <= MAX_STEP
+        and 0 <= found["pid"] < 1 << 31
+        and all(NEVER <= found[name] <= newest for name in ("sealed", "head_0", "head_1"))
+        and all(found[name] in range(SLOTS) for name in ("current", "hold_slot"))
+        and all(0 <= found[name] <= found["moment"] for name in ("moment_0", "moment_1", "kept"))
+        and 0 <= found["asked_whole"] <= found["asked"] >= found["served"] >= 0
+        and found["errors"] >= 0
     )
 
 
 class BeforeBoot(Corruption):
-    """The arena is from before the machine's last boot: its generations do not show which copies are intact."""
+    """The arena is from before the machine's last boot: its words do not show which copies are complete."""
 
 
 def inode_in(folder: Path) -> int:
@@ -163,7 +181,8 @@ def inode_in(folder: Path) -> int:
 def naturalize(fd: int) -> None:
     """Mark an arena's file, which arrived complete from another host, as of this boot, and of no process here."""
     os.pwrite(fd, boot_id(), _FIXED.size - 16)
-    os.pwrite(fd, bytes(8), FIELDS_AT + 8 * FIELDS.index("pid"))
+    for name in ("pid", "hold"):
+        os.pwrite(fd, bytes(8), FIELDS_AT + 8 * FIELDS.index(name))
 
 
 def boot_id() -> bytes:

@@ -24,11 +24,9 @@ from scarctl.arena.folder import arena_folder, folder_error
 from scarctl.arena.header import FILE
 from scarctl.arena.line import Word, fit
 from scarctl.arena.owner import disown, read_owner
-from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.view import ArenaView, peek
 from scarctl.errors import AccessDenied, Contention, Corruption, Fenced, ScarError, Unavailable
 from scarctl.state.layout import Layout
-from scarctl.state.version import NEVER
 from scarctl.store import Store
 from scarctl.store.store import Found
 
@@ -94,7 +92,7 @@ def view_of(base: str | None, store: Store) -> ArenaView | None:
     An arena that does not belong to the store is ignored, with a warning. `base` as for `arena_folder`.
     """
     found = peek(base, store.run_id)
-    if found is None or not (found.version >= 0).any():
+    if found is None or not (found.moments > 0).any():
         return found
     views = [found]
 
@@ -202,9 +200,10 @@ def arena_for(folder: Path, layout: Layout, store: Store, *, sparse: bool = Fals
     arena = take(folder, store)
     if arena is not None and arena.layout == layout:
         try:
-            if (arena.newest() == NEVER).all():
+            if not arena.intact().any():
                 # The process that created it may have died before it reserved the rows' space.
                 arena.reserve_rows()
+            arena.settle()
             disown(folder)
             arena.take_over()
         except BaseException:
@@ -213,7 +212,6 @@ def arena_for(folder: Path, layout: Layout, store: Store, *, sparse: bool = Fals
         return arena
     if arena is not None:
         log.warning("the arena in %s has another layout, and is replaced", folder)
-        HandOverQueue(folder).clear()
         arena.remove()
     return _create(folder, layout, store, sparse=sparse)
 
@@ -251,8 +249,8 @@ def with_room(folder: Path, make: Callable[[], T]) -> T:
 
 
 def _is_blank(arena: Arena) -> bool:
-    """Return whether an arena holds neither copies nor hand-overs."""
-    return not (arena.version >= 0).any() and not HandOverQueue(arena.folder).numbers()
+    """Return whether an arena holds no copies."""
+    return not arena.intact().any()
 
 
 def _stranger(store: Store, what: str) -> str:
@@ -314,7 +312,7 @@ def _report_others(folder: Path, store: Store) -> None:
     """Log other arenas of the same store, which are not used although they may have pending copies."""
     for path in _others(folder, store):
         view = peek(str(path.parents[1]), path.name)
-        if view is None or view.alive or not (view.version >= 0).any():
+        if view is None or view.alive or not (view.moments > 0).any():
             continue
         try:
             ours = view.line is None or fit(view.line, store.line())

@@ -1,11 +1,12 @@
-"""Read the notes that one process saved with a state: in a hand-over that waits, or in the store."""
+"""Read the notes that one process saved with a state: in its memory, or in the store."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 
-from scarctl.arena.queue import NEWEST, HandOverQueue
+from scarctl.arena.arena import Arena
+from scarctl.arena.extras import read_extras
 from scarctl.errors import Corruption
 from scarctl.state.extras import Notes
 from scarctl.store import ShardState, Store
@@ -13,18 +14,26 @@ from scarctl.store import ShardState, Store
 UNKNOWN = "what was saved with this state cannot be read, so that it may not be consistent: {}"
 
 
-def waiting_notes(queue: HandOverQueue, whole: str | None = None) -> Notes | None:
-    """Return the notes in the newest moment or hand-over with extras, of the commit `whole` if given; None without one.
-
-    Changes nothing, and skips damaged hand-overs. Raises Unavailable, AccessDenied.
-    """
-    for number in (NEWEST, *reversed(queue.numbers())):
-        # The persister may be faster; a damaged hand-over stays for it.
-        with contextlib.suppress(FileNotFoundError, Corruption):
-            handover = queue.read(number)
-            if handover.extras is not None and whole in (None, handover.whole):
-                return Notes.from_tree(handover.extras)
+def memory_notes(arena: Arena, whole: str | None = None) -> Notes | None:
+    """Return the notes of the state in memory, if it has this name; None without one. Raises as `read_extras` does."""
+    for slot in (arena.current, 1 - arena.current):
+        found = read_extras(arena, slot)
+        if found is not None and found.tree is not None and whole in (None, found.whole):
+            return Notes.from_tree(found.tree)
+        if whole is None:
+            return None
     return None
+
+
+def notes_in(folder: Path) -> Notes | None:
+    """Return the notes of the state in the arena in `folder`; None without one. Raises as `Arena.share` does."""
+    arena = Arena.share(folder, run_id=folder.name)
+    if arena is None:
+        return None
+    try:
+        return memory_notes(arena)
+    finally:
+        arena.close()
 
 
 def stored_notes(store: Store, states: Sequence[ShardState], whole: str) -> Notes:

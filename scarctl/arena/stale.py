@@ -15,7 +15,7 @@ from pathlib import Path
 
 from scarctl.arena.folder import check_private, lock_folder
 from scarctl.arena.gone import why_gone
-from scarctl.arena.header import FILE, MOMENT, OWNER, SITE, TOLD
+from scarctl.arena.header import EXTRAS, EXTRAS_NEW, FILE, OWNER, SITE, TOLD
 from scarctl.arena.kinship import ASIDE
 from scarctl.arena.line import FILE as LINE
 from scarctl.arena.line import fit
@@ -33,9 +33,8 @@ DAY = 86400.0
 _RUN_ID = re.compile(
     rf"(?P<store>[0-9a-f]{{32}})(\.[0-9a-f]{{16}})?(-(?P<shard>[0-9]{{1,6}}))?({re.escape(ASIDE)})?", re.ASCII
 )
-_HANDOVERS = "handover-*.safetensors", "staged-*.safetensors"
-_LEFT = MOMENT, "*rows-*", ".handover-*"
-"""Files of a queue that are of no use without an arena and hand-overs: the last two are those of a killed process."""
+_LEFT = LINE, OWNER, SITE, TOLD, *EXTRAS, *EXTRAS_NEW
+"""Files that are of no use without an arena."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +48,12 @@ class StaleArena(Document):
     folder: str
     bytes: int
     idle_seconds: float
-    """Time since the last change of its queue."""
+    """Time since the last memory checkpoint."""
     pid: int
     head_step: int
     durable_step: int
     pending_partitions: int | None
     """None if it cannot be read."""
-    handovers: int
-    """Number of hand-overs in its queue."""
     durable: bool
     """Whether the store has all of it."""
     foreign: bool
@@ -131,7 +128,7 @@ def has_unsaved(folder: Path, runs: tuple[str, ...]) -> bool:
     for path in run_folders(folder):
         if path.name.startswith(runs) and not path.name.endswith(ASIDE) and min(_age(path), _uptime()) < DAY:
             view = peek_in(path, path.name)
-            if view is not None and not view.alive and (view.pending or _handovers(path)):
+            if view is not None and not view.alive and view.lacking:
                 return True
     return False
 
@@ -161,8 +158,6 @@ def _look(path: Path, *, dead: bool = False) -> StaleArena | None:
     view, owner = peek(str(path.parents[1]), path.name), read_owner(path)
     if view is not None and not dead and view.alive:
         return None
-    pending = view.pending if view else None
-    handovers = _handovers(path)
     foreign = view is not None and _is_foreign(path, view)
     return StaleArena(
         id=path.name,
@@ -173,18 +168,13 @@ def _look(path: Path, *, dead: bool = False) -> StaleArena | None:
         pid=view.pid if view else 0,
         head_step=view.head_step if view else -1,
         durable_step=step_of(int(view.durable.max(initial=-1))) if view else -1,
-        pending_partitions=pending,
-        handovers=handovers,
-        durable=pending == 0 and handovers == 0 and not foreign,
+        pending_partitions=view.pending if view else None,
+        durable=view is not None and not view.lacking and not foreign,
         foreign=foreign,
         aside=path.name.endswith(ASIDE),
         gone=why_gone(path, view.place) if view is not None and owner is None else None,
         owner=owner.host if owner else None,
     )
-
-
-def _handovers(path: Path) -> int:
-    return sum(1 for pattern in _HANDOVERS for _ in path.glob(pattern))
 
 
 def _is_foreign(path: Path, view: ArenaView) -> bool:
@@ -224,9 +214,7 @@ def reap_run(path: Path) -> StaleArena | None:
         for pattern in _LEFT:
             for file in path.glob(pattern):
                 file.unlink(missing_ok=True)
-        for name in (LINE, OWNER, SITE, TOLD):
-            (path / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # damaged hand-overs stay, so that a person can inspect them
+        with contextlib.suppress(OSError):
             path.rmdir()
         return arena
     finally:

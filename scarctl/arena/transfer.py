@@ -23,7 +23,7 @@ from scarctl.arena.folder import (
     require_free,
     reserve,
 )
-from scarctl.arena.header import FILE, MOMENT, naturalize, read_header
+from scarctl.arena.header import EXTRAS, FILE, naturalize, read_header
 from scarctl.arena.kinship import put_aside, take, with_room
 from scarctl.arena.line import FILE as LINE
 from scarctl.arena.mapping import create_file
@@ -40,7 +40,7 @@ PIECE = 8 << 20
 """Bytes that are sent at a time."""
 INCOMING = ".incoming"
 """Suffix of the folder in which an arena is received until it is complete."""
-_SMALL = re.compile(rf"handover-[0-9]{{20}}\.safetensors|{re.escape(MOMENT)}|{LINE}", re.ASCII)
+_SMALL = re.compile("|".join(map(re.escape, (*EXTRAS, LINE))), re.ASCII)
 """Names of files that are sent with an arena."""
 _RECEIVED = ".arena-received"
 
@@ -73,7 +73,7 @@ class Outgoing:
         self.withheld = [name for name, size in sizes.items() if most is not None and size > most]
         """Names of small files that are left out."""
         if self.withheld:
-            log.warning("%s: %d hand-overs are too large to be sent", folder, len(self.withheld))
+            log.warning("%s: extras of %d states are too large to be sent", folder, len(self.withheld))
         self._files = {name: size for name, size in sizes.items() if name not in self.withheld}
         self.size = os.fstat(self._fd).st_size
         """Bytes of the arena's file."""
@@ -246,7 +246,7 @@ class Incoming:
             put_aside(self.folder, self._growing)
             return
         try:
-            for obsolete in self.folder.iterdir():  # hand-overs without an arena
+            for obsolete in self.folder.iterdir():  # files without an arena
                 obsolete.unlink()
             os.rename(self._growing, self.folder)
         except OSError as error:
@@ -291,4 +291,6 @@ def _digest_file(digest: xxhash.xxh3_128, name: str, data: bytes | Bytes) -> Non
 def _possible(view: ArenaView) -> bool:
     """Return whether a run can have written these versions."""
     newest = pack(MAX_EPOCH, MAX_STEP)
-    return all(bool(((a >= NEVER) & (a <= newest)).all()) for a in (view.version, view.durable))
+    return all(bool(((a >= NEVER) & (a <= newest)).all()) for a in (view.version, view.durable)) and bool(
+        (view.moments >= 0).all()
+    )

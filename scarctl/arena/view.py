@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.folder import arena_folder, check_both
-from scarctl.arena.header import FIELDS, FIELDS_AT, FILE, read_header, read_place
+from scarctl.arena.header import FIELDS, FIELDS_AT, FILE, SHARED, read_header, read_place
 from scarctl.arena.line import Word, noted
 from scarctl.errors import AccessDenied, Corruption, ScarError
 from scarctl.state.layout import Layout
@@ -40,15 +40,23 @@ class ArenaView:
     overhead: float | None
     """Measured share of training time that checkpoints take; None if unknown."""
     sealed: int
-    """Version of the newest sealed commit."""
+    """Version of the newest state that the store has as a whole."""
     moment: int
-    """Version of the newest memory checkpoint; -1 without one."""
+    """Moment of the current slot; 0 without a state. The arrays are those of this slot."""
+    head: int
+    """Version of the state in it; -1 without one."""
+    whole: bool
+    """Whether the copies in it are of one state."""
+    kept: int
+    """See `Fields.kept`."""
     line: Word | None
     """See `Arena.line`."""
     place: str
     """Address of the store, for display; "" if unknown."""
+    moments: NDArray[np.int64]
     version: NDArray[np.int64]
     durable: NDArray[np.int64]
+    saved: NDArray[np.int64]
     distance: NDArray[np.float64]
     encoding_error: NDArray[np.float64]
 
@@ -59,20 +67,25 @@ class ArenaView:
 
     @property
     def newest(self) -> NDArray[np.int64]:
-        """The newest version whose values each copy has: see `Arena.newest`."""
-        return np.where(self.version >= 0, np.maximum(self.version, max(self.sealed, self.moment)), -1)
+        """The newest version whose values each copy has: see `Slot.newest`."""
+        return np.where(self.moments > 0, self.head if self.whole else self.version, -1)
 
     @property
     def pending(self) -> int:
         """Number of partitions with a pending copy."""
-        return int(((self.version != self.durable) & (self.version >= 0)).sum())
+        return int(((self.moments != self.saved) & (self.moments > 0)).sum())
+
+    @property
+    def lacking(self) -> bool:
+        """Whether the store lacks something of this state: copies, or the extras."""
+        return self.moment != self.kept or self.pending > 0
 
     @property
     def ended(self) -> bool:
         """Whether the process is gone, and the store has all of its newest step, sealed."""
         return (
             not self.alive
-            and not self.pending
+            and not self.lacking
             and self.sealed >= 0
             and step_of(self.sealed) == self.head_step
         )
@@ -106,14 +119,17 @@ def peek_in(folder: Path, run_id: str) -> ArenaView | None:
         place = read_place(fd)
         n = layout.partitions
         fields = np.frombuffer(_read(fd, path, FIELDS_AT, 8 * len(FIELDS)), np.int64)
-        arrays = np.frombuffer(_read(fd, path, geometry.arrays_at, 32 * n), np.int64).reshape(4, n)
-        errors = np.frombuffer(_read(fd, path, geometry.errors_at, 8 * n), np.float64)
+        named = dict(zip(FIELDS, fields.tolist(), strict=True))
+        found = _read(fd, path, geometry.arrays_at, 8 * n * len(SHARED))
+        shared = dict(zip(SHARED, np.frombuffer(found, np.int64).reshape(-1, n), strict=True))
+        slot = named["current"]
+        at = geometry.slot_arrays_at[slot]
+        moments, version = np.frombuffer(_read(fd, path, at, 16 * n), np.int64).reshape(2, n)
     except (AccessDenied, Corruption) as error:
         log.warning("%s", error)
         return None
     finally:
         os.close(fd)
-    named = dict(zip(FIELDS, fields.tolist(), strict=True))
     return ArenaView(
         layout,
         geometry.size,
@@ -125,13 +141,18 @@ def peek_in(folder: Path, run_id: str) -> ArenaView | None:
         named["interval"] if named["interval"] > 0 else None,
         (named["overhead"] - 1) / 1e6 if named["overhead"] > 0 else None,
         named["sealed"],
-        named["moment"],
+        named[f"moment_{slot}"],
+        named[f"head_{slot}"],
+        bool(named[f"whole_{slot}"] or named[f"whole_low_{slot}"]),
+        named["kept"],
         noted(folder),
         place,
-        version=arrays[1],
-        durable=arrays[2],
-        distance=arrays[3].view(np.float64),
-        encoding_error=errors,
+        moments=moments,
+        version=version,
+        durable=shared["durable"],
+        saved=shared["saved"],
+        distance=shared["distance"].view(np.float64),
+        encoding_error=shared["encoding_error"].view(np.float64),
     )
 
 

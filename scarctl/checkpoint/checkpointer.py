@@ -1,7 +1,7 @@
 """Make one checkpoint in two halves, and count the work of a session.
 
 The first half starts the copy on a worker thread. The second half waits for it, and repeats the copy of groups that
-were written meanwhile. Then it queues the result with the extras.
+were written meanwhile. Then it makes the copy current, with the extras.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from scarctl.util.worker import Job, Worker
 log = logging.getLogger("scarctl")
 
 _ATTEMPTS = 8
-"""Attempts to copy a group while another thread keeps writing to it. After them its copies count as torn."""
+"""Attempts to copy a group while another thread keeps writing to it. After them the checkpoint is left out."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Stats:
     saved_bytes: int = 0
     """Bytes copied into the arena."""
     nonfinite_partitions: int = 0
-    """Partitions left out of a checkpoint because their values were not finite."""
+    """Partitions whose values were not finite, so that their checkpoints were left out."""
     torn_copies: int = 0
     """Groups copied again because they changed while they were copied."""
     recoveries: int = 0
@@ -115,8 +115,6 @@ class _UnderWay:
     common: Callable[[], Mapping[str, str]]
     """Digests what ranks have in common."""
     torn: bool
-    repeated: bool = False
-    """Something was copied again after the rows for the store were set aside."""
 
 
 class Checkpoints:
@@ -181,12 +179,13 @@ class Checkpoints:
         *,
         torn: bool = False,
         thorough: bool = True,
+        flush: bool = False,
         here: bool = False,
     ) -> None:
         """Start the first half: copy the state of `moment`. turn: what the store gets of it.
 
-        torn: it is not sealed, as an iteration is incomplete. thorough: see `Engine.copy`. here: copy in this thread,
-        before the call returns.
+        torn: it is given up, as an iteration is incomplete. thorough, flush: see `Engine.copy`. here: copy in this
+        thread, before the call returns.
         """
         if (trouble := engine.require_saving()) is not None:
             self._fault(trouble)  # copying continues, because another process may take over these copies
@@ -206,7 +205,8 @@ class Checkpoints:
 
         def copy() -> Copied:
             with self._streams.alongside(marks):
-                copied = replace(engine.copy(live, moment.step, turn, thorough=thorough), aside=not here)
+                copied = engine.copy(live, moment.step, turn, thorough=thorough, flush=flush)
+                copied = replace(copied, aside=not here)
                 return replace(copied, common=common()) if copied.sealed else copied
 
         counters, writes = live.all_counters(), self._lockstep.writes()
@@ -244,27 +244,28 @@ class Checkpoints:
             return None
         identities = under_way.moment.identities
         copied: Copied | None = None
+        uncounted: Corruption | None = None
         try:
-            copied = self._copy_again(under_way, self._wait(under_way.job, hook=hook), engine)
+            copied, uncounted = self._copy_again(under_way, self._wait(under_way.job, hook=hook), engine)
             copied = engine.without_lost(copied)
             self._count(copied, engine)
-            if not copied.ids.size and not copied.sealed:
-                copied.discard()
+            if not copied.sealed:
+                engine.abandon(copied)
                 return copied
-            extras, whole = self._extras(engine, under_way.moment), ""
-            if copied.sealed:
-                changed = bool(copied.ids.size)
-                whole = identities.of(copied.step, engine.arena.whole, changed=changed, extras=extras.digest)
-                extras = replace(extras, notes=replace(extras.notes, common=copied.common or {}))
+            extras = self._extras(engine, under_way.moment)
+            changed = bool(copied.ids.size)
+            whole = identities.of(copied.step, engine.arena.whole, changed=changed, extras=extras.digest)
+            extras = replace(extras, notes=replace(extras.notes, common=copied.common or {}))
             engine.hand_over(copied, extras, whole)
-            if copied.sealed:
-                identities.made()
+            identities.made()
         except BaseException as error:
             identities.failed(engine.arena.whole)
-            if copied is not None:
-                copied.discard()
+            if copied is not None and engine.arena.slot.moment != copied.moment:
+                engine.abandon(copied)
             self._failed(under_way, engine, error)
             return None
+        if uncounted is not None:
+            self._fault(uncounted)
         return copied
 
     def _end_filling(self, engine: Engine) -> None:
@@ -273,7 +274,7 @@ class Checkpoints:
             return
         try:
             fill.wait()
-            engine.adopt_orphans()  # copies of later steps, which the store has to get as of an earlier one
+            engine.adopt()  # copies of later steps, which the store has to get as of an earlier one
         except BaseException as error:
             # After Ctrl-C the filling itself continues, and the arena may be about to be closed.
             fill.settle()
@@ -292,39 +293,36 @@ class Checkpoints:
             self._stats.waited(time.perf_counter() - started)
         return copied
 
-    def _copy_again(self, under_way: _UnderWay, copied: Copied, engine: Engine) -> Copied:
+    def _copy_again(
+        self, under_way: _UnderWay, copied: Copied, engine: Engine
+    ) -> tuple[Copied, Corruption | None]:
         """Repeat the copy of groups that were written meanwhile.
 
         Torch counts in-place writes to a tensor (`_version`), except writes through `.data`: `validate` finds those.
         """
-        live, arena, copied = under_way.live, engine.arena, engine.without_lost(copied)
-        everything = copied.ids
+        live, slot, copied = under_way.live, copied.slot, engine.without_lost(copied)
+        uncounted: Corruption | None = None
+        if slot is None or not copied.sealed or under_way.torn:
+            return replace(copied, sealed=False), None
         written = live.written(under_way.counters)
-        for g, part in live.parts(everything) if written or under_way.snapshot is not None else ():
-            ids = everything[part]
-            if g in written:
-                under_way.repeated = True
-                copied = self._repeat(live, copied, g, engine)
-            elif under_way.snapshot is not None:
-                twin = live.with_tensors({g: under_way.snapshot[g]})
-                torn = np.intersect1d(ids, np.flatnonzero(twin.changed()))
-                if torn.size:
-                    under_way.repeated = True
-                    twin.save(torn, int(arena.version[torn[0]]))
-                    self._fault(
-                        Corruption(
-                            f"{engine.layout.name(int(torn[0]))} was written while it was copied, and torch did not "
-                            "count the write",
-                            hint="do not write through .data between optimizer steps; the copy was repeated",
-                        )
-                    )
-        if copied.sealed and (under_way.torn or _misses(copied, under_way)):
-            copied = replace(copied, sealed=False)
-        elif copied.sealed and (written or under_way.writes != self._lockstep.writes()):
+        for g in sorted(written):
+            copied = self._repeat(live, copied, g, engine)
+        if under_way.snapshot is not None:
+            others = {g: tensors for g, tensors in enumerate(under_way.snapshot) if g not in written}
+            twin = live.with_tensors(others)
+            torn = np.flatnonzero(twin.changed(slot))
+            if torn.size and copied.sealed:
+                twin.save(torn, slot, copied.version, copied.moment)
+                uncounted = Corruption(
+                    f"{engine.layout.name(int(torn[0]))} was written while it was copied, and torch did not "
+                    "count the write",
+                    hint="do not write through .data between optimizer steps; the copy was repeated",
+                )
+        if not slot.intact().all():
+            return replace(copied, sealed=False), uncounted
+        if written or under_way.writes != self._lockstep.writes():
             copied = replace(copied, common=under_way.common())
-        if under_way.repeated:
-            under_way.repeated, copied = False, engine.set_aside_again(copied)
-        return copied
+        return copied, uncounted
 
     def _repeat(self, live: LiveState, copied: Copied, g: int, engine: Engine) -> Copied:
         """Copy group `g` again until no other thread writes to it during the copy. Called in the training thread."""
@@ -332,34 +330,23 @@ class Checkpoints:
         for _ in range(_ATTEMPTS):
             before = live.counters(g)
             copied = engine.copy_again(live, copied, g)
-            if live.counters(g) == before:
+            if live.counters(g) == before or not copied.sealed:
                 return copied
-        first, last = engine.layout.base[g : g + 2]
-        mine = (copied.ids >= first) & (copied.ids < last)
-        engine.spoil(copied.ids[mine])
-        return replace(copied, ids=copied.ids[~mine], sealed=False)
+        return replace(copied, sealed=False)
 
     def _count(self, copied: Copied, engine: Engine) -> None:
         stats = self._stats
-        stats.checkpoints += 1
-        stats.saved_bytes += int(engine.layout.partition_bytes[copied.ids].sum())
         stats.copy_seconds += copied.seconds if copied.aside else 0.0
+        if copied.sealed:
+            stats.checkpoints += 1
+            stats.saved_bytes += int(engine.layout.partition_bytes[copied.ids].sum())
         if copied.nonfinite.size:
             if not stats.nonfinite_partitions:
                 log.warning(
-                    "step %d: %s not finite (first: %s); the last good copy of each is kept",
+                    "step %d: %s not finite (first: %s): memory and the store keep the state before, until all values "
+                    "are finite again",
                     copied.step,
                     counted(copied.nonfinite.size, "partition"),
                     engine.layout.name(int(copied.nonfinite[0])),
                 )
             stats.nonfinite_partitions += int(copied.nonfinite.size)
-
-
-def _misses(copied: Copied, under_way: _UnderWay) -> bool:
-    """Return whether a partition that equalled its copy was written since. Then the copies are not of one moment."""
-    live = under_way.live
-    if copied.ids.size == live.layout.partitions:
-        return False
-    if not live.written(under_way.counters):
-        return False
-    return bool(np.delete(live.changed(), copied.ids).any())

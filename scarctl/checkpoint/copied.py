@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from scarctl.arena.staged import Staged
+from scarctl.arena.slot import Slot
 from scarctl.policy.turns import Turn
-from scarctl.state.encodings import Encoding
 from scarctl.state.version import step_of
 from scarctl.util.arrays import Ids
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Copies that the store gets of a checkpoint, in one encoding."""
-
-    ids: Ids
-    """Partitions, ascending."""
-    encoding: Encoding
-    staged: Staged | None
-    """Their rows; None: those in the arena, which nothing changes until the store has them."""
+def _none() -> Ids:
+    return np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """The copies that one checkpoint made in the arena, and what the store gets of them."""
+    """What one checkpoint has copied into a slot of the arena, which is not current yet, and what the store gets."""
 
     version: int
-    """Version of all copies. Fixed at the start: the epoch may change meanwhile, if the daemon is replaced."""
-    ids: Ids
-    sealed: bool
-    """Every partition of the state is of this version: just copied, or equal to its newest copy."""
-    nonfinite: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    """Partitions left out because their values are not finite: the last good copy is kept."""
+    """Version of the state. Fixed at the start: the epoch may change meanwhile, if the daemon is replaced."""
+    slot: Slot | None = None
+    """The slot; None if it is held by a saver, so that this checkpoint is left out."""
+    moment: int = 0
+    ids: Ids = field(default_factory=_none)
+    """Partitions that have changed since the newest checkpoint."""
+    sealed: bool = False
+    """The slot has all of the state. Otherwise it never becomes current."""
+    nonfinite: Ids = field(default_factory=_none)
+    """Partitions whose values are not finite."""
     turn: Turn = Turn.NOTHING
     """What the store gets."""
-    parts: Sequence[Part] = ()
-    """These copies. Empty, with another turn than NOTHING: it lacks nothing, and only gets the extras."""
+    exact: Ids = field(default_factory=_none)
+    """In a partial turn, the partitions that the store gets exactly,"""
+    encoded: Ids = field(default_factory=_none)
+    """and those that it gets encoded."""
     seconds: float = 0.0
     """Processor seconds of the thread that copied."""
     aside: bool = True
@@ -50,9 +48,3 @@ class Copied:
     @property
     def step(self) -> int:
         return step_of(self.version)
-
-    def discard(self) -> None:
-        """Delete the staged rows: they are not handed over."""
-        for part in self.parts:
-            if part.staged is not None:
-                part.staged.discard()

@@ -1,64 +1,75 @@
 """Find the saved copies of one session's state, and bring them into its arena, verified.
 
-Copies are in three places: in the arena itself, in the queue of hand-overs, and in the store. This module does not
-change live values.
+Copies are in three places: in both slots of the arena, and in the store. What is read from the store goes into the slot
+that is not current. This module does not change live values.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.kinship import require_same_line
-from scarctl.arena.notes import stored_notes, waiting_notes
-from scarctl.arena.queue import HandOverQueue
+from scarctl.arena.notes import memory_notes, stored_notes
 from scarctl.checkpoint.filling import Staged
 from scarctl.checkpoint.found_extras import Saved, all_extras, newest_extras, sealed_extras
 from scarctl.checkpoint.loading import NewSlots
-from scarctl.recovery.execute import ArenaSink, execute
+from scarctl.recovery.execute import SlotSink, execute
 from scarctl.recovery.plan import MEMORY, STORE, Plan, plan_partial, plan_rollback, versions_of
 from scarctl.recovery.report import Report
 from scarctl.state.caveats import Caveats
 from scarctl.state.extras import Extras, Notes
 from scarctl.state.held import Held
-from scarctl.state.version import NEVER
 from scarctl.store import ShardState, Snapshot, Store
 from scarctl.store.saved import seconds_since
-from scarctl.util.arrays import Ids, places
+from scarctl.util.arrays import Ids, places, union
 
 Sealed = tuple[int, int, str]
 """A sealed state; see `Plan.sealed`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Where the copies of some partitions are, verified."""
+
+    report: Report
+    spare: Ids
+    """The partitions, ascending, whose copies are in the slot that is not current; all others are in the other."""
+    sink: SlotSink
+    """What has written to that slot."""
+
+    def settle(self) -> None:
+        """Make that slot current, with the whole state that was fetched."""
+        plan = self.report.plan
+        self.sink.settle(plan, plan.whole if self.report.label.of_one else "")
+
+
 class Copies:
     """The copies of one session's state."""
 
-    def __init__(
-        self, arena: Arena, queue: HandOverQueue, store: Store, shard_of: NDArray[np.int32], caveats: Caveats
-    ) -> None:
+    def __init__(self, arena: Arena, store: Store, shard_of: NDArray[np.int32], caveats: Caveats) -> None:
         """Take what holds the copies. caveats: gets a caveat if bytes in memory have changed."""
         self._arena = arena
         self._layout = arena.layout
-        self._queue = queue
         self._store = store
         self._shard_of = shard_of
         self._caveats = caveats
 
     def all_extras(self) -> Iterator[Saved]:
         """Yield all extras that can be read, newest first. Raises Unavailable, AccessDenied."""
-        return all_extras(self._queue, self._store)
+        return all_extras(self._arena, self._store)
 
     def notes_of(self, whole: str) -> Notes:
         """Return the notes that were saved with the commit `whole` of the whole state.
 
         Raises Corruption if they are damaged or gone, Unavailable, AccessDenied.
         """
-        # The queue is read first: a hand-over that leaves it meanwhile is in the store.
-        found = waiting_notes(self._queue, whole)
+        found = memory_notes(self._arena, whole)
         if found is not None:
             return found
         return stored_notes(self._store, [self._store.state(self._store.lane)], whole)
@@ -71,16 +82,16 @@ class Copies:
         """
         state, there = self._store.state(self._store.lane), self._arena.intact()
         there[state.ids[state.saved]] = True
-        return (state, newest_extras(self._queue, self._store, state)) if there.all() else None
+        return (state, newest_extras(self._arena, self._store, state)) if there.all() else None
 
     def in_memory(self) -> Held | None:
         """Return what this host's memory has, before a recovery changes it; None without any copy."""
         arena = self._arena
         if not arena.intact().any():
             return None
-        notes = waiting_notes(self._queue)
+        notes = memory_notes(self._arena)
         since = None if notes is None or notes.at is None else max(0.0, time.time() - notes.at)
-        return Held.of_versions(np.where(arena.intact(), arena.newest(), NEVER), since)
+        return Held.of_versions(arena.newest(), since)
 
     def in_store(self, plan: Plan, saved_at: str | None) -> Held:
         """Return what the store has, as far as `plan` knows it. saved_at: time of its newest commit."""
@@ -90,18 +101,6 @@ class Copies:
     def require_same_line(self) -> None:
         """Raise Fenced unless arena and store are of the same line."""
         require_same_line(self._arena, self._store)
-
-    def believe_newest_seal(self) -> None:
-        """Count the arena as of one step if a waiting hand-over or the newest moment is of its copies."""
-        arena = self._arena
-        if not arena.whole or not arena.intact().all():
-            return
-        for handover in self._queue.pending():
-            if handover.whole == arena.whole and (arena.version <= handover.version).all():
-                arena.seal(max(arena.sealed, handover.version))
-        moment = self._queue.moment()
-        if moment is not None and moment.whole == arena.whole and (arena.version <= moment.version).all():
-            arena.note_moment(max(arena.moment, moment.version))
 
     def fetch_all(
         self, state: ShardState, new: NewSlots | None = None, staged: Staged | None = None
@@ -118,13 +117,12 @@ class Copies:
             staged.complete = report.plan is plan
             if staged.complete:
                 return report
-        report = self._fetch(plan, new)
-        if everything.size and report.label.of_one:
-            self._arena.name_whole(report.plan.whole)
+        report, sink = self._fetch(plan, new)
+        Fetched(report, np.flatnonzero(sink.written), sink).settle()
         return report
 
-    def fetch_lost(self, ids: Ids, survivors: str) -> Report:
-        """Bring the newest copies of partitions `ids` into the arena. Raises NoIntactCopy.
+    def fetch_lost(self, ids: Ids, survivors: str) -> Fetched:
+        """Find the newest copies of partitions `ids`. Raises NoIntactCopy.
 
         survivors: name of the commit of the whole state to which all other live values belong; "" without one.
         """
@@ -132,29 +130,24 @@ class Copies:
         torn = ids[~arena.intact()[ids]]
         # The arena has the newest copies of all partitions: the store is read only for torn ones.
         state = self._stored(torn)
-        report = self._fetch(
-            plan_partial(ids, self._layout, self._shard_of, state, arena, survivors=survivors)
-        )
-        if report.label.of_one:
-            arena.name_whole(report.plan.whole)
-        return report
+        plan = plan_partial(ids, self._layout, self._shard_of, state, arena, survivors=survivors)
+        report, sink = self._fetch(plan)
+        return Fetched(report, np.flatnonzero(sink.written), sink)
 
-    def fetch_before(self, ids: Ids, before: int) -> tuple[Report, Ids]:
-        """Bring into the arena the newest copies of partitions `ids` that are of step `before` or earlier.
+    def fetch_before(self, ids: Ids, before: int) -> Fetched:
+        """Find the newest copies of partitions `ids` that are of step `before` or earlier.
 
-        Returns the report, and those of `ids` of which the store's newest copy is another one. Call it while nothing is
-        saved. Raises NoIntactCopy.
+        Call it while nothing is saved. Raises NoIntactCopy.
         """
         from scarctl.recovery.before import in_memory_before, plan_before
 
         arena = self._arena
-        far = ids[~in_memory_before(arena, ids, before)]
+        far = ids[~in_memory_before(arena, ids, before)[0]]
         state = self._stored(far)
-        report = self._fetch(
-            plan_before(ids, self._layout, self._shard_of, self._store, state, arena, before)
-        )
-        taken = report.plan.version[places(ids, far)]
-        return report, far[versions_of(state, far) != taken]
+        plan = plan_before(ids, self._layout, self._shard_of, self._store, state, arena, before)
+        report, sink = self._fetch(plan)
+        older = plan.spare[report.plan.tier[places(report.plan.ids, plan.spare)] == MEMORY]
+        return Fetched(report, union(older, np.flatnonzero(sink.written)), sink)
 
     def _stored(self, wanted: Ids) -> ShardState:
         """Return the store's state if any partition is wanted from it, otherwise an empty one."""
@@ -166,8 +159,8 @@ class Copies:
 
     def fetch_sealed(
         self, *, lost: int | None, until: Sealed | None, snapshot: Snapshot | None
-    ) -> tuple[Report, Extras]:
-        """Bring the newest sealed state into the arena, and return its extras too. Raises NoIntactCopy.
+    ) -> tuple[Fetched, Extras]:
+        """Find the newest sealed state, and return its extras too. Raises NoIntactCopy.
 
         lost: number of lost partitions, for the report; None: all.
         until: the newest sealed state that may be taken.
@@ -176,16 +169,14 @@ class Copies:
         plan = plan_rollback(
             self._store, self._layout, self._shard_of, self._arena, lost=lost, until=until, snapshot=snapshot
         )
-        report = self._fetch(plan)
-        return report, sealed_extras(self._store, report.plan)
+        report, sink = self._fetch(plan)
+        extras = sealed_extras(self._store, report.plan)
+        return Fetched(report, np.flatnonzero(sink.written), sink), extras
 
-    def _fetch(self, plan: Plan, new: NewSlots | None = None) -> Report:
-        # A waiting seal is of the arena's present copies, which are about to be replaced.
-        if (plan.tier != MEMORY).any():
-            self._queue.unseal()
+    def _fetch(self, plan: Plan, new: NewSlots | None = None) -> tuple[Report, SlotSink]:
         if self._arena.is_filling:
             self._arena.reserve_rows()
-        sink = ArenaSink(self._arena, None if new is None else new.rows)
+        sink = SlotSink(self._arena, None if new is None else new.rows)
         report = execute(plan, self._store, self._arena, sink)
         self._arena.end_filling()
         if report.memory_fault:
@@ -193,4 +184,4 @@ class Copies:
             self._caveats.say("memory-changed", report.memory_fault)
         if new is not None:
             new.written = sink.written
-        return report
+        return report, sink

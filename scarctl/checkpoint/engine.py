@@ -1,9 +1,9 @@
 """Save one session's state, once its layout is known.
 
 A checkpoint brings all of memory up to one step, and now and then it is the store's turn to get something of it.
-It has two halves. `copy` runs on the worker thread, during the next forward and backward: it compares, copies what has
-changed into the arena, and sets aside the rows that the store gets. `hand_over` runs right before the next optimizer
-step and only writes small files. The persister saves in the background.
+It has two halves. `copy` runs on the worker thread, during the next forward and backward: it compares, and copies what
+has changed into the slot that is not current. `hand_over` runs right before the next optimizer step: it writes the
+extras, and makes that slot current. The persister saves from there in the background.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from scarctl.arena.extras import LARGE, write_extras
 from scarctl.arena.kinship import arena_for
-from scarctl.arena.queue import NEWEST, HandOverQueue
-from scarctl.arena.staged import Staged, copy_out
-from scarctl.checkpoint.copied import Copied, Part
-from scarctl.checkpoint.copies import Copies
+from scarctl.checkpoint.copied import Copied
+from scarctl.checkpoint.copies import Copies, Fetched
 from scarctl.checkpoint.encoded import EncodedCopies
 from scarctl.checkpoint.filling import Filling
 from scarctl.checkpoint.live_state import LiveState
@@ -36,21 +35,19 @@ from scarctl.checkpoint.selector import Selector
 from scarctl.checkpoint.sent import Sent
 from scarctl.checkpoint.tracker import Tracker
 from scarctl.config import SessionSettings
-from scarctl.errors import ScarError, Unavailable
-from scarctl.persist.inherited import adopt_orphans
+from scarctl.errors import ScarError
+from scarctl.persist.inherited import adopt
 from scarctl.persist.saver import Saver
 from scarctl.persist.thread import Current
 from scarctl.policy.select import Candidates
 from scarctl.policy.turns import Turn
-from scarctl.recovery.plan import Plan
-from scarctl.recovery.report import Report
 from scarctl.state.caveats import Caveats
-from scarctl.state.encodings import Encoding
 from scarctl.state.extras import Extras, Notes, PolicyMemory
 from scarctl.state.layout import Layout
 from scarctl.state.version import ages_of, pack, step_of
 from scarctl.store import Store
 from scarctl.util.arrays import Ids, union
+from scarctl.util.text import human_bytes
 
 if TYPE_CHECKING:
     from scarctl.theory.history import History
@@ -96,16 +93,13 @@ class Engine:
         self.arena = arena_for(folder, layout, store, sparse=resuming)
         self.filling = Filling(self.arena)
         self.pinning = Pinning(self.arena.memory())
-        arena = self.arena
-        self.queue = HandOverQueue(arena.folder, lambda: arena.taken)
-        self.copies = Copies(self.arena, self.queue, store, self.shard_of, caveats)
+        self.copies = Copies(self.arena, store, self.shard_of, caveats)
         self.encoded = EncodedCopies(self.arena, settings.encoding, settings.norm)
-        self.pace = Pace(
-            settings, layout.nbytes, self.budget, selector, self.arena, self.queue, saver, caveats
-        )
+        self.arena.note_encoding(settings.encoding)
+        self.pace = Pace(settings, layout.nbytes, self.budget, selector, self.arena, saver, caveats)
         self.cadence = self.pace.cadence
-        self._crowded = False
-        """Memory had no room for rows that the store was to get; this was logged."""
+        self._large = False
+        """Extras are large; this was logged."""
         try:
             saver.open(self.arena)
             self.sent = Sent(self.arena, settings.norm, exact=settings.tracker == "exact")
@@ -114,120 +108,78 @@ class Engine:
             self.arena.close()
             raise
 
-    def copy(self, live: LiveState, step: int, turn: Turn, *, thorough: bool = True) -> Copied:
-        """Bring the arena up to the state after `step`, and set aside what the store gets. Called in the worker thread.
+    def copy(
+        self, live: LiveState, step: int, turn: Turn, *, thorough: bool = True, flush: bool = False
+    ) -> Copied:
+        """Bring the slot that is not current up to the state after `step`. Called in the worker thread.
 
-        Partitions that are not finite, or marked as lost, are left out: their last good copies stay, and the state is
-        not sealed. The very first checkpoint copies everything: it is the running checkpoint's x(0) (Qiao et al.,
-        section 4.2).
+        It never becomes current if values are not finite that were so before, or are marked as lost: memory then keeps
+        the last good state. The very first checkpoint copies everything: it is the running checkpoint's x(0) (Qiao et
+        al., section 4.2).
 
         thorough: compare everything, also what cannot have changed unless something unusual has written to it.
+        flush: copy even if a saver holds the slot; otherwise this checkpoint is left out.
         """
         began = time.thread_time()
         with torch.no_grad():
-            copied = self._copy(live, step, turn, thorough=thorough)
+            copied = self._copy(live, step, turn, thorough=thorough, flush=flush)
         return replace(copied, seconds=time.thread_time() - began)
 
-    def _copy(self, live: LiveState, step: int, turn: Turn, *, thorough: bool) -> Copied:
+    def _copy(self, live: LiveState, step: int, turn: Turn, *, thorough: bool, flush: bool) -> Copied:
         self.filling.run()
         if step == self.pace.due_at:  # all ranks sample after the same iterations
             self.motion.look(live.tensors, step)
         arena, version = self.arena, pack(self.arena.epoch, step)
-        if self.filling.lacks_copies or (arena.version >= 0).any():
+        begun = arena.begin_moment(flush=flush)
+        if begun is None:
+            return Copied(version, turn=turn)
+        slot, moment = begun
+        if self.filling.lacks_copies or arena.intact().any():
             partly = self.pace.turns.small and self.settings.tracker != "exact"
             thorough = thorough or self.filling.lacks_copies
             distance, changed = self.tracker.look(live, thorough=thorough, partly=partly)
-            # A torn copy is replaced, even if its bytes happen to be right.
             changed |= ~arena.intact()
         else:
             distance, changed = np.zeros(self.layout.partitions), np.ones(self.layout.partitions, dtype=bool)
-        lost, good = self.marked.mask, np.isfinite(distance)
-        changed &= ~lost
-        ids = np.flatnonzero(changed & good)
-        self.sent.moved(ids, distance[ids])
-        bad = live.save(ids, version, self.tracker.unread)
-        good[bad], distance[bad] = False, np.nan
-        ids, nonfinite = np.flatnonzero(changed & good), np.flatnonzero(changed & ~good)
-        left = union(nonfinite, np.flatnonzero(lost))
-        arena.note_distances(self.sent.unsaved().astype(np.float64))
-        self.tracker.copied(but=left)
-        if self.pace.leaving:
-            # All that the store lacks equals the live values now. As copies of one step they are saved in any order.
-            # What was so before, and has not changed since, keeps the name of its state.
-            waiting = arena.pending() & arena.intact() & (arena.version != version)
-            waiting[left] = False
-            arena.relabel(np.flatnonzero(waiting), version)
-        self.filling.lacks_copies &= bool(left.size)
-        copied = Copied(version, ids, sealed=not left.size, nonfinite=nonfinite, turn=turn)
-        return self._set_aside(self.without_lost(copied))
-
-    def without_lost(self, copied: Copied) -> Copied:
-        """Give up the copies of partitions that were marked as lost since the copy began: their values may be wrong."""
-        lost = self.marked.mask
-        if not lost.any():
+        bad = np.flatnonzero(changed & ~np.isfinite(distance))
+        copied = Copied(version, slot, moment, np.flatnonzero(changed), nonfinite=bad, turn=turn)
+        if bad.size or self.marked.mask.any():
             return copied
-        bad = copied.ids[lost[copied.ids]]
+        # What is equal to the current slot's copy is copied from there, so that equal moments have equal bytes.
+        arena.carry(np.flatnonzero((slot.moments != arena.moments) & ~changed))
+        bad = live.save(copied.ids, slot, version, moment, self.tracker.unread)
         if bad.size:
-            self.spoil(bad)
-            copied = self.set_aside_again(replace(copied, ids=copied.ids[~lost[copied.ids]]))
-        return replace(copied, sealed=False)
-
-    def _set_aside(self, copied: Copied) -> Copied:
-        """Choose what the store gets, and copy it out of the arena, which changes before the store has taken it."""
-        if copied.turn is not Turn.PART:
+            return replace(copied, nonfinite=bad)
+        self.tracker.copied(but=_NONE)
+        self.sent.moved(copied.ids, distance[copied.ids])
+        arena.note_distances(self.sent.unsaved().astype(np.float64))
+        self.filling.lacks_copies = False
+        copied = replace(copied, sealed=True)
+        if turn is not Turn.PART:
             self.selector.read_sample()
-        if copied.turn is Turn.NOTHING:
             return copied
         # What the store has in fewer bits, it lacks, even if it never changes again.
-        waiting = (self.arena.pending() | (self.arena.encoding_error >= 0)) & self.arena.intact()
-        if copied.turn is Turn.WHOLE:
-            parts: list[tuple[Encoding, Ids]] = [("exact", np.flatnonzero(waiting))]
-        else:
-            parts = self._choose(waiting, copied.step)
-        made: list[Part] = []
-        try:
-            for encoding, ids in parts:
-                made.append(Part(ids, encoding, self._rows(ids) if ids.size else None))
-        except BaseException:
-            replace(copied, parts=made).discard()
-            raise
-        return replace(copied, parts=made)
+        return self._choose(copied, slot.differs(arena.saved) | (arena.encoding_error >= 0))
 
-    def set_aside_again(self, copied: Copied) -> Copied:
-        """Repeat `_set_aside`'s copy: the arena has changed since."""
-        copied.discard()
-        parts, intact = [], self.arena.intact()
-        for part in copied.parts:
-            ids = part.ids[intact[part.ids]]
-            parts.append(Part(ids, part.encoding, self._rows(ids) if ids.size else None))
-        return replace(copied, parts=parts)
+    def without_lost(self, copied: Copied) -> Copied:
+        """Give up a copy if partitions were marked as lost since it began: their values may be wrong."""
+        return replace(copied, sealed=False) if self.marked.mask.any() else copied
 
-    def _rows(self, ids: Ids) -> Staged | None:
-        """Return the rows of these partitions, copied out; None if the arena does not change, or memory has no room."""
-        if self.pace.leaving:
-            return None
-        try:
-            return copy_out(self.arena, ids)
-        except Unavailable as error:
-            if not self._crowded:
-                log.warning(
-                    "%s. Until there is room, the store may get fewer whole states: what changes before it is read is "
-                    "left to the next turn",
-                    error.message,
-                )
-            self._crowded = True
-            return None
+    def abandon(self, copied: Copied) -> None:
+        """Leave a copy: its slot does not become current, and all that was copied is copied again the next time."""
+        self.tracker.moved(copied.ids)
 
-    def _choose(self, waiting: NDArray[np.bool_], step: int) -> list[tuple[Encoding, Ids]]:
+    def _choose(self, copied: Copied, waiting: NDArray[np.bool_]) -> Copied:
         """Choose the partitions of a turn within the budget. waiting: those that the store lacks."""
-        weighed = self.encoded.weigh(self.sent.distances())
+        assert copied.slot is not None
+        weighed = self.encoded.weigh(self.sent.distances(copied.slot))
         among = Candidates(
             distance_sq=weighed.distance_sq,
             nbytes=weighed.nbytes,
-            staleness=ages_of(self.sent.version, step),
+            staleness=ages_of(self.sent.version, copied.step),
             eligible=waiting & (not self.pace.leaving),
             seed=self.store.settings.seed,
-            step=step,
+            step=copied.step,
             max_staleness=self.settings.max_staleness,
         )
         memory = self.policy_memory
@@ -237,27 +189,24 @@ class Engine:
         self.policy_memory = PolicyMemory(chosen.credit, chosen.cursor)
         ids = chosen.ids
         if weighed.exact is None or self.encoded.encoding == "exact":
-            return [("exact", ids)] if ids.size else []
+            return replace(copied, exact=ids)
         exact = weighed.exact[ids]
-        both: list[tuple[Encoding, Ids]] = [(self.encoded.encoding, ids[~exact]), ("exact", ids[exact])]
-        return [part for part in both if part[1].size]
-
-    def spoil(self, ids: Ids) -> None:
-        """Give up the copies of these partitions."""
-        self.arena.spoil(ids)
-        self.tracker.moved(ids)
+        return replace(copied, exact=ids[exact], encoded=ids[~exact])
 
     def copy_again(self, live: LiveState, copied: Copied, g: int) -> Copied:
-        """Repeat the copy of group `g`. Partitions that are not finite by now have no good copy of this step."""
-        mine = (copied.ids >= self.layout.base[g]) & (copied.ids < self.layout.base[g + 1])
-        finite = np.ones(mine.size, dtype=bool)
-        finite[mine] = np.isfinite(live.distances_at(copied.ids[mine], self.settings.norm))
-        live.save(copied.ids[mine & finite], copied.version)
-        bad = copied.ids[~finite]
-        if not bad.size:
-            return copied
-        self.spoil(bad)
-        return replace(copied, ids=copied.ids[finite], sealed=False, nonfinite=union(copied.nonfinite, bad))
+        """Repeat the copy of group `g`. If a partition is not finite by now, the copy is given up."""
+        slot = copied.slot
+        assert slot is not None
+        mine = np.arange(self.layout.base[g], self.layout.base[g + 1])
+        now = live.changed_of(g) | ~self.arena.intact()[mine]
+        others = (copied.ids < self.layout.base[g]) | (copied.ids >= self.layout.base[g + 1])
+        copied = replace(copied, ids=np.sort(np.concatenate([copied.ids[others], mine[now]])))
+        bad = mine[now][~np.isfinite(live.distances_at(mine[now], self.settings.norm))]
+        if bad.size:
+            return replace(copied, sealed=False, nonfinite=bad)
+        self.arena.carry(mine[~now])
+        live.save(mine[now], slot, copied.version, copied.moment)
+        return copied
 
     def extras(self, settled: Extras, notes: Notes) -> Extras:
         """Return `settled`, the extras of the adapter and the loop, with these notes and this engine's measurements."""
@@ -271,43 +220,40 @@ class Engine:
         )
         return replace(settled, policy=self.policy_memory, notes=notes)
 
-    def hand_over(self, copied: Copied, extras: Extras, whole: str = "") -> None:
-        """Keep the extras with the copies in memory, and queue what the store gets. Returns at once.
+    def hand_over(self, copied: Copied, extras: Extras, whole: str) -> None:
+        """Write the extras, make the copy current, and ask for what the store gets. Returns at once.
 
-        whole: name of the whole state that all copies have; "" if they are of several.
+        whole: name of the state.
         """
-        tree, version = extras.to_tree(), copied.version
-        self.queue.note(version=version, whole=whole, extras=tree)
-        self.arena.name_whole(whole or self.arena.whole)  # before the persister reads it
-        if whole:
-            self.arena.note_moment(version)
-        if copied.turn is not Turn.NOTHING:
-            self._queue(copied, tree, whole if copied.turn is Turn.WHOLE else "")
-
-    def _queue(self, copied: Copied, tree: Any, whole: str) -> None:
-        if copied.turn is Turn.PART and not copied.parts:
-            return
-        before = self.queue.numbers() if copied.turn is Turn.WHOLE else []
-        unsaved = self.sent.unsaved()
-        parts = copied.parts or [Part(_NONE, "exact", None)]
-        for n, part in enumerate(parts):
-            number = self.queue.put(
-                version=copied.version,
-                ids=part.ids,
-                whole=whole,
-                extras=None if n else tree,
-                unsaved=unsaved[part.ids],
-                encoding=part.encoding,
-                staged=part.staged,
+        slot = copied.slot
+        assert slot is not None
+        nbytes = write_extras(self.arena.folder, slot.number, copied.moment, extras.to_tree())
+        if nbytes > LARGE and not self._large:
+            self._large = True
+            log.warning(
+                "step %d: extras take %s. Training waits while they are written; large tensors belong into the state",
+                copied.step,
+                human_bytes(nbytes),
             )
-            sizes = self.layout.partition_bytes if part.encoding == "exact" else self.encoded.nbytes
-            self.pace.handed_over(number, int(sizes[part.ids].sum()), copied.step, copied.turn)
-            if part.staged is not None:
-                self.sent.handed_over(part.ids, copied.version if whole else None)
-        # A whole state has all that waits, and newer.
-        for number in before:
-            self.queue.remove(number)
-        self.pace.turns.replaced(before)
+        self.arena.flip(slot, copied.moment, copied.version, whole)
+        if copied.turn is not Turn.NOTHING:
+            self._ask(copied)
+
+    def _ask(self, copied: Copied) -> None:
+        arena, sizes = self.arena, self.layout.partition_bytes
+        if copied.turn is Turn.WHOLE:
+            ids = np.flatnonzero(arena.pending() | (arena.encoding_error >= 0))
+            before = list(self.pace.turns.waiting)
+            number, nbytes = arena.ask(whole=True), int(sizes[ids].sum())
+        elif copied.exact.size or copied.encoded.size:
+            ids, before = union(copied.exact, copied.encoded), []
+            number = arena.ask(ids=copied.exact, encoded=copied.encoded)
+            nbytes = int(sizes[copied.exact].sum() + self.encoded.nbytes[copied.encoded].sum())
+        else:
+            return
+        self.pace.handed_over(number, nbytes, copied.step, copied.turn)
+        self.pace.turns.replaced(before)  # a whole state has all that waits, and newer
+        self.sent.asked(ids, copied.version if copied.turn is Turn.WHOLE else None)
         self.saver.notify()
 
     def expect(self, step: int) -> None:
@@ -334,32 +280,25 @@ class Engine:
         """Note that live values were restored in place."""
         self.motion.forget()
 
-    def fetch_before(self, ids: Ids, before: int) -> Report:
-        """Bring the newest copies of `ids` that are of step `before` or earlier into the arena: see `Copies`.
+    def fetch_before(self, ids: Ids, before: int) -> Fetched:
+        """Find the newest copies of `ids` that are of step `before` or earlier: see `Copies.fetch_before`.
 
         What waits for the store is saved first, for up to `timeout` seconds. Raises NoIntactCopy.
         """
         from scarctl.recovery.before import in_memory_before
 
-        if not in_memory_before(self.arena, ids, before).all():
+        if not in_memory_before(self.arena, ids, before)[0].all():
             self.drain()  # copies that wait may be the ones to take
         with self.nothing_saved():
-            report, other = self.copies.fetch_before(ids, before)
-            # The store's newest copies of these are of later steps, so it gets those that were restored.
-            self.arena.relabel(other, pack(self.arena.epoch, self.arena.head_step))
-            self.arena.note_distances(np.nan, other)
-        self.sent.replaced(other)
-        return report
+            fetched = self.copies.fetch_before(ids, before)
+        self.sent.replaced(ids)
+        return fetched
 
     def is_sealed(self) -> bool:
         """Return whether the store has the newest iteration as a whole, or gets it: it waits."""
-        handovers = self.queue.pending()
-        waiting = [handover.version for handover in handovers if handover.sealed]
-        lossy = (self.arena.encoding_error >= 0).any() or any(one.encoding != "exact" for one in handovers)
-        head, copies = self.arena.head_step, step_of(self.arena.newest())
-        if head in map(step_of, waiting) or step_of(self.arena.sealed) == head:
-            return True
-        return not (lossy or self.arena.pending().any()) and bool((copies == head).all())
+        arena = self.arena
+        head, newest = arena.head_step, bool(arena.whole) and step_of(arena.slot.head) == arena.head_step
+        return step_of(arena.sealed) == head or (newest and (arena.wants_whole or not arena.lacking()))
 
     def lag(self) -> int:
         """Return the iterations since the oldest checkpoint that waits for the store; 0 if none does."""
@@ -370,28 +309,24 @@ class Engine:
 
         Call it while saving is stopped.
         """
-        self.queue.clear()
         self.arena.reset()
         self.sent.forget()
 
-    def adopt_orphans(self, *, whole: bool = False) -> None:
-        """Queue copies in memory that the store lacks, after the death of a process. Never raises.
+    def adopt(self, *, whole: bool = False) -> None:
+        """Ask for what the store lacks of memory, after the death of a process.
 
-        whole: only if they are of one step.
+        whole: only if the copies are of one state.
         """
-        try:
-            adopt_orphans(self.arena, self.queue, whole=whole)
-            self.pace.turns.soon()
-            self.saver.notify()
-        except ScarError as error:
-            log.error("copies in %s cannot be queued: %s", self.arena.folder, error)
+        adopt(self.arena, whole=whole)
+        self.pace.turns.soon()
+        self.saver.notify()
 
     def start(self) -> None:
         """Start saving to the store."""
         self.saver.resume()
 
     def stop(self) -> None:
-        """Write nothing to the store until `start`. Hand-overs stay in the queue."""
+        """Write nothing to the store until `start`. Requests stay."""
         self.saver.stop()
 
     @contextmanager
@@ -404,16 +339,21 @@ class Engine:
             self.start()
 
     def drain(self) -> None:
-        """Start saving, and wait up to `timeout` seconds until all hand-overs are durable."""
+        """Start saving, and wait up to `timeout` seconds until all requests are durable."""
         self.start()
         self.saver.drain(self.settings.timeout)
 
-    def forget_after(self, plan: Plan) -> None:
-        """Make the sealed state of `plan`, which the arena has, the newest one, also in the store (a new epoch)."""
-        assert plan.seq is not None, "it is the plan of a rollback"
-        self.saver.roll_back(plan.seq)
-        self.arena.mark_all_durable(plan.whole)
-        self.queue.remove(NEWEST)
+    def forget_after(self, fetched: Fetched) -> None:
+        """Make a sealed state, which was fetched, the newest one, in memory and in the store (a new epoch)."""
+        arena, before, seq = self.arena, self.arena.slot, fetched.report.plan.seq
+        assert seq is not None, "it is the plan of a rollback"
+        fetched.settle()  # first: the store's new line is noted next to what memory has then
+        try:
+            self.saver.roll_back(seq)
+        except BaseException:
+            arena.flip(before, before.moment, before.head, before.whole)
+            raise
+        arena.mark_all_durable()
         self.sent.forget()
 
     def leave(self) -> None:
@@ -424,9 +364,9 @@ class Engine:
         self.arena.close()
 
     def close(self, drain: Callable[[], bool]) -> bool:
-        """Wait with `drain` until the store has all hand-overs, then close. Return whether all copies are durable.
+        """Wait with `drain` until the store has all that it was asked for, then close. Return whether all is durable.
 
-        A durable arena is removed. Otherwise it stays with its queue, for the next session on this host.
+        A durable arena is removed. Otherwise it stays, for the next session on this host.
         """
         self.selector.close()
         self.pinning.end()
@@ -434,7 +374,6 @@ class Engine:
         self.saver.close(Current.FINISH if durable else Current.INTERRUPT)
         durable = durable and not self.arena.pending().any()
         if durable:
-            self.queue.clear()
             self.arena.remove()
         else:
             self.arena.close()

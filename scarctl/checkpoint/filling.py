@@ -26,7 +26,7 @@ from scarctl.state.layout import Layout
 from scarctl.state.rows import rows_of
 from scarctl.state.torch_dtypes import torch_of
 from scarctl.state.version import NEVER, epoch_of, pack, step_of
-from scarctl.util.arrays import Bytes, Ids, distinct
+from scarctl.util.arrays import Bytes, Ids
 
 _WORTH = 64 << 20
 """Bytes of a state from which on a resume returns before the arena is full."""
@@ -119,7 +119,7 @@ class Filling:
         source: see `Staged.source`. step: the step from which the run continues.
         """
         # So that the store is not reported as empty until then. A copy counts only once it has a version.
-        self._arena.acknowledge(plan.ids, plan.version)
+        self._arena.acknowledge(plan.ids, plan.version, np.zeros(plan.ids.size, np.int64))
         self._later = plan, source, step
 
     @property
@@ -149,28 +149,32 @@ class Filling:
         arena, wanted = self._arena, np.zeros(plan.layout.partitions, np.uint64)
         wanted[plan.state.ids] = plan.state.checksum
         right: NDArray[np.bool_] = np.zeros(plan.ids.size, dtype=bool)
-        arena.begin(plan.ids)
+        begun = arena.begin_moment(flush=True)
+        assert begun is not None
+        slot, moment = begun
+        slot.begin(plan.ids)
         for g, part in pieces(plan.layout, plan.ids):
             ids = plan.ids[part]
             rows = rows_of(plan.layout, g, ids)
             for t, spec in enumerate(plan.layout.groups[g].tensors):
                 # Not looked up earlier: `share_memory` moves a tensor's memory, and frees the old one.
                 there = bytes_of(source[g][t]).reshape(spec.rows, spec.row_bytes)
-                arena.put_rows(g, t, rows, there[rows])
+                arena.put_rows(slot, g, t, rows, there[rows])
             # Read from the arena: a write to the live tensors between two reads would not show.
-            right[part] = checksums(arena, g, ids) == wanted[ids]
+            right[part] = checksums(slot, g, ids) == wanted[ids]
+        ids, versions = plan.ids[right], plan.version[right]
+        slot.end(ids, versions, moment)
+        whole = plan.whole if plan.label.of_one and right.all() else ""
+        newest = int(plan.version.max()) if plan.ids.size else pack(max(arena.epoch, 1), 0)
+        head = newest if plan.step is None else pack(epoch_of(newest), plan.step)
         # All copies appear last: if the process dies before, the store has its state as before.
-        if plan.label.of_one and right.all():
-            arena.name_whole(plan.whole)
-        for version in distinct(plan.version[right]).tolist():
-            ids = plan.ids[right & (plan.version == version)]
-            arena.end(ids, version)
-            arena.acknowledge(ids, version)
-        if right.all() and arena.whole and plan.step is not None and plan.ids.size:
+        arena.flip(slot, moment, head, whole)
+        arena.acknowledge(ids, versions, slot.moments[ids])
+        if right.all():
+            arena.keep(moment)
+        if whole:
             # The store has all of this commit, which may be of a later step than any of its copies.
-            arena.seal(pack(epoch_of(int(plan.version.max())), plan.step))
-        # No copy, rather than one in progress: other hosts wait for those before they count as complete.
-        arena.end(plan.ids[~right], NEVER)
+            arena.seal(head)
         return bool(right.all())
 
 
@@ -179,7 +183,15 @@ def age_after(arena: Arena, step: int) -> None:
 
     So they never count as of one step, and the next checkpoint is newer than they are.
     """
-    ahead = np.flatnonzero(step_of(arena.newest()) > step)
+    slot = arena.slot
+    newest = slot.newest()
+    ahead = np.flatnonzero(step_of(newest) > step)
     if ahead.size:
-        arena.unseal()
-    arena.relabel(ahead, pack(arena.epoch, max(0, step - 1)))
+        version = pack(arena.epoch, max(0, step - 1))
+        slot.version[:] = newest
+        slot.version[ahead] = version
+        slot.stamp(slot.moment, version, "")
+        arena.seal(NEVER)
+        # The store has them as of a step that is given up.
+        arena.acknowledge(ahead, arena.durable[ahead], np.zeros(ahead.size, np.int64))
+        arena.keep(0)

@@ -1,4 +1,4 @@
-"""Find saved extras in the queue of hand-overs and in the store, newest first."""
+"""Find saved extras in memory and in the store, newest first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from scarctl.arena.queue import HandOverQueue
+from scarctl.arena.arena import Arena
+from scarctl.arena.extras import read_extras
 from scarctl.errors import Corruption, NoIntactCopy
 from scarctl.recovery.plan import Plan
 from scarctl.state.extras import Extras
@@ -26,18 +27,18 @@ class Saved:
     extras: Extras
 
 
-def all_extras(queue: HandOverQueue, store: Store) -> Iterator[Saved]:
+def all_extras(arena: Arena, store: Store) -> Iterator[Saved]:
     """Yield all extras that can be read, newest first. Raises Unavailable, AccessDenied, Corruption."""
     stored = stored_extras(store, store.state(store.lane), [])
-    return heapq.merge(_waiting(queue), stored, key=lambda found: -found.version)
+    return heapq.merge(_in_memory(arena), stored, key=lambda found: -found.version)
 
 
-def newest_extras(queue: HandOverQueue, store: Store, state: ShardState) -> Saved | None:
-    """Return the newest extras, of the queue and of `state`; None if no extras were ever saved.
+def newest_extras(arena: Arena, store: Store, state: ShardState) -> Saved | None:
+    """Return the newest extras, of memory and of `state`; None if no extras were ever saved.
 
     Raises NoIntactCopy if extras were saved, but cannot be read.
     """
-    candidates = list(islice(_waiting(queue), 1))
+    candidates = list(islice(_in_memory(arena), 1))
     damaged: list[str] = []
     candidates += islice(stored_extras(store, state, damaged), 1)
     if not candidates and damaged:
@@ -48,14 +49,12 @@ def newest_extras(queue: HandOverQueue, store: Store, state: ShardState) -> Save
     return max(candidates, key=lambda found: found.version, default=None)
 
 
-def _waiting(queue: HandOverQueue) -> Iterator[Saved]:
-    """Yield the extras of hand-overs that are not durable yet, newest first."""
-    moment = queue.moment()
-    waiting = [*queue.pending(), *([] if moment is None else [moment])]
-    # Of two of the same version the later one comes first.
-    for handover in sorted(waiting, key=lambda handover: handover.version)[::-1]:
-        if handover.extras is not None:
-            yield Saved(handover.version, handover.whole, Extras.from_tree(torched(handover.extras)))
+def _in_memory(arena: Arena) -> Iterator[Saved]:
+    """Yield the extras of the slots, newest first. Those of a moment that was never complete are left out."""
+    for number in (arena.current, 1 - arena.current):
+        found = read_extras(arena, number)
+        if found is not None and found.tree is not None and found.moment <= arena.slot.moment:
+            yield Saved(found.version, found.whole, Extras.from_tree(torched(found.tree)))
 
 
 def stored_extras(store: Store, state: ShardState, damaged: list[str]) -> Iterator[Saved]:

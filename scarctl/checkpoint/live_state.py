@@ -1,7 +1,7 @@
 """Compare and copy between the live tensors of a training process and their last saved copies in the arena.
 
-`LiveState` is the only place where bytes move between the two: distances compare them, `save` copies live rows into
-the arena under the generation protocol, `load` copies them back.
+`LiveState` is the only place where bytes move between the two: distances compare them with the arena's current slot,
+`save` copies live rows into the other slot, `load` copies them back from either.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.slot import Slot
 from scarctl.checkpoint.batched import distances_of_groups
 from scarctl.checkpoint.distance import Norm, Scratch, bits, changed, distances_of, finite
 from scarctl.checkpoint.loading import LARGE, NewSlots, Piece, copy_all, pieces_of, views_of
@@ -26,9 +27,8 @@ from scarctl.state.layout import Layout
 from scarctl.state.rows import take_rows
 from scarctl.util.arrays import Ids, adjacent
 
-# A kill tears all partitions between `begin` and `end`, so pieces are small.
 _ATTEMPTS = 3
-"""Attempts to copy a piece before it is left torn."""
+"""Attempts to copy a piece before it is left without a copy."""
 _BATCH_BYTES = 8 << 20
 _GPU_BATCH_BYTES = 32 << 20
 """The same for a state on a GPU, which copies this in about the time in which the host copies the other."""
@@ -68,20 +68,26 @@ class LiveState:
         self.new_slots: NewSlots | None = None
         """During a resume, the slots that it has made."""
         self._writable = writable
-        self._saved = views_of(arena)
-        self._runs: tuple[list[Any], list[_Run]] | None = None
+        self._views = [views_of(slot) for slot in arena.slots]
+        self._runs: dict[int, tuple[list[Any], list[_Run]]] = {}
+        """By number of the slot to write to."""
 
     def with_tensors(
         self, tensors: Mapping[int, Sequence[torch.Tensor]], frozen: Set[int] | None = None
     ) -> LiveState:
         """Return this state with other tensors for some groups, by number: newer ones, or private copies."""
         twin = object.__new__(LiveState)
-        twin.new_slots = twin._runs = None
+        twin.new_slots, twin._runs = None, {}
         twin.frozen = self.frozen if frozen is None else frozen
-        twin.layout, twin.arena, twin._saved = self.layout, self.arena, self._saved
+        twin.layout, twin.arena, twin._views = self.layout, self.arena, self._views
         twin._writable = self._writable
         twin.tensors = [list(tensors.get(g, group)) for g, group in enumerate(self.tensors)]
         return twin
+
+    @property
+    def _saved(self) -> list[list[torch.Tensor]]:
+        """The tensors of the arena's current slot."""
+        return self._views[self.arena.current]
 
     def distances(self, norm: Norm = "l2") -> NDArray[np.float64]:
         """Return the distance of every partition from its copy in the arena: float64 of shape (layout.partitions,).
@@ -91,9 +97,19 @@ class LiveState:
         return self.distances_at(np.arange(self.layout.partitions), norm)
 
     def distances_at(
-        self, ids: Ids, norm: Norm = "l2", scratch: Scratch | None = None
+        self, ids: Ids, norm: Norm = "l2", scratch: Scratch | None = None, slot: Slot | None = None
     ) -> NDArray[np.float64]:
-        """Return the distances of the partitions `ids` (ascending): float64 of the shape of `ids`. See `distances`."""
+        """Return the distances of the partitions `ids` (ascending): float64 of the shape of `ids`. See `distances`.
+
+        slot: the slot with the copies; None: the current one.
+        """
+        if slot is not None and slot is not self.arena.slot:
+            of_slot, saved = np.empty(ids.size), self._views[slot.number]
+            for g, part in self.parts(ids):
+                mine = ids[part] - int(self.layout.base[g])
+                group = self.layout.groups[g]
+                of_slot[part] = distances_of(group, self.tensors[g], saved[g], mine, norm, Scratch())
+            return of_slot
         result, scratch = np.empty(ids.size), scratch or Scratch()
         whole: dict[int, slice] = {}
         for g, part in self.parts(ids):
@@ -182,16 +198,18 @@ class LiveState:
             found[rest] = self.distances_of(g, int(self.layout.base[g]) + rest, scratch=scratch)
         return found
 
-    def changed(self) -> NDArray[np.bool_]:
+    def changed(self, slot: Slot | None = None) -> NDArray[np.bool_]:
         """Return which partitions differ from their copy in any byte: bool of shape (layout.partitions,).
 
-        All do while the arena is not filled: its rows may have no space, and are not read.
+        slot: the slot with the copies; None: the current one. All differ while the arena is not filled: its rows may
+        have no space, and are not read.
         """
         result = np.ones(self.layout.partitions, dtype=bool)
         if self.arena.is_filling:
             return result
+        saved = self._views[(slot or self.arena.slot).number]
         for g, group in enumerate(self.layout.groups):
-            result[self._span(g)] = changed(group, self.tensors[g], self._saved[g])
+            result[self._span(g)] = changed(group, self.tensors[g], saved[g])
         return result
 
     def changed_of(self, g: int) -> NDArray[np.bool_]:
@@ -211,33 +229,36 @@ class LiveState:
             result |= np.logical_or.reduceat(differs, firsts)
         return result
 
-    def save(self, ids: Ids, version: int, unread: Set[int] = frozenset()) -> Ids:
-        """Copy the partitions `ids` (ascending) into the arena as `version`.
+    def save(
+        self, ids: Ids, slot: Slot, version: int, moment: int | Ids, unread: Set[int] = frozenset()
+    ) -> Ids:
+        """Copy the partitions `ids` (ascending) into a slot of the arena, as new at `version` and `moment`.
 
-        Partitions that another thread keeps writing to meanwhile, as counted by torch, are left torn.
+        moment: one for all, or one for each partition of the layout.
+        Partitions that another thread keeps writing to meanwhile, as counted by torch, are left without a copy.
         unread: groups whose parameters may have values that are not finite. Returns the partitions that have such
         values, ascending: they are not copied.
         """
-        gpu = any(map(is_gpu, self.devices))
+        gpu, into = any(map(is_gpu, self.devices)), self._views[slot.number]
         left: list[Ids] = []
         if ids.size == self.layout.partitions and all(device.type == "cpu" for device in self.devices):
-            pieces: Iterable[_Run] = self._all_runs()
+            pieces: Iterable[_Run] = self._all_runs(slot.number)
         else:
             pieces = self._batches(ids, _GPU_BATCH_BYTES if gpu else _BATCH_BYTES)
         for piece in pieces:
             for g, batch, starts, stops, views in self._finite(piece, unread, left):
-                self.arena.begin(batch)
+                slot.begin(batch)
                 for _ in range(_ATTEMPTS):
                     before = self.counters(g)
                     if views:
                         torch._foreach_copy_(*views)
                     else:
-                        for saved, live in zip(self._saved[g], self.tensors[g], strict=True):
+                        for saved, live in zip(into[g], self.tensors[g], strict=True):
                             copy_rows(saved, live, starts, stops, counted=False)
                     if gpu:
                         wait_for(self.devices)
                     if self.counters(g) == before:
-                        self.arena.end(batch, version)
+                        slot.end(batch, version, moment if isinstance(moment, int) else moment[batch])
                         break
         return np.concatenate([ids[:0], *left])
 
@@ -255,23 +276,24 @@ class LiveState:
         left.append(batch[~good])
         return self._batches(batch[good], _BATCH_BYTES)
 
-    def _all_runs(self) -> Sequence[_Run]:
+    def _all_runs(self, slot: int) -> Sequence[_Run]:
         """Return all partitions in pieces. They are kept, because making them takes half as long as copying 10 MiB."""
         memory = [
             (tensor.data_ptr(), tensor.stride()) for tensor in self._flat
         ]  # a tensor may get another one
-        if self._runs is None or self._runs[0] != memory:
+        kept = self._runs.get(slot)
+        if kept is None or kept[0] != memory:
             found: list[_Run] = []
             for g, batch, starts, stops, _ in self._batches(np.arange(self.layout.partitions), _BATCH_BYTES):
                 rows = slice(int(starts[0]), int(stops[0]))
                 pairs = [
                     (saved[rows], live[rows].detach()) if saved.dim() else (saved, live.detach())
-                    for saved, live in zip(self._saved[g], self.tensors[g], strict=True)
+                    for saved, live in zip(self._views[slot][g], self.tensors[g], strict=True)
                 ]
                 views = [saved for saved, _ in pairs], [live for _, live in pairs]
                 found.append((g, batch, starts, stops, views))
-            self._runs = memory, found
-        return self._runs[1]
+            kept = self._runs[slot] = memory, found
+        return kept[1]
 
     @functools.cached_property
     def parameters(self) -> NDArray[np.bool_]:
@@ -318,21 +340,28 @@ class LiveState:
         """Whether the live tensors are immutable, and replaced instead of written to."""
         return self._writable is not None
 
-    def load(self, ids: Ids, source: Sequence[Sequence[torch.Tensor | None]] | None = None) -> None:
+    def load(
+        self,
+        ids: Ids,
+        source: Sequence[Sequence[torch.Tensor | None]] | None = None,
+        slot: Slot | None = None,
+    ) -> None:
         """Copy the partitions `ids` (ascending) from the arena into the live tensors.
 
         source: tensors to copy from instead, by group and tensor; None where the live one has its values.
+        slot: the slot to copy from; None: the current one.
         """
         large: list[Piece] = []
         self._make_writable(ids)
-        new = self.new_slots
-        there = None if new is None else new.have(self.arena)
+        new, slot = self.new_slots, slot or self.arena.slot
+        there = None if new is None else new.have(slot)
+        views = self._views[slot.number]
         with torch.no_grad():
-            # Loading uses no generations, so it needs no small pieces.
+            # Loading needs no small pieces.
             for g, batch, starts, stops, _ in self._batches(ids, limit=1 << 62):
                 rows = take_rows(starts, stops)
                 known = new.rows if new is not None and there is not None and there[batch].all() else ()
-                of_group = zip((source or self._saved)[g], self.tensors[g], strict=True)
+                of_group = zip((source or views)[g], self.tensors[g], strict=True)
                 for t, (saved, live) in enumerate(of_group):
                     if saved is None or (g, t) in known or is_placeholder(live):
                         continue

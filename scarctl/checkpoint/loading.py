@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from scarctl.arena.arena import Arena
+from scarctl.arena.slot import Slot
 from scarctl.state.torch_dtypes import torch_of
-from scarctl.util.arrays import Bytes
+from scarctl.util.arrays import Bytes, Ids
 from scarctl.util.worker import run_all
 
 Piece: TypeAlias = tuple[Bytes, Bytes]
@@ -48,19 +48,19 @@ def copy_all(pieces: list[Piece]) -> None:
     run_all(lambda piece: np.copyto(*piece), pieces, min(_THREADS, torch.get_num_threads()))
 
 
-def views_of(arena: Arena) -> list[list[torch.Tensor]]:
-    """Return views of the arena's tensors, by group and tensor: two calls for each, of which a model may have many."""
-    whole = torch.from_numpy(arena.memory())
+def views_of(slot: Slot) -> list[list[torch.Tensor]]:
+    """Return views of a slot's tensors, by group and tensor: two calls for each, of which a model may have many."""
+    whole = torch.from_numpy(slot.memory())
     of_dtype: dict[str, tuple[torch.Tensor, int]] = {}
     views = []
-    for g, group in enumerate(arena.layout.groups):
+    for g, group in enumerate(slot.layout.groups):
         mine = []
         for t, spec in enumerate(group.tensors):
             if spec.dtype not in of_dtype:
                 dtype = torch_of(spec.dtype)
                 of_dtype[spec.dtype] = whole.view(dtype), dtype.itemsize
             flat, size = of_dtype[spec.dtype]
-            first = arena.offset(g, t) // size
+            first = slot.offset(g, t) // size
             mine.append(flat[first : first + spec.nbytes // size].view(spec.shape))
         views.append(mine)
     return views
@@ -79,14 +79,14 @@ class NewSlots:
             for g, t in made
             if (tensor := tensors[g][t]).dim() and tensor.nbytes and is_plain(tensor)
         }
-        self.written: NDArray[np.uint64] | None = None
-        """By partition, the generation of the copy in the arena that the slots have; odd without one."""
+        self.written: Ids | None = None
+        """By partition, the moment of the copy in memory that the slots have; 0 without one."""
 
-    def have(self, arena: Arena) -> NDArray[np.bool_]:
-        """Return of which partitions the slots in `rows` have the arena's copies: bool (partitions,)."""
+    def have(self, slot: Slot) -> NDArray[np.bool_]:
+        """Return of which partitions the slots in `rows` have the copies in this slot: bool (partitions,)."""
         if self.written is None:
-            return np.zeros(arena.layout.partitions, dtype=bool)
-        there: NDArray[np.bool_] = ((self.written & np.uint64(1)) == 0) & (self.written == arena.generation)
+            return np.zeros(slot.layout.partitions, dtype=bool)
+        there: NDArray[np.bool_] = (self.written > 0) & (self.written == slot.moments)
         return there
 
 

@@ -7,11 +7,9 @@ import math
 import time
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.queue import HandOverQueue
 from scarctl.checkpoint.behind import Behind
 from scarctl.checkpoint.selector import LAG, Selector
 from scarctl.config import SessionSettings
-from scarctl.errors import ScarError
 from scarctl.persist.saver import Saver
 from scarctl.policy.interval import Cadence
 from scarctl.policy.turns import DAY, MAX_TURN, REQUESTS, Turn, Turns, per_day
@@ -42,7 +40,6 @@ class Pace:
         part_bytes: int,
         selector: Selector,
         arena: Arena,
-        queue: HandOverQueue,
         saver: Saver,
         caveats: Caveats,
     ) -> None:
@@ -67,7 +64,6 @@ class Pace:
         self._part_bytes = part_bytes
         self._selector = selector
         self._arena = arena
-        self._queue = queue
         self._saver = saver
         self._caveats = caveats
         self._behind = Behind(caveats, fixed=self.cadence.fixed)
@@ -82,13 +78,9 @@ class Pace:
 
     def due(self, step: int) -> bool:
         """Return whether a regular checkpoint is due after `step`. Call it once after every iteration."""
-        now, turns = time.monotonic(), self.turns
-        waiting = turns.waiting
-        if waiting and not self._queue.has(min(waiting)):  # they become durable in order
-            try:
-                turns.look(now, self._queue.numbers())
-            except ScarError as error:  # the next checkpoint meets the same fault, and reports it
-                log.debug("the queue cannot be read: %s", error)
+        now, turns, served = time.monotonic(), self.turns, self._arena.served
+        if turns.waiting and min(turns.waiting) <= served:
+            turns.look(now, [number for number in turns.waiting if number > served])
         due = self.cadence.due(now, step)
         if due:
             self.due_at = step
@@ -148,8 +140,9 @@ class Pace:
 
     def lag(self, step: int) -> int:
         """Return the iterations since the oldest checkpoint that waits for the store; 0 if none does."""
-        # Some may have become durable since the last look, in order.
-        waits = (since for number, since in self.turns.steps() if self._queue.has(number))
+        # Some may have become durable since the last look.
+        served = self._arena.served
+        waits = (since for number, since in self.turns.steps() if number > served)
         return max(0, step - next(waits, step))
 
     @property
@@ -161,7 +154,7 @@ class Pace:
         return math.ceil(self.turns.turn_seconds / max(self.cadence.step_seconds or 1.0, 1e-9))
 
     def handed_over(self, number: int, nbytes: int, step: int, turn: Turn) -> None:
-        """Note that a hand-over of `nbytes` bytes of the state of `step` waits for the store."""
+        """Note that request `number`, for `nbytes` bytes of the state of `step`, waits for the store."""
         self.turns.handed_over(time.monotonic(), number, nbytes, step, turn)
 
     def _say(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Know how far memory is from what the store has, or gets once it has taken what waits for it.
+"""Know how far memory is from what the store has, or gets once it has taken what it was asked for.
 
 The distance of a partition is the sum of its movements between the checkpoints in memory since the store's copy: one
 number, and no second copy. It is at least the true distance. Chosen by its square, the store's copies stay as near as
@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.slot import Slot
 from scarctl.checkpoint.batched import distances_of_groups
 from scarctl.checkpoint.distance import Norm, Scratch
 from scarctl.checkpoint.loading import views_of
@@ -22,7 +23,7 @@ _UNKNOWN = 1e150
 
 
 class Sent:
-    """What one session has handed over to the store."""
+    """What one session has asked the store to take."""
 
     def __init__(self, arena: Arena, norm: Norm, *, exact: bool) -> None:
         """exact: compare with a copy of what the store has, instead of adding up movements."""
@@ -31,25 +32,23 @@ class Sent:
         self.version: Ids = arena.durable.copy()
         """Version of the copy that the store has, or gets: int64 (partitions,), `NEVER` for none."""
         self._moved = np.where(arena.pending(), _UNKNOWN, 0.0)
-        self._handed = self.version.copy()
-        """Version of the copy that was handed over last, which may be older than the whole state that has it."""
+        self._asked = arena.saved.copy()
+        """Moment of the copy that was there when the store was last asked to take it."""
         self._under_way = np.zeros(arena.layout.partitions)
-        """Distances from the store's copies of those that wait for it, when they were handed over."""
+        """Distances from the store's copies of those that wait for it, when they were asked for."""
         self._copy = [[torch.empty(0)] for _ in arena.layout.groups] if exact else None
         self._known = np.zeros(arena.layout.partitions, dtype=bool)
         """Of which partitions `_copy` has the store's values."""
 
     def moved(self, ids: Ids, distance: NDArray[np.float64]) -> None:
-        """Note that these partitions are about to be copied into memory, at these distances from their copies there."""
-        # A hand-over without rows of its own resets nothing when it is queued.
-        before = np.where(self._arena.pending()[ids], self._moved[ids], 0.0)
-        self._moved[ids] = np.minimum(before + distance, _UNKNOWN)
+        """Note that these partitions were copied into memory, at these distances from their copies there before."""
+        self._moved[ids] = np.minimum(self._moved[ids] + distance, _UNKNOWN)
 
-    def distances(self) -> NDArray[np.float64]:
-        """Return the distance of every copy in memory from the store's: float64 of shape (partitions,)."""
+    def distances(self, slot: Slot) -> NDArray[np.float64]:
+        """Return the distance of every copy in a slot from the store's: float64 of shape (partitions,)."""
         if self._copy is None:
             return self._moved.copy()
-        layout, views = self._arena.layout, views_of(self._arena)
+        layout, views = self._arena.layout, views_of(slot)
         groups = [g for g, group in enumerate(layout.groups) if group.partitions and self._copy[g][0].numel()]
         found = np.full(layout.partitions, _UNKNOWN)
         compared = distances_of_groups(
@@ -63,16 +62,16 @@ class Sent:
             found[int(layout.base[g]) : int(layout.base[g + 1])] = distance
         # Slots may have changed although the parameter has not.
         found = np.where(self._known, found, _UNKNOWN)
-        return np.where(self._arena.version == self.version, 0.0, found)
+        return np.where(slot.moments == self._asked, 0.0, found)
 
-    def handed_over(self, ids: Ids, version: int | None = None) -> None:
-        """Note that the store gets the present copies of `ids` (ascending).
+    def asked(self, ids: Ids, version: int | None = None) -> None:
+        """Note that the store gets the present copies of `ids` (ascending), or later ones.
 
         version: of a whole state, with which all other partitions equal the store's, too; None: not of one.
         """
         self._under_way[ids] += np.minimum(self._moved[ids], _UNKNOWN)
         self._moved[ids] = 0.0
-        self.version[ids] = self._handed[ids] = self._arena.version[ids]
+        self.version[ids], self._asked[ids] = self._arena.version[ids], self._arena.moments[ids]
         if version is not None:
             self._moved[:] = 0.0
             self.version[:] = version
@@ -81,8 +80,7 @@ class Sent:
 
     def unsaved(self) -> NDArray[np.float32]:
         """Return the distance of every copy in memory from what is durable, NaN if unknown: float32 (partitions,)."""
-        waits = self._arena.durable != self._handed
-        self._under_way[~waits] = 0.0
+        self._under_way[self._arena.saved >= self._asked] = 0.0
         found = self._moved + self._under_way
         return np.where(found < _UNKNOWN, np.minimum(found, 3e38), np.nan).astype(np.float32)
 
@@ -93,14 +91,14 @@ class Sent:
 
     def forget(self) -> None:
         """Note that copies in memory were replaced, so that no distance is known."""
-        self.version[:] = self._handed[:] = self._arena.durable
+        self.version[:], self._asked[:] = self._arena.durable, self._arena.saved
         self._moved[:] = np.where(self._arena.pending(), _UNKNOWN, 0.0)
         self._known[:] = False
 
     def _keep(self, ids: Ids) -> None:
         """Copy the parameters of these partitions: the store gets them."""
         assert self._copy is not None
-        layout, views = self._arena.layout, views_of(self._arena)
+        layout, views = self._arena.layout, views_of(self._arena.slot)
         starts, stops = layout.row_ranges(ids)
         for g in np.unique(layout.group_of(ids)).tolist():
             saved = views[g][0]

@@ -190,7 +190,7 @@ def _copies(state_bytes: float, hosts: int, peers: int) -> dict[str, Any]:
     return {
         "hosts": hosts,
         "peers": kept,
-        "bytes_per_host": kept * state_bytes / hosts,
+        "bytes_per_host": 2 * kept * state_bytes / hosts,  # two slots
         "survives": [
             {"lost": lost, "odds": survival(hosts, kept, lost)} for lost in range(1, min(kept + 2, hosts) + 1)
         ],

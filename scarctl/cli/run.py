@@ -344,7 +344,7 @@ def _save_queued(folder: Path, address: Address) -> bool:
     from scarctl.store import Store
     from scarctl.store.backends.address import portable_options
 
-    queued = {arena.id for arena in survey(folder) if arena.handovers and not arena.aside}
+    queued = {arena.id for arena in survey(folder) if not (arena.durable or arena.foreign or arena.aside)}
     try:
         if not queued:
             return False

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.stale import reap_run
-from scarctl.errors import Corruption, ScarError, Unavailable, UsageError
+from scarctl.errors import Corruption, Unavailable, UsageError
 from scarctl.persist.evacuated import Evacuated
 from scarctl.persist.evacuation import Copies
-from scarctl.persist.inherited import adopt_orphans
+from scarctl.persist.inherited import adopt
 from scarctl.persist.saver import LocalSaver
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current
@@ -38,7 +37,7 @@ class HostSaver(LocalSaver):
         self._loans = 0
         """Number of hosts to which the arena is being sent: nothing is saved meanwhile, so it does not change."""
         self.gives_way = False
-        """A new training process waits for the store: `release` puts the unfinished hand-over back."""
+        """A new training process waits for the store: `release` ends the current write."""
 
     def open_shared(self, *, again: bool) -> int:
         """Map the arena, open the store for writing, and return the epoch. The flags are those of `LocalSaver.open`.
@@ -110,7 +109,7 @@ class HostSaver(LocalSaver):
     def finish(self) -> bool:
         """Continue saving after `adopt`, even if the training process died during a pause. Never waits.
 
-        Returns whether all hand-overs are durable, or saving has stopped permanently, or the store was deleted: what is
+        Returns whether all requests are durable, or saving has stopped permanently, or the store was deleted: what is
         left in memory then stays there for a day, in case a copy of the store is put back.
         """
         if not self._lock.acquire(blocking=False):
@@ -123,13 +122,9 @@ class HostSaver(LocalSaver):
             super().resume()
             thread = self.thread
             if thread is not None and not self._looked:
-                # The training process may have died before it queued or announced its last copies.
+                # The training process may have died before it asked for its last copies, or announced that.
                 self._looked = True
-                try:
-                    arena = self.arena  # the thread may read a hand-over at this moment
-                    adopt_orphans(arena, HandOverQueue(arena.folder, lambda: arena.taken))
-                except ScarError as error:
-                    log.error("%s: the newest copies stay in memory only: %s", self.store.url, error)
+                adopt(self.arena)
                 thread.notify()
                 return False
             if thread is not None and thread.store_deleted and thread.failure is None:
@@ -163,7 +158,7 @@ class HostSaver(LocalSaver):
                 self._loans -= 1
 
     def release(self) -> None:
-        """Finish the hand-over that is being written, and release the store. The arena stays for the next session.
+        """Finish what is being written, and release the store. The arena stays for the next session.
 
         The arena of a dead run is removed if its store was deleted for certain, and another one is in its place:
         nothing in it can ever be saved.

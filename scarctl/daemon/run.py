@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.durability import durability
-from scarctl.arena.queue import HandOverQueue
 from scarctl.daemon.host_saver import HostSaver
 from scarctl.daemon.lifecycle import Phase
 from scarctl.daemon.request import Request
@@ -202,7 +201,7 @@ class Run:
                 try:
                     return self.saver.save_in_time(max(0.0, ends - time.monotonic()), copies)
                 except Unavailable as error:  # nothing is saved now, and the peers continue
-                    found = not_evacuated(arena, HandOverQueue(arena.folder), error, copies)
+                    found = not_evacuated(arena, error, copies)
                 left = before(ends, seconds) - time.monotonic()
                 if found.safe or left <= 0:
                     return found
@@ -262,7 +261,7 @@ class Run:
     def end_sending(self) -> None:
         """End the links once the peers are up to date, or after some seconds."""
         arena = self.saver.arena
-        done = self.closed and arena is not None and not arena.pending().any() and not _waits(arena)
+        done = self.closed and arena is not None and not (arena.lacking() or arena.waits)
         self._stop_senders(done=done, patience=0.0 if self.saver.gives_way else _LAST_ROUND)
 
     def _stop_senders(self, *, done: bool, patience: float) -> None:
@@ -359,14 +358,6 @@ def _distinguished(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
         else replace(one, host=f"{one.host} ({one.address}:{one.port})")
         for one in candidates
     )
-
-
-def _waits(arena: Arena) -> bool:
-    """Return whether a hand-over waits: the store may have all copies, but lack extras or a seal."""
-    try:
-        return bool(HandOverQueue(arena.folder).numbers())
-    except ScarError:
-        return arena.folder.exists()  # a closing session removes the folder once everything is durable
 
 
 def _rank_in(store: Store) -> tuple[int | None, bool]:

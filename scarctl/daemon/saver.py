@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.queue import HandOverQueue
 from scarctl.daemon import protocol
 from scarctl.daemon.client import REPLY_SECONDS, ask, connect, evacuate, gone, insist, request
 from scarctl.daemon.urgency import URGENT
@@ -171,7 +170,7 @@ class DaemonSaver:
         except ScarError as error:
             if error.kind == "unknown-host":
                 raise
-            return not_evacuated(self._arena, HandOverQueue(self._arena.folder), error)
+            return not_evacuated(self._arena, error)
 
     def answer(self, number: int, fields: Mapping[str, Any]) -> None:
         with contextlib.suppress(ScarError):  # without an answer the command ends after its timeout

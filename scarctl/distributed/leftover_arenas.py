@@ -10,13 +10,12 @@ from scarctl.arena.folder import arena_folder
 from scarctl.arena.header import FILE
 from scarctl.arena.kinship import take, view_of
 from scarctl.arena.owner import read_owner
-from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.view import peek
 from scarctl.config import SessionSettings
 from scarctl.distributed.collectives import Team
 from scarctl.distributed.host_address import place_of
 from scarctl.errors import ScarError, Unavailable
-from scarctl.persist.inherited import adopt_orphans
+from scarctl.persist.inherited import adopt
 from scarctl.session.opening import claim_saver
 from scarctl.store import Store, newest_topology, open_writer, topology_epochs
 from scarctl.store.members import PATIENCE, patiently
@@ -126,8 +125,7 @@ def _save_one(view: Store, settings: SessionSettings) -> None:
             return
         try:
             saver.open(arena)
-            queue = HandOverQueue(arena.folder)
-            adopt_orphans(arena, queue)
+            adopt(arena)
             saver.resume()
             saver.notify()
             if not saver.drain(settings.timeout):
@@ -135,7 +133,7 @@ def _save_one(view: Store, settings: SessionSettings) -> None:
                     f"{view.url}: copies that an earlier run left in {folder} are not saved yet: {saver.fault()}",
                     hint="retry after some time; nothing is lost",
                 )
-            if not arena.pending().any():
+            if not arena.lacking():
                 log.info("%s: saved the copies that an earlier run left in memory", view.url)
                 arena.remove()
         finally:

@@ -17,11 +17,11 @@ import torch
 
 from scarctl.adapter import StateGroup
 from scarctl.arena.arena import Arena
+from scarctl.arena.extras import carry_extras, read_extras, write_extras
 from scarctl.arena.folder import arena_folder
 from scarctl.arena.header import FILE
 from scarctl.arena.kinship import is_kin
 from scarctl.arena.owner import disown, read_owner
-from scarctl.arena.queue import HandOverQueue
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.config import SessionSettings
 from scarctl.distributed.own_extras import NOTHING, Own, with_own
@@ -156,7 +156,7 @@ def _copies_received(store: Store, settings: SessionSettings) -> int:
     if read_owner(folder) is None:
         return 0
     arena = Arena.share(folder, run_id=store.run_id)
-    return 0 if arena is None else int(arena.generation.sum())
+    return 0 if arena is None else int(arena.slot.moment + arena.spare.moments.sum())
 
 
 def _bring_up(
@@ -186,15 +186,10 @@ def _bring_up(
         if not _is_of(arena, store):
             log.warning("%s: the arena in %s does not belong to this run", store.url, folder)
             return False
-        queue = HandOverQueue(arena.folder, lambda: arena.taken)
-        waiting, moment = queue.pending(), queue.moment()
-        last = waiting[-1:]
-        # The owner sealed this step itself, or a later one, or its memory has it as a whole.
-        reached = max(step_of(arena.sealed), step_of(arena.moment))
-        if reached >= step or any(h.sealed and step_of(h.version) >= step for h in last):
+        arena.settle()
+        # The owner has this step in memory as a whole, or a later one.
+        if arena.whole and step_of(arena.slot.head) >= step:
             return False
-        if moment is not None and all(moment.version > h.version for h in last):
-            waiting.append(moment)
         if not late and read_owner(folder) is not None:
             raise Contention(f"{folder}: its owner may still send to it")
         mine = np.zeros(arena.layout.partitions, dtype=bool)
@@ -203,21 +198,33 @@ def _bring_up(
         live = LiveState(arena.layout, _tensors(arena, held, groups), arena)
         changed = mine & (live.changed() | ~arena.intact())
         finite = np.isfinite(live.distances())
-        version = pack(arena.epoch, step)
-        ids = np.flatnonzero(changed & finite)
+        version, ids = pack(arena.epoch, step), np.flatnonzero(changed & finite)
+        all_of_it = bool(whole and mine.all() and finite[changed].all())
         disown(folder)  # if its host still sends, its copies are older
-        live.save(ids, version)
+        if not (all_of_it or ids.size):
+            return True
+        begun = arena.begin_moment(flush=True)
+        assert begun is not None
+        slot, moment = begun
+        there = np.ones(mine.size, dtype=bool)
+        there[ids] = False
+        slot.begin(np.flatnonzero(there & ~arena.intact()))
+        arena.carry(np.flatnonzero(there & arena.intact() & (slot.moments != arena.moments)))
+        live.save(ids, slot, version, moment)
         arena.note_distances(np.nan, ids)  # only the owner knew how far the store's copies are
-        if whole and mine.all() and finite[changed].all():
-            queued = next((h for h in reversed(waiting) if h.extras is not None), None)
-            known = None if queued is None else Extras.from_tree(queued.extras)
-            arena.name_whole(whole)
-            older = queued is None or step_of(queued.version) < step
+        if all_of_it:
+            found = read_extras(arena)
+            known = None if found is None or found.tree is None else Extras.from_tree(found.tree)
+            older = found is None or step_of(found.version) < step
             tree = _for_owner(extras, known, names, older=older).to_tree()
-            queue.put(version=version, ids=ids, whole=whole, extras=tree)
+            write_extras(folder, slot.number, moment, tree)
+            arena.flip(slot, moment, version, whole)
             arena.reach(step)
-        elif ids.size:  # the other copies are older: extras of `step` would not match them
-            queue.put(version=version, ids=ids, extras=None)
+        else:  # the other copies are older: extras of `step` would not match them
+            carry_extras(arena, moment)
+            slot.version[there] = arena.newest()[there]
+            arena.flip(slot, moment, arena.slot.head, "")
+        arena.ask(whole=True)
     finally:
         arena.close()
     return True

@@ -64,7 +64,7 @@ def memory_age_of(arena: ArenaView) -> int | None:
 
 def waiting_in(arena: ArenaView) -> NDArray[np.bool_]:
     """Return whether each partition's copy in memory is newer than the store's."""
-    found: NDArray[np.bool_] = (arena.version != arena.durable) & (arena.version >= 0)
+    found: NDArray[np.bool_] = (arena.moments != arena.saved) & (arena.moments > 0)
     return found
 
 

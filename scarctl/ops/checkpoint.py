@@ -150,7 +150,7 @@ def checkpoint(state: StateFile, settings: CheckpointSettings, *, dry_run: bool 
         _check_step(settings.step, writer.state)
         live, damaged = _load(state, store, layout, writer.state, settings)
         choice = _choose(live, writer.state, settings, store)
-        live.save(choice.ids, pack(writer.epoch, settings.step))
+        live.save(choice.ids, live.arena.slot, pack(writer.epoch, settings.step), 1)
         collector = Collector(writer)
         seq = _commit(writer, live.arena, choice, settings)
         snapshot = None
@@ -312,7 +312,7 @@ def _commit(
     # If nothing fits into the budget, there is still a commit, which saves the credit for the next call.
     record = writer.commit(
         choice.ids,
-        arena.source,
+        arena.slot.source,
         step=settings.step,
         sealed=bool(done.all()),
         extras={**choice.extras, FILE_POLICY: choice.memory.to_tree()},

@@ -16,7 +16,6 @@ from scarctl.arena.folder import host_folder
 from scarctl.arena.header import FILE
 from scarctl.arena.kinship import ASIDE
 from scarctl.arena.owner import read_owner
-from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.stale import is_at, run_folders
 from scarctl.arena.view import peek
 from scarctl.daemon import client
@@ -264,7 +263,7 @@ def _unanswered(path: Path, error: ScarError, *, flushed: bool) -> Evacuated | N
         arena = None
     if arena is None:
         return None
-    return replace(not_evacuated(arena, HandOverQueue(path), error), flushed=flushed)
+    return replace(not_evacuated(arena, error), flushed=flushed)
 
 
 def _has_ended(folder: Path, run_id: str) -> bool:
@@ -277,13 +276,13 @@ def _has_ended(folder: Path, run_id: str) -> bool:
 
 
 def _waits(path: Path) -> bool:
-    """Return whether the arena in a folder may have copies or hand-overs that exist nowhere else. Takes no lock."""
+    """Return whether the arena in a folder may have copies or extras that exist nowhere else. Takes no lock."""
     if read_owner(path) is not None:
         return False  # a replica: its owner's host has them
     view = peek(str(path.parents[1]), path.name)
     if view is None:
         return (path / FILE).exists()  # an unreadable arena counts as unsaved
-    return view.pending > 0 or bool(HandOverQueue(path).numbers())
+    return view.lacking
 
 
 def evacuees(arena_dir: str | None, place: str | None) -> tuple[list[RunStatus], tuple[str, ...]]:

@@ -15,7 +15,6 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder, host_folder
 from scarctl.arena.kinship import believed, open_stopped
 from scarctl.arena.owner import read_owner
-from scarctl.arena.queue import HandOverQueue
 from scarctl.config.checks import check_mode
 from scarctl.daemon.client import wait_until_released
 from scarctl.errors import Corruption, UsageError
@@ -24,7 +23,7 @@ from scarctl.formats.state_file import StateFile, open_state
 from scarctl.formats.state_writer import StateWriter, new_state, patch_state
 from scarctl.ops.assemble import content, onto, whole_groups
 from scarctl.ops.sinks import FileSink, PatchSink, check_fits, counting
-from scarctl.recovery.execute import ArenaSink, SealedStateDamaged, Sink
+from scarctl.recovery.execute import SealedStateDamaged, Sink, SlotSink
 from scarctl.recovery.forecast import Loss, weigh
 from scarctl.recovery.label import label_of
 from scarctl.recovery.plan import MEMORY, PEER, Perturbation
@@ -316,8 +315,12 @@ class _Recovery:
             return Recovery(shown, known, self.output, None, self.cost, problems, self.left_out)
         with self._sinks(plan, file) as (sinks, out):
             report = execute_shared(plan, self.arenas, counting(sinks, plan.nbytes, self._progress))
+            whole = report.plan.whole if report.plan.label.of_one else ""
+            for sink, one in zip(sinks, report.plan.plans, strict=True):
+                if isinstance(sink, SlotSink) and one is not None:
+                    sink.settle(one, whole)
             for arena in self._written():
-                arena.name_whole(report.plan.whole if report.plan.label.of_one else "")
+                arena.slot.name(whole)
             if out is not None:
                 out.commit()
         self._roll_back(report.plan)
@@ -349,11 +352,8 @@ class _Recovery:
     ) -> Iterator[tuple[list[Sink], StateWriter | None]]:
         """Yield the sinks of all shares, and the file to commit after them."""
         if self.to_arena:
-            for arena in self._written():
-                # A waiting seal is of the copies that are about to be replaced.
-                HandOverQueue(arena.folder).unseal()
             # All copies are read and verified, even without an arena to write to.
-            yield [DiscardingSink() if arena is None else ArenaSink(arena) for arena in self.arenas], None
+            yield [DiscardingSink() if arena is None else SlotSink(arena) for arena in self.arenas], None
             return
         layouts = self.state.layouts
         writing: AbstractContextManager[StateWriter]
@@ -372,7 +372,7 @@ class _Recovery:
                 yield [FileSink(of, target, out) for of, target in pairs], out
 
     def _roll_back(self, plan: SharedPlan) -> None:
-        """Roll the store back too, and discard newer copies and hand-overs of the stopped run."""
+        """Roll the store back too, and discard newer copies of the stopped run."""
         if not self.writers:
             return
         for writer, arena in zip(self.writers, self.arenas, strict=False):
@@ -380,10 +380,8 @@ class _Recovery:
         for writer in self.writers:
             if writer.shard in plan.seqs:
                 writer.roll_back(plan.seqs[writer.shard])
-        for view in self.views:
-            folder = arena_folder(self.settings.arena_dir, view.run_id)
-            if folder.exists():
-                HandOverQueue(folder).clear()
+        for arena in self._written():
+            arena.mark_all_durable()
         if self.settings.into is not None:
             for arena in self.arenas:
                 if arena is not None:

@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from scarctl.arena.distances import from_store
 from scarctl.arena.folder import arena_folder, host_folder
 from scarctl.arena.kinship import view_of
-from scarctl.arena.notes import waiting_notes
+from scarctl.arena.notes import notes_in
 from scarctl.arena.owner import read_owner
-from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.view import ArenaView
 from scarctl.config.options import DEFAULT_MAX_LAG
 from scarctl.daemon.client import ask_status
@@ -145,9 +144,9 @@ def _caveats(stored: Sequence[Caveat], notes: Iterable[Notes]) -> tuple[Caveat, 
 
 
 def _waiting(folder: Path) -> Notes:
-    """Return the notes of the newest moment or hand-over in an arena's folder that has extras."""
+    """Return the notes of the newest state in an arena's folder."""
     try:
-        return waiting_notes(HandOverQueue(folder)) or Notes()
+        return notes_in(folder) or Notes()
     except ScarError as error:
         log.warning("%s", error)
         return Notes()

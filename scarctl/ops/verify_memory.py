@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder
 from scarctl.arena.owner import read_owner
+from scarctl.arena.slot import Slot
 from scarctl.recovery.memory import checksums, pieces
 from scarctl.store import ShardState, Store, topology_epochs
 from scarctl.util.arrays import Ids
@@ -64,19 +64,19 @@ def _check(arena: Arena, folder: Path, view: Store) -> MemoryCheck:
     owner = read_owner(folder)
     layout, step = arena.layout, arena.head_step
     # Noted before the records are read: they have the checksums of copies that are durable now and stay unchanged.
-    generation, version, durable = arena.generation.copy(), arena.version.copy(), arena.durable.copy()
-    lifted = np.maximum(version, arena.sealed)  # a seal found all durable copies unchanged
-    has = ((generation & np.uint64(1)) == 0) & (version >= 0)
+    slot, saved, durable = arena.slot, arena.saved.copy(), arena.durable.copy()
+    moments = slot.moments.copy()
+    lifted = np.maximum(durable, arena.sealed)  # a seal found all durable copies unchanged
+    has = moments > 0
     compared, damaged = 0, [np.empty(0, np.int64)]
     state = view.state(view.lane)
     if state.layout == layout:
         # The bytes of encoded copies are others than memory's.
         at = np.flatnonzero(state.saved & ~state.doubt & ~state.encoded)
         ids = state.ids[at]
-        # A later copy of the same version may have other values; then it is not acknowledged as durable.
-        same = has[ids] & (durable[ids] == version[ids])
-        same &= (version[ids] == state.version[at]) | (lifted[ids] == state.version[at])
-        for looked, differs in _compare(arena, ids[same], state, at[same], version, generation):
+        same = has[ids] & (saved[ids] == moments[ids])
+        same &= (durable[ids] == state.version[at]) | (lifted[ids] == state.version[at])
+        for looked, differs in _compare(slot, ids[same], state, at[same], moments):
             compared += looked
             damaged.append(differs)
     bad = np.concatenate(damaged)
@@ -93,18 +93,15 @@ def _check(arena: Arena, folder: Path, view: Store) -> MemoryCheck:
     )
 
 
-def _compare(
-    arena: Arena, ids: Ids, state: ShardState, at: Ids, version: Ids, generation: NDArray[np.uint64]
-) -> Iterator[tuple[int, Ids]]:
+def _compare(slot: Slot, ids: Ids, state: ShardState, at: Ids, moments: Ids) -> Iterator[tuple[int, Ids]]:
     """Yield the number of partitions compared, and those that differ.
 
-    at: places of `ids` in the state. version, generation: of every partition, noted before the state was read. The
-    generations of `ids` were even.
+    at: places of `ids` in the state. moments: of every partition, noted before the state was read.
     """
-    for g, part in pieces(arena.layout, ids):
+    for g, part in pieces(slot.layout, ids):
         some = ids[part]
-        sums = checksums(arena, g, some)
+        sums = checksums(slot, g, some)
         # A partition that changed while it was read cannot be compared.
-        still = (arena.version[some] == version[some]) & (arena.generation[some] == generation[some])
+        still = slot.moments[some] == moments[some]
         differs = still & (sums != state.checksum[at[part]])
         yield int(still.sum()), some[differs]

@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.queue import HandOverQueue, unsaved_distances
 from scarctl.peers.link import CONNECTED, State
 from scarctl.peers.sender import Sender
 from scarctl.policy.evacuation import order
-from scarctl.state.version import NEVER
 from scarctl.util.arrays import Ids
 
 HEAD_START = 0.1
@@ -38,11 +36,11 @@ class PeerCopies:
     def hurry(self) -> None:
         """Have all senders send at once, the most changed per byte first."""
         arena = self._arena
-        unsaved = unsaved_distances(HandOverQueue(arena.folder).pending(), arena.layout.partitions)
-        unsaved[arena.durable == arena.version] = 0.0  # the store has it
+        unsaved = arena.distance.astype(np.float32)
+        unsaved[arena.saved == arena.moments] = 0.0  # the store has it
         self._began = time.monotonic()
         for sender in self._rounds:
-            ids = order(unsaved, arena.layout.partition_bytes, sender.versions() == NEVER)
+            ids = order(unsaved, arena.layout.partition_bytes, sender.moments() == 0)
             rank = np.empty_like(ids)
             rank[ids] = np.arange(ids.size)
             self._rounds[sender] = sender.hurry(rank)
@@ -75,16 +73,17 @@ class PeerCopies:
         """Return whether the host was not reached since `hurry`. An attempt that began before says nothing."""
         return sender.state not in _MOVING and sender.failed_at >= self._began
 
-    def versions(self) -> Ids:
-        """Return the version of every copy that would survive unchanged: int64 (partitions,), -1 for none.
+    def moments(self) -> Ids:
+        """Return the moment of every copy that would survive: int64 (partitions,), 0 for none.
 
         A recovery takes the newest of these hosts' replicas, and no other. So unless a host has all of this memory, a
         copy counts only if each of them has it.
         """
         alive = self._alive()
         full = [sender for sender in alive if sender.has_acknowledged(self._rounds[sender])]
-        found = [sender.versions_as_here() for sender in full or alive]
-        none: Ids = np.full(self._arena.layout.partitions, NEVER, np.int64)
+        here = self._arena.moments
+        found = [np.where(sender.moments() == here, here, 0) for sender in full or alive]
+        none: Ids = np.zeros(self._arena.layout.partitions, np.int64)
         newest: Ids = np.minimum.reduce(found) if found else none
         return newest
 
@@ -97,7 +96,7 @@ class PeerCopies:
         return next((sender.whole for sender in self._alive() if sender.whole), "")
 
     def complete(self) -> bool:
-        """Return whether one of these hosts has all of the memory at the time of `hurry`, hand-overs included."""
+        """Return whether one of these hosts has all of the memory at the time of `hurry`, the extras included."""
         return any(sender.has_acknowledged(self._rounds[sender]) for sender in self._alive())
 
     def _alive(self) -> list[Sender]:

@@ -1,25 +1,25 @@
-"""Follow a live arena by its generations, and send a peer the copies that it lacks: the sending side of a replica.
+"""Follow a live arena by the moments of its copies, and send a peer those that it lacks: the sending side of a replica.
 
-A copy is sent if it is intact here and differs from the peer's. So changes of one partition coalesce, and nothing is
-queued. A new connection is not a special case: the peer reports the copies that it has.
+The slot that is sent is held meanwhile. So changes of one partition coalesce, and nothing is queued. A new connection
+is not a special case: the peer reports the copies that it has.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.extras import extras_file
 from scarctl.arena.header import inode_in
-from scarctl.arena.queue import HandOverQueue, Identity
+from scarctl.arena.hold import Hold
 from scarctl.arena.rows import read_rows
+from scarctl.arena.slot import Slot
 from scarctl.errors import Corruption, Fenced
 from scarctl.peers.frames import MAX_BODY, Batch, Buffer, Kind, Mark, encode
 from scarctl.state.version import NEVER
@@ -32,11 +32,8 @@ Counters: TypeAlias = "tuple[int | str, ...]"
 BATCH_BYTES = 8 << 20
 """Bytes of rows in a batch, if no partition is larger."""
 _MOST_COPIES = 1 << 16
-_TORN_SECONDS = 2.0
-"""Seconds to wait for copies in progress before a round ends without a mark."""
-_PAUSE = 0.005
-_NO_IDS: Ids = np.empty(0, np.int64)
-_NO_COPIES = (_NO_IDS, _NO_IDS, np.empty(0, np.uint64))
+_LEAST_HOLD, _MOST_HOLD = 5.0, 600.0
+"""Shortest and longest seconds for which a slot is held. A round that does not end in it has twice the time next."""
 
 
 def most_body(arena: Arena) -> int:
@@ -48,29 +45,23 @@ def most_body(arena: Arena) -> int:
 class Follower:
     """Tracks the copies of an arena that one peer has. It only reads the arena, whose run continues meanwhile."""
 
-    def __init__(
-        self, arena: Arena, *, most: int = BATCH_BYTES, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, arena: Arena, *, most: int = BATCH_BYTES) -> None:
         """Begin with a peer that has nothing. most: bytes of rows in a batch."""
         self._arena = arena
-        self._clock = clock
-        self._queue = HandOverQueue(arena.folder)
         self._inode = inode_in(arena.folder)
         n = arena.layout.partitions
-        self._generation = np.zeros(n, np.uint64)
-        self._version = np.full(n, NEVER, np.int64)
-        self._durable = np.full(n, NEVER, np.int64)
-        self.acknowledged = self._version.copy()
-        """Version of each copy that the peer certainly has: int64 of shape (partitions,), -1 for none."""
-        self.confirmed: NDArray[np.uint64] = np.ones(n, np.uint64)
-        """Generation of each copy that the peer certainly has: uint64 of shape (partitions,), 1 for none."""
-        self._under_way: deque[tuple[Ids, Ids, NDArray[np.uint64]]] = deque()
-        """Partitions, versions and generations in each frame that is not acknowledged yet."""
+        self._moments: Ids = np.zeros(n, np.int64)
+        self._saved: Ids = np.zeros(n, np.int64)
+        self.confirmed: Ids = np.zeros(n, np.int64)
+        """Moment of each copy that the peer certainly has, in a state that a mark has completed: 0 for none."""
+        self._under_way: deque[Ids | None] = deque()
+        """Moments of the copies that the peer has after each frame that is not acknowledged yet; None: as before."""
         self.rank: Ids | None = None
         """Place of each partition in the order of sending: int64 of shape (partitions,). None: ascending ids."""
-        self._sent: dict[int, Identity] = {}
-        """The hand-overs that the peer has, by number. Another process may put another one under the same number."""
-        self._too_large: set[int] = set()
+        self._seconds = _LEAST_HOLD
+        self._extras_of = 0
+        """Moment of the extras that the peer has."""
+        self._too_large = 0
         self._buffer = np.empty(max(most, int(arena.layout.partition_bytes.max(initial=0))), np.uint8)
         self.marked_step = NEVER
         """Step of the newest mark sent."""
@@ -80,89 +71,92 @@ class Follower:
         """Counters when the newest round began."""
         self.marked: Counters = ()
         """Counters of the newest mark sent."""
+        self.ended = False
+        """Whether the newest round has sent everything."""
         self.withheld = False
-        """Whether a hand-over in the newest round was too large to send, so that the peer lacks it."""
+        """Whether the extras in the newest round were too large to send, so that the peer lacks them."""
 
     def has(self, have: Sequence[Ids]) -> None:
         """Note the copies that the peer has, from `Replica.have`. Raises Corruption for arrays of another length."""
-        if len(have) != 3 or any(len(array) != len(self._version) for array in have):
+        if len(have) != 2 or any(len(array) != len(self._moments) for array in have):
             raise Corruption("a peer reports another number of copies than the layout has")
-        generation, version, durable = have
-        self._generation[:] = np.where(generation < 0, np.int64(1), generation).astype(np.uint64)
-        self._version[:], self._durable[:] = version, durable
-        self.confirmed = np.ones(
-            len(version), np.uint64
-        )  # cleared before the versions, which still describe another peer's copies
-        self.acknowledged = np.where(generation < 0, np.int64(NEVER), version)
-        self.confirmed = self._generation.copy()
+        self._moments[:], self._saved[:] = have
+        self.confirmed = np.zeros_like(self._moments)
         self._under_way.clear()
-        self._sent.clear()
+        self._extras_of = 0
 
     def confirm(self) -> None:
         """Note that the peer has acknowledged the oldest frame of those that `round` has yielded since."""
-        ids, version, generation = self._under_way.popleft()
-        self.acknowledged[ids], self.confirmed[ids] = version, generation
+        moments = self._under_way.popleft()
+        if moments is not None:
+            self.confirmed = moments
 
     def lags(self) -> bool:
         """Return whether anything has changed since the newest round began. Cheap: counters only."""
         return self.counters() != self._seen
 
-    def changed(self) -> NDArray[np.bool_]:
-        """Return which copies differ from the peer's, or are in progress: bool of shape (partitions,)."""
-        arena = self._arena
-        found: NDArray[np.bool_] = arena.generation != self._generation
-        found |= arena.version != self._version
-        found |= arena.durable != self._durable
+    def changed(self, slot: Slot | None = None) -> NDArray[np.bool_]:
+        """Return which copies differ from the peer's, in rows or in what the store has: bool (partitions,)."""
+        slot = slot or self._arena.slot
+        found: NDArray[np.bool_] = slot.differs(self._moments)
+        found |= (self._arena.saved != self._saved) & (slot.moments > 0)
         return found
 
     def round(self) -> Iterator[list[Buffer]]:
-        """Yield frames that bring the peer up to this moment or later: copies, hand-overs, and a mark.
+        """Yield frames that bring the peer up to this moment or later: copies, extras, and a mark.
 
-        Each frame has to be sent before the next is taken. If no mark ends the round, some copies were in progress for
-        too long. The frames already sent remain valid.
+        Each frame has to be sent before the next is taken. If no mark ends the round, training needed the slot. What
+        was sent remains valid, and the next round continues with the newest state.
 
-        Raises Fenced if another arena has taken the place, whose hand-overs then describe other copies.
+        In another order than by ids (`rank`), a mark follows each frame: the time may not be enough for all.
+
+        Raises Fenced if another arena has taken the place, whose extras then describe other copies.
         """
         arena = self._arena
         self._require_place()
-        self._seen = self.counters()
+        self._seen, self.ended = self.counters(), False
         # The values read now describe the copies of this moment. They may be sent once the peer has these or later
         # copies.
-        epoch, base, head = arena.epoch, arena.base_epoch, arena.head_step
-        errors, sealed, moment, whole = arena.errors, arena.sealed, arena.moment, arena.whole
-        handovers = self._handovers()
-        left = np.flatnonzero(self.changed())
-        until = self._clock() + _TORN_SECONDS
-        while left.size:
-            left = yield from self._copies(left)
-            if left.size:
-                if self._clock() > until:
-                    self._seen = ()
-                    return
-                time.sleep(_PAUSE)
+        epoch, base, step, errors, sealed = (
+            arena.epoch,
+            arena.base_epoch,
+            arena.head_step,
+            arena.errors,
+            arena.sealed,
+        )
+        with arena.held(self._seconds) as hold:
+            slot = hold.slot
+            moment, head, kept, whole = slot.moment, slot.head, arena.kept, slot.whole
+            for frame in self._copies(hold, np.flatnonzero(self.changed(slot))):
+                self._under_way.append(None)
+                yield frame
+                if self.rank is not None:
+                    yield self._mark(
+                        Mark(epoch, base, step, errors, sealed, moment, NEVER, 0, "", arena.line)
+                    )
+            extras = self._extras(slot) if moment and self._extras_of != moment else None
+            if not hold.end():
+                self._seen, self._seconds = (), min(2 * self._seconds, _MOST_HOLD)
+                return
+        self._seconds = _LEAST_HOLD
         self._require_place()
-        for number, (identity, data) in handovers.items():
-            if data is not None:
-                self._under_way.append(_NO_COPIES)
-                yield encode(Kind.HANDOVER, {"number": number}, data)
-                self._sent[number] = identity
-        # Copies equal those of the commit `whole` if none has begun since its name was read.
-        same = bool((arena.generation == self._generation).all()) and arena.whole == whole
-        named = whole if same and not self.withheld else ""
-        self._under_way.append(_NO_COPIES)
+        if extras is not None:
+            self._under_way.append(None)
+            yield encode(Kind.EXTRAS, {}, extras)
+            self._extras_of = moment
+        named = "" if self.withheld else whole
         # Lines may belong to later records than the copies, but never to earlier ones.
-        yield Mark(epoch, base, head, errors, sealed, moment, named, sorted(handovers), arena.line).frame()
-        self._sent = {number: identity for number, identity in self._sent.items() if number in handovers}
-        self.marked_step, self.marked_whole, self.marked = head, named, self._seen
+        yield self._mark(Mark(epoch, base, step, errors, sealed, moment, head, kept, named, arena.line))
+        self.marked_step, self.marked_whole, self.marked, self.ended = step, named, self._seen, True
+
+    def _mark(self, mark: Mark) -> list[Buffer]:
+        self._under_way.append(self._moments.copy())
+        return mark.frame()
 
     def counters(self) -> Counters:
         """Return counters, at least one of which changes with nearly every change of the arena."""
         arena = self._arena
-        try:
-            queued = os.stat(arena.folder).st_mtime_ns
-        except FileNotFoundError:
-            queued = 0
-        return (arena.epoch, arena.head_step, arena.sealed, arena.moment, arena.errors, arena.whole, queued)
+        return (arena.epoch, arena.head_step, arena.sealed, arena.slot.moment, arena.errors, arena.kept)
 
     def _require_place(self) -> None:
         """Raise Fenced unless the arena is in its place: a replica of the job's next start may have taken it."""
@@ -172,44 +166,27 @@ class Follower:
                 hint="the run has continued elsewhere",
             )
 
-    def _handovers(self) -> dict[int, tuple[Identity, bytes | None]]:
-        """Return identities and files of waiting hand-overs by number; None for the files that the peer has.
+    def _extras(self, slot: Slot) -> bytes | None:
+        """Return the file with the extras of a slot; None without one. Sets `withheld` if it is too large."""
+        data = extras_file(self._arena.folder, slot.number)
+        self.withheld = data is not None and len(data) > MAX_BODY
+        if data is None or not self.withheld:
+            return data
+        if not self._too_large:
+            log.warning("extras of %d bytes are too large for a peer", len(data))
+        self._too_large = len(data)
+        return None
 
-        Hand-overs that are too large are left out; then `withheld` is True.
-        """
-        found: dict[int, tuple[Identity, bytes | None]] = {}
-        self.withheld = False
-        for number in self._queue.small():
-            # Read before the file: a file that is replaced meanwhile is sent again in the next round.
-            identity = self._queue.identity(number)
-            if identity is not None and self._sent.get(number) == identity:
-                found[number] = identity, None
-                continue
-            data = self._queue.file(number)
-            if identity is None or data is None:
-                continue  # the persister was faster
-            if len(data) > MAX_BODY:
-                if number not in self._too_large:
-                    log.warning("hand-over %d of %d bytes is too large for a peer", number, len(data))
-                self._too_large.add(number)
-                self.withheld = True
-                continue
-            found[number] = identity, data
-        return found
-
-    def _copies(self, ids: Ids) -> Generator[list[Buffer], None, Ids]:
-        """Yield frames with these copies, and return those in progress. Notes the copies that the peer then has."""
-        missed = [_NO_IDS]
+    def _copies(self, hold: Hold, ids: Ids) -> Iterator[list[Buffer]]:
+        """Yield frames with these copies, until the hold ends. Notes the copies that the peer then has."""
         for part in self._parts(ids):
-            batches, under_way = self._read(part)
-            missed.append(under_way)
+            batches = self._read(hold.slot, part)
+            if not hold.lasts():
+                return
             for kind, batch in batches:
-                self._under_way.append((batch.ids, batch.version, batch.generation))
-                yield encode(kind, {"count": len(batch.ids)}, *batch.parts())
                 at = adjacent(batch.ids)
-                self._generation[at], self._version[at] = batch.generation, batch.version
-                self._durable[at] = batch.durable
-        return np.sort(np.concatenate(missed))
+                self._moments[at], self._saved[at] = batch.moments, batch.saved
+                yield encode(kind, {"count": len(batch.ids)}, *batch.parts())
 
     def _parts(self, ids: Ids) -> Iterator[Ids]:
         """Yield the partitions in parts of at most a batch's bytes, but at least one partition.
@@ -231,34 +208,23 @@ class Follower:
                 first = last
             ids = ids[first:]
 
-    def _read(self, ids: Ids) -> tuple[list[tuple[Kind, Batch]], Ids]:
-        """Return batches of copies that did not change meanwhile, with and without rows, and the other ids."""
+    def _read(self, slot: Slot, ids: Ids) -> list[tuple[Kind, Batch]]:
+        """Return batches of these copies, with and without rows."""
         arena = self._arena
-        before = arena.generation[ids]
-        even = (before & np.uint64(1)) == 0
-        missed, ids, before = ids[~even], ids[even], before[even]
-        version, durable, distance = arena.version[ids], arena.durable[ids], arena.distance[ids]
-        wanted = before != self._generation[ids]
-        rows = ids[wanted]
-        data = read_rows(arena, rows, self._buffer)
-        # A copy counts as acknowledged, but no longer if it has changed since it was read.
-        durable = np.where(durable == arena.durable[ids], durable, np.int64(NEVER))
-        same = arena.generation[ids] == before
-        missed = np.sort(np.concatenate([missed, ids[~same]]))
-        if not same[wanted].all():
-            # Rare: only complete rows are sent.
-            whole = same[wanted]
-            sizes = arena.layout.partition_bytes[rows]
-            if not whole.any():
-                data = data[:0]
-            else:
-                data = read_rows(arena, rows[whole], np.empty(int(sizes[whole].sum()), np.uint8))
-                again = arena.generation[rows[whole]] == before[wanted][whole]
-                if not again.all():
-                    return [], np.sort(np.concatenate([missed, ids[same]]))
+        wanted = slot.moments[ids] != self._moments[ids]
+        data = read_rows(slot, ids[wanted], self._buffer)
         found = []
-        for kind, take, body in ((Kind.BATCH, same & wanted, data), (Kind.FIELDS, same & ~wanted, data[:0])):
-            if take.any():
-                batch = Batch(ids[take], before[take], version[take], durable[take], distance[take], body)
+        for kind, take, body in ((Kind.BATCH, wanted, data), (Kind.FIELDS, ~wanted, data[:0])):
+            some = ids[take]
+            if some.size:
+                batch = Batch(
+                    some,
+                    slot.moments[some],
+                    slot.version[some],
+                    arena.durable[some],
+                    arena.saved[some],
+                    arena.distance[some],
+                    body,
+                )
                 found.append((kind, batch))
-        return found, missed
+        return found

@@ -37,11 +37,11 @@ class Kind(IntEnum):
     BATCH = 5
     """Copies with their rows."""
     FIELDS = 6
-    """Versions of copies whose rows the replica has."""
-    HANDOVER = 7
-    """A hand-over's file."""
+    """What the store has of copies whose rows the replica has."""
+    EXTRAS = 7
+    """The file with the extras of the state that the next mark completes."""
     MARK = 8
-    """The replica's copies now form a state of the run, with these counters and hand-overs."""
+    """The replica's copies now form a state of the run, with these words."""
     ACK = 9
     REFUSED = 10
     DONE = 11
@@ -148,29 +148,32 @@ def number_of(head: Mapping[str, Any], key: str, least: int, most: int) -> int:
 # -- copies --------------------------------------------------------------------------------------------------------
 
 _COPY = np.dtype(
-    [("id", "<i8"), ("generation", "<u8"), ("version", "<i8"), ("durable", "<i8"), ("distance", "<f8")]
+    [(name, "<i8") for name in ("id", "moment", "version", "durable", "saved")] + [("distance", "<f8")]
 )
 COPY_BYTES = _COPY.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Fields of some copies: arrays of equal length; `data` has their rows, in the order of `arena.rows`."""
+    """Fields of some copies: arrays of equal length; `data` has their rows, in the order of `arena.rows`.
+
+    They are those of a slot, `moments` and `version`, and of the arena: see `scarctl.arena.arena`.
+    """
 
     ids: Ids
     """Partitions, ascending."""
-    generation: NDArray[np.uint64]
-    """Generations in the owner's arena."""
+    moments: Ids
     version: Ids
     durable: Ids
+    saved: Ids
     distance: NDArray[np.float64]
     data: Bytes
 
     def parts(self) -> list[Buffer]:
         """Return the body of the batch's frame, in parts."""
         table = np.empty(len(self.ids), _COPY)
-        table["id"], table["generation"] = self.ids, self.generation
-        table["version"], table["durable"], table["distance"] = self.version, self.durable, self.distance
+        table["id"], table["moment"], table["version"] = self.ids, self.moments, self.version
+        table["durable"], table["saved"], table["distance"] = self.durable, self.saved, self.distance
         return [table.view(np.uint8), self.data]
 
 
@@ -182,18 +185,16 @@ def decode_batch(head: Mapping[str, Any], body: Bytes, partitions: int) -> Batch
         raise Corruption("a batch is shorter than its copies")
     table = body[:at].view(_COPY)
     ids = table["id"].astype(np.int64)
-    generation, version, durable = (
-        table["generation"].copy(),
-        table["version"].copy(),
-        table["durable"].copy(),
+    moments, version, durable, saved = (
+        table[name].copy() for name in ("moment", "version", "durable", "saved")
     )
     if ids[0] < 0 or ids[-1] >= partitions or (ids[1:] <= ids[:-1]).any():
         raise Corruption("a batch names partitions that do not exist, or one twice")
     newest = pack(MAX_EPOCH, MAX_STEP)
     bounded = all(bool(((a >= NEVER) & (a <= newest)).all()) for a in (version, durable))
-    if not bounded or (generation & np.uint64(1)).any():
+    if not bounded or (moments <= 0).any() or (saved < 0).any():
         raise Corruption("a batch has impossible versions")
-    return Batch(ids, generation, version, durable, table["distance"].copy(), body[at:])
+    return Batch(ids, moments, version, durable, saved, table["distance"].copy(), body[at:])
 
 
 # -- offers --------------------------------------------------------------------------------------------------------
@@ -259,7 +260,7 @@ MAX_NUMBER = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Counters of an arena at one moment, as in `arena.fields`, its hand-overs, and its line."""
+    """Words of an arena, as in `arena.fields`, those of its slot, and its line."""
 
     epoch: int
     base_epoch: int
@@ -267,32 +268,29 @@ class Mark:
     errors: int
     sealed: int
     moment: int
+    """Moment of the state that the replica's copies form now; 0 if the owner has none yet."""
+    head: int
+    """Its version."""
+    kept: int
+    """See `Fields.kept`."""
     whole: str
-    handovers: Sequence[int]
-    """Numbers of all waiting hand-overs."""
+    """Its name; "" if the copies are of several states."""
     line: Word | None
     """See `Arena.line`."""
 
     def frame(self) -> list[Buffer]:
         """Return the mark's frame."""
-        head = {
-            name: getattr(self, name)
-            for name in ("epoch", "base_epoch", "head_step", "errors", "sealed", "moment")
-        }
-        numbers = np.array(self.handovers, dtype="<i8").view(np.uint8)
-        counts = {"whole": self.whole, "handovers": len(self.handovers)}
-        return encode(Kind.MARK, {**head, **counts}, numbers, _pack_line(self.line))
+        head = {name: getattr(self, name) for name in (*_COUNTERS, "moment", "head", "kept", "whole")}
+        return encode(Kind.MARK, head, _pack_line(self.line))
+
+
+_COUNTERS = ("epoch", "base_epoch", "head_step", "errors", "sealed")
 
 
 def decode_mark(head: Mapping[str, Any], body: Bytes) -> Mark:
     """Decode the mark in a frame. Raises Corruption for impossible numbers."""
-    count = number_of(head, "handovers", 0, body.size // 8)
     if body.size % 8:
         raise Corruption("a mark's body differs in length from its head")
-    numbers = body.view("<i8").tolist()
-    handovers, line = numbers[:count], _unpack_line(numbers[count:])
-    if not all(0 <= number < MAX_NUMBER for number in handovers) or handovers != sorted(set(handovers)):
-        raise Corruption("a mark names impossible hand-overs")
     whole = text_of(head, "whole")
     if whole and not is_hex(whole, 32):
         raise Corruption("a mark's name of the whole state is not valid")
@@ -302,10 +300,11 @@ def decode_mark(head: Mapping[str, Any], body: Bytes) -> Mark:
         number_of(head, "head_step", NEVER, MAX_STEP),
         number_of(head, "errors", 0, MAX_NUMBER),
         number_of(head, "sealed", NEVER, pack(MAX_EPOCH, MAX_STEP)),
-        number_of(head, "moment", NEVER, pack(MAX_EPOCH, MAX_STEP)),
+        number_of(head, "moment", 0, MAX_NUMBER),
+        number_of(head, "head", NEVER, pack(MAX_EPOCH, MAX_STEP)),
+        number_of(head, "kept", 0, MAX_NUMBER),
         whole,
-        handovers,
-        line,
+        _unpack_line(body.view("<i8").tolist()),
     )
 
 

@@ -24,7 +24,6 @@ from scarctl.peers.channel import REPLY_SECONDS, STRANGER_SECONDS, Channel, Gone
 from scarctl.peers.follower import most_body
 from scarctl.peers.frames import (
     MAX_BODY,
-    MAX_NUMBER,
     Kind,
     decode_batch,
     decode_mark,
@@ -287,8 +286,8 @@ class Host:
                 kind, head, body = channel.receive(most_body=most)
                 if kind in (Kind.BATCH, Kind.FIELDS):
                     replica.apply(decode_batch(head, body, partitions), rows=kind is Kind.BATCH)
-                elif kind is Kind.HANDOVER:
-                    replica.keep(number_of(head, "number", 0, MAX_NUMBER), body.tobytes())
+                elif kind is Kind.EXTRAS:
+                    replica.keep(body.tobytes())
                 elif kind is Kind.MARK:
                     replica.mark(decode_mark(head, body))
                 elif kind is Kind.DONE:

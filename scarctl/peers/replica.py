@@ -1,8 +1,8 @@
 """Write a replica: the arena of a run that lives on another host, from the frames of its owner's daemon.
 
 A new replica grows in a folder next to its place. With its first mark it is complete, and takes the place; until then
-an older one stays there. In its place, each copy is complete, old or new, according to its generation, which is the
-owner's. Counters and hand-overs appear with a mark, after the copies that they describe.
+an older one stays there. Copies are written into the slot that is not current, as those of the owner's moments. A mark
+makes that slot current, with the extras and the counters that belong to it.
 
 The folder is locked only for each change. So a session or a survivor takes the arena when necessary. The replica then
 has no owner (`arena.owner`), which the next change notices.
@@ -21,14 +21,14 @@ from pathlib import Path
 import numpy as np
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.folder import folder_error, lock_folder, private
+from scarctl.arena.extras import carry_extras, parse_extras, put_file
+from scarctl.arena.folder import folder_error, lock_folder
 from scarctl.arena.header import FILE, OWNER
 from scarctl.arena.kinship import put_aside, replace_folder
 from scarctl.arena.line import write_line
 from scarctl.arena.mapping import populate
 from scarctl.arena.owner import Owner, read_owner, write_owner
-from scarctl.arena.queue import HandOverQueue
-from scarctl.arena.rows import write_fields, write_rows
+from scarctl.arena.rows import write_rows
 from scarctl.arena.transfer import sweep_incoming
 from scarctl.errors import Corruption, Fenced, ScarError, Unavailable
 from scarctl.peers.frames import Batch, Mark
@@ -61,8 +61,10 @@ class Replica:
         """Result of `_identity` when the owner's file was last read."""
         self._mapped = 0
         """Bytes of rows that `map_more` has mapped."""
-        self._handovers: dict[int, Path] = {}
-        """Files of hand-overs that no mark names yet."""
+        self._extras = b""
+        """The file with the extras of the coming mark; empty without one."""
+        self._written = arena.spare.intact() & (not arena.slot.moment)
+        """Which copies in the slot that is not current belong to the coming mark: bool of shape (partitions,)."""
 
     @classmethod
     def begin(cls, base: Path, run: str, layout_json: bytes, owner: Owner, epoch: int, store: str) -> Replica:
@@ -104,17 +106,12 @@ class Replica:
         return cls(place, growing, arena, owner)
 
     def have(self) -> list[Ids]:
-        """Return generation, version and durable version of every copy: int64, odd generations as -1."""
+        """Return the moment of every copy, 0 for none, and that of the store's: int64."""
         arena = self.arena
-        odd = (arena.generation & np.uint64(1)).astype(bool)
-        return [
-            np.where(odd, -1, arena.generation.astype(np.int64)),
-            arena.version.copy(),
-            arena.durable.copy(),
-        ]
+        return [np.where(self._written, arena.spare.moments, arena.moments), arena.saved.copy()]
 
     def apply(self, batch: Batch, *, rows: bool) -> None:
-        """Copy a verified batch. rows: with its rows; otherwise only the fields of copies that are already here.
+        """Copy a verified batch. rows: with its rows; otherwise only what the store has of copies that are here.
 
         Raises Fenced if the replica was taken, Corruption if the batch has another size than its copies. Raises
         Unavailable (`kind` "arena-full") if others have taken the room of a new replica, which is then removed.
@@ -122,14 +119,18 @@ class Replica:
         arena, ids = self.arena, batch.ids
         if batch.data.size != (int(arena.layout.partition_bytes[ids].sum()) if rows else 0):
             raise Corruption("a batch has another size than its copies")
-        if not rows and (arena.generation[ids] != batch.generation).any():
+        if not rows and (self.have()[0][ids] != batch.moments).any():
             raise Corruption("a peer describes copies that were never sent")
         with self._held():
-            arena.begin(ids)
             if rows:
+                spare = arena.spare
+                spare.begin(ids)
                 with self._growing():
-                    write_rows(arena, ids, batch.data, sparse=not self.complete)
-            write_fields(arena, ids, batch.version, batch.durable, batch.distance, batch.generation)
+                    write_rows(spare, ids, batch.data, None if self.complete else self._folder / FILE)
+                spare.end(ids, batch.version, batch.moments)
+                self._written[ids] = True
+            arena.acknowledge(ids, batch.durable, batch.saved)
+            arena.note_distances(batch.distance, ids)
 
     def map_more(self) -> bool:
         """Map some pages of a complete replica, so that later copies take no page faults. Return whether more are left.
@@ -143,20 +144,13 @@ class Replica:
         populate(memory[first : self._mapped])
         return self._mapped < memory.size
 
-    def keep(self, number: int, data: bytes) -> None:
-        """Keep a hand-over's file until a mark names it. Raises Fenced; Unavailable ("arena-full" without room)."""
-        with self._held(), self._growing():
-            path = self._folder / f".handover-of-peer-{number:020d}"
-            try:
-                path.unlink(missing_ok=True)
-                with open(path, "xb", opener=private) as file:
-                    file.write(data)
-            except OSError as error:
-                raise folder_error(error, path) from error
-            self._handovers[number] = path
+    def keep(self, data: bytes) -> None:
+        """Keep the file with the extras of the coming mark. Raises Corruption."""
+        parse_extras(data, "a peer's extras")
+        self._extras = data
 
     def mark(self, mark: Mark) -> None:
-        """Note the counters of the owner's arena, and the waiting hand-overs. Then the replica is complete.
+        """Make what was sent the replica's state, with the counters of the owner's arena. Then the replica is complete.
 
         Raises Fenced, Corruption, Unavailable, Contention.
         """
@@ -172,33 +166,43 @@ class Replica:
 
     def _note(self, mark: Mark) -> None:
         """Note a mark, in an order that leaves no false claim if the process dies meanwhile."""
-        arena, queue = self.arena, HandOverQueue(self._folder)
+        arena = self.arena
         try:
-            arena.name_whole("")
-            if arena.sealed != mark.sealed:
-                arena.seal(NEVER)
-            arena.note_moment(NEVER)
-            present = set(queue.small())
-            for number, path in self._handovers.items():
-                if number in mark.handovers:
-                    queue.take(number, path)
-                else:
-                    path.unlink(missing_ok=True)
-            self._handovers.clear()
             if arena.epoch != mark.epoch:
                 arena.begin_epoch(mark.epoch, again=True)
             if mark.line is not None and arena.line != mark.line:
                 write_line(self._folder, mark.line)
+            with self._growing():
+                self._flip(mark)
             arena.reach(mark.head_step)
             arena.note_errors(mark.errors)
             arena.seal(mark.sealed)
-            arena.note_moment(mark.moment)
-            arena.name_whole(mark.whole)
-            for number in present - set(mark.handovers):
-                queue.remove(number)
+            arena.keep(mark.kept)
             os.utime(self._folder)  # its age counts from now
         except OSError as error:
             raise folder_error(error, self._folder) from error
+
+    def _flip(self, mark: Mark) -> None:
+        """Make the slot with the newest copies current."""
+        arena, here, spare = self.arena, self.arena.slot, self.arena.spare
+        if not mark.moment:
+            return
+        if mark.moment == here.moment and not self._written.any():
+            if mark.whole:
+                here.stamp(here.moment, mark.head, mark.whole)
+            return
+        rest = ~self._written
+        spare.begin(np.flatnonzero(rest & ~here.intact()))
+        arena.carry(np.flatnonzero(rest & here.intact() & (spare.moments != here.moments)))
+        if self._extras:
+            put_file(self._folder, spare.number, [self._extras])
+        else:
+            carry_extras(arena, mark.moment)
+        # Without all copies, the extras are those of the state before.
+        head = here.head if mark.head == NEVER else mark.head
+        arena.adopt_moment(mark.moment)
+        arena.flip(spare, mark.moment, head, mark.whole)
+        self._extras, self._written = b"", np.zeros(arena.layout.partitions, dtype=bool)
 
     def _take_place(self) -> None:
         """Move the complete replica to its place. An older replica there is deleted; an arena of this host is set
@@ -277,7 +281,7 @@ def require_newest(place: Path, run: str, owner: Owner, epoch: int) -> None:
     if present is None:
         return
     own = read_owner(place) is None
-    blank = not (present.version >= 0).any()
+    blank = not present.intact().any()
     if own and owner.base_epoch <= present.epoch <= epoch and not blank:
         raise _taken(place)
     require_epoch(present, epoch)

@@ -152,7 +152,7 @@ class Sender:
         self._said: dict[Candidate, str] = {}
         """The kind of the newest warning about each host since the newest mark."""
         self._lacked = False
-        """Whether the newest acknowledged mark lacked a hand-over."""
+        """Whether the newest acknowledged mark lacked its extras."""
         self._thread = threading.Thread(target=self._run, name="scarctl-sender", daemon=True)
 
     def start(self) -> None:
@@ -182,11 +182,11 @@ class Sender:
         return wanted
 
     def has_acknowledged(self, number: int) -> bool:
-        """Return whether the peer has acknowledged all of round `number`, or of a later one, hand-overs included."""
+        """Return whether the peer has acknowledged all of round `number`, or of a later one, the extras included."""
         return self._acknowledged >= number
 
     def has_ended(self, number: int) -> bool:
-        """Return whether round `number`, or a later one, has ended. It may lack a hand-over that is too large."""
+        """Return whether round `number`, or a later one, has ended. It may lack extras that are too large."""
         return self._ended >= number
 
     @property
@@ -204,7 +204,7 @@ class Sender:
         host, behind = self._candidates[self.link.at].host, self.behind
         if behind is None:
             return f"{host}: {self.state.value}"
-        lacks = ", without a hand-over that is too large" if self._follower.withheld else ""
+        lacks = ", without extras that are too large" if self._follower.withheld else ""
         return f"{host}: {self.state.value}, {'up to date' if self.current else f'{behind} behind'}{lacks}"
 
     @property
@@ -224,18 +224,9 @@ class Sender:
         """
         return self._vouched_at if self.link.complete and self.state in CONNECTED else -math.inf
 
-    def versions(self) -> Ids:
-        """Return the version of every copy that the peer has acknowledged: int64 (partitions,), -1 for none."""
-        return self._follower.acknowledged.copy()
-
-    def versions_as_here(self) -> Ids:
-        """Return `versions`, but -1 for copies that have changed here since, even within the same version."""
-        follower = self._follower
-        confirmed = follower.confirmed
-        found = np.where(confirmed == self._arena.generation, follower.acknowledged, np.int64(NEVER))
-        if follower.confirmed is not confirmed:  # another peer was just connected
-            found[:] = NEVER
-        return found
+    def moments(self) -> Ids:
+        """Return the moment of every copy that the peer has acknowledged: int64 (partitions,), 0 for none."""
+        return self._follower.confirmed
 
     @property
     def whole(self) -> str:
@@ -328,7 +319,7 @@ class Sender:
             follower.has(_have(body, arena.layout.partitions))
             if peer != self._marker:
                 self._marker, self._marked = peer, NEVER
-            # Its hand-overs are unknown until the next mark.
+            # Its extras are unknown until the next mark.
             self._current, self._whole = (), ""
             self._ended = self._acknowledged = 0
             self._handle(self.link.accepted, complete=head.get("complete") is True)
@@ -370,12 +361,11 @@ class Sender:
                 channel.expect(Kind.ACK)  # no answer is due: this raises the reason why the peer ends
 
     def _round(self, channel: Channel) -> None:
-        waiting, marked = 0, False
+        waiting = 0
         # Set before the arena is read: a later request is answered by the next round.
         self._begun += 1
         number = self._begun
         for frame in self._follower.round():
-            marked = bytes(memoryview(frame[0])[:1]) == bytes([Kind.MARK])
             channel.send(frame)
             waiting += 1
             if waiting >= _WINDOW:
@@ -383,7 +373,7 @@ class Sender:
                 waiting -= 1
         for _ in range(waiting):
             self._confirm(channel)
-        if marked:
+        if self._follower.ended:
             self._ended = number
             lacks, self._lacked = self._follower.withheld and not self._lacked, self._follower.withheld
             if lacks:
@@ -415,4 +405,4 @@ def _batch_bytes(rate: float | None) -> int:
 def _have(body: Bytes, partitions: int) -> list[Ids]:
     """Return the arrays in the body of a peer's first answer: see `Replica.have`."""
     numbers = body.view(np.int64) if body.size % 8 == 0 else np.empty(0, np.int64)
-    return [numbers[n * partitions : (n + 1) * partitions].copy() for n in range(3)]
+    return [numbers[n * partitions : (n + 1) * partitions].copy() for n in range(2)]

@@ -1,7 +1,7 @@
 """Save pending copies before a deadline: in small commits, the most changed per byte first, until time runs out.
 
-Commits remain valid whenever the process is killed. If all copies were saved in time, the waiting seals follow: then
-the store has the whole state of the newest step. The plan is `scarctl.policy.evacuation`. Hosts that keep copies of
+Commits remain valid whenever the process is killed. If all copies were saved in time, a sealed one follows: then the
+store has the whole state of the newest step. The plan is `scarctl.policy.evacuation`. Hosts that keep copies of
 this memory get copies before the store does (`scarctl.peers.evacuation`). The store then begins with copies that these
 hosts lack.
 """
@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.extras import read_extras
+from scarctl.arena.header import EXTRAS
+from scarctl.arena.hold import Hold
 from scarctl.arena.notes import UNKNOWN
-from scarctl.arena.queue import NEWEST, HandOver, HandOverQueue, unsaved_distances
 from scarctl.errors import ScarError, UsageError
 from scarctl.persist.evacuated import NOWHERE, Evacuated, why_mixed_ranks
 from scarctl.persist.speed import Speed
 from scarctl.policy.evacuation import Pace, fitting, order
-from scarctl.state import codec
 from scarctl.state.caveats import Caveat
 from scarctl.state.common import UNREAD
 from scarctl.state.extras import Notes
@@ -53,14 +55,14 @@ def before(deadline: float, seconds: float) -> float:
 class Tier(Protocol):
     """A place that outlives the host."""
 
-    def commit_part(self, handover: HandOver, ids: Ids, extras: Any) -> int:
-        """Save copies as they are in memory, with the extras unless they are None. Return their bytes, now durable."""
+    extras_moment: int
+    """The newest moment whose extras the tier is known to have; 0 for none."""
 
-    def commit_extras(self, handover: HandOver) -> bool:
-        """Save a hand-over's extras, unless it has them. Return False if it has a later step, so that it cannot."""
+    def commit(self, hold: Hold, ids: Ids, *, seal: bool, extras: bool = True) -> int | None:
+        """Save copies of the slot that is held. Return their bytes, now durable; None if the hold has ended.
 
-    def persist(self, handover: HandOver) -> int:
-        """Save the rest of a hand-over, and its seal if it has one. Return the bytes saved, without extras."""
+        seal: the tier then has everything of that slot. extras: with its extras.
+        """
 
     def stored(self) -> Ids:
         """Return the version that the tier has of every partition, -1 for none: int64 (partitions,)."""
@@ -91,11 +93,11 @@ class Copies(Protocol):
     def wait(self, seconds: float) -> None:
         """Wait at most `seconds` until another host has all of this memory, or none can get more."""
 
-    def versions(self) -> Ids:
-        """Return the version of every copy that another host has unchanged: int64 (partitions,), -1 for none."""
+    def moments(self) -> Ids:
+        """Return the moment of every copy that another host has: int64 (partitions,), 0 for none."""
 
     def complete(self) -> bool:
-        """Return whether another host has all of this memory, hand-overs with their extras included."""
+        """Return whether another host has all of this memory, the extras included."""
 
     def hosts(self) -> tuple[str, ...]:
         """Return the names of the hosts that have any of these copies."""
@@ -104,21 +106,12 @@ class Copies(Protocol):
         """Return the name of the whole state in this memory if one of these hosts has it; otherwise ""."""
 
 
-@dataclass(slots=True)
-class _Order:
-    """Pending copies of one version, in the order in which they are saved."""
-
-    version: int
-    ids: Ids
-
-
 class Evacuation:
     """One evacuation of one arena. `run` saves, in the persister's thread; `report` may be called in any thread."""
 
     def __init__(
         self,
         arena: Arena,
-        queue: HandOverQueue,
         tier: Tier,
         deadline: float,
         *,
@@ -132,7 +125,6 @@ class Evacuation:
         self.saved = False
         """Whether `run` saves nothing more: at most it reads the notes."""
         self._arena = arena
-        self._queue = queue
         self._tier = tier
         self._copies = copies
         self._deadline = deadline
@@ -141,44 +133,22 @@ class Evacuation:
         self._pace = _pace_of(speed)
         self.written_bytes = 0
         self._commits = self._failures = 0
-        self._waiting: list[HandOver] = []
-        self._unsaved = np.full(arena.layout.partitions, np.nan, dtype=np.float32)
         self._notes = Notes.from_tree(None)
         self._seals: dict[str, Notes] = {}
         """The notes that were saved with commits of the whole state, by name."""
         self.unlabelled = "the time was up"
         """Why the notes of the newest one are not known."""
-        self._order: _Order | None = None
-        self._extras: HandOver | None = None
-        """The hand-over whose extras are not saved yet."""
         self._unread = False
-        """Whether the queue could not be read, so that its extras are unknown."""
-        self._look()
-
-    def _look(self) -> None:
-        """Read the queue: the distances of pending copies from the store's, and the newest extras."""
+        """Whether the extras in memory could not be read."""
         try:
-            self._waiting = self._queue.pending()
+            found = read_extras(arena)
         except ScarError as error:
             self.error, self._unread = error.message, True
             return
-        moment = self._queue.moment()
-        if moment is not None and self._is_left(moment):
-            self._waiting.append(moment)
-        self._unsaved = unsaved_distances(self._waiting, self._arena.layout.partitions)
-        self._extras = next((one for one in reversed(self._waiting) if one.extras is not None), None)
-        if self._extras is not None:
-            self._notes = Notes.from_tree(self._extras.extras)
-        seals = [one for one in self._waiting if one.sealed and one.extras is not None]
-        self._seals |= {one.whole: Notes.from_tree(one.extras) for one in seals}
-
-    def _is_left(self, moment: HandOver) -> bool:
-        """Return whether neither the store nor a hand-over that waits has the newest memory checkpoint as a whole."""
-        lifted = self._arena.lifted
-        newest = max((one.version for one in self._waiting), default=NEVER)
-        known = np.array([self._arena.sealed, newest, moment.version])
-        sealed, waits, own = lifted(known).tolist()
-        return bool(sealed < own and waits <= own and all(one.whole != moment.whole for one in self._waiting))
+        if found is not None and found.tree is not None:
+            self._notes = Notes.from_tree(found.tree)
+            if found.whole:
+                self._seals[found.whole] = self._notes
 
     def run(self, ended: Callable[[], bool] = lambda: False) -> None:
         """Save until all is durable and sealed, the deadline would be missed, or `ended` returns True.
@@ -198,7 +168,11 @@ class Evacuation:
     def _save(self, ended: Callable[[], bool]) -> None:
         while not ended():
             try:
-                more = self._commit() or self._seal()
+                with self._arena.held(max(0.0, self._left()) + _PAUSE) as hold:
+                    newest = hold.slot is self._arena.slot
+                    more = self._commit(hold) if newest else self._left() > 0
+                if not newest:  # another reader holds an earlier state
+                    self._sleep(_PAUSE)
             except ScarError as error:
                 self.error = error.message
                 log.warning("evacuating: %s", error)
@@ -222,116 +196,74 @@ class Evacuation:
     def _left(self) -> float:
         return self._deadline - self._clock()
 
-    def _commit(self) -> bool:
-        """Save the next copies. Return False if none is left, or no more can be saved in time."""
-        waiting = self._next()
+    def _commit(self, hold: Hold) -> bool:
+        """Save the next copies, or the seal. Return False if nothing is left, or no more can be saved in time."""
+        arena, slot = self._arena, hold.slot
+        pending = np.flatnonzero(slot.differs(arena.saved))
+        extra_bytes = 0 if self._has_extras(hold) else self._extras_bytes(slot.number)
+        if not pending.size:
+            return self._seal(hold, extra_bytes)
         room, most = self._pace.room(self._left())
         if not room:
             return False
-        if self._commit_older_extras(waiting.version, room):
-            return True
-        extras, extra_bytes = self._extras_within(waiting.version, room)
-        sizes = self._arena.layout.partition_bytes[waiting.ids]
-        taken = waiting.ids[fitting(sizes, room - extra_bytes, most - extra_bytes)]
-        if not taken.size:
-            return False
-        number = self._extras.number if extras is not None and self._extras is not None else 0
-        handover = HandOver(number, waiting.version, waiting.ids, whole="", extras=None)
-        started = self._clock()
-        written = self._tier.commit_part(handover, np.sort(taken), extras)
-        self._committed(written + extra_bytes, started)
-        if extras is not None:
-            self._extras = None
-        return True
-
-    def _commit_older_extras(self, version: int, room: int) -> bool:
-        """Save the newest extras alone if no copies of their step wait: the store takes none after newer copies."""
-        extras = self._extras
-        if extras is None or extras.version >= version or (nbytes := _bytes_of(extras.extras)) > room:
-            return False
-        if not self._tier.commit_extras(extras):
-            return False
-        self._extras = None
-        self._committed(nbytes)  # so few bytes say nothing of the pace
-        return True
-
-    def _committed(self, nbytes: int, started: float | None = None) -> None:
-        if started is not None:
-            self._pace.add(nbytes, self._clock() - started)
-        self.written_bytes += nbytes
-        self._commits += 1
-        self._failures, self.error = 0, None
-
-    def _extras_within(self, version: int, room: int) -> tuple[Any, int]:
-        """Return the newest extras and their bytes, if they are of this version and take at most half of the room."""
-        if self._extras is None or self._extras.version != version:
-            return None, 0
-        nbytes = _bytes_of(self._extras.extras)
-        return (self._extras.extras, nbytes) if nbytes <= room // 2 else (None, 0)
-
-    def _next(self) -> _Order:
-        """Return pending copies of the oldest version, as steps in the store never decrease; last, encoded ones."""
-        arena = self._arena
-        ids = np.flatnonzero(arena.pending() & arena.intact())
-        if not ids.size:
-            return self._encoded()
-        versions = arena.version[ids]
-        version = int(versions.min())
-        if self._order is None or self._order.version != version:
-            ids = ids[versions == version]
-            missing = self._tier.stored()[ids] == NEVER
-            self._order = _Order(
-                version, ids[order(self._unsaved[ids], arena.layout.partition_bytes[ids], missing)]
-            )
-        left = self._order.ids
-        left = left[(arena.version[left] == version) & (arena.durable[left] != version)]
-        if not left.size:  # these were copied again at this version meanwhile, and have no place in the order
-            left = ids[versions == version]
+        missing = self._tier.stored()[pending] == NEVER
+        unsaved = arena.distance[pending].astype(np.float32)
+        left = pending[order(unsaved, arena.layout.partition_bytes[pending], missing)]
         if self._copies is not None:  # copies that no other host has come first
             left = left[np.argsort(self._elsewhere()[left], kind="stable")]
-        self._order = _Order(version, left)
-        return self._order
+        # The extras come with the first copies, unless they take more than half of the room.
+        extras = 0 < extra_bytes <= room // 2
+        nbytes = extra_bytes if extras else 0
+        sizes = arena.layout.partition_bytes[left]
+        taken = np.sort(left[fitting(sizes, room - nbytes, most - nbytes)])
+        return bool(taken.size) and self._save_these(hold, taken, nbytes, seal=False, extras=extras)
 
-    def _encoded(self) -> _Order:
-        """Return the copies that the store has in fewer bits, the least exact per byte first, to save them exactly."""
-        arena = self._arena
-        ids = np.flatnonzero((arena.encoding_error >= 0) & arena.intact() & ~self._elsewhere())
-        lacking = np.sqrt(np.minimum(arena.encoding_error[ids], 1e70)).astype(np.float32)
-        ids = ids[order(lacking, arena.layout.partition_bytes[ids], np.zeros(ids.size, dtype=bool))]
-        return _Order(int(arena.newest().max(initial=NEVER)), ids)
+    def _seal(self, hold: Hold, extra_bytes: int) -> bool:
+        """Save what the store has in fewer bits exactly, and seal the state. Return False if there is nothing to do."""
+        arena, slot = self._arena, hold.slot
+        lossy = np.flatnonzero((arena.encoding_error >= 0) & slot.intact())
+        if not slot.moment or (not lossy.size and arena.kept == slot.moment):
+            return False
+        lacking = np.sqrt(np.minimum(arena.encoding_error[lossy], 1e70)).astype(np.float32)
+        ids = lossy[order(lacking, arena.layout.partition_bytes[lossy], np.zeros(lossy.size, dtype=bool))]
+        sizes = arena.layout.partition_bytes[ids]
+        if self._pace.seconds(extra_bytes + int(sizes.sum())) <= self._left():
+            return self._save_these(hold, np.sort(ids), extra_bytes, seal=True, extras=True)
+        room, most = self._pace.room(self._left())
+        ids = ids[~self._elsewhere()[ids]]
+        taken = np.sort(ids[fitting(arena.layout.partition_bytes[ids], room, most)])
+        return bool(taken.size) and self._save_these(hold, taken, 0, seal=False, extras=False)
+
+    def _save_these(self, hold: Hold, ids: Ids, extra_bytes: int, *, seal: bool, extras: bool) -> bool:
+        """Make one commit. Return whether more may be left."""
+        started = self._clock()
+        written = self._tier.commit(hold, ids, seal=seal, extras=extras)
+        if written is None:
+            return True  # a newer state has taken the slot: begin again with that
+        if written + extra_bytes:
+            self._pace.add(written + extra_bytes, self._clock() - started)
+        self.written_bytes += written + extra_bytes
+        self._commits += 1
+        self._failures, self.error = 0, None
+        return not seal
+
+    def _has_extras(self, hold: Hold) -> bool:
+        """Return whether the tier has the extras of the slot that is held."""
+        return hold.slot.moment in (self._arena.kept, self._tier.extras_moment)
+
+    def _extras_bytes(self, slot: int) -> int:
+        try:
+            return os.stat(self._arena.folder / EXTRAS[slot]).st_size
+        except OSError:
+            return 0
 
     def _elsewhere(self) -> NDArray[np.bool_]:
         """Return which copies of this memory another host has unchanged: bool of shape (partitions,)."""
         arena = self._arena
         if self._copies is None:
             return np.zeros(arena.layout.partitions, dtype=bool)
-        there: NDArray[np.bool_] = arena.intact() & (self._copies.versions() == arena.version)
+        there: NDArray[np.bool_] = arena.intact() & (self._copies.moments() == arena.moments)
         return there
-
-    def _seal(self) -> bool:
-        """Finish a waiting hand-over whose copies are all durable, including its seal. Return whether one was left."""
-        arena = self._arena
-        if (arena.pending() & arena.intact()).any() or not self._waiting:
-            return False
-        handover = self._waiting[0]
-        newest = handover is self._extras
-        nbytes = _bytes_of(handover.extras) if handover.sealed or newest else 0
-        if handover.sealed:  # it saves encoded copies again, exactly
-            nbytes += int(arena.layout.partition_bytes[arena.encoding_error >= 0].sum())
-        if self._pace.seconds(nbytes) > self._left():
-            return False
-        started = self._clock()
-        written = self._tier.persist(handover)
-        if nbytes:
-            self._committed(written + nbytes, started)
-        if newest:
-            if not self._tier.commit_extras(handover):
-                return False
-            self._extras = None
-        if handover.number != NEWEST:  # memory has that moment for as long as it stays as it is
-            self._queue.remove(handover.number)
-        del self._waiting[0]
-        return True
 
     def report(self) -> Evacuated:
         """Report what is safe now, and what a loss of the host would lose."""
@@ -347,13 +279,12 @@ class Evacuation:
         mine = ids[parameters[ids]]
         newest = step_of(int(max(arena.newest().max(initial=arena.sealed), stored.max(initial=NEVER))))
         peers = () if self._copies is None else self._copies.hosts()
-        # A waiting seal has not reached the store, even if an earlier one of the same step has.
         whole = "" if self._unread else arena.whole
-        sealed = bool(whole) and all(one.whole != whole for one in tuple(self._waiting))  # `run` removes some
+        sealed = bool(whole) and arena.kept == arena.slot.moment
         named = bool(whole) and self._copies is not None and self._copies.whole() == whole
         notes = self._seals.get(whole)
         saved = notes or Notes(caveats=(Caveat(UNREAD, UNKNOWN.format(self.unlabelled)),))
-        in_store = sealed and not unsaved.any() and step_of(arena.sealed) == newest
+        in_store = sealed and not unsaved.any() and step_of(arena.slot.head) == newest
         on_peer = named and bool(peers) and not ids.size and arena.head_step == newest
         if in_store or on_peer:
             declared = None if notes is None else notes.declared
@@ -361,7 +292,7 @@ class Evacuation:
         else:
             label = Label.of(np.where(there, arena.version, stored), NOWHERE)
         ages, counts = grouped(np.maximum(newest - np.maximum(step_of(stored[mine]), 0), 0))
-        known = np.where(waiting, self._unsaved, np.sqrt(np.maximum(lacking, 0.0)))[mine]
+        known = np.where(waiting, arena.distance, np.sqrt(np.maximum(lacking, 0.0)))[mine]
         # The store may have a copy that is newer than the distance was measured from: then it is an upper bound.
         squared = float(np.square(known).sum()) if self._notes.norm == "l2" else math.nan
         squared = math.nan if (stored[mine] == NEVER).any() else squared
@@ -395,20 +326,23 @@ class Evacuation:
         """Return whether neither the store nor another host has the newest extras."""
         if self._copies is not None and self._copies.complete():
             return False
-        return self._extras is not None or self._unread
+        slot = self._arena.slot
+        if self._unread or not slot.moment:
+            return self._unread
+        return slot.moment not in (self._arena.kept, self._tier.extras_moment)
 
 
-def not_evacuated(
-    arena: Arena, queue: HandOverQueue, error: ScarError, copies: Copies | None = None
-) -> Evacuated:
+def not_evacuated(arena: Arena, error: ScarError, copies: Copies | None = None) -> Evacuated:
     """Report on an arena whose saver cannot be reached, or does not save. copies: the arena's on other hosts."""
-    made = Evacuation(arena, queue, _Unreached(arena), 0.0, copies=copies)
+    made = Evacuation(arena, _Unreached(arena), 0.0, copies=copies)
     made.unlabelled = error.message
     return replace(made.report(), error=error.message)
 
 
 class _Unreached:
     """The store, as far as the arena knows it."""
+
+    extras_moment = 0
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -419,13 +353,7 @@ class _Unreached:
     def notes(self, whole: str) -> Notes:
         raise AssertionError("this tier only reports")
 
-    def commit_part(self, handover: HandOver, ids: Ids, extras: Any) -> int:
-        raise AssertionError("this tier only reports")
-
-    def commit_extras(self, handover: HandOver) -> bool:
-        raise AssertionError("this tier only reports")
-
-    def persist(self, handover: HandOver) -> int:
+    def commit(self, hold: Hold, ids: Ids, *, seal: bool, extras: bool = True) -> int | None:
         raise AssertionError("this tier only reports")
 
 
@@ -434,10 +362,3 @@ def _pace_of(speed: Speed | None) -> Pace:
         return Pace()
     seconds = speed.handover_seconds
     return Pace(speed.bytes_per_second * seconds, seconds, seconds * (speed.fixed_share or 0.0))
-
-
-def _bytes_of(extras: Any) -> int:
-    if extras is None:
-        return 0
-    text, tensors = codec.encode(extras)
-    return len(text) + sum(memoryview(tensor.data).nbytes for tensor in tensors.values())

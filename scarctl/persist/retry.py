@@ -1,15 +1,14 @@
 """Decide the persister's next action: a pure state machine that gives instructions, without files or clock.
 
-Hand-overs are saved one at a time, in their order. After a temporary failure, saving is retried after a growing pause.
-A permanent failure (another writer has taken over) halts it. Hand-overs then stay in the queue.
+Serving a request serves all earlier ones. After a temporary failure, saving is retried after a growing pause. A
+permanent failure (another writer has taken over) halts it. Requests then stay.
 
 All times are seconds on one monotonic clock, and arrive with the events.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 FIRST_PAUSE = 0.1
@@ -23,7 +22,7 @@ class Phase(Enum):
 
     IDLE = "idle"
     BUSY = "busy"
-    """A hand-over is being saved."""
+    """A request is being served."""
     PAUSED = "paused"
     """The store failed; the next attempt follows after a pause."""
     HALTED = "halted"
@@ -33,14 +32,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Persist:
-    """Save this hand-over, then call `Machine.persisted` or `Machine.failed`."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """Remove this hand-over from the queue: it is durable."""
+    """Serve this request, then call `Machine.persisted` or `Machine.failed`."""
 
     number: int
 
@@ -62,7 +54,7 @@ class Stopped:
     """The machine has stopped."""
 
 
-Instruction = Persist | Forget | Wake | Halt | Stopped
+Instruction = Persist | Wake | Halt | Stopped
 
 
 @dataclass(slots=True)
@@ -70,28 +62,28 @@ class Machine:
     """The persister's state. A method for each event returns the instructions to carry out, in order."""
 
     phase: Phase = Phase.IDLE
-    waiting: list[int] = field(default_factory=list)
-    """Numbers of hand-overs that are not durable, in order. The first one is being saved."""
+    waiting: int = 0
+    """Number of the newest request that is not durable; 0 if none waits."""
     failures: int = 0
     """Number of consecutive failures."""
     stopping: bool = False
     resume_at: float = 0.0
 
-    def queued(self, numbers: Iterable[int]) -> list[Instruction]:
-        """Note all hand-overs in the queue, in order."""
-        busy = self.waiting[:1] if self.phase is Phase.BUSY else []
-        self.waiting = busy + [n for n in numbers if n not in busy]
+    def asked(self, number: int) -> list[Instruction]:
+        """Note the newest request that waits; 0 for none."""
+        self.waiting = number
         return self._next()
 
     def persisted(self, number: int) -> list[Instruction]:
-        """Note that the hand-over being saved is durable."""
-        self.waiting = [n for n in self.waiting if n != number]
+        """Note that this request is durable, as all earlier ones are."""
+        if self.waiting <= number:
+            self.waiting = 0
         self.failures = 0
         self.phase = Phase.IDLE
-        return [Forget(number), *self._next()]
+        return self._next()
 
     def failed(self, now: float, *, retryable: bool, jitter: float = 0.0) -> list[Instruction]:
-        """Note that saving a hand-over failed. `jitter` in [0, 1) spreads the pauses of many hosts."""
+        """Note that serving a request failed. `jitter` in [0, 1) spreads the pauses of many hosts."""
         self.failures += 1
         if not retryable:
             self.phase = Phase.HALTED
@@ -114,7 +106,7 @@ class Machine:
         return self._next()
 
     def stop(self) -> list[Instruction]:
-        """Stop once the current hand-over has ended."""
+        """Stop once the current request has ended."""
         self.stopping = True
         return self._next()
 
@@ -128,5 +120,5 @@ class Machine:
             return [Wake(self.resume_at)]
         if self.phase is Phase.IDLE and self.waiting:
             self.phase = Phase.BUSY
-            return [Persist(self.waiting[0])]
+            return [Persist(self.waiting)]
         return []

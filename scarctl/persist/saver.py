@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import note_site
 from scarctl.arena.kinship import require_kinship
-from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import ScarError, Unavailable
 from scarctl.persist.inherited import reconcile
 from scarctl.persist.persister import Persister
@@ -53,13 +52,13 @@ class Saver(Protocol):
         """
 
     def notify(self) -> None:
-        """Check the queue, because a hand-over was added."""
+        """Look for requests in memory, because one was made."""
 
     def drain(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds until all hand-overs are durable. Return whether they are."""
+        """Wait up to `timeout` seconds until all requests are durable. Return whether they are."""
 
     def fault(self) -> ScarError:
-        """Return the reason why hand-overs are still waiting."""
+        """Return the reason why requests are still waiting."""
 
     @property
     def failure(self) -> ScarError | None:
@@ -74,13 +73,13 @@ class Saver(Protocol):
         """Speed of saving; None while unknown."""
 
     def stop(self) -> None:
-        """Write nothing to the store until `resume`. Interrupts the current write: the hand-over is saved later."""
+        """Write nothing to the store until `resume`. Interrupts the current write: the request is served later."""
 
     def resume(self) -> None:
-        """Start saving the hand-overs in the arena's folder: after `open`, and again after `stop`."""
+        """Start serving the requests in memory: after `open`, and again after `stop`."""
 
     def roll_back(self, seq: int) -> None:
-        """Roll the store back to record `seq`, and empty the queue. Only while stopped.
+        """Roll the store back to record `seq`, and drop all requests. Only while stopped.
 
         Begins an epoch, and notes it in the arena.
         """
@@ -101,13 +100,13 @@ class Saver(Protocol):
         """Send the outcome of request `number` to the command that waits for it."""
 
     def close(self, current: Current = Current.FINISH) -> None:
-        """Release the store. Waiting hand-overs stay in the queue.
+        """Release the store. Requests that wait stay.
 
-        current: treatment of the hand-over that is being written. The daemon finishes it in any case.
+        current: treatment of the request that is being served. The daemon finishes it in any case.
         """
 
     def leave(self) -> None:
-        """Leave without waiting, like a process that dies. The daemon saves waiting hand-overs."""
+        """Leave without waiting, like a process that dies. The daemon serves what waits."""
 
 
 class LocalSaver:
@@ -116,7 +115,7 @@ class LocalSaver:
     outlives = False
 
     def __init__(self, store: Store, on_saved: Callable[[Speed | None], None] = lambda _: None) -> None:
-        """Prepare, without a thread. on_saved: called in the saving thread after every hand-over, with `speed`."""
+        """Prepare, without a thread. on_saved: called in the saving thread after every request, with `speed`."""
         self.store = store
         self._on_saved = on_saved
         self.arena: Arena | None = None
@@ -147,7 +146,8 @@ class LocalSaver:
             writer.close()
             raise
         if not again:
-            reconcile(arena, HandOverQueue(arena.folder, lambda: arena.taken), writer.state, writer.epoch)
+            reconcile(arena, writer.state, writer.epoch)
+        arena.end_holds()
         arena.begin_epoch(writer.epoch, again=again)
         note_site(arena.folder, self.store)
         writer.accompany(arena)
@@ -155,7 +155,7 @@ class LocalSaver:
         self.stopped = True
 
     def notify(self) -> None:
-        """Wake the thread. Without one, `resume` starts one that reads the queue."""
+        """Wake the thread. Without one, `resume` starts one that looks."""
         if self._thread is not None:
             self._thread.notify()
 
@@ -198,7 +198,7 @@ class LocalSaver:
         assert self.arena is not None
         assert self._writer is not None
         self._writer.roll_back(seq)
-        HandOverQueue(self.arena.folder).clear()
+        self.arena.serve(self.arena.asked)
         self.arena.begin_epoch(self._writer.epoch)
 
     def brace(self, seconds: float) -> None:
@@ -246,7 +246,7 @@ class LocalSaver:
         persister = Persister(self.arena, self._writer)
         if self._thread is not None:
             self._saved_at = self._thread.stats.saved_at
-        self._thread = PersisterThread(persister, HandOverQueue(self.arena.folder), self._on_saved)
+        self._thread = PersisterThread(persister, self._on_saved)
         self._thread.stats.saved_at = self._thread.stats.saved_at or self._saved_at
 
     def _running(self) -> PersisterThread:

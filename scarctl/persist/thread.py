@@ -1,4 +1,4 @@
-"""Drive the persister's state machine with the real queue, store and clock, in a thread."""
+"""Drive the persister's state machine with the real memory, store and clock, in a thread."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING
 
-from scarctl.arena.queue import HandOverQueue
-from scarctl.errors import AccessDenied, Corruption, ScarError, Unavailable
+from scarctl.errors import AccessDenied, ScarError, Unavailable
 from scarctl.persist.persister import Interrupted, Persister
-from scarctl.persist.retry import Forget, Halt, Instruction, Machine, Persist, Phase, Stopped, Wake
+from scarctl.persist.retry import Halt, Instruction, Machine, Persist, Phase, Stopped, Wake
 from scarctl.persist.speed import Speed
 from scarctl.store.term import now
 from scarctl.util.niceness import be_polite
@@ -33,12 +32,12 @@ _random = random.Random()
 
 
 class Current(Enum):
-    """Treatment of the hand-over that is being written when saving ends."""
+    """Treatment of the request that is being served when saving ends."""
 
     FINISH = "finish"
     """Wait until it is durable."""
     INTERRUPT = "interrupt"
-    """Leave it in the queue, to be saved later. Its committed shards count."""
+    """Leave it, to be served later. Commits that are made count."""
 
 
 @dataclass(slots=True)
@@ -46,17 +45,17 @@ class PersisterStats:
     """Counts of the thread's work."""
 
     handovers: int = 0
-    """Number of hand-overs saved."""
+    """Number of requests served."""
     nbytes: int = 0
     """Bytes of state written."""
     busy_seconds: float = 0.0
     saved_at: str | None = None
-    """UTC time at which the newest hand-over became durable, in ISO 8601."""
+    """UTC time at which the newest request became durable, in ISO 8601."""
     errors: int = 0
 
 
 def late() -> Unavailable:
-    """Return the reason why hand-overs still wait although nothing has failed."""
+    """Return the reason why requests still wait although nothing has failed."""
     hint = "wait longer, or save less often"
     return Unavailable("the store has not finished yet", hint=hint, kind="store-late")
 
@@ -66,7 +65,7 @@ _Event = Callable[[], list[Instruction]]
 
 
 class _Look:
-    """Request that the thread reads the queue, which creates the event."""
+    """Request that the thread reads the words in memory, which creates the event."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,15 +79,14 @@ class _Evacuate:
 
 
 class PersisterThread:
-    """Saves hand-overs in the background until `close`. Failures of the store do not raise: see `failure`."""
+    """Serves requests in the background until `close`. Failures of the store do not raise: see `failure`."""
 
     def __init__(
         self,
         persister: Persister,
-        queue: HandOverQueue,
         on_saved: Callable[[Speed | None], None] = lambda _: None,
     ) -> None:
-        """Start the thread. on_saved: called in it after every hand-over, with `speed`."""
+        """Start the thread. on_saved: called in it after every request, with `speed`."""
         self.stats = PersisterStats()
         self.last_error: ScarError | None = None
         """The newest failure since the last success."""
@@ -96,10 +94,7 @@ class PersisterThread:
         """The failure that halted the thread permanently; None while it works."""
         self.store_deleted = False
         """Whether the store was found deleted for certain at the newest failure: see `Store.is_deleted`."""
-        self._damaged: Corruption | None = None
-        """The fault of a damaged hand-over, until a later one has saved its copies and newer extras."""
         self._persister = persister
-        self._queue = queue
         self._on_saved = on_saved
         self._machine = Machine()
         self._changed = threading.Condition()
@@ -112,14 +107,13 @@ class PersisterThread:
         self._thread.start()
 
     def notify(self) -> None:
-        """Check the queue, because a hand-over was added."""
+        """Look for requests, because one was made."""
         self._send(_Look())
 
     def drain(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds until all hand-overs are durable. Return whether they are.
+        """Wait up to `timeout` seconds until all requests are durable. Return whether they are.
 
-        If the store refuses access a few times meanwhile, return at once: waiting longer would not help. A damaged
-        hand-over is not durable.
+        If the store refuses access a few times meanwhile, return at once: waiting longer would not help.
         """
         self._send(_Look(), self._machine.hurry)
         with self._changed:
@@ -128,12 +122,12 @@ class PersisterThread:
                 lambda: self._settled() or self._ended or self.failure is not None or self._refusals >= most,
                 timeout,
             )
-            return self._settled() and self._damaged is None
+            return self._settled()
 
     def evacuate(self, seconds: float, copies: Copies | None = None) -> Evacuated:
         """Save what the time allows, the most changed per byte first, and report what is safe.
 
-        Interrupts the current hand-over, and returns in time even if the store hangs. Usual saving then continues.
+        Interrupts the current request, and returns in time even if the store hangs. Usual saving then continues.
         copies: the arena's copies on other hosts. Copies that these lack are saved first; the others count as safe.
         """
         from scarctl.persist.evacuation import Evacuation, before
@@ -148,9 +142,7 @@ class PersisterThread:
             self._changed.wait_for(
                 lambda: request.ended or self._ended, max(0.0, request.deadline - time.monotonic())
             )
-        made = request.made or Evacuation(
-            self._persister.arena, self._queue, self._persister, 0.0, copies=copies
-        )
+        made = request.made or Evacuation(self._persister.arena, self._persister, 0.0, copies=copies)
         if not (request.ended or made.saved):
             made.error = made.error or self.fault().message
         found = made.report()
@@ -160,7 +152,7 @@ class PersisterThread:
         return made.report()
 
     def close(self, current: Current = Current.FINISH) -> None:
-        """End the thread. Waiting hand-overs stay in the queue. current: treatment of the one being written."""
+        """End the thread. Requests that wait stay. current: treatment of the one being written."""
         if current is Current.INTERRUPT:
             self._persister.interrupt.set()
         with self._changed:
@@ -169,15 +161,12 @@ class PersisterThread:
         self._thread.join()
 
     def fault(self) -> ScarError:
-        """Return the reason why hand-overs are still waiting, or, if none is, why one cannot be saved."""
-        # One that waits may save what the damaged one should have saved.
-        damaged = self._damaged
-        error = damaged if self._settled() else self.last_error if self.last_error is not damaged else None
-        return self.failure or error or late()
+        """Return the reason why requests are still waiting."""
+        return self.failure or (None if self._settled() else self.last_error) or late()
 
     @property
     def settled(self) -> bool:
-        """Whether all hand-overs that the thread knows are durable."""
+        """Whether all requests that the thread knows are durable."""
         return self._settled()
 
     def _settled(self) -> bool:
@@ -208,7 +197,7 @@ class PersisterThread:
         be_polite()
         wake_at: float | None = None
         while True:
-            # Only after the first hand-over: a run that has just started has more urgent work.
+            # Only after the first request: a run that has just started has more urgent work.
             while self.stats.handovers and self._idle() and self._tidy(0):
                 pass
             event = self._wait(wake_at)
@@ -237,7 +226,7 @@ class PersisterThread:
 
     @property
     def speed(self) -> Speed | None:
-        """Speed of saving; None before the first hand-over."""
+        """Speed of saving; None before the first request."""
         return self._persister.meter.speed()
 
     @property
@@ -246,15 +235,11 @@ class PersisterThread:
         return self._persister.space
 
     def _look(self) -> _Event:
-        """List the queue. Only this thread does: a list from another thread may be older than this thread's own."""
-        try:
-            return partial(self._machine.queued, self._queue.numbers())
-        except ScarError as error:
-            self._note(error)
-            return partial(self._machine.tick, time.monotonic())
+        arena = self._persister.arena
+        return partial(self._machine.asked, arena.asked if arena.waits else 0)
 
     def _evacuate(self, request: _Evacuate) -> None:
-        """Carry out an evacuation, independently of the hand-over that the machine counts as being saved.
+        """Carry out an evacuation, independently of the request that the machine counts as being served.
 
         One with an earlier deadline that comes meanwhile is carried out first.
         """
@@ -290,7 +275,6 @@ class PersisterThread:
 
         made = request.made = Evacuation(
             self._persister.arena,
-            self._queue,
             self._persister,
             request.deadline,
             speed=self.speed,
@@ -315,7 +299,7 @@ class PersisterThread:
         with self._changed:
             timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic())
             if self._changed.wait_for(lambda: self._events, timeout):
-                self._obeying = True  # set before the queue is read, so that `settled` is False meanwhile
+                self._obeying = True  # set before memory is read, so that `settled` is False meanwhile
                 return self._events.pop(0)
             return partial(self._machine.tick, time.monotonic())
 
@@ -325,8 +309,6 @@ class PersisterThread:
             with self._changed:
                 # The result of an instruction precedes all other events but `Stop`.
                 self._events.insert(int(self._events[:1] == [self._machine.stop]), event)
-        elif isinstance(instruction, Forget):
-            self._queue.remove(instruction.number)
         elif isinstance(instruction, Halt):
             with self._changed:
                 self.failure = self.last_error
@@ -336,20 +318,7 @@ class PersisterThread:
     def _persist(self, number: int) -> _Event:
         started = time.monotonic()
         try:
-            try:
-                handover = self._queue.read(number)
-                self._persister.check(handover)
-            except (FileNotFoundError, Corruption) as found:
-                if isinstance(found, FileNotFoundError) and not self._queue.has(number):
-                    return partial(self._machine.persisted, number)
-                error = found if isinstance(found, Corruption) else Corruption(f"its rows are gone: {found}")
-                # Its copies stay pending in the arena.
-                log.error("a damaged hand-over was set aside: %s", error)
-                self._damaged = error
-                self._note(error)
-                self._queue.set_aside(number)
-                return partial(self._machine.persisted, number)
-            written = self._persister.persist(handover)
+            written = self._persister.persist(number)
             self.stats.nbytes += written
         except ScarError as error:
             self._note(error)
@@ -357,7 +326,7 @@ class PersisterThread:
         except Interrupted:
             return self._failed(retryable=True)
         except (OSError, MemoryError) as error:
-            self._note(Unavailable(f"hand-over {number} cannot be saved: {error}"))
+            self._note(Unavailable(f"the state cannot be saved: {error}"))
             return self._failed(retryable=True, jitter=_random.random())
         except Exception as error:
             # A defect in scarctl must be reported, and must not end the training.
@@ -370,10 +339,8 @@ class PersisterThread:
         self.stats.handovers += 1
         self.stats.saved_at = now()
         self.last_error = None
-        if self._damaged is not None and self._persister.covers(handover):
-            self._damaged = None
         self._on_saved(self.speed)
-        # Other hand-overs may wait, so collecting moves at most half of the bytes that were just saved.
+        # Other requests may wait, so collecting moves at most half of the bytes that were just saved.
         self._tidy(written // 2)
         return partial(self._machine.persisted, number)
 

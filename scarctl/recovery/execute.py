@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.distances import from_memory, from_store, with_errors
+from scarctl.arena.extras import carry_extras
 from scarctl.errors import NoIntactCopy
 from scarctl.recovery.label import label_of
 from scarctl.recovery.memory import differing, fault
@@ -32,11 +33,11 @@ from scarctl.recovery.plan import (
 )
 from scarctl.recovery.report import Report
 from scarctl.state.rows import rows_of
-from scarctl.state.version import NEVER, step_of
+from scarctl.state.version import NEVER, epoch_of, pack, step_of
 from scarctl.store import ShardState, Store
 from scarctl.store.read import Room
 from scarctl.store.saved import last_saved
-from scarctl.util.arrays import Bytes, Ids, distinct, places
+from scarctl.util.arrays import Bytes, Ids, distinct, places, union
 
 _BATCH_BYTES = 64 << 20
 
@@ -218,7 +219,11 @@ class _Run:
         arena, near = self.arena, self.plan.ids[self.plan.tier == MEMORY]
         if arena is None or not near.size:
             return
-        bad = differing(arena, near, self.plan.state)
+        older = np.isin(near, self.plan.spare, assume_unique=True)
+        bad = union(
+            differing(arena, arena.slot, near[~older], self.plan.state),
+            differing(arena, arena.spare, near[older], self.plan.state),
+        )
         self._settle(bad, STORE, versions_of(self.plan.state, bad))
         if bad.size:
             self.changed[places(self.plan.ids, bad)] = True
@@ -320,8 +325,8 @@ def _perturbation(squared: NDArray[np.float64], distance: NDArray[np.float64] | 
     return Perturbation(norm, "estimated" if unknown.any() else "measured")
 
 
-class ArenaSink:
-    """Writes into an arena under the generation protocol, and marks the copies as durable, as the store has them.
+class SlotSink:
+    """Writes into the slot of an arena that is not current. So the current state stays until the end.
 
     It writes the same rows into `slots`: uint8 of shape (rows, bytes per row), by group and tensor. Slots have no
     values yet, so copies are read into them before they are verified.
@@ -331,47 +336,73 @@ class ArenaSink:
         self.arena: Arena | None = arena
         self._arena = arena
         self._slots = {} if slots is None else slots
-        self.written = np.ones(arena.layout.partitions, np.uint64)
-        """Generation of each partition after `put`, an even number; 1 before `put`."""
-        self._free = ~arena.intact()
-        """Partitions without an intact copy: overwriting them destroys nothing."""
+        begun = arena.begin_moment(flush=True)
+        assert begun is not None
+        self.slot, self.moment = begun
+        self.written: Ids = np.zeros(arena.layout.partitions, np.int64)
+        """Moment of each partition after `put`; 0 before `put`."""
 
     def overwrites(self, ids: Ids, versions: Ids) -> bool:
-        """Return whether the arena has a newer intact copy of any of them."""
-        return bool((self._arena.intact()[ids] & (self._arena.newest()[ids] > versions)).any())
+        """Return whether writing these would destroy the only copy of a state: if there is only one slot."""
+        arena = self._arena
+        if self.slot is not arena.slot:
+            return False
+        return bool((arena.intact()[ids] & (arena.newest()[ids] > versions)).any())
 
     def room(self, group: int, ids: Ids) -> Sequence[Bytes | None] | None:
-        """Return rows of slots, and of partitions that have no intact copy before `put`."""
+        """Return rows of slots, and of the arena's slot."""
         rows, tensors = rows_of(self._arena.layout, group, ids), self._arena.layout.groups[group].tensors
-        inside = not self._arena.is_filling and bool(self._free[ids].all())
+        inside = not self._arena.is_filling and self.slot is not self._arena.slot
+        if inside:
+            self.slot.begin(ids)
         places: list[Bytes | None] = []
         for t in range(len(tensors)):
             slot = self._slots.get((group, t))
             if slot is not None:
-                self.written[ids] = 1
+                self.written[ids] = 0
                 places.append(slot[rows].reshape(-1))
             else:
-                places.append(self._arena.rows(group, t)[rows].reshape(-1) if inside else None)
+                places.append(self.slot.rows(group, t)[rows].reshape(-1) if inside else None)
         return places if any(place is not None for place in places) else None
 
     def put(self, group: int, ids: Ids, versions: Ids, tensors: Sequence[Bytes]) -> None:
         """Write partitions and their versions. The store has these copies."""
         arena = self._arena
         rows = rows_of(arena.layout, group, ids)
-        if (versions < max(arena.sealed, arena.moment)).any():
-            arena.unseal()
-        arena.begin(ids)
+        self.slot.begin(ids)
         for t, data in enumerate(tensors):
             slot = self._slots.get((group, t))
             # The rows that were read into `room` are in place.
             if slot is not None and not np.may_share_memory(slot, data):
                 slot[rows] = data
-            arena.put_rows(group, t, rows, data)
-        self._free[ids] = False
-        found = distinct(versions).tolist()
-        for version in found:
-            of_version = ids[versions == version] if len(found) > 1 else ids
-            arena.end(of_version, version)
-            arena.acknowledge(of_version, version)
-        self.written[ids] = arena.generation[ids]
-        arena.note_distances(0.0, ids)
+            arena.put_rows(self.slot, group, t, rows, data)
+        self.slot.end(ids, versions, self.moment)
+        self.written[ids] = self.moment
+
+    def settle(self, plan: Plan, whole: str) -> None:
+        """Make the slot current, with what `plan`, which was executed, has restored.
+
+        What was not written is carried over from the current slot, and its extras as well. whole: name of the state;
+        "" if its copies are of several. Raises Unavailable.
+        """
+        arena, before = self._arena, self._arena.slot
+        kept = arena.kept == before.moment
+        if self.written.any() or not before.moment:
+            if whole in ("", before.whole):  # another whole state has other extras, which the store has
+                carry_extras(arena, self.moment)
+            rest = self.written == 0
+            self.slot.begin(np.flatnonzero(rest & ~before.intact()))
+            arena.carry(np.flatnonzero(rest & before.intact() & (self.slot.moments != before.moments)))
+            self.slot.version[rest] = before.newest()[rest]
+            self.slot.version[plan.ids] = plan.version
+            head = max(int(self.slot.version.max(initial=before.head)), pack(1, 0))
+            if whole and plan.step is not None:
+                head = pack(epoch_of(head), plan.step)
+            arena.flip(self.slot, self.moment, head, whole)
+            there = np.flatnonzero(self.written)
+            arena.acknowledge(there, self.slot.version[there], self.slot.moments[there])
+            arena.note_distances(0.0, there)
+            if kept or (there.size == plan.layout.partitions):
+                arena.keep(self.moment)
+        elif whole and before.whole != whole:
+            before.name(whole)

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from scarctl.arena.notes import UNKNOWN, stored_notes, waiting_notes
-from scarctl.arena.queue import HandOverQueue
+from scarctl.arena.arena import Arena
+from scarctl.arena.notes import UNKNOWN, memory_notes, stored_notes
 from scarctl.errors import Corruption
 from scarctl.state.common import in_common, reasons
 from scarctl.state.extras import Notes
@@ -35,8 +35,8 @@ class Writer(NamedTuple):
 
     states: Sequence[ShardState]
     """States of its lane: the newest one, and the one that is to be restored."""
-    queue: HandOverQueue | None = None
-    """Its hand-overs, if copies in its arena may be restored."""
+    arena: Arena | None = None
+    """Its memory, if copies there may be restored."""
 
 
 def noted(label: Label, store: Store, writers: Iterable[Writer], whole: str) -> Label:
@@ -47,7 +47,7 @@ def noted(label: Label, store: Store, writers: Iterable[Writer], whole: str) -> 
     found, unknown = list[Notes](), dict[str, None]()
     for writer in writers:
         try:
-            notes = None if writer.queue is None else waiting_notes(writer.queue, whole)
+            notes = None if writer.arena is None else memory_notes(writer.arena, whole)
             found.append(notes or stored_notes(store, writer.states, whole))
         except Corruption as error:
             unknown[UNKNOWN.format(error.message)] = None

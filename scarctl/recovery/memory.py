@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.slot import Slot
 from scarctl.state.layout import Layout
 from scarctl.state.rows import rows_of
 from scarctl.state.version import step_of
@@ -26,34 +27,31 @@ _THREADS = min(4, os.cpu_count() or 1)
 _NAMED = 5
 
 
-def comparable(arena: Arena, ids: Ids, state: ShardState) -> tuple[Ids, Ids]:
-    """Return the `ids` whose copy in the store is the same as in memory, and their indices in `state`.
-
-    A copy that was made again has the same version and perhaps other bytes. It is not durable until it is saved.
-    """
+def comparable(arena: Arena, slot: Slot, ids: Ids, state: ShardState) -> tuple[Ids, Ids]:
+    """Return the `ids` whose copy in the store is the same as in a slot of memory, and their indices in `state`."""
     at = state.find(ids)
     ids, at = ids[at >= 0], at[at >= 0]
-    known = state.saved[at] & ~state.doubt[at] & ~state.encoded[at] & arena.intact()[ids]
-    if not (arena.whole and arena.whole == state.whole):
+    known = state.saved[at] & ~state.doubt[at] & ~state.encoded[at] & slot.intact()[ids]
+    if not (slot.whole and slot.whole == state.whole):
         # Epochs may differ: a process that takes over counts all copies as those of its own epoch.
-        version, stored = arena.version[ids], step_of(state.version[at])
-        # A seal lifts the versions of unchanged copies in the store, and may not be noted yet.
-        same = (step_of(version) == stored) | (step_of(np.maximum(version, arena.sealed)) == stored)
-        known &= same & (arena.durable[ids] == version)
+        durable, stored = arena.durable[ids], step_of(state.version[at])
+        # A seal lifts the versions of unchanged copies in the store. A newer commit may not be noted yet.
+        same = (step_of(durable) == stored) | (step_of(np.maximum(durable, arena.sealed)) == stored)
+        known &= same & (arena.saved[ids] == slot.moments[ids])
     return ids[known], at[known]
 
 
-def differing(arena: Arena, ids: Ids, state: ShardState) -> Ids:
-    """Return the `ids` (ascending) whose copies in memory differ in bytes from the same copies in the store.
+def differing(arena: Arena, slot: Slot, ids: Ids, state: ShardState) -> Ids:
+    """Return the `ids` (ascending) whose copies in a slot differ in bytes from the same copies in the store.
 
     Reads all bytes, in several threads. They must not change meanwhile.
     """
-    ids, at = comparable(arena, ids, state)
+    ids, at = comparable(arena, slot, ids, state)
     wrong = np.zeros(ids.size, dtype=bool)
 
     def compare(piece: tuple[int, slice]) -> None:
         g, part = piece
-        wrong[part] = checksums(arena, g, ids[part]) != state.checksum[at[part]]
+        wrong[part] = checksums(slot, g, ids[part]) != state.checksum[at[part]]
 
     run_all(compare, pieces(arena.layout, ids), _THREADS)
     return ids[wrong]
@@ -68,10 +66,10 @@ def pieces(layout: Layout, ids: Ids) -> Iterator[tuple[int, slice]]:
             yield g, slice(start, min(start + step, last))
 
 
-def checksums(arena: Arena, g: int, ids: Ids) -> NDArray[np.uint64]:
-    """Return the checksums of the copies of `ids` (ascending) of group `g`: uint64 of the shape of `ids`."""
-    group, rows = arena.layout.groups[g], rows_of(arena.layout, g, ids)
-    tensors = [np.ascontiguousarray(arena.rows(g, t)[rows]).reshape(-1) for t in range(len(group.tensors))]
+def checksums(slot: Slot, g: int, ids: Ids) -> NDArray[np.uint64]:
+    """Return the checksums of the copies of `ids` (ascending) of group `g` in a slot: uint64 of the shape of `ids`."""
+    group, rows = slot.layout.groups[g], rows_of(slot.layout, g, ids)
+    tensors = [np.ascontiguousarray(slot.rows(g, t)[rows]).reshape(-1) for t in range(len(group.tensors))]
     return partition_checksums(group, ids.size, tensors)
 
 

@@ -67,6 +67,8 @@ class Plan(Labelled):
     """Rollback: name of the snapshot to restore, if it is one."""
     before: int | None = None
     """The newest step of a copy that may be taken; None: of any step."""
+    spare: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """The partitions, ascending, whose copy in memory is the older one, of the slot that is not current."""
     decoded: NDArray[np.bool_] | None = None
     """Which copies were read from encoded ones, where that differs from the plan's state; None: see `encoded`."""
 

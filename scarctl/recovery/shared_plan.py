@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import NoIntactCopy
 from scarctl.recovery.execute import SealedStateDamaged, Sink, execute_once, last_distances
 from scarctl.recovery.label import NO_COMMIT, Writer, label_of, noted
@@ -122,7 +121,7 @@ class SharedPlan(Labelled):
         writers, known = list[Writer](), set[int]()
         for share, plan, arena in zip(self.state.shares, self.plans, arenas, strict=True):
             states = [*(() if plan is None else [plan.state]), share.state]
-            writers.append(Writer(states, None if arena is None else HandOverQueue(arena.folder)))
+            writers.append(Writer(states, arena))
             known.add(share.state.shard)
         # Ranks without rows have saved what they have in common with others, too.
         others = (state for shard, state in self.state.states.items() if shard not in known)

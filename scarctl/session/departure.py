@@ -81,7 +81,7 @@ class Departure:
                 raise
             from scarctl.persist.evacuation import not_evacuated
 
-            found = not_evacuated(engine.arena, engine.queue, error)
+            found = not_evacuated(engine.arena, error)
         return replace(found, flushed=flushed)
 
     def _is_in_store(self, engine: Engine) -> bool:

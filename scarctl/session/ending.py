@@ -90,6 +90,7 @@ class LastState:
 
         failed: an error is the reason, not `why`.
         """
+        engine.adopt()  # the state before it is the newest one then
         why = why or (TORN if self._gate.torn else self._saving.unsealed)
         head, reason = self._progress.head_step, (failed and self._saving.stats.last_error) or why
         if engine.filling.since == head:

@@ -50,7 +50,7 @@ def claim(store: Store, settings: SessionSettings, binding: Binding, requests: R
     Raises as `Saver.claim` does. Raises Unavailable if there is no room for the arena, so that no step fails for it.
     """
     folder = arena_folder(settings.arena_dir, store.run_id)
-    require_room(folder, binding.least_bytes())
+    require_room(folder, 2 * binding.least_bytes())  # two slots
     return claim_saver(store, settings, requests.add)
 
 

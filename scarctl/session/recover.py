@@ -1,6 +1,7 @@
 """Recover inside a training process: from store to arena, verified, then from arena to live tensors.
 
-The arena is the staging area. Live values change only when every needed partition has an intact copy there.
+The slot of the arena that is not current is the staging area. Live values change only when every needed partition has
+an intact copy in memory.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from numpy.typing import NDArray
 from scarctl.adapter import Adapter, derive
 from scarctl.arena.distances import from_memory
 from scarctl.arena.notes import UNKNOWN
-from scarctl.checkpoint.copies import Sealed
+from scarctl.checkpoint.copies import Fetched, Sealed
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.filling import Staged, age_after
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.errors import ScarError
 from scarctl.recovery.label import NO_COMMIT, OTHERS
-from scarctl.recovery.plan import MEMORY, Perturbation, estimate
+from scarctl.recovery.plan import Perturbation, estimate
 from scarctl.recovery.report import Report
 from scarctl.session.forecast import mode_of_resume, shared_history, weigh_loss
 from scarctl.session.peers import Found, Together
@@ -33,7 +34,7 @@ from scarctl.state.common import UNREAD, in_common, reasons
 from scarctl.state.extras import Extras, Notes
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import Snapshot
-from scarctl.util.arrays import Ids
+from scarctl.util.arrays import Ids, places
 
 log = logging.getLogger("scarctl")
 
@@ -55,17 +56,17 @@ def resume_live(
     if mode == "auto":
         mode = mode_of_resume(engine, together.agree(engine.copies.newest), together)
     if mode == "rollback":
-        engine.adopt_orphans(whole=True)  # memory may have the newest state of one step
+        engine.adopt(whole=True)  # memory may have the newest state of one step
         report, sealed = _roll_back(engine, live, together, snapshot=snapshot)
         assert report.step is not None
         engine.learn(shared_history(engine, sealed, report.step, together))
         return Resumed(report.step, report.label, report), sealed
-    # Saving stops, because extras that move from the queue to the store meanwhile would be seen in neither. Saving
-    # stays stopped after a failure, because hand-overs may be later than the step from which another attempt continues.
+    # Saving stays stopped after a failure, because memory may be later than the step from which another attempt
+    # continues.
     together.agree(engine.stop)
     resumed, extras = _resume(engine, live, together, staged)
     together.agree(engine.start)
-    engine.adopt_orphans()
+    engine.adopt()
     return resumed, extras
 
 
@@ -78,8 +79,8 @@ def _resume(
         engine.start_over()
         return Resumed(), None
     step = agreed.step
-    # Copies may be newer than the extras, if the process died before it queued them. Random generators, schedules and
-    # the data position are of the older step, so the run continues there.
+    # Copies may be newer than the step on which ranks agree. Random generators, schedules and the data position are of
+    # that step, so the run continues there.
     age_after(engine.arena, step)
     engine.learn(shared_history(engine, agreed.extras, step, together))
     assert report is not None, "every state that was found has a report"
@@ -107,7 +108,6 @@ def _fetch(engine: Engine, live: LiveState, staged: Staged | None) -> tuple[Foun
     # A rank without rows has a state even before its first seal.
     if newest is None and (owns or engine.store.part is None):
         return None, None
-    engine.copies.believe_newest_seal()
     # Before the arena is filled up. Distances are those at the newest checkpoint in memory, and not of later steps.
     known, head = estimate(from_memory(arena.newest())).value, None
     if (arena.version >= 0).any():
@@ -153,9 +153,9 @@ def recover_live(
         left = together.agree(lambda: left_behind(engine, live, adapter, ids, extras.state))
         return _checked(replace(report, cost=cost), left, together)
     with _known_to_differ(engine, ids):
-        report = together.agree(lambda: _fetch_lost(engine, live, ids, now, head_step, before))
+        report, spare = together.agree(lambda: _fetch_lost(engine, live, ids, now, head_step, before))
         report = _labelled(report, _saved_with(engine, report), together)
-    together.agree(lambda: live.load(report.plan.ids))
+    together.agree(lambda: _load(engine, live, report.plan.ids, spare))
     engine.jumped()
     left = together.agree(lambda: complete(engine, live, adapter, ids))
     together.spread()
@@ -201,22 +201,30 @@ def _fetch_lost(
     now: NDArray[np.float64],
     head_step: int,
     before: int | None,
-) -> Report:
-    """Bring the newest copies of `ids` into the arena, or the newest that are not later than step `before`.
+) -> tuple[Report, Ids]:
+    """Find the newest copies of `ids`, or the newest that are not later than step `before`.
 
-    now: live distances from the copies in the arena; updated in place for replaced copies.
+    now: live distances from the copies in the current slot; updated in place for those in the other one.
+    Returns the report, and the partitions whose copies are in the other slot.
     """
     known = from_memory(engine.arena.newest())[ids]
     if before is None:
-        report = engine.copies.fetch_lost(ids, _survivors(engine, live, ids, head_step))
+        fetched = engine.copies.fetch_lost(ids, _survivors(engine, live, ids, head_step))
     else:
-        report = engine.fetch_before(ids, before)
+        fetched = engine.fetch_before(ids, before)
+    report, spare = fetched.report, fetched.spare
     if report.step != head_step:
         # Extras, such as random generators and step counts, are not restored, so the whole is not a saved state.
         report = report.labelled(report.label.because(OTHERS))
-    new = report.plan.tier != MEMORY
-    now[new] = live.distances_at(ids[new])
-    return replace(report, perturbation=_perturbation(now, estimate(known)))
+    now[places(ids, spare)] = live.distances_at(spare, slot=engine.arena.spare)
+    return replace(report, perturbation=_perturbation(now, estimate(known))), spare
+
+
+def _load(engine: Engine, live: LiveState, ids: Ids, spare: Ids) -> None:
+    """Copy partitions `ids` into the live tensors: those in `spare` from the slot that is not current."""
+    live.load(np.setdiff1d(ids, spare, assume_unique=True))
+    live.load(spare, slot=engine.arena.spare)
+    engine.tracker.moved(ids)
 
 
 def _survivors(engine: Engine, live: LiveState, ids: Ids, head_step: int) -> str:
@@ -241,24 +249,29 @@ def _roll_back(
     together.agree(engine.drain)
     everything = np.arange(engine.layout.partitions)
 
-    def fetch(until: Sealed | None) -> tuple[Report, Extras]:
-        report, extras = engine.copies.fetch_sealed(lost=lost, until=until, snapshot=snapshot)
-        return replace(report, perturbation=_perturbation(live.distances(), estimate(known))), extras
+    def fetch(until: Sealed | None) -> tuple[Fetched, Extras]:
+        fetched, extras = engine.copies.fetch_sealed(lost=lost, until=until, snapshot=snapshot)
+        now = live.distances()
+        now[fetched.spare] = live.distances_at(fetched.spare, slot=engine.arena.spare)
+        return replace(
+            fetched, report=replace(fetched.report, perturbation=_perturbation(now, estimate(known)))
+        ), extras
 
     with _known_to_differ(engine, everything), contextlib.ExitStack() as stopped:
         # All ranks see the same logs only while no rank saves.
         together.agree(lambda: stopped.enter_context(engine.nothing_saved()))
-        report, extras = together.agree(lambda: fetch(None))
+        fetched, extras = together.agree(lambda: fetch(None))
         # If a rank finds a damaged copy, all ranks take the newest state that every rank can read.
-        found = together.gather(report.plan.sealed)
+        found = together.gather(fetched.report.plan.sealed)
         while min(found) < max(found):
             until = min(found)
-            report, extras = together.agree(partial(fetch, until))
-            found = together.gather(report.plan.sealed)
+            fetched, extras = together.agree(partial(fetch, until))
+            found = together.gather(fetched.report.plan.sealed)
+        report = fetched.report
         one = len(set(together.gather(report.plan.whole))) == 1
         label = report.label if one else report.label.because(NO_COMMIT)
         report = report.labelled(replace(label, declared=extras.notes.declared))
-        together.agree(lambda: engine.forget_after(report.plan))
+        together.agree(lambda: engine.forget_after(fetched))
     live.load(everything)
     together.spread()
     return report, together.completed(extras)

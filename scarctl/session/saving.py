@@ -1,10 +1,10 @@
 """Save one session's state between two steps: a checkpoint in two halves, or a sealed one at once.
 
 The first half runs in the training thread, when the loop declares that a step has ended. It reads the extras, and
-clones the buffers that the next forward will change. Then a worker thread starts the copy. The second half queues the
-checkpoint. It runs right after the copy in the same thread, or else before the next optimizer step, which waits for it.
-If the loop does not declare its steps' ends, the first half runs right after the optimizer's step. The second one then
-reads the extras, before the next step.
+clones the buffers that the next forward will change. Then a worker thread starts the copy. The second half makes the
+copy current. It runs right after the copy in the same thread, or else before the next optimizer step, which waits for
+it. If the loop does not declare its steps' ends, the first half runs right after the optimizer's step. The second one
+then reads the extras, before the next step.
 
 A flush does the same at any time between two steps, also from another thread. `scarctl.session.gate` keeps flushes and
 steps apart.
@@ -146,7 +146,7 @@ class Saving:
             return self.moment
         return self._now(True)
 
-    def begin(self, moment: Moment | None, turn: Turn, *, thorough: bool = True) -> None:
+    def begin(self, moment: Moment | None, turn: Turn, *, thorough: bool = True, flush: bool = False) -> None:
         """Start the first half: copy the state of `moment`. Do nothing for None. See `Checkpoints.begin`."""
         engine = self._opening.engine
         if moment is None or engine is None or self.doomed:
@@ -167,7 +167,14 @@ class Saving:
             here = soon and not engine.arena.is_filling and engine.cadence.here()
             self._copied, began = None, time.thread_time()
             self._checkpoints.begin(
-                engine, live, moment, turn, torn=self._gate.torn, thorough=thorough, here=here
+                engine,
+                live,
+                moment,
+                turn,
+                torn=self._gate.torn,
+                thorough=thorough,
+                flush=flush,
+                here=here,
             )
             if here:
                 self.finish()
@@ -202,7 +209,7 @@ class Saving:
     def seal(self, moment: Moment | None) -> bool:
         """Save the whole state of `moment`, both halves at once. Return whether it is sealed in this host's memory."""
         self.finish()
-        self.begin(moment, Turn.WHOLE)
+        self.begin(moment, Turn.WHOLE, flush=True)
         sealed = self.finish()
         if sealed and moment is not None:
             self.flushed = moment.step
@@ -212,8 +219,8 @@ class Saving:
         """Save the live state now, both halves at once. Return why that failed, or did not seal the whole; or ""."""
         self.finish()
         errors = self.stats.errors
-        self.begin(self.take_between(), turn)
-        sealed = self.finish() or turn is not Turn.WHOLE
+        self.begin(self.take_between(), turn, flush=True)
+        sealed = self.finish()
         why = "" if sealed else TORN if self._gate.torn else self.unsealed
         return self.stats.last_error if self.stats.errors > errors else why
 

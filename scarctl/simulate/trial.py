@@ -231,7 +231,7 @@ class _Keeper:
         self.live(adapter).load(ids)
 
     def _copy(self, live: LiveState, ids: Ids, iteration: int) -> None:
-        live.save(ids, pack(self.arena.epoch, iteration))
+        live.save(ids, self.arena.slot, pack(self.arena.epoch, iteration), iteration + 1)
         self.arena.note_distances(0.0, ids)
 
 

@@ -27,8 +27,8 @@ from click.testing import CliRunner
 from safetensors.numpy import save_file
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.extras import extras_file, parse_extras
 from scarctl.arena.folder import arena_folder, host_folder
-from scarctl.arena.queue import HandOverQueue
 from scarctl.cli.main import cli
 from scarctl.daemon import client
 from scarctl.errors import ScarError
@@ -136,8 +136,9 @@ class Attack:
         self._call(case, lambda: Arena.share(arena_folder(str(yard.base), yard.id), run_id=yard.id))
         folders = host_folder(str(yard.base)), arena_folder(str(yard.base), yard.id)
         if all(folder.is_dir() and not folder.is_symlink() for folder in folders):  # sessions check this
-            queue = HandOverQueue(arena_folder(str(yard.base), yard.id))
-            self._call(case, lambda: queue.pending())
+            place = arena_folder(str(yard.base), yard.id)
+            for slot in range(2):
+                self._call(case, lambda slot=slot: parse_extras(extras_file(place, slot) or b"", place))
         if "daemon" in case.name or "host" in case.name:
             self._call(case, lambda: client.connect(folder, patience=3).close())
             self._command(case, yard, ["daemon", "stop", "--all"])

@@ -18,12 +18,12 @@ from safetensors.numpy import save_file
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder, host_folder
 from scarctl.arena.header import FILE
-from scarctl.arena.queue import HandOverQueue
 from scarctl.daemon import protocol
 from scarctl.state.version import pack
 from scarctl.store import Store
 from tests.adversarial.image import LAYOUT, Image
 from tests.adversarial.targets_store import signed
+from tests.daemon.rig import copy_into
 from tests.support.ranks import belong
 
 LOCK, RECORDS = "lanes/0/lock", "lanes/0/log/*/*.json"
@@ -79,14 +79,10 @@ class Yard:
         """Create the arena of a stopped run."""
         everything = np.arange(LAYOUT.partitions)
         arena = Arena.create(arena_folder(str(self.base), self.id), LAYOUT, run_id=self.id, epoch=9)
-        arena.begin(everything)
-        arena.end(everything, pack(9, 900))
+        assert copy_into(arena, everything, pack(9, 900), 9, whole="ab" * 16, extras={"text": "extras"})
         arena.take_over(0x7FFFFFF0)
         belong(arena, Store.open(self.store))
         arena.close()
-        HandOverQueue(arena.folder).put(
-            version=pack(9, 900), ids=everything, whole="ab" * 16, extras={"text": "hand-over"}
-        )
 
     def tree(self) -> dict[str, object]:
         """Return names, kinds and contents of everything outside the store."""
@@ -191,7 +187,7 @@ ARENA_PLACES: dict[str, Callable[[Yard], Path]] = {
     "host folder": lambda y: host_folder(str(y.base)),
     "arena folder": lambda y: arena_folder(str(y.base), y.id),
     "arena": lambda y: arena_folder(str(y.base), y.id) / FILE,
-    "hand-over": lambda y: next(arena_folder(str(y.base), y.id).glob("handover-*")),
+    "extras": lambda y: next(arena_folder(str(y.base), y.id).glob("extras-*")),
     "daemon's socket": lambda y: host_folder(str(y.base)) / protocol.SOCKET,
     "daemon's lock": lambda y: host_folder(str(y.base)) / "daemon.lock",
     "daemon's log": lambda y: host_folder(str(y.base)) / "daemon.log",

@@ -3,10 +3,9 @@
     python -m tests.adversarial.same_step            # random histories, then all mutants
     python -m tests.adversarial.same_step --cases 50 --seed 3
 
-A history is a word of short actions on a real arena, queue, persister and store; the bytes of a partition
-say of which moment it is. After each action everything that could be recovered is planned, from the store alone and
+A history is a word of short actions on a real arena, persister and store; the bytes of a partition say of which moment
+it is. After each action everything that could be recovered is planned, from the store alone and
 with the memory of the run. A mutant is scarctl without one of the comparisons of identities; each has to be caught.
-Queues count from 1 again whenever another process puts hand-overs: numbers are not what tells states apart.
 """
 
 from __future__ import annotations
@@ -26,10 +25,11 @@ from unittest import mock
 import numpy as np
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.queue import NEWEST, HandOverQueue
-from scarctl.arena.staged import copy_out
-from scarctl.errors import NoIntactCopy
-from scarctl.persist.inherited import adopt_orphans, reconcile
+from scarctl.arena.extras import carry_extras, read_extras, write_extras
+from scarctl.arena.slot import Slot
+from scarctl.errors import NoIntactCopy, UsageError
+from scarctl.persist import persister
+from scarctl.persist.inherited import adopt, reconcile
 from scarctl.policy.turns import Turn
 from scarctl.recovery import plan as planning
 from scarctl.recovery.plan import Plan, plan_partial, plan_rollback
@@ -40,9 +40,12 @@ from scarctl.store import ShardState, Store, StoreWriter, sealed_sets
 from scarctl.store.record import Record
 from scarctl.util.arrays import Ids
 from tests.adversarial.same_step_mutants import MUTANTS
-from tests.daemon.rig import Rig, values
+from tests.daemon.rig import Rig, fill, values
 
-ACTIONS = ("step", "write", "write", "full", "full", "part", "save", "save", "cut", "kill", "outlive", "back")
+ACTIONS = (
+    *("step", "write", "write", "full", "full", "memory", "memory", "save", "save", "busy"),
+    *("cut", "kill", "outlive", "back"),
+)
 _MEMORY = Path("/dev/shm")
 
 
@@ -124,83 +127,81 @@ class History:
     def _write(self) -> None:
         self._change(step=False)
 
-    def _copy(self, ids: Ids) -> None:
+    def _changed(self) -> Ids:
         arena = self.rig.arena
-        version = self.rig.version(self.step)
-        for i in ids.tolist():
-            self.rig.copy(np.array([i]), self.step, int(self.live[i]))
-        assert version == self.rig.version(self.step)
+        there = np.array([min(values(arena, i), default=0) for i in range(self.live.size)])
+        return np.flatnonzero((there != self.live % 251) | ~arena.intact())
+
+    def _begin_copy(self, changed: Ids) -> tuple[Slot, int]:
+        """Do `Engine.copy`, without its last steps: the slot is not current yet."""
+        arena, version = self.rig.arena, self.rig.version(self.step)
+        begun = arena.begin_moment(flush=True)
+        assert begun is not None
+        slot, moment = begun
+        same = np.delete(self.rig.everything, changed)
+        arena.carry(same[slot.moments[same] != arena.moments[same]])
+        for i in changed.tolist():
+            slot.begin(np.array([i]))
+            fill(slot, np.array([i]), int(self.live[i]))
+            slot.end(np.array([i]), version, moment)
+        return slot, moment
+
+    def _checkpoint(self) -> None:
+        """Do a memory checkpoint: `Engine.copy`, and `Engine.hand_over` without the request."""
+        arena, changed = self.rig.arena, self._changed()
+        slot, moment = self._begin_copy(changed)
+        whole = self.names.of(self.step, arena.whole, changed=bool(changed.size), extras=bytes)
+        if self._rng.random() < 0.2:  # it fails
+            self.names.failed(arena.whole)
+            return
+        write_extras(arena.folder, slot.number, moment, {"state": self.live.tolist()})
+        arena.flip(slot, moment, self.rig.version(self.step), whole)
         arena.reach(self.step)
+        self.names.made()
 
     def _full(self) -> None:
-        """Do `Engine.seal` and the end of `Checkpoints.finish`, which may fail at any point."""
-        arena = self.rig.arena
-        there = np.array([min(values(arena, i), default=0) for i in range(self.live.size)])
-        ids = np.flatnonzero((there != self.live % 251) | ~arena.intact())
-        self._copy(ids)
-        whole = self.names.of(self.step, arena.whole, changed=bool(ids.size), extras=bytes)
-        done = self._rng.choice((0, 1, 2, 3, 3, 3, 3))
-        if done > 0:
-            arena.name_whole(whole)
-        if done > 1:
-            self._put(ids, whole)
-        if done > 2:
-            self.names.made()
-        else:
-            self.names.failed(arena.whole)
-            adopt_orphans(arena, self.rig.queue)
+        self._checkpoint()
+        self.rig.arena.ask(whole=True)
 
     def _memory(self) -> None:
-        """Do a memory checkpoint: `Engine.copy`, with what it sets aside for the store, and `Engine.hand_over`."""
-        arena, queue, version = self.rig.arena, self.rig.queue, self.rig.version(self.step)
-        there = np.array([min(values(arena, i), default=0) for i in range(self.live.size)])
-        changed = np.flatnonzero((there != self.live % 251) | ~arena.intact())
-        self._copy(changed)
-        turn = self._rng.choice((Turn.NOTHING, Turn.PART, Turn.PART, Turn.WHOLE))
-        ids = np.flatnonzero(arena.pending() & arena.intact())
-        if turn is Turn.PART:
-            ids = np.sort(np.array(self._rng.sample(ids.tolist(), len(ids) // 2), np.int64))
-        staged = copy_out(arena, ids) if ids.size and turn is not Turn.NOTHING else None
-        whole = self.names.of(self.step, arena.whole, changed=bool(changed.size), extras=bytes)
-        extras = {"state": self.live.tolist()}
-        queue.note(version=version, whole=whole, extras=extras)
-        arena.name_whole(whole)
-        arena.note_moment(version)
-        self.names.made()
-        if turn is Turn.NOTHING or (turn is Turn.PART and not ids.size):
-            return
-        before = queue.numbers() if turn is Turn.WHOLE else []
-        named = whole if turn is Turn.WHOLE else ""
-        queue.put(version=version, ids=ids, whole=named, extras=extras, staged=staged)
-        for number in before:
-            queue.remove(number)
-
-    def _part(self) -> None:
-        """Do `Engine.copy` and `Engine.hand_over` where memory has no room for rows that are set aside."""
-        if any(one.sealed for one in self.rig.queue.pending()):
-            return
-        free = np.flatnonzero(~self.rig.arena.pending())
-        ids = np.sort(np.array(self._rng.sample(free.tolist(), len(free) // 2), np.int64))
-        if ids.size:
-            self._copy(ids)
-            self._put(ids, "")
-
-    def _put(self, ids: Ids, whole: str) -> None:
-        extras = {"state": self.live.tolist()}
-        self.rig.queue.put(version=self.rig.version(self.step), ids=ids, whole=whole, extras=extras)
+        self._checkpoint()
+        arena, turn = self.rig.arena, self._rng.choice((Turn.NOTHING, Turn.PART, Turn.PART, Turn.WHOLE))
+        if turn is Turn.WHOLE:
+            arena.ask(whole=True)
+        elif turn is Turn.PART:
+            arena.ask(ids=np.array([i for i in range(self.live.size) if self._rng.random() < 0.5], np.int64))
 
     def _save(self) -> None:
         rig = self.rig
-        for number in rig.queue.numbers()[:1]:
-            handover = rig.queue.read(number)
-            rig.persist(number)
-            if not handover.sealed or (rig.arena.whole, rig.arena.sealed) != (
-                handover.whole,
-                handover.version,
-            ):
-                continue
-            if self._stored().extras_whole != handover.whole:
-                raise Broken(f"the extras of hand-over {number} are no part of the state that it has sealed")
+        if rig.arena.waits:
+            rig.persist(rig.arena.asked)
+        if rig.arena.kept != rig.arena.slot.moment or not rig.arena.whole or not rig.arena.kept:
+            return
+        if self._stored().extras_whole != rig.arena.whole:
+            raise Broken("the extras are no part of the state that memory calls saved")
+
+    def _busy(self) -> None:
+        """Save from a slot that is held, while training flushes, which ends the hold."""
+        commit, flushes = StoreWriter.commit, self._rng.choice((1, 2))
+
+        def committing(writer: StoreWriter, ids: Ids, source: Any, **kwargs: Any) -> Record:
+            def reading(*at: int) -> Any:
+                nonlocal flushes
+                found = bytes(source(*at)) if self._rng.random() < 0.5 else None
+                while flushes:
+                    flushes -= 1
+                    self._change(step=self._rng.random() < 0.5)
+                    self._checkpoint()
+                return source(*at) if found is None else found
+
+            return commit(writer, ids, reading, **kwargs)
+
+        with (
+            mock.patch.object(StoreWriter, "commit", committing),
+            mock.patch.object(persister, "PRIVATE", 0),
+        ):
+            self._full()
+            self._save()
 
     def _cut(self) -> None:
         """Let the saver die after some commits, and another one take over."""
@@ -214,15 +215,14 @@ class History:
             return original(writer, *args, **kwargs)  # type: ignore[arg-type]
 
         with mock.patch.object(StoreWriter, "commit", commit), contextlib.suppress(_Cut):
-            for number in self.rig.queue.numbers():
-                self.rig.persist(number)
+            self.rig.persist(self.rig.arena.ask(whole=True))
         self._again()
 
     def _again(self) -> None:
         rig = self.rig
         rig.die()
         self.rig = rig = self._new()
-        reconcile(rig.arena, rig.queue, rig.writer.state, rig.writer.epoch)
+        reconcile(rig.arena, rig.writer.state, rig.writer.epoch)
         rig.arena.begin_epoch(rig.writer.epoch, again=True)
 
     def _kill(self) -> None:
@@ -238,34 +238,25 @@ class History:
     def _outlive(self) -> None:
         """Let the run die in a copy. Its daemon saves the rest, and then frees the store for the next process."""
         rig, arena = self.rig, self.rig.arena
-        if self._rng.random() < 0.5:  # what the saver has done last is a seal with the first number
-            for number in rig.queue.numbers():
-                rig.persist(number)
-            rig.queue = HandOverQueue(arena.folder)
-            self._full()
-            self._save()
         self._change(step=self._rng.random() < 0.8)
-        there = np.array([min(values(arena, i), default=0) for i in range(self.live.size)])
-        changed = np.flatnonzero(there != self.live % 251)
-        self._copy(changed[: self._rng.randrange(changed.size + 1)])
-        rig.queue = HandOverQueue(arena.folder)
-        adopt_orphans(arena, rig.queue)
-        for number in rig.queue.numbers():
-            rig.persist(number)
+        changed = self._changed()
+        self._begin_copy(changed[: self._rng.randrange(changed.size + 1)])
+        adopt(arena)
+        if arena.waits:
+            rig.persist(arena.asked)
             self.look()
-        if (arena.pending() & arena.intact()).any():
-            raise Broken("the daemon has removed hand-overs whose copies are not durable")
+        if arena.lacking():
+            raise Broken("the daemon has ended, and the store lacks something of memory")
         self._again()
         self._continue()
 
     def _continue(self) -> None:
         """Begin the next process with what can be recovered."""
         self._begin()
-        adopt_orphans(self.rig.arena, self.rig.queue)
+        adopt(self.rig.arena)
         try:
             plan = self._plan(self._stored(), self.rig.arena)
         except NoIntactCopy:
-            self.rig.queue.clear()
             self.rig.arena.reset()
             return
         self._restore(plan)
@@ -276,8 +267,8 @@ class History:
     def _back(self) -> None:
         """Do `Session.recover("all", mode="rollback")`."""
         rig = self.rig
-        for number in rig.queue.numbers():
-            rig.persist(number)
+        if rig.arena.waits:
+            rig.persist(rig.arena.asked)
         try:
             plan = plan_rollback(Store.open(rig.store.root), rig.layout, rig.shard_of, rig.arena)
         except NoIntactCopy:
@@ -286,8 +277,7 @@ class History:
         assert plan.seq is not None
         rig.writer.roll_back(plan.seq)
         rig.arena.begin_epoch(rig.writer.epoch, again=True)
-        rig.arena.mark_all_durable(plan.whole)
-        rig.queue.remove(NEWEST)
+        rig.arena.mark_all_durable()
         assert plan.step is not None
         self.step = plan.step
         self.names.turn()
@@ -295,17 +285,24 @@ class History:
 
     def _restore(self, plan: Plan) -> None:
         """Restore a plan into the arena, and from there into the live state."""
-        rig = self.rig
-        found = self._values(plan, rig.arena)
-        rig.queue.unseal()
-        rig.arena.unseal()
+        arena, found = self.rig.arena, self._values(plan, self.rig.arena)
         far = np.flatnonzero(plan.tier != planning.MEMORY)
-        for i in far.tolist():
-            rig.copy(np.array([i]), 0, found[i])
-            rig.arena.version[i] = plan.version[i]
-            rig.arena.durable[i] = plan.version[i]
-        if plan.consistent:
-            rig.arena.name_whole(plan.whole)
+        if far.size:
+            begun = arena.begin_moment(flush=True)
+            assert begun is not None
+            slot, moment = begun
+            before = arena.newest()
+            near = np.delete(self.rig.everything, far)
+            arena.carry(near[slot.moments[near] != arena.moments[near]])
+            slot.version[near] = before[near]
+            for i in far.tolist():
+                fill(slot, np.array([i]), found[i])
+            slot.end(far, plan.version[far], moment)
+            whole = plan.whole if plan.consistent else ""
+            if whole in ("", arena.whole):
+                carry_extras(arena, moment)
+            arena.flip(slot, moment, int(slot.version.max()), whole)
+            arena.acknowledge(far, plan.version[far], slot.moments[far])
         self.live = np.array(found)
 
     # -- looking -------------------------------------------------------------------------------------------------
@@ -366,13 +363,9 @@ class History:
         saved = self.rig.store.read_extras(stored)
         newest: Any = None if saved is None else (saved[0], stored.extras_whole, saved[1])
         if arena is not None:
-            for one in (self.rig.queue.moment(), *self.rig.queue.pending()):
-                if (
-                    one is not None
-                    and one.extras is not None
-                    and (newest is None or one.version >= newest[0])
-                ):
-                    newest = one.version, one.whole, one.extras
+            one = read_extras(arena)
+            if one is not None and one.tree is not None and (newest is None or one.version >= newest[0]):
+                newest = one.version, one.whole, one.tree
         if newest is None or not plan.consistent or plan.whole != newest[1]:
             return
         state, theirs = tuple(self._values(plan, arena)), [v % 251 for v in newest[2]["state"]]
@@ -384,11 +377,8 @@ class History:
         self.rig.die()
 
 
-def explore(case: int, seed: int, length: int = 12, *, aside: bool = False) -> str:
-    """Play one history; return the violation with the word that leads to it, or "".
-
-    aside: with memory checkpoints, of which rows are set aside for the store.
-    """
+def explore(case: int, seed: int, length: int = 12) -> str:
+    """Play one history; return the violation with the word that leads to it, or ""."""
     rng = random.Random(f"{seed}/{case}")
     folder = Path(tempfile.mkdtemp(prefix="scarctl-same-", dir=_MEMORY if _MEMORY.is_dir() else None))
     word = []
@@ -396,9 +386,9 @@ def explore(case: int, seed: int, length: int = 12, *, aside: bool = False) -> s
     try:
         history.do("full")
         for _ in range(length):
-            word.append(rng.choice(ACTIONS + ("memory",) * 4 if aside else ACTIONS))
+            word.append(rng.choice(ACTIONS))
             history.do(word[-1])
-    except Broken as error:
+    except (Broken, UsageError) as error:
         return f"{error}\n    case {case}, seed {seed}: full {' '.join(word)}"
     finally:
         history.close()
@@ -421,7 +411,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     failed, started = 0, time.monotonic()
     for case in range(args.cases):
-        broken = explore(case, args.seed, aside=case % 2 == 1)
+        broken = explore(case, args.seed)
         if broken:
             failed += 1
             print(broken, flush=True)  # noqa: T201

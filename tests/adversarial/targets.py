@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.extras import parse_extras, write_extras
 from scarctl.arena.folder import arena_folder
-from scarctl.arena.header import FILE, Geometry
-from scarctl.arena.queue import HandOverQueue
+from scarctl.arena.header import EXTRAS, FIELDS, FILE, Geometry
 from scarctl.arena.stale import survey as stale_arenas
 from scarctl.cli.inspect_view import plain
 from scarctl.cli.main import default_map
@@ -34,6 +34,7 @@ from scarctl.store.format import parse_json
 from tests.adversarial.image import LAYOUT
 from tests.adversarial.mutate import bytes_of, has_raw, hostile, mangle, text, with_raw
 from tests.adversarial.targets_store import StoreTargets, _header_of, canonical_or, safetensors
+from tests.daemon.rig import copy_into
 
 Target = Callable[[random.Random], None]
 
@@ -69,7 +70,7 @@ class Targets(StoreTargets):
             "reply": (30, self.reply),
             "request": (30, self.request),
             "arena": (25, self.arena),
-            "hand-over": (40, self.handover),
+            "memory extras": (40, self.extras_file),
             "scarctl.toml": (20, self.toml),
             "whole store": (12, self.store),
         }
@@ -215,18 +216,13 @@ class Targets(StoreTargets):
         self.place = arena_folder(str(self.base), self.store_id)
         arena = Arena.create(self.place, LAYOUT, run_id=self.store_id, epoch=1)
         everything = np.arange(LAYOUT.partitions)
-        arena.begin(everything)
-        arena.end(everything, pack(1, 3))
+        assert copy_into(arena, everything, pack(1, 3), 3, whole="ab" * 16)
         arena.distance[:] = 0.5
         arena.reach(4)
         arena.close()
         self.arena_bytes = (self.place / FILE).read_bytes()
-        self.queue = HandOverQueue(self.place)
-        self.queue.put(
-            version=pack(1, 3), ids=everything, whole="ab" * 16, extras={"a": np.arange(3), "b": "c"}
-        )
-        self.handover_path = Path(self.queue._path(1))
-        self.handover_bytes = self.handover_path.read_bytes()
+        write_extras(self.place, arena.current, arena.slot.moment, {"a": np.arange(3), "b": "c"})
+        self.extras_bytes = (self.place / EXTRAS[arena.current]).read_bytes()
         self.plain = self.image.open()
 
     def arena(self, rng: random.Random) -> None:
@@ -240,7 +236,7 @@ class Targets(StoreTargets):
             data[at : at + 8] = struct.pack("<q", number)
         elif what == 2:  # fields and arrays
             first = 256 if rng.randrange(2) else struct.unpack_from("<Q", data, 48)[0]
-            at = first + 8 * rng.randrange(6 if first == 256 else 4 * LAYOUT.partitions)
+            at = first + 8 * rng.randrange(len(FIELDS) if first == 256 else 9 * LAYOUT.partitions)
             number = rng.choice((0, 1, -1, 1 << 31, 1 << 62, -(1 << 63), (1 << 63) - 1, rng.getrandbits(63)))
             value = struct.pack("<d", rng.choice((1e308, -1e308, float("nan"), float("inf"), -1.0)))
             data[at : at + 8] = struct.pack("<q", number) if rng.randrange(2) else value
@@ -253,7 +249,7 @@ class Targets(StoreTargets):
             data = data[: geometry.size].ljust(geometry.size, b"\0")
             data[4096 : 4096 + len(raw)] = raw
             struct.pack_into("<QQ", data, 16, geometry.size, layout.partitions)
-            struct.pack_into("<QQQ", data, 40, len(raw), geometry.arrays_at, geometry.tensors_at)
+            struct.pack_into("<QQQ", data, 40, len(raw), geometry.arrays_at, geometry.tensors_at[0])
             struct.pack_into("32s", data, 64, bytes.fromhex(layout.digest))
         path = self.place / FILE
         path.write_bytes(data)
@@ -276,11 +272,11 @@ class Targets(StoreTargets):
             if arena is not None:
                 arena.close()
 
-    def handover(self, rng: random.Random) -> None:
-        obj, data = _header_of(self.handover_bytes)
+    def extras_file(self, rng: random.Random) -> None:
+        obj, data = _header_of(self.extras_bytes)
         what = rng.randrange(4)
         if what == 0:
-            file = bytes_of(rng, self.handover_bytes)
+            file = bytes_of(rng, self.extras_bytes)
         else:
             if what == 1:
                 obj["__metadata__"] = mangle(rng, obj["__metadata__"])
@@ -294,8 +290,7 @@ class Targets(StoreTargets):
                 known.pop("digest", None)
                 known["digest"] = hashlib.sha256(canonical_or(known) + data).hexdigest()
             file = safetensors(obj, data)
-        self.handover_path.write_bytes(file)
-        self.queue.read(1)
+        parse_extras(file, "extras")
 
     # -- settings
 

@@ -15,7 +15,7 @@ FOUND_BEFORE = (
     "arena: pipe as arena folder",
     "arena: hard link as arena",
     "arena: hard link as daemon's log",
-    "arena: folder for file or file for folder as hand-over",
+    "arena: folder for file or file for folder as extras",
     "state: pipe as scarctl.toml",
     "state: loop as state file",
     "store: loop as lane",

@@ -8,7 +8,7 @@ import numpy as np
 
 from scarctl.arena.arena import Arena
 from scarctl.state.version import pack
-from tests.daemon.rig import STORE_ID, fill, small_layout
+from tests.daemon.rig import STORE_ID, copy_into, small_layout
 
 LAYOUT = small_layout()
 ALL = np.arange(LAYOUT.partitions)
@@ -25,8 +25,6 @@ def reopen(place: Path) -> Arena | None:
 def left_behind(place: Path) -> Path:
     """Create the file of an arena with content, whose process has ended."""
     arena = create(place)
-    arena.begin(ALL)
-    fill(arena, ALL, 9)
-    arena.end(ALL, pack(1, 9))
+    assert copy_into(arena, ALL, pack(1, 9), 9)
     arena.close()
     return place / "arena"

@@ -11,7 +11,7 @@ from scarctl.arena.age import age_of
 from scarctl.arena.arena import Arena
 from scarctl.arena.view import peek_in
 from scarctl.state.version import pack
-from tests.daemon.rig import small_layout
+from tests.daemon.rig import copy_into, small_layout
 
 pytestmark = pytest.mark.leaves_arena
 RUN, LAYOUT, DEAD = "ab" * 16 + "-3", small_layout(), 0x7FFFFFF0
@@ -28,8 +28,7 @@ def arena(tmp_path: Path) -> Arena:
 
 
 def copy(arena: Arena, ids: np.ndarray, epoch: int, step: int) -> None:
-    arena.begin(ids)
-    arena.end(ids, pack(epoch, step))
+    assert copy_into(arena, ids, pack(epoch, step), 0)
     arena.reach(step)
 
 

@@ -8,6 +8,7 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.distances import from_memory, from_store
 from scarctl.state.layout import TensorSpec, build_layout
 from scarctl.state.version import pack
+from tests.daemon.rig import acknowledge, copy_into
 
 LAYOUT = build_layout([("w", "parameter", (TensorSpec("", "F32", (4, 2)),))], rows={"w": 1})
 
@@ -16,10 +17,9 @@ def test_what_the_store_has_is_at_no_distance() -> None:
     arena = Arena.anonymous(LAYOUT)
     assert np.isnan(from_store(arena)).all()
     every = np.arange(LAYOUT.partitions)
-    arena.begin(every)
-    arena.end(every, pack(1, 5))
+    assert copy_into(arena, every, pack(1, 5), 0)
     arena.note_distances(np.array([1.0, 2.0, np.nan, 4.0]))
-    arena.acknowledge(every[:1], pack(1, 5))
+    acknowledge(arena, every[:1])
     assert np.array_equal(from_store(arena), [0.0, 2.0, np.nan, 4.0], equal_nan=True)
 
 

@@ -1,4 +1,4 @@
-"""Test the counters in an arena's header: each is one word, and the order of writing survives a kill."""
+"""Test the words in an arena's header: each is one word, and the order of writing survives a kill."""
 
 from __future__ import annotations
 
@@ -30,8 +30,13 @@ def test_every_field_has_its_word(words: np.ndarray) -> None:
     fields.seal(11)
     fields.note_errors(2)
     fields.count_failed_save()
-    fields.read(13)
-    fields.note_moment(12)
+    fields.keep(13)
+    fields.note_encoding("int8")
+    fields._flip(1)
+    assert fields._next_moment() == 1
+    assert fields._ask(whole=True) == 1
+    assert fields._ask(whole=False) == 2
+    fields.serve(1)
     assert named(words) == {
         "epoch": 3,
         "base_epoch": 3,
@@ -40,34 +45,28 @@ def test_every_field_has_its_word(words: np.ndarray) -> None:
         "sealed": 11,
         "errors": 2,
         "failed_saves": 1,
-        "taken": 13,
-        "moment": 12,
+        "kept": 13,
+        "encoding": 2,
+        "current": 1,
+        "moment": 1,
+        "asked": 2,
+        "asked_whole": 1,
+        "served": 1,
     }
     read = (fields.epoch, fields.base_epoch, fields.head_step, fields.pid, fields.sealed, fields.errors)
     assert read == (3, 3, 7, 99, 11, 2)
-    assert (fields.taken, fields.moment, fields.failed_saves) == (13, 12, 1)
+    assert (fields.kept, fields.encoding, fields.current, fields.failed_saves) == (13, "int8", 1, 1)
     fields.take_over()
     assert fields.pid == os.getpid()
 
 
-def test_another_daemon_keeps_the_first_epoch_and_what_was_taken(words: np.ndarray) -> None:
+def test_another_daemon_keeps_the_first_epoch(words: np.ndarray) -> None:
     fields = Fields(words)
     fields.begin_epoch(3)
-    fields.read(5)
-    fields.read(4)  # what waited longer was read later
     fields.begin_epoch(4, again=True)
-    assert (fields.base_epoch, fields.epoch, fields.taken) == (3, 4, 5)
+    assert (fields.base_epoch, fields.epoch) == (3, 4)
     fields.begin_epoch(6)
-    assert (fields.base_epoch, fields.epoch, fields.taken) == (6, 6, 0)
-
-
-@pytest.mark.parametrize("whole", ["", "f" * 32, "0" * 31 + "1", "8" + "0" * 31, "0123456789abcdef" * 2])
-def test_a_name_of_a_whole_state_comes_back(words: np.ndarray, whole: str) -> None:
-    fields = Fields(words)
-    fields.name_whole("a" * 32)
-    fields.name_whole(whole)
-    assert fields.whole == whole
-    assert set(named(words)) <= {"whole", "whole_low"}
+    assert (fields.base_epoch, fields.epoch) == (6, 6)
 
 
 @pytest.mark.parametrize(("overhead", "word"), [(None, 0), (0.0, 1), (0.0123, 12301)])
@@ -83,10 +82,9 @@ def test_a_process_without_copies_keeps_epoch_step_and_errors(words: np.ndarray)
     fields.reach(7)
     fields.note_errors(2)
     fields.seal(11)
-    fields.name_whole("a" * 32)
-    fields.note_moment(12)
-    fields.read(4)
+    fields.keep(4)
+    number = fields._ask(whole=True)
     fields._clear()
     assert (fields.epoch, fields.head_step, fields.errors) == (3, 7, 2)
-    assert (fields.sealed, fields.whole, fields.moment, fields.taken) == (NEVER, "", NEVER, 0)
+    assert (fields.sealed, fields.kept, fields.waits, fields.served) == (NEVER, 0, False, number)
     assert fields.pid == os.getpid()

@@ -13,7 +13,6 @@ import pytest
 from scarctl.arena import kinship
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder
-from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.stale import reap, survey
 from scarctl.daemon.server import Daemon
 from scarctl.errors import Fenced, Unavailable
@@ -22,7 +21,7 @@ from scarctl.persist.thread import Current
 from scarctl.state.version import pack, step_of
 from scarctl.store import Store, open_writer, sealed_sets
 from scarctl.store.prune import Retention, plan_prune, prune
-from tests.daemon.rig import fill, small_layout
+from tests.daemon.rig import copy_into, small_layout
 from tests.daemon.trainer import Trainer
 
 pytestmark = pytest.mark.leaves_arena
@@ -40,7 +39,6 @@ class Host:
         self.saver.claim()
         try:
             self.arena = kinship.arena_for(self.folder, LAYOUT, self.store)
-            self.queue = HandOverQueue(self.arena.folder)
             self.saver.open(self.arena)
             self.saver.resume()
         except BaseException:
@@ -49,13 +47,12 @@ class Host:
             raise
 
     def save(self, step: int, *, wait: bool = True, sealed: bool = True) -> None:
-        self.arena.begin(EVERYTHING)
-        fill(self.arena, EVERYTHING, step)
-        version = pack(self.arena.epoch, step)
-        self.arena.end(EVERYTHING, version)
+        version, whole = pack(self.arena.epoch, step), uuid.uuid4().hex if sealed else ""
+        assert copy_into(
+            self.arena, EVERYTHING, version, step, whole=whole, extras={"step": step}, flush=True
+        )
         self.arena.reach(step)
-        self.arena.name_whole(uuid.uuid4().hex if sealed else "")
-        self.queue.put(version=version, ids=EVERYTHING, whole=self.arena.whole, extras={"step": step})
+        self.arena.ask(whole=True)
         if wait:
             self.saver.notify()
             assert self.saver.drain(20), self.saver.fault()

@@ -1,18 +1,19 @@
-"""Test reading the notes that one process saved with a state, in a real arena's queue and a real store."""
+"""Test reading the notes that one process saved with a state, in a real arena and a real store."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from scarctl.arena.notes import stored_notes, waiting_notes
+from scarctl.arena.notes import memory_notes, notes_in, stored_notes
 from scarctl.errors import Corruption
 from scarctl.state.caveats import Caveat
 from scarctl.state.extras import Notes
 from scarctl.store import ShardState
-from tests.daemon.rig import Rig
+from tests.daemon.rig import Rig, copy_into
 
 
 @pytest.fixture
@@ -23,9 +24,10 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 def save(rig: Rig, step: int, *, sealed: bool = True) -> int:
-    rig.copy(rig.everything, step)
     notes = Notes(caveats=(Caveat("kind", f"of step {step}"),))
-    return rig.hand_over(rig.everything, step, sealed=sealed, extras=notes.to_tree())
+    whole = uuid.uuid4().hex if sealed else ""
+    assert copy_into(rig.arena, rig.everything, rig.version(step), step, whole=whole, extras=notes.to_tree())
+    return rig.arena.ask(whole=True)
 
 
 def messages(notes: Notes | None) -> list[str] | None:
@@ -36,23 +38,21 @@ def states(rig: Rig) -> list[ShardState]:
     return list(rig.store.states(rig.store.shards()).values())
 
 
-def test_the_newest_hand_over_with_extras_or_that_of_a_commit(rig: Rig) -> None:
-    assert waiting_notes(rig.queue) is None
+def test_notes_in_memory_are_the_newest_or_those_of_a_commit(rig: Rig) -> None:
+    assert memory_notes(rig.arena) is None
     save(rig, 1)
     first = rig.arena.whole
     save(rig, 2, sealed=False)
-    rig.hand_over(rig.everything, 2, extras=None)
-    assert messages(waiting_notes(rig.queue)) == ["of step 2"]
-    assert messages(waiting_notes(rig.queue, first)) == ["of step 1"]
-    assert waiting_notes(rig.queue, "ab" * 16) is None
+    assert messages(memory_notes(rig.arena)) == ["of step 2"]
+    assert messages(memory_notes(rig.arena, first)) == ["of step 1"]
+    assert memory_notes(rig.arena, "ab" * 16) is None
+    assert messages(notes_in(rig.arena.folder)) == ["of step 2"]
 
 
-def test_a_damaged_hand_over_is_skipped(rig: Rig) -> None:
+def test_damaged_extras_are_left_out(rig: Rig) -> None:
     save(rig, 1)
-    number = save(rig, 2)
-    (path,) = rig.arena.folder.glob(f"handover-{number:020}*")
-    path.write_bytes(b"damaged")
-    assert messages(waiting_notes(rig.queue)) == ["of step 1"]
+    (rig.arena.folder / f"extras-{rig.arena.current}.safetensors").write_bytes(b"damaged")
+    assert memory_notes(rig.arena) is None
 
 
 def test_notes_in_the_store_are_those_of_their_commit(rig: Rig) -> None:

@@ -19,7 +19,7 @@ from scarctl.arena.stale import DAY, reap, survey
 from scarctl.state.version import pack, step_of
 from scarctl.store import Store
 from tests.arena.test_kinship import EVERYTHING, Host
-from tests.daemon.rig import fill
+from tests.daemon.rig import copy_into
 
 pytestmark = pytest.mark.leaves_arena
 OWNER = Owner("east", "11" * 16, 1)
@@ -51,11 +51,10 @@ def lose(host: Host) -> None:
 
 
 def copy(host: Host, ids: np.ndarray, step: int, *, wait: bool) -> None:
-    host.arena.begin(ids)
-    fill(host.arena, ids, step)
-    host.arena.end(ids, pack(host.arena.epoch, step))
+    version = pack(host.arena.epoch, step)
+    assert copy_into(host.arena, ids, version, step, extras={"step": step}, flush=True)
     host.arena.reach(step)
-    host.queue.put(version=pack(host.arena.epoch, step), ids=ids, extras={"step": step})
+    host.arena.ask(ids=ids)
     if wait:
         host.saver.notify()
         assert host.saver.drain(20), host.saver.fault()

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.rows import read_rows, write_fields, write_rows
-from scarctl.state.version import pack
+from scarctl.arena.rows import Gathered, copy_rows, read_rows, write_rows
 from tests.arena.arenas import ALL, LAYOUT, create
 from tests.daemon.rig import STORE_ID, fill, values
 
@@ -29,10 +28,10 @@ def _arrive(folder: Path, chosen: set[int], new: bool) -> None:
     for partition in ALL.tolist():
         fill(source, np.array([partition]), partition + 1)
     buffer = np.full(LAYOUT.nbytes + 5, 250, np.uint8)
-    data = read_rows(source, ids, buffer)
+    data = read_rows(source.slot, ids, buffer)
     assert data.size == int(LAYOUT.partition_bytes[ids].sum())
     assert set(buffer[data.size :].tolist()) == {250}, "nothing is written behind them"
-    write_rows(target, ids, data.copy(), sparse=new)
+    write_rows(target.slot, ids, data.copy(), target.folder / "arena" if new else None)
     target.reserve_rows()
     for partition in ALL.tolist():
         if LAYOUT.partition_bytes[partition]:
@@ -41,24 +40,28 @@ def _arrive(folder: Path, chosen: set[int], new: bool) -> None:
     target.close()
 
 
-def test_fields_end_the_copy_that_was_begun(tmp_path: Path) -> None:
-    source, target = create(tmp_path / "source"), create(tmp_path / "target")
-    source.begin(ALL)
-    source.end(ALL, pack(1, 3))
-    source.acknowledge(ALL[::2], pack(1, 3))
-    some = ALL[1:4]
-    target.begin(some)
-    assert not target.intact()[some].any()
-    write_fields(
-        target,
-        some,
-        source.version[some],
-        source.durable[some],
-        source.distance[some],
-        source.generation[some],
-    )
-    assert target.intact()[some].all()
-    assert target.version[some].tolist() == [pack(1, 3)] * some.size
-    assert target.pending()[some].tolist() == source.pending()[some].tolist()
+def test_gathered_rows_are_those_of_the_slot(tmp_path: Path) -> None:
+    source = create(tmp_path / "source")
+    for partition in ALL.tolist():
+        fill(source, np.array([partition]), partition + 1)
+    ids = ALL[1::2]
+    rows = Gathered(source.slot, ids)
+    for i, g, start, stop in zip(
+        ids.tolist(),
+        LAYOUT.group_of(ids).tolist(),
+        *(found.tolist() for found in LAYOUT.row_ranges(ids)),
+        strict=True,
+    ):
+        for t in range(len(LAYOUT.groups[g].tensors)):
+            assert bytes(rows(g, t, start, stop)) == bytes(source.slot.source(g, t, start, stop)), i
     source.close()
-    target.close()
+
+
+def test_rows_go_from_one_slot_into_the_other(tmp_path: Path) -> None:
+    arena = create(tmp_path / "arena")
+    fill(arena.slot, ALL, 3)
+    copy_rows(arena.slot, arena.spare, ALL[1:4])
+    found = [values(arena.spare, i) for i in ALL.tolist() if LAYOUT.partition_bytes[i]]
+    wanted = [{3 if i in (1, 2, 3) else 0} for i in ALL.tolist() if LAYOUT.partition_bytes[i]]
+    assert found == wanted
+    arena.close()

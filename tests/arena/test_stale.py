@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,13 +19,12 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder, host_folder, lock_folder
 from scarctl.arena.kinship import ASIDE
 from scarctl.arena.owner import Owner, write_owner
-from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.stale import DAY, has_unsaved, reap, survey
 from scarctl.daemon import client
 from scarctl.daemon.server import Daemon
 from scarctl.errors import Contention
 from scarctl.state.version import pack
-from tests.daemon.rig import fill, small_layout
+from tests.daemon.rig import acknowledge, copy_into, small_layout
 from tests.daemon.trainer import stop
 from tests.support.waiting import wait_until
 
@@ -38,14 +38,12 @@ def left(base: Path, store_id: str = ID, *, pending: int = 0, queued: bool = Fal
     folder = arena_folder(str(base), store_id)
     arena = Arena.create(folder, layout, run_id=store_id, epoch=1)
     everything = np.arange(layout.partitions)
-    arena.begin(everything)
-    fill(arena, everything, 7)
-    arena.end(everything, pack(1, 7))
-    arena.acknowledge(everything[pending:], pack(1, 7))
+    assert copy_into(arena, everything, pack(1, 7), 7, whole="ab" * 16, extras={})
+    acknowledge(arena, everything[pending:])
     arena.reach(9)
     arena.take_over(NO_PROCESS)
-    if queued:
-        HandOverQueue(folder).put(version=pack(1, 7), ids=everything, whole="ab" * 16, extras={})
+    if not queued:
+        arena.keep(arena.slot.moment)
     arena.close()
     if age:
         then = time.time() - age
@@ -55,12 +53,10 @@ def left(base: Path, store_id: str = ID, *, pending: int = 0, queued: bool = Fal
 
 def test_what_a_dead_run_left_is_found_and_removed(arena_dir: Path) -> None:
     folder = left(arena_dir)
-    HandOverQueue(folder).note(version=pack(1, 7), whole="", extras={})
-    for killed in (".rows-0", ".handover-0"):
-        (folder / killed).touch()
+    (folder / ".extras-0.safetensors").touch()
     (found,) = survey(folder.parent)
     assert (found.id, found.folder, found.pid) == (ID, str(folder), NO_PROCESS)
-    assert (found.head_step, found.durable_step, found.pending_partitions, found.handovers) == (9, 7, 0, 0)
+    assert (found.head_step, found.durable_step, found.pending_partitions) == (9, 7, 0)
     assert found.bytes == (folder / "arena").stat().st_size
     assert found.durable
     assert [arena.id for arena in reap(folder.parent)] == [ID]
@@ -102,7 +98,7 @@ def test_a_process_number_that_somebody_else_has_by_now(arena_dir: Path) -> None
 def test_a_run_that_the_daemon_finishes_is_not_stale(arena_dir: Path) -> None:
     folder = left(arena_dir, pending=2)
     assert survey(folder.parent, frozenset({ID})) == []
-    (folder / "arena").unlink()
+    shutil.rmtree(folder)
 
 
 def test_only_what_has_been_quiet_for_long_enough(arena_dir: Path) -> None:
@@ -166,10 +162,10 @@ def test_memory_that_another_host_may_come_for(arena_dir: Path, monkeypatch: pyt
 
 def test_what_was_set_aside_stays(arena_dir: Path) -> None:
     folder = left(arena_dir)
-    (folder / "handover-1.bad").touch()
+    (folder / "anything").touch()
     assert len(reap(folder.parent)) == 1
-    assert [path.name for path in folder.iterdir()] == ["handover-1.bad"]
-    (folder / "handover-1.bad").unlink()
+    assert [path.name for path in folder.iterdir()] == ["anything"]
+    (folder / "anything").unlink()
 
 
 def test_nothing_there_or_not_ours(arena_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -286,4 +282,4 @@ def test_the_daemon_tidies_up_when_it_starts(arena_dir: Path) -> None:
     wait_until(lambda: not old.exists())
     assert young.exists()
     stop(old.parent)
-    (young / "arena").unlink()
+    shutil.rmtree(young)

@@ -14,17 +14,17 @@ import pytest
 
 from scarctl.arena import folder as folders
 from scarctl.arena.arena import Arena
+from scarctl.arena.extras import read_extras
 from scarctl.arena.folder import arena_folder
 from scarctl.arena.header import FILE
 from scarctl.arena.kinship import ASIDE, put_aside
-from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.stale import reap
 from scarctl.arena.transfer import INCOMING, Incoming, Outgoing, sweep_incoming
 from scarctl.arena.view import ArenaView
 from scarctl.errors import Contention, Corruption, Unavailable
 from scarctl.state.version import pack, step_of
 from scarctl.store import Store
-from tests.daemon.rig import fill, small_layout
+from tests.daemon.rig import copy_into, small_layout
 from tests.support.ranks import belong
 
 pytestmark = pytest.mark.leaves_arena
@@ -47,13 +47,10 @@ def hosts(tmp_path: Path) -> tuple[str, str]:
 
 
 def leave(store: Store, host: str, step: int) -> np.ndarray[Any, Any]:
-    """Create the arena of a dead process that has handed over all of `step`; return the bytes of its first tensor."""
+    """Create the arena of a dead process with all of `step`; return the bytes of its first tensor."""
     arena = Arena.create(arena_folder(host, store.run_id), LAYOUT, run_id=store.run_id, epoch=1)
-    arena.begin(EVERYTHING)
-    fill(arena, EVERYTHING, step)
-    arena.end(EVERYTHING, pack(1, step))
+    assert copy_into(arena, EVERYTHING, pack(1, step), step, extras={"step": step})
     belong(arena, store)
-    HandOverQueue(arena.folder).put(version=pack(1, step), ids=EVERYTHING, extras={"step": step})
     rows = arena.rows(0, 0).copy()
     arena.close()
     return rows
@@ -113,7 +110,9 @@ def test_it_arrives_as_it_was(store: Store, hosts: tuple[str, str], there: bool)
     assert set(arena.version) == {pack(1, 7)}
     assert arena.intact().all()
     np.testing.assert_array_equal(arena.rows(0, 0), rows)
-    assert [handover.extras for handover in HandOverQueue(folder).pending()] == [{"step": 7}]
+    found = read_extras(arena)
+    assert found is not None
+    assert found.tree == {"step": 7}
     assert folder.with_name(folder.name + ASIDE).exists() == there
     arena.close()
 
@@ -154,7 +153,7 @@ def test_more_than_there_is_room_for_is_refused_before_the_first_byte(
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("../x", 1), ("arena", 1), ("owner", 1), ("handover-1.safetensors", 1), ("line", 101), ("line\n", 1)],
+    [("../x", 1), ("arena", 1), ("owner", 1), ("extras-2.safetensors", 1), ("line", 101), ("line\n", 1)],
 )
 def test_other_files_than_those_of_an_arena_are_refused(
     store: Store, hosts: tuple[str, str], name: str, size: int
@@ -183,7 +182,7 @@ def test_more_bytes_than_announced_are_refused(store: Store, hosts: tuple[str, s
     assert not folder_of(store, hosts[1]).exists()
 
 
-def test_a_hand_over_that_is_too_large_is_left_out(
+def test_extras_that_are_too_large_are_left_out(
     store: Store, hosts: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     east, west = hosts
@@ -199,14 +198,14 @@ def test_a_hand_over_that_is_too_large_is_left_out(
     incoming.close()
     arena.close()
     assert step_of_arena(store, west) == 7
-    assert HandOverQueue(folder_of(store, west)).numbers() == []
+    assert not list(folder_of(store, west).glob("extras-*"))
 
 
 @pytest.mark.parametrize("fault", ["damaged", "cut", "refused", "versions"])
 def test_the_older_arena_stays_until_the_new_one_is_verified(
     store: Store, hosts: tuple[str, str], fault: str
 ) -> None:
-    """A transfer that fails leaves this host's own arena as it was, hand-overs included."""
+    """A transfer that fails leaves this host's own arena as it was, extras included."""
     east, west = hosts
     leave(store, east, 7)
     leave(store, west, 3)

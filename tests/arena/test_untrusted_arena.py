@@ -29,7 +29,7 @@ def at(offset: int, form: str, *new: Any) -> Callable[[bytearray], None]:
     [
         pytest.param(at(0, "<8s", b"ELF"), "header is not valid", id="magic"),
         pytest.param(at(8, "<I", 2), "format 2", id="older-format"),
-        pytest.param(at(8, "<I", 4), "format 4", id="newer-format"),
+        pytest.param(at(8, "<I", 5), "format 5", id="newer-format"),
         pytest.param(at(12, "<I", 512), "header is not valid", id="header-size"),
         pytest.param(at(16, "<Q", 1 << 62), "size", id="file-size"),
         pytest.param(at(24, "<Q", 1 << 40), "does not fit", id="partitions"),
@@ -151,9 +151,9 @@ def test_somebody_else_was_here_first(arena_dir: Path) -> None:
 def test_an_arena_from_before_the_machines_last_start(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a disk it survives a restart, but pages were written in any order: even generations prove nothing."""
+    """On a disk it survives a restart, but pages were written in any order: even complete moments prove nothing."""
     file = left_behind(place)
-    (place / f"handover-{1:020d}.safetensors").touch()
+    (place / "extras-0.safetensors").touch()
     boot = tmp_path / "boot"
     boot.write_text("11111111-2222-3333-4444-555555555555\n")
     monkeypatch.setattr(header, "_BOOT_ID", boot)

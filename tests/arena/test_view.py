@@ -10,7 +10,7 @@ from scarctl.arena.folder import arena_folder
 from scarctl.arena.view import peek
 from scarctl.state.version import pack
 from tests.arena.arenas import ALL, LAYOUT, left_behind, reopen
-from tests.daemon.rig import STORE_ID
+from tests.daemon.rig import STORE_ID, acknowledge
 
 
 def test_a_view_shows_the_copies_of_a_dead_run(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_a_view_shows_the_copies_of_a_dead_run(tmp_path: Path) -> None:
     file = left_behind(place)
     arena = reopen(place)
     assert arena is not None
-    arena.acknowledge(ALL[::2], pack(1, 9))
+    acknowledge(arena, ALL[::2])
     arena.encoding_error[1] = 2.0
     arena.close()
     before = file.read_bytes()

@@ -1,30 +1,81 @@
-"""Test what a checkpoint does where memory has no room for the rows that the store is to get."""
+"""Test what a checkpoint does to memory: all of it as of one step, or nothing."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 
+import scarctl
 from scarctl.checkpoint import engine as module
-from scarctl.errors import Unavailable
-from tests.support.training import Loop, differing
+from scarctl.state.version import step_of
+from tests.support.training import drained
 
 
-def test_without_room_the_store_reads_memory_itself(
+def session(folder: Path, state: dict[str, np.ndarray], **options: object) -> scarctl.Session:
+    settings = scarctl.Settings(daemon=False)
+    return scarctl.attach(state, store=folder, interval=1, settings=settings, **options)  # type: ignore[arg-type]
+
+
+def test_values_that_are_not_finite_leave_memory_and_the_store_as_they_were(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"x": np.zeros((8, 4)), "y": np.zeros(3)}
+    with session(tmp_path / "store", state) as made:
+        for _ in range(3):
+            state["x"] += 1
+            made.step()
+        made._saving.finish()
+        arena = made._started().arena
+        state["y"][1] = np.nan
+        for _ in range(3):
+            state["x"] += 1
+            made.step()
+        made._saving.finish()
+        assert step_of(arena.slot.head) == 3
+        assert caplog.text.count("memory and the store keep the state before") == 1
+        state["y"][1] = 0.5
+        made.step()
+        made._saving.finish()
+        assert step_of(arena.slot.head) == 7
+        assert arena.whole
+        drained([made])
+    again = {"x": np.ones((8, 4)), "y": np.ones(3)}
+    with session(tmp_path / "store", again) as other:
+        assert other.resume().consistent
+        assert (again["x"] == 6).all()
+        assert again["y"].tolist() == [0, 0.5, 0]
+
+
+def test_a_checkpoint_is_left_out_while_its_slot_is_read(tmp_path: Path) -> None:
+    state = {"x": np.zeros((8, 4))}
+    with session(tmp_path / "store", state) as made:
+        for _ in range(2):
+            state["x"] += 1
+            made.step()
+        made._saving.finish()
+        arena = made._started().arena
+        drained([made])
+        with arena.held(60) as hold:
+            for _ in range(4):
+                state["x"] += 1
+                made.step()
+            made._saving.finish()
+            assert hold.lasts()
+            assert step_of(arena.slot.head) == 3, "the other slot was free once"
+            assert made.flush(), "it ends the hold"
+            assert not hold.lasts()
+        assert step_of(arena.slot.head) == 6
+
+
+def test_large_extras_are_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(*_: Any) -> Any:
-        raise Unavailable("no space left", kind="arena-full")
-
-    monkeypatch.setattr(module, "copy_out", full)
-    loop = Loop(tmp_path / "store", interval=1, on_error="raise")
-    loop.train(6, settle=True)
-    assert caplog.text.count("no space left. Until there is room") == 1
-    loop.session.close()
-    again = Loop(tmp_path / "store", seed=1)
-    resumed = again.session.resume()
-    assert (resumed.step, resumed.consistent) == (6, True)
-    assert differing(loop.state(), again.state()) == []
-    again.session.close()
+    monkeypatch.setattr(module, "LARGE", 100)
+    state = {"x": np.zeros((8, 4))}
+    with session(tmp_path / "store", state) as made:
+        for _ in range(3):
+            state["x"] += 1
+            made.step()
+    assert caplog.text.count("Training waits while they are written") == 1

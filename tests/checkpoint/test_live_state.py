@@ -25,7 +25,7 @@ def state(arena_dir: Path) -> Iterator[LiveState]:
     )
     arena = Arena.create(arena_dir / "run" / "x", layout, run_id="0" * 32, epoch=1)
     made = LiveState(layout, [[torch.ones(ROWS, 4) for _ in SLOTS] for _ in layout.groups], arena)
-    made.save(np.arange(layout.partitions), 1)
+    made.save(np.arange(layout.partitions), arena.slot, 1, 1)
     assert arena.intact().all()
     yield made
     arena.remove()
@@ -53,7 +53,7 @@ def write_while_copied(state: LiveState, monkeypatch: pytest.MonkeyPatch, times:
 
 def test_a_tensor_that_got_other_memory_is_copied_from_there(state: LiveState) -> None:
     state.tensors[1][0].data = torch.full((ROWS, 4), 5.0)
-    state.save(np.arange(4), 2)
+    state.save(np.arange(4), state.arena.slot, 2, 2)
     assert copies(state, 1) == {1.0, 5.0}
 
 
@@ -61,18 +61,18 @@ def test_what_is_written_to_all_the_time_is_no_copy(
     state: LiveState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_while_copied(state, monkeypatch, times=1000)
-    state.save(np.arange(4), 2)
+    state.save(np.arange(4), state.arena.slot, 2, 2)
     assert state.arena.intact().tolist() == [False, False, True, True]
     assert copies(state, 1) == {1.0}
     monkeypatch.undo()
-    state.save(np.arange(2), 3)
+    state.save(np.arange(2), state.arena.slot, 3, 3)
     assert state.arena.intact().all()
     assert len(copies(state, 0)) == 1, "parameter and momentum are of one moment again"
 
 
 def test_what_was_written_to_once_is_copied_again(state: LiveState, monkeypatch: pytest.MonkeyPatch) -> None:
     write_while_copied(state, monkeypatch, times=1)
-    state.save(np.arange(4), 2)
+    state.save(np.arange(4), state.arena.slot, 2, 2)
     assert state.arena.intact().all()
     assert copies(state, 0) == {2.0}
     assert state.arena.version.tolist() == [2, 2, 2, 2]
@@ -87,7 +87,7 @@ def test_distances_of_some_are_those_of_all(shape: tuple[int, int], norm: str, a
     live = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     live[10, 1] = torch.inf
     state = LiveState(layout, [[live]], arena)
-    state.save(np.arange(layout.partitions), 1)
+    state.save(np.arange(layout.partitions), arena.slot, 1, 1)
     live += 1
     live[20:31, 2] = torch.nan
     whole = state.distances(norm)

@@ -59,7 +59,7 @@ def test_views_are_the_arenas_rows(shape: tuple[int, ...]) -> None:
     dtypes = ("F32", "BF16", "I64", "U8", "F64", "BOOL")
     groups = [(f"g{n}", "parameter", (TensorSpec("", dtype, shape),)) for n, dtype in enumerate(dtypes)]
     arena = Arena.anonymous(build_layout(groups))
-    views = views_of(arena)
+    views = views_of(arena.slot)
     for g, ((view,), group) in enumerate(zip(views, arena.layout.groups, strict=True)):
         rows = arena.rows(g, 0)
         rows[:] = (np.arange(rows.size) % 2).astype(np.uint8).reshape(rows.shape)

@@ -31,19 +31,6 @@ class Clock:
         return self.now
 
 
-class Queue:
-    """The hand-overs that wait, as the test says."""
-
-    def __init__(self) -> None:
-        self.waiting: list[int] = []
-
-    def has(self, number: int) -> bool:
-        return number in self.waiting
-
-    def numbers(self) -> list[int]:
-        return self.waiting
-
-
 class Saver:
     speed = None
 
@@ -53,9 +40,9 @@ class Run:
 
     def __init__(self, *, ranks: bool = False, cost: float = 0.01, **options: Any) -> None:
         settings = SessionSettings(store="s", fraction=0.1, **options)
-        self.arena, self.queue, self.caveats = Arena.anonymous(LAYOUT), Queue(), Caveats()
-        self.arena.end(np.arange(LAYOUT.partitions), pack(1, 1))
-        self.selector, self.cost, self.number = Selector(), cost, 0
+        self.arena, self.caveats = Arena.anonymous(LAYOUT), Caveats()
+        self.arena.slot.end(np.arange(LAYOUT.partitions), pack(1, 1), 1)
+        self.selector, self.cost = Selector(), cost
         self.selector.shared = ranks
         self.pace = Pace(
             settings,
@@ -63,20 +50,22 @@ class Run:
             STATE // 10,
             self.selector,
             self.arena,
-            self.queue,  # type: ignore[arg-type]
             Saver(),  # type: ignore[arg-type]
             self.caveats,
         )
 
     def checkpoint(self, step: int) -> Turn:
-        """Make the checkpoint that is due, and hand over what its turn says."""
+        """Make the checkpoint that is due, and ask for what its turn says."""
         turn = self.pace.turn(step)
         self.pace.cadence.spent(self.cost, 0.0)
         if turn is not NOTHING:
-            self.number += 1
-            self.queue.waiting.append(self.number)
-            self.pace.handed_over(self.number, STATE if turn is WHOLE else STATE // 10, step, turn)
+            number = self.arena.ask(whole=True)
+            self.pace.handed_over(number, STATE if turn is WHOLE else STATE // 10, step, turn)
         return turn
+
+    def saved(self) -> None:
+        """Note that everything is durable."""
+        self.arena.serve(self.arena.asked)
 
     def step(self, step: int) -> Turn | None:
         """Return the turn of the step's checkpoint; None if none is due."""
@@ -99,7 +88,7 @@ def train(run: Run, clock: Clock, steps: int, *, first: int = 1, saves: bool = T
         if turn is not None:
             found[step] = turn
         if saves:
-            run.queue.waiting.clear()
+            run.saved()
     return found
 
 
@@ -122,7 +111,7 @@ def test_a_fixed_interval_waits_for_a_store_that_has_a_whole_state_to_save(clock
     found = train(run, clock, 200, saves=False)
     assert sum(turn is PART for turn in found.values()) == 10
     assert (run.pace.lag(200), run.pace.turn_steps) == (190, 100)
-    run.queue.waiting.clear()
+    run.saved()
     assert train(run, clock, 10, first=201)[210] is PART
     assert run.pace.lag(211) == 0, "it has been saved since the last look"
 
@@ -161,9 +150,10 @@ def test_ranks_take_the_turn_that_all_of_them_want_and_take_it_once(clock: Clock
             given[step] = turn
         for run in ranks.runs:
             if run is not slow or step % 40 == 0:
-                run.queue.waiting.clear()
-            run.pace.turns.look(clock.now, run.queue.waiting)
-        if slow.queue.waiting:
+                run.saved()
+            waiting = [n for n in run.pace.turns.waiting if n > run.arena.served]
+            run.pace.turns.look(clock.now, waiting)
+        if slow.arena.waits:
             waited.add(step)
     assert given.pop(1 + LAG) is WHOLE
     assert len(given) > 3
@@ -181,7 +171,7 @@ def test_ranks_take_a_turn_as_soon_as_all_can_know_of_the_one_before(clock: Cloc
         if ranks.checkpoint(step) == {PART}:
             given.append(step)
         for run in ranks.runs:
-            run.queue.waiting.clear()
+            run.saved()
     # A part, which is a tenth of the state, takes four seconds.
     assert given[0] <= 1 + LAG + 40 + 1
     assert set(np.diff(given)) == {4}

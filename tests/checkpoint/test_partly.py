@@ -27,7 +27,7 @@ class Dense:
         self.live = LiveState(
             self.layout, tensors_of(adapter, self.layout), Arena.anonymous(self.layout), frozenset()
         )
-        self.live.save(np.arange(self.layout.partitions), pack(1, 1))
+        self.live.save(np.arange(self.layout.partitions), self.live.arena.slot, pack(1, 1), 1)
         self.weight = model.weight.detach()
         self.tracker = Tracker(self.layout)
 
@@ -100,7 +100,7 @@ def test_values_that_are_not_finite_are_not_copied_wherever_they_are(bad: float)
     for look in range(2 * AGAIN):
         distance, changed = dense.look()
         ids = np.flatnonzero(changed & np.isfinite(distance))
-        left = dense.live.save(ids, pack(1, 2 + look), dense.tracker.unread)
+        left = dense.live.save(ids, dense.live.arena.slot, pack(1, 2 + look), 2 + look, dense.tracker.unread)
         kept = set(np.flatnonzero(~np.isfinite(distance)).tolist()) | set(left.tolist())
         assert kept == {10}
         dense.weight += 0.01
@@ -114,7 +114,7 @@ def test_large_values_and_equal_infinities_are_copied() -> None:
     dense.weight[0:4] = 3e38  # their sum overflows
     dense.weight[20, 0] = float("-inf")
     everything = np.arange(dense.layout.partitions)
-    dense.live.save(everything, pack(1, 2))
+    dense.live.save(everything, dense.live.arena.slot, pack(1, 2), 2)
     dense.weight[1:] += 0.01
-    assert not dense.live.save(everything, pack(1, 3), frozenset({0})).size
+    assert not dense.live.save(everything, dense.live.arena.slot, pack(1, 3), 3, frozenset({0})).size
     assert np.array_equal(dense.copies, dense.weight.numpy())

@@ -1,9 +1,8 @@
-"""Test how far memory is known to be from the store, against true distances and through every fate of a hand-over."""
+"""Test how far memory is known to be from the store, against true distances and through every fate of a request."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 
 from scarctl.arena.arena import Arena
@@ -11,6 +10,7 @@ from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.sent import _UNKNOWN, Sent
 from scarctl.state.layout import TensorSpec, build_layout
 from scarctl.state.version import pack
+from tests.daemon.rig import acknowledge
 
 ROWS = 4
 ALL = np.arange(ROWS + 1)
@@ -28,8 +28,8 @@ class Run:
         self.w, self.slot, self.s = torch.zeros(ROWS, 2), torch.zeros(ROWS, 2), torch.zeros(())
         self.live = LiveState(layout, [[self.w, self.slot], [self.s]], self.arena)
         self.sent = Sent(self.arena, "l2", exact=exact)
-        self.live.save(ALL, pack(1, 1))
-        self.sent.handed_over(ALL, pack(1, 1))
+        self.live.save(ALL, self.arena.slot, pack(1, 1), 1)
+        self.sent.asked(ALL, pack(1, 1))
         self.saved(ALL)
 
     def move(self, *ids: int, by: float = 1.0) -> None:
@@ -39,14 +39,14 @@ class Run:
         self.step += 1
         moved = np.array(sorted(ids))
         self.sent.moved(moved, self.live.distances()[moved])
-        self.live.save(moved, pack(1, self.step))
+        self.live.save(moved, self.arena.slot, pack(1, self.step), self.step)
 
     def saved(self, ids: np.ndarray) -> None:
         """Note that the store has the copies of these partitions."""
-        self.arena.acknowledge(ids, self.arena.version[ids])
+        acknowledge(self.arena, ids)
 
     def distances(self) -> list[float]:
-        return list(map(float, self.sent.distances()))
+        return list(map(float, self.sent.distances(self.arena.slot)))
 
     def unsaved(self) -> list[float]:
         return list(map(float, self.sent.unsaved()))
@@ -57,21 +57,21 @@ def test_movements_add_up_until_the_store_gets_the_copy() -> None:
     run.move(1, 4)
     run.move(1, by=-0.5)
     assert run.distances() == [0, 1.5, 0, 0, 1]
-    run.sent.handed_over(np.array([1]))
+    run.sent.asked(np.array([1]))
     assert run.distances() == [0, 0, 0, 0, 1]
     run.move(1, by=2)
     assert run.distances() == [0, 2, 0, 0, 1]
-    run.sent.handed_over(np.array([1, 4]), pack(1, run.step))
+    run.sent.asked(np.array([1, 4]), pack(1, run.step))
     assert run.distances() == [0] * 5
     assert set(run.sent.version.tolist()) == {pack(1, run.step)}, "of a whole state"
 
 
-def test_exact_distances_are_those_of_what_was_handed_over() -> None:
+def test_exact_distances_are_those_of_what_was_asked_for() -> None:
     run = Run(exact=True)
     run.move(1, 4)
     run.move(1, by=-0.5)
     assert run.distances() == [0, 0.5, 0, 0, 1]
-    run.sent.handed_over(np.array([1, 4]))
+    run.sent.asked(np.array([1, 4]))
     run.move(1, by=-0.5)
     run.move(4, by=2)
     assert run.distances() == [0, 0.5, 0, 0, 2]
@@ -82,18 +82,18 @@ def test_exact_distances_are_those_of_what_was_handed_over() -> None:
 def test_what_is_pending_at_the_beginning_is_unknown() -> None:
     run = Run()
     run.move(3)
-    assert Sent(run.arena, "l2", exact=False).distances().tolist() == [0, 0, 0, _UNKNOWN, 0]
+    assert Sent(run.arena, "l2", exact=False).distances(run.arena.slot).tolist() == [0, 0, 0, _UNKNOWN, 0]
 
 
 def test_what_waits_for_the_store_is_unsaved_until_it_is_durable() -> None:
     run = Run()
     run.move(1, by=3)
-    run.sent.handed_over(np.array([1]))
+    run.sent.asked(np.array([1]))
     run.move(1)
     assert run.unsaved() == [0, 4, 0, 0, 0]
     run.saved(np.array([], np.int64))
     assert run.unsaved() == [0, 4, 0, 0, 0]
-    run.sent.handed_over(np.array([1]))
+    run.sent.asked(np.array([1]))
     run.saved(np.array([1]))
     assert run.unsaved() == [0] * 5
 
@@ -103,14 +103,6 @@ def test_a_whole_state_that_is_durable_leaves_nothing_unsaved() -> None:
     run = Run()
     run.move(1, by=3)
     run.move(2)
-    run.sent.handed_over(np.array([1, 2]), pack(1, run.step))
+    run.sent.asked(np.array([1, 2]), pack(1, run.step))
     run.saved(np.array([1, 2]))
     assert run.unsaved() == [0] * 5
-
-
-def test_what_the_store_got_without_rows_of_its_own_starts_again() -> None:
-    run = Run()
-    run.move(1, by=100)
-    run.saved(np.array([1]))
-    run.move(1)
-    assert run.distances() == [0, pytest.approx(1), 0, 0, 0]

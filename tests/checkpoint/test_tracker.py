@@ -41,7 +41,7 @@ class Table:
         tensors = tensors_of(self.adapter, self.layout)
         self.live = LiveState(self.layout, tensors, self.arena, frozenset({0}) if frozen else frozenset())
         self.everything = np.arange(self.layout.partitions)
-        self.live.save(self.everything, pack(1, 1))
+        self.live.save(self.everything, self.live.arena.slot, pack(1, 1), 1)
         whole = self.live.groups_distances
 
         def counted(groups: Any, *rest: Any) -> Any:
@@ -68,7 +68,7 @@ class Table:
         found = self.tracker.look(self.live, thorough=thorough)
         self.step += 1
         if save:
-            self.live.save(np.flatnonzero(found[1]), pack(1, self.step))
+            self.live.save(np.flatnonzero(found[1]), self.live.arena.slot, pack(1, self.step), self.step)
             self.tracker.copied(but=self.everything[:0])
         return found
 

@@ -17,6 +17,7 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder
 from scarctl.store import Store, open_writer
 from tests.cli.conftest import Done, Model, Run, assert_sound
+from tests.daemon.rig import acknowledge
 from tests.support.ranks import belong
 
 
@@ -235,11 +236,10 @@ def test_the_memory_of_a_stopped_run_is_compared_with(run: Run, saved: Model, ar
     arena = Arena.create(arena_folder(str(arena_dir), store.run_id), layout, run_id=store.run_id, epoch=1)
     belong(arena, store)
     everything = np.arange(layout.partitions)
-    arena.begin(everything)
     for g, group in enumerate(layout.groups):
         arena.rows(g, 0)[:] = saved.tensors[group.name].reshape(group.rows, -1).numpy().view(np.uint8)
-    arena.end(everything, int(version[0]))
-    arena.acknowledge(everything, int(version[0]))
+    arena.slot.end(everything, int(version[0]), 1)
+    acknowledge(arena, everything)
     assert len(set(version.tolist())) == 1
     # It differs from the store, which shows that memory is compared.
     arena.rows(0, 0)[0] ^= 1

@@ -87,7 +87,7 @@ def test_a_state_file_is_sealed_exactly(run: Run, saved: Model, tmp_path: Path, 
         arena.rows(g, 0)[:] = saved.tensors[group.name].reshape(group.rows, -1).numpy().view(np.uint8)
     with open_writer(store, layout=layout) as writer:
         ids = np.arange(layout.partitions)
-        writer.commit(ids, Encoder(layout, "int8", arena.source, ids), step=20)
+        writer.commit(ids, Encoder(layout, "int8", arena.slot.source, ids), step=20)
     before = encoded_in(Path("ckpt"))
     assert before > 2
     run("export", "--store", "ckpt", state)

@@ -11,15 +11,12 @@ import torch
 from torch import nn
 
 import scarctl
-from scarctl.arena.queue import HandOverQueue
+from scarctl.arena.extras import write_extras
 from scarctl.errors import ScarError
 from scarctl.state.caveats import Caveat
 from scarctl.state.extras import Notes
-from scarctl.state.version import pack
 from scarctl.store import complete_sets, create_snapshot
 from tests.cli.conftest import Run
-from tests.session.serving import Server, raises, resumed, sigterm, waits
-from tests.support.process import Tell
 from tests.support.ranks import RankStore
 
 DIFFERED, UNKNOWN = "ranks had different values", "cannot be read, so that it may not be consistent"
@@ -30,26 +27,6 @@ def labels(document: dict[str, Any]) -> bool:
     """Return whether a document calls its state consistent. It has reasons if not."""
     assert document["consistent"] is not bool(document["reasons"])
     return bool(document["consistent"])
-
-
-def test_what_is_lost_of_a_state_that_an_iteration_left_half_changed(run: Run, tmp_path: Path) -> None:
-    def body(tell: Tell) -> None:
-        server = Server(tmp_path / "store")
-        server.serve(3)
-        server.session.checkpoint(full=True, wait=True)
-        raises(server)
-        tell("ready")
-        waits()
-
-    sigterm(body)
-    found, _, _ = resumed(tmp_path / "store")
-    assert not found.consistent
-    part = ("recover", "--store", "store", "--lost", "table[0:4]")
-    done = run(*part, "--output", "part.pt", "--json").document
-    assert (done["step"], labels(done)) == (3, False)
-    assert "no commit has the whole state" in done["reasons"][0]
-    assert "step 3, mixed: all copies are of this step, but" in run(*part, "--output", "b.pt").stdout
-    assert labels(run("export", "--store", "store", "out", "--json").document) is False
 
 
 CAVEAT = Caveat("ranks-differ", "one rank says so")
@@ -137,19 +114,15 @@ def test_a_mix_of_steps_has_a_reason(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("there", [True, False])
 def test_what_is_in_memory_alone_has_its_caveats_there(run: Run, tmp_path: Path, there: bool) -> None:
-    """The ranks died before the store had their seal. Without its hand-over nothing has the caveats."""
+    """The ranks died before the store had their seal. Without its extras nothing has the caveats."""
     ranks = RankStore(tmp_path / "store", 2)
     ranks.save(4)
     ranks.close()
     for rank in range(2):
         arena = ranks.arena(tmp_path, rank, 5)
         if there:
-            HandOverQueue(arena.folder).put(
-                version=pack(ranks.topology.epoch, 5),
-                ids=np.arange(arena.layout.partitions),
-                whole=ranks.whole(5),
-                extras=Notes(caveats=(CAVEAT,)).to_tree(),
-            )
+            slot, notes = arena.slot, Notes(caveats=(CAVEAT,))
+            write_extras(arena.folder, slot.number, slot.moment, notes.to_tree())
         arena.close()
     document = run(*ALL, "--arena-dir", tmp_path, "--output", "a.pt", "--json").document
     assert document["tiers"].keys() == {"memory"}
@@ -185,7 +158,8 @@ def test_a_whole_checkpoint_that_cannot_be_sealed_raises(tmp_path: Path) -> None
         session.snapshot("best")
     assert caught.value.kind == "not-sealed"
     assert complete_sets(session.store)[0].step == 3
-    session.checkpoint(wait=True)  # a part promises nothing about the rest
+    with pytest.raises(ScarError, match="not finite"):
+        session.checkpoint(wait=True)
     with torch.no_grad():
         model.weight[1] = 0.0
     session.checkpoint(full=True, wait=True)

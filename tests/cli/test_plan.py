@@ -170,7 +170,7 @@ class TestFromAStore:
 
 def test_odds_that_copies_on_other_hosts_survive(run: Run) -> None:
     found = run("plan", *LARGE, "--peers", 1, "--hosts", 16, "--json").document["copies"]
-    assert (found["hosts"], found["peers"], found["bytes_per_host"]) == (16, 1, 100e9 / 16)
+    assert (found["hosts"], found["peers"], found["bytes_per_host"]) == (16, 1, 2 * 100e9 / 16)
     assert [(one["lost"], round(one["odds"], 4)) for one in found["survives"]] == [
         (1, 1.0),
         (2, 0.9333),

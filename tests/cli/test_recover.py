@@ -200,11 +200,12 @@ class TestArena:
         arena = Arena.create(arena_folder(str(arena_dir), store.run_id), of, run_id=store.run_id, epoch=1)
         belong(arena, store)
         everything = np.arange(of.partitions)
-        arena.begin(everything)
-        arena.end(everything, pack(1, 3))
+        arena.slot.end(everything, pack(1, 3), 1)
+        arena.adopt_moment(1)
+        arena.slot.stamp(1, pack(1, 3), "")
         arena.reach(4)
         arena.distance[:] = 1.5
-        arena.begin(everything[:1])
+        arena.slot.begin(everything[:1])
         yield arena
         arena.close()
 
@@ -252,7 +253,7 @@ def test_optimizer_slots_that_the_file_does_not_have_are_left_out(run: Run, tmp_
     arena = Arena.anonymous(of)
     arena.rows(0, 0)[:] = np.arange(4, dtype="<f4").view(np.uint8).reshape(4, 4)
     with open_writer(store, layout=of) as writer:
-        writer.commit(np.array([0]), arena.source, step=1, sealed=True)
+        writer.commit(np.array([0]), arena.slot.source, step=1, sealed=True)
     save_file({"w": torch.zeros(4)}, tmp_path / "model.safetensors")
     done = recover(run, "--lost", "all", "--into", "model.safetensors")
     assert "w/exp_avg" in done.stderr
@@ -268,7 +269,7 @@ def test_rows_without_values_whose_slot_has_some(run: Run, tmp_path: Path) -> No
     arena = Arena.anonymous(of)
     arena.rows(0, 1)[:] = np.arange(8, dtype="<f4").view(np.uint8).reshape(4, 8)
     with open_writer(store, layout=of) as writer:
-        writer.commit(np.arange(4), arena.source, step=1, sealed=True)
+        writer.commit(np.arange(4), arena.slot.source, step=1, sealed=True)
     save_file({"w": torch.zeros(4, 0), "w/m": torch.zeros(4, 2)}, tmp_path / "state.safetensors")
     recover(run, "--lost", "w[1:3]", "--into", "state.safetensors")
     assert read(tmp_path / "state.safetensors")["w/m"].flatten().tolist() == [0, 0, 2, 3, 4, 5, 0, 0]

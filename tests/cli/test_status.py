@@ -109,8 +109,9 @@ def test_a_process_that_has_died(run: Run, saved: Model, arena_dir: Path) -> Non
     arena = Arena.create(arena_folder(str(arena_dir), store.run_id), layout, run_id=store.run_id, epoch=1)
     belong(arena, store)
     newer = np.arange(2)
-    arena.begin(newer)
-    arena.end(newer, pack(1, 2))
+    arena.slot.end(newer, pack(1, 2), 1)
+    arena.adopt_moment(1)
+    arena.slot.stamp(1, pack(1, 2), "")
     arena.reach(2)
     arena.take_over(0x7FFFFFF0)  # an id that no process has
     arena.close()

@@ -1,4 +1,4 @@
-"""Make a small state whose every byte shows at which step it was copied, with a real arena, queue and store."""
+"""Make a small state whose every byte shows at which step it was copied, with a real arena and store."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.queue import HandOverQueue
-from scarctl.arena.staged import copy_out
+from scarctl.arena.extras import carry_extras, write_extras
+from scarctl.arena.slot import Slot
 from scarctl.persist.persister import Persister
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import pack, step_of
@@ -35,17 +35,56 @@ def small_layout(rows: int = 40) -> Layout:
     )
 
 
-def fill(arena: Arena, ids: Ids, value: int) -> None:
-    """Write `value` into every byte of the partitions, without the generation protocol."""
-    groups = arena.layout.group_of(ids)
+def fill(slot: Arena | Slot, ids: Ids, value: int) -> None:
+    """Write `value` into every byte of the partitions, in a slot, or in an arena's current one."""
+    groups = slot.layout.group_of(ids)
     for g, start, stop in zip(
-        groups.tolist(), *(x.tolist() for x in arena.layout.row_ranges(ids)), strict=True
+        groups.tolist(), *(x.tolist() for x in slot.layout.row_ranges(ids)), strict=True
     ):
-        for t in range(len(arena.layout.groups[g].tensors)):
-            arena.rows(g, t)[start:stop] = value % 251
+        for t in range(len(slot.layout.groups[g].tensors)):
+            slot.rows(g, t)[start:stop] = value % 251
 
 
-def values(arena: Arena, partition: int) -> set[int]:
+def copy_into(
+    arena: Arena,
+    ids: Ids,
+    version: int,
+    value: int,
+    *,
+    whole: str = "",
+    extras: Any = None,
+    flush: bool = False,
+) -> bool:
+    """Make a memory checkpoint in which these partitions have changed. Return False if it is left out.
+
+    extras: None keeps those of the checkpoint before.
+    """
+    begun = arena.begin_moment(flush=flush)
+    if begun is None:
+        return False
+    slot, moment = begun
+    same = np.ones(arena.layout.partitions, dtype=bool)
+    same[ids] = False
+    slot.begin(np.flatnonzero(same & ~arena.intact()))
+    arena.carry(np.flatnonzero(same & arena.intact() & (slot.moments != arena.moments)))
+    slot.begin(ids)
+    fill(slot, ids, value)
+    slot.end(ids, version, moment)
+    if extras is None:
+        if arena._folder is not None:
+            carry_extras(arena, moment)
+    else:
+        write_extras(arena.folder, slot.number, moment, extras)
+    arena.flip(slot, moment, version, whole)
+    return True
+
+
+def acknowledge(arena: Arena, ids: Ids) -> None:
+    """Note that the store has the current copies of these partitions."""
+    arena.acknowledge(ids, arena.version[ids], arena.moments[ids])
+
+
+def values(arena: Arena | Slot, partition: int) -> set[int]:
     """Return the byte values in a partition: one, unless it is torn."""
     g = int(arena.layout.group_of([partition])[0])
     (start,), (stop,) = arena.layout.row_ranges([partition])
@@ -79,38 +118,25 @@ class Rig:
             place, self.layout, run_id=self.store.run_id, epoch=self.writer.epoch
         )
         self.arena.begin_epoch(self.writer.epoch, again=True)
-        self.queue = HandOverQueue(self.arena.folder)
         self.persister = Persister(self.arena, self.writer)
 
     def version(self, step: int) -> int:
         return pack(self.writer.epoch, step)
 
-    def copy(self, ids: Ids, step: int, value: int | None = None) -> None:
-        self.arena.begin(ids)
-        fill(self.arena, ids, step if value is None else value)
-        self.arena.end(ids, self.version(step))
+    def copy(self, ids: Ids, step: int, value: int | None = None, *, whole: str = "") -> None:
+        """Make a memory checkpoint, with the step as extras."""
+        value = step if value is None else value
+        assert copy_into(
+            self.arena, ids, self.version(step), value, whole=whole, extras={"step": step}, flush=True
+        )
 
-    def hand_over(
-        self, ids: Ids, step: int, *, sealed: bool = False, staged: bool = False, extras: Any = "step"
-    ) -> int:
-        extras = {"step": step} if extras == "step" else extras
-        whole = uuid.uuid4().hex if sealed else ""
-        if sealed:
-            self.arena.name_whole(whole)
-        rows = copy_out(self.arena, ids) if staged else None
-        return self.queue.put(version=self.version(step), ids=ids, whole=whole, extras=extras, staged=rows)
-
-    def save(
-        self, ids: Ids, step: int, *, sealed: bool = False, staged: bool = False, value: int | None = None
-    ) -> int:
-        """Copy and hand over, as a checkpoint does; return the hand-over's number. staged: with rows of its own."""
-        self.copy(ids, step, value)
-        return self.hand_over(ids, step, sealed=sealed, staged=staged)
+    def save(self, ids: Ids, step: int, *, sealed: bool = False, value: int | None = None) -> int:
+        """Make a memory checkpoint, and ask for it; return the request's number. sealed: for all, as of one state."""
+        self.copy(ids, step, value, whole=uuid.uuid4().hex if sealed else "")
+        return self.arena.ask(whole=True) if sealed else self.arena.ask(ids=ids)
 
     def persist(self, number: int) -> int:
-        written = self.persister.persist(self.queue.read(number))
-        self.queue.remove(number)
-        return written
+        return self.persister.persist(number)
 
     def stored(self) -> tuple[Ids, Ids]:
         """Return step and byte value of every partition in the store, read by a new reader; -1: no copy."""
@@ -147,7 +173,7 @@ class Rig:
         return sum(r.commits for s in self.store.shards() for r in self.store.log(s).records())
 
     def die(self) -> None:
-        """Release everything as a killed process does: the arena and its queue stay."""
+        """Release everything as a killed process does: the arena stays."""
         self.arena.close()
         self.writer.close()
         self.store.close()
@@ -157,7 +183,6 @@ class Rig:
 
         killed: a process was killed before, and may have left such a file.
         """
-        self.queue.clear()
         self.arena.remove()
         self.writer.close()
         self.store.close()

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.extras import read_extras
 from scarctl.arena.folder import arena_folder
-from scarctl.arena.queue import HandOverQueue
 from scarctl.arena.transfer import Outgoing
 from scarctl.daemon import client
 from scarctl.daemon import server as servers
@@ -25,6 +25,7 @@ from scarctl.peers.fetch import Asker, Fetched, fetch_memory
 from scarctl.peers.frames import Kind, encode
 from scarctl.peers.handshake import SECRET_BYTES, Hello
 from scarctl.peers.sender import Candidate
+from scarctl.persist.persister import Persister
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import step_of
 from scarctl.store import Store
@@ -45,14 +46,14 @@ def many_tensors() -> Layout:
 
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Let no hand-over be saved until this event is set: reading a tensor takes a while, and there are many."""
-    fast, source = threading.Event(), Arena.source
+    """Let nothing be saved until this event is set: reading a tensor takes a while, and there are many."""
+    fast, source = threading.Event(), Persister._uninterrupted
 
-    def reading(self: Arena, g: int, t: int, start: int, stop: int) -> memoryview:
+    def reading(self: Persister, *arguments: Any) -> Any:
         fast.wait(1.0)
-        return source(self, g, t, start, stop)
+        return source(self, *arguments)
 
-    monkeypatch.setattr(Arena, "source", reading)
+    monkeypatch.setattr(Persister, "_uninterrupted", reading)
     yield fast
     fast.set()
 
@@ -159,7 +160,9 @@ def test_saving_stops_for_it_and_the_store_is_free_afterwards(
     arena = elsewhere.arena()
     assert arena.memory().tobytes() == trainer.arena.memory().tobytes()
     assert set(step_of(arena.version)) == {2}
-    assert [one.extras for one in HandOverQueue(arena.folder).pending()] == [{"step": 2}]
+    found = read_extras(arena)
+    assert found is not None
+    assert found.tree == {"step": 2}
     # Nothing was saved since, and the daemon has let go: a process elsewhere can claim the store at once.
     assert trainer.phases() == []
     assert {path.name: path.read_bytes() for path in trainer.arena.folder.iterdir()} == before

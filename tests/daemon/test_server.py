@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import threading
 import time
@@ -18,7 +19,6 @@ from scarctl.daemon import client, protocol
 from scarctl.daemon.server import Daemon
 from scarctl.errors import Contention, NoStore, ScarError, Unavailable, UsageError
 from scarctl.state.layout import build_layout
-from scarctl.state.version import pack
 from scarctl.store import Store, open_writer
 from scarctl.store.store import Part
 from tests.daemon.trainer import Trainer, assert_sound, orphans, status, stop
@@ -176,9 +176,7 @@ class TestOperations:
         assert run["stopped"]
         assert run["last_error"]
         trainer.close(durable=False)
-        trainer.queue.clear()
-        for name in ("arena", "line", "site"):
-            (trainer.arena.folder / name).unlink()
+        shutil.rmtree(trainer.arena.folder)
 
 
 class TestDeath:
@@ -193,7 +191,7 @@ class TestDeath:
         trainer.die()
         wait_until(lambda: status(daemon.folder)["runs"] == [])  # type: ignore[index]
         assert set(trainer.stored()[0]) == {5}
-        assert trainer.queue.numbers() == []
+        assert not trainer.arena.waits
 
     @pytest.mark.leaves_arena
     def test_a_death_that_only_the_process_number_tells(
@@ -323,18 +321,6 @@ class TestTheEnd:
         store.close()
         with daemon.runs.changed:
             daemon.runs.life.stopping = False
-
-
-def test_an_epoch_that_changes_while_a_copy_is_made(daemon: Daemon, base: Path, tmp_path: Path) -> None:
-    """The hand-over then has another version than its copies, and they are saved nevertheless."""
-    trainer = Trainer(tmp_path / "store", base)
-    trainer.save_durably(1)
-    old = trainer.arena.epoch
-    trainer.copy(trainer.everything, 2)
-    trainer.queue.put(version=pack(old + 1, 2), ids=trainer.everything, extras=None)
-    trainer.saver.notify()
-    wait_until(lambda: not trainer.arena.pending().any())
-    trainer.close()
 
 
 def test_a_run_without_partitions(daemon: Daemon, base: Path, tmp_path: Path) -> None:

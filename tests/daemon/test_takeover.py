@@ -6,14 +6,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from scarctl.arena.arena import Arena
 from scarctl.daemon import client, protocol
 from scarctl.daemon import runs as runs_module
 from scarctl.daemon.server import Daemon
 from scarctl.errors import Contention
+from scarctl.persist.persister import Persister
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from tests.daemon.trainer import Trainer, assert_sound, orphans, status, wide_layout
 from tests.support.waiting import wait_until
@@ -31,13 +32,13 @@ def many_tensors() -> Layout:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Make every tensor take a tenth of a second until this event is set."""
-    fast, source = threading.Event(), Arena.source
+    fast, source = threading.Event(), Persister._uninterrupted
 
-    def reading(self: Arena, g: int, t: int, start: int, stop: int) -> memoryview:
+    def reading(self: Persister, *arguments: Any) -> Any:
         fast.wait(0.1)
-        return source(self, g, t, start, stop)
+        return source(self, *arguments)
 
-    monkeypatch.setattr(Arena, "source", reading)
+    monkeypatch.setattr(Persister, "_uninterrupted", reading)
     yield fast
     fast.set()
 
@@ -111,7 +112,7 @@ class TestDeath:
         trainer.die()
         wait_until(lambda: status(daemon.folder)["runs"] == [])  # type: ignore[index]
         assert set(trainer.stored()[0]) == {2}
-        assert trainer.queue.numbers() == []
+        assert not trainer.arena.waits
 
     def test_what_an_earlier_process_left_becomes_durable_when_the_next_dies_at_its_start(
         self, daemon: Daemon, arena_dir: Path, tmp_path: Path
@@ -129,7 +130,7 @@ class TestDeath:
             client.request(connection, "claim", store=str(trainer.store.root))
         wait_until(lambda: status(daemon.folder)["runs"] == [])  # type: ignore[index]
         assert set(trainer.stored()[0]) == {2}
-        assert trainer.queue.numbers() == []
+        assert not trainer.arena.waits
 
 
 @pytest.mark.leaves_arena

@@ -2,8 +2,8 @@
 
     python -m tests.daemon.trainer STORE BASE STEPS
 
-It saves a quarter of the partitions per step, and prints a JSON line after every step: per partition the step that was
-handed over and the step that is acknowledged as durable.
+It saves a quarter of the partitions per step, and prints a JSON line after every step: per partition the step that
+memory has and the step that is acknowledged as durable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import numpy as np
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder
-from scarctl.arena.queue import HandOverQueue
 from scarctl.daemon import client
 from scarctl.daemon.saver import DaemonSaver
 from scarctl.errors import ScarError, Unavailable
@@ -30,7 +29,7 @@ from scarctl.state.version import pack, step_of
 from scarctl.store import Store, verify
 from scarctl.store.store import Part
 from scarctl.util.arrays import Ids
-from tests.daemon.rig import Rig, fill, small_layout
+from tests.daemon.rig import Rig, copy_into, small_layout
 from tests.support.waiting import wait_until
 
 
@@ -75,7 +74,6 @@ class Trainer:
             found = Arena.open_existing(place, run_id=self.store.run_id)
             self.arena = found or Arena.create(place, self.layout, run_id=self.store.run_id, epoch=1)
             self.arena.take_over()
-            self.queue = HandOverQueue(self.arena.folder)
             self.saver.open(self.arena)
             self.saver.resume()
         except ScarError:
@@ -83,20 +81,19 @@ class Trainer:
             self.store.close()
             raise
 
-    def copy(self, ids: Ids, step: int) -> None:
-        self.arena.begin(ids)
-        fill(self.arena, ids, step)
-        self.arena.end(ids, pack(self.arena.epoch, step))
+    def copy(self, ids: Ids, step: int, *, whole: str = "") -> None:
+        """Make a memory checkpoint, with the step as extras."""
+        version = pack(self.arena.epoch, step)
+        assert copy_into(self.arena, ids, version, step, whole=whole, extras={"step": step}, flush=True)
         self.arena.reach(step)
 
     def save(self, ids: Ids, step: int, *, sealed: bool = False) -> None:
-        """Copy and hand over."""
-        self.copy(ids, step)
-        version = int(self.arena.version[ids].max())
-        whole = uuid.uuid4().hex if sealed else ""
+        """Make a memory checkpoint, and ask for it. sealed: for all of it, as of one state."""
+        self.copy(ids, step, whole=uuid.uuid4().hex if sealed else "")
         if sealed:
-            self.arena.name_whole(whole)
-        self.queue.put(version=version, ids=ids, whole=whole, extras={"step": step})
+            self.arena.ask(whole=True)
+        else:
+            self.arena.ask(ids=ids)
         self.saver.notify()
 
     def save_durably(self, step: int, *, sealed: bool = False) -> None:

@@ -16,13 +16,12 @@ import pytest
 from scarctl.arena.arena import Arena
 from scarctl.arena.kinship import ASIDE
 from scarctl.arena.owner import Owner, write_owner
-from scarctl.arena.queue import HandOverQueue
 from scarctl.daemon import client
 from scarctl.daemon.client import ask_status
 from scarctl.errors import ScarError, UsageError
 from scarctl.ops import evacuate
 from scarctl.state.version import pack
-from tests.daemon.rig import fill, small_layout
+from tests.daemon.rig import acknowledge, copy_into, small_layout
 from tests.support import stepper
 from tests.support.process import Forked, Tell
 
@@ -40,11 +39,10 @@ def in_memory(folder: Path, name: str, *, pid: int, pending: bool = True) -> Pat
     folder.mkdir(mode=0o700, exist_ok=True)
     arena = Arena.create(folder / name, LAYOUT, run_id=name, epoch=1)
     everything = np.arange(LAYOUT.partitions)
-    arena.begin(everything)
-    fill(arena, everything, 1)
-    arena.end(everything, VERSION)
+    assert copy_into(arena, everything, VERSION, 1, whole="ef" * 16, extras={"step": 1})
     if not pending:
-        arena.acknowledge(everything, VERSION)
+        acknowledge(arena, everything)
+        arena.keep(arena.slot.moment)
     arena.take_over(pid)
     arena.close()
     return folder / name
@@ -232,13 +230,15 @@ def test_a_released_rank_of_the_store_that_is_asked_for_is_not_safe(daemon_folde
     assert caught.value.kind == "no-session"
 
 
-def test_a_hand_over_that_waits_alone_is_not_safe(daemon_folder: Path) -> None:
+def test_extras_that_wait_alone_are_not_safe(daemon_folder: Path) -> None:
     """The store has the copies, but neither the seal nor the other things that a resume needs."""
     folder = in_memory(daemon_folder, RUN, pid=0, pending=False)
     base = str(daemon_folder.parent)
     assert evacuate.evacuate_host(1.0, arena_dir=base).safe
-    ids = np.arange(LAYOUT.partitions)
-    HandOverQueue(folder).put(version=VERSION, ids=ids, whole="ef" * 16, extras={"step": 1})
+    arena = Arena.open_existing(folder, run_id=RUN)
+    assert arena is not None
+    arena.keep(0)
+    arena.close()
     assert evacuate.evacuate_host(1.0, arena_dir=base).in_memory == (str(folder),)
 
 

@@ -27,6 +27,7 @@ from scarctl.store import Store
 from scarctl.theory.history import History
 from scarctl.theory.rework import Outlook, mean_age, rework_of_loss
 from tests import golden
+from tests.daemon.rig import acknowledge, copy_into
 from tests.support.ranks import RankStore, belong, layout_of
 
 
@@ -159,11 +160,11 @@ def test_memory_that_is_newer_than_the_store_is_no_alarm(tmp_path: Path, arena_d
     store = Store.open(made.path)
     arena = arena_of(store, arena_dir, layout)
     every = np.arange(layout.partitions)
-    arena.end(every, pack(1, 30))
-    arena.acknowledge(every, pack(1, 30))
+    assert copy_into(arena, every, pack(1, 30), 0)
+    acknowledge(arena, every)
     arena.seal(pack(1, 35))
-    arena.end(every[:1], pack(1, 38))
-    arena.note_moment(pack(1, 39))
+    assert copy_into(arena, every[:1], pack(1, 38), 1)
+    arena.slot.stamp(arena.slot.moment, pack(1, 39), "ab" * 16)
     arena.note_distances(0.0, every)
     view = survey(store, str(arena_dir))
     assert view.run is not None
@@ -182,7 +183,7 @@ def test_memory_that_is_newer_than_the_store_is_no_alarm(tmp_path: Path, arena_d
     assert health_of(replace(late, max_lag=1e9), []).well, "this run lets the store be older"
     slow = replace(view, caveats=(Caveat("turn", "the store takes 20 min for all that has changed"),))
     assert health_of(slow, []).severity == AT_RISK
-    arena.acknowledge(every[:1], pack(1, 38))
+    acknowledge(arena, every[:1])
     all_there = survey(store, str(arena_dir)).run
     assert all_there is not None
     assert (all_there.memory_age, all_there.pending_partitions, all_there.lag_steps) == (1, 0, 0)

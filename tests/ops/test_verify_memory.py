@@ -57,17 +57,17 @@ def test_a_copy_that_is_under_way_is_no_damage(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     def begin() -> None:
-        rig.arena.begin(FEW)
-        fill(rig.arena, FEW, 2)  # its version stays the old one until it ends
+        rig.arena.slot.begin(FEW)
+        fill(rig.arena, FEW, 2)
 
     meanwhile(monkeypatch, moment, begin)
     found = check(rig)
-    rig.arena.end(FEW, rig.version(2))
+    rig.arena.slot.end(FEW, rig.version(2), 9)
     assert (found.damaged, found.compared) == (0, rig.layout.partitions - len(FEW))
 
 
 def test_the_same_version_copied_again_is_no_damage(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    meanwhile(monkeypatch, "pieces", lambda: rig.copy(FEW, 1, value=2))
+    meanwhile(monkeypatch, "pieces", lambda: [rig.copy(FEW, 1, value=2) for _ in range(2)])
     assert check(rig).damaged == 0
 
 

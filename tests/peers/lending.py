@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.extras import read_extras
 from scarctl.arena.folder import arena_folder, host_folder
 from scarctl.arena.owner import disown
-from scarctl.arena.queue import HandOverQueue
 from scarctl.peers.channel import Channel
 from scarctl.peers.fetch import Asker, Fetched, fetch_memory
 from scarctl.peers.frames import Kind, encode
@@ -32,7 +32,7 @@ from scarctl.state.layout import Layout
 from scarctl.state.version import pack, step_of
 from scarctl.store import Store
 from scarctl.store.members import join_members
-from tests.daemon.rig import fill, small_layout
+from tests.daemon.rig import copy_into, small_layout
 
 START, SECRET = "11" * 16, secrets.token_bytes(SECRET_BYTES)
 LAYOUT = small_layout()
@@ -94,13 +94,10 @@ class Site:
         arena.take_over()
         saver.open(arena)
         whole = uuid.uuid4().hex
-        arena.begin(self.everything)
-        fill(arena, self.everything, step)
-        arena.end(self.everything, pack(arena.epoch, step))
+        version = pack(arena.epoch, step)
+        assert copy_into(arena, self.everything, version, step, whole=whole, extras={"step": step})
         arena.reach(step)
-        arena.name_whole(whole)
-        queue = HandOverQueue(arena.folder)
-        queue.put(version=int(arena.version[0]), ids=self.everything, whole=whole, extras={"step": step})
+        arena.ask(whole=True)
         copied()
         if durable:
             saver.resume()
@@ -120,7 +117,7 @@ class Site:
             view.close()
 
     def step(self) -> int:
-        """Return the step of all copies in this host's arena; -1 without one. Checks bytes and hand-overs."""
+        """Return the step of all copies in this host's arena; -1 without one. Checks bytes and extras."""
         arena = Arena.share(self.place, run_id=self.view().run_id)
         if arena is None:
             return -1
@@ -128,8 +125,8 @@ class Site:
         assert arena.intact().all()
         step = step_of(version)
         assert np.unique(arena.rows(0, 0)).tolist() == [step % 251]
-        for handover in HandOverQueue(self.place).pending():
-            assert handover.extras == {"step": step_of(handover.version)}
+        found = read_extras(arena)
+        assert found is None or found.tree in (None, {"step": step_of(found.version)})
         return step
 
     def files(self) -> dict[str, bytes]:

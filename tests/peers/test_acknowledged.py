@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.queue import HandOverQueue
 from scarctl.config import SessionSettings
 from scarctl.daemon.run import Run
 from scarctl.errors import UsageError
@@ -21,6 +20,7 @@ from scarctl.peers.replica import Replica
 from scarctl.peers.sender import Candidate, Sender
 from scarctl.session.peers import check_wait
 from scarctl.store import Store
+from tests.daemon.rig import acknowledge
 from tests.peers.test_host import EVERYTHING, LAYOUT, RUN, SECRET, START, STORE, save, source
 from tests.support.waiting import wait_until
 
@@ -118,7 +118,7 @@ def test_a_peer_that_never_will_is_not_waited_for(run: Run, hosts: Hosts) -> Non
     assert run.await_peers(1, 30.0)[0] == 1
 
 
-def test_a_hand_over_that_is_too_large_is_not_acknowledged(
+def test_extras_that_are_too_large_are_not_acknowledged(
     run: Run, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The peers have the copies, but the other things that a resume needs only once the store has them."""
@@ -127,12 +127,11 @@ def test_a_hand_over_that_is_too_large_is_not_acknowledged(
     assert run.await_peers(2, 30.0)[0] == 2
     monkeypatch.setattr(followers, "MAX_BODY", 100)
     save(arena, 2)
-    arena.name_whole("cd" * 16)
     asked = [sender.ask() for sender in run._senders]
     wait_until(lambda: all(map(Sender.has_ended, run._senders, asked)))
     have, links = run.await_peers(1, 0.3)
     assert have == 0
-    assert "host0: following, 0 behind, without a hand-over that is too large" in links
+    assert "host0: following, 0 behind, without extras that are too large" in links
     assert [hosts.step(0), hosts.step(1)] == [2, 2]
     assert [sender.whole for sender in run._senders] == ["", ""]
     said = [run.events.get(timeout=30.0)["warn"] for _ in run._senders]
@@ -141,22 +140,24 @@ def test_a_hand_over_that_is_too_large_is_not_acknowledged(
     begun = [sender._begun for sender in run._senders]
     time.sleep(0.5)
     assert [sender._begun for sender in run._senders] == begun, "it sends what there is once"
-    queue = HandOverQueue(arena.folder)
-    queue.remove(queue.numbers()[-1])  # the persister has saved it
+    monkeypatch.undo()
+    save(arena, 3)
     assert run.await_peers(2, 30.0)[0] == 2
-    assert [sender.whole for sender in run._senders] == ["cd" * 16] * 2
+    assert [sender.whole for sender in run._senders] == [arena.whole] * 2
     assert run.events.empty(), "it is said once"
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_replica_goes_with_its_run_only_if_no_hand_over_waits(run: Run, hosts: Hosts, waits: bool) -> None:
-    """The store may have all copies, and neither the extras nor the seal."""
+def test_a_replica_goes_with_its_run_only_if_the_store_has_all_of_it(
+    run: Run, hosts: Hosts, waits: bool
+) -> None:
+    """It may have all copies, and neither the extras nor the seal."""
     arena = run.saver.arena
     assert arena is not None
     assert run.await_peers(2, 30.0)[0] == 2
-    arena.acknowledge(EVERYTHING, arena.version.copy())
+    acknowledge(arena, EVERYTHING)
     if not waits:
-        HandOverQueue(arena.folder).clear()
+        arena.keep(arena.slot.moment)
     run.closed = True
     run.end_sending()
     assert [hosts.step(0), hosts.step(1)] == ([1, 1] if waits else [-1, -1])

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import Fenced
 from scarctl.peers.channel import Channel
 from scarctl.peers.frames import Kind, encode
@@ -19,7 +18,9 @@ from scarctl.peers.host import Host
 from scarctl.peers.link import State
 from scarctl.peers.replica import SUCCESSOR
 from scarctl.peers.sender import Sender
+from tests.daemon.rig import acknowledge
 from tests.peers.test_host import (
+    EVERYTHING,
     RUN,
     SECRET,
     START,
@@ -133,8 +134,8 @@ def test_memory_is_kept_for_those_who_can_prove_that_it_is_theirs(
     sender.close(done=False, patience=30.0)
     assert west.wanted() == lasting
     west.admit(START, SECRET, "ff" * 16, "127.0.0.1", port)
-    arena.durable[:] = arena.version
-    HandOverQueue(arena.folder).clear()
+    acknowledge(arena, EVERYTHING)
+    arena.keep(arena.slot.moment)
     again, _ = follow(senders, arena, port)
     wait_until(lambda: (replica(tmp_path).durable == arena.version).all())
     wait_until(lambda: "up to date" in again.describe())

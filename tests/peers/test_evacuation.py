@@ -91,7 +91,7 @@ def cut_midway(slow: Slow, relay: Relay, sender: Sender) -> PeerCopies:
     relay.allow(SOME * ROW)
     copies.hurry()
     relay.accept()
-    wait_until(lambda: relay.stuck and (step_of(copies.versions()) == 7).any())
+    wait_until(lambda: relay.stuck and (copies.moments() == slow.arena.moments).any())
     return copies
 
 
@@ -145,10 +145,10 @@ def test_of_two_hosts_that_have_a_part_only_what_both_have_counts(
         copies.hurry()
         for one in (relay, other):
             one.accept()
-        wait_until(lambda: relay.stuck and other.stuck and (step_of(second.versions_as_here()) == 7).any())
+        wait_until(lambda: relay.stuck and other.stuck and (second.moments() == slow.arena.moments).any())
         found = slow.evacuation(0.0, copies=copies).report()
-        fewer = int((step_of(second.versions_as_here()) == 7).sum())
-        assert 0 < fewer < int((step_of(sender.versions_as_here()) == 7).sum())
+        fewer = int((second.moments() == slow.arena.moments).sum())
+        assert 0 < fewer < int((sender.moments() == slow.arena.moments).sum())
         assert found.peer_partitions == fewer
         assert set(found.peers) == {"west", "north"}
         relay.allow(1 << 30)
@@ -166,8 +166,7 @@ def test_other_bytes_of_the_same_version_do_not_count(slow: Slow, relay: Relay, 
     relay.allow(SOME * ROW)
     copies.hurry()
     relay.accept()
-    wait_until(lambda: relay.stuck and (copies.versions() != -1).any())
-    assert set(step_of(sender.versions())) == {1}
+    wait_until(lambda: relay.stuck and (copies.moments() > 0).any())
     found = slow.evacuation(0.0, copies=copies).report()
     assert 0 < found.peer_partitions <= SOME
     assert found.lost_partitions == ROWS - found.peer_partitions
@@ -177,19 +176,19 @@ def test_other_bytes_of_the_same_version_do_not_count(slow: Slow, relay: Relay, 
 def test_extras_that_a_peer_has_not_acknowledged_are_lost(
     slow: Slow, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The deadline comes between the copies and the hand-over."""
+    """The deadline comes between the copies and the extras."""
     stuck, keep = threading.Event(), Replica.keep
 
-    def held(self: Replica, number: int, data: bytes) -> None:
+    def held(self: Replica, data: bytes) -> None:
         assert stuck.wait(60.0)
-        keep(self, number, data)
+        keep(self, data)
 
     monkeypatch.setattr(Replica, "keep", held)
     slow.flush(7, RISING)
     copies = PeerCopies(slow.arena, [sender])
     copies.hurry()
     try:
-        wait_until(lambda: set(step_of(copies.versions())) == {7})
+        wait_until(lambda: (copies.moments() == slow.arena.moments).all())
         found = slow.evacuation(0.0, copies=copies).report()
         assert (found.lost_partitions, found.extras_lost, found.safe) == (0, True, False)
     finally:
@@ -201,13 +200,13 @@ def test_extras_that_a_peer_has_not_acknowledged_are_lost(
 
 def test_the_store_begins_with_what_no_other_host_has(slow: Slow, relay: Relay, sender: Sender) -> None:
     copies = cut_midway(slow, relay, sender)
-    lacking = np.flatnonzero(step_of(copies.versions()) != 7)
+    lacking = np.flatnonzero(copies.moments() != slow.arena.moments)
     evacuation = slow.evacuation(12.0, copies=copies)
     evacuation.run()
     steps, _ = slow.stored()
     saved = np.flatnonzero(steps == 7)
     # Acknowledgements of what passed before the cut may arrive late, also during the evacuation.
-    late = np.flatnonzero(step_of(copies.versions()) != 7)
+    late = np.flatnonzero(copies.moments() != slow.arena.moments)
     lost = np.setdiff1d(late, saved)
     assert saved.size
     assert np.isin(saved, lacking).all()
@@ -222,7 +221,7 @@ def test_what_another_host_has_is_safe_while_the_store_hangs(
 ) -> None:
     copies = PeerCopies(slow.arena, [sender])
     slow.throttled.stuck.set()
-    thread = PersisterThread(slow.persister, slow.queue)
+    thread = PersisterThread(slow.persister)
     slow.flush(7, RISING, notes=Notes(caveats=(Caveat("ranks-differ", "ranks had other weights"),)))
     copies.hurry()
     copies.wait(60.0)
@@ -237,6 +236,7 @@ def test_what_another_host_has_is_safe_while_the_store_hangs(
         ("ranks had other weights",),
     )
     assert set(at_west(tmp_path)) == {7}
+    slow.arena.serve(slow.arena.asked)  # nothing is collected after it
     slow.throttled.stuck.clear()
     thread.close()
     copies.rest()
@@ -250,7 +250,7 @@ def test_a_store_that_fails_leaves_the_time_to_the_peers(slow: Slow, relay: Rela
     copies.hurry()
     wait_until(lambda: relay.stuck)
     slow.blobs.break_down("writer", 13)
-    thread = PersisterThread(slow.persister, slow.queue)
+    thread = PersisterThread(slow.persister)
     threading.Timer(0.5, relay.allow, (1 << 40,)).start()
     found = thread.evacuate(60.0, copies)
     assert found.safe, found
@@ -333,7 +333,7 @@ def test_one_host_that_has_all_is_enough(slow: Slow, relay: Relay, sender: Sende
         wait_until(lambda: second.state is State.LOST)
         slow.flush(7, RISING)
         slow.blobs.break_down("writer", 13)
-        thread = PersisterThread(slow.persister, slow.queue)
+        thread = PersisterThread(slow.persister)
         copies = PeerCopies(slow.arena, [sender, second])
         copies.hurry()
         found = thread.evacuate(600.0, copies)

@@ -15,7 +15,6 @@ import pytest
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder, host_folder
-from scarctl.arena.queue import HandOverQueue
 from scarctl.peers.fetch import Asker, Fetched, fetch_memory
 from scarctl.peers.host import Host
 from scarctl.peers.sender import Candidate
@@ -92,7 +91,7 @@ def test_a_session_resumes_bit_for_bit_from_fetched_memory(tmp_path: Path, hosts
         child.signal(signal.SIGKILL)
         child.wait()
     away.rename(store)
-    assert HandOverQueue(arena_at(store, east).folder).numbers()
+    assert arena_at(store, east).lacking()
     home = host_folder(east)
     host = Host(home)
     run = view_of(store).run_id

@@ -14,7 +14,6 @@ import pytest
 from scarctl.arena.arena import Arena
 from scarctl.arena.header import FILE
 from scarctl.arena.owner import disown
-from scarctl.arena.queue import HandOverQueue
 from scarctl.errors import AccessDenied, ScarError, Unavailable
 from scarctl.peers.channel import Channel, Gone
 from scarctl.peers.frames import Kind, encode
@@ -23,7 +22,7 @@ from scarctl.peers.host import Host
 from scarctl.peers.link import State
 from scarctl.peers.sender import Candidate, Sender, Source
 from scarctl.state.version import pack
-from tests.daemon.rig import fill, small_layout
+from tests.daemon.rig import copy_into, fill, small_layout
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.leaves_arena
@@ -54,10 +53,8 @@ def arena(tmp_path: Path) -> Arena:
 
 
 def save(arena: Arena, step: int) -> None:
-    arena.begin(EVERYTHING)
-    fill(arena, EVERYTHING, step)
-    arena.end(EVERYTHING, pack(1, step))
-    HandOverQueue(arena.folder).put(version=pack(1, step), ids=EVERYTHING, extras={"step": step})
+    version, whole = pack(1, step), f"{step:032x}"
+    assert copy_into(arena, EVERYTHING, version, step, whole=whole, extras={"step": step}, flush=True)
     arena.reach(step)
 
 
@@ -97,7 +94,7 @@ def test_it_follows(
     sender, warned = follow(senders, arena, port)
     for step in (2, 3, 4):
         wait_until(lambda: sender.describe() == "host0: following, up to date")
-        assert replica(tmp_path).memory().tobytes() == arena.memory().tobytes()
+        assert replica(tmp_path).slot.memory().tobytes() == arena.slot.memory().tobytes()
         assert [one["head_step"] for one in west.status()] == [step - 1]
         save(arena, step)
     wait_until(lambda: sender.describe() == "host0: following, up to date")
@@ -122,7 +119,7 @@ def test_a_link_that_is_lost_comes_back(
     again = Host(tmp_path / "west")
     assert again.admit(START, SECRET, STORE, "127.0.0.1", port) == port
     wait_until(lambda: "up to date" in sender.describe())
-    assert replica(tmp_path).memory().tobytes() == arena.memory().tobytes()
+    assert replica(tmp_path).slot.memory().tobytes() == arena.slot.memory().tobytes()
     assert any("not kept up to date" in text for text in warned)
     again.close()
 
@@ -135,12 +132,12 @@ def test_another_process_of_the_same_start_sends_everything_again(
     first, _ = follow(senders, arena, port, process="aa" * 16)
     wait_until(lambda: "up to date" in first.describe())
     first.close(done=False, patience=30.0)
-    generations = arena.generation.copy()
-    fill(arena, EVERYTHING, 9)  # the other process's copies, under the same generations and versions
+    moments = arena.moments.copy()
+    fill(arena, EVERYTHING, 9)  # the other process's copies, under the same moments and versions
     second, _ = follow(senders, arena, port, process="bb" * 16)
     wait_until(lambda: "up to date" in second.describe())
-    assert (replica(tmp_path).generation == generations).all()
-    assert replica(tmp_path).memory().tobytes() == arena.memory().tobytes()
+    assert (replica(tmp_path).moments == moments).all()
+    assert replica(tmp_path).slot.memory().tobytes() == arena.slot.memory().tobytes()
 
 
 @pytest.mark.parametrize("process", ["x" * 32, "a" * 31, None])

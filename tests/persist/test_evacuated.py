@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
+import uuid
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from scarctl.state.caveats import Caveat
 from scarctl.state.common import DIFFERED, name_of
 from scarctl.state.extras import Notes
 from scarctl.store import ShardState
-from tests.daemon.rig import Rig
+from tests.daemon.rig import Rig, copy_into
 
 CAVEAT = Caveat("ranks-differ", "ranks had other weights")
 NOTED = Notes(caveats=(CAVEAT,))
@@ -26,15 +27,22 @@ UNKNOWN = "what was saved with this state cannot be read, so that it may not be 
 
 
 def seal(rig: Rig, step: int = 2, notes: Notes = NOTED) -> int:
-    """Copy and hand over a whole state; return the hand-over's number."""
-    rig.copy(rig.everything, step)
+    """Bring a whole state into memory, and ask for it; return the request's number."""
+    extras, whole = {"step": step, **notes.to_tree()}, uuid.uuid4().hex
+    assert copy_into(rig.arena, rig.everything, rig.version(step), step, whole=whole, extras=extras)
     rig.arena.reach(step)
-    return rig.hand_over(rig.everything, step, sealed=True, extras={"step": step, **notes.to_tree()})
+    return rig.arena.ask(whole=True)
+
+
+def forget(rig: Rig) -> None:
+    """Remove the extras from memory: only the store has them."""
+    for path in rig.arena.folder.glob("extras-*"):
+        path.unlink()
 
 
 def evacuate(rig: Rig, seconds: float = 60.0, persister: Persister | None = None) -> Evacuated:
     deadline = time.monotonic() + seconds
-    evacuation = Evacuation(rig.arena, rig.queue, persister or rig.persister, deadline)
+    evacuation = Evacuation(rig.arena, persister or rig.persister, deadline)
     evacuation.run()
     return evacuation.report()
 
@@ -75,6 +83,7 @@ def test_a_store_that_cannot_be_read_matters_only_to_a_process_that_has_not_seal
     rig: Rig,
 ) -> None:
     rig.persist(seal(rig))
+    forget(rig)
     rig.blobs.break_down("reader", errno.EIO)
     assert label(evacuate(rig)) == (False, True, (CAVEAT.message,))
     found = evacuate(rig, persister=Persister(rig.arena, rig.writer))
@@ -86,6 +95,7 @@ def test_a_store_that_cannot_be_read_matters_only_to_a_process_that_has_not_seal
 
 def test_nothing_is_read_once_the_time_is_up(rig: Rig) -> None:
     rig.persist(seal(rig, notes=Notes()))
+    forget(rig)
     rig.blobs.break_down("reader", errno.EIO)
     found = evacuate(rig, 0.0, Persister(rig.arena, rig.writer))
     assert label(found) == (False, True, (f"{UNKNOWN}the time was up",))
@@ -96,6 +106,7 @@ def test_caveats_that_are_still_being_read_at_the_end_are_no_failure_to_save(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig.persist(seal(rig, notes=Notes()))
+    forget(rig)
     persister, goes_on = Persister(rig.arena, rig.writer), threading.Event()
     read = rig.store.read_extras
 
@@ -104,7 +115,7 @@ def test_caveats_that_are_still_being_read_at_the_end_are_no_failure_to_save(
         return read(state)
 
     monkeypatch.setattr(rig.writer.store, "read_extras", late)
-    thread = PersisterThread(persister, rig.queue)
+    thread = PersisterThread(persister)
     found = thread.evacuate(0.5)
     goes_on.set()
     thread.close()
@@ -114,10 +125,11 @@ def test_caveats_that_are_still_being_read_at_the_end_are_no_failure_to_save(
 
 def test_a_saver_out_of_reach_knows_only_what_waits(rig: Rig) -> None:
     rig.persist(seal(rig, notes=Notes()))
-    found = not_evacuated(rig.arena, rig.queue, Unavailable("no daemon"))
+    forget(rig)
+    found = not_evacuated(rig.arena, Unavailable("no daemon"))
     assert label(found) == (False, True, (f"{UNKNOWN}no daemon",))
     seal(rig, 3)
-    assert label(not_evacuated(rig.arena, rig.queue, Unavailable("no daemon")))[:2] == (False, False)
+    assert label(not_evacuated(rig.arena, Unavailable("no daemon")))[:2] == (False, False)
 
 
 def test_a_part_that_was_saved_at_the_same_step_leaves_no_whole_state(rig: Rig) -> None:
@@ -133,7 +145,7 @@ def test_a_part_that_was_saved_at_the_same_step_leaves_no_whole_state(rig: Rig) 
 def test_a_second_seal_of_a_step_that_did_not_get_through_is_not_in_the_store(rig: Rig) -> None:
     """Only its extras differ, and there was no time for them."""
     rig.persist(seal(rig, notes=Notes()))
-    rig.hand_over(rig.everything[:0], 2, sealed=True)
+    rig.save(rig.everything[:0], 2, sealed=True)
     found = evacuate(rig, 0.0)
     assert (found.safe, found.sealed, found.extras_lost) == (False, False, True)
     assert label(found)[:2] == (False, False)

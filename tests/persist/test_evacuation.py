@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from scarctl.errors import Corruption, Unavailable
+from scarctl.persist import evacuation as evacuation_module
 from scarctl.persist.evacuated import Evacuated, rework_of_all
 from scarctl.persist.evacuation import Evacuation, not_evacuated
 from scarctl.persist.speed import Speed
-from scarctl.state.encodings import Encoding
 from scarctl.state.extras import Notes
 from scarctl.state.layout import TensorSpec, build_layout
 from scarctl.state.version import step_of
 from scarctl.store import open_writer, verify
-from tests.daemon.rig import Rig
+from tests.daemon.rig import Rig, copy_into
 from tests.store.helpers import read_all
 from tests.support.throttled import ThrottledBlobs
 
@@ -58,25 +58,33 @@ class Slow(Rig):
         self.throttled = ThrottledBlobs(self.blobs, 2 * ROW, seconds=0.1, sleep=self.clock.sleep)
         self.store.blobs = self.throttled  # type: ignore[assignment]
 
-    def flush(self, step: int, unsaved: Any, *, sealed: bool = True, notes: Notes = NONE) -> None:
+    def flush(
+        self, step: int, unsaved: Any, *, sealed: bool = True, notes: Notes = NONE, **more: Any
+    ) -> None:
         """Flush as a session does before an evacuation."""
-        self.copy(self.everything, step)
-        self.arena.reach(step)
-        whole = f"{step:032x}" if sealed else ""
-        self.arena.name_whole(whole)
-        self.queue.put(
-            version=self.version(step),
-            ids=self.everything,
-            whole=whole,
-            extras={"step": step, "history": {"norm": "l2", "points": np.zeros((0, 3))}, **notes.to_tree()},
-            unsaved=np.asarray(unsaved, dtype=np.float32),
+        extras = {
+            "step": step,
+            "history": {"norm": "l2", "points": np.zeros((0, 3))},
+            **notes.to_tree(),
+            **more,
+        }
+        assert copy_into(
+            self.arena,
+            self.everything,
+            self.version(step),
+            step,
+            whole=f"{step:032x}" if sealed else "",
+            extras=extras,
+            flush=True,
         )
+        self.arena.reach(step)
+        self.arena.note_distances(np.asarray(unsaved, dtype=np.float64))
+        self.arena.ask(whole=True)
 
     def evacuation(self, seconds: float, **options: Any) -> Evacuation:
         deadline = self.clock() + seconds
         return Evacuation(
             self.arena,
-            self.queue,
             self.persister,
             deadline,
             clock=self.clock,
@@ -107,32 +115,18 @@ def test_what_fits_is_sealed_and_exact(slow: Slow) -> None:
     assert set(slow.stored()[0]) == {7}
     assert 7 in slow.sealed()
     assert slow.extras()["step"] == 7
-    assert slow.queue.numbers() == []
     assert found.commits > 3, "in small commits all the same"
 
 
-def test_rows_of_an_older_state_that_wait_take_no_time(slow: Slow) -> None:
-    slow.save(slow.everything, 5, sealed=True, staged=True)
-    slow.flush(7, RISING)
-    evacuation = slow.evacuation(60.0)  # not enough for two states
-    evacuation.run()
-    assert evacuation.report().sealed
-    assert set(slow.stored()[1]) == {7}
-    assert slow.extras()["step"] == 7
-    assert slow.queue.numbers() == []
-
-
-def test_a_seal_without_copies_takes_as_long_as_its_extras(slow: Slow) -> None:
-    """The step was flushed again, twice, with nothing to copy."""
+def test_a_state_of_the_same_step_takes_as_long_as_its_extras(slow: Slow) -> None:
+    """The step was flushed again, with nothing to copy."""
     slow.flush(7, RISING)
     slow.evacuation(120.0).run()
-    nothing, extras = slow.everything[:0], {"step": 7, "position": np.zeros(1000)}
-    for _ in range(2):
-        slow.queue.put(version=slow.version(7), ids=nothing, whole=f"{7:032x}", extras=extras)
+    slow.copy(slow.everything[:0], 7, whole=f"{8:032x}")
     evacuation = slow.evacuation(20.0)
     evacuation.run()
     assert evacuation.report().safe
-    assert slow.queue.numbers() == []
+    assert evacuation.report().sealed
 
 
 @pytest.mark.parametrize("seconds", [3.0, 8.0, 15.0])
@@ -160,8 +154,7 @@ def test_what_does_not_fit_is_saved_in_the_order_of_change(slow: Slow, seconds: 
 def test_usual_saving_finishes_what_was_left(slow: Slow) -> None:
     slow.flush(7, RISING)
     slow.evacuation(8.0).run()
-    (number,) = slow.queue.numbers()
-    slow.persist(number)
+    slow.persist(slow.arena.asked)
     assert set(slow.stored()[0]) == {7}
     assert 7 in slow.sealed()
 
@@ -185,17 +178,32 @@ def test_a_cut_at_any_write_leaves_all_earlier_commits(slow: Slow) -> None:
     assert len(set(seen)) > 4, "it grows commit by commit"
 
 
-def test_older_copies_go_first_because_steps_never_decrease(slow: Slow) -> None:
-    """The process was killed without a flush, and its copies are of several steps."""
-    slow.save(np.arange(0, 8), 3)
-    slow.save(np.arange(8, 16), 5)
+def test_copies_of_several_steps_keep_theirs(slow: Slow) -> None:
+    slow.copy(np.arange(0, 8), 3)
+    slow.copy(np.arange(8, 16), 5)
     evacuation = slow.evacuation(60.0)
     evacuation.run()
     found = evacuation.report()
     assert slow.stored()[0][:16].tolist() == [3] * 8 + [5] * 8
     assert found.safe
-    assert not found.sealed
+    assert not found.sealed, "it has no name"
     assert found.step == 5
+
+
+def test_a_flush_meanwhile_is_what_is_saved(slow: Slow) -> None:
+    slow.flush(7, RISING)
+    passing, writes = slow.throttled.pass_through, itertools.count()
+
+    def look(nbytes: int, seconds: float = 0.0) -> None:
+        if next(writes) == 6:
+            slow.flush(8, RISING)
+        passing(nbytes, seconds)
+
+    slow.throttled.pass_through = look  # type: ignore[method-assign]
+    evacuation = slow.evacuation(240.0)
+    evacuation.run()
+    assert evacuation.report().sealed
+    assert set(slow.stored()[1]) == {8}
 
 
 def test_what_the_store_lacks_goes_first(tmp_path: Path) -> None:
@@ -213,16 +221,7 @@ def test_what_the_store_lacks_goes_first(tmp_path: Path) -> None:
 
 
 def test_extras_too_large_for_a_commit_do_not_keep_partitions_from_it(slow: Slow) -> None:
-    slow.copy(slow.everything, 7)
-    slow.arena.name_whole(f"{7:032x}")
-    extras = {"step": 7, "large": np.zeros(20 * ROW, dtype=np.uint8)}
-    slow.queue.put(
-        version=slow.version(7),
-        ids=slow.everything,
-        whole=f"{7:032x}",
-        extras=extras,
-        unsaved=RISING.astype("f4"),
-    )
+    slow.flush(7, RISING, large=np.zeros(20 * ROW, dtype=np.uint8))
     evacuation = slow.evacuation(10.0)
     evacuation.run()
     assert slow.clock() <= 10.0
@@ -244,16 +243,9 @@ def test_extras_too_large_for_a_commit_do_not_keep_partitions_from_it(slow: Slow
     assert slow.extras()["step"] == 7
 
 
-def large(slow: Slow, step: int) -> int:
-    """Queue copies of everything with extras that take 10 s, as a checkpoint of a part does: it seals nothing."""
-    slow.copy(slow.everything, step)
-    extras = {"step": step, "large": np.zeros(20 * ROW, dtype=np.uint8)}
-    return slow.queue.put(version=slow.version(step), ids=slow.everything, extras=extras)
-
-
 def test_extras_that_fit_no_commit_are_lost_until_they_are_saved(slow: Slow) -> None:
     """Also in the evacuations after the one that saves the last copies, and in usual saving between them."""
-    number = large(slow, 7)
+    slow.flush(7, RISING, sealed=False, large=np.zeros(20 * ROW, dtype=np.uint8))
     for _ in range(20):
         evacuation = slow.evacuation(6.0)
         evacuation.run()
@@ -265,48 +257,23 @@ def test_extras_that_fit_no_commit_are_lost_until_they_are_saved(slow: Slow) -> 
         evacuation.run()
         found = evacuation.report()
         assert (found.lost_partitions, found.extras_lost, found.safe) == (0, True, False)
-    assert slow.persist(number) == 0, "all copies are durable"
+    assert slow.persist(slow.arena.asked) == 0, "all copies are durable"
     assert slow.extras()["step"] == 7
     assert slow.evacuation(0.0).report().safe
 
 
-def test_enough_time_saves_extras_whose_copies_were_saved_without_them(slow: Slow) -> None:
-    large(slow, 7)
-    for _ in range(20):
-        evacuation = slow.evacuation(6.0)
-        evacuation.run()
-        if not evacuation.report().lost_partitions:
-            break
-    assert slow.extras()["step"] == 1
-    rest = slow.evacuation(500.0)
-    rest.run()
-    assert rest.report().safe
-    assert slow.extras()["step"] == 7
-    assert slow.queue.numbers() == []
-
-
-def test_extras_of_replaced_copies_are_saved_first(slow: Slow) -> None:
-    """The process was killed after it had copied everything again, before it handed that over."""
-    slow.flush(7, RISING, sealed=False)
-    slow.copy(slow.everything, 8)
-    evacuation = slow.evacuation(120.0)
-    evacuation.run()
-    assert evacuation.report().safe
-    assert slow.extras()["step"] == 7
-    assert set(slow.stored()[0]) == {8}
-
-
-def test_a_queue_that_cannot_be_read_says_nothing_of_extras(
-    slow: Slow, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extras_that_cannot_be_read_say_nothing(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> None:
     slow.flush(7, RISING)
-    hidden = slow.queue._folder.with_name("hidden")
-    monkeypatch.setattr(slow.queue, "_folder", hidden)
-    evacuation = slow.evacuation(500.0)
-    evacuation.run()
+    read = evacuation_module.read_extras
+
+    def fails(*_: Any) -> Any:
+        raise Unavailable("away")
+
+    monkeypatch.setattr(evacuation_module, "read_extras", fails)
+    evacuation = slow.evacuation(0.0)
     found = evacuation.report()
-    assert (found.lost_partitions, found.extras_lost, found.safe) == (0, True, False)
-    monkeypatch.undo()
+    assert (found.extras_lost, found.safe, found.error) == (True, False, "away")
+    monkeypatch.setattr(evacuation_module, "read_extras", read)
 
 
 def test_a_deadline_that_is_over_writes_nothing(slow: Slow) -> None:
@@ -362,7 +329,7 @@ def test_a_report_survives_its_way_between_processes(slow: Slow) -> None:
 
 def test_a_saver_out_of_reach_still_gives_a_report(slow: Slow) -> None:
     slow.flush(7, RISING)
-    found = not_evacuated(slow.arena, slow.queue, Unavailable("no daemon"))
+    found = not_evacuated(slow.arena, Unavailable("no daemon"))
     assert (found.lost_partitions, found.error) == (ROWS, "no daemon")
     assert found.squared == pytest.approx(float((RISING**2).sum()))
 
@@ -390,30 +357,29 @@ def test_what_the_store_has_in_fewer_bits_is_saved_exactly(tmp_path: Path, waiti
     """
     layout = build_layout([("w", "parameter", (TensorSpec("", "F32", (64, 16)),))], rows={"w": 1})
     rig = Rig(tmp_path / "store", tmp_path, shards=2, layout=layout)
+    rig.arena.note_encoding("int8")
     for step, every in ((1, 1), (2, 2), (3, 4)):
         ids = rig.everything[::every]
-        rig.copy(ids, step, step + 64)
-        encoding: Encoding = "exact" if step == 3 else "int8"
         extras = {"step": step, "large": np.zeros(large * (step == 3), dtype=np.uint8)}
-        rig.queue.put(version=rig.version(step), ids=ids, extras=extras, encoding=encoding)
+        assert copy_into(rig.arena, ids, rig.version(step), step + 64, extras=extras)
+        number = rig.arena.ask(ids=ids) if step == 3 else rig.arena.ask(encoded=ids)
         if step < 3 or not waiting:
-            rig.persist(step)
+            rig.persist(number)
     lossy = int((rig.arena.encoding_error >= 0).sum())
     assert lossy == 64 if waiting else 48
     clock = Clock()
-    leaving = Evacuation(rig.arena, rig.queue, rig.persister, 60.0, clock=clock, sleep=clock.sleep)
+    leaving = Evacuation(rig.arena, rig.persister, 60.0, clock=clock, sleep=clock.sleep)
     assert (leaving.report().lost_partitions, leaving.report().safe) == (lossy, False)
     leaving.run()
     report = leaving.report()
     assert (report.lost_partitions, report.safe, report.error) == (0, True, None)
     assert rig.extras()["step"] == 3
-    states = rig.store.states(rig.store.shards())
-    assert not any(state.encoded.any() for state in states.values())
-    for state in states.values():
-        found, bad = read_all(rig.store, state)
-        assert not bad
-        for i, data in found.items():
-            assert data == rig.arena.rows(0, 0)[i].tobytes()
-        assert np.array_equal(step_of(state.version), step_of(rig.arena.version[state.ids]))
+    state = rig.store.state(0)
+    assert not state.encoded.any()
+    found, bad = read_all(rig.store, state)
+    assert not bad
+    for i, data in found.items():
+        assert data == rig.arena.rows(0, 0)[i].tobytes()
+    assert np.array_equal(step_of(state.version), step_of(rig.arena.version[state.ids]))
     assert verify(rig.store, read_data=True).intact
     rig.die()

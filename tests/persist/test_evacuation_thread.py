@@ -20,7 +20,7 @@ Stuck = tuple[PersisterThread, threading.Event, list[Evacuated]]
 
 def test_the_thread_interrupts_what_it_saves_and_goes_on_after(rig: Rig) -> None:
     rig.save(rig.everything, 1, sealed=True)
-    thread = PersisterThread(rig.persister, rig.queue)
+    thread = PersisterThread(rig.persister)
     try:
         assert thread.drain(60)
         rig.save(rig.everything, 2, sealed=True)
@@ -42,7 +42,7 @@ def test_a_store_that_hangs_does_not_hold_the_caller(rig: Rig) -> None:
     throttled = ThrottledBlobs(rig.blobs, 1e12)
     rig.store.blobs = throttled  # type: ignore[assignment]
     throttled.stuck.set()
-    thread = PersisterThread(rig.persister, rig.queue)
+    thread = PersisterThread(rig.persister)
     try:
         found = thread.evacuate(0.5)
         assert found.lost_partitions == rig.layout.partitions
@@ -60,7 +60,7 @@ def test_a_thread_that_ends_meanwhile_ends_the_evacuation(rig: Rig) -> None:
     throttled = ThrottledBlobs(rig.blobs, 1e12)
     rig.store.blobs = throttled  # type: ignore[assignment]
     throttled.stuck.set()
-    thread = PersisterThread(rig.persister, rig.queue)
+    thread = PersisterThread(rig.persister)
     found: list[Evacuated] = []
     asking = threading.Thread(target=lambda: found.append(thread.evacuate(60.0)))
     asking.start()
@@ -78,7 +78,7 @@ def stuck(rig: Rig) -> Iterator[Stuck]:
     rig.save(rig.everything, 1, sealed=True)
     throttled = ThrottledBlobs(rig.blobs, 1e12)
     rig.store.blobs = throttled  # type: ignore[assignment]
-    thread = PersisterThread(rig.persister, rig.queue)
+    thread = PersisterThread(rig.persister)
     assert thread.drain(60)
     throttled.stuck.set()
     rig.save(rig.everything, 2, sealed=True)

@@ -1,4 +1,4 @@
-"""Test that a hand-over of a process with many shards is one commit, as with one shard."""
+"""Test that a checkpoint of a process with many shards is one commit, as with one shard."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rig_of(folder: Path, shards: int) -> Rig:
 
 
 def costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int) -> Counter[str]:
-    """Count the fsyncs, records and segments of one hand-over."""
+    """Count the fsyncs, records and segments of one commit."""
     rig = rig_of(tmp_path / str(shards), shards)
     found: Counter[str] = Counter()
     real = os.fsync
@@ -31,14 +31,11 @@ def costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int) -> Count
         real(fd)
 
     for step, ids in ((1, rig.everything), (2, rig.everything[::2])):
-        rig.copy(ids, step)
-        rig.hand_over(ids, step)
+        number = rig.save(ids, step)
         before = files(rig.store)
-        (handover,) = rig.queue.pending()
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", fsync)
-            rig.persister.persist(handover)
-        rig.queue.remove(handover.number)
+            rig.persist(number)
         found += files(rig.store) - before
         assert (step_of(rig.arena.durable[ids]) == step).all()
     rig.writer.close()
@@ -58,15 +55,12 @@ def test_eight_shards_cost_what_one_costs(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_seal_is_one_record_with_all_shards(tmp_path: Path) -> None:
     rig = rig_of(tmp_path, 8)
-    rig.copy(rig.everything, 5)
-    rig.hand_over(rig.everything, 5, sealed=True)
-    (handover,) = rig.queue.pending()
-    rig.persister.persist(handover)
+    rig.persist(rig.save(rig.everything, 5, sealed=True))
     assert step_of(rig.arena.sealed) == 5
     store = Store.open(rig.store.root)
     assert store.shards() == [0]
     assert np.array_equal(store.state(0).ids, rig.everything)
-    assert store.state(0).whole == handover.whole
+    assert store.state(0).whole == rig.arena.whole
     extras = store.read_extras(store.state(0))
     assert extras is not None
     assert extras[1] == {"step": 5}

@@ -9,7 +9,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from scarctl.persist.retry import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
-    Forget,
     Halt,
     Instruction,
     Machine,
@@ -20,19 +19,20 @@ from scarctl.persist.retry import (
 )
 
 
-def test_one_at_a_time_in_order() -> None:
+def test_one_at_a_time_and_then_the_newest() -> None:
     machine = Machine()
-    assert machine.queued((4, 7)) == [Persist(4)]
-    assert machine.queued((4, 7, 9)) == []
-    assert machine.persisted(4) == [Forget(4), Persist(7)]
-    assert machine.persisted(7) == [Forget(7), Persist(9)]
-    assert machine.persisted(9) == [Forget(9)]
+    assert machine.asked(4) == [Persist(4)]
+    assert machine.asked(7) == []
+    assert machine.asked(9) == []
+    assert machine.persisted(4) == [Persist(9)]
+    assert machine.persisted(9) == []
     assert machine.phase is Phase.IDLE
+    assert machine.waiting == 0
 
 
 def test_pauses_grow_to_a_bound_and_start_again_after_a_success() -> None:
     machine = Machine()
-    machine.queued((1, 2))
+    machine.asked(1)
     pauses = []
     for _ in range(40):
         (wake,) = machine.failed(100.0, retryable=True, jitter=1.0)
@@ -42,52 +42,52 @@ def test_pauses_grow_to_a_bound_and_start_again_after_a_success() -> None:
     assert pauses[:3] == [FIRST_PAUSE, 2 * FIRST_PAUSE, 4 * FIRST_PAUSE]
     assert pauses[-1] == LONGEST_PAUSE
     assert pauses == sorted(pauses)
-    machine.persisted(1)
+    assert machine.asked(2) == []
+    assert machine.persisted(1) == [Persist(2)]
     (wake,) = machine.failed(0.0, retryable=True, jitter=1.0)
     assert wake == Wake(FIRST_PAUSE)
 
 
 def test_jitter_at_most_halves_a_pause() -> None:
     machine = Machine()
-    machine.queued((1,))
+    machine.asked(1)
     assert machine.failed(0.0, retryable=True, jitter=0.0) == [Wake(FIRST_PAUSE / 2)]
 
 
 def test_somebody_who_waits_ends_the_pause() -> None:
     machine = Machine()
-    machine.queued((1,))
+    machine.asked(1)
     machine.failed(0.0, retryable=True)
     assert machine.hurry() == [Persist(1)]
 
 
 def test_what_will_not_pass_halts_and_keeps_what_waits() -> None:
     machine = Machine()
-    machine.queued((1, 2))
+    machine.asked(1)
     assert machine.failed(0.0, retryable=False) == [Halt()]
-    assert machine.queued((1, 2, 3)) == []
+    assert machine.asked(3) == []
     assert machine.hurry() == []
-    assert machine.waiting == [1, 2, 3]
+    assert machine.waiting == 3
     assert machine.stop() == [Stopped()]
 
 
 def test_stopping_lets_what_is_being_written_finish() -> None:
     machine = Machine()
-    machine.queued((1, 2))
+    machine.asked(1)
     assert machine.stop() == []
-    assert machine.persisted(1) == [Forget(1), Stopped()]
-    assert machine.waiting == [2]
+    assert machine.asked(2) == []
+    assert machine.persisted(1) == [Stopped()]
+    assert machine.waiting == 2
 
 
 class Model(RuleBasedStateMachine):
-    """A growing queue, a store that fails now and then, and the machine between them."""
+    """Requests, a store that fails now and then, and the machine between them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.machine = Machine()
         self.now = 0.0
-        self.next = 1
-        self.queue: list[int] = []
-        self.done: list[int] = []
+        self.newest = self.done = 0
         self.busy: int | None = None
         self.wake: float | None = None
         self.halted = self.stopping = self.stopped = False
@@ -100,10 +100,8 @@ class Model(RuleBasedStateMachine):
                 case Persist(number):
                     assert self.busy is None
                     assert not self.halted
-                    assert number == self.queue[0]
+                    assert self.done < number <= self.newest
                     self.busy = number
-                case Forget(number):
-                    assert self.done[-1] == number == self.queue.pop(0)
                 case Wake(at):
                     assert self.now <= at <= self.now + LONGEST_PAUSE
                     self.wake = at
@@ -114,17 +112,16 @@ class Model(RuleBasedStateMachine):
                     self.stopped = True
 
     @rule()
-    def hand_over(self) -> None:
-        self.queue.append(self.next)
-        self.next += 1
-        self.send(self.machine.queued(tuple(self.queue)))
+    def ask(self) -> None:
+        self.newest += 1
+        self.send(self.machine.asked(self.newest))
 
     @precondition(lambda self: self.busy is not None)
     @rule()
     def succeeds(self) -> None:
         assert self.busy is not None
         number, self.busy = self.busy, None
-        self.done.append(number)
+        self.done = number
         self.send(self.machine.persisted(number))
 
     @precondition(lambda self: self.busy is not None)
@@ -153,9 +150,8 @@ class Model(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost_and_nothing_is_forgotten(self) -> None:
-        assert sorted(self.done + self.queue) == list(range(1, self.next))
-        assert self.done == sorted(self.done)
-        if self.queue and not (self.halted or self.stopped):
+        assert self.machine.waiting == (self.newest if self.newest > self.done else 0)
+        if self.newest > self.done and not (self.halted or self.stopped):
             assert self.busy is not None or self.wake is not None, "nobody will ever come back"
 
 

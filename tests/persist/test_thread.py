@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scarctl.arena.queue import HandOverQueue
-from scarctl.errors import AccessDenied, Corruption, Fenced, Unavailable
-from scarctl.persist.inherited import adopt_orphans
+from scarctl.errors import AccessDenied, Fenced, Unavailable
+from scarctl.persist.inherited import adopt
 from scarctl.persist.thread import PersisterThread
 from scarctl.store import open_writer
 from scarctl.util.niceness import POLITE
@@ -30,7 +29,7 @@ SOME = np.array([0, 3, 4, 11, 18])
 
 @pytest.fixture
 def thread(rig: Rig) -> Iterator[PersisterThread]:
-    made = PersisterThread(rig.persister, rig.queue)
+    made = PersisterThread(rig.persister)
     yield made
     made.close()
 
@@ -42,7 +41,7 @@ def test_what_is_handed_over_becomes_durable(rig: Rig, thread: PersisterThread) 
     rig.save(SOME, 2)
     thread.notify()
     assert thread.drain(10)
-    assert rig.queue.numbers() == []
+    assert not rig.arena.waits
     assert not rig.arena.pending().any()
     assert set(rig.stored()[1][SOME]) == {2}
     assert thread.stats.handovers == 2
@@ -52,8 +51,8 @@ def test_what_is_handed_over_becomes_durable(rig: Rig, thread: PersisterThread) 
 
 def test_what_waits_already_is_taken_without_a_word(rig: Rig) -> None:
     rig.save(rig.everything, 1, sealed=True)
-    thread = PersisterThread(rig.persister, rig.queue)
-    wait_until(lambda: not rig.queue.numbers())
+    thread = PersisterThread(rig.persister)
+    wait_until(lambda: not rig.arena.waits)
     thread.close()
 
 
@@ -81,11 +80,12 @@ def _steps(rig: Rig) -> list[int]:
 
 def test_a_store_that_stays_down_keeps_the_queue_and_says_why(rig: Rig, thread: PersisterThread) -> None:
     rig.blobs.break_down("write", errno.ENOSPC)
-    numbers = [rig.save(SOME, 1), rig.save(np.array([1, 2]), 2)]
+    rig.save(SOME, 1)
+    rig.save(np.array([1, 2]), 2)
     started = time.monotonic()
     assert not thread.drain(0.4)
     assert time.monotonic() - started < 5
-    assert rig.queue.numbers() == numbers
+    assert rig.arena.waits
     assert isinstance(thread.fault(), Unavailable)
     assert "No space left" in str(thread.fault())
     assert thread.failure is None
@@ -97,12 +97,13 @@ def test_a_store_that_stays_down_keeps_the_queue_and_says_why(rig: Rig, thread: 
 
 def test_a_refusal_is_not_for_ever(rig: Rig, thread: PersisterThread) -> None:
     rig.blobs.break_down("writer", errno.EROFS)
-    numbers = [rig.save(SOME, 1), rig.save(np.array([1, 2]), 2)]
+    rig.save(SOME, 1)
+    rig.save(np.array([1, 2]), 2)
     started = time.monotonic()
     assert not thread.drain(30)
     assert time.monotonic() - started < 10  # waiting longer would not help
     assert isinstance(thread.fault(), AccessDenied)
-    assert rig.queue.numbers() == numbers
+    assert rig.arena.waits
     rig.blobs.mend()  # mounted again
     assert thread.drain(10)
     assert thread.last_error is None
@@ -111,7 +112,8 @@ def test_a_refusal_is_not_for_ever(rig: Rig, thread: PersisterThread) -> None:
 
 def test_a_writer_that_is_fenced_halts_and_a_later_thread_goes_on(rig: Rig, thread: PersisterThread) -> None:
     assert thread.drain(30)  # its first look, which may be late, finds nothing
-    numbers = [rig.save(SOME, 1), rig.save(np.array([1, 2]), 2)]
+    rig.save(SOME, 1)
+    rig.save(np.array([1, 2]), 2)
     other = rig.writer.store.again()
     Path(other.blobs.where("lock")).unlink()  # as if on another host
     open_writer(other, layout=rig.layout).close()
@@ -119,51 +121,7 @@ def test_a_writer_that_is_fenced_halts_and_a_later_thread_goes_on(rig: Rig, thre
     assert not thread.drain(30)
     assert time.monotonic() - started < 10  # waiting longer would not help
     assert isinstance(thread.failure, Fenced)
-    assert rig.queue.numbers() == numbers
-
-
-def test_a_hand_over_that_cannot_be_read_is_set_aside(rig: Rig) -> None:
-    bad = rig.save(SOME[:2], 1)
-    Path(rig.queue._path(bad)).write_bytes(b"nonsense")
-    rig.save(SOME[2:], 2)
-    thread = PersisterThread(rig.persister, rig.queue)
-    assert thread.drain(100)
-    assert thread.stats.errors
-    thread.close()
-    assert [p.suffix for p in rig.arena.folder.iterdir() if p.name.startswith("handover")] == [".bad"]
-    # The files that it named were deleted before the next one: nothing is lost.
-    assert rig.stored()[1][SOME].tolist() == [1, 1, 2, 2, 2]
-    assert not rig.arena.pending().any()
-
-
-def test_a_hand_over_of_another_layout_is_set_aside(rig: Rig, thread: PersisterThread) -> None:
-    rig.hand_over(np.array([10_000]), 1)
-    assert not thread.drain(10)
-    assert thread.failure is None
-    assert isinstance(thread.fault(), Corruption)
-    assert thread.stats.errors == 1
-
-
-@pytest.mark.parametrize("method", ["read", "remove", "numbers"])
-def test_an_operating_system_that_fails_never_kills_the_thread_unseen(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    thread = PersisterThread(rig.persister, rig.queue)
-    thread.drain(5)
-
-    def fails(*_: Any) -> Any:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(rig.queue, method, fails)
-        rig.save(SOME, 1)
-        thread.notify()
-        started = time.monotonic()
-        assert not thread.drain(0.5) or method == "remove"
-        assert time.monotonic() - started < 5
-        wait_until(lambda: thread.stats.errors)
-        assert "Too many open files" in str(thread.fault())
-    thread.close()
+    assert rig.arena.waits
 
 
 def test_a_defect_halts_and_is_seen(
@@ -173,10 +131,10 @@ def test_a_defect_halts_and_is_seen(
         raise ZeroDivisionError("ours")
 
     monkeypatch.setattr(rig.persister, "persist", defect)
-    number = rig.save(SOME, 1)
+    rig.save(SOME, 1)
     assert not thread.drain(10)
     assert "ZeroDivisionError" in str(thread.failure)
-    assert rig.queue.numbers() == [number]
+    assert rig.arena.waits
 
 
 def test_closing_finishes_what_is_being_written_and_leaves_the_rest(
@@ -185,23 +143,22 @@ def test_closing_finishes_what_is_being_written_and_leaves_the_rest(
     entered, go = threading.Event(), threading.Event()
     persist = rig.persister.persist
 
-    def slow(handover: Any) -> int:
+    def slow(number: Any) -> int:
         entered.set()
         go.wait(10)
-        return persist(handover)
+        return persist(number)
 
     monkeypatch.setattr(rig.persister, "persist", slow)
     rig.save(SOME, 1)
     thread.notify()
     entered.wait(10)
-    second = rig.save(np.array([1, 2]), 2)
+    rig.save(np.array([1, 2]), 2)
     thread.notify()
     threading.Timer(0.05, go.set).start()
     thread.close()
-    assert rig.queue.numbers() == [second]
+    assert rig.arena.waits
     assert not thread.drain(30)  # it has ended, which is reported at once
     thread.close()
-    rig.queue.clear()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a niceness of their own on Linux only")
@@ -213,10 +170,12 @@ def test_training_goes_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
         lambda _: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())) or 0,
     )
     usual = os.getpriority(os.PRIO_PROCESS, 0)
-    thread = PersisterThread(rig.persister, rig.queue)
-    rig.hand_over(SOME, 1)
-    assert thread.drain(10)
+    thread = PersisterThread(rig.persister)
+    number = rig.save(SOME, 1)
+    thread.notify()
+    wait_until(lambda: seen)
     thread.close()
+    assert number
     assert seen == [min(19, usual + POLITE)]
     assert os.getpriority(os.PRIO_PROCESS, 0) == usual
 
@@ -227,7 +186,7 @@ from pathlib import Path
 from scarctl.persist.thread import PersisterThread
 from tests.daemon.rig import Rig
 rig = Rig(Path(sys.argv[1]), Path(sys.argv[2]))
-thread = PersisterThread(rig.persister, rig.queue)
+thread = PersisterThread(rig.persister)
 rig.save(rig.everything, 1, sealed=True)
 assert thread.drain(30)
 print("ready", flush=True)
@@ -237,8 +196,7 @@ while True:
     free = np.flatnonzero(~rig.arena.pending())
     if free.size:
         ids = np.sort(random.choice(free, min(6, free.size), replace=False))
-        rig.copy(ids, step)
-        rig.hand_over(ids, step)
+        rig.save(ids, step)
         thread.notify()
 """
 
@@ -260,9 +218,9 @@ def test_a_run_that_is_killed_is_finished_by_the_next(tmp_path: Path, arena_dir:
         rig = Rig(folder, base)
         acknowledged, steps = rig.arena.durable & ((1 << 40) - 1), rig.stored()[0]
         assert (steps >= np.where(rig.arena.durable >= 0, acknowledged, -1)).all()  # none that does not exist
-        adopt_orphans(rig.arena, rig.queue)
+        adopt(rig.arena)
         intact = rig.arena.intact()
-        thread = PersisterThread(rig.persister, rig.queue)
+        thread = PersisterThread(rig.persister)
         assert thread.drain(30), thread.fault()
         thread.close()
         assert not (rig.arena.pending() & intact).any()
@@ -270,50 +228,3 @@ def test_a_run_that_is_killed_is_finished_by_the_next(tmp_path: Path, arena_dir:
         assert (steps % 251 == content).all()  # nothing torn, nothing under a wrong step
         assert (steps[intact] == (rig.arena.version & ((1 << 40) - 1))[intact]).all()
         rig.close(killed=True)
-
-
-def damage_one(rig: Rig) -> None:
-    """Save all, and queue a damaged hand-over."""
-    rig.save(rig.everything, 1, sealed=True)
-    rig.persist(1)
-    number = rig.hand_over(np.array([], dtype=np.int64), 2, sealed=True)  # nothing has changed but the extras
-    path = rig.arena.folder / f"handover-{number:020d}.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-
-
-def test_a_store_that_fails_behind_a_damaged_hand_over_is_worth_waiting_for(rig: Rig) -> None:
-    damage_one(rig)
-    rig.blobs.break_down("write", errno.EIO)
-    rig.save(SOME, 3)
-    thread = PersisterThread(rig.persister, rig.queue)
-    wait_until(lambda: isinstance(thread.last_error, Unavailable))
-    assert not thread.drain(0.05)
-    assert thread.fault().retryable
-    rig.blobs.mend()
-    assert thread.drain(20)
-    thread.close()
-
-
-def test_a_damaged_hand_over_that_training_finds_first_is_not_durable(rig: Rig) -> None:
-    """As a close does, which asks whether the newest state is sealed before it waits for the store."""
-    damage_one(rig)
-    assert not HandOverQueue(rig.arena.folder).pending()
-    thread = PersisterThread(rig.persister, rig.queue)
-    assert not thread.drain(10)
-    assert isinstance(thread.fault(), Corruption)
-    rig.save(SOME, 3)
-    thread.notify()
-    assert thread.drain(10)
-    thread.close()
-
-
-def test_a_damaged_hand_over_is_not_durable_until_a_later_one_replaces_it(rig: Rig) -> None:
-    damage_one(rig)
-    thread = PersisterThread(rig.persister, rig.queue)
-    assert not thread.drain(10)
-    assert isinstance(thread.fault(), Corruption)
-    rig.save(SOME, 3)
-    thread.notify()
-    assert thread.drain(10)
-    assert rig.extras() == {"step": 3}
-    thread.close()

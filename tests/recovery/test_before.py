@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scarctl.arena.arena import Arena
 from scarctl.errors import NoIntactCopy
 from scarctl.recovery.before import in_memory_before, plan_before
-from scarctl.recovery.execute import ArenaSink, execute
+from scarctl.recovery.execute import SlotSink, execute
 from scarctl.recovery.plan import MEMORY, STORE, Plan
 from scarctl.state.version import pack, step_of
 from scarctl.store.format import segment_path
@@ -29,7 +30,7 @@ def job(tmp_path: Path) -> Job:
     made.saved = [values(made.live, i) for i in IDS.tolist()]  # type: ignore[attr-defined]
     made.change(IDS[:2], 9)
     made.save(IDS[:2], 9)
-    made.live.note_moment(pack(made.writer.epoch, 9))
+    made.live.slot.stamp(made.moment, pack(made.writer.epoch, 9), "ab" * 16)
     return made
 
 
@@ -38,15 +39,14 @@ def planned(job: Job, before: int, ids: np.ndarray = IDS) -> Plan:  # type: igno
 
 
 def test_memory_is_taken_where_it_is_early_enough_and_the_store_elsewhere(job: Job) -> None:
-    assert in_memory_before(job.live, IDS, 8).tolist() == [False, False, True]
+    assert in_memory_before(job.live, IDS, 8)[0].tolist() == [False, False, True]
     plan = planned(job, 8)
     assert plan.tier.tolist() == [STORE, STORE, MEMORY]
     assert step_of(plan.version).tolist() == [5, 5, 2]
     assert not plan.label.of_one
-    report = execute(plan, job.store, job.live, ArenaSink(job.live))
+    report = execute(plan, job.store, job.live, SlotSink(job.live))
     assert [values(job.live, i) for i in IDS.tolist()] == job.saved  # type: ignore[attr-defined]
     assert report.tiers == {"memory": 1, "store": 2}
-    assert step_of(planned(job, 9).version).tolist() == [5, 5, 9]
 
 
 def test_without_such_a_copy_the_partitions_are_named_and_nothing_changes(job: Job) -> None:
@@ -65,6 +65,27 @@ def test_a_damaged_copy_is_not_replaced_by_a_later_one_in_memory(job: Job) -> No
     first = int.from_bytes(content[:8], "little") + 8
     content[first : first + 64] = bytes(byte ^ 255 for byte in content[first : first + 64])
     path.write_bytes(content)
-    report = execute(plan, job.store, job.live, ArenaSink(job.live))
+    report = execute(plan, job.store, job.live, SlotSink(job.live))
     assert report.degraded
     assert step_of(report.plan.version).tolist() == [2]
+
+
+def test_the_slot_that_is_not_current_has_an_older_copy(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.change(job.all, 2)
+    job.save(job.all, 2)
+    arena = job.live = Arena.anonymous(job.layout, slots=2)
+    for step, ids in ((4, job.all), (6, IDS[:2])):
+        begun = arena.begin_moment()
+        assert begun is not None
+        slot, moment = begun
+        arena.carry(np.setdiff1d(job.all, ids))
+        slot.end(ids, pack(job.writer.epoch, step), moment)
+        arena.flip(slot, moment, pack(job.writer.epoch, step), "ab" * 16)
+    near, older = in_memory_before(arena, IDS, 5)
+    assert (near.tolist(), older.tolist()) == ([True] * 3, [True, True, False])
+    plan = planned(job, 5)
+    assert plan.spare.tolist() == IDS[:2].tolist()
+    assert step_of(plan.version).tolist() == [4, 4, 4]
+    near, older = in_memory_before(arena, IDS, 3)
+    assert not near.any()

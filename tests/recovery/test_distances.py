@@ -9,6 +9,7 @@ import numpy as np
 from scarctl.arena.distances import with_errors
 from scarctl.recovery.execute import last_distances
 from scarctl.recovery.plan import MEMORY, STORE
+from tests.daemon.rig import acknowledge
 from tests.recovery.test_plan import Job
 
 
@@ -16,7 +17,7 @@ def test_each_place_has_its_own_distance(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.change(job.all, 2)
     job.save(job.all, 2)
-    job.live.acknowledge(job.all, job.live.version.copy())
+    acknowledge(job.live, job.all)
     job.change(job.all, 4)
     job.live.note_distances(3.0)
     job.live.encoding_error[0] = 16.0

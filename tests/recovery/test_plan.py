@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.errors import NoIntactCopy
-from scarctl.recovery.execute import ArenaSink, execute
+from scarctl.recovery.execute import SlotSink, execute
 from scarctl.recovery.plan import MEMORY, STORE, Plan, estimate, plan_partial, plan_rollback
 from scarctl.recovery.report import Report
 from scarctl.state.layout import Layout, TensorSpec, build_layout
@@ -54,6 +54,7 @@ class Job:
         self.random = np.random.default_rng(5)
         self.writer: StoreWriter = open_writer(self.store, layout=self.layout)
         self.history: list[dict[int, bytes]] = []
+        self.moment = 0
 
     def change(self, ids: Ids, step: int) -> None:
         """Give partitions new values, as of `step`."""
@@ -64,12 +65,12 @@ class Job:
             for t in range(len(self.layout.groups[g].tensors)):
                 rows = self.live.rows(g, t)[start:stop]
                 rows[:] = self.random.integers(0, 60, rows.shape, dtype=np.uint8)
-        self.live.begin(ids)
-        self.live.end(ids, version)
+        self.moment += 1
+        self.live.slot.end(ids, version, self.moment)
 
     def save(self, ids: Ids, step: int, *, sealed: bool = False) -> None:
         whole = name_of(step) if sealed else ""
-        self.writer.commit(ids, self.live.source, step=step, sealed=sealed, whole=whole)
+        self.writer.commit(ids, self.live.slot.source, step=step, sealed=sealed, whole=whole)
 
     def segments(self) -> list[Path]:
         """Return the segments with data, oldest first."""
@@ -110,7 +111,7 @@ class Collect:
     def room(self, group: int, ids: Ids) -> None: ...
 
     def put(self, group: int, ids: Ids, versions: Ids, tensors: Sequence[NDArray[np.uint8]]) -> None:
-        ArenaSink(self.target).put(group, ids, versions, tensors)
+        SlotSink(self.target).put(group, ids, versions, tensors)
         self.seen += ids.tolist()
 
 
@@ -156,10 +157,9 @@ class TestPartial:
 
     def test_memory_goes_before_the_store_when_it_is_as_new(self, job: Job) -> None:
         memory = Arena.anonymous(job.layout)
-        for i in (0, 1, 2):
-            memory.begin(np.array([i]))
-        memory.end(np.array([0]), pack(job.writer.epoch, 0))  # equal
-        memory.end(np.array([1]), pack(job.writer.epoch, 9))  # newer; partition 2 is torn
+        memory.slot.end(np.array([0]), pack(job.writer.epoch, 0), 1)  # equal
+        memory.slot.end(np.array([1]), pack(job.writer.epoch, 9), 2)  # newer
+        memory.slot.end(np.array([2]), pack(job.writer.epoch, 9), 0)  # torn
         plan = job.plan(np.arange(4), memory)
         assert plan.tier.tolist() == [MEMORY, MEMORY, STORE, STORE]
         report, sink = run(job, plan, memory)
@@ -204,8 +204,7 @@ class TestPartial:
         i = int(np.flatnonzero(job.shard_of == 1)[0])
         ids = np.array([i])
         memory = Arena.anonymous(job.layout)
-        memory.begin(ids)
-        memory.end(ids, pack(job.writer.epoch, 3))
+        memory.slot.end(ids, pack(job.writer.epoch, 3), 1)
         job.change(ids, 5)
         job.save(ids, 5)
         flip(job.segments()[-1])
@@ -223,10 +222,9 @@ class TestPartial:
             else:
                 path.unlink()
         target = Arena.anonymous(job.layout)
-        target.begin(job.all)
-        target.end(job.all, pack(job.writer.epoch, 7))
+        target.slot.end(job.all, pack(job.writer.epoch, 7), 1)
         before = [values(target, i) for i in job.all.tolist()]
-        sink = ArenaSink(target)
+        sink = SlotSink(target)
         with pytest.raises(
             NoIntactCopy, match=r"no intact copy of \S+\[\d+:\d+\].*: .* restore them alone"
         ) as caught:
@@ -247,12 +245,15 @@ class TestPartial:
 
 class TestIntoAnArena:
     def test_versions_and_acknowledgements_follow(self, job: Job) -> None:
-        target = Arena.anonymous(job.layout)
+        target = Arena.anonymous(job.layout, slots=2)
         target.distance[:] = 2.0
         ids = np.array([0, 3, 4, 12])
         job.change(ids[:2], 8)
         job.save(ids[:2], 8)
-        report = execute(job.plan(ids), job.store, target, ArenaSink(target))
+        sink = SlotSink(target)
+        report = execute(job.plan(ids), job.store, target, sink)
+        assert not target.intact().any(), "the current slot is as it was"
+        sink.settle(report.plan, "")
         assert target.intact()[ids].all()
         assert target.intact().sum() == 4
         assert not target.pending().any()
@@ -262,14 +263,14 @@ class TestIntoAnArena:
         assert report.perturbation.value == pytest.approx(4.0)
 
     def test_its_own_copies_stay_as_they_are(self, job: Job) -> None:
-        memory = Arena.anonymous(job.layout)
-        memory.begin(job.all[:2])
-        memory.end(job.all[:2], pack(job.writer.epoch, 5))
-        generation = memory.generation.copy()
-        report = execute(job.plan(job.all, memory), job.store, memory, ArenaSink(memory))
+        memory = Arena.anonymous(job.layout, slots=2)
+        memory.slot.end(job.all[:2], pack(job.writer.epoch, 5), 1)
+        sink = SlotSink(memory)
+        report = execute(job.plan(job.all, memory), job.store, memory, sink)
+        sink.settle(report.plan, "")
         assert report.tiers == {"memory": 2, "store": len(job.all) - 2}
         assert memory.pending()[:2].all()
-        assert (memory.generation[:2] == generation[:2]).all()
+        assert (memory.moments[:2] == 1).all()
         assert memory.intact().all()
 
 
@@ -317,16 +318,14 @@ class TestRollback:
 
     def test_memory_is_used_where_it_has_the_sealed_copy(self, job: Job) -> None:
         memory = Arena.anonymous(job.layout)
-        memory.begin(job.all)
-        memory.end(job.all, pack(job.writer.epoch, 0))
-        memory.begin(job.all[:0])
+        memory.slot.end(job.all, pack(job.writer.epoch, 0), 1)
         assert set(self.rollback(job, arena=memory).tier.tolist()) == {
             STORE
         }  # the same version is not sufficient
-        memory.name_whole(name_of(0))
+        memory.slot.name(name_of(0))
         assert set(self.rollback(job, arena=memory).tier.tolist()) == {MEMORY}
-        memory.begin(job.all[3:4])
-        assert set(self.rollback(job, arena=memory).tier.tolist()) == {STORE}
+        memory.slot.begin(job.all[3:4])
+        assert set(self.rollback(job, arena=memory).tier.tolist()) == {MEMORY, STORE}
 
     def test_without_a_sealed_state_it_says_so(self, tmp_path: Path) -> None:
         job = Job(tmp_path)

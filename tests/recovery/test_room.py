@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.errors import NoIntactCopy
-from scarctl.recovery.execute import ArenaSink, execute
+from scarctl.recovery.execute import SlotSink, execute
 from scarctl.recovery.plan import Plan, plan_partial
+from scarctl.recovery.report import Report
 from scarctl.state.layout import TensorSpec, build_layout
 from scarctl.state.version import pack
 from scarctl.store import Store, open_writer
@@ -49,7 +50,7 @@ class Saved:
             for step in range(commits):
                 live = Arena.anonymous(LAYOUT)
                 live.memory()[:] = random.integers(0, 255, live.memory().size, np.uint8)
-                writer.commit(EVERYTHING, live.source, step=step)
+                writer.commit(EVERYTHING, live.slot.source, step=step)
                 self.values.append(bytes_of(live))
 
     def plan(self, arena: Arena) -> Plan:
@@ -82,7 +83,15 @@ def damage(path: Path, partition: int) -> None:
     path.write_bytes(data)
 
 
-class Watched(ArenaSink):
+def restore(saved: Saved, arena: Arena, sink: SlotSink) -> Report:
+    """Restore everything, and make it the arena's state."""
+    report = execute(saved.plan(arena), saved.store, arena, sink)
+    assert (report.plan.ids == EVERYTHING).all()
+    sink.settle(report.plan, "")
+    return report
+
+
+class Watched(SlotSink):
     """Counts the partitions whose data were in the arena before `put`."""
 
     def __init__(self, arena: Arena) -> None:
@@ -97,9 +106,9 @@ class Watched(ArenaSink):
 
 
 def test_what_has_no_copy_is_read_straight_into_its_place(tmp_path: Path) -> None:
-    saved, arena = Saved(tmp_path), Arena.anonymous(LAYOUT)
+    saved, arena = Saved(tmp_path), Arena.anonymous(LAYOUT, slots=2)
     sink = Watched(arena)
-    execute(saved.plan(arena), saved.store, arena, sink)
+    restore(saved, arena, sink)
     full = [i for i in EVERYTHING.tolist() if LAYOUT.partition_bytes[i]]
     assert set(full) <= set(sink.straight)
     assert bytes_of(arena) == saved.values[0]
@@ -107,18 +116,15 @@ def test_what_has_no_copy_is_read_straight_into_its_place(tmp_path: Path) -> Non
 
 
 def test_an_intact_copy_is_never_read_over(tmp_path: Path) -> None:
-    saved, arena = Saved(tmp_path, commits=2), Arena.anonymous(LAYOUT)
+    saved, arena = Saved(tmp_path, commits=2), Arena.anonymous(LAYOUT, slots=2)
     kept = EVERYTHING[:4]
-    arena.begin(kept)
     for t in range(2):
         arena.rows(0, t)[:32] = 7
-    arena.end(kept, pack(saved.epoch, 0))
+    arena.slot.end(kept, pack(saved.epoch, 0), 1)
     before = bytes_of(arena)
     for path in saved.segments():
         damage(path, 2)
-    sink = Watched(arena)
-    report = execute(saved.plan(arena), saved.store, arena, sink)
-    assert not set(sink.straight) & set(kept.tolist())
+    report = restore(saved, arena, Watched(arena))
     after = bytes_of(arena)
     assert after[2] == before[2]
     assert [after[i] for i in EVERYTHING.tolist() if i != 2] == [
@@ -128,34 +134,28 @@ def test_an_intact_copy_is_never_read_over(tmp_path: Path) -> None:
 
 
 def test_a_damaged_copy_that_was_read_into_the_arena_is_no_copy(tmp_path: Path) -> None:
-    saved, arena = Saved(tmp_path), Arena.anonymous(LAYOUT)
+    saved, arena = Saved(tmp_path), Arena.anonymous(LAYOUT, slots=2)
     damage(saved.segments()[0], 3)
     with pytest.raises(NoIntactCopy, match=r"wide\[24:32\]"):
-        execute(saved.plan(arena), saved.store, arena, ArenaSink(arena))
-    assert not arena.intact()[3]
+        execute(saved.plan(arena), saved.store, arena, SlotSink(arena))
+    assert not arena.intact().any()
+    assert not arena.spare.intact()[3]
+    arena.flip(arena.spare, 1, pack(saved.epoch, 0), "")
     wrong = [i for i in np.flatnonzero(arena.intact()) if bytes_of(arena)[i] != saved.values[0][i]]
     assert not wrong
 
 
 def test_a_cut_file_is_an_error_and_no_copy(tmp_path: Path) -> None:
-    saved, arena = Saved(tmp_path), Arena.anonymous(LAYOUT)
+    saved, arena = Saved(tmp_path), Arena.anonymous(LAYOUT, slots=2)
     plan = saved.plan(arena)
     path = saved.segments()[0]
     path.write_bytes(path.read_bytes()[:-4096])
     with pytest.raises(NoIntactCopy):
-        execute(plan, saved.store, arena, ArenaSink(arena))
+        execute(plan, saved.store, arena, SlotSink(arena))
     assert not arena.intact().any()
 
 
-def test_what_was_brought_back_is_not_read_over(tmp_path: Path) -> None:
-    saved, arena = Saved(tmp_path), Arena.anonymous(LAYOUT)
-    sink = ArenaSink(arena)
-    assert sink.room(0, EVERYTHING[:2]) is not None
-    execute(saved.plan(arena), saved.store, arena, sink)
-    assert all(sink.room(0, EVERYTHING[i : i + 1]) is None for i in range(9))
-
-
-class Failing(ArenaSink):
+class Failing(SlotSink):
     """Fails when the first partitions arrive."""
 
     def put(self, group: int, ids: Ids, versions: Ids, tensors: Sequence[NDArray[np.uint8]]) -> None:
@@ -163,7 +163,7 @@ class Failing(ArenaSink):
 
 
 def test_nobody_reads_into_the_arena_after_a_failure(tmp_path: Path) -> None:
-    saved, arena = Saved(tmp_path), Arena.anonymous(LAYOUT)
+    saved, arena = Saved(tmp_path), Arena.anonymous(LAYOUT, slots=2)
     saved.store.blobs.batch = 1 << 15  # type: ignore[misc]  # many units
     began: list[int] = []
 
@@ -193,12 +193,12 @@ def slots_of_wide() -> dict[tuple[int, int], NDArray[np.uint8]]:
 def test_a_new_arena_is_filled_through_its_file(tmp_path: Path) -> None:
     saved, arena = Saved(tmp_path), new_arena(tmp_path)
     assert arena.is_filling == (sys.platform == "linux")
-    execute(saved.plan(arena), saved.store, arena, Watched(arena))
+    restore(saved, arena, Watched(arena))
     assert bytes_of(arena) == saved.values[0]
     assert arena.intact().all()
     arena.end_filling()
     assert not arena.is_filling
-    arena.put_rows(1, 0, slice(2, 4), np.full((2, 12), 7, np.uint8))
+    arena.put_rows(arena.slot, 1, 0, slice(2, 4), np.full((2, 12), 7, np.uint8))
     arena.close()
     again = Arena.open_existing(tmp_path / "arena", run_id=RUN)
     assert again is not None
@@ -219,23 +219,23 @@ def test_a_closed_arena_keeps_no_file_open(tmp_path: Path) -> None:
 @pytest.mark.parametrize("new", [True, False])
 def test_new_slots_are_read_straight_into_and_the_arena_has_them_too(tmp_path: Path, new: bool) -> None:
     saved = Saved(tmp_path)
-    arena = new_arena(tmp_path) if new else Arena.anonymous(LAYOUT)
+    arena = new_arena(tmp_path) if new else Arena.anonymous(LAYOUT, slots=2)
     slots = slots_of_wide()
-    sink = ArenaSink(arena, slots)
+    sink = SlotSink(arena, slots)
     (_, straight) = sink.room(0, EVERYTHING[2:4]) or (None, None)
     assert straight is not None
     assert np.may_share_memory(straight, slots[0, 1][16:32])
-    execute(saved.plan(arena), saved.store, arena, sink)
+    restore(saved, arena, sink)
     assert bytes_of(arena) == saved.values[0]
     assert (slots[0, 1] == arena.rows(0, 1)).all()
-    assert (sink.written == arena.generation).all()
+    assert (sink.written == arena.moments).all()
     arena.remove()
 
 
 def test_a_damaged_copy_in_a_slot_is_replaced_by_the_older_one(tmp_path: Path) -> None:
     saved, arena, slots = Saved(tmp_path, commits=2), new_arena(tmp_path), slots_of_wide()
     damage(saved.segments()[1], 3)
-    report = execute(saved.plan(arena), saved.store, arena, ArenaSink(arena, slots))
+    report = restore(saved, arena, SlotSink(arena, slots))
     assert report.degraded
     assert bytes_of(arena) == [saved.values[0 if i == 3 else 1][i] for i in EVERYTHING.tolist()]
     assert (slots[0, 1] == arena.rows(0, 1)).all()
@@ -245,9 +245,9 @@ def test_a_damaged_copy_in_a_slot_is_replaced_by_the_older_one(tmp_path: Path) -
 def test_what_was_never_put_is_not_called_written(tmp_path: Path) -> None:
     saved, arena = Saved(tmp_path), new_arena(tmp_path)
     damage(saved.segments()[0], 3)
-    sink = ArenaSink(arena, slots_of_wide())
+    sink = SlotSink(arena, slots_of_wide())
     with pytest.raises(NoIntactCopy):
         execute(saved.plan(arena), saved.store, arena, sink)
-    assert sink.written[3] % 2 == 1
+    assert sink.written[3] == 0
     assert not arena.intact()[3]
     arena.remove()

@@ -136,7 +136,7 @@ def test_resume_takes_from_memory_what_the_store_never_got(tmp_path: Path, arena
 
 
 @pytest.mark.leaves_arena
-@pytest.mark.parametrize("forget", ["extras", "staged", "arena", "nothing"])
+@pytest.mark.parametrize("forget", ["extras", "arena", "nothing"])
 def test_death_before_the_first_whole_checkpoint(tmp_path: Path, arena_dir: Path, forget: str) -> None:
     pid = os.fork()
     if pid == 0:
@@ -152,7 +152,7 @@ def test_death_before_the_first_whole_checkpoint(tmp_path: Path, arena_dir: Path
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     folder = arena_folder(str(arena_dir), Store.open(str(tmp_path / "store")).run_id)
-    lost = {"extras": ("staged-*", "rows-*", "moment*"), "staged": ("staged-*", "rows-*"), "arena": ("*",)}
+    lost = {"extras": ("extras-*",), "arena": ("*",)}
     for pattern in lost.get(forget, ()):
         paths = list(folder.glob(pattern))
         assert paths
@@ -161,7 +161,7 @@ def test_death_before_the_first_whole_checkpoint(tmp_path: Path, arena_dir: Path
     model, optimizer = stepper.build()
     session = stepper.attach(model, optimizer, str(tmp_path / "store"))
     resumed = session.resume()
-    assert resumed.step == (1 if forget in ("staged", "nothing") else 0)
+    assert resumed.step == (1 if forget == "nothing" else 0)
     assert resumed.consistent
     for _ in range(5):
         optimizer.step()
@@ -170,7 +170,7 @@ def test_death_before_the_first_whole_checkpoint(tmp_path: Path, arena_dir: Path
     assert set(stored_steps(tmp_path / "store")) == {resumed.step + 5}
 
 
-def test_copies_newer_than_their_extras_count_as_of_the_extras_step(tmp_path: Path) -> None:
+def test_copies_that_were_never_complete_are_no_state(tmp_path: Path) -> None:
     model, optimizer = stepper.build()
     session = stepper.attach(model, optimizer, str(tmp_path / "store"))
     for _ in range(7):
@@ -182,7 +182,7 @@ def test_copies_newer_than_their_extras_count_as_of_the_extras_step(tmp_path: Pa
     session._engine.hand_over = lambda *_: None  # type: ignore[method-assign, assignment]
     for _ in range(3):
         optimizer.step()
-    session._saving.finish()  # copied, but never handed over
+    session._saving.finish()  # copied, but never current
     session._engine.saver.close()
     session._engine.arena.close()
     session.store.close()
@@ -192,7 +192,7 @@ def test_copies_newer_than_their_extras_count_as_of_the_extras_step(tmp_path: Pa
     model, optimizer = stepper.build()
     session = stepper.attach(model, optimizer, str(tmp_path / "store"))
     resumed = session.resume()
-    assert (resumed.step, resumed.consistent) == (step_of(int(expected_version)), False)
+    assert (resumed.step, resumed.consistent) == (step_of(int(expected_version)), True)
     assert session._engine is not None
     for _ in range(4):
         optimizer.step()

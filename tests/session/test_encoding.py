@@ -142,10 +142,10 @@ def test_what_only_the_memory_has_exactly_is_not_safe(tmp_path: Path, arena_dir:
     run.train(20, settle=True)
     engine = run.session._engine
     assert engine is not None
-    arena, queue = engine.arena, engine.queue
+    arena = engine.arena
     assert not arena.pending().any()
     error, cut = arena.encoding_error.copy(), Unavailable("no time")
-    report = not_evacuated(arena, queue, cut)
+    report = not_evacuated(arena, cut)
     lacking = error >= 0
     assert report.lost_partitions == lacking.sum() == encoded_in(tmp_path / "store") > 10
     assert report.lost_bytes == run.session.layout.partition_bytes[lacking].sum()
@@ -153,7 +153,7 @@ def test_what_only_the_memory_has_exactly_is_not_safe(tmp_path: Path, arena_dir:
     saved = run.session.evacuate(30.0)
     assert saved.safe
     assert encoded_in(tmp_path / "store") == 0
-    report = not_evacuated(arena, queue, cut)
+    report = not_evacuated(arena, cut)
     assert (report.lost_partitions, report.safe) == (0, True)
     run.session.close()
 

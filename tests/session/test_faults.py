@@ -38,17 +38,17 @@ pytestmark = pytest.mark.usefixtures("warm_torch")
 
 
 @contextmanager
-def full_queue() -> Iterator[None]:
-    """Make hand-overs fail for lack of space."""
-    link = os.link
+def full_memory() -> Iterator[None]:
+    """Make checkpoints fail for lack of space."""
+    replace = os.replace
 
     def full(source: Any, target: Any) -> None:
-        if "staged" in str(target):
+        if Path(target).name.startswith("extras-"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        link(source, target)
+        replace(source, target)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "link", full)
+        patch.setattr(os, "replace", full)
         yield
 
 
@@ -61,12 +61,10 @@ def settled(loop: Loop) -> None:
 # -- the arena's folder ------------------------------------------------------------------------------------------
 
 
-def test_what_found_no_room_in_the_queue_is_saved_when_there_is_some(
-    tmp_path: Path, both_savers: str
-) -> None:
+def test_what_found_no_room_in_memory_is_saved_when_there_is_some(tmp_path: Path, both_savers: str) -> None:
     loop = Loop(tmp_path / "store", interval=1, policy="full")
     loop.train(3, settle=True)
-    with full_queue():
+    with full_memory():
         loop.train(2)
         for _ in range(4):
             before = loop.session.stats.errors
@@ -89,7 +87,7 @@ def test_who_waits_for_a_checkpoint_hears_that_it_failed(tmp_path: Path, both_sa
     loop.train(2)
     loop.session.checkpoint(full=True, wait=True)
     loop.train(1)
-    with full_queue():
+    with full_memory():
         with pytest.raises(Unavailable, match="No space left"):
             loop.session.checkpoint(full=True, wait=True)
         assert elsewhere(tmp_path / "store")[0].step == 2
@@ -194,8 +192,8 @@ def test_ctrl_c_while_a_copy_is_made_loses_nothing(tmp_path: Path, monkeypatch: 
         loop.train(3, settle=True)
         copy = Engine.copy
 
-        def slow(self: Engine, live: LiveState, step: int, turn: Turn, *, thorough: bool = True) -> Copied:
-            copied = copy(self, live, step, turn, thorough=thorough)
+        def slow(self: Engine, live: LiveState, step: int, turn: Turn, **options: bool) -> Copied:
+            copied = copy(self, live, step, turn, **options)
             time.sleep(0.6)  # a large state
             return copied
 

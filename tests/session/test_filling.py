@@ -192,9 +192,8 @@ def test_a_session_may_end_at_once(store: Path, saved: State, end: str) -> None:
         ("reserve_rows", 0),
         ("put_rows", 0),
         ("put_rows", 9),
-        ("end", 0),
+        ("flip", 0),
         ("acknowledge", 0),
-        ("acknowledge", 1),
         ("end_filling", 0),
     ],
 )

@@ -172,12 +172,13 @@ def test_the_command_goes_back_where_that_is_nearer(tmp_path: Path, arena_dir: P
     store, output = tmp_path / "store", tmp_path / "whole.safetensors"
     done = forkserver.run(["-c", SEALED, str(store)], timeout=60)
     assert done.returncode == -signal.SIGKILL
-    # All of memory is torn, and the store's copies are far from what the run had.
+    # Memory has no copies, and the store's copies are far from what the run had.
     run = Store.open(store).run_id
     arena = Arena.open_existing(arena_folder(str(arena_dir), run), run_id=run)
     assert arena is not None
     arena.distance[:] = 5.0
-    arena.begin(np.arange(arena.layout.partitions))
+    arena.slot.begin(np.arange(arena.layout.partitions))
+    arena.slot.name("")
     arena.close()
     call = ("recover", "--store", store, "--lost", "all", "--output", output, "--mode", "auto")
     plan = invoke(*call, "--dry-run")

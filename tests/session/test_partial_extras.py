@@ -12,7 +12,7 @@ from torch import nn
 
 import scarctl
 from scarctl import Session
-from scarctl.arena.queue import NEWEST
+from scarctl.errors import ScarError
 from scarctl_adapters.torch import TorchAdapter
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -174,7 +174,8 @@ def test_extras_that_are_not_finite_themselves_are_passed_over(tmp_path: Path) -
         product.fill_(torch.nan)
         with torch.no_grad():
             training.model[0].weight.fill_(torch.nan)
-        session.checkpoint(wait=True)
+        with pytest.raises(ScarError, match="not finite"):
+            session.checkpoint(wait=True)
         assert session.recover("0.weight").problems == ()
         assert torch.equal(product, good) or torch.equal(
             training.optimizer.state[training.model[0].weight]["mu_product"], good
@@ -211,7 +212,8 @@ def test_a_store_that_is_away_does_not_stop_a_recovery(tmp_path: Path, moment: b
         with torch.no_grad():
             training.model[0].weight.fill_(torch.nan)
         if not moment:
-            session._started().queue.remove(NEWEST)
+            for path in session._started().arena.folder.glob("extras-*"):
+                path.unlink()
         (tmp_path / "run").rename(tmp_path / "away")
         report = session.recover("0.weight")
         (tmp_path / "away").rename(tmp_path / "run")

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import scarctl
+from scarctl.arena.extras import read_extras
+from scarctl.checkpoint import engine as engine_module
 from scarctl.state.version import step_of
 from tests.support import forkserver
 from tests.support.training import Net, differing, state_of
@@ -43,10 +45,8 @@ def complete(session: scarctl.Session, *, seconds: float = 10.0) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         engine = session._engine
-        moment = engine and engine.queue.moment()
-        # The word in memory is written last.
-        there = moment and moment.whole and moment.version == engine.arena.moment
-        if there and step_of(moment.version) == session.head_step:
+        found = engine and read_extras(engine.arena)
+        if found and found.tree and found.whole and step_of(found.version) == session.head_step:
             return True
         time.sleep(0.002)
     return False
@@ -94,7 +94,7 @@ def test_an_error_reaches_the_loop_that_asked_for_it(tmp_path: Path, monkeypatch
     settings = scarctl.Settings(on_error="raise")
     session = scarctl.attach(model, optimizer, store=tmp_path / "store", interval=1, settings=settings)
 
-    def full(**_: Any) -> None:
+    def full(*_: Any) -> int:
         raise OSError("no space left")
 
     def loop() -> None:
@@ -103,7 +103,7 @@ def test_an_error_reaches_the_loop_that_asked_for_it(tmp_path: Path, monkeypatch
                 model(ids).square().mean().backward()
                 optimizer.step()
                 assert session._engine is not None
-                monkeypatch.setattr(session._engine.queue, "note", full)
+                monkeypatch.setattr(engine_module, "write_extras", full)
 
     with pytest.raises(OSError, match="no space left"):
         loop()

@@ -22,8 +22,8 @@ def deliver(replica: Replica, frame: list[Any]) -> Kind:
     kind, head, body = parse(b"".join(memoryview(part).tobytes() for part in frame))
     if kind is Kind.MARK:
         replica.mark(decode_mark(head, body))
-    elif kind is Kind.HANDOVER:
-        replica.keep(head["number"], body.tobytes())
+    elif kind is Kind.EXTRAS:
+        replica.keep(body.tobytes())
     else:
         partitions = replica.arena.layout.partitions
         replica.apply(decode_batch(head, body, partitions), rows=kind is Kind.BATCH)

@@ -151,13 +151,15 @@ class RankStore:
         arena = Arena.create(arena_folder(str(base), view.run_id), layout, run_id=view.run_id, epoch=epoch)
         belong(arena, view)
         everything = np.arange(layout.partitions)
-        arena.begin(everything)
         whole = values(step, self.world)
+        begun = arena.begin_moment()
+        assert begun is not None
+        slot, moment = begun
         for g, group in enumerate(layout.groups):
             for t in range(len(group.tensors)):
-                arena.rows(g, t)[:] = rows_of(whole, layout, g, t)
-        arena.end(everything, pack(epoch, step))
-        arena.name_whole(self.whole(step))
+                slot.rows(g, t)[:] = rows_of(whole, layout, g, t)
+        slot.end(everything, pack(epoch, step), moment)
+        arena.flip(slot, moment, pack(epoch, step), self.whole(step))
         arena.distance[:] = 0.0
         arena.reach(step if head is None else head)
         return arena

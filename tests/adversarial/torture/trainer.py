@@ -2,9 +2,8 @@
 
 {"resumed": step, ...}                  resume() gave a whole state, which was checked
 {"step": s, "durable": [versions]}      a step is over; what is acknowledged then
-{"handed": s, "ids": [...]}             these partitions' copies of step s are in the queue
+{"handed": s, "ids": [...]}             these partitions' copies of step s are in memory
 {"sealed": s}                           the whole state of step s is durable
-{"relabel": s, "ids", "values"}         copies of later steps are about to count as of step s
 {"rollback": true}                      everything is about to go back to a sealed state
 {"closed": s, ...}                      the session was closed after step s
 {"gave_up": trace, "kind": kind}        saving was not possible: another process has to continue
@@ -23,21 +22,15 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import scarctl
-from scarctl.arena.arena import Arena
 from scarctl.checkpoint.copied import Copied
 from scarctl.checkpoint.engine import Engine
 from scarctl.errors import Unavailable
 from scarctl.state.version import step_of
 from tests.adversarial.torture.episode import Episode
 from tests.support import stepper
-
-Aliases = set[tuple[int, int, int]]
-"""(partition, step, value): a copy of a later step that counts as of an earlier step, because its extras were lost."""
-
 
 STOP = "stop"
 """A file next to the store: a process that finds it closes its session and ends."""
@@ -59,10 +52,9 @@ class Clock:
 class Trainer:
     """One process's run."""
 
-    def __init__(self, episode: Episode, store: Path, log: int, aliases: Aliases) -> None:
+    def __init__(self, episode: Episode, store: Path, log: int) -> None:
         self.log = log
         self.stop = store.parent / STOP
-        self.aliases = aliases
         self.episode = episode
         self.position = {"step": 0}
         self.clock = Clock()
@@ -122,10 +114,11 @@ class Trainer:
         wrong = [
             (i, label, value)
             for i, (label, value) in enumerate(zip(steps.tolist(), values, strict=True))
-            if label != value and (i, label, value) not in self.aliases
+            if label != value
         ]
         assert not wrong, f"(partition, step, value) that resume() gave: {wrong}"
         assert not resumed.consistent or set(values) == {resumed.step}, "resume() is not exact"
+        assert resumed.consistent or "memory" not in resumed.report.tiers, "memory is not of one step"
         self._fill(resumed.step)
         self.tell(resumed=resumed.step, consistent=resumed.consistent, tiers=resumed.report.tiers)
 
@@ -166,32 +159,22 @@ class Trainer:
                 self.optimizer.state[parameter]["count"].fill_(value)
 
     def _tell_of_copies(self) -> None:
-        """Write messages about hand-overs and copies that get another step's label, without changing either."""
-        hand_over, relabel = Engine.hand_over, Arena.relabel
+        """Write messages about copies that are in memory, without changing them."""
+        hand_over = Engine.hand_over
 
         def telling_hand_over(engine: Engine, copied: Copied, extras: Any, whole: str) -> None:
             hand_over(engine, copied, extras, whole)
             self.tell(handed=copied.step, ids=copied.ids.tolist())
 
-        def telling_relabel(arena: Arena, ids: np.ndarray, version: int) -> None:
-            values = []
-            for i in ids.tolist():
-                g = int(arena.layout.group_of(np.array([i]))[0])
-                row = int(arena.layout.row_ranges(np.array([i]))[0][0])
-                values.append(int(arena.rows(g, 0).view(np.float32)[row, 0]))
-            self.tell(relabel=step_of(version), ids=ids.tolist(), values=values)
-            relabel(arena, ids, version)
-
         Engine.hand_over = telling_hand_over  # type: ignore[method-assign]
-        Arena.relabel = telling_relabel  # type: ignore[method-assign]
 
 
-def run(episode: Episode, store: Path, log: int, aliases: Aliases, seed: str) -> int:
+def run(episode: Episode, store: Path, log: int, seed: str) -> int:
     """Run the whole life of the process; return its exit status."""
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR2)  # prints where it hangs, if it does
     try:
-        Trainer(episode, store, log, aliases).train(seed)
+        Trainer(episode, store, log).train(seed)
     except Unavailable as error:
         os.write(log, json.dumps({"gave_up": traceback.format_exc(), "kind": error.kind}).encode() + b"\n")
         return 1

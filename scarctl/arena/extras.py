@@ -1,0 +1,135 @@
+"""Keep the extras of each slot in a small file next to the arena.
+
+It is a safetensors file that appears complete, with a checksum and the moment of its slot. It is written before that
+slot becomes current. Files are not synced: after a reboot they are obsolete, like the arena.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scarctl.arena.arena import Arena
+from scarctl.arena.folder import folder_error, no_links, private
+from scarctl.arena.header import EXTRAS, EXTRAS_NEW
+from scarctl.errors import Corruption
+from scarctl.state import codec
+from scarctl.state.version import NEVER
+from scarctl.store.backends.local_files import os_error
+from scarctl.store.format import canonical
+from scarctl.store.header import header_length, parse_header, place_header
+
+log = logging.getLogger("scarctl")
+
+LARGE = 64 << 20
+"""Bytes of extras from which on a session says so: training waits while they are written."""
+_EXTRAS = "scarctl/extras/"
+
+
+@dataclass(frozen=True, slots=True)
+class SlotExtras:
+    """The extras of the state in one slot."""
+
+    moment: int
+    version: int
+    """Version (epoch, step) of the state."""
+    whole: str
+    """Name of the state: see `Slot.whole`."""
+    tree: Any
+    """The extras; None without any."""
+
+
+def write_extras(folder: Path, slot: int, moment: int, tree: Any) -> int:
+    """Write the extras of slot number `slot`, which is not current, and return their bytes.
+
+    Raises Unavailable (`kind` "arena-full"), AccessDenied.
+    """
+    text, tensors = codec.encode(tree)
+    parts = [bytes(t.data) for t in tensors.values()]
+    metadata = {"moment": str(moment), "extras": text}
+    metadata["digest"] = _digest(metadata, b"".join(parts))
+    head = place_header([(_EXTRAS + n, t.dtype, t.shape) for n, t in tensors.items()], metadata)[1]
+    return put_file(folder, slot, [head, *parts])
+
+
+def put_file(folder: Path, slot: int, parts: list[bytes]) -> int:
+    """Give the file of a slot this content, and return its bytes. Raises as `write_extras` does."""
+    temporary = folder / EXTRAS_NEW[slot]
+    try:
+        with open(temporary, "wb", opener=private) as file:
+            file.writelines(parts)
+        os.replace(temporary, folder / EXTRAS[slot])
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise folder_error(error, temporary) from error
+        raise
+    return sum(map(len, parts))
+
+
+def extras_file(folder: Path, slot: int) -> bytes | None:
+    """Return the bytes of the file of a slot; None without one. Raises Unavailable, AccessDenied."""
+    path = folder / EXTRAS[slot]
+    try:
+        with open(path, "rb", opener=no_links) as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise os_error(error, path, "read") from error
+
+
+def parse_extras(data: bytes, path: Path | str) -> tuple[int, Any]:
+    """Return the moment and the extras in a file. Raises Corruption if it is not what `write_extras` wrote."""
+    length = header_length(data[:8], len(data), path)
+    header = parse_header(data[:length], len(data), path)
+    try:
+        moment, text = int(header.metadata["moment"]), header.metadata["extras"]
+        digest = header.metadata.pop("digest")
+    except (KeyError, ValueError) as error:
+        raise Corruption(f"{path} has no extras: {error}") from error
+    if _digest(header.metadata, data[length:]) != digest:
+        raise Corruption(f"{path}: its checksum does not match its content")
+    tensors = {
+        name.removeprefix(_EXTRAS): codec.RawTensor(e.dtype, e.shape, data[e.start : e.stop])
+        for name, e in header.tensors.items()
+    }
+    return moment, codec.decode(text, tensors)
+
+
+def read_extras(arena: Arena, slot: int | None = None) -> SlotExtras | None:
+    """Return the extras of the state in a slot, by default the current one; None without a state.
+
+    Its tree is None if the state has no extras, or they are damaged, which is logged. Raises Unavailable, AccessDenied.
+    """
+    found = arena.slots[arena.current if slot is None else slot]
+    moment, head, whole = found.moment, found.head, found.whole
+    if not moment or head == NEVER:
+        return None
+    path = arena.folder / EXTRAS[found.number]
+    data = extras_file(arena.folder, found.number)
+    tree = None
+    if data is not None:
+        try:
+            of, tree = parse_extras(data, path)
+        except Corruption as error:
+            log.error("the extras in this host's memory cannot be read, and are left out: %s", error)
+            return SlotExtras(moment, head, whole, None)
+        tree = tree if of == moment else None
+    return SlotExtras(moment, head, whole, tree)
+
+
+def carry_extras(arena: Arena, moment: int) -> None:
+    """Give the other slot the extras of the current one, as of `moment`. Raises as `write_extras` does."""
+    found = read_extras(arena)
+    if found is not None and found.tree is not None:
+        write_extras(arena.folder, arena.spare.number, moment, found.tree)
+
+
+def _digest(metadata: Mapping[str, str], data: bytes) -> str:
+    return hashlib.sha256(canonical(dict(metadata)) + data).hexdigest()

@@ -1,0 +1,83 @@
+"""Test when a reader may rely on the slot that it holds."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from scarctl.arena.arena import Arena
+from scarctl.errors import Contention
+from scarctl.state.version import pack
+from tests.arena.arenas import ALL, create
+from tests.daemon.rig import STORE_ID, copy_into, values
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Arena:
+    made = create(tmp_path / "run")
+    assert copy_into(made, ALL, pack(1, 1), 1, whole="ab" * 16)
+    return made
+
+
+def test_a_moment_is_left_out_while_its_slot_is_held(arena: Arena) -> None:
+    with arena.held(60) as hold:
+        assert hold.slot is arena.slot
+        assert copy_into(arena, ALL, pack(1, 2), 2), "the other slot is free"
+        assert hold.lasts()
+        assert not copy_into(arena, ALL, pack(1, 3), 3)
+        assert values(hold.slot, 0) == {1}
+        with arena.held(60) as second:
+            assert second.slot is hold.slot, "all readers hold the same slot"
+            assert second.number == hold.number
+        assert hold.end()
+    assert copy_into(arena, ALL, pack(1, 4), 4)
+    with arena.held(60) as third:
+        assert third.number != hold.number
+        assert third.slot is arena.slot
+    arena.remove()
+
+
+def test_a_hold_ends_for_a_flush_and_at_its_deadline(arena: Arena) -> None:
+    with arena.held(60) as hold:
+        assert copy_into(arena, ALL, pack(1, 2), 2)
+        assert copy_into(arena, ALL, pack(1, 3), 3, flush=True)
+        assert not hold.lasts()
+        assert not hold.end()
+    with arena.held(0.01) as hold:
+        assert copy_into(arena, ALL, pack(1, 4), 4)
+        time.sleep(0.02)
+        with arena.held(60) as second:
+            assert second.slot is arena.slot, "it is not joined past its deadline"
+            assert not hold.lasts()
+            assert second.lasts()
+    arena.remove()
+
+
+def test_a_hold_of_a_process_that_died_is_not_joined(arena: Arena) -> None:
+    other = Arena.share(arena.folder, run_id=STORE_ID)
+    assert other is not None
+    with arena.held(60) as left:
+        assert copy_into(arena, ALL, pack(1, 2), 2)
+        with other.held(60) as hold:
+            assert hold.slot.number == arena.current
+            assert not left.lasts()
+    other.close()
+    arena.remove()
+
+
+def test_training_does_not_wait_for_a_process_that_is_stopped(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scarctl.arena.hold._PATIENCE", 0.05)
+    fd = os.open(arena.folder / "arena", os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    assert arena.begin_moment() is None
+    with pytest.raises(Contention):
+        arena.begin_moment(flush=True)
+    os.close(fd)
+    assert arena.begin_moment() is not None
+    arena.remove()
