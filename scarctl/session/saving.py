@@ -58,6 +58,8 @@ class Saving:
         """The newest checkpoint."""
         self._here = 0.0
         """Processor seconds of the newest checkpoint, if the training thread made all of it."""
+        self.left_out = False
+        """A checkpoint was left out, because a saver held the slot, since this was last set to False."""
         self.over = False
         """Nothing is saved any more."""
         self.doomed = False
@@ -203,6 +205,8 @@ class Saving:
         engine.selector.hurry()
         copied = self._checkpoints.finish(engine, hook=hook)
         engine.selector.settle()
+        if copied is not None and copied.slot is None:
+            self.left_out, copied = True, None  # it has cost nothing that says what one costs
         self._copied = copied
         return copied is not None and copied.sealed
 

@@ -251,6 +251,9 @@ class Steps:
         self._counted = False
         saving.streams.follow()
         requests = self._requests
+        if saving.left_out:
+            saving.left_out = False
+            requests.again()
         if requests.arrived:
             requests.receive()
         engine.arena.reach(step)

@@ -11,7 +11,6 @@ byte of a copy says the life and the step that it is from, so a torn or an aband
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
 import shutil
 import sys
@@ -26,18 +25,19 @@ from typing import Any
 import numpy as np
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.extras import read_extras
 from scarctl.arena.header import FILE
-from scarctl.arena.owner import Owner, disown, read_owner
-from scarctl.arena.queue import HandOverQueue
-from scarctl.arena.rows import read_rows, write_rows
+from scarctl.arena.owner import Owner, disown
+from scarctl.arena.slot import Slot
 from scarctl.errors import Corruption, Fenced, ScarError
 from scarctl.peers import replica as replicas
 from scarctl.peers.follower import Follower
 from scarctl.peers.frames import PREFIX, Kind
 from scarctl.peers.replica import SUCCESSOR, Replica
 from scarctl.state.layout import TensorSpec, build_layout
-from scarctl.state.version import NEVER, epoch_of, pack, step_of
+from scarctl.state.version import pack, step_of
 from scarctl.util.arrays import Ids
+from tests.daemon.rig import copy_into, fill, values
 from tests.support.frames import deliver, parse
 
 RUN = "ab" * 16 + "-3"
@@ -65,7 +65,8 @@ class Life:
     epoch: int
     start: str
     arena: Arena
-    queue: HandOverQueue
+    state: Ids
+    """The byte in the newest copy of each partition."""
     step: int
     follower: Follower
     """The daemon's follower, as long as the daemon lives."""
@@ -92,19 +93,15 @@ class Episode:
         self.counts: Counter[str] = Counter()
         for host in HOSTS:
             (folder / host).mkdir(mode=0o700)
-        self.epoch = 0
-        self.values: dict[int, int] = {}
-        """The byte in the copies of each version."""
+        self.epoch = self.written = 0
+        self.states: dict[tuple[int, int], tuple[Ids, int]] = {}
+        """The byte in each partition, and the step, of the states that were current, by epoch and moment."""
         self.acknowledged: tuple[int, str, str] | None = None
         """The version that a flush has left on two hosts, and these hosts."""
         self.away: set[str] = set()
         self.cut = False
         self.link: Link | None = None
         self.lives: list[Life] = []
-        self.abandoned: dict[int, int] = {}
-        """For each epoch the newest step of its predecessors that it has."""
-        self.known: set[int] = set()
-        """Epochs of the arenas that the newest start has found."""
         self.begin("east", None)
 
     # -- lives -------------------------------------------------------------------------------------------------
@@ -117,33 +114,25 @@ class Episode:
         """Start a process on a host, with another host's memory or its own."""
         self.epoch += 1
         place = self.folder / host / RUN
-        step = 0
         if source is None:
-            arena = self._create(place)
-        elif source == host:
-            arena = self._mine(place)
-            step = arena.head_step
-        else:
-            step, arena = self._fetched(place, self.folder / source / RUN)
+            shutil.rmtree(place, ignore_errors=True)
+            Arena.create(place, LAYOUT, run_id=RUN, epoch=self.epoch).close()
+        elif source != host:  # as `arena.transfer` does, with all bytes and fields
+            shutil.rmtree(place, ignore_errors=True)
+            shutil.copytree(self.folder / source / RUN, place)
+        arena = self._mine(place)
+        arena.settle()
+        arena.end_holds()
         disown(place)
         arena.take_over()
-        arena.begin_epoch(self.epoch, again=False)
-        # A round that did not reach its mark leaves newer copies.
-        newest = step_of(arena.version[arena.intact()]).max(initial=0)
-        self.abandoned[self.epoch] = max(step, int(newest))
-        self.link = None
-        # The clock is fast: copies that a dead process has left unfinished are waited for once.
-        follower = Follower(arena, clock=itertools.count(0.0, 10.0).__next__)
-        life = Life(host, self.epoch, f"{self.epoch:032x}", arena, HandOverQueue(place), step, follower)
-        self.lives.append(life)
+        state, step = np.zeros(LAYOUT.partitions, np.int64), 0
         if source is not None:
-            self._check_found(arena)
-
-    def _create(self, place: Path) -> Arena:
-        shutil.rmtree(place, ignore_errors=True)
-        arena = Arena.create(place, LAYOUT, run_id=RUN, epoch=self.epoch)
-        arena.close()
-        return arena
+            state, step = self._found(arena)
+            self.states[self.epoch, arena.slot.moment] = state, step
+        arena.begin_epoch(self.epoch)
+        self.link = None
+        life = Life(host, self.epoch, f"{self.epoch:032x}", arena, state, step, Follower(arena))
+        self.lives.append(life)
 
     def _mine(self, place: Path) -> Arena:
         arena = Arena.share(place, run_id=RUN)
@@ -151,64 +140,50 @@ class Episode:
             raise Violation(f"{place} has no arena any more")
         return arena
 
-    def _fetched(self, place: Path, source: Path) -> tuple[int, Arena]:
-        """Return a copy of an arena that stays in place, with all bytes and fields, as `arena.transfer` makes it."""
-        found = self._mine(source)
-        there = HandOverQueue(source).pending()
-        arena = self._create(place)
-        ids = np.flatnonzero(found.intact() & (found.version >= 0))
-        if ids.size:
-            data = read_rows(found, ids, np.empty(int(LAYOUT.partition_bytes[ids].sum()), np.uint8))
-            arena.begin(ids)
-            write_rows(arena, ids, data)
-            arena.version[ids], arena.generation[ids] = found.version[ids], 2
-        arena.reach(found.head_step)
-        queue = HandOverQueue(place)
-        for handover in there:
-            queue.put(version=handover.version, ids=handover.ids, whole="", extras=handover.extras)
-        if not (source / FILE).exists():
-            raise Violation("fetching deletes")
-        return found.head_step, arena
+    def _found(self, arena: Arena) -> tuple[Ids, int]:
+        """Return the state in an arena's current slot, which must have been the owner's at that moment."""
+        found = self.states.get((arena.epoch, arena.slot.moment))
+        if found is None:
+            raise Violation(f"{arena.folder}: its state was never the one of epoch {arena.epoch}")
+        return found
 
     # -- what happens ------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Take a step, and copy some of its partitions; the process may die while copying."""
-        life = self.life
-        if not life.alive:
-            return
-        life.step += 1
-        ids = np.array(
-            sorted(self.rng.sample(range(LAYOUT.partitions), self.rng.randint(1, LAYOUT.partitions)))
-        )
-        version = pack(life.arena.epoch, life.step)
-        value = self.values.setdefault(version, len(self.values) % 251)
-        torn = self.rng.random() < 0.05
-        life.arena.begin(ids)
-        _fill(life.arena, ids[: 1 if torn else None], value)
-        if torn:
-            life.alive = False
-            self.counts["killed in a copy"] += 1
-            return
-        life.arena.end(ids, version)
-        life.queue.put(version=version, ids=ids, whole="", extras={"step": life.step})
-        life.arena.reach(life.step)
+        """Take a step, in which some partitions change; the process may die while copying."""
+        changed = self.rng.sample(range(LAYOUT.partitions), self.rng.randint(1, LAYOUT.partitions))
+        self._step(np.array(sorted(changed)))
 
     def flush(self) -> None:
         """Copy everything at the newest step, and send it to the peer: acknowledged only after its mark."""
-        life = self.life
-        if not life.alive:
-            return
-        life.step += 1
-        version = pack(life.arena.epoch, life.step)
-        value = self.values.setdefault(version, len(self.values) % 251)
-        life.arena.begin(EVERYTHING)
-        _fill(life.arena, EVERYTHING, value)
-        life.arena.end(EVERYTHING, version)
-        life.arena.reach(life.step)
-        if self._send(1 << 30):
-            self.acknowledged = version, life.host, self.peer
+        if self._step(EVERYTHING) and self._send(1 << 30):
+            self.acknowledged = self.life.arena.slot.head, self.life.host, self.peer
             self.counts["flushed to a peer"] += 1
+
+    def _step(self, ids: Ids) -> bool:
+        """Make a checkpoint in which these have changed, or all at first. Return whether the process survives."""
+        life, arena = self.life, self.life.arena
+        if not life.alive:
+            return False
+        ids = ids if arena.slot.moment else EVERYTHING
+        life.step, self.written = life.step + 1, self.written + 1
+        value = self.written % 251
+        if self.rng.random() < 0.05:
+            begun = arena.begin_moment(flush=True)
+            assert begun is not None
+            begun[0].begin(ids)
+            fill(begun[0], ids[:1], value)
+            begun[0].end(ids[:0], 0, begun[1])
+            life.alive = False
+            self.counts["killed in a copy"] += 1
+            return False
+        version = pack(arena.epoch, life.step)
+        assert copy_into(arena, ids, version, value, extras={"step": life.step}, flush=True)
+        arena.reach(life.step)
+        life.state = life.state.copy()
+        life.state[ids] = value
+        self.states[life.epoch, arena.slot.moment] = life.state, life.step
+        return True
 
     @property
     def peer(self) -> str:
@@ -252,15 +227,13 @@ class Episode:
         raise Violation("a damaged frame is taken")
 
     def kill_peer(self) -> None:
-        """Kill the peer's daemon while it copies a batch: half of the rows are written, and generations are odd."""
+        """Kill the peer's daemon while it copies a batch: the first row of each copy is written."""
         if self.cut or self.peer in self.away:
             return
         original = replicas.write_rows
 
-        def half(arena: Arena, ids: Ids, data: Any, **_: Any) -> None:
-            original(
-                arena, ids[: ids.size // 2], data[: int(LAYOUT.partition_bytes[ids[: ids.size // 2]].sum())]
-            )
+        def half(slot: Slot, ids: Ids, data: Any, *_: Any) -> None:
+            slot.rows(0, 0)[LAYOUT.row_ranges(ids)[0]] = data[0]
             raise Killed
 
         replicas.write_rows = half  # type: ignore[attr-defined]
@@ -268,9 +241,6 @@ class Episode:
             self._send(1 << 30)
         except Killed:
             self.counts["peer killed in a batch"] += 1
-            if self.acknowledged is not None and self.peer in self.acknowledged[1:]:
-                # A flush is on two hosts; one of them has just torn a copy of it.
-                self.acknowledged = None
         finally:
             replicas.write_rows = original  # type: ignore[attr-defined]
         self.link = None
@@ -334,15 +304,12 @@ class Episode:
             return
         source = max(found, key=lambda host: (found[host].epoch, found[host].head_step))
         target = self.rng.choice([host for host in HOSTS if host not in self.away])
-        if self.acknowledged is not None:
-            version = self.acknowledged[0]
-            best = found[source]
-            torn = source == life.host and not best.intact().all()
-            if not torn and int(best.version[best.intact()].min(initial=1 << 60)) < version:
-                raise Violation(f"{version} was acknowledged, and {best.version} is found")
+        if self.acknowledged is not None and found[source].slot.head < self.acknowledged[0]:
+            raise Violation(
+                f"{self.acknowledged[0]} was acknowledged, and {found[source].slot.head} is found"
+            )
         self.acknowledged = None
         self.counts["starts elsewhere" if target != life.host else "starts"] += 1
-        self.known = {arena.epoch for arena in found.values()}
         self.begin(target, source)
 
     def _usable(self, host: str) -> Arena | None:
@@ -350,47 +317,26 @@ class Episode:
             arena = Arena.share(self.folder / host / RUN, run_id=RUN)
         except ScarError:
             return None
-        return arena if arena is not None and (arena.version >= 0).any() else None
+        return arena if arena is not None and arena.slot.moment else None
 
     # -- what must hold ------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Check that every copy that counts is complete and of its version, and hand-overs come after their copies."""
+        """Check that all memory has a state of its owner, with its extras, and no torn copy in the other slot."""
         for host in HOSTS:
             arena = self._usable(host)
             if arena is None:
                 continue
-            intact = arena.intact()
-            for i in np.flatnonzero(intact & (arena.version >= 0)).tolist():
-                if _values(arena, i) != {self.values[int(arena.version[i])]}:
+            state, step = self._found(arena)
+            slot, spare = arena.slot, arena.spare
+            if [values(slot, i) for i in range(state.size)] != [{byte} for byte in state.tolist()]:
+                raise Violation(f"{host}: moment {slot.moment} is not of one state")
+            extras = read_extras(arena)
+            if extras is None or extras.tree != {"step": step} or step_of(slot.head) != step:
+                raise Violation(f"{host}: moment {slot.moment} has the extras of another state")
+            for i in np.flatnonzero(spare.intact()).tolist():
+                if len(values(spare, i)) > 1:
                     raise Violation(f"{host}: partition {i} is torn")
-            for handover in HandOverQueue(self.folder / host / RUN).pending():
-                ids = handover.ids[intact[handover.ids]]
-                if (arena.version[ids] < handover.version).any():
-                    raise Violation(f"{host}: a hand-over is there before its copies")
-            replica = read_owner(self.folder / host / RUN) is not None
-            if replica and (epoch_of(arena.version[intact & (arena.version >= 0)]) > arena.epoch).any():
-                raise Violation(f"{host}: a replica has copies of a later epoch than its own")
-
-    def _check_found(self, arena: Arena) -> None:
-        """Check that no copy is of a later step that an epoch abandoned, as long as copies of that epoch remain."""
-        for version in arena.version[arena.intact() & (arena.version != NEVER)].tolist():
-            for epoch, step in self.abandoned.items():
-                later = epoch in self.known and epoch_of(version) < epoch < self.epoch
-                if later and step_of(version) > step:
-                    raise Violation(
-                        f"a copy of epoch {epoch_of(version)}, step {step_of(version)} comes back"
-                    )
-
-
-def _fill(arena: Arena, ids: Ids, value: int) -> None:
-    data = np.full(int(LAYOUT.partition_bytes[ids].sum()), value, np.uint8)
-    write_rows(arena, ids, data)
-
-
-def _values(arena: Arena, partition: int) -> set[int]:
-    size = int(LAYOUT.partition_bytes[partition])
-    return set(read_rows(arena, np.array([partition]), np.empty(size, np.uint8)).tolist())
 
 
 ACTIONS = {

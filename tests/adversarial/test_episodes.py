@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.slot import Slot
 from scarctl.peers import replica as replicas
 from scarctl.peers.frames import Kind
 from tests.adversarial import episodes
@@ -37,23 +38,20 @@ def test_nothing_is_torn_abandoned_or_lost(tmp_path: Path) -> None:
     assert wanted <= total.keys()
 
 
-def without_generations(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = Arena.begin
+def torn_copies_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Slot, "begin", lambda *_: None)
 
-    def even(self: Arena, ids: Any) -> None:
-        begin(self, ids)
-        if self.folder.name.endswith(replicas.SUCCESSOR) or replicas.read_owner(self.folder) is not None:
-            self.generation[ids] += 1
 
-    monkeypatch.setattr(Arena, "begin", even)
+def unfinished_moments_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Arena, "settle", lambda _: None)
 
 
 def without_fences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "require_newest", lambda *_: None)
 
 
-def early_handovers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the follower send its hand-overs and its mark before the rows."""
+def early_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the follower send its mark before the rows."""
     original = episodes.Follower.round
     late = (Kind.BATCH, Kind.FIELDS)
 
@@ -64,7 +62,10 @@ def early_handovers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(episodes.Follower, "round", rows_last)
 
 
-@pytest.mark.parametrize("defect", [without_generations, without_fences, early_handovers])
+DEFECTS = [torn_copies_count, unfinished_moments_count, without_fences, early_marks]
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_shows(defect: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     defect(monkeypatch)
     with pytest.raises(Violation):

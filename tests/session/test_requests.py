@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import scarctl
+from scarctl.arena.slot import Slot
 from scarctl.daemon.request import Request
 from scarctl.state.version import step_of
 from tests.support.training import Loop, drained
@@ -19,21 +19,21 @@ pytestmark = pytest.mark.usefixtures("both_savers")
 def test_a_request_that_comes_while_another_is_looked_at_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another thread makes a request, perhaps just when the session asks whether anything can be copied."""
+    """Another thread makes a request, perhaps just when the requested copy begins."""
     loop = Loop(tmp_path / "store", interval=1000)
     loop.train(1)
     loop.session._saving.finish()
     drained([loop.session])
     arena, requests = loop.session._started().arena, loop.session._requests
     coming = [Request("full")]
-    look = arena.pending
+    begin = arena.begin_moment
 
-    def pending() -> NDArray[np.bool_]:
+    def begin_moment(*, flush: bool = False) -> tuple[Slot, int] | None:
         while coming:
             requests.add(coming.pop())
-        return look()
+        return begin(flush=flush)
 
-    monkeypatch.setattr(arena, "pending", pending)
+    monkeypatch.setattr(arena, "begin_moment", begin_moment)
     requests.add(Request("partial"))
     loop.train(2)
     loop.session._saving.finish()
