@@ -4,7 +4,7 @@ python benchmarks/persist.py [--megabytes 512] [--rounds 7] [--folder DIR]
 
 One line per case: throughput relative to the raw write or read of the same round (1.00 is as fast; the aims are 0.9
 for writing and 0.8 for reading), GB/s with its range, and CPU seconds (user and system) per GB. A commit is what the
-daemon does with a hand-over, a restore what `recover` does with lost partitions. Files are dropped from the page cache
+daemon does with a request, a restore what `recover` does with lost partitions. Files are dropped from the page cache
 before they are read, as far as the system allows it.
 
   raw write + fsync      write(2) in 4 MiB pieces from memory to a new file, fsync of file and folder

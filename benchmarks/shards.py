@@ -1,9 +1,9 @@
-"""Compare eight shards with one in a small, fast run: time of a hand-over, and how far the store falls behind.
+"""Compare eight shards with one in a small, fast run: time of a commit, and how far the store falls behind.
 
-python benchmarks/shards.py [--rounds 5] [--handovers 12] [--steps 600] [--interval 5] [--step-ms 4]
+python benchmarks/shards.py [--rounds 5] [--commits 12] [--steps 600] [--interval 5] [--step-ms 4]
     [--width 304] [--folder DIR]
 
-A state of 3.3 MiB with AdamW. First hand-overs of an eighth of it are committed. Printed are the milliseconds of each,
+A state of 3.3 MiB with AdamW. First an eighth of it is committed, again and again. Printed are the milliseconds of each,
 its ratio to one shard of the same round, and milliseconds of processor time, the kernel's included, which depends less
 on what else the machine does.
 Then the state trains with steps of a fixed length (computing takes less, the rest is slept), and its daemon saves. Lag
@@ -50,10 +50,10 @@ class Writing:
         self.count = count
         self.step = 0
         self.processor = 0.0
-        """Seconds of processor time in all hand-overs so far."""
+        """Seconds of processor time in all commits so far."""
 
     def __call__(self) -> float:
-        """Return the seconds of a hand-over."""
+        """Return the seconds of a commit."""
         started, before = time.perf_counter(), time.process_time()
         for _ in range(self.count):
             self.step += 1
@@ -64,7 +64,7 @@ class Writing:
 
 
 def commits(folder: Path, rounds: int, count: int, width: int) -> None:
-    """Print the table of hand-overs."""
+    """Print the table of commits."""
     each = {
         name: Writing(Path(tempfile.mkdtemp(dir=folder)), shards, count=count, width=width)
         for name, shards in (("1 shard", 1), ("8 shards", 8))
@@ -79,7 +79,7 @@ def commits(folder: Path, rounds: int, count: int, width: int) -> None:
         )
         for name, times in found.items()
     ]
-    print_table(("hand-over", "ms", "of one shard", "processor, ms"), rows)
+    print_table(("commit", "ms", "of one shard", "processor, ms"), rows)
 
 
 def train(
@@ -136,14 +136,14 @@ def main() -> None:
     options.add_argument("--step-ms", type=float, default=4.0)
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--runs", type=int, default=2, help="of the training")
-    options.add_argument("--handovers", type=int, default=12, help="of each case in a round")
+    options.add_argument("--commits", type=int, default=12, help="of each case in a round")
     options.add_argument("--width", type=int, default=304, help="of the three layers")
     options.add_argument("--shards", type=int, nargs="+", default=[1, 8])
     args = options.parse_args()
     torch.set_num_threads(1)
     rows = []
     with scratch(args.folder) as folder, arenas(args.folder) as arena_dir:
-        commits(folder, args.rounds, args.handovers, args.width)
+        commits(folder, args.rounds, args.commits, args.width)
         for _ in range(args.runs):
             for shards in args.shards:
                 found = train(

@@ -67,13 +67,13 @@ class Behind:
         if speed is None:
             return f"{text} Nothing was measured yet: `scarctl daemon status` shows the pending copies."
         text += (
-            f" Measured: {speed.handover_seconds:.3g} s for a checkpoint; {speed.bytes_per_second / 1e6:.3g} MB/s and "
+            f" Measured: {speed.request_seconds:.3g} s for a checkpoint; {speed.bytes_per_second / 1e6:.3g} MB/s and "
             f"{speed.commits_per_second:.3g} commits/s."
         )
         pace = "Use a faster store, or peers"
         if self._fixed is not None:
             needed = (
-                math.ceil(1.25 * speed.handover_seconds / step_seconds) if step_seconds else 2 * self._fixed
+                math.ceil(1.25 * speed.request_seconds / step_seconds) if step_seconds else 2 * self._fixed
             )
             pace = f'Set interval={max(needed, self._fixed + 1)} or more, or interval="auto"'
         if speed.processor_share > _HALF:

@@ -256,7 +256,7 @@ class Checkpoints:
             changed = bool(copied.ids.size)
             whole = identities.of(copied.step, engine.arena.whole, changed=changed, extras=extras.digest)
             extras = replace(extras, notes=replace(extras.notes, common=copied.common or {}))
-            engine.hand_over(copied, extras, whole)
+            engine.complete(copied, extras, whole)
             identities.made()
         except BaseException as error:
             identities.failed(engine.arena.whole)

@@ -220,7 +220,7 @@ class Engine:
         )
         return replace(settled, policy=self.policy_memory, notes=notes)
 
-    def hand_over(self, copied: Copied, extras: Extras, whole: str) -> None:
+    def complete(self, copied: Copied, extras: Extras, whole: str) -> None:
         """Write the extras, make the copy current, and ask for what the store gets. Returns at once.
 
         whole: name of the state.
@@ -251,7 +251,7 @@ class Engine:
             nbytes = int(sizes[copied.exact].sum() + self.encoded.nbytes[copied.encoded].sum())
         else:
             return
-        self.pace.handed_over(number, nbytes, copied.step, copied.turn)
+        self.pace.asked(number, nbytes, copied.step, copied.turn)
         self.pace.turns.replaced(before)  # a whole state has all that waits, and newer
         self.sent.asked(ids, copied.version if copied.turn is Turn.WHOLE else None)
         self.saver.notify()

@@ -153,9 +153,9 @@ class Pace:
             return math.ceil(fixed / (1.0 if whole else min(1.0, self._settings.fraction)))
         return math.ceil(self.turns.turn_seconds / max(self.cadence.step_seconds or 1.0, 1e-9))
 
-    def handed_over(self, number: int, nbytes: int, step: int, turn: Turn) -> None:
+    def asked(self, number: int, nbytes: int, step: int, turn: Turn) -> None:
         """Note that request `number`, for `nbytes` bytes of the state of `step`, waits for the store."""
-        self.turns.handed_over(time.monotonic(), number, nbytes, step, turn)
+        self.turns.asked(time.monotonic(), number, nbytes, step, turn)
 
     def _say(self, step: int) -> None:
         """Log the pace when it is first known and after large changes; warn while copies get old."""
@@ -211,9 +211,9 @@ class Pace:
             remedy = "Give a larger max_bandwidth"
         else:
             size = human_bytes(self._part_bytes)
-            why = f"it takes {human_bytes(int(turns.bandwidth or 0))}/s in hand-overs of {size}"
+            why = f"it takes {human_bytes(int(turns.bandwidth or 0))}/s in parts of {size}"
             remedy = (
-                "Use a faster store or network; if hand-overs are small, a larger fraction, and larger and fewer "
+                "Use a faster store or network; if parts are small, a larger fraction, and larger and fewer "
                 "partitions, make fewer requests"
             )
         self._caveats.say(

@@ -102,7 +102,7 @@ class Evacuate(TypedDict):
     safe: bool
     stores: list[EvacuatedStore]
     in_memory: list[str]
-    """Folders of memory with copies or hand-overs that no daemon saves."""
+    """Folders of memory with copies that no daemon saves."""
 
 
 class EvacuatePlanned(TypedDict):

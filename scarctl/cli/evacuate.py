@@ -104,7 +104,7 @@ def _lines(host: Host) -> list[str]:
 
 
 def _waiting_lines(folders: Sequence[str]) -> list[str]:
-    unsaved = "copies or hand-overs that no daemon saves; the next session of that run on this host does"
+    unsaved = "copies that no daemon saves; the next session of that run on this host does"
     return [f"{folder}: {unsaved}" for folder in folders]
 
 

@@ -78,7 +78,7 @@ class Lifecycle:
             self.patience = RETURN
 
     def settled(self, run: str) -> list[Instruction]:
-        """Note that all hand-overs of the run are durable, or that saving failed permanently."""
+        """Note that all requests of the run are durable, or that saving failed permanently."""
         return self._release(run) if self.runs.get(run) is Phase.ORPHANED else []
 
     def detached(self, run: str) -> list[Instruction]:
@@ -99,7 +99,7 @@ class Lifecycle:
         self.braced_until = max(self.braced_until, until)
 
     def stop(self) -> list[Instruction]:
-        """Release all runs, then end. Waiting hand-overs stay in the queues."""
+        """Release all runs, then end. Waiting requests stay in memory."""
         self.stopping = True
         releases = [instruction for run in self.runs for instruction in self._release(run)]
         return releases + self._end_if_stopping()

@@ -1,7 +1,7 @@
 """Exchange messages between sessions, commands and the host's daemon: small JSON over a private unix socket.
 
 A message is its length (4 bytes, big-endian) and that many bytes of JSON: at most 64 KiB to the daemon, 1 MiB from it.
-Messages carry no state: that is in the arena and the hand-over files. Both sides check that their peer is a process of
+Messages carry no state: that is in the arena. Both sides check that their peer is a process of
 the same user.
 """
 

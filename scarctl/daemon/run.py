@@ -58,7 +58,7 @@ class _Speeds:
         self._sent = 0.0
 
     def __call__(self, speed: Speed | None) -> None:
-        """Send the speed after a hand-over has become durable, unless it was just sent."""
+        """Send the speed after a request has become durable, unless it was just sent."""
         now = time.monotonic()
         if speed is not None and now > self._sent + _SPEED_PAUSE:
             self._sent = now

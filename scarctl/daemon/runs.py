@@ -20,7 +20,7 @@ from scarctl.store import Store
 log = logging.getLogger("scarctl")
 
 _LOOK_SECONDS = 1.0
-"""Seconds after which a hand-over is found although its announcement was lost."""
+"""Seconds after which a request is found although its announcement was lost."""
 _PATIENCE = 10.0
 """Seconds that a peer waits for a run to be released."""
 
@@ -270,7 +270,7 @@ class Runs:
             self.life.brace(time.monotonic() + seconds)
 
     def stop(self) -> None:
-        """Release all runs once their current hand-overs are written, then end."""
+        """Release all runs once their current requests are served, then end."""
         with self.changed:
             self._obey(self.life.stop())
 

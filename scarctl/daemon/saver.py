@@ -94,7 +94,7 @@ class DaemonSaver:
         self._arena = arena
 
     def notify(self) -> None:
-        """See `Saver`. Never waits, never fails: any daemon also checks the queue periodically."""
+        """See `Saver`. Never waits, never fails: any daemon also looks for requests periodically."""
         if not self._lock.acquire(blocking=False):
             return
         try:

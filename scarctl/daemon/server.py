@@ -1,4 +1,4 @@
-"""Serve the host's daemon: one process per user that saves the hand-overs of all runs, dead ones included.
+"""Serve the host's daemon: one process per user that saves the memory of all runs, dead ones included.
 
 It imports neither torch nor a training framework. Per run it maps the arena, holds the store's lock and epoch, and
 drives a persister thread. `scarctl.daemon.lifecycle` decides when a run is released and when the daemon ends.
@@ -201,7 +201,7 @@ class Daemon:
                 protocol.send(connection, run.events.get(timeout=_TICK))
             thread, failed = run.saver.thread, run.saver.failure
             # After a pause a new thread has neither failed nor saved anything yet.
-            known = thread is not None and (thread.last_error is not None or thread.stats.handovers > 0)
+            known = thread is not None and (thread.last_error is not None or thread.stats.requests > 0)
             error = thread.last_error if thread is not None else None
             if failed is None and known and (news := trouble.look(error)) is not None:
                 protocol.send(connection, news)
@@ -238,7 +238,7 @@ class Daemon:
         return {"epoch": self._run(peer).open(again=message.get("again") is True)}
 
     def notify(self, peer: _Peer, message: dict[str, Any]) -> None:
-        """Wake the saver: a hand-over was queued."""
+        """Wake the saver: a request was made."""
         self._run(peer).saver.notify()
 
     def drain(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
@@ -273,7 +273,7 @@ class Daemon:
             self.runs.detach(run)
 
     def leave(self, peer: _Peer, message: dict[str, Any]) -> None:
-        """Continue saving as if the training process had died: it ends with hand-overs in the queue."""
+        """Continue saving as if the training process had died: it ends with requests that wait."""
         run = self._run(peer)
         peer.run = None
         self.runs.lose(run)
@@ -372,7 +372,7 @@ class Daemon:
         self.runs.release(protocol.text(message, "run"))
 
     def stop(self, peer: _Peer, message: dict[str, Any]) -> dict[str, Any]:
-        """End the daemon once current writes have ended. Waiting hand-overs stay in the queues."""
+        """End the daemon once current writes have ended. Waiting requests stay in memory."""
         self.runs.stop()
         return {"pid": os.getpid()}
 

@@ -56,7 +56,7 @@ class RunStatus(_Claimed, total=False):
     queued_partitions: int
     queued_bytes: int
     saved_at: str | None
-    """UTC time of the newest hand-over that became durable, in ISO 8601."""
+    """UTC time of the newest request that became durable, in ISO 8601."""
     saved_bytes: int
     bytes_per_second: int
     speed: Speed | None

@@ -123,7 +123,7 @@ class Host:
 
     stores: tuple[Store, ...]
     in_memory: tuple[str, ...] = ()
-    """Folders of arenas, of dead or live processes, with copies or hand-overs that wait and that no daemon saves."""
+    """Folders of arenas, of dead or live processes, with copies that wait and that no daemon saves."""
     folder: str = ""
     """Folder of the daemon and of the arenas."""
 

@@ -75,7 +75,7 @@ class Saving(Document):
     member: bool
     """Whether `rank` is the number of a member."""
     step: int
-    """Newest step that training has handed over."""
+    """Newest step in memory."""
     lag: int
     """Iterations from the newest step in the store to `step`."""
     pending_bytes: int

@@ -208,7 +208,7 @@ class _Fetch:
                 return None
             if offer.withheld:
                 log.warning(
-                    "%s: %d hand-overs on %s are too large to be sent: their extras are missing here",
+                    "%s: the extras of %d states on %s are too large to be sent, and are missing here",
                     self._view.url,
                     offer.withheld,
                     host.host,

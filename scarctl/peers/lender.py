@@ -173,7 +173,7 @@ class Lender:
 
     def _send(self, channel: Channel, outgoing: Outgoing, offer: Offer, loan: Loan, rate: int) -> None:
         if outgoing.count > MAX_FILES:
-            raise Contention(f"{outgoing.count} hand-overs wait: too many to be sent")
+            raise Contention(f"{outgoing.count} files are next to the arena: too many to be sent")
         whole = Offer(
             offer.age,
             offer.epoch,

@@ -1,1 +1,1 @@
-"""Move hand-overs from the arena to the store: choose the next one to save, and when to retry."""
+"""Save copies from the arena to the store as requests ask, and decide when to retry."""

@@ -360,5 +360,5 @@ class _Unreached:
 def _pace_of(speed: Speed | None) -> Pace:
     if speed is None or not speed.bytes_per_second:
         return Pace()
-    seconds = speed.handover_seconds
+    seconds = speed.request_seconds
     return Pace(speed.bytes_per_second * seconds, seconds, seconds * (speed.fixed_share or 0.0))

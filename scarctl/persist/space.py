@@ -9,7 +9,7 @@ class SpaceFields(TypedDict):
     """Bytes that a run's saving has written."""
 
     handed_bytes: int
-    """Bytes of partitions that training has handed over."""
+    """Bytes of partitions that were to be saved."""
     written_bytes: int
     moved_bytes: int
     """Bytes that collecting has copied."""

@@ -13,20 +13,20 @@ from scarctl.util.document import Document
 _NEW = 0.2
 """Weight of a new measurement."""
 _LARGE = 0.5
-"""Hand-overs with at least this fraction of the largest one's bytes count as large."""
+"""Requests with at least this fraction of the largest one's bytes count as large."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed(Document):
-    """Statistics of the newest hand-overs."""
+    """Statistics of the newest requests that were served."""
 
     bytes_per_second: float
-    """Bytes per second while a hand-over is being saved."""
+    """Bytes per second while a request is being served."""
     commits_per_second: float
-    handover_seconds: float
-    """Seconds to save a hand-over of ordinary size."""
+    request_seconds: float
+    """Seconds to serve a request of ordinary size."""
     fixed_share: float | None
-    """Fraction of that time that does not depend on bytes; None without a hand-over of another size to compare with."""
+    """Fraction of that time that does not depend on bytes; None without a request of another size to compare with."""
     processor_share: float
     """Fraction of their time that the saving threads waited for a processor; 0 if unknown."""
 
@@ -77,19 +77,19 @@ class Meter:
             self._seconds += seconds
             self._delay += delay
 
-    def handed_over(self, nbytes: int, seconds: float) -> None:
-        """Count a hand-over whose commits are all durable."""
+    def served(self, nbytes: int, seconds: float) -> None:
+        """Count a request whose commits are all durable."""
         share = min(1.0, self._delay / self._seconds) if self._seconds > 0 else 0.0
         if nbytes > 0:
             if nbytes > self._most / _LARGE:
-                self._small = _Mean()  # hand-overs that counted as large are small compared with this one
+                self._small = _Mean()  # requests that counted as large are small compared with this one
             self._most = max(self._most, nbytes)
             kind = self._large if nbytes >= self._most * _LARGE else self._small
             kind.add(nbytes, seconds, self._commits, share)
         self._begin()
 
     def speed(self) -> Speed | None:
-        """Return the statistics; None before the first hand-over."""
+        """Return the statistics; None before the first request."""
         found = self._small.values or self._large.values
         if found is None:
             return None

@@ -44,7 +44,7 @@ class Current(Enum):
 class PersisterStats:
     """Counts of the thread's work."""
 
-    handovers: int = 0
+    requests: int = 0
     """Number of requests served."""
     nbytes: int = 0
     """Bytes of state written."""
@@ -198,7 +198,7 @@ class PersisterThread:
         wake_at: float | None = None
         while True:
             # Only after the first request: a run that has just started has more urgent work.
-            while self.stats.handovers and self._idle() and self._tidy(0):
+            while self.stats.requests and self._idle() and self._tidy(0):
                 pass
             event = self._wait(wake_at)
             wake_at = None
@@ -335,8 +335,8 @@ class PersisterThread:
             return self._failed(retryable=False)
         finally:
             self.stats.busy_seconds += time.monotonic() - started
-        self._persister.meter.handed_over(written, time.monotonic() - started)
-        self.stats.handovers += 1
+        self._persister.meter.served(written, time.monotonic() - started)
+        self.stats.requests += 1
         self.stats.saved_at = now()
         self.last_error = None
         self._on_saved(self.speed)

@@ -25,7 +25,7 @@ DAY = 86_400.0
 REQUESTS, REQUESTS_WHOLE = 13, 32
 """Requests to a remote store per commit of a part, and of the whole state, about, collection included."""
 LEAST = 1 / 4
-"""Least size of a hand-over, as a share of a turn's, from which the bandwidth is measured: smaller ones measure the
+"""Least size of a request, as a share of a turn's, from which the bandwidth is measured: smaller ones measure the
 store's fixed time per commit."""
 
 _NEW = 0.3  # weight of a new measurement
@@ -69,7 +69,7 @@ class Turns:
         self._most = max_bandwidth
         self._whole = whole
         self.waiting: dict[int, tuple[int, int]] = {}
-        """Bytes and step of each hand-over that was not durable at the last look, by number."""
+        """Bytes and step of each request that was not durable at the last look, by number."""
         self._busy_since: float | None = None
         self._looked_at = -math.inf
         self._turn_at = -math.inf
@@ -87,8 +87,8 @@ class Turns:
         """Return number and step of each of these, in order."""
         return [(number, step) for number, (_, step) in tuple(self.waiting.items())]
 
-    def handed_over(self, now: float, number: int, nbytes: int, step: int, turn: Turn) -> None:
-        """Note that hand-over `number`, of `nbytes` bytes of the state of `step`, waits for the store since `now`."""
+    def asked(self, now: float, number: int, nbytes: int, step: int, turn: Turn) -> None:
+        """Note that request `number`, for `nbytes` bytes of the state of `step`, waits for the store since `now`."""
         if self._busy_since is None:
             self._busy_since = now
         self.waiting[number] = nbytes, step
@@ -99,7 +99,7 @@ class Turns:
             self._whole_at = now
 
     def replaced(self, numbers: Collection[int]) -> None:
-        """Note that these hand-overs never become durable, because a later one has all that they had."""
+        """Note that these requests are never served by themselves, because a later one has all that they had."""
         for number in numbers:
             self.waiting.pop(number, None)
 
@@ -108,7 +108,7 @@ class Turns:
         self._turn_at = self._whole_at = -math.inf
 
     def look(self, now: float, waiting: Collection[int]) -> None:
-        """Note which hand-overs are not durable. Call it after every iteration while some are."""
+        """Note which requests are not durable. Call it after every iteration while some are."""
         looked, self._looked_at = self._looked_at, now
         done = self.waiting.keys() - set(waiting)
         nbytes = sum(self.waiting.pop(number)[0] for number in done)

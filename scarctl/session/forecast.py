@@ -75,7 +75,7 @@ def mode_of_resume(engine: Engine, found: tuple[ShardState, Saved | None] | None
         arena, step = engine.arena, -1 if found[1] is None else step_of(found[1].version)
         stored = versions_of(found[0], np.arange(engine.layout.partitions))
         copies = np.maximum(step_of(np.where(arena.intact(), arena.newest(), NEVER)), step_of(stored))
-    # A process that dies between a copy and its hand-over leaves copies that are newer than the extras.
+    # Copies may be newer than the extras, if those could not be read.
     mine = [
         step,
         int(copies.sum()),

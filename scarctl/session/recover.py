@@ -245,7 +245,7 @@ def _roll_back(
 ) -> tuple[Report, Extras]:
     """Roll live values and store back to the newest state that all shards sealed at one step."""
     known = from_memory(engine.arena.newest())
-    # The newest sealed state may still wait in the queue.
+    # The newest sealed state may still wait for the store.
     together.agree(engine.drain)
     everything = np.arange(engine.layout.partitions)
 

@@ -75,7 +75,7 @@ class Resumption:
         snapshot, saved_at, missing = self._together.agree(look)
         remove_slots = self._adapter.create_slots(layout)
         try:
-            # Hand-overs of a dead process are saved only after the step is known from which this process continues.
+            # What a dead process has left is saved only after the step is known from which this process continues.
             engine = self._opening.open(layout, resuming=True)
             reached, memory = engine.arena.head_step, engine.copies.in_memory()
             live = self._binding.live(engine.arena)

@@ -232,7 +232,7 @@ class Session:
             log.warning("step %d is not saved as a whole: %s; earlier ones are safe", self.head_step, why)
 
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
-        """Copy the newest step into shared memory at memory speed, and queue it as one sealed checkpoint.
+        """Copy the newest step into shared memory at memory speed, as one whole state, and have it saved.
 
         A process that restarts on this host resumes from it. The checkpoint becomes durable as usual. For any thread.
         timeout: seconds to wait until a running step has ended and the loop has declared that (docs/loops.md), and

@@ -201,7 +201,7 @@ class Steps:
         self._finish()
 
     def _finish(self) -> None:
-        """Wait for the current copy, if any, and queue it."""
+        """Wait for the current copy, if any, and complete it."""
         if not self._saving.unfinished:
             return
         with self._held:

@@ -86,7 +86,7 @@ class At(TrainerCallback):  # type: ignore[misc]  # transformers has no types
 
 
 class Drained(TrainerCallback):  # type: ignore[misc]
-    """A callback that waits after every step until its hand-over is durable: longer steps would not need to."""
+    """A callback that waits after every step until its checkpoint is durable: longer steps would not need to."""
 
     def __init__(self, callback: ScarCallback) -> None:
         self.callback = callback

@@ -23,7 +23,7 @@ from scarctl.state.caveats import Caveats
 
 TURN = 100
 SPEED = Speed(
-    bytes_per_second=2e6, commits_per_second=3, handover_seconds=5, fixed_share=0.1, processor_share=0
+    bytes_per_second=2e6, commits_per_second=3, request_seconds=5, fixed_share=0.1, processor_share=0
 )
 
 
@@ -60,7 +60,7 @@ def test_a_lag_of_more_than_two_turns_is_said_whenever_it_has_doubled(
     ("speed", "fixed", "remedy"),
     [
         ({}, 10, '2 MB/s and 3 commits/s. Set interval=11 or more, or interval="auto".'),
-        ({"handover_seconds": 40}, 10, "Set interval=50 or more"),
+        ({"request_seconds": 40}, 10, "Set interval=50 or more"),
         ({}, None, "Use a faster store, or peers."),
         (
             {"fixed_share": 0.9},

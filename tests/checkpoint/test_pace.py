@@ -60,7 +60,7 @@ class Run:
         self.pace.cadence.spent(self.cost, 0.0)
         if turn is not NOTHING:
             number = self.arena.ask(whole=True)
-            self.pace.handed_over(number, STATE if turn is WHOLE else STATE // 10, step, turn)
+            self.pace.asked(number, STATE if turn is WHOLE else STATE // 10, step, turn)
         return turn
 
     def saved(self) -> None:

@@ -315,7 +315,7 @@ def test_a_rank_whose_copies_lack_is_listed_first(saved: Model) -> None:
         ["a: following, up to date", "b: behind, 9 behind"],
         ["a: following, 1 behind", "b: full"],
         ["a: lost, 4 behind", "b: connecting"],
-        ["a: following, up to date, without a hand-over that is too large", NO_HOST],
+        ["a: following, up to date, without extras that are too large", NO_HOST],
     ]
     runs: list[Any] = [
         {

@@ -70,7 +70,7 @@ def undisturbed(tmp_path: Path, steps: int, mib: float = 0.1) -> dict[str, np.nd
 
 
 def test_a_session_resumes_bit_for_bit_from_fetched_memory(tmp_path: Path, hosts: tuple[str, str]) -> None:
-    """The store has step 5. Step 13 was flushed, its hand-over waits, and the process was killed. Nobody saves it."""
+    """The store has step 5. Step 13 was flushed, and waits, and the process was killed. Nobody saves it."""
     east, west = hosts
     store, away = tmp_path / "store", tmp_path / "away"
 

@@ -100,7 +100,7 @@ def test_a_host_that_fails_midway_is_followed_by_the_next_best(
 
 LIES: dict[str, Callable[[Offer, bytes, str], Answer]] = {
     "2**60 bytes": lambda offer, data, digest: offering(newer(offer, size=1 << 60), lambda channel: None),
-    "2**60 bytes of hand-overs": lambda offer, data, digest: offering(
+    "2**60 bytes of files": lambda offer, data, digest: offering(
         newer(offer, files=1, files_size=1 << 60), lambda channel: None
     ),
     "more files than it sends": lambda offer, data, digest: offering(

@@ -122,7 +122,7 @@ def test_a_refusal_goes_to_the_next_candidate_at_once_and_pauses_after_the_last(
 
 
 def test_the_only_host_keeps_its_age_when_it_refuses() -> None:
-    """It has a complete replica, and no room for a hand-over. It is asked again after growing pauses."""
+    """It has a complete replica, and no room for the extras. It is asked again after growing pauses."""
     link = following(1)
     pauses, now = [], 10.0
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""Test the measured speed of saving: bytes and the fixed part of commits, from hand-overs of several sizes."""
+"""Test the measured speed of saving: bytes and the fixed part of commits, from requests of several sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _fed(small: tuple[int, float], large: tuple[int, float] | None, shards: int 
         for nbytes, seconds in (large, small) if large is not None else (small,):
             with meter.commit(shards):
                 pass
-            meter.handed_over(nbytes, seconds)
+            meter.served(nbytes, seconds)
     speed = meter.speed()
     assert speed is not None
     return speed
@@ -28,7 +28,7 @@ def test_what_is_measured() -> None:
     slow = _fed((1_000_000, 0.1), (8_000_000, 0.8))
     assert slow.fixed_share == pytest.approx(0)
     assert slow.bytes_per_second == pytest.approx(1e7)
-    assert slow.handover_seconds == pytest.approx(0.1)
+    assert slow.request_seconds == pytest.approx(0.1)
     assert _fed((1_000, 0.1), None).fixed_share is None
     assert Meter().speed() is None
     assert Speed.from_json(slow.to_json()) == slow
@@ -36,7 +36,7 @@ def test_what_is_measured() -> None:
         None,
         {},
         [],
-        {**slow.to_json(), "handover_seconds": "1"},
+        {**slow.to_json(), "request_seconds": "1"},
         {**slow.to_json(), "fixed_share": -1},
     ):
         assert Speed.from_json(nothing) is None

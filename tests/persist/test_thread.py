@@ -44,7 +44,7 @@ def test_what_is_handed_over_becomes_durable(rig: Rig, thread: PersisterThread) 
     assert not rig.arena.waits
     assert not rig.arena.pending().any()
     assert set(rig.stored()[1][SOME]) == {2}
-    assert thread.stats.handovers == 2
+    assert thread.stats.requests == 2
     assert thread.stats.nbytes == rig.layout.nbytes + rig.layout.partition_bytes[SOME].sum()
     assert thread.failure is thread.last_error is None
 

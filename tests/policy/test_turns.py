@@ -13,7 +13,7 @@ STATE, PART = 1000 * MB, 100 * MB
 
 
 class Store:
-    """A store that takes one hand-over at a time. Memory changes completely between two of its turns."""
+    """A store that serves one request at a time. Memory changes completely between two of its turns."""
 
     def __init__(
         self, bandwidth: float, *, pending: int = STATE, commit: float = 0.0, **options: object
@@ -35,7 +35,7 @@ class Store:
                 self.number += 1
                 self.given.append((self.now, turn, nbytes))
                 self.done_at = self.now + self.commit + nbytes / self.bandwidth
-                self.turns.handed_over(self.now, self.number, nbytes, int(self.now / step), turn)
+                self.turns.asked(self.now, self.number, nbytes, int(self.now / step), turn)
         return self
 
 
@@ -84,7 +84,7 @@ def test_the_bandwidth_of_the_user_counts_though_the_store_is_faster() -> None:
 def test_a_turn_in_two_encodings_takes_the_time_of_both() -> None:
     turns = Turns(state_bytes=STATE, part_bytes=PART, max_lag=1.0, max_bandwidth=10 * MB)
     for number, nbytes in ((1, 80 * MB), (2, 20 * MB)):
-        turns.handed_over(0.0, number, nbytes, 5, Turn.PART)
+        turns.asked(0.0, number, nbytes, 5, Turn.PART)
     turns.look(1.0, ())
     assert turns.due(9.9, STATE) is Turn.NOTHING
     assert turns.due(10.1, STATE) is not Turn.NOTHING
@@ -92,10 +92,10 @@ def test_a_turn_in_two_encodings_takes_the_time_of_both() -> None:
 
 def test_only_large_hand_overs_show_the_bandwidth() -> None:
     turns = Turns(state_bytes=STATE, part_bytes=PART, max_lag=30.0)
-    turns.handed_over(0.0, 1, PART // 5, 1, Turn.PART)
+    turns.asked(0.0, 1, PART // 5, 1, Turn.PART)
     turns.look(10.0, ())
     assert turns.bandwidth is None
-    turns.handed_over(20.0, 2, PART, 2, Turn.PART)
+    turns.asked(20.0, 2, PART, 2, Turn.PART)
     turns.look(29.0, [2])
     turns.look(31.0, ())
     assert turns.bandwidth == pytest.approx(10 * MB), "it ended between the two looks"
@@ -106,7 +106,7 @@ def test_nothing_is_due_while_something_waits_or_if_nothing_is_pending() -> None
     assert turns.due(0.0, 0) is Turn.NOTHING
     assert turns.due(0.0, STATE) is Turn.WHOLE
     for number, step in ((3, 7), (4, 9)):
-        turns.handed_over(0.0, number, MB, step, Turn.PART)
+        turns.asked(0.0, number, MB, step, Turn.PART)
     assert turns.due(1e6, STATE) is Turn.NOTHING
     assert (turns.steps(), turns.waiting_bytes) == ([(3, 7), (4, 9)], 2 * MB)
     turns.look(1e6, [4])

@@ -45,7 +45,7 @@ def epoch_of(loop: Loop) -> int:
 
 
 def test_a_daemon_that_is_replaced_between_copy_and_hand_over(tmp_path: Path, daemon_folder: Path) -> None:
-    """The hand-over has the extras of its step: without them the run would continue from an older step."""
+    """Memory has the extras of its step: without them the run would continue from an older step."""
 
     def body(tell: Tell) -> None:
         loop = Loop(tmp_path / "store", interval=10, fraction=1.0)
