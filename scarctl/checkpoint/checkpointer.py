@@ -248,15 +248,17 @@ class Checkpoints:
         try:
             copied, uncounted = self._copy_again(under_way, self._wait(under_way.job, hook=hook), engine)
             copied = engine.without_lost(copied)
+            if copied.sealed:
+                extras = self._extras(engine, under_way.moment)
+                changed = bool(copied.ids.size)
+                whole = identities.of(copied.step, engine.arena.whole, changed=changed, extras=extras.digest)
+                extras = replace(extras, notes=replace(extras.notes, common=copied.common or {}))
+                copied = engine.complete(copied, extras, whole)
             self._count(copied, engine)
             if not copied.sealed:
+                identities.failed(engine.arena.whole)
                 engine.abandon(copied)
                 return copied
-            extras = self._extras(engine, under_way.moment)
-            changed = bool(copied.ids.size)
-            whole = identities.of(copied.step, engine.arena.whole, changed=changed, extras=extras.digest)
-            extras = replace(extras, notes=replace(extras.notes, common=copied.common or {}))
-            engine.complete(copied, extras, whole)
             identities.made()
         except BaseException as error:
             identities.failed(engine.arena.whole)

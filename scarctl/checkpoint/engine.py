@@ -220,10 +220,10 @@ class Engine:
         )
         return replace(settled, policy=self.policy_memory, notes=notes)
 
-    def complete(self, copied: Copied, extras: Extras, whole: str) -> None:
+    def complete(self, copied: Copied, extras: Extras, whole: str) -> Copied:
         """Write the extras, make the copy current, and ask for what the store gets. Returns at once.
 
-        whole: name of the state.
+        whole: name of the state. The result is not sealed if a part was marked as lost meanwhile.
         """
         slot = copied.slot
         assert slot is not None
@@ -235,9 +235,13 @@ class Engine:
                 copied.step,
                 human_bytes(nbytes),
             )
-        self.arena.flip(slot, copied.moment, copied.version, whole)
+        with self.marked.none() as good:
+            if not good:
+                return replace(copied, sealed=False)
+            self.arena.flip(slot, copied.moment, copied.version, whole)
         if copied.turn is not Turn.NOTHING:
             self._ask(copied)
+        return copied
 
     def _ask(self, copied: Copied) -> None:
         arena, sizes = self.arena, self.layout.partition_bytes

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,12 @@ class Marked:
         """Whether each partition is marked: bool of shape (layout.partitions,). A change replaces it as a whole."""
         self._layout = layout
         self._lock = threading.Lock()
+
+    @contextmanager
+    def none(self) -> Iterator[bool]:
+        """Yield whether nothing is marked. Until the end of the block no thread marks anything."""
+        with self._lock:
+            yield not self.mask.any()
 
     def add(self, ids: Ids) -> None:
         """Mark these partitions."""

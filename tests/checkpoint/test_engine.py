@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,3 +80,30 @@ def test_large_extras_are_said_once(
             state["x"] += 1
             made.step()
     assert caplog.text.count("Training waits while they are written") == 1
+
+
+def test_a_part_that_is_marked_while_extras_are_written_does_not_get_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread says that it is lost: the values were copied already."""
+    state = {"x": np.zeros((8, 4))}
+    write = module.write_extras
+    with session(tmp_path / "store", state) as made:
+        made.step()
+        made._saving.finish()
+        arena = made._started().arena
+
+        def mark(*arguments: Any) -> int:
+            made.mark_lost("x")
+            return write(*arguments)
+
+        state["x"] += 1
+        made.step()
+        monkeypatch.setattr(module, "write_extras", mark)
+        made._saving.finish()
+        monkeypatch.undo()
+        assert step_of(arena.slot.head) == 1
+        assert made.stats.checkpoints == 1
+        state["x"][:] = 7
+        made.recover()
+        assert (state["x"] == 0).all()
