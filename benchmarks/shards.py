@@ -3,7 +3,7 @@
 python benchmarks/shards.py [--rounds 5] [--commits 12] [--steps 600] [--interval 5] [--step-ms 4]
     [--width 304] [--folder DIR]
 
-A state of 3.3 MiB with AdamW. First an eighth of it is committed, again and again. Printed are the milliseconds of each,
+A state of 3.3 MiB with AdamW. First an eighth of it is committed, again and again. Printed are milliseconds of each,
 its ratio to one shard of the same round, and milliseconds of processor time, the kernel's included, which depends less
 on what else the machine does.
 Then the state trains with steps of a fixed length (computing takes less, the rest is slept), and its daemon saves. Lag

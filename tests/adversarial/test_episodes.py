@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from scarctl.arena.arena import Arena
 from scarctl.arena.slot import Slot
 from scarctl.peers import replica as replicas
 from scarctl.peers.frames import Kind
@@ -42,10 +41,6 @@ def torn_copies_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slot, "begin", lambda *_: None)
 
 
-def unfinished_moments_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Arena, "settle", lambda _: None)
-
-
 def without_fences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "require_newest", lambda *_: None)
 
@@ -62,7 +57,7 @@ def early_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(episodes.Follower, "round", rows_last)
 
 
-DEFECTS = [torn_copies_count, unfinished_moments_count, without_fences, early_marks]
+DEFECTS = [torn_copies_count, without_fences, early_marks]
 
 
 @pytest.mark.parametrize("defect", DEFECTS)

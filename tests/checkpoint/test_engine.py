@@ -97,9 +97,9 @@ def test_a_part_that_is_marked_while_extras_are_written_does_not_get_into_memory
             made.mark_lost("x")
             return write(*arguments)
 
+        monkeypatch.setattr(module, "write_extras", mark)
         state["x"] += 1
         made.step()
-        monkeypatch.setattr(module, "write_extras", mark)
         made._saving.finish()
         monkeypatch.undo()
         assert step_of(arena.slot.head) == 1
