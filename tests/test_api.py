@@ -133,7 +133,7 @@ def test_a_daemon_that_is_asked_for_has_to_start(tmp_path: Path, folder: Path) -
 
 def test_memory_that_is_too_small_is_found_out_at_once(tmp_path: Path, arena_dir: Path) -> None:
     model = nn.ParameterList([nn.Parameter(torch.zeros(1).expand(1 << 46), requires_grad=False)])
-    needed = "281,474,976,710,656"
+    needed = "562,949,953,421,312"  # two slots
     with pytest.raises(Unavailable, match=rf"at least {needed} bytes in .* are free .*arena_dir") as caught:
         scarctl.attach(model, store=tmp_path / "store", hooks="off")
     assert caught.value.kind == "arena-full"

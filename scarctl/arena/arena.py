@@ -14,7 +14,7 @@ maps it again. Each partition also has these fields:
     encoding_error      float64, squared error of the parameter in the store's copy if that is encoded; -1 if exact
 
 The owner locks the folder, not the file: views of a map keep its file open, in forked children too, and a lock on the
-file would stay as long. One process writes copies, one thread acknowledges them (`scarctl.arena.hold` keeps the two
+file would stay as long. One process writes copies, one thread acknowledges them (`scarctl.arena.slots` keeps the two
 apart). A copy's moment is written after its bytes, which relies on the order of stores, as x86-64 keeps it. On other
 processors the interpreter's locks between the two calls have the same effect.
 """
@@ -55,12 +55,11 @@ from scarctl.arena.header import (
     read_header,
     write_header,
 )
-from scarctl.arena.hold import Holds
 from scarctl.arena.line import FILE as LINE
 from scarctl.arena.line import LineFile, Word, noted
 from scarctl.arena.mapping import COHERENT, create_file, map_file, open_file, write_at
 from scarctl.arena.slot import Slot
-from scarctl.arena.slots import Slots
+from scarctl.arena.slots import Holds, Slots
 from scarctl.errors import UsageError
 from scarctl.state.layout import Layout
 from scarctl.state.version import NEVER, epoch_of, pack, step_of
@@ -354,6 +353,14 @@ class Arena(Slots):
     def lacking(self) -> bool:
         """Return whether the store lacks something of the current slot: copies, or the extras."""
         return self.slot.moment != self.kept or bool(self.pending().any())
+
+    def adopt(self, *, whole: bool = False) -> None:
+        """Ask for everything that the store lacks: a process may have died before it did.
+
+        whole: only if the copies are of one state.
+        """
+        if self.slot.moment and self.lacking() and (self.whole or not whole):
+            self.ask(whole=True)
 
     def close(self) -> None:
         """Release the lock. The file stays; views stay valid."""

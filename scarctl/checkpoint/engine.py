@@ -36,7 +36,6 @@ from scarctl.checkpoint.sent import Sent
 from scarctl.checkpoint.tracker import Tracker
 from scarctl.config import SessionSettings
 from scarctl.errors import ScarError
-from scarctl.persist.inherited import adopt
 from scarctl.persist.saver import Saver
 from scarctl.persist.thread import Current
 from scarctl.policy.select import Candidates
@@ -321,7 +320,7 @@ class Engine:
 
         whole: only if the copies are of one state.
         """
-        adopt(self.arena, whole=whole)
+        self.arena.adopt(whole=whole)
         self.pace.turns.soon()
         self.saver.notify()
 

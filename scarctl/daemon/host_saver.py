@@ -13,7 +13,6 @@ from scarctl.arena.stale import reap_run
 from scarctl.errors import Corruption, Unavailable, UsageError
 from scarctl.persist.evacuated import Evacuated
 from scarctl.persist.evacuation import Copies
-from scarctl.persist.inherited import adopt
 from scarctl.persist.saver import LocalSaver
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current
@@ -124,7 +123,7 @@ class HostSaver(LocalSaver):
             if thread is not None and not self._looked:
                 # The training process may have died before it asked for its last copies, or announced that.
                 self._looked = True
-                adopt(self.arena)
+                self.arena.adopt()
                 thread.notify()
                 return False
             if thread is not None and thread.store_deleted and thread.failure is None:

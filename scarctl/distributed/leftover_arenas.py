@@ -15,7 +15,6 @@ from scarctl.config import SessionSettings
 from scarctl.distributed.collectives import Team
 from scarctl.distributed.host_address import place_of
 from scarctl.errors import ScarError, Unavailable
-from scarctl.persist.inherited import adopt
 from scarctl.session.opening import claim_saver
 from scarctl.store import Store, newest_topology, open_writer, topology_epochs
 from scarctl.store.members import PATIENCE, patiently
@@ -125,7 +124,7 @@ def _save_one(view: Store, settings: SessionSettings) -> None:
             return
         try:
             saver.open(arena)
-            adopt(arena)
+            arena.adopt()
             saver.resume()
             saver.notify()
             if not saver.drain(settings.timeout):

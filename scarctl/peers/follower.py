@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from scarctl.arena.arena import Arena
 from scarctl.arena.extras import extras_file
 from scarctl.arena.header import inode_in
-from scarctl.arena.hold import Hold
 from scarctl.arena.rows import read_rows
 from scarctl.arena.slot import Slot
+from scarctl.arena.slots import Hold
 from scarctl.errors import Corruption, Fenced
 from scarctl.peers.frames import MAX_BODY, Batch, Buffer, Kind, Mark, encode
 from scarctl.state.version import NEVER

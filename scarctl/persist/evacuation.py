@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from scarctl.arena.arena import Arena
 from scarctl.arena.extras import read_extras
 from scarctl.arena.header import EXTRAS
-from scarctl.arena.hold import Hold
 from scarctl.arena.notes import UNKNOWN
+from scarctl.arena.slots import Hold
 from scarctl.errors import ScarError, UsageError
 from scarctl.persist.evacuated import NOWHERE, Evacuated, why_mixed_ranks
 from scarctl.persist.speed import Speed

@@ -1,7 +1,7 @@
 """Save copies: commit what is asked for from the arena to the store, then acknowledge it in the arena.
 
 The arena says what the store lacks: copies whose moment differs from that of the store's. A request in its words says
-what to save of it (`Arena.ask`). The persister holds a slot (`scarctl.arena.hold`), copies or writes the rows, and
+what to save of it (`Arena.ask`). The persister holds a slot (`scarctl.arena.slots`), copies or writes the rows, and
 looks at the hold after the last byte and before the record. If the hold has ended, it begins again with the current
 slot.
 """
@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from scarctl.arena.arena import Arena
 from scarctl.arena.extras import read_extras
 from scarctl.arena.header import inode_in
-from scarctl.arena.hold import Hold
 from scarctl.arena.notes import stored_notes
 from scarctl.arena.rows import Gathered
 from scarctl.arena.slot import Slot
+from scarctl.arena.slots import Hold
 from scarctl.errors import Fenced, Overwritten, ScarError
 from scarctl.persist.speed import Meter
 from scarctl.state.encoding import stored_as

@@ -14,11 +14,11 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.folder import note_site
 from scarctl.arena.kinship import require_kinship
 from scarctl.errors import ScarError, Unavailable
-from scarctl.persist.inherited import reconcile
 from scarctl.persist.persister import Persister
 from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current, PersisterThread
-from scarctl.store import Store, StoreWriter, open_writer
+from scarctl.state.version import NEVER, pack, step_of
+from scarctl.store import ShardState, Store, StoreWriter, open_writer
 from scarctl.store.saved import last_saved
 
 if TYPE_CHECKING:
@@ -253,3 +253,38 @@ class LocalSaver:
         if self._thread is None:
             raise Unavailable("saving has not started")
         return self._thread
+
+
+def reconcile(arena: Arena, state: ShardState, epoch: int) -> None:
+    """Bring the arena of a dead process into the epoch that begins now.
+
+    state: the newest state in the store.
+
+    The store may have newer copies of some partitions, if the arena is a replica: memory then has no copy of those. All
+    others count as copies of `epoch`. Pending ones will be committed in it, and must not look newer in the store than
+    in the arena.
+    """
+    arena.settle()
+    slot = arena.slot
+    stored = np.full(arena.layout.partitions, NEVER, dtype=np.int64)
+    stored[state.ids] = state.version
+    error = arena.encoding_error[state.ids]
+    # Without a measured error the arena's copy will come from the store, so the two are equal.
+    arena.encoding_error[state.ids] = np.where(state.encoded, np.maximum(error, 0.0), -1.0)
+    if state.whole and state.whole == slot.whole:
+        # The process died after it had committed the whole state, but before it noted the commit in the arena.
+        arena.acknowledge(state.ids, slot.version[state.ids], slot.moments[state.ids])
+        arena.keep(slot.moment)
+        arena.seal(slot.head)
+    newest = slot.newest()
+    stale = np.flatnonzero((arena.lifted(stored) > arena.lifted(newest)) & slot.intact())
+    if stale.size:
+        slot.version[:] = newest
+        slot.name("")
+        slot.moments[stale], slot.version[stale] = 0, NEVER
+    there = slot.version >= 0
+    slot.version[there] = pack(epoch, 0) | step_of(slot.version[there])
+    if slot.moment:
+        slot.stamp(slot.moment, pack(epoch, step_of(slot.head)), slot.whole)
+    known = np.flatnonzero((arena.saved == slot.moments) & slot.intact())
+    arena.acknowledge(known, slot.version[known], slot.moments[known])

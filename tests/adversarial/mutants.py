@@ -178,7 +178,7 @@ MUTANTS = (
     ),
     Mutant(
         "test_a_flush_ends_the_hold_and_the_newest_state_is_saved",
-        "scarctl/arena/hold.py",
+        "scarctl/arena/slots.py",
         "        return self._there and self._holds.number == self.number",
         "        return self._there",
     ),

@@ -29,7 +29,7 @@ from scarctl.arena.extras import carry_extras, read_extras, write_extras
 from scarctl.arena.slot import Slot
 from scarctl.errors import NoIntactCopy, UsageError
 from scarctl.persist import persister
-from scarctl.persist.inherited import adopt, reconcile
+from scarctl.persist.saver import reconcile
 from scarctl.policy.turns import Turn
 from scarctl.recovery import plan as planning
 from scarctl.recovery.plan import Plan, plan_partial, plan_rollback
@@ -241,7 +241,7 @@ class History:
         self._change(step=self._rng.random() < 0.8)
         changed = self._changed()
         self._begin_copy(changed[: self._rng.randrange(changed.size + 1)])
-        adopt(arena)
+        arena.adopt()
         if arena.waits:
             rig.persist(arena.asked)
             self.look()
@@ -253,7 +253,7 @@ class History:
     def _continue(self) -> None:
         """Begin the next process with what can be recovered."""
         self._begin()
-        adopt(self.rig.arena)
+        self.rig.arena.adopt()
         try:
             plan = self._plan(self._stored(), self.rig.arena)
         except NoIntactCopy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.hold import Hold
+from scarctl.arena.slots import Hold
 from scarctl.recovery import plan as planning
 from scarctl.state.identity import Identities
 from scarctl.store import ShardState

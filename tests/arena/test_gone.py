@@ -18,7 +18,7 @@ from scarctl.arena.header import SITE, TOLD
 from scarctl.arena.owner import Owner, write_owner
 from scarctl.arena.stale import DAY, reap, survey
 from scarctl.store import Store
-from tests.daemon.rig import small_layout
+from tests.daemon.rig import copy_into, small_layout
 
 NOBODY = 0x7FFFFFF0
 """A process id that no process has."""
@@ -37,8 +37,7 @@ class Run:
         arena = Arena.create(
             self.folder, small_layout(), run_id=self.store.run_id, epoch=1, place=str(self.place)
         )
-        arena.begin(np.arange(2))
-        arena.end(np.arange(2), 1)
+        assert copy_into(arena, np.arange(2), 1, 1)
         arena.take_over(NOBODY)
         arena.close()
         note_site(self.folder, self.store)

@@ -38,7 +38,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("theory", "what is measured is checked with the theory that reads it"): """
         scarctl.checkpoint.motion""",
     ("daemon", "by the daemon's requests, and `scarctl daemon status`"): """
-        scarctl.daemon.host_saver scarctl.persist.saver""",
+        scarctl.daemon.host_saver""",
     ("cli", "by the command that prints it: its output is what a user sees"): """
         scarctl.cli.about scarctl.cli.completion scarctl.cli.doctor scarctl.cli.export scarctl.cli.groups
         scarctl.cli.live scarctl.cli.man scarctl.cli.report_page

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scarctl.persist.inherited import adopt, reconcile
+from scarctl.persist.saver import reconcile
 from scarctl.state.version import step_of
 from scarctl.store import Store, complete_sets
 from tests.daemon.rig import Rig
@@ -19,20 +19,20 @@ def test_what_was_never_asked_for_is_saved_as_a_whole_state(rig: Rig) -> None:
     rig.persist(rig.save(rig.everything, 1, sealed=True))
     rig.copy(SOME[:2], 2, whole=WHOLE)
     rig.copy(SOME[2:], 3, whole=WHOLE)
-    adopt(rig.arena)
+    rig.arena.adopt()
     assert rig.arena.wants_whole
     rig.persist(rig.arena.asked)
     assert rig.sealed() == {1, 3}
     assert rig.stored()[1][SOME].tolist() == [2, 2, 3, 3, 3]
     assert rig.extras() == {"step": 3}
-    adopt(rig.arena)
+    rig.arena.adopt()
     assert not rig.arena.waits, "the store has it"
 
 
 def test_a_moment_in_which_nothing_has_changed_is_a_newer_step(rig: Rig) -> None:
     rig.persist(rig.save(rig.everything, 1, sealed=True))
     rig.copy(SOME[:0], 4, whole=WHOLE)
-    adopt(rig.arena)
+    rig.arena.adopt()
     rig.persist(rig.arena.asked)
     assert rig.sealed() == {1, 4}
     assert rig.extras() == {"step": 4}
@@ -41,9 +41,9 @@ def test_a_moment_in_which_nothing_has_changed_is_a_newer_step(rig: Rig) -> None
 def test_copies_of_several_states_are_saved_and_not_sealed(rig: Rig) -> None:
     rig.persist(rig.save(rig.everything, 1, sealed=True))
     rig.copy(SOME, 3)
-    adopt(rig.arena, whole=True)
+    rig.arena.adopt(whole=True)
     assert not rig.arena.waits
-    adopt(rig.arena)
+    rig.arena.adopt()
     rig.persist(rig.arena.asked)
     assert rig.sealed() == {1}
     assert set(rig.stored()[1][SOME]) == {3}
@@ -63,7 +63,7 @@ def test_in_the_next_epoch_memory_is_still_a_whole_state(tmp_path: Path, arena_d
     assert (rig.arena.newest() == rig.version(3)).all()
     assert np.flatnonzero(rig.arena.pending()).tolist() == SOME[1:].tolist()
     assert (rig.arena.spare.moments <= rig.arena.slot.moment).all()
-    adopt(rig.arena)
+    rig.arena.adopt()
     rig.persist(rig.arena.asked)
     assert rig.sealed() == {1, 3}
     assert rig.stored()[1][SOME].tolist() == [1, 3, 3, 3, 3]
@@ -83,7 +83,7 @@ def test_a_replica_has_no_copy_of_what_the_store_has_newer(tmp_path: Path, arena
     reconcile(rig.arena, rig.writer.state, rig.writer.epoch)
     assert np.flatnonzero(~rig.arena.intact()).tolist() == SOME[:1].tolist()
     assert rig.arena.whole == ""
-    adopt(rig.arena)
+    rig.arena.adopt()
     rig.persist(rig.arena.asked)
     assert rig.stored()[1][SOME].tolist() == [2, 3, 3, 3, 3]
     rig.close()

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from scarctl.errors import AccessDenied, Fenced, Unavailable
-from scarctl.persist.inherited import adopt
 from scarctl.persist.thread import PersisterThread
 from scarctl.store import open_writer
 from scarctl.util.niceness import POLITE
@@ -218,7 +217,7 @@ def test_a_run_that_is_killed_is_finished_by_the_next(tmp_path: Path, arena_dir:
         rig = Rig(folder, base)
         acknowledged, steps = rig.arena.durable & ((1 << 40) - 1), rig.stored()[0]
         assert (steps >= np.where(rig.arena.durable >= 0, acknowledged, -1)).all()  # none that does not exist
-        adopt(rig.arena)
+        rig.arena.adopt()
         intact = rig.arena.intact()
         thread = PersisterThread(rig.persister)
         assert thread.drain(30), thread.fault()

@@ -72,7 +72,7 @@ def test_a_hold_of_a_process_that_died_is_not_joined(arena: Arena) -> None:
 def test_training_does_not_wait_for_a_process_that_is_stopped(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scarctl.arena.hold._PATIENCE", 0.05)
+    monkeypatch.setattr("scarctl.arena.slots._PATIENCE", 0.05)
     fd = os.open(arena.folder / "arena", os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     assert arena.begin_moment() is None
