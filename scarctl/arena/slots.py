@@ -186,6 +186,13 @@ class Slots(Fields):
         """See `Slot.intact`, of the current slot."""
         return self.slot.intact()
 
+    @property
+    def writable(self) -> bool:
+        """Whether no reader holds the slot that is not current, as far as is known without the lock."""
+        words = self._words
+        held = words[HOLD] and words[HOLD_SLOT] == self.spare.number
+        return not held or time.monotonic_ns() > int(words[HOLD_UNTIL])
+
     def begin_moment(self, *, flush: bool = False) -> tuple[Slot, int] | None:
         """Begin a moment: return the slot to write, and the moment's number. Return None if that slot is held.
 

@@ -28,8 +28,8 @@ class Requests:
         """Checkpoints that other threads have requested since the newest step."""
         self.requested: Turn | None = None
         """What the store is to get of the requested checkpoint."""
-        self._newest: Turn | None = None
-        """What was requested of the newest checkpoint that was due; None: it was a regular one only."""
+        self._begun: Turn | None = None
+        """What was requested of checkpoints that were begun, and of none that was made."""
         self.waiting: deque[Request] = deque()
         """Requests that all ranks have to fulfil after the same step."""
         self.flush: Callable[[Request], None] = lambda _: None
@@ -52,10 +52,14 @@ class Requests:
         while self.arrived:
             self.requested = max(self.arrived.popleft(), self.requested or Turn.NOTHING)
 
+    def made(self) -> None:
+        """Note that the newest checkpoint was not left out."""
+        self._begun = None
+
     def again(self) -> None:
-        """Request once more what was requested of the newest checkpoint, because that was left out."""
-        if self._newest is not None:
-            self.requested = max(self._newest, self.requested or Turn.NOTHING)
+        """Request once more what was requested of checkpoints that were left out."""
+        if self._begun is not None:
+            self.requested = max(self._begun, self.requested or Turn.NOTHING)
 
     def recovery(self, selector: Selector, *, regular: bool) -> Request | None:
         """Return the recovery that all ranks carry out after this same step. Call it once after every step.
@@ -76,7 +80,8 @@ class Requests:
         regular: what it gets of the regular one; None if that is not due.
         """
         requested, self.requested = self.requested, None
-        self._newest = requested
+        if requested is not None:
+            self._begun = max(requested, self._begun or Turn.NOTHING)
         if requested is None or regular is None:
             return regular if requested is None else requested
         return max(requested, regular)

@@ -251,9 +251,12 @@ class Steps:
         self._counted = False
         saving.streams.follow()
         requests = self._requests
-        if saving.left_out:
+        again = saving.left_out and engine.arena.writable
+        if again:
             saving.left_out = False
             requests.again()
+        elif not saving.left_out:
+            requests.made()
         if requests.arrived:
             requests.receive()
         engine.arena.reach(step)
@@ -262,7 +265,9 @@ class Steps:
             self._first = False
         else:
             # While the host is about to shut down, memory stays as it was flushed.
-            self._regular = engine.pace.due(step) and not engine.pace.leaving
+            # Ranks exchange what they know in every regular checkpoint, so one rank alone makes none.
+            self._regular = engine.pace.due(step) or (again and not self._several)
+            self._regular = self._regular and not engine.pace.leaving
             saving.stats.interval = engine.cadence.interval
             if requests.waiting or self._several:
                 self._recover(engine)

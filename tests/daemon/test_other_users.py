@@ -74,7 +74,7 @@ class TestOtherUsers:
         trainer.save(trainer.everything, 2)
         arena = arena_folder(str(arena_dir), trainer.store.run_id)
         files = [folder / name for name in (LOCK, LOG, protocol.SOCKET)] + list(arena.iterdir())
-        assert len(files) == 7
+        assert len(files) == 8, "the arena, its line and site, and the extras of both slots"
 
         def attack() -> None:
             for path in (folder, arena):

@@ -32,3 +32,21 @@ def test_a_request_is_carried_out_once_the_saver_lets_go(tmp_path: Path, kind: s
     newest = arena.sealed if kind == "full" else int(arena.durable.max())
     loop.session.close()
     assert step_of(newest) == 5
+
+
+def test_a_checkpoint_that_was_left_out_is_made_after_the_next_step(tmp_path: Path) -> None:
+    """It does not wait for the next multiple of the interval."""
+    loop = Loop(tmp_path / "store", interval=4)
+    loop.train(1)
+    loop.session._saving.finish()
+    drained([loop.session])
+    arena = loop.session._started().arena
+    with arena.held(60.0):
+        loop.session.checkpoint()
+        loop.train(5)
+        loop.session._saving.finish()
+        assert step_of(arena.slot.head) == 1
+    loop.train(1)
+    loop.session._saving.finish()
+    assert step_of(arena.slot.head) == 7
+    loop.session.close()
