@@ -61,6 +61,27 @@ class Hold:
         return lasted
 
 
+class Look:
+    """A reader's look at the current slot, which keeps nobody from writing: it is for what is copied in no time."""
+
+    def __init__(self, slots: Slots) -> None:
+        self.slot = slots.slot
+        self._slots = slots
+        self._moment = self.slot.moment
+
+    def lasts(self) -> bool:
+        """Return whether nothing was written into the slot meanwhile."""
+        slots, current = self._slots, self._slots.slot
+        if current is self.slot:
+            return current.moment == self._moment
+        # A checkpoint that began after the newest one writes into the slot.
+        return current.moment == slots.newest_moment and self.slot.moment == self._moment
+
+    def end(self) -> bool:
+        """See `lasts`."""
+        return self.lasts()
+
+
 class Holds:
     """The hold of one arena, and its lock."""
 
@@ -235,6 +256,10 @@ class Slots(Fields):
             late = np.flatnonzero(spare.moments > newest)
             if late.size:
                 spare.moments[late] = 0
+
+    def look(self) -> Look:
+        """Look at the current slot without holding it."""
+        return Look(self)
 
     @contextmanager
     def held(self, seconds: float) -> Iterator[Hold]:

@@ -23,7 +23,7 @@ from scarctl.arena.header import inode_in
 from scarctl.arena.notes import stored_notes
 from scarctl.arena.rows import Gathered
 from scarctl.arena.slot import Slot
-from scarctl.arena.slots import Hold
+from scarctl.arena.slots import Hold, Look
 from scarctl.errors import Fenced, Overwritten, ScarError
 from scarctl.persist.speed import Meter
 from scarctl.state.encoding import stored_as
@@ -47,6 +47,8 @@ _LEAST_HOLD, _MOST_HOLD = 5.0, 600.0
 """Shortest and longest time in seconds for which a slot is held while it is written to the store."""
 _ATTEMPTS = 8
 """Attempts to write a segment while a flush, or the end of the time, keeps ending the hold. Each has twice the time."""
+_LOOKS = 3
+"""Attempts to copy what fits into a private buffer before the slot is held for it."""
 _PAUSE = 0.01
 _TIDY_PAUSE = 30.0  # seconds after a failure
 
@@ -89,6 +91,14 @@ class Persister:
                 raise Interrupted
             whole, served = arena.wants_whole, arena.served
             nbytes = int(arena.layout.partition_bytes[arena.pending()].sum())
+            if attempt < _LOOKS and (nbytes <= PRIVATE or not whole):
+                look = arena.look()
+                written = self._save_whole(look) if whole else self._save_part(look, served)
+                if written is not None:
+                    arena.serve(number)
+                    return written
+                attempt += 1
+                continue
             seconds = max(_LEAST_HOLD, 2 * nbytes / rate if rate else 0.0) * 2**attempt
             with arena.held(min(seconds, _MOST_HOLD)) as hold:
                 if hold.slot.moment >= needed:
@@ -109,7 +119,7 @@ class Persister:
                 hint="the run has continued elsewhere",
             )
 
-    def _save_whole(self, hold: Hold) -> int | None:
+    def _save_whole(self, hold: Hold | Look) -> int | None:
         """Save all that is pending, with the extras. Return the bytes; None if the hold has ended."""
         arena, slot = self._arena, hold.slot
         if not slot.moment:
@@ -119,7 +129,7 @@ class Persister:
             return 0
         return self.commit(hold, ids, seal=True)
 
-    def _save_part(self, hold: Hold, served: int) -> int | None:
+    def _save_part(self, hold: Hold | Look, served: int) -> int | None:
         """Save what was chosen and is pending, with the extras. Return the bytes; None if the hold has ended."""
         arena, slot = self._arena, hold.slot
         wish = arena.wish.copy()
@@ -144,7 +154,7 @@ class Persister:
                 self.extras_moment, tree = moment, None
         return written
 
-    def commit(self, hold: Hold, ids: Ids, *, seal: bool, extras: bool = True) -> int | None:
+    def commit(self, hold: Hold | Look, ids: Ids, *, seal: bool, extras: bool = True) -> int | None:
         """Commit the copies `ids` (ascending) of the slot that is held. Return the bytes; None if the hold has ended.
 
         seal: the store then has everything of that slot. extras: with its extras.

@@ -81,3 +81,18 @@ def test_training_does_not_wait_for_a_process_that_is_stopped(
     os.close(fd)
     assert arena.begin_moment() is not None
     arena.remove()
+
+
+def test_a_look_says_whether_anything_was_written_into_the_slot(tmp_path: Path) -> None:
+    arena = create(tmp_path / "a")
+    assert copy_into(arena, ALL, pack(1, 1), 1)
+    look = arena.look()
+    assert arena.begin_moment() is not None, "a checkpoint that never ends writes into the other slot"
+    assert look.lasts()
+    assert copy_into(arena, ALL, pack(1, 2), 2)
+    assert look.lasts(), "nor did this one write into it"
+    assert arena.begin_moment() is not None
+    assert not look.lasts()
+    assert copy_into(arena, ALL, pack(1, 3), 3)
+    assert not look.lasts(), "it is current again, with another state"
+    arena.remove()
