@@ -179,7 +179,7 @@ def test_copies_that_were_never_complete_are_no_state(tmp_path: Path) -> None:
     session._saving.finish()
     session._saver.drain(30)
     expected_version = session._engine.arena.version.max()
-    session._engine.hand_over = lambda *_: None  # type: ignore[method-assign, assignment]
+    session._engine.complete = lambda copied, *_: copied  # type: ignore[method-assign]
     for _ in range(3):
         optimizer.step()
     session._saving.finish()  # copied, but never current
