@@ -147,7 +147,7 @@ class History:
         return slot, moment
 
     def _checkpoint(self) -> None:
-        """Do a memory checkpoint: `Engine.copy`, and `Engine.hand_over` without the request."""
+        """Do a memory checkpoint: `Engine.copy`, and `Engine.complete` without the request."""
         arena, changed = self.rig.arena, self._changed()
         slot, moment = self._begin_copy(changed)
         whole = self.names.of(self.step, arena.whole, changed=bool(changed.size), extras=bytes)

@@ -160,13 +160,14 @@ class Trainer:
 
     def _tell_of_copies(self) -> None:
         """Write messages about copies that are in memory, without changing them."""
-        hand_over = Engine.hand_over
+        complete = Engine.complete
 
-        def telling_hand_over(engine: Engine, copied: Copied, extras: Any, whole: str) -> None:
-            hand_over(engine, copied, extras, whole)
+        def telling(engine: Engine, copied: Copied, extras: Any, whole: str) -> Copied:
+            copied = complete(engine, copied, extras, whole)
             self.tell(handed=copied.step, ids=copied.ids.tolist())
+            return copied
 
-        Engine.hand_over = telling_hand_over  # type: ignore[method-assign]
+        Engine.complete = telling  # type: ignore[method-assign]
 
 
 def run(episode: Episode, store: Path, log: int, seed: str) -> int:
