@@ -12,7 +12,7 @@ SEED ?= 0
 MINUTES ?= 30
 QUICK ?= $(addprefix tests/,config formats ops policy recovery state store theory util)
 PYTHONS ?= 3.10 3.11 3.12 3.13 3.14
-ATTACKS ?= model memory_model terms_model episodes same_step hosts removed crash power races creations clocks faults corruption fuzz hostile claims secrets
+ATTACKS ?= model memory_model terms_model episodes same_step hosts removed kills crash power races creations clocks faults corruption fuzz hostile claims secrets
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -28,8 +28,8 @@ class Requests:
         """Checkpoints that other threads have requested since the newest step."""
         self.requested: Turn | None = None
         """What the store is to get of the requested checkpoint."""
-        self._begun: Turn | None = None
-        """What was requested of checkpoints that were begun, and of none that was made."""
+        self.begun: Turn | None = None
+        """What was requested of checkpoints that were begun; None once one was made, and not left out."""
         self.waiting: deque[Request] = deque()
         """Requests that all ranks have to fulfil after the same step."""
         self.flush: Callable[[Request], None] = lambda _: None
@@ -52,14 +52,10 @@ class Requests:
         while self.arrived:
             self.requested = max(self.arrived.popleft(), self.requested or Turn.NOTHING)
 
-    def made(self) -> None:
-        """Note that the newest checkpoint was not left out."""
-        self._begun = None
-
     def again(self) -> None:
         """Request once more what was requested of checkpoints that were left out."""
-        if self._begun is not None:
-            self.requested = max(self._begun, self.requested or Turn.NOTHING)
+        if self.begun is not None:
+            self.requested = max(self.begun, self.requested or Turn.NOTHING)
 
     def recovery(self, selector: Selector, *, regular: bool) -> Request | None:
         """Return the recovery that all ranks carry out after this same step. Call it once after every step.
@@ -81,7 +77,7 @@ class Requests:
         """
         requested, self.requested = self.requested, None
         if requested is not None:
-            self._begun = max(requested, self._begun or Turn.NOTHING)
+            self.begun = max(requested, self.begun or Turn.NOTHING)
         if requested is None or regular is None:
             return regular if requested is None else requested
         return max(requested, regular)

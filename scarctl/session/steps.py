@@ -256,7 +256,7 @@ class Steps:
             saving.left_out = False
             requests.again()
         elif not saving.left_out:
-            requests.made()
+            requests.begun = None
         if requests.arrived:
             requests.receive()
         engine.arena.reach(step)

@@ -177,6 +177,13 @@ MUTANTS = (
         "                spare.moments[late[:0]] = 0",
     ),
     Mutant(
+        "test_memory_has_one_step_after_each_kill",
+        "scarctl/checkpoint/engine.py",
+        "        bad = live.save(copied.ids, slot, version, moment, self.tracker.unread)",
+        "        arena.flip(slot, moment, version, arena.whole)\n"
+        "        bad = live.save(copied.ids, slot, version, moment, self.tracker.unread)",
+    ),
+    Mutant(
         "test_a_flush_ends_the_hold_and_the_newest_state_is_saved",
         "scarctl/arena/slots.py",
         "        return self._there and self._holds.number == self.number",
