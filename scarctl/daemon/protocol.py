@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from scarctl.peers.sender import Candidate
     from scarctl.peers.tls import Tls
 
-VERSION = 6
+VERSION = 7
 EVERY_VERSION = ("status", "stop")
 """Requests that a daemon answers in every version of the protocol, so that each scarctl can end it."""
 MAX_MESSAGE = 64 << 10
