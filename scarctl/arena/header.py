@@ -161,7 +161,8 @@ def _possible(fields: bytes) -> bool:
         and all(NEVER <= found[name] <= newest for name in ("sealed", "head_0", "head_1"))
         and all(found[name] in range(SLOTS) for name in ("current", "hold_slot"))
         and all(0 <= found[name] <= found["moment"] for name in ("moment_0", "moment_1", "kept"))
-        and 0 <= found["asked_whole"] <= found["asked"] >= found["served"] >= 0
+        and found["asked"] >= found["served"] >= 0
+        and found["asked_whole"] >= 0  # it is written before `asked`
         and found["errors"] >= 0
     )
 

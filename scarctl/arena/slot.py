@@ -64,8 +64,10 @@ class Slot:
 
     def stamp(self, moment: int, head: int, whole: str) -> None:
         """Say of which moment and version the state is."""
-        self._words[:2] = moment, head
+        # A reader that sees the moment sees the rest; a process killed in between leaves no new moment.
         self.name(whole)
+        self._words[1] = head
+        self._words[0] = moment
 
     def begin(self, ids: Ids) -> None:
         """Begin to write the copies of these partitions: until `end` there are none."""

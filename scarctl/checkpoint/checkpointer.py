@@ -243,7 +243,6 @@ class Checkpoints:
         if under_way is None:
             return None
         identities = under_way.moment.identities
-        copied: Copied | None = None
         uncounted: Corruption | None = None
         try:
             copied, uncounted = self._copy_again(under_way, self._wait(under_way.job, hook=hook), engine)
@@ -257,13 +256,10 @@ class Checkpoints:
             self._count(copied, engine)
             if not copied.sealed:
                 identities.failed(engine.arena.whole)
-                engine.abandon(copied)
                 return copied
             identities.made()
         except BaseException as error:
             identities.failed(engine.arena.whole)
-            if copied is not None and engine.arena.slot.moment != copied.moment:
-                engine.abandon(copied)
             self._failed(under_way, engine, error)
             return None
         if uncounted is not None:

@@ -2,7 +2,7 @@
 
 A checkpoint brings all of memory up to one step, and now and then it is the store's turn to get something of it.
 It has two halves. `copy` runs on the worker thread, during the next forward and backward: it compares, and copies what
-has changed into the slot that is not current. `hand_over` runs right before the next optimizer step: it writes the
+has changed into the slot that is not current. `complete` runs right before the next optimizer step: it writes the
 extras, and makes that slot current. The persister saves from there in the background.
 """
 
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from scarctl.theory.history import History
 
 log = logging.getLogger("scarctl")
-_NONE = np.empty(0, dtype=np.int64)
 
 
 class Engine:
@@ -149,7 +148,6 @@ class Engine:
         bad = live.save(copied.ids, slot, version, moment, self.tracker.unread)
         if bad.size:
             return replace(copied, nonfinite=bad)
-        self.tracker.copied(but=_NONE)
         self.sent.moved(copied.ids, distance[copied.ids])
         arena.note_distances(self.sent.unsaved().astype(np.float64))
         self.filling.lacks_copies = False
@@ -163,10 +161,6 @@ class Engine:
     def without_lost(self, copied: Copied) -> Copied:
         """Give up a copy if partitions were marked as lost since it began: their values may be wrong."""
         return replace(copied, sealed=False) if self.marked.mask.any() else copied
-
-    def abandon(self, copied: Copied) -> None:
-        """Leave a copy: its slot does not become current, and all that was copied is copied again the next time."""
-        self.tracker.moved(copied.ids)
 
     def _choose(self, copied: Copied, waiting: NDArray[np.bool_]) -> Copied:
         """Choose the partitions of a turn within the budget. waiting: those that the store lacks."""
@@ -238,6 +232,7 @@ class Engine:
             if not good:
                 return replace(copied, sealed=False)
             self.arena.flip(slot, copied.moment, copied.version, whole)
+        self.tracker.copied()  # only now: what a copy that is given up has read is compared again
         if copied.turn is not Turn.NOTHING:
             self._ask(copied)
         return copied
@@ -375,7 +370,7 @@ class Engine:
         self.pinning.end()
         durable = drain()
         self.saver.close(Current.FINISH if durable else Current.INTERRUPT)
-        durable = durable and not self.arena.pending().any()
+        durable = durable and not self.arena.lacking()
         if durable:
             self.arena.remove()
         else:

@@ -99,12 +99,10 @@ class Tracker:
         for g in [g for g in self._frozen if bounds[g] < bounds[g + 1]]:
             del self._frozen[g]
 
-    def copied(self, but: Ids) -> None:
-        """Note that all partitions but these (ascending) now equal their copies."""
+    def copied(self) -> None:
+        """Note that all partitions now equal their copies."""
         for touches in self._touches.values():
             touches.clear()
-        if but.size:
-            self.moved(but)
 
     def look(
         self, live: LiveState, *, thorough: bool, partly: bool = False

@@ -274,8 +274,7 @@ def reconcile(arena: Arena, state: ShardState, epoch: int) -> None:
     if state.whole and state.whole == slot.whole:
         # The process died after it had committed the whole state, but before it noted the commit in the arena.
         arena.acknowledge(state.ids, slot.version[state.ids], slot.moments[state.ids])
-        arena.keep(slot.moment)
-        arena.seal(slot.head)
+        arena.seal(slot.head)  # its extras may be of an earlier checkpoint of this state
     newest = slot.newest()
     stale = np.flatnonzero((arena.lifted(stored) > arena.lifted(newest)) & slot.intact())
     if stale.size:

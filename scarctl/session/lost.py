@@ -38,7 +38,7 @@ class LostParts:
         if ids.size:
             engine.marked.add(ids)
             log.warning(
-                "step %d: %s. Until recover() they are not copied, and no state is saved as a whole",
+                "step %d: %s. Until recover() memory and the store keep their last state: no checkpoint is made",
                 self._progress.head_step,
                 engine.marked.told,
             )

@@ -337,10 +337,10 @@ class Session:
         self._progress.restore(None, step)
 
     def mark_lost(self, lost: str | int | Iterable[str | int]) -> int:
-        """Note that parts of the live state are lost: they are not copied any more, until `recover` has restored them.
+        """Note that parts of the live state are lost: memory keeps its last state, until `recover` has restored them.
 
-        Their older copies stay; one that is under way is given up. What is saved meanwhile, also by a flush, SIGTERM or
-        `close`, is not a whole state. For any thread. lost: see `recover`. Each rank marks its own. Returns the number
+        A copy that is under way is given up, and no other one is made, also by a flush, SIGTERM or `close`. For any
+        thread. lost: see `recover`. Each rank marks its own. Returns the number
         of partitions. Raises UsageError for an unknown part, and before the first step.
         """
         return self._lost().mark(self._started(), lost)
@@ -361,8 +361,8 @@ class Session:
             and waits up to `timeout` seconds while it is being saved. "auto" takes the mode with the lower predicted
             cost in iterations, partial without a prediction. The report's `cost` has both.
         max_rework: most predicted rework, in iterations.
-        before: take no copies of later steps than this. Memory has one copy of each partition: if that is later, the
-            store's newest copy that is not later is taken.
+        before: take no copies of later steps than this. Memory has two copies of each partition: if both are later,
+            the store's newest copy that is not later is taken.
         Raises UsageError for a part that does not exist, NoIntactCopy if a partition has no copy. Raises ScarError
         (kind "too-much-rework") if the predicted rework exceeds `max_rework` or is unknown. Changes nothing then.
         """

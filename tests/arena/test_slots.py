@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.header import FIELDS
 from scarctl.state.version import NEVER, pack, step_of
 from tests.arena.arenas import ALL, LAYOUT, create, reopen
 from tests.daemon.rig import acknowledge, copy_into, values
@@ -119,3 +120,56 @@ def test_requests_wait_until_they_are_served(arena: Arena) -> None:
     assert not arena.waits
     assert (arena.version == NEVER).all()
     arena.remove()
+
+
+def test_a_process_that_is_killed_while_it_asks_leaves_memory_that_opens(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The word that says what is wanted is written first. The next request then wants everything, too."""
+    folder = arena.folder
+    monkeypatch.setattr(arena, "_words", KilledAt(arena._words, FIELDS.index("asked")))
+    with pytest.raises(KilledAt.Dead):
+        arena.ask(whole=True)
+    arena.close()
+    again = reopen(folder)
+    assert again is not None
+    assert not again.waits
+    again.ask(ids=ALL[:1])
+    assert again.wants_whole
+    again.remove()
+
+
+@pytest.mark.parametrize("word", ["moment_{}", "head_{}", "whole_{}"])
+def test_a_slot_whose_words_are_not_all_written_is_of_no_new_moment(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    """So a look that began meanwhile has ended, and a state whose age is noted anew is not called whole."""
+    copy_into(arena, ALL, pack(1, 2), 2, whole="cd" * 16)
+    slot = arena.slot
+    before, name = slot.moment, word.format(slot.number)
+    at = next(n for n, field in enumerate(FIELDS) if field == name)
+    monkeypatch.setattr(slot, "_words", KilledAt(slot._words, at - FIELDS.index(f"moment_{slot.number}")))
+    with pytest.raises(KilledAt.Dead):
+        slot.stamp(before + 1, pack(1, 1), "")
+    monkeypatch.undo()
+    assert slot.moment == before
+    assert word.startswith("whole") or slot.whole == ""
+    arena.remove()
+
+
+class KilledAt:
+    """Words in memory. A process is killed before it writes one of them."""
+
+    class Dead(BaseException):
+        """Stands for SIGKILL."""
+
+    def __init__(self, words: np.ndarray, at: int) -> None:
+        self._words, self._at = words, at
+
+    def __getitem__(self, at: object) -> object:
+        return self._words[at]
+
+    def __setitem__(self, at: object, value: object) -> None:
+        if self._at in np.atleast_1d(np.arange(self._words.size)[at]):  # type: ignore[index]
+            raise self.Dead
+        self._words[at] = value

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import scarctl
 from scarctl.checkpoint import engine as module
@@ -107,3 +109,64 @@ def test_a_part_that_is_marked_while_extras_are_written_does_not_get_into_memory
         state["x"][:] = 7
         made.recover()
         assert (state["x"] == 0).all()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_copy_that_fails_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """In the second half: the rows of a table that were marked as touched stay marked."""
+    table = torch.nn.Embedding(4000, 8, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    settings = scarctl.Settings(daemon=False)
+    rows = scarctl.Partitioning(rows={"weight": 1})
+    made = scarctl.attach(
+        table, optimizer, store=tmp_path / "store", interval=1, settings=settings, partitioning=rows
+    )
+    made.resume()
+
+    def train(step: int) -> None:
+        table(torch.arange(10 * step, 10 * step + 10)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for step in range(3):
+        train(step)
+    made._saving.finish()
+    checkpoints = made._saving._checkpoints
+
+    def fail(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        raise error
+
+    monkeypatch.setattr(checkpoints, "_copy_again", fail)
+    train(3)
+    with contextlib.suppress(KeyboardInterrupt):
+        made._saving.finish()
+    for step in range(4, 7):
+        train(step)
+    made._saving.finish()
+    slot = made._started().arena.slot
+    assert slot.whole
+    assert step_of(slot.head) == 7
+    assert np.array_equal(slot.rows(0, 0).view(np.float32), table.weight.detach().numpy())
+    made.close()
+
+
+def test_memory_stays_if_only_its_extras_are_newer_than_the_store(tmp_path: Path) -> None:
+    count = {"n": 0}
+    state = {"x": np.zeros((8, 4))}
+    made = session(tmp_path / "store", state, extras={"count": count})
+    state["x"] += 1
+    made.step()
+    made.checkpoint(full=True, wait=True)
+    made._started().stop()
+    for _ in range(2):
+        count["n"] += 1
+        made.step()
+    made._saving.finish()
+    made.close(seal=False)
+    count["n"] = 0
+    again = session(tmp_path / "store", {"x": np.zeros((8, 4))}, extras={"count": count})
+    assert (again.resume().step, count["n"]) == (3, 2)
+    again.close()
