@@ -221,9 +221,11 @@ class Slots(Fields):
         """
         try:
             with self._holds.guard():
-                if not self._holds.free(self.spare.number, flush=flush):
+                spare = self.spare
+                if not self._holds.free(spare.number, flush=flush):
                     return None
-                return self.spare, self._next_moment()
+                spare.name("")  # from here on it has copies of several states
+                return spare, self._next_moment()
         except Contention:
             if flush:
                 raise
