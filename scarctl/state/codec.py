@@ -116,7 +116,11 @@ def encode(obj: object) -> tuple[str, Tensors]:
     Raises UsageError naming the place of any other value ("extras.sched.x is a socket"), and for more than 64 levels.
     """
     tensors: Tensors = {}
-    tree = _encode(obj, "extras", MAX_DEPTH, tensors)
+    try:
+        tree = _encode(obj, MAX_DEPTH, tensors)
+    except _Unfit as unfit:
+        of = "a key of " if unfit.key else ""
+        raise UsageError(f"{of}extras{unfit.place} {unfit.why}", hint=unfit.hint) from None
     text = json.dumps(tree, separators=(",", ":"), allow_nan=False)
     if reason := too_much(text, containers=_MAX_CONTAINERS):
         raise UsageError(f"extras: {reason}", hint="put long lists of numbers into arrays")
@@ -145,7 +149,18 @@ def decode(text: str, tensors: Mapping[str, RawTensor]) -> object:
 # --- encoding -----------------------------------------------------------------------------------------------
 
 
-def _encode(obj: Any, path: str, depth: int, tensors: Tensors) -> Any:
+class _Unfit(Exception):
+    """A value that extras cannot hold. Its place is put together only then, as that takes longer than encoding."""
+
+    def __init__(self, why: str, hint: str = "") -> None:
+        self.why = why
+        self.hint = hint
+        self.place = ""
+        self.key = False
+        """It is a key of what is at the place."""
+
+
+def _encode(obj: Any, depth: int, tensors: Tensors) -> Any:
     kind = type(obj)
     if obj is None or kind is bool:
         return obj
@@ -155,57 +170,79 @@ def _encode(obj: Any, path: str, depth: int, tensors: Tensors) -> Any:
     if kind is float:
         return obj if math.isfinite(obj) else {"float": str(obj)}
     if kind is complex:
-        return {"complex": [_encode(x, path, depth, tensors) for x in (obj.real, obj.imag)]}
+        return {"complex": [_encode(x, depth, tensors) for x in (obj.real, obj.imag)]}
     if kind is str:
         return obj if _is_unicode(obj) else {"str": obj.encode("utf-8", "surrogatepass").hex()}
     if kind is bytes:
         return {"bytes": _add(tensors, RawTensor("U8", (len(obj),), obj))}
     if kind is RawTensor:
         if reason := _fault(obj):
-            raise UsageError(f"{path} is not a valid tensor: {reason}")
+            raise _Unfit(f"is not a valid tensor: {reason}")
         name = _add(tensors, obj)
         return {"permuted": [name, list(obj.order)]} if obj.order else {"tensor": name}
     if kind is np.ndarray:
-        return _encode_array(obj, path, tensors)
+        return _encode_array(obj, tensors)
     if isinstance(obj, np.generic):
-        return _encode_scalar(obj, path, depth, tensors)
-    return _encode_container(obj, path, depth - 1, tensors)
+        return _encode_scalar(obj, depth, tensors)
+    return _encode_container(obj, depth - 1, tensors)
 
 
-def _encode_container(obj: Any, path: str, depth: int, tensors: Tensors) -> Any:
+def _encode_container(obj: Any, depth: int, tensors: Tensors) -> Any:
     kind = type(obj)
     if kind not in (list, tuple, set, frozenset, deque, dict, OrderedDict, Counter):
-        raise UsageError(
-            f"{path} is a {kind.__name__}, which extras cannot hold",
+        raise _Unfit(
+            f"is a {kind.__name__}, which extras cannot hold",
             hint="convert it to plain Python values, lists, tuples, dicts, sets or arrays first",
         )
     if depth < 0:
-        raise UsageError(f"{path} is nested more than {MAX_DEPTH} levels deep, or contains itself")
+        raise _Unfit(f"is nested more than {MAX_DEPTH} levels deep, or contains itself")
     if kind in (list, tuple):
-        items = [_encode(item, f"{path}[{i}]", depth, tensors) for i, item in enumerate(obj)]
+        items = _items(obj, depth, tensors, "[{}]")
         return items if kind is list else {"tuple": items}
     if kind is deque:
-        return {"deque": [[_encode(item, f"{path}[..]", depth - 1, tensors) for item in obj], obj.maxlen]}
+        return {"deque": [_items(obj, depth - 1, tensors, "[..]"), obj.maxlen]}
     if kind in (set, frozenset):
-        return {kind.__name__: [_encode(item, f"{path}{{}}", depth, tensors) for item in obj]}
+        return {kind.__name__: _items(obj, depth, tensors, "{{}}")}
     if kind is dict and all(type(key) is str and _is_unicode(key) for key in obj):
-        return {"dict": {key: _encode(v, _below(path, key), depth, tensors) for key, v in obj.items()}}
-    return {
-        "items" if kind is dict else kind.__name__: [
-            [
-                _encode(key, f"a key of {path}", depth, tensors),
-                _encode(value, _below(path, key), depth, tensors),
-            ]
-            for key, value in obj.items()
-        ]
-    }
+        return {"dict": dict(zip(obj, _values(obj, depth, tensors), strict=True))}
+    try:
+        keys = _items(obj, depth, tensors, "")
+    except _Unfit as unfit:
+        unfit.key, unfit.place = True, ""
+        raise
+    pairs = zip(keys, _values(obj, depth, tensors), strict=True)
+    return {"items" if kind is dict else kind.__name__: [list(pair) for pair in pairs]}
 
 
-def _encode_array(array: NDArray[Any], path: str, tensors: Tensors) -> Any:
+def _values(obj: Mapping[Any, Any], depth: int, tensors: Tensors) -> list[Any]:
+    """Encode the values of a dictionary."""
+    values: list[Any] = []
+    try:
+        for value in obj.values():
+            values.append(_encode(value, depth, tensors))
+    except _Unfit as unfit:
+        unfit.place = _below(list(obj)[len(values)]) + unfit.place
+        raise
+    return values
+
+
+def _items(values: Iterable[Any], depth: int, tensors: Tensors, place: str) -> list[Any]:
+    """Encode the values of a container. place: names one of them, by its number."""
+    items: list[Any] = []
+    try:
+        for value in values:
+            items.append(_encode(value, depth, tensors))
+    except _Unfit as unfit:
+        unfit.place = place.format(len(items)) + unfit.place
+        raise
+    return items
+
+
+def _encode_array(array: NDArray[Any], tensors: Tensors) -> Any:
     numpy = array.dtype.str
     if not _is_portable(array.dtype):
-        raise UsageError(
-            f"{path} is an array of dtype {array.dtype}, which extras cannot hold",
+        raise _Unfit(
+            f"is an array of dtype {array.dtype}, which extras cannot hold",
             hint="use an array of numbers, text or bytes",
         )
     data = array.tobytes()
@@ -214,14 +251,14 @@ def _encode_array(array: NDArray[Any], path: str, tensors: Tensors) -> Any:
     return {"array": [_add(tensors, RawTensor("U8", (len(data),), data)), numpy, list(array.shape)]}
 
 
-def _encode_scalar(scalar: np.generic, path: str, depth: int, tensors: Tensors) -> Any:
+def _encode_scalar(scalar: np.generic, depth: int, tensors: Tensors) -> Any:
     # Strings come first, because arrays would strip their trailing zeros.
     if type(scalar) is np.str_:
-        return {"np.str": _encode(str(scalar), path, depth, tensors)}
+        return {"np.str": _encode(str(scalar), depth, tensors)}
     if type(scalar) is np.bytes_:
-        return {"np.bytes": _encode(bytes(scalar), path, depth, tensors)}
+        return {"np.bytes": _encode(bytes(scalar), depth, tensors)}
     if not _is_portable(scalar.dtype):
-        raise UsageError(f"{path} is a {type(scalar).__name__}, which extras cannot hold")
+        raise _Unfit(f"is a {type(scalar).__name__}, which extras cannot hold")
     return {"scalar": [scalar.dtype.str, scalar.tobytes().hex()]}
 
 
@@ -231,8 +268,8 @@ def _add(tensors: Tensors, tensor: RawTensor) -> str:
     return name
 
 
-def _below(path: str, key: object) -> str:
-    return f"{path}.{key}" if isinstance(key, str) and key.isidentifier() else f"{path}[{key!r}]"
+def _below(key: object) -> str:
+    return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
 
 
 def _is_unicode(text: str) -> bool:
