@@ -161,7 +161,8 @@ class Fields:
         self._words[_MOMENT] += 1
         return self.newest_moment
 
-    def _reach_moment(self, moment: int) -> None:
+    def adopt_moment(self, moment: int) -> None:
+        """Count moments from `moment` on: the copies are those of another arena."""
         self._words[_MOMENT] = max(moment, self.newest_moment)
 
     def _clear(self) -> None:

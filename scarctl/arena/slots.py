@@ -231,10 +231,6 @@ class Slots(Fields):
                 raise
             return None
 
-    def adopt_moment(self, moment: int) -> None:
-        """Count moments from `moment` on: the copies are those of another arena."""
-        self._reach_moment(moment)
-
     def carry(self, ids: Ids) -> None:
         """Copy these partitions from the current slot into the other one, as copies of the same moments."""
         here, there = self.slot, self.spare

@@ -149,7 +149,7 @@ class Engine:
         if bad.size:
             return replace(copied, nonfinite=bad)
         self.sent.moved(copied.ids, distance[copied.ids])
-        arena.note_distances(self.sent.unsaved().astype(np.float64))
+        arena.note_distances(self.sent.unsaved())
         self.filling.lacks_copies = False
         copied = replace(copied, sealed=True)
         if turn is not Turn.PART:

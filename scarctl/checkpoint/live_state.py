@@ -229,12 +229,9 @@ class LiveState:
             result |= np.logical_or.reduceat(differs, firsts)
         return result
 
-    def save(
-        self, ids: Ids, slot: Slot, version: int, moment: int | Ids, unread: Set[int] = frozenset()
-    ) -> Ids:
+    def save(self, ids: Ids, slot: Slot, version: int, moment: int, unread: Set[int] = frozenset()) -> Ids:
         """Copy the partitions `ids` (ascending) into a slot of the arena, as new at `version` and `moment`.
 
-        moment: one for all, or one for each partition of the layout.
         Partitions that another thread keeps writing to meanwhile, as counted by torch, are left without a copy.
         unread: groups whose parameters may have values that are not finite. Returns the partitions that have such
         values, ascending: they are not copied.
@@ -258,7 +255,7 @@ class LiveState:
                     if gpu:
                         wait_for(self.devices)
                     if self.counters(g) == before:
-                        slot.end(batch, version, moment if isinstance(moment, int) else moment[batch])
+                        slot.end(batch, version, moment)
                         break
         return np.concatenate([ids[:0], *left])
 

@@ -78,11 +78,11 @@ class Sent:
         if self._copy is not None:
             self._keep(ids)
 
-    def unsaved(self) -> NDArray[np.float32]:
-        """Return the distance of every copy in memory from what is durable, NaN if unknown: float32 (partitions,)."""
+    def unsaved(self) -> NDArray[np.float64]:
+        """Return the distance of every copy in memory from what is durable, NaN if unknown: float64 (partitions,)."""
         self._under_way[self._arena.saved >= self._asked] = 0.0
         found = self._moved + self._under_way
-        return np.where(found < _UNKNOWN, np.minimum(found, 3e38), np.nan).astype(np.float32)
+        return np.where(found < _UNKNOWN, np.minimum(found, 3e38), np.nan)
 
     def replaced(self, ids: Ids) -> None:
         """Note that the copies of these partitions in memory were replaced, so that no distance of theirs is known."""
