@@ -224,8 +224,9 @@ class Slots(Fields):
                 spare = self.spare
                 if not self._holds.free(spare.number, flush=flush):
                     return None
-                spare.name("")  # from here on it has copies of several states
-                return spare, self._next_moment()
+                moment = self._next_moment()  # first: a look is over from here on
+                spare.name("")  # it has copies of several states
+                return spare, moment
         except Contention:
             if flush:
                 raise

@@ -32,13 +32,19 @@ The hold
  9. A saver looks for its hold, by number, after the last byte and before the record. If it is gone, it drops all that
     it has read, and begins again with the current slot.
 
+10. What is copied in no time is copied without a hold: a *look*, which is valid if no moment has begun to write into
+    the slot. A moment is counted before it changes anything there, and not if it is left out. Of a slot's own words
+    its moment is written last. A saver notes the moment of the current slot. After the last byte it asks which slot is
+    current. If it is the same one, it must have the same moment. Otherwise its own must be the same, and the current
+    one's the newest that was counted. After some looks in vain the saver takes a hold.
+
 Targets
-10. Pending is what has another version than `durable` of the target. After its record a saver notes the versions that
+11. Pending is what has another version than `durable` of the target. After its record a saver notes the versions that
     it copied. A new saver asks its target what is durable.
-11. A full checkpoint takes all that is pending and the extras from the slot that is held.
+12. A full checkpoint takes all that is pending and the extras from the slot that is held.
 
 A row that is lost
-12. From the mark on nothing is copied and nothing flips, until the row is recovered: from the newest copy of any slot
+13. From the mark on nothing is copied and nothing flips, until the row is recovered: from the newest copy of any slot
     or target whose version is not later than asked.
 
 The rules for ranks are in `tests.adversarial.memory_ranks`.
@@ -55,7 +61,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tests.adversarial import memory_ranks
+from tests.adversarial import memory_look, memory_ranks
 from tests.adversarial.memory_steps import OWN_WORDS, Model
 from tests.adversarial.memory_world import Saver, Target, World
 from tests.adversarial.search import Result, search
@@ -65,6 +71,7 @@ from tests.adversarial.search import Result, search
 class Scenario:
     """`words` of training, see `Model._change`; `savers`: the turns of each target's saver, "full" or one row.
 
+    "*" behind a turn: with a look first.
     `kills` of training, `deaths` of savers: at most so many, at any time.
     """
 
@@ -83,6 +90,8 @@ SHORT = (
     Scenario("a saver that dies", "a b 0", ("full",), deaths=1),
     Scenario("a flush during a hold", "ab ab flush", ("full",)),
     Scenario("two targets and a flush", "a flush", ("a", "a")),
+    Scenario("a look", "a 0 0", ("full*",)),
+    Scenario("a look and a restart", "a 0", ("full*",), kills=1),
     Scenario("a row that is lost", "a rot a mark recover", ("full",)),
     Scenario("a row that is lost after a restart", "a rot a mark recover", (), kills=1),
 )
@@ -94,6 +103,10 @@ LONG = (
     Scenario("a saver that dies, and two turns", "a b ab", ("full full",), deaths=1),
     Scenario("two targets, and a saver dies", "a 0 0", ("a", "a"), deaths=1),
     Scenario("two targets, two steps, and a flush", "a a flush", ("a", "a")),
+    Scenario("a look at rows that change in turns", "a b a", ("a* full*",), kills=1),
+    Scenario("a look beside a hold", "a a a", ("a*", "a")),
+    Scenario("a look at what is not finite", "ab aB a b", ("full*",)),
+    Scenario("a look and a flush", "a b flush", ("full*",), deaths=1),
     Scenario("lost, killed, and with a saver", "a rot a mark recover b", ("full",), kills=1),
     Scenario("steps without a checkpoint", "a b. a. =b", ("full",), kills=1),
 )
@@ -128,6 +141,7 @@ MUTANTS = {
     "a row keeps its version while it is written": "a row that is lost",
     "copying goes on after a part was marked as lost": "a row that is lost",
     "each saver has a hold of its own, chooses before, and looks again": "two targets",
+    **memory_look.MUTANTS,
 }
 """Rules left out, and the scenario that shows the consequence."""
 VARIANT = OWN_WORDS[0]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeVar, overload
 
+from tests.adversarial.memory_look import Looking
 from tests.adversarial.memory_world import (
     NONE,
     ROWS,
@@ -15,15 +15,16 @@ from tests.adversarial.memory_world import (
     Row,
     Saver,
     Slot,
+    Step,
     Target,
     Told,
     World,
     check,
+    put,
+    with_saver,
 )
 from tests.adversarial.search import Broken
 
-Step = tuple[str, World]
-Item = TypeVar("Item")
 INTERVAL = 1
 """A hold lasts for one memory interval."""
 CHOSEN_BEFORE = (
@@ -36,7 +37,7 @@ OWN_WORDS = (
 )
 
 
-class Model:
+class Model(Looking):
     """`mutant`: the rule that is left out."""
 
     def __init__(self, mutant: str = "") -> None:
@@ -52,7 +53,7 @@ class Model:
             yield from self._save(world, k, saver)
             if world.deaths and saver.at not in ("idle", "start"):
                 dead = Saver(saver.todo, "start", saver.life + 1)
-                yield f"saver {k} dies", _saver(world._replace(deaths=world.deaths - 1), k, dead)
+                yield f"saver {k} dies", with_saver(world._replace(deaths=world.deaths - 1), k, dead)
         if world.kills:
             yield "kill -9, and a restart", self._restart(world)
 
@@ -74,7 +75,10 @@ class Model:
                 yield self._recover(rest)
         elif word == "flush":
             yield "SIGTERM", rest._replace(due="flush")
-        elif world.copy.at in ("idle", "stamp", "flip", "extras") or self.mutant == "training does not wait":
+        elif (
+            world.copy.at in ("idle", "stamp", "name", "flip", "extras")
+            or self.mutant == "training does not wait"
+        ):
             yield f"trains {word}", self._change(rest, word)
 
     def _change(self, world: World, word: str) -> World:
@@ -87,7 +91,7 @@ class Model:
         live, fresh = world.live, world.fresh
         for letter in letters:
             fresh += 1
-            live = _put(live, "ab".index(letter.lower()), -fresh if letter.isupper() else fresh)
+            live = put(live, "ab".index(letter.lower()), -fresh if letter.isupper() else fresh)
         step = world.step + (not word.startswith("="))
         due = "" if word.endswith(".") else "copy"
         changed = frozenset("ab".index(letter.lower()) for letter in letters)
@@ -118,7 +122,7 @@ class Model:
             raise Broken("a torn copy is taken")
         if found.version < world.lost.best:
             raise Broken(f"the copy of moment {world.lost.best} was there when row 0 was marked as lost")
-        live, marks = _put(world.live, 0, found.high), (world.marks[0] | {0}, world.marks[1] | {0})
+        live, marks = put(world.live, 0, found.high), (world.marks[0] | {0}, world.marks[1] | {0})
         return "recovers row 0", world._replace(live=live, marks=marks, lost=None, due="copy")
 
     def _restart(self, world: World) -> World:
@@ -137,10 +141,11 @@ class Model:
             extras=slot.extras,
             step=world.history[slot.moment - 1].step,
             due="",
-            marks=_put((NONE, NONE), s, differ),
+            marks=put((NONE, NONE), s, differ),
             copy=Copy(),
             lost=None,
             kills=world.kills - 1,
+            begun=slot.moment if self.mutant == "a restart counts from the current slot on" else world.begun,
             dropped=dropped,
         )
 
@@ -149,7 +154,7 @@ class Model:
     def _begin(self, world: World) -> Step:
         """Begin a memory checkpoint, into the slot that is not current. The extras are copied at once."""
         s, moment, flush = 1 - world.current, world.moment + 1, world.due == "flush"
-        told = Told(world.live, world.extras, world.step)
+        told, before = Told(world.live, world.extras, world.step), world
         world = world._replace(moment=moment, due="", history=(*world.history[: moment - 1], told))
         holds = [hold for hold in world.holds if hold and hold.slot == s]
         if any(self._respects(world, hold) for hold in holds) and not flush:
@@ -157,7 +162,9 @@ class Model:
         keeps = self.mutant in ("the copier ignores a hold", "the copier writes before it ends a hold")
         if not keeps and not (flush and self.mutant == "a flush does not end the hold"):
             world = world._replace(holds=tuple(None if hold in holds else hold for hold in world.holds))
-        slot, current = world.slots[s], world.slots[world.current]
+        if world.slots[s].name and self.mutant == "a slot loses its name before the moment is counted":
+            return "clears a name", _slot(before, s, before.slots[s]._replace(name=0))
+        slot, current = world.slots[s]._replace(name=0), world.slots[world.current]
         if self.mutant != "the extras are written after the flip":
             slot = slot._replace(extras=world.extras)
         left, changed, rows = world.marks[s], world.marks[world.current], slot.rows
@@ -165,17 +172,18 @@ class Model:
             left = changed
         elif self.mutant == "a row that differs between the slots is taken for equal":
             for i in left - changed:
-                rows = _put(rows, i, rows[i]._replace(version=current.rows[i].version))
+                rows = put(rows, i, rows[i]._replace(version=current.rows[i].version))
             left = changed
         elif self.mutant == "a row that did not change gets a new version":
             for i in set(ROWS) - left:
-                rows = _put(rows, i, rows[i]._replace(version=moment))
+                rows = put(rows, i, rows[i]._replace(version=moment))
         made = _slot(world, s, slot._replace(rows=rows))
-        at = "low" if left else "stamp"
+        at = "low" if left else "name"
         return (
             f"{'flushes' if flush else 'copies'} moment {moment} into slot {s}",
             made._replace(
                 copy=Copy(at, moment, tuple(sorted(left)), NONE, changed),
+                begun=moment,
                 waited=0,
                 flushed=flush or world.flushed,
             ),
@@ -223,13 +231,23 @@ class Model:
         made = _row(world, s, i, world.slots[s].rows[i]._replace(version=version))
         if self.mutant != "marks are cleared at the flip":
             made = _mark(made, s, made.marks[s] - {i})
-        at = "low" if rest else "stamp"
+        at = "low" if rest else "name"
         return f"versions row {i}", made._replace(
             copy=copy._replace(at=at, left=rest, taken=copy.taken | {i})
         )
 
+    def _copy_name(self, world: World, copy: Copy, s: int) -> Step:
+        if not any(turn.endswith("*") for saver in world.savers for turn in saver.todo):
+            return self._copy_stamp(world, copy, s)  # a hold keeps both words as they are
+        slot = world.slots[s]
+        if self.mutant == "a slot has its moment before its name":
+            made = _slot(world, s, slot._replace(moment=copy.moment))
+        else:
+            made = _slot(world, s, slot._replace(name=copy.moment))
+        return "writes the first word", made._replace(copy=copy._replace(at="stamp"))
+
     def _copy_stamp(self, world: World, copy: Copy, s: int) -> Step:
-        made = _slot(world, s, world.slots[s]._replace(moment=copy.moment))
+        made = _slot(world, s, world.slots[s]._replace(moment=copy.moment, name=copy.moment))
         return "stamps", made._replace(copy=copy._replace(at="flip"))
 
     def _copy_flip(self, world: World, copy: Copy, s: int) -> Step:
@@ -262,17 +280,20 @@ class Model:
             what, after = getattr(self, f"_save_{saver.at}")(world, k, saver)
             yield f"saver {k} {what}", after
         elif saver.todo and self._nothing(world, k, saver):
-            yield f"saver {k} has nothing to do", _saver(world, k, saver._replace(todo=saver.todo[1:]))
+            rest = saver._replace(todo=saver.todo[1:], looks=0)
+            yield f"saver {k} has nothing to do", with_saver(world, k, rest)
+        elif saver.todo and self._may_look(saver):
+            yield self._look(world, k, saver)
         elif saver.todo and self.mutant in (*CHOSEN_BEFORE, OWN_WORDS[1]):
             chosen = saver._replace(at="take", slot=world.current)
-            yield f"saver {k} chooses slot {world.current}", _saver(world, k, chosen)
+            yield f"saver {k} chooses slot {world.current}", with_saver(world, k, chosen)
         elif saver.todo:
             what, after = self._save_take(world, k, saver._replace(slot=world.current))
             yield f"saver {k} {what}", after
 
     def _nothing(self, world: World, k: int, saver: Saver) -> bool:
         slot = world.slots[world.current]
-        full = saver.todo[0] == "full"
+        full = saver.full
         return not _pending(world, k, slot, saver) and not (full and world.targets[k].moment != slot.moment)
 
     def _save_take(self, world: World, k: int, saver: Saver) -> Step:
@@ -287,7 +308,7 @@ class Model:
             hold, what = hold._replace(members=hold.members | {me}), "joins the hold of"
             if self.mutant == "a hold that is joined lasts longer":
                 hold = hold._replace(deadline=now + INTERVAL)
-        world = world._replace(holds=_put(world.holds, word, hold))
+        world = world._replace(holds=put(world.holds, word, hold))
         looks = self.mutant in (CHOSEN_BEFORE[1], OWN_WORDS[1])
         at = "again" if looks and what == "holds" else "low"
         saver = saver._replace(at=at, slot=hold.slot, hold=hold.number, deadline=hold.deadline)
@@ -297,33 +318,34 @@ class Model:
         """Look at the current slot again, after the hold was taken."""
         if saver.slot == world.current:
             return "looks at the current slot", self._choose(world, k, saver._replace(at="low"))
-        saver = Saver(saver.todo, "idle", saver.life)
-        return "finds another current slot", _saver(self._let_go(world, k, saver), k, saver)
+        saver = Saver(saver.todo, "idle", saver.life, looks=saver.looks)
+        return "finds another current slot", with_saver(self._let_go(world, k, saver), k, saver)
 
     def _choose(self, world: World, k: int, saver: Saver) -> World:
         got = {i for i, _ in saver.segment}
         left = tuple(i for i in _pending(world, k, world.slots[saver.slot], saver) if i not in got)
         if saver.at == "low" and not left:
             saver = saver._replace(at="extras")
-        return _saver(world, k, saver._replace(left=left))
+        return with_saver(world, k, saver._replace(left=left))
 
     def _save_low(self, world: World, k: int, saver: Saver) -> Step:
         row = world.slots[saver.slot].rows[saver.left[0]]
         segment = (*saver.segment, (saver.left[0], Row(row.version, row.low)))
-        return "copies half a row", _saver(world, k, saver._replace(at="high", segment=segment))
+        return "copies half a row", with_saver(world, k, saver._replace(at="high", segment=segment))
 
     def _save_high(self, world: World, k: int, saver: Saver) -> Step:
         i, half = saver.segment[-1]
         row = half._replace(high=world.slots[saver.slot].rows[i].high)
         at, rest = "low" if saver.left[1:] else "extras", saver.left[1:]
         saver = saver._replace(at=at, left=rest, segment=(*saver.segment[:-1], (i, row)))
-        return f"copies row {i}", _saver(world, k, saver)
+        return f"copies row {i}", with_saver(world, k, saver)
 
     def _save_extras(self, world: World, k: int, saver: Saver) -> Step:
         slot = world.slots[saver.slot]
-        if saver.todo[0] == "full" and not saver.moment:
-            saver = saver._replace(moment=slot.moment, extras=slot.extras)
-        return "reads the extras", _saver(world, k, saver._replace(at="look"))
+        if saver.full and not saver.moment:
+            saver = saver._replace(moment=slot.moment, name=slot.name, extras=slot.extras)
+        at = "look" if saver.hold else "glance"
+        return "reads the extras", with_saver(world, k, saver._replace(at=at))
 
     def _save_look(self, world: World, k: int, saver: Saver) -> Step:
         """Look at the hold after the last byte and before the record, and let go."""
@@ -334,12 +356,14 @@ class Model:
         if not mine and world.moment <= saver.deadline and not world.flushed:
             raise Broken(f"saver {k} has lost its hold before the deadline")
         if mine or self.mutant == "a saver does not look at the hold":
-            made = _saver(self._let_go(world, k, saver), k, saver._replace(at="record"))
+            made = with_saver(self._let_go(world, k, saver), k, saver._replace(at="record"))
             return "finds its hold, and lets go", made
-        again = Saver(saver.todo, "idle", saver.life)
+        again = Saver(saver.todo, "idle", saver.life, looks=saver.looks)
         if self.mutant == "a saver keeps its segment when it begins again":
-            again = again._replace(segment=saver.segment, moment=saver.moment, extras=saver.extras)
-        return "has lost its hold", _saver(world, k, again)
+            again = again._replace(
+                segment=saver.segment, moment=saver.moment, name=saver.name, extras=saver.extras
+            )
+        return "has lost its hold", with_saver(world, k, again)
 
     def _let_go(self, world: World, k: int, saver: Saver) -> World:
         word = k if self.own_words else 0
@@ -347,7 +371,7 @@ class Model:
         if hold is None or (k, saver.life) not in hold.members:
             return world
         left = hold.members - {(k, saver.life)}
-        return world._replace(holds=_put(world.holds, word, hold._replace(members=left) if left else None))
+        return world._replace(holds=put(world.holds, word, hold._replace(members=left) if left else None))
 
     def _save_record(self, world: World, k: int, saver: Saver) -> Step:
         target = world.targets[k]
@@ -355,29 +379,31 @@ class Model:
         for i, row in saver.segment:
             if row.version < rows[i].version:
                 raise Broken(f"target {k} goes back to moment {row.version} of row {i}")
-            rows = _put(rows, i, row)
-        made = world._replace(targets=_put(world.targets, k, Target(rows, saver.moment, saver.extras)))
-        return "puts its record", _saver(made, k, saver._replace(at="durable"))
+            rows = put(rows, i, row)
+        made = world._replace(
+            targets=put(world.targets, k, Target(rows, saver.moment, saver.name, saver.extras))
+        )
+        return "puts its record", with_saver(made, k, saver._replace(at="durable"))
 
     def _save_durable(self, world: World, k: int, saver: Saver) -> Step:
         known = world.durable[k]
         for i, row in saver.segment:
             present = world.slots[world.current].rows[i].version
-            known = _put(
+            known = put(
                 known, i, present if self.mutant == "the present version is called durable" else row.version
             )
-        made = world._replace(durable=_put(world.durable, k, known))
-        return "notes what is durable", _saver(made, k, Saver(saver.todo[1:], "idle", saver.life))
+        made = world._replace(durable=put(world.durable, k, known))
+        return "notes what is durable", with_saver(made, k, Saver(saver.todo[1:], "idle", saver.life))
 
     def _save_start(self, world: World, k: int, saver: Saver) -> Step:
         """Model a new saver, which asks its target what is durable."""
         known = tuple(row.version for row in world.targets[k].rows)
-        made = world._replace(durable=_put(world.durable, k, (known[0], known[1])))
-        return "starts", _saver(made, k, saver._replace(at="idle"))
+        made = world._replace(durable=put(world.durable, k, (known[0], known[1])))
+        return "starts", with_saver(made, k, saver._replace(at="idle"))
 
 
 def _pending(world: World, k: int, slot: Slot, saver: Saver) -> tuple[int, ...]:
-    chosen = ROWS if saver.todo[0] == "full" else ("ab".index(saver.todo[0]),)
+    chosen = ROWS if saver.full else ("ab".index(saver.todo[0][0]),)
     return tuple(i for i in chosen if slot.rows[i].version != world.durable[k][i])
 
 
@@ -387,25 +413,13 @@ def _copies(world: World, before: int) -> list[Row]:
     return [row for row in rows if 0 < row.version <= before]
 
 
-@overload
-def _put(items: tuple[Item, Item], i: int, item: Item) -> tuple[Item, Item]: ...
-@overload
-def _put(items: tuple[Item, ...], i: int, item: Item) -> tuple[Item, ...]: ...
-def _put(items: tuple[Item, ...], i: int, item: Item) -> tuple[Item, ...]:
-    return (*items[:i], item, *items[i + 1 :])
-
-
 def _slot(world: World, s: int, slot: Slot) -> World:
-    return world._replace(slots=_put(world.slots, s, slot))
+    return world._replace(slots=put(world.slots, s, slot))
 
 
 def _row(world: World, s: int, i: int, row: Row) -> World:
-    return _slot(world, s, world.slots[s]._replace(rows=_put(world.slots[s].rows, i, row)))
+    return _slot(world, s, world.slots[s]._replace(rows=put(world.slots[s].rows, i, row)))
 
 
 def _mark(world: World, s: int, marks: Marks) -> World:
-    return world._replace(marks=_put(world.marks, s, marks))
-
-
-def _saver(world: World, k: int, saver: Saver) -> World:
-    return world._replace(savers=_put(world.savers, k, saver))
+    return world._replace(marks=put(world.marks, s, marks))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, overload
 
 from tests.adversarial.search import Broken
 
@@ -10,6 +10,7 @@ ROWS = (0, 1)
 Marks = frozenset[int]
 """Numbers, of rows for the most part."""
 NONE: Marks = frozenset()
+Item = TypeVar("Item")
 
 
 class Row(NamedTuple):
@@ -26,6 +27,8 @@ Rows = tuple[Row, Row]
 
 class Slot(NamedTuple):
     moment: int
+    name: int
+    """The moment that the state is named after; 0 while it is written."""
     extras: int
     rows: Rows
 
@@ -40,7 +43,9 @@ class Hold(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """The copier: `at` is "idle", "low", "high" or "version" of a row, "stamp", "flip", or "extras" in a mutant."""
+    """The copier: `at` is "idle", "low", "high" or "version" of a row, "name", "stamp", "flip", or, in a
+    mutant, "extras".
+    """
 
     at: str = "idle"
     moment: int = 0
@@ -62,13 +67,26 @@ class Saver(NamedTuple):
     left: tuple[int, ...] = ()
     segment: tuple[tuple[int, Row], ...] = ()
     moment: int = 0
+    name: int = 0
     extras: int = 0
+    looks: int = 0
+    """Attempts to copy without a hold that were in vain."""
+    since: int = 0
+    """The moment of the slot when the look began."""
+    seen: int = 0
+    """The slot that is current, as the look has found it after the last byte."""
+
+    @property
+    def full(self) -> bool:
+        """Whether the next turn is a full checkpoint."""
+        return self.todo[0].startswith("full")
 
 
 class Target(NamedTuple):
     rows: Rows = (Row(), Row())
     moment: int = 0
     """Of the full checkpoint that it has; 0 if its rows may be of several moments."""
+    name: int = 0
     extras: int = 0
 
 
@@ -100,7 +118,9 @@ class World(NamedTuple):
     """A memory checkpoint is due: "copy" or "flush"."""
     moment: int = 1
     """The counter of moments, a word in memory."""
-    slots: tuple[Slot, Slot] = (Slot(1, 1, (Row(1, 1, 1), Row(1, 2, 2))),) * 2
+    begun: int = 1
+    """The newest moment that was not left out, a word in memory."""
+    slots: tuple[Slot, Slot] = (Slot(1, 1, 1, (Row(1, 1, 1), Row(1, 2, 2))),) * 2
     current: int = 0
     marks: tuple[Marks, Marks] = (NONE, NONE)
     """For each slot the rows that changed since its moment."""
@@ -121,6 +141,23 @@ class World(NamedTuple):
     history: tuple[Told, ...] = (Told((1, 2), 1, 1),)
 
 
+Step = tuple[str, World]
+
+
+@overload
+def put(items: tuple[Item, Item], i: int, item: Item) -> tuple[Item, Item]: ...
+@overload
+def put(items: tuple[Item, ...], i: int, item: Item) -> tuple[Item, ...]: ...
+def put(items: tuple[Item, ...], i: int, item: Item) -> tuple[Item, ...]:
+    """Return the items with another one in place `i`."""
+    return (*items[:i], item, *items[i + 1 :])
+
+
+def with_saver(world: World, k: int, saver: Saver) -> World:
+    """Return the world with another state of saver `k`."""
+    return world._replace(savers=put(world.savers, k, saver))
+
+
 def check(world: World) -> None:
     """Raise Broken unless a restart, every target and every word in memory are right, now."""
     slot = world.slots[world.current]
@@ -133,6 +170,8 @@ def check(world: World) -> None:
             raise Broken(f"a restart at moment {slot.moment} finds row {i} of another moment")
         if row.high < 0:
             raise Broken(f"a restart finds row {i} not finite")
+    if slot.name != slot.moment:
+        raise Broken(f"a restart finds moment {slot.moment} under the name of {slot.name}")
     if slot.extras != told.extras:
         raise Broken(f"a restart at moment {slot.moment} finds extras of another moment")
     if slot.moment < world.flipped:
@@ -160,5 +199,7 @@ def _check_target(world: World, number: int, target: Target) -> None:
         again = current.rows[i].version != known and current.rows[i].high == row.high
         if again and saver.at == "idle" and not world.before:
             raise Broken(f"row {i} is pending for target {number}, which has it")
+    if told and target.name != target.moment:
+        raise Broken(f"target {number} calls moment {target.moment} full, under the name of {target.name}")
     if told and target.extras != told.extras:
         raise Broken(f"target {number} calls moment {target.moment} full, and its extras are of another")

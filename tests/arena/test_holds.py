@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from scarctl.arena.arena import Arena
+from scarctl.arena.slot import Slot
 from scarctl.errors import Contention
 from scarctl.state.version import pack
 from tests.arena.arenas import ALL, create
@@ -95,4 +96,23 @@ def test_a_look_says_whether_anything_was_written_into_the_slot(tmp_path: Path) 
     assert not look.lasts()
     assert copy_into(arena, ALL, pack(1, 3), 3)
     assert not look.lasts(), "it is current again, with another state"
+    arena.remove()
+
+
+def test_a_look_that_has_lasted_has_seen_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = create(tmp_path / "a")
+    assert copy_into(arena, ALL, pack(1, 1), 1, whole="ab" * 16)
+    look, name = arena.look(), Slot.name
+    assert copy_into(arena, ALL, pack(1, 2), 2, whole="cd" * 16)
+    seen = []
+
+    def named(slot: Slot, whole: str) -> None:
+        name(slot, whole)
+        seen.append((slot.moment, look.slot.whole, look.lasts()))
+
+    monkeypatch.setattr(Slot, "name", named)
+    begun = arena.begin_moment()
+    assert begun is not None
+    arena.flip(*begun, pack(1, 3), "ef" * 16)
+    assert seen == [(1, "", False), (1, "ef" * 16, False)], "the moment is written last"
     arena.remove()
