@@ -61,6 +61,8 @@ class Follower:
         self._seconds = _LEAST_HOLD
         self._extras_of = 0
         """Moment of the extras that the peer has."""
+        self._marked_moment = 0
+        """Moment of the newest mark sent to the peer."""
         self._too_large = 0
         self._buffer = np.empty(max(most, int(arena.layout.partition_bytes.max(initial=0))), np.uint8)
         self.marked_step = NEVER
@@ -72,7 +74,7 @@ class Follower:
         self.marked: Counters = ()
         """Counters of the newest mark sent."""
         self.ended = False
-        """Whether the newest round has sent everything."""
+        """Whether the newest round has sent everything that there was when it began."""
         self.withheld = False
         """Whether the extras in the newest round were too large to send, so that the peer lacks them."""
 
@@ -83,7 +85,7 @@ class Follower:
         self._moments[:], self._saved[:] = have
         self.confirmed = np.zeros_like(self._moments)
         self._under_way.clear()
-        self._extras_of = 0
+        self._extras_of = self._marked_moment = 0
 
     def confirm(self) -> None:
         """Note that the peer has acknowledged the oldest frame of those that `round` has yielded since."""
@@ -103,16 +105,17 @@ class Follower:
         return found
 
     def round(self) -> Iterator[list[Buffer]]:
-        """Yield frames that bring the peer up to this moment or later: copies, extras, and a mark.
+        """Yield frames that bring the peer up to this moment or later: copies, extras, and a mark. Then it has `ended`.
 
         Each frame has to be sent before the next is taken. If no mark ends the round, training needed the slot. What
-        was sent remains valid, and the next round continues with the newest state.
+        was sent remains valid, and the next round continues with the newest state. If another reader holds an earlier
+        state, the round sends that, once.
 
         In another order than by ids (`rank`), a mark follows each frame: the time may not be enough for all.
 
         Raises Fenced if another arena has taken the place, whose extras then describe other copies.
         """
-        arena = self._arena
+        arena, needed = self._arena, self._arena.slot.moment
         self._require_place()
         self._seen, self.ended = self.counters(), False
         # The values read now describe the copies of this moment. They may be sent once the peer has these or later
@@ -127,6 +130,10 @@ class Follower:
         with arena.held(self._seconds) as hold:
             slot = hold.slot
             moment, head, kept, whole = slot.moment, slot.head, arena.kept, slot.whole
+            if moment < needed:
+                self._seen = ()
+                if moment == self._marked_moment:
+                    return
             for frame in self._copies(hold, np.flatnonzero(self.changed(slot))):
                 self._under_way.append(None)
                 yield frame
@@ -147,6 +154,9 @@ class Follower:
         named = "" if self.withheld else whole
         # Lines may belong to later records than the copies, but never to earlier ones.
         yield self._mark(Mark(epoch, base, step, errors, sealed, moment, head, kept, named, arena.line))
+        self._marked_moment = moment
+        if moment < needed:
+            return
         self.marked_step, self.marked_whole, self.marked, self.ended = step, named, self._seen, True
 
     def _mark(self, mark: Mark) -> list[Buffer]:

@@ -19,6 +19,7 @@ from scarctl.peers.link import State
 from scarctl.peers.replica import Replica
 from scarctl.peers.sender import Candidate, Sender
 from scarctl.session.peers import check_wait
+from scarctl.state.version import step_of
 from scarctl.store import Store
 from tests.daemon.rig import acknowledge
 from tests.peers.test_host import EVERYTHING, LAYOUT, RUN, SECRET, START, STORE, save, source
@@ -55,6 +56,11 @@ class Hosts:
         """Return the step that a host would give back."""
         found = Arena.share(self.hosts[n]._folder / RUN, run_id=RUN)
         return -1 if found is None else found.head_step
+
+    def state(self, n: int) -> int:
+        """Return the step of the state that a host has; -1 without one."""
+        found = Arena.share(self.hosts[n]._folder / RUN, run_id=RUN)
+        return -1 if found is None else step_of(found.slot.head)
 
 
 @pytest.fixture
@@ -161,6 +167,18 @@ def test_a_replica_goes_with_its_run_only_if_the_store_has_all_of_it(
     run.closed = True
     run.end_sending()
     assert [hosts.step(0), hosts.step(1)] == ([1, 1] if waits else [-1, -1])
+
+
+def test_a_state_that_another_reader_still_holds_answers_nothing(run: Run, hosts: Hosts) -> None:
+    """The link sends the slot that the saver holds: memory has a newer state, which is what was asked for."""
+    arena = run.saver.arena
+    assert arena is not None
+    with arena.held(60):
+        save(arena, 2)
+        assert run.await_peers(1, 1.0)[0] == 0
+        wait_until(lambda: hosts.state(0) == 1)
+    assert run.await_peers(1, 30.0)[0] >= 1
+    assert 2 in (hosts.state(0), hosts.state(1))
 
 
 def test_without_links_the_answer_comes_at_once(run: Run) -> None:
