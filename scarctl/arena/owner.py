@@ -26,7 +26,7 @@ class Owner:
     start: str
     """Name of its training process's start: see `Together`."""
     base_epoch: int
-    """First epoch of its training process. With `start`, generations mean the same copies as in the owner's arena."""
+    """First epoch of its training process. With `start`, moments mean the same copies as in the owner's arena."""
 
 
 def read_owner(folder: Path) -> Owner | None:

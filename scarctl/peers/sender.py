@@ -65,7 +65,7 @@ class Source:
     """Most bytes per second; None: no limit."""
     tls: Tls | None = None
     process: str = ""
-    """Name of the training process's start, "" if it is `start`. With its first epoch it says what generations mean."""
+    """Name of the training process's start, "" if it is `start`. With its first epoch it says what moments mean."""
 
     def describes_as(self, other: Source) -> bool:
         """Return whether both describe the same run, with the same files for TLS."""
@@ -335,7 +335,7 @@ class Sender:
         while not self.link.ended:
             closing = self._closing.is_set()
             if self._arena.base_epoch != base:
-                raise _RolledBack  # its generations belong to another history: the peer begins a new replica
+                raise _RolledBack  # its moments belong to another history: the peer begins a new replica
             if closing and self._done:
                 channel.send(encode(Kind.DONE, {}))
                 channel.expect(Kind.ACK)

@@ -1,6 +1,7 @@
 """Explore acknowledgements of peers: an owner that trains, two hosts with copies, hosts that are lost.
 
-One run, two partitions; a version is a step. What others can see is one step, which names its function of scarctl. The
+One run, two partitions; a version is a step. A round sends the state that memory had when it began: that it holds this
+state is in `replicas`. What others can see is one step, which names its function of scarctl. The
 owner asks (`Run.await_peers`), and is answered by one host ("next") or by both ("all"). What was answered must survive
 the loss of as many hosts as the answer is good for.
 """
@@ -35,20 +36,24 @@ class Link(NamedTuple):
     wanted: int = 0
     under_way: bool = False
     """A round has begun, and its mark is not sent yet."""
+    state: int = 0
+    """The step that the round sends."""
     left: tuple[int, ...] = ()
     """Partitions that the round has still to send."""
     sent: Copies = NOTHING
     wire: tuple[Frame, ...] = ()
     back: tuple[Frame, ...] = ()
+    written: Copies = NOTHING
+    """Copies for the coming mark."""
     copies: Copies = NOTHING
-    complete: bool = False
-    """The replica has received a mark, so recovery finds it."""
+    """What recovery finds: the copies at the newest mark."""
     lost: bool = False
 
 
 class World(NamedTuple):
     todo: tuple[str, ...]
-    copies: Copies = NOTHING
+    step: int = 0
+    """The state in memory."""
     links: tuple[Link, Link] = (Link(), Link())
     asked: tuple[int, int] | None = None
     """Rounds whose acknowledgement the owner waits for."""
@@ -122,10 +127,8 @@ class Model:
         if not world.todo:
             return
         word, rest = world.todo[0], world.todo[1:]
-        if word == "train":  # the engine copies one partition, then the other
-            step = max(world.copies) + (world.copies[0] == world.copies[1])
-            made = (step, world.copies[1]) if world.copies[0] < step else (step, step)
-            yield f"copies {made}", world._replace(copies=made, todo=world.todo if made[1] < step else rest)
+        if word == "train":
+            yield f"copies step {world.step + 1}", world._replace(step=world.step + 1, todo=rest)
         else:
             yield "asks", self._ask(world._replace(todo=rest))
 
@@ -143,7 +146,7 @@ class Model:
         have = sum(link.acknowledged >= n for link, n in zip(world.links, asked, strict=True))
         count = 2 if self.scenario.ack == "all" and self.mutant != "one host answers for all" else 1
         if have >= count:
-            yield f"{have} have it", world._replace(asked=None, promised=min(world.copies))
+            yield f"{have} have it", world._replace(asked=None, promised=world.step)
         yield "waits no longer", world._replace(asked=None)
 
     # -- a link ---------------------------------------------------------------------------------------------------
@@ -161,20 +164,20 @@ class Model:
         if link.under_way:
             yield from self._send(world, n, link)
             return
-        due = link.wanted > link.acknowledged or link.sent != world.copies
+        due = link.wanted > link.acknowledged or min(link.sent) < world.step
         idle = link.begun == link.acknowledged or self.mutant == "what is sent counts as acknowledged"
         if due and idle:
-            left = tuple(p for p in PARTITIONS if link.sent[p] != world.copies[p])
-            begun = link._replace(begun=link.begun + 1, under_way=True, left=left)
+            left = tuple(p for p in PARTITIONS if link.sent[p] != world.step)
+            begun = link._replace(begun=link.begun + 1, under_way=True, state=world.step, left=left)
             yield f"{n} begins round {begun.begun}", _with(world, n, begun)
 
     def _send(self, world: World, n: int, link: Link) -> Iterator[tuple[str, World]]:
         mark = Frame("mark", link.begun)
         early = self.mutant == "a mark overtakes the copies" and not any(f.kind == "mark" for f in link.wire)
         if link.left and not (early and len(link.left) == 1):
-            p, version = link.left[0], world.copies[link.left[0]]
-            sent = (version, link.sent[1]) if p == 0 else (link.sent[0], version)
+            p, version = link.left[0], link.state
             wire = (*link.wire, Frame("batch", link.begun, p, version))
+            sent = _put(link.sent, p, version)
             yield f"{n} sends {p}", _with(world, n, link._replace(left=link.left[1:], sent=sent, wire=wire))
             return
         done = link._replace(wire=(*link.wire, mark), under_way=False)
@@ -189,12 +192,11 @@ class Model:
             return
         frame, link = link.wire[0], link._replace(wire=link.wire[1:])
         if frame.kind == "batch":
-            v = frame.version
-            link = link._replace(copies=(v, link.copies[1]) if frame.partition == 0 else (link.copies[0], v))
+            link = link._replace(written=_put(link.written, frame.partition, frame.version))
             if self.mutant == "the first batch is acknowledged as the round":
                 link = link._replace(back=(*link.back, Frame("ack", frame.number)))
         else:
-            link = link._replace(complete=True, back=(*link.back, Frame("ack", frame.number)))
+            link = link._replace(copies=link.written, back=(*link.back, Frame("ack", frame.number)))
         yield f"host {n} takes {frame.kind}", _with(world, n, link)
 
     def _lose(self, world: World) -> Iterator[tuple[str, World]]:
@@ -212,6 +214,10 @@ class Model:
                 )
 
 
+def _put(copies: Copies, p: int, version: int) -> Copies:
+    return (version, copies[1]) if p == 0 else (copies[0], version)
+
+
 def _with(world: World, n: int, link: Link) -> World:
     return world._replace(links=(link, world.links[1]) if n == 0 else (world.links[0], link))
 
@@ -220,7 +226,7 @@ def check(world: World) -> None:
     """Raise Broken if a job that starts now does not find every acknowledged copy."""
     if not world.owner_lost or not world.promised:
         return
-    found = [min(link.copies) for link in world.links if not link.lost and link.complete]
+    found = [min(link.copies) for link in world.links if not link.lost]
     if max(found, default=0) < world.promised:
         raise Broken(f"step {world.promised} was acknowledged, and the hosts that are left have {found}")
 

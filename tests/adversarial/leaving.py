@@ -1,8 +1,9 @@
 """Evacuations as a transition system: a host that shuts down, a store that takes a part, a host with copies.
 
-One run, two partitions; what a copy or extras hold is a number. What others can see is one step, which names its
-function of scarctl. After a report that calls all safe the host is lost: the store and the other host must have the
-newest copies, and the extras of their step. The other host may be lost before an evacuation begins.
+One run, two partitions; memory has the state of the newest moment and the one before, each with its extras. What others
+can see is one step, which names its function of scarctl. After a report that calls all safe the host is lost: the store
+and the other host must have the newest copies, and the extras of their moment. The other host may be lost before an
+evacuation begins.
 """
 
 from __future__ import annotations
@@ -15,60 +16,73 @@ from tests.adversarial.search import Broken, Result, search
 
 
 class Copy(NamedTuple):
-    """`version`: the step. `content`: other bytes have another number, also at the same step."""
+    """`moment`: when these bytes were new; a step, `version`, can have two."""
 
     version: int = 0
-    content: int = 0
+    moment: int = 0
 
 
 Copies = tuple[Copy, Copy]
 NOTHING: Copies = (Copy(), Copy())
 PARTITIONS = (0, 1)
+WINDOW = 2
+"""Most frames on the way, or answered and not read. The sender has four."""
+
+
+class State(NamedTuple):
+    """What a slot of memory has. Extras are named by their moment."""
+
+    copies: Copies = NOTHING
+    extras: int = 0
 
 
 class Frame(NamedTuple):
-    """`kind`: "copy", "extras" (a hand-over), or "mark"; an answer has the kind of its frame."""
+    """`kind`: "copy", "extras", "part" (a mark after a copy) or "mark"; an answer has the kind of its frame."""
 
     kind: str
     number: int
     partition: int = 0
     copy: Copy = Copy()
     extras: int = 0
+    copies: Copies = NOTHING
+    """What the replica has after a mark."""
+    newest: bool = False
+    """The round has sent what was newest when it began."""
 
 
 class Link(NamedTuple):
     """The sender, its wire in both directions, and the replica at the other end."""
 
     begun: int = 0
+    ended: int = 0
+    """The newest round that has ended, with an answer to its mark or because it lost its hold."""
     acknowledged: int = 0
-    """The newest round whose mark was answered."""
+    """The newest round whose mark was answered, and that sent what was newest."""
+    state: State = State()
+    """The state that the present round holds."""
     round: tuple[Frame, ...] = ()
     """What the present round still sends."""
     sent: Copies = NOTHING
     known: Copies = NOTHING
-    """Copies that were answered."""
-    complete: bool = False
+    """Copies that were there at the newest mark that was answered."""
     vouched: bool = False
     """The other host has answered since the evacuation began."""
     wire: tuple[Frame, ...] = ()
     back: tuple[Frame, ...] = ()
     copies: Copies = NOTHING
+    written: Copies = NOTHING
+    """Copies in the replica's other slot, for the coming mark."""
     staged: int = 0
     extras: int = 0
-    marked: bool = False
-    """The replica has had a mark: recovery finds it."""
     lost: bool = False
 
 
 class World(NamedTuple):
     todo: tuple[str, ...]
-    made: int = 0
-    """The newest number of a content."""
-    copies: Copies = NOTHING
-    extras: int = 0
-    """The newest extras."""
-    queued: int = 0
-    """Extras in the hand-over that waits; 0: none waits."""
+    state: State = State()
+    """The newest state in memory."""
+    held: State | None = None
+    """The state that the saver holds."""
     store: Copies = NOTHING
     stored: int = 0
     """Extras in the store."""
@@ -95,15 +109,16 @@ SHORT = (
     Scenario("a second evacuation", "train leave report leave report"),
     Scenario("other bytes of the same step", "train load leave report"),
     Scenario("a round is under way", "train train leave report"),
+    Scenario("the saver holds an earlier state", "train hold train leave report"),
 )
 MUTANTS = {
     "a host counts that has not answered since": "the other host is dead",
     "a copy counts when it is sent": "a round is under way",
     "a copy counts by its version alone": "other bytes of the same step",
-    "a replica counts before its mark": "an evacuation",
+    "a copy counts before its mark": "an evacuation",
     "extras do not count": "an evacuation",
-    "a hand-over goes without its extras": "a second evacuation",
     "the round under way answers": "a round is under way",
+    "an earlier state answers": "the saver holds an earlier state",
 }
 """Rules left out, and the scenario that shows what happens then."""
 
@@ -137,50 +152,57 @@ class Model:
         if not world.todo:
             return
         word, world = world.todo[0], world._replace(todo=world.todo[1:], safe=False)
+        link = world.link
         if word == "leave":  # Departure.evacuate, after its flush; PeerCopies.hurry
-            early = (
-                self.mutant == "the round under way answers" and world.link.begun > world.link.acknowledged
-            )
-            number = world.link.begun + (not early)
-            yield "leaves", world._replace(leaving=number, link=world.link._replace(vouched=False))
+            early = self.mutant == "the round under way answers" and link.begun > link.ended
+            number = link.begun + (not early)
+            yield "leaves", world._replace(leaving=number, link=link._replace(vouched=False))
         elif word == "report":
             yield "reports", world._replace(safe=self._is_safe(world))
+        elif word == "hold":  # Persister.persist, which joins the hold of a round
+            yield "the saver holds", world._replace(held=link.state if link.round else world.state)
         else:
-            made, version = world.made + 1, world.copies[0].version + (word == "train")
-            copy = Copy(version, made)
-            done = world._replace(made=made, copies=(copy, copy), extras=made, queued=made)
-            yield f"{word}s {copy}", done
+            yield f"{word}s", self._made(world, again=word == "load")
+
+    def _made(self, world: World, *, again: bool) -> World:
+        """Make a state, into the slot that is not current: if that is held, the hold ends. again: of the same step."""
+        moment = world.state.extras + 1
+        copy = Copy(world.state.copies[0].version + (not again), moment)
+        link, held = world.link, world.held
+        if link.round and link.state != world.state:
+            link = link._replace(round=(), ended=link.begun)
+        if held != world.state:
+            held = None
+        return world._replace(state=State((copy, copy), moment), held=held, link=link)
 
     def _is_safe(self, world: World) -> bool:
         """Evacuation.report."""
         link = world.link
-        counts = (link.complete or self.mutant == "a replica counts before its mark") and (
-            link.vouched or self.mutant == "a host counts that has not answered since"
-        )
+        counts = link.vouched or self.mutant == "a host counts that has not answered since"
         there = link.sent if self.mutant == "a copy counts when it is sent" else link.known
         there = there if counts else NOTHING
         by_version = self.mutant == "a copy counts by its version alone"
         for p in PARTITIONS:
-            copy = world.copies[p]
+            copy = world.state.copies[p]
             same = there[p].version == copy.version if by_version else there[p] == copy
             if world.store[p] != copy and not same:
                 return False
         all_there = counts and link.acknowledged >= world.leaving
-        saved = world.queued in (0, world.stored)
-        return all_there or saved or self.mutant == "extras do not count"
+        return all_there or world.stored == world.state.extras or self.mutant == "extras do not count"
 
     def _saver(self, world: World) -> Iterator[tuple[str, World]]:
         """Evacuation._commit and _seal: copies with the extras, if both fit; the extras alone, if they fit then."""
+        if world.held is not None:
+            yield "the saver lets go", world._replace(held=None)
+            return
+        copies, extras = world.state
         for p in PARTITIONS:
-            if world.store[p] != world.copies[p]:
-                saved = world._replace(store=_put(world.store, p, world.copies[p]))
+            if world.store[p] != copies[p]:
+                saved = world._replace(store=_put(world.store, p, copies[p]))
                 yield f"commits {p}", saved
-                yield f"commits {p} with extras", saved._replace(stored=world.extras)
-        if world.queued and world.store == world.copies:
-            if world.stored == world.queued or self.mutant == "a hand-over goes without its extras":
-                yield "removes the hand-over", world._replace(queued=0)
-            else:
-                yield "commits the extras", world._replace(stored=world.queued)
+                yield f"commits {p} with extras", saved._replace(stored=extras)
+        if world.store == copies and world.stored != extras:
+            yield "seals", world._replace(stored=extras)
 
     # -- the link -------------------------------------------------------------------------------------------------
 
@@ -189,46 +211,55 @@ class Model:
         link = world.link
         if link.back:
             got, rest = link.back[0], link._replace(back=link.back[1:], vouched=bool(world.leaving))
-            if got.kind == "copy":
+            if got.kind in ("part", "mark"):
+                rest = rest._replace(known=got.copies)
+            elif got.kind == "copy" and self.mutant == "a copy counts before its mark":
                 rest = rest._replace(known=_put(link.known, got.partition, got.copy))
-            elif got.kind == "mark":
-                rest = rest._replace(acknowledged=got.number, complete=True)
+            if got.kind == "mark":
+                answers = got.newest or self.mutant == "an earlier state answers"
+                acknowledged = got.number if answers else link.acknowledged
+                rest = rest._replace(ended=got.number, acknowledged=acknowledged)
             yield f"is answered {got.kind}", world._replace(link=rest)
-        if link.round:
-            frame, sent = link.round[0], link.sent
+        if link.round and len(link.wire) + len(link.back) < WINDOW:
+            frame, left, sent = link.round[0], link.round[1:], link.sent
             if frame.kind == "copy":
-                frame = frame._replace(copy=world.copies[frame.partition])
                 sent = _put(sent, frame.partition, frame.copy)
-            wire = link.wire if link.lost else (*link.wire, frame)
-            yield (
-                f"sends {frame.kind}",
-                world._replace(link=link._replace(round=link.round[1:], sent=sent, wire=wire)),
-            )
-        elif link.begun == link.acknowledged and not link.lost:
-            due = link.sent != world.copies or link.begun < world.leaving
-            if due:
-                yield f"begins round {link.begun + 1}", world._replace(link=self._round(world, link))
+                if world.leaving:
+                    left = (Frame("part", frame.number, copies=sent), *left)
+            elif frame.kind == "mark":
+                frame = frame._replace(copies=sent)
+            changed = link._replace(round=left, sent=sent, wire=(*link.wire, frame))
+            yield f"sends {frame.kind}", world._replace(link=changed)
+        elif not link.round and link.begun == link.ended and not link.lost:
+            state = world.held or world.state
+            asked = link.begun < world.leaving and state == world.state
+            if link.sent != state.copies or asked:
+                yield f"begins round {link.begun + 1}", world._replace(link=self._round(world, state))
 
-    def _round(self, world: World, link: Link) -> Link:
-        """Begin a round. Its hand-overs come after the copies, and before the mark."""
+    def _round(self, world: World, state: State) -> Link:
+        """Begin a round, which holds `state`. Its extras come after the copies, and before the mark."""
+        link = world.link
         number = link.begun + 1
-        frames = [Frame("copy", number, p) for p in PARTITIONS if link.sent[p] != world.copies[p]]
-        frames += [Frame("extras", number, extras=world.queued)] if world.queued else []
-        return link._replace(begun=number, round=(*frames, Frame("mark", number)))
+        frames = [
+            Frame("copy", number, p, state.copies[p]) for p in PARTITIONS if link.sent[p] != state.copies[p]
+        ]
+        frames.append(Frame("extras", number, extras=state.extras))
+        mark = Frame("mark", number, newest=state == world.state)
+        return link._replace(begun=number, state=state, round=(*frames, mark))
 
     def _host(self, world: World) -> Iterator[tuple[str, World]]:
-        """Host._write."""
+        """Host._write. Copies count from their mark on: Replica._flip."""
         link = world.link
         if not link.wire or link.lost:
             return
         frame = link.wire[0]
         link = link._replace(wire=link.wire[1:], back=(*link.back, frame))
         if frame.kind == "copy":
-            link = link._replace(copies=_put(link.copies, frame.partition, frame.copy))
+            link = link._replace(written=_put(link.written, frame.partition, frame.copy))
         elif frame.kind == "extras":
             link = link._replace(staged=frame.extras)
         else:
-            link = link._replace(marked=True, extras=link.staged or link.extras)
+            link = link._replace(copies=link.written, extras=link.staged)
         yield f"the other host takes {frame.kind}", world._replace(link=link)
 
 
@@ -241,12 +272,11 @@ def check(world: World) -> None:
     if not world.gone:
         return
     link = world.link
-    usable = link.marked and not link.lost
     for p in PARTITIONS:
-        if world.copies[p] not in (world.store[p], *[link.copies[p]] * usable):
+        if world.state.copies[p] not in (world.store[p], *[link.copies[p]] * (not link.lost)):
             raise Broken(f"partition {p} was called safe, and is nowhere")
-    if world.extras not in (world.stored, *[link.extras] * usable):
-        raise Broken(f"extras {world.extras} were called safe, and are nowhere")
+    if world.state.extras not in (world.stored, *[link.extras] * (not link.lost)):
+        raise Broken(f"extras {world.state.extras} were called safe, and are nowhere")
 
 
 def explore(scenario: Scenario, mutant: str = "") -> Result:

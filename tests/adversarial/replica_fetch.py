@@ -13,10 +13,11 @@ from tests.adversarial.replica_world import (
     MIXED,
     NONE,
     Arena,
+    Copies,
     Life,
     Loan,
+    Slot,
     Step,
-    Version,
     World,
     arena_of,
     lives_on,
@@ -24,7 +25,6 @@ from tests.adversarial.replica_world import (
     with_arena,
     with_life,
 )
-from tests.adversarial.search import Broken
 
 
 class Fetching:
@@ -35,20 +35,17 @@ class Fetching:
     def _without(self, rule: str) -> bool:
         return self.mutant.startswith(rule)
 
-    def _check(self, world: World, found: tuple[Version, Version], *, torn: bool) -> None:
+    def _check(self, world: World, found: Copies) -> None:
         raise NotImplementedError
 
-    def _found(self, world: World, arena: Arena) -> tuple[Version, Version]:
+    def _found(self, world: World, arena: Arena) -> Copies:
         """Return the copies of a start: those of the arena that are newer than the store's."""
         found = [world.durable[p] for p in ALL]
         by_step = self._without("4: the order")
         for p in ALL:
-            newer = arena.copies[p] > found[p] or arena.copies[p] == MIXED
-            if p not in arena.odd and newer and not (by_step and arena.copies[p][1] <= found[p][1]):
-                found[p] = arena.copies[p]
-        for version in arena.handovers:
-            if any(p not in arena.odd and arena.copies[p] < version for p in ALL):
-                raise Broken(f"a start has a hand-over of {version}, and copies {arena.copies}")
+            copy = arena.slot.copies[p]
+            if copy == MIXED or (copy > found[p] and not (by_step and copy[1] <= found[p][1])):
+                found[p] = copy
         return found[0], found[1]
 
     def _best(self, world: World, life: Life) -> str:
@@ -56,16 +53,16 @@ class Fetching:
         hosts = {
             name: arena
             for name, arena in world.hosts
-            if name not in world.lost and arena.complete and max(arena.copies) > NONE
+            if name not in world.lost and arena.complete and arena.slot.head > NONE
         }
         if not self._without("fetch: from a live run"):
             hosts = {name: arena for name, arena in hosts.items() if not lives_on(world, name)}
         if not self._without("4: peers are believed"):
             hosts = {name: arena for name, arena in hosts.items() if arena.seen >= world.committed}
         if self._without("4: the order") or self._without("fetch: an older epoch wins"):
-            return max(hosts, key=lambda name: (hosts[name].head[1], name), default="")
+            return max(hosts, key=lambda name: (hosts[name].slot.head[1], name), default="")
         return max(
-            hosts, key=lambda name: (hosts[name].seen, hosts[name].head, name == life.host), default=""
+            hosts, key=lambda name: (hosts[name].seen, hosts[name].slot.head, name == life.host), default=""
         )
 
     def _header(self, world: World, i: int, life: Life) -> Iterator[Step]:
@@ -88,8 +85,10 @@ class Fetching:
             yield f"{i} does not get all of it", with_life(failed, i, life._replace(at="open"))
             return
         p, there, arena = loan.rows, arena_of(world, life.source), loan.arena
-        if p not in arena.odd and (p in there.odd or there.copies[p] != arena.copies[p]):
-            arena = arena._replace(copies=put(arena.copies, (p,), MIXED))  # its generation was read before
+        # The slot that was current when the header was read: it may be the spare one by now, and be written.
+        flipped = there.slot.head != arena.slot.head
+        if (there.spare if flipped else there.slot).copies[p] != arena.slot.copies[p]:
+            arena = arena._replace(slot=arena.slot._replace(copies=put(arena.slot.copies, (p,), MIXED)))
         made = world._replace(loan=loan._replace(arena=arena, rows=p + 1))
         yield f"{i} gets {p}", with_life(made, i, life._replace(at="row" if p < ALL[-1] else "install"))
 
@@ -99,9 +98,9 @@ class Fetching:
         if loan is None:
             yield f"{i} does not get all of it", with_life(world, i, life._replace(at="open"))
             return
-        arena = loan.arena._replace(owned=0)
+        arena = loan.arena._replace(spare=Slot(), torn=frozenset(), owned=0)
         found = self._found(world, arena)
-        self._check(world, found, torn=bool(arena.odd))
+        self._check(world, found)
         made = with_arena(world._replace(loan=None), life.host, arena)
         if self._without("5: fetching"):
             made = with_arena(made, life.source, Arena())

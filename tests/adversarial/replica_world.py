@@ -10,16 +10,26 @@ Version = tuple[int, int]
 NONE: Version = (0, 0)
 MIXED: Version = (-1, -1)
 ALL = (0, 1)
+Copies = tuple[Version, Version]
+NOTHING: Copies = (NONE, NONE)
+
+
+class Slot(NamedTuple):
+    """The state `head`, with the version of each partition's copy: NONE without one, and while it is written."""
+
+    head: Version = NONE
+    copies: Copies = NOTHING
 
 
 class Arena(NamedTuple):
-    """`odd`: partitions that are being written. `seen`: the highest epoch. `owned`: a replica's epoch, or 0."""
+    """Two slots. `seen`: the highest epoch. `owned`: a replica's epoch, or 0."""
 
     seen: int = 0
-    copies: tuple[Version, Version] = (NONE, NONE)
-    odd: frozenset[int] = frozenset()
-    handovers: frozenset[Version] = frozenset()
-    head: Version = NONE
+    slot: Slot = Slot()
+    """The current one."""
+    spare: Slot = Slot()
+    torn: frozenset[int] = frozenset()
+    """Partitions of the spare slot whose bytes are of two copies."""
     owned: int = 0
     complete: bool = True
 
@@ -29,7 +39,9 @@ class Frame(NamedTuple):
     epoch: int
     ids: tuple[int, ...] = ()
     version: Version = NONE
-    handovers: frozenset[Version] = frozenset()
+    torn: bool = False
+    answers: bool = False
+    """The round began after the question that a flush asks, with the newest state."""
 
 
 class Life(NamedTuple):
@@ -41,7 +53,7 @@ class Life(NamedTuple):
     at: str = ""
     epoch: int = 0
     step: int = 0
-    found: tuple[Version, Version] = (NONE, NONE)
+    found: Copies = NOTHING
     source: str = ""
 
 
@@ -50,13 +62,19 @@ class Link(NamedTuple):
 
     up: bool = True
     open: bool = False
-    has: tuple[Version, Version] = (NONE, NONE)
+    has: Copies = NOTHING
+    held: str = ""
+    """The slot that the sender holds in its round, "current" or "spare"; "lost" if the hold has ended."""
     round: Frame | None = None
     """The mark that will end the present round, read when the round begins."""
     marked: Version = NONE
+    answered: bool = False
+    """The peer has a round that answers the present question."""
     wire: tuple[Frame, ...] = ()
     staged: Frame | None = None
     """A batch that the peer is copying."""
+    written: frozenset[int] = frozenset()
+    """Partitions in the replica's spare slot that belong to the coming mark."""
 
 
 class Loan(NamedTuple):
@@ -76,16 +94,22 @@ class World(NamedTuple):
     """Number of records in the shard's log, epochs and commits. Each is created exclusively."""
     committed: int = 0
     """The epoch of the newest commit."""
-    durable: tuple[Version, Version] = (NONE, NONE)
+    durable: Copies = NOTHING
     bases: tuple[tuple[int, Version], ...] = ()
     """For each epoch the newest version that it continued: its predecessors' later versions are abandoned."""
     hosts: tuple[tuple[str, Arena], ...] = ()
     lost: frozenset[str] = frozenset()
     lives: tuple[Life, ...] = ()
     link: Link = Link()
+    saving: str = ""
+    """The slot that the saver of life 0 holds, as in `Link.held`."""
     loan: Loan | None = None
-    promised: Version = NONE
-    """The version that a flush has reported to be on the other host."""
+    asked: Copies = NOTHING
+    """What memory had when a flush asked its peer."""
+    promised: Copies = NOTHING
+    """What a flush has reported to be on the other host."""
+    states: frozenset[tuple[int, Slot]] = frozenset()
+    """Every state that a memory has had, with its epoch."""
     fate: tuple[str, ...] = ()
     """Other events, in this order, at any time."""
 
@@ -113,25 +137,27 @@ def with_arena(world: World, host: str, arena: Arena) -> World:
     return world._replace(hosts=tuple(sorted({**dict(world.hosts), host: arena}.items())))
 
 
+def with_state(world: World, host: str, arena: Arena) -> World:
+    """Return the world with an arena that has a new state."""
+    made = with_arena(world, host, arena)
+    return made._replace(states=made.states | {(arena.seen, arena.slot)})
+
+
 def with_life(world: World, i: int, life: Life) -> World:
     return world._replace(lives=(*world.lives[:i], life, *world.lives[i + 1 :]))
 
 
-def put(copies: tuple[Version, Version], ids: tuple[int, ...], version: Version) -> tuple[Version, Version]:
+def put(copies: Copies, ids: tuple[int, ...], version: Version) -> Copies:
     return (version if 0 in ids else copies[0], version if 1 in ids else copies[1])
 
 
 def check(world: World, following: list[Step]) -> None:
     """Raise Broken unless all conditions hold."""
     for name, arena in world.hosts:
-        if any(arena.copies[p] == MIXED and p not in arena.odd for p in ALL) and world.link.staged is None:
+        if MIXED in arena.slot.copies:
             raise Broken(f"host {name} has a torn copy that counts")
-        if arena.complete and any(
-            p not in arena.odd and arena.copies[p] < version for version in arena.handovers for p in ALL
-        ):
-            raise Broken(f"host {name} has a hand-over before its rows: {arena.copies}")
-        if arena.owned and any(p not in arena.odd and arena.copies[p][0] > arena.owned for p in ALL):
-            raise Broken(f"epoch {arena.owned} has written over a later one")
+        if arena.complete and arena.slot.head > NONE and (arena.seen, arena.slot) not in world.states:
+            raise Broken(f"host {name} has no state that was: {arena.slot.copies} as {arena.slot.head}")
     for i, life in enumerate(world.lives):
         if (
             life.host in world.lost
@@ -140,7 +166,7 @@ def check(world: World, following: list[Step]) -> None:
             or life.todo[:1] != ("train",)
         ):
             continue
-        if not any(what == f"{i} copies" for what, _ in following):
+        if not any(what in (f"{i} copies", f"{i} leaves a copy out") for what, _ in following):
             raise Broken(f"{i} waits for its peer before it trains")
         own = dict(world.hosts).get(life.host, Arena())
         if life.epoch == world.epoch and own.seen < life.epoch:

@@ -1,8 +1,20 @@
 """Replicas on other hosts as a transition system: an owner, its sender, a link, a peer, and those who come after.
 
-One run, two partitions. Host a has the owner's arena, host b keeps the replica; a job may start again on host c. A
-version is an epoch and a step; a partition holds its version, or `MIXED` if two were written over each other.
-Everything that others can see is one step. Each step names the function of scarctl that it stands for.
+One run, two partitions, of which the second changes in every other step only. Host a has the owner's arena, host b
+keeps the replica; a job may start again on host c. A version is an epoch and a step; a copy that was written over is
+`MIXED`. Everything that others can see is one step. Each step names the function of scarctl that it stands for. The
+rules; `MUTANTS` leaves them out:
+
+1. A sender holds the slot that it sends, together with the saver. It sends a copy, or the mark, only if the hold is
+   there after the last byte. A copy that is being written has no version. A batch is whole before it is written.
+2. A batch goes into the replica's slot that is not current. The mark is the last of its round: the other copies are
+   carried over from the current slot, and then the slots change places. A new connection begins with the copies of
+   the current slot; those of the other one count only until the first mark.
+3. A peer that has seen a later epoch refuses an earlier one.
+4. Memory counts only if the store has nothing of a later epoch; then the newest does, by epoch and step.
+5. Fetching deletes nothing, and a replica stays until its successor has a mark.
+6. A flush is answered by the mark of a round that began later, with what memory had then: not if the saver holds an
+   earlier state. Training never waits for a peer: it leaves a copy out, or ends the hold.
 
 Which arenas are of the store's line is left to `terms_model`: here all are until a later epoch commits.
 """
@@ -13,16 +25,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tests.adversarial.replica_fetch import Fetching
+from tests.adversarial.replica_link import Linked
 from tests.adversarial.replica_world import (
     ALL,
     MIXED,
     NONE,
     Arena,
-    Frame,
+    Copies,
     Life,
     Link,
+    Slot,
     Step,
-    Version,
     World,
     arena_of,
     check,
@@ -30,6 +43,7 @@ from tests.adversarial.replica_world import (
     put,
     with_arena,
     with_life,
+    with_state,
 )
 from tests.adversarial.search import Broken, Result, search
 
@@ -49,7 +63,7 @@ SHORT = (
     Scenario(
         "the cable is cut in a batch", (("a", "open train flush train"), ("b", "open")), "cut heal lose:a"
     ),
-    Scenario("hand-overs", (("a", "open train train commit"), ("b", "open commit")), "lose:a"),
+    Scenario("commits", (("a", "open train train commit"), ("b", "open commit")), "lose:a"),
     Scenario(
         "cut off while the job continues",
         (("a", "open train train"), ("b", "open train commit")),
@@ -71,7 +85,12 @@ SHORT = (
         "lose:b lose:c",
     ),
     Scenario("another start", (("a", "open train flush"), ("a", "open train"), ("b", "open")), "join lose:a"),
-    Scenario("fetched while its owner sends", (("a", "open train train"), ("c", "open")), "part:0"),
+    Scenario("fetched while its owner sends", (("a", "open train train train"), ("c", "open")), "part:0"),
+    Scenario(
+        "a flush while the saver holds",
+        (("a", "open train save train flush"), ("b", "open")),
+        "lose:a",
+    ),
     Scenario(
         "back on its host", (("a", "open train train"), ("b", "open train"), ("b", "open")), "far:a near:a"
     ),
@@ -88,15 +107,21 @@ LONG = (
     ),
 )
 MUTANTS = {
-    "1: a copy's generation is not odd while it is written": "its peer dies in a copy",
+    "1: a sender does not look at its hold": "fetched while its owner sends",
+    "1: a round whose hold has ended has a mark": "fetched while its owner sends",
+    "1: a copy has its version while it is written": "its peer dies in a copy",
     "1: a batch is copied as it arrives": "the cable is cut in a batch",
-    "2: a hand-over appears before its rows": "hand-overs",
+    "2: a batch goes into the current slot": "its peer dies in a copy",
+    "2: a mark comes before its copies": "commits",
+    "2: a mark carries nothing over": "commits",
+    "2: copies without a mark count": "its peer dies in a copy",
     "3: a peer lets earlier epochs write": "cut off while the job continues",
     "4: peers are believed whatever the store says": "the newest replica is cut off",
     "4: the order of copies is that of steps alone": "the newest replica is back",
     "5: fetching deletes": "a host is lost after it has fetched",
     "5: a replica goes when its successor begins": "another start",
     "6: a flush is acknowledged when it is sent": "a host is lost",
+    "6: an earlier state answers": "a flush while the saver holds",
     "6: training waits for its peer": "the cable is cut in a batch",
     "fetch: an older epoch wins": "back on its host",
     "fetch: from a live run": "fetched while its owner sends",
@@ -104,10 +129,10 @@ MUTANTS = {
     "fetch: the own arena goes first": "a host is lost",
     "an epoch's record is put, not created": "a commit comes in between",
 }
-"""Rules left out, each with its number in the design, and the scenario that shows the consequence."""
+"""Rules left out, each with its number above, and the scenario that shows the consequence."""
 
 
-class Model(Fetching):
+class Model(Fetching, Linked):
     def __init__(self, mutant: str = "") -> None:
         assert mutant in ("", *MUTANTS)
         self.mutant = mutant
@@ -120,6 +145,8 @@ class Model(Fetching):
         for i, life in enumerate(world.lives):
             if life.at != "over" and life.host not in world.lost:
                 yield from self._life(world, i, life)
+        if world.saving:
+            yield "the saver lets go", world._replace(saving="")
         yield from self._sender(world)
         yield from self._peer(world)
         if world.fate:
@@ -134,7 +161,9 @@ class Model(Fetching):
             return
         if life.epoch and life.at != "parted":
             loan = None if world.loan is not None and world.loan.life == i else world.loan
-            yield f"{i} dies", with_life(world._replace(loan=loan), i, life._replace(at="over"))
+            saving = world.saving if i else ""
+            dead = world._replace(loan=loan, saving=saving)
+            yield f"{i} dies", with_life(dead, i, life._replace(at="over"))
         at = life.at if life.at not in ("", "parted") else (life.todo[0] if life.todo else "ends")
         if life.at in ("", "parted") and life.todo:
             life = life._replace(todo=life.todo[1:])
@@ -157,20 +186,19 @@ class Model(Fetching):
             return
         arena = arena_of(world, best) if best else Arena()
         found = self._found(world, arena)
-        self._check(world, found, torn=bool(arena.odd))
+        self._check(world, found)
         life = life._replace(at="record", found=found, source=best)
         yield f"{i} finds {found} on {best or 'no host'}", with_life(world, i, life)
 
-    def _check(self, world: World, found: tuple[Version, Version], *, torn: bool) -> None:
-        """Check a start. torn: the arena's process has died while copying; then older copies of the store are right."""
+    def _check(self, world: World, found: Copies) -> None:
         if MIXED in found:
             raise Broken(f"a resume has a torn copy: {found}")
-        there = {arena.head[0] for name, arena in world.hosts if name not in world.lost}
+        there = {arena.slot.head[0] for name, arena in world.hosts if name not in world.lost}
         for epoch, base in world.bases:
             known = epoch <= world.committed or epoch in there
             if known and any(v[0] < epoch and v > base for v in found):
                 raise Broken(f"a resume has {found}, and epoch {epoch} has continued from {base}")
-        if world.promised > NONE and world.epoch < 3 and not torn and min(found) < world.promised:
+        if world.epoch < 3 and any(found[p] < world.promised[p] for p in ALL):
             raise Broken(f"a resume has {found}, and {world.promised} was acknowledged")
 
     def _record(self, world: World, i: int, life: Life) -> Iterator[Step]:
@@ -179,17 +207,17 @@ class Model(Fetching):
             yield f"{i} finds another's record", with_life(world, i, life._replace(at="open"))
             return
         epoch = world.epoch + 1
-        arena = Arena(epoch, life.found, head=max(life.found))
+        arena = Arena(epoch, Slot(max(life.found), life.found))
         bases = (*world.bases, (epoch, max(life.found)))
         made = world._replace(epoch=epoch, records=world.records + 1, bases=bases)
-        made = with_arena(made, life.host, arena)
+        made = with_state(made, life.host, arena)
         if made.loan is not None and made.loan.source == life.host:
             made = made._replace(loan=None)  # as Runs.claim does
         life = life._replace(at="", epoch=epoch, step=max(life.found)[1])
         yield f"{i} begins epoch {epoch} on {life.host}", with_life(made, i, life)
 
     def _train(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """Model an iteration with its copies: generations are odd meanwhile."""
+        """Model an iteration with its copy, into the slot that is not current. If that is held, both ways are open."""
         if (
             self._without("6: training")
             and i == 0
@@ -197,33 +225,40 @@ class Model(Fetching):
             and world.link.marked < (life.epoch, life.step)
         ):
             return
+        if i == 0 and "spare" in (world.link.held, world.saving):
+            yield f"{i} leaves a copy out", with_life(world, i, life._replace(at=""))
+            ended = {"spare": "lost"}
+            link = world.link._replace(held=ended.get(world.link.held, world.link.held))
+            world = world._replace(link=link, saving=ended.get(world.saving, world.saving))
         arena = arena_of(world, life.host)
-        made = with_arena(world, life.host, arena._replace(odd=frozenset(ALL)))
+        made = with_arena(world, life.host, arena._replace(spare=Slot(), torn=frozenset(ALL)))
         yield f"{i} copies", with_life(made, i, life._replace(at="copied"))
 
     def _copied(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """Copy both partitions at once, or only one: then the other keeps its older copy."""
+        """Make the slot current. What has not changed keeps its version."""
         version = (life.epoch, life.step + 1)
         arena = arena_of(world, life.host)
-        done = arena._replace(copies=(version, version), odd=frozenset(), head=version)
-        done = done._replace(handovers=done.handovers | {version}, seen=life.epoch)
-        yield (
-            f"{i} hands {version} over",
-            with_life(with_arena(world, life.host, done), i, life._replace(at="", step=version[1])),
-        )
+        copies = put(arena.slot.copies, ALL if version[1] % 2 else (0,), version)
+        done = Arena(life.epoch, Slot(version, copies), arena.slot)
+        if i == 0:
+            flipped = {"current": "spare"}
+            link = world.link._replace(held=flipped.get(world.link.held, world.link.held))
+            world = world._replace(link=link, saving=flipped.get(world.saving, world.saving))
+        made = with_state(world, life.host, done)
+        yield f"{i} has copied {version}", with_life(made, i, life._replace(at="", step=version[1]))
 
     def _commit(self, world: World, i: int, life: Life) -> Iterator[Step]:
         """Model StoreWriter.commit: only a record of the newest epoch counts."""
         if world.epoch != life.epoch:
             yield f"{i} is fenced by the store", with_life(world, i, life._replace(at="over"))
             return
-        arena = arena_of(world, life.host)
-        if max(arena.copies) < max(world.durable) and world.committed == life.epoch:
-            raise Broken(f"{i} saves {arena.copies} over {world.durable}: two owners of epoch {life.epoch}")
+        copies = arena_of(world, life.host).slot.copies
+        if max(copies) < max(world.durable) and world.committed == life.epoch:
+            raise Broken(f"{i} saves {copies} over {world.durable}: two owners of epoch {life.epoch}")
         if world.committed and world.committed < life.epoch and max(life.found) < max(world.durable):
             raise Broken(f"{i} has continued from {life.found}, and the store had {world.durable}")
         made = world._replace(records=world.records + 1, committed=life.epoch)
-        partly = made._replace(durable=(arena.copies[0], world.durable[1]))
+        partly = made._replace(durable=(copies[0], world.durable[1]))
         yield f"{i} commits a part", with_life(partly, i, life._replace(at="rest"))
 
     def _rest(self, world: World, i: int, life: Life) -> Iterator[Step]:
@@ -231,128 +266,29 @@ class Model(Fetching):
         if world.epoch != life.epoch:
             yield f"{i} is fenced by the store", with_life(world, i, life._replace(at="over"))
             return
-        arena = arena_of(world, life.host)
-        made = world._replace(records=world.records + 1, durable=arena.copies)
-        done = with_arena(made, life.host, arena._replace(handovers=frozenset()))
-        yield f"{i} commits", with_life(done, i, life._replace(at=""))
+        copies = arena_of(world, life.host).slot.copies
+        made = world._replace(records=world.records + 1, durable=copies)
+        yield f"{i} commits", with_life(made, i, life._replace(at=""))
+
+    def _save(self, world: World, i: int, life: Life) -> Iterator[Step]:
+        """Model Persister.persist of life 0: it holds the current slot, or joins the hold of the sender."""
+        held = world.link.held if world.link.held in ("current", "spare") else "current"
+        yield f"the saver of {i} holds", with_life(world._replace(saving=held), i, life._replace(at=""))
 
     def _flush(self, world: World, i: int, life: Life) -> Iterator[Step]:
-        """Model Session.flush with peers, which returns once the peer has acknowledged the mark, or gives up."""
-        version = (life.epoch, life.step)
-        sent = any(frame.version == version for frame in world.link.wire) and self._without("6: a flush")
-        if world.link.marked == version or sent:
-            done = world._replace(promised=version)
-            yield f"{i} has flushed {version}", with_life(done, i, life._replace(at=""))
+        """Model Session.flush with peers, of life 0: it asks for a round that begins from now on."""
+        asked = world._replace(
+            asked=arena_of(world, life.host).slot.copies, link=world.link._replace(answered=False)
+        )
+        yield f"{i} asks its peer", with_life(asked, i, life._replace(at="answer"))
+
+    def _answer(self, world: World, i: int, life: Life) -> Iterator[Step]:
+        """Model Run.await_peers, which returns once the peer has acknowledged the mark, or gives up."""
+        sent = any(frame.answers for frame in world.link.wire) and self._without("6: a flush")
+        if world.link.answered or sent:
+            done = world._replace(promised=world.asked)
+            yield f"{i} has flushed {world.asked}", with_life(done, i, life._replace(at=""))
         yield f"{i} waits no longer", with_life(world, i, life._replace(at=""))
-
-    # -- the owner's daemon and its link -------------------------------------------------------------------------
-
-    def _sender(self, world: World) -> Iterator[Step]:
-        """Model Sender._converse and Follower.round of life 0. The sender outlives its training process."""
-        owner, link = world.lives[0], world.link
-        if not owner.epoch or owner.host in world.lost or not link.up or "b" in world.lost:
-            return
-        arena = arena_of(world, owner.host)
-        if arena.seen != owner.epoch:
-            return  # another life has its arena now
-        if not link.open and link.staged is None:
-            yield from self._connect(world, owner)
-            return
-        if not link.open or len(link.wire) > 1:
-            return
-        if link.round is None:
-            if arena.head > link.marked:
-                mark = Frame("mark", owner.epoch, (), arena.head, arena.handovers)
-                first = (mark._replace(kind="early"),) if self._without("2:") else ()
-                changed = link._replace(round=mark, wire=(*link.wire, *first))
-                yield f"a round begins at {arena.head}", world._replace(link=changed)
-            return
-        for p in ALL:
-            if link.has[p] != arena.copies[p]:
-                if p not in arena.odd:
-                    frame = Frame("batch", owner.epoch, (p,), arena.copies[p])
-                    has = put(link.has, (p,), arena.copies[p])
-                    sent = link._replace(has=has, wire=(*link.wire, frame))
-                    yield f"sends {p} of {arena.copies[p]}", world._replace(link=sent)
-                return
-        sent = link._replace(round=None, wire=(*link.wire, link.round))
-        yield f"sends its mark of {link.round.version}", world._replace(link=sent)
-
-    def _connect(self, world: World, owner: Life) -> Iterator[Step]:
-        """Model Replica.begin: a later epoch fences; the same owner's replica continues; otherwise there is a
-        successor.
-        """
-        there = dict(world.hosts).get("b", Arena())
-        if there.seen > owner.epoch and not self._without("3:"):
-            return
-        grown = dict(world.hosts).get("b+")
-        if there.owned == owner.epoch or (self._without("3:") and there.seen > owner.epoch):
-            made = world
-        elif grown is not None and grown.owned == owner.epoch:
-            there, made = grown, world
-        else:
-            there = Arena(owner.epoch, owned=owner.epoch, complete=False)
-            made = with_arena(world, "b+", there)
-            if self._without("5: a replica goes"):
-                made = with_arena(made, "b", Arena())
-        have = tuple(NONE if p in there.odd else there.copies[p] for p in ALL)
-        link = world.link._replace(open=True, has=(have[0], have[1]), round=None, wire=(), marked=NONE)
-        yield f"the link is made: b has {have}", made._replace(link=link)
-
-    def _peer(self, world: World) -> Iterator[Step]:
-        """Model Host._write, Replica.apply, Replica.mark: frame by frame; a copy is two steps."""
-        link = world.link
-        if "b" in world.lost:
-            return
-        lent = world.loan is not None and world.loan.source == "b"
-        if lent and not self._without("fetch: an arena may change"):
-            return  # its folder is locked
-        if link.staged is not None:
-            arena, place = self._target(world, link.staged.epoch)
-            if arena is not None:
-                done = arena._replace(
-                    copies=put(arena.copies, link.staged.ids, link.staged.version),
-                    odd=arena.odd - set(link.staged.ids),
-                )
-                yield "b has copied", with_arena(world, place, done)._replace(link=link._replace(staged=None))
-            return
-        if not link.wire or not link.up:
-            return
-        frame = link.wire[0]
-        rest = link._replace(wire=link.wire[1:])
-        arena, place = self._target(world, frame.epoch)
-        if arena is None:
-            refused = Link(up=link.up)
-            yield "b refuses: it has seen a later epoch", world._replace(link=refused)
-        elif frame.kind == "batch":
-            odd = arena.odd if self._without("1: a copy") else arena.odd | set(frame.ids)
-            torn = put(arena.copies, frame.ids, MIXED)
-            made = with_arena(world, place, arena._replace(odd=odd, copies=torn))
-            yield f"b copies {frame.ids} of {frame.version}", made._replace(link=rest._replace(staged=frame))
-        elif frame.kind == "early":
-            yield (
-                "b keeps hand-overs",
-                with_arena(world, place, arena._replace(handovers=frame.handovers))._replace(link=rest),
-            )
-        else:
-            done = arena._replace(head=frame.version, handovers=frame.handovers, complete=True)
-            hosts = tuple(item for item in world.hosts if item[0] not in ("b", "b+"))
-            marked = rest._replace(marked=frame.version)
-            yield (
-                f"b has {frame.version}",
-                with_arena(world._replace(hosts=hosts), "b", done)._replace(link=marked),
-            )
-
-    def _target(self, world: World, epoch: int) -> tuple[Arena | None, str]:
-        """Return the replica of this owner on host b. None if it was taken, or a later epoch was seen."""
-        hosts = dict(world.hosts)
-        if "b+" in hosts and hosts["b+"].owned == epoch:
-            there = hosts.get("b", Arena())
-            return (None, "") if there.seen > epoch and not self._without("3:") else (hosts["b+"], "b+")
-        arena = hosts.get("b")
-        if arena is not None and (arena.owned == epoch or self._without("3:")):
-            return arena, "b"
-        return None, ""
 
     # -- fate ------------------------------------------------------------------------------------------------------
 
@@ -365,7 +301,10 @@ class Model(Fetching):
         # The peer of a lost host still has the batch that it copies.
         wire = {"a": Link(staged=world.link.staged), "b": Link()}.get(host, world.link)
         loan = world.loan if world.loan and lives[world.loan.life].at != "over" else None
-        made = world._replace(hosts=hosts, lost=world.lost | {host}, lives=lives, link=wire, loan=loan)
+        saving = "" if lives[0].at == "over" else world.saving
+        made = world._replace(
+            hosts=hosts, lost=world.lost | {host}, lives=lives, link=wire, loan=loan, saving=saving
+        )
         # Lives that start later do so on a new machine of that name.
         yield (
             f"host {host} is lost",
@@ -373,7 +312,7 @@ class Model(Fetching):
         )
 
     def _die(self, world: World, host: str) -> Iterator[Step]:
-        """Kill the peer's daemon: the staged batch is lost, odd generations stay."""
+        """Kill the peer's daemon: the staged batch is lost, and its copies have no version."""
         yield f"the daemon of {host} is killed", world._replace(link=Link(up=world.link.up))
 
     def _cut(self, world: World, _: str) -> Iterator[Step]:
@@ -385,7 +324,10 @@ class Model(Fetching):
             frame = link.wire[0]
             arena, place = self._target(world, frame.epoch)
             if arena is not None:
-                torn = arena._replace(copies=put(arena.copies, frame.ids, MIXED))
+                torn = arena._replace(
+                    spare=Slot(NONE, put(arena.spare.copies, frame.ids, frame.version)),
+                    torn=arena.torn | set(frame.ids),
+                )
                 yield "the cable is cut in a batch", with_arena(made, place, torn)
 
     def _heal(self, world: World, _: str) -> Iterator[Step]:
