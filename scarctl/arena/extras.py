@@ -19,6 +19,7 @@ from scarctl.arena.folder import folder_error, no_links, private
 from scarctl.arena.header import EXTRAS, EXTRAS_NEW
 from scarctl.errors import Corruption
 from scarctl.state import codec
+from scarctl.state.raw_tensor import RawTensor
 from scarctl.state.version import NEVER
 from scarctl.store.backends.local_files import os_error
 from scarctl.store.format import canonical
@@ -96,7 +97,7 @@ def parse_extras(data: bytes, path: Path | str) -> tuple[int, Any]:
     if _digest(header.metadata, data[length:]) != digest:
         raise Corruption(f"{path}: its checksum does not match its content")
     tensors = {
-        name.removeprefix(_EXTRAS): codec.RawTensor(e.dtype, e.shape, data[e.start : e.stop])
+        name.removeprefix(_EXTRAS): RawTensor(e.dtype, e.shape, data[e.start : e.stop])
         for name, e in header.tensors.items()
     }
     return moment, codec.decode(text, tensors)

@@ -22,8 +22,7 @@ from scarctl.checkpoint.live_state import LiveState
 from scarctl.checkpoint.loading import NewSlots, bytes_of, is_plain
 from scarctl.recovery.memory import checksums, pieces
 from scarctl.recovery.plan import Plan
-from scarctl.state.layout import Layout
-from scarctl.state.rows import rows_of
+from scarctl.state.layout import Layout, rows_of
 from scarctl.state.torch_dtypes import torch_of
 from scarctl.state.version import NEVER, epoch_of, pack, step_of
 from scarctl.util.arrays import Bytes, Ids

@@ -24,8 +24,7 @@ from scarctl.checkpoint.loading import LARGE, NewSlots, Piece, copy_all, pieces_
 from scarctl.checkpoint.partly import estimates
 from scarctl.checkpoint.row_copies import copy_rows, equal, is_gpu, wait_for
 from scarctl.state.layout import Layout
-from scarctl.state.rows import take_rows
-from scarctl.util.arrays import Ids, adjacent
+from scarctl.util.arrays import Ids, adjacent, take_rows
 
 _ATTEMPTS = 3
 """Attempts to copy a piece before it is left without a copy."""

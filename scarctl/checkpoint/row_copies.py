@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from scarctl.state.rows import take_rows
-from scarctl.util.arrays import Ids
+from scarctl.util.arrays import Ids, take_rows
 
 _RUN_BYTES = 1 << 14
 """Mean length of a run of adjacent rows below which one gather is faster than one copy per run, on the host."""

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from scarctl.errors import ScarError, Unavailable, error_fields, error_from
 from scarctl.state import codec
 from scarctl.state.group import DTYPES
+from scarctl.state.raw_tensor import RawTensor
 from scarctl.store.format import canonical
 from scarctl.util.worker import Job
 
@@ -242,6 +243,6 @@ def _unpack(data: NDArray[np.uint8]) -> Any:
     tensors = {}
     for name, dtype, shape in head["tensors"]:
         size = DTYPES[dtype] * math.prod(shape)
-        tensors[name] = codec.RawTensor(dtype, tuple(shape), data[at : at + size].tobytes())
+        tensors[name] = RawTensor(dtype, tuple(shape), data[at : at + size].tobytes())
         at += size
     return codec.decode(head["text"], tensors)

@@ -24,7 +24,6 @@ from scarctl.policy.select import Candidates, select, squared
 from scarctl.state.extras import FILE_POLICY, PolicyMemory
 from scarctl.state.label import PART, Label, Labelled
 from scarctl.state.layout import Layout, build_layout
-from scarctl.state.rows import take_rows
 from scarctl.state.version import MAX_STEP, pack, step_of
 from scarctl.store import (
     Collector,
@@ -38,7 +37,7 @@ from scarctl.store import (
 from scarctl.store.backing import check_cut
 from scarctl.store.snapshot import check_new_snapshot, check_snapshot_name
 from scarctl.store.topology import refuse_ranks
-from scarctl.util.arrays import Ids
+from scarctl.util.arrays import Ids, take_rows
 from scarctl.util.document import INLINE, INTERNAL, Document
 
 if TYPE_CHECKING:

@@ -16,9 +16,8 @@ from scarctl.ops.assemble import Plan, units
 from scarctl.recovery.execute import Sink
 from scarctl.state.group import Group
 from scarctl.state.layout import Layout
-from scarctl.state.rows import take_rows
 from scarctl.state.values import squared_changes
-from scarctl.util.arrays import Bytes, Ids
+from scarctl.util.arrays import Bytes, Ids, take_rows
 
 
 class RowWriter(Protocol):

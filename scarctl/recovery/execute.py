@@ -32,7 +32,7 @@ from scarctl.recovery.plan import (
     versions_of,
 )
 from scarctl.recovery.report import Report
-from scarctl.state.rows import rows_of
+from scarctl.state.layout import rows_of
 from scarctl.state.version import NEVER, epoch_of, pack, step_of
 from scarctl.store import ShardState, Store
 from scarctl.store.read import Room

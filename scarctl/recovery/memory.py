@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.slot import Slot
-from scarctl.state.layout import Layout
-from scarctl.state.rows import rows_of
+from scarctl.state.layout import Layout, rows_of
 from scarctl.state.version import step_of
 from scarctl.store import ShardState
 from scarctl.store.segment import by_group, partition_checksums

@@ -20,14 +20,13 @@ from scarctl.recovery.label import NO_COMMIT
 from scarctl.state.group import DTYPES, Group, Place, TensorSpec
 from scarctl.state.label import SEVERAL, Label
 from scarctl.state.layout import Layout
-from scarctl.state.rows import take_rows
 from scarctl.state.version import NEVER
 from scarctl.store import ShardState, Snapshot, Store, sealed_sets
 from scarctl.store.backing import check_backed
 from scarctl.store.read import Batch
 from scarctl.store.shard_state import Damage
 from scarctl.store.topology import Topology, read_topology, topology_epochs
-from scarctl.util.arrays import Ids
+from scarctl.util.arrays import Ids, take_rows
 
 Rows: TypeAlias = Callable[[int, int], NDArray[np.uint8]]
 """Returns the destination of tensor t of group g: a writable view, uint8 of shape (rows, bytes per row)."""

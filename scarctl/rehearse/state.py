@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from scarctl.adapter import Adapter
 from scarctl.checkpoint.randomness import capture_rng
 from scarctl.rehearse.records import GENERATORS, Difference
-from scarctl.state.codec import RawTensor
 from scarctl.state.group import DTYPES
+from scarctl.state.raw_tensor import RawTensor
 from scarctl.state.torch_dtypes import plain, to_raw
 from scarctl.state.values import as_numbers
 

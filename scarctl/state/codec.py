@@ -31,14 +31,14 @@ import math
 import re
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.errors import Corruption, UsageError
-from scarctl.state.layout import DTYPES
+from scarctl.state.raw_tensor import NUMPY, RawTensor, fault_of
 from scarctl.util.json_size import too_much
 
 MAX_DEPTH = 64
@@ -49,22 +49,6 @@ _MAX_CONTAINERS = 3 << 18
 _LEAF_DEPTH = 2
 """A leaf may be an object in an object: {"np.str": {"str": ..}}."""
 
-NUMPY = {
-    "F64": "<f8",
-    "F32": "<f4",
-    "F16": "<f2",
-    "I64": "<i8",
-    "I32": "<i4",
-    "I16": "<i2",
-    "I8": "|i1",
-    "U64": "<u8",
-    "U32": "<u4",
-    "U16": "<u2",
-    "U8": "|u1",
-    "BOOL": "|b1",
-    "C64": "<c8",
-}
-"""numpy's name of each dtype that it has."""
 _NAMES = {numpy: name for name, numpy in NUMPY.items()}
 # Long doubles are left out, because their bytes differ between machines. Text of no length is left out, because
 # zero bytes could then claim any number of values.
@@ -77,33 +61,6 @@ _HEX_INT = re.compile(r"-?0x[0-9a-f]+", re.ASCII)
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 Tensors: TypeAlias = "dict[str, RawTensor]"
-
-
-@dataclass(frozen=True)
-class RawTensor:
-    """A tensor of any safetensors dtype, including those that numpy lacks (BF16, F8). C order, little endian."""
-
-    dtype: str
-    """A name in `scarctl.state.group.DTYPES`."""
-    shape: tuple[int, ...]
-    data: bytes | memoryview
-    """nbytes bytes, contiguous."""
-    order: tuple[int, ...] = ()
-    """Order of the dimensions in the original tensor's memory, outermost first; () means C order."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that dtype and shape require."""
-        return DTYPES[self.dtype] * math.prod(self.shape)
-
-    def numpy(self) -> NDArray[Any]:
-        """Return a writable copy. Raises UsageError for a dtype that numpy lacks, and for data of another size."""
-        reason = _fault(self)
-        if reason:
-            raise UsageError(f"not a tensor: {reason}")
-        if self.dtype not in NUMPY:
-            raise UsageError(f"numpy has no dtype for {self.dtype}")
-        return np.ndarray(self.shape, NUMPY[self.dtype], bytearray(self.data))
 
 
 def encode(obj: object) -> tuple[str, Tensors]:
@@ -176,7 +133,7 @@ def _encode(obj: Any, depth: int, tensors: Tensors) -> Any:
     if kind is bytes:
         return {"bytes": _add(tensors, RawTensor("U8", (len(obj),), obj))}
     if kind is RawTensor:
-        if reason := _fault(obj):
+        if reason := fault_of(obj):
             raise _Unfit(f"is not a valid tensor: {reason}")
         name = _add(tensors, obj)
         return {"permuted": [name, list(obj.order)]} if obj.order else {"tensor": name}
@@ -278,18 +235,6 @@ def _is_unicode(text: str) -> bool:
 
 def _is_portable(dtype: np.dtype[Any]) -> bool:
     return _PORTABLE.fullmatch(dtype.str) is not None
-
-
-def _fault(tensor: RawTensor) -> str:
-    """Return why the tensor is invalid, or ""."""
-    if tensor.dtype not in DTYPES:
-        return f"unknown dtype {tensor.dtype!r}"
-    if len(tensor.shape) > 64 or not all(type(size) is int and 0 <= size < 1 << 63 for size in tensor.shape):
-        return "an impossible shape"
-    view = memoryview(tensor.data)
-    if not view.c_contiguous or view.nbytes != tensor.nbytes:
-        return f"{view.nbytes} bytes for {tensor.dtype} of shape {tensor.shape}"
-    return ""
 
 
 # --- decoding -----------------------------------------------------------------------------------------------
@@ -403,7 +348,7 @@ class _Decoder:
         tensor = self.unused.pop(_checked(name, str), None)
         if tensor is None:
             _bad(f"tensor {name!r} is missing, or used twice")
-        reason = _fault(tensor)
+        reason = fault_of(tensor)
         if reason or (dtype is not None and tensor.dtype != dtype):
             _bad(f"tensor {name!r}: {reason or f'{tensor.dtype}, not {dtype}'}")
         return tensor

@@ -33,7 +33,7 @@ from scarctl.state.group import (
     is_text,
     json_fields,
 )
-from scarctl.util.arrays import Ids
+from scarctl.util.arrays import Ids, take_rows
 from scarctl.util.splitmix import mixed, splitmix64
 
 __all__ = [
@@ -422,3 +422,14 @@ def _excess(partitions: int, nbytes: int) -> str:
 def _frozen(array: Ids) -> Ids:
     array.setflags(write=False)
     return array
+
+
+def rows_of(layout: Layout, g: int, ids: Ids) -> slice | Ids:
+    """Return an index that picks the rows of `ids` (ascending, of group `g`): a slice if they are adjacent."""
+    if len(ids):
+        first, last = int(ids[0]), int(ids[-1])
+        if last - first == len(ids) - 1:  # without arrays: a restore asks for thousands of single partitions
+            group, base = layout.groups[g], int(layout.base[g])
+            step = group.rows_per_partition
+            return slice((first - base) * step, min((last - base + 1) * step, group.rows))
+    return take_rows(*layout.row_ranges(ids))

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from scarctl.errors import UsageError
-from scarctl.state.codec import RawTensor
 from scarctl.state.layout import DTYPES
+from scarctl.state.raw_tensor import RawTensor
 
 _NAMES = {
     "F64": "float64",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.state.codec import NUMPY
+from scarctl.state.raw_tensor import NUMPY
 from scarctl.util.arrays import Bytes
 
 # Booleans as numbers; real and imaginary parts as separate values, which is enough for a norm.

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from scarctl.errors import Corruption, UsageError
 from scarctl.state.encoding import decode, encode, encoded_groups, parts, squared_errors, stored_as
 from scarctl.state.encodings import Encoding
-from scarctl.state.layout import Layout
-from scarctl.state.rows import rows_of
+from scarctl.state.layout import Layout, rows_of
 from scarctl.store.segment import Source, full_piece, partition_rows
 from scarctl.util.arrays import Bytes, Ids
 

@@ -14,6 +14,7 @@ from scarctl.errors import Fenced, Overwritten, ScarError
 from scarctl.state import codec
 from scarctl.state.encodings import Encoding
 from scarctl.state.layout import Layout
+from scarctl.state.raw_tensor import RawTensor
 from scarctl.store.backends.base import Blobs, InDoubt
 from scarctl.store.claim import look, overtaken, put, require_store
 from scarctl.store.compact import Ledger
@@ -83,7 +84,7 @@ class Publisher:
         self._check_claim()
         metadata = {"kind": record.kind, "layout": record.layout, "lane": str(self.shard)}
         metadata |= {"epoch": str(record.epoch), "step": str(record.step)}
-        tensors: Mapping[str, codec.RawTensor] = {}
+        tensors: Mapping[str, RawTensor] = {}
         if extras is not None:
             metadata["extras"], tensors = codec.encode(extras)
         table = None

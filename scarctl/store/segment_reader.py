@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import numpy as np
 from numpy.typing import NDArray
 
-from scarctl.state.codec import RawTensor
 from scarctl.state.layout import Group, Layout
+from scarctl.state.raw_tensor import RawTensor
 from scarctl.store.backends.base import BlobReader, Blobs
 from scarctl.store.format import MAX_TABLE_TEXT, RESERVED, check_format, corrupt
 from scarctl.store.header import MAX_HEADER, Header, header_length, parse_header

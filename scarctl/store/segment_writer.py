@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.errors import UsageError
-from scarctl.state.codec import RawTensor
 from scarctl.state.encoding import stored_as
 from scarctl.state.encodings import Encoding
 from scarctl.state.layout import DTYPES, Group, Layout
+from scarctl.state.raw_tensor import RawTensor
 from scarctl.store import checksum
 from scarctl.store.backends.base import BlobWriter, as_bytes
 from scarctl.store.encoder import Encoder

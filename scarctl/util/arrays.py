@@ -50,3 +50,12 @@ def places(among: NDArray[np.int64], ids: NDArray[np.int64]) -> slice | NDArray[
     if last - first == ids.size - 1:
         return slice(first, last + 1)
     return np.searchsorted(among, ids)
+
+
+def take_rows(starts: Ids, stops: Ids) -> slice | Ids:
+    """Return an index that picks the rows of ascending ranges [start, stop): a slice if they are adjacent."""
+    if not len(starts) or (starts[1:] == stops[:-1]).all():
+        return slice(int(starts[0]), int(stops[-1])) if len(starts) else slice(0, 0)
+    lengths = stops - starts
+    offsets = np.repeat(starts - np.concatenate(([0], np.cumsum(lengths)[:-1])), lengths)
+    return np.arange(int(lengths.sum()), dtype=np.int64) + offsets

@@ -23,6 +23,7 @@ from scarctl.recovery.shares import open_shares
 from scarctl.state import codec
 from scarctl.state.layout import Layout, TensorSpec
 from scarctl.state.layouts import Layouts
+from scarctl.state.raw_tensor import RawTensor
 from scarctl.store import Snapshot, Store, Topology, read_snapshot, verify
 from scarctl.store.format import canonical, checksum
 from scarctl.store.header import parse_header
@@ -290,9 +291,7 @@ class StoreTargets:
         if rng.randrange(3) == 0:
             name = rng.choice(list(tensors))
             shape = tuple(rng.choice((0, 1, 2, 6, 1 << 40, 1 << 62)) for _ in range(rng.randrange(4)))
-            tensors[name] = codec.RawTensor(
-                rng.choice(("F32", "U8", "BF16", "C64")), shape, tensors[name].data
-            )
+            tensors[name] = RawTensor(rng.choice(("F32", "U8", "BF16", "C64")), shape, tensors[name].data)
         given = with_raw(json.dumps(tree))
         codec.decode(given if rng.randrange(4) else given[: rng.randrange(len(given) + 1)], tensors)
 

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from scarctl.errors import Corruption, UsageError
-from scarctl.state.codec import MAX_DEPTH, RawTensor, decode, encode
+from scarctl.state.codec import MAX_DEPTH, decode, encode
 from scarctl.state.layout import DTYPES
+from scarctl.state.raw_tensor import RawTensor
 
 
 def same(a: Any, b: Any) -> bool:

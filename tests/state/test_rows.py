@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scarctl.state.layout import TensorSpec, build_layout
-from scarctl.state.rows import rows_of, take_rows
+from scarctl.state.layout import TensorSpec, build_layout, rows_of
+from scarctl.util.arrays import take_rows
 
 LAYOUT = build_layout(
     [(name, "parameter", (TensorSpec("", "U8", (22, 2)),)) for name in ("a", "b")], rows={"*": 4}
