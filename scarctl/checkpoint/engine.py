@@ -116,7 +116,7 @@ class Engine:
         al., section 4.2).
 
         thorough: compare everything, also what cannot have changed unless something unusual has written to it.
-        flush: copy even if a saver holds the slot; otherwise this checkpoint is left out.
+        flush: end any hold; otherwise this checkpoint is left out if a saver holds the slot.
         """
         began = time.thread_time()
         with torch.no_grad():

@@ -68,7 +68,7 @@ class Departure:
             if self._is_in_store(engine):
                 self._saving.filled(patience)  # so that the report knows which commit memory has
                 return True
-            return self._saving.flush(patience)
+            return self._saving.flush(patience, leaving=True)
 
     def _evacuate(self, deadline: float, *, flushed: bool, to: str | None = None) -> Evacuated:
         engine = self._opening.engine

@@ -52,6 +52,10 @@ class Requests:
         while self.arrived:
             self.requested = max(self.arrived.popleft(), self.requested or Turn.NOTHING)
 
+    def repeat(self, turn: Turn) -> None:
+        """Request this once more if the checkpoint is left out."""
+        self.begun = max(turn, self.begun or Turn.NOTHING)
+
     def again(self) -> None:
         """Request once more what was requested of checkpoints that were left out."""
         if self.begun is not None:
@@ -77,7 +81,7 @@ class Requests:
         """
         requested, self.requested = self.requested, None
         if requested is not None:
-            self.begun = max(requested, self.begun or Turn.NOTHING)
+            self.repeat(requested)
         if requested is None or regular is None:
             return regular if requested is None else requested
         return max(requested, regular)

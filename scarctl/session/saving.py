@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -38,6 +39,8 @@ log = logging.getLogger("scarctl")
 FLUSH_SECONDS = 10.0
 """Longest wait of a flush for a running step to end, in seconds."""
 UNSAVED = "values are not finite, or were written while they were copied"
+HELD = "an earlier state is still being read for the store, and a later step is saved instead"
+_POLL = 0.005
 _SOON = 0.1
 """Seconds for which the second half of a checkpoint waits for the training thread to leave a hook."""
 TORN = "the newest iteration has raised an exception, and its changes may be incomplete"
@@ -60,6 +63,8 @@ class Saving:
         """Processor seconds of the newest checkpoint, if the training thread made all of it."""
         self.left_out = False
         """A checkpoint was left out, because a saver held the slot, since this was last set to False."""
+        self.repeat: Callable[[Turn], None] = lambda _: None
+        """Called with what was requested by a call, and left out."""
         self.over = False
         """Nothing is saved any more."""
         self.doomed = False
@@ -210,23 +215,43 @@ class Saving:
         self._copied = copied
         return copied is not None and copied.sealed
 
-    def seal(self, moment: Moment | None) -> bool:
-        """Save the whole state of `moment`, both halves at once. Return whether it is sealed in this host's memory."""
+    def seal(self, moment: Moment | None, patience: float | None = None) -> bool:
+        """Save the whole state of `moment`, both halves at once. Return whether it is sealed in this host's memory.
+
+        patience: seconds to wait while a reader holds the slot. None ends any hold, because this process, or its host,
+            is about to end.
+        """
         self.finish()
-        self.begin(moment, Turn.WHOLE, flush=True)
+        self._await_slot(patience or 0.0)
+        self.begin(moment, Turn.WHOLE, flush=patience is None)
         sealed = self.finish()
         if sealed and moment is not None:
             self.flushed = moment.step
         return sealed
 
-    def now(self, turn: Turn) -> str:
-        """Save the live state now, both halves at once. Return why that failed, or did not seal the whole; or ""."""
+    def now(self, turn: Turn, patience: float) -> str:
+        """Save the live state now, both halves at once. Return why that failed, or did not seal the whole; or "".
+
+        patience: seconds to wait while a reader holds the slot. After them it is left out (`HELD`), and made later.
+        """
         self.finish()
-        errors = self.stats.errors
-        self.begin(self.take_between(), turn, flush=True)
+        errors, before = self.stats.errors, self.left_out
+        self._await_slot(patience)
+        self.left_out = False
+        self.begin(self.take_between(), turn)
         sealed = self.finish()
         why = "" if sealed else TORN if self._gate.torn else self.unsealed
+        if self.left_out:
+            why = HELD
+            self.repeat(turn)
+        self.left_out |= before
         return self.stats.last_error if self.stats.errors > errors else why
+
+    def _await_slot(self, patience: float) -> None:
+        """Wait up to `patience` seconds until no reader holds the slot that the next checkpoint writes."""
+        engine, deadline = self._opening.engine, time.monotonic() + patience
+        while engine is not None and time.monotonic() < deadline and not engine.arena.writable:
+            time.sleep(_POLL)
 
     @property
     def unsealed(self) -> str:
@@ -265,15 +290,16 @@ class Saving:
                 kind="peers-late",
             )
 
-    def flush(self, patience: float) -> bool:
+    def flush(self, patience: float, *, leaving: bool = False) -> bool:
         """Seal the state of the newest step's end. Return whether that succeeded.
 
-        patience: seconds to wait while a resume still fills the arena. Until then the store has what it restored.
+        patience: seconds to wait while a resume still fills the arena, and while a reader holds the slot. Until then
+            the store has what it restored. leaving: the host shuts down, which ends any hold.
         """
         if not self.filled(patience):
             return False
         with self.streams.joined():
-            return self.seal(self.newest_end())
+            return self.seal(self.newest_end(), None if leaving else patience)
 
     def filled(self, patience: float) -> bool:
         """Wait up to `patience` seconds while a resume fills the arena. Return whether that has ended."""

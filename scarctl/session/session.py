@@ -217,6 +217,7 @@ class Session:
         """Save now: one partial checkpoint, or with `full` the whole state, sealed.
 
         wait: True until it is durable; "peers" until other hosts have it in memory, as many as `peer_ack` says.
+        If a slow store still reads an earlier step from memory, a later one is saved; `wait` waits for that first.
         If `full` cannot seal the state, because values are not finite, raises ScarError ("not-sealed") with `wait`, and
         warns without. `wait` also raises Unavailable and the store's fault. Before the first step: UsageError.
         """
@@ -225,7 +226,7 @@ class Session:
         with self._gate.outside("checkpoint()"):
             self._progress.declare()
             engine = self._started()
-            why = self._saving.now(Turn.WHOLE if full else Turn.PART)
+            why = self._saving.now(Turn.WHOLE if full else Turn.PART, self.settings.timeout if wait else 0.0)
         if wait:
             self._saving.require(engine, wait, why)
         elif full and why:
@@ -235,10 +236,9 @@ class Session:
         """Copy the newest step into shared memory at memory speed, as one whole state, and have it saved.
 
         A process that restarts on this host resumes from it. The checkpoint becomes durable as usual. For any thread.
-        timeout: seconds to wait until a running step has ended and the loop has declared that (docs/loops.md), and
-            after a resume for this host's memory to have its copies.
-        Returns whether the state was sealed. It cannot be sealed while a step runs, or if values are not finite.
-        Raises UsageError before the first step.
+        timeout: seconds to wait until a running step has ended and the loop has declared that (docs/loops.md), for a
+            slow store that still reads an earlier step from memory, and after a resume for memory to have its copies.
+        Returns whether it was sealed: not while a step runs, or if values are not finite. UsageError before any step.
         """
         self._started()
         if self._gate.trainer == threading.get_ident() and not self.stepping:

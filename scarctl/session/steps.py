@@ -96,6 +96,7 @@ class Steps:
         self._differ = False
         """Ranks were found to differ, and not yet to agree again."""
         parts.progress.loop.ended = self.declared
+        saving.repeat = requests.repeat
 
     def counted(self, step: int | None, *, hooked: bool) -> None:
         """See `Session.step`. hooked: hooks report the beginnings of iterations."""

@@ -67,7 +67,9 @@ def test_a_checkpoint_is_left_out_while_its_slot_is_read(tmp_path: Path) -> None
             made._saving.finish()
             assert hold.lasts()
             assert step_of(arena.slot.head) == 3, "the other slot was free once"
-            assert made.flush(), "it ends the hold"
+            assert not made.flush(0.02), "it waits for the reader"
+            assert hold.lasts()
+            assert made._saving.flush(1.0, leaving=True), "it ends the hold"
             assert not hold.lasts()
         assert step_of(arena.slot.head) == 6
 
