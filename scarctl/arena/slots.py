@@ -4,8 +4,8 @@ While readers hold a slot, to copy it to another place, training writes no newer
 
 At most one slot is held, by all readers together. Who finds no hold takes one of the current slot; who finds one joins
 it, for its slot and its deadline. The copier leaves a checkpoint out if it would write into the held slot. At the
-deadline it ends the hold, whoever has it, and then writes the first byte; a flush ends it at any time. So a reader
-looks at its hold after the last byte, and before it relies on what it has read.
+deadline it ends the hold, whoever has it, and then writes the first byte. A flush ends any hold at any time: its state
+is the one to be read. So a reader looks at its hold after the last byte, and before it relies on what it has read.
 
 `current` is read and the hold is taken under one lock, that of the arena's file (`flock`). All readers of an arena are
 threads of one process, its saver; the copier may be in another one.
@@ -14,10 +14,12 @@ threads of one process, its saver; the copier may be in another one.
 from __future__ import annotations
 
 import fcntl
+import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +30,28 @@ from scarctl.arena.slot import Slot
 from scarctl.errors import Contention
 from scarctl.util.arrays import Bytes, Ids
 
-_PATIENCE = 1.0
-"""Seconds to wait for the lock. It is held for microseconds, unless a process was stopped meanwhile."""
+log = logging.getLogger("scarctl")
+
+LEAST_HOLD, MOST_HOLD = 5.0, 600.0
+"""Shortest and longest time in seconds for which a reader holds a slot."""
+_PATIENCE, _FLUSH_PATIENCE, _TRAINING_PATIENCE = 1.0, 10.0, 0.1
+"""Seconds to wait for the lock: of a reader, a flush and a checkpoint. It is held for microseconds, unless a process
+was stopped meanwhile."""
 _PAUSE = 0.001
+_STOPPED = "a process that does not run has locked this host's memory"
+_HINT = "continue or end it; training goes on"
+
+
+class Reading(Protocol):
+    """A reader's hold of a slot, or its look at one."""
+
+    slot: Slot
+
+    def lasts(self) -> bool:
+        """Return whether the slot is as it was at first."""
+
+    def end(self) -> bool:
+        """Read no more, and return whether the slot was as at first until now. May be called again."""
 
 
 class Hold:
@@ -92,6 +113,10 @@ class Holds:
         self._lock = threading.Lock()
         self._members: dict[int, int] = {}
         """Readers in this process by number of the hold."""
+        self.shut_since: float | None = None
+        """Since when (`time.monotonic`) another process has been inside `guard`; None if it was not, last of all."""
+        self._told = False
+        """This was logged."""
 
     @property
     def number(self) -> int:
@@ -99,28 +124,38 @@ class Holds:
         return int(self._words[HOLD])
 
     @contextmanager
-    def guard(self) -> Iterator[None]:
-        """Keep the copier and readers apart. Raises Contention if a stopped process is inside."""
-        with self._lock:
-            if self._file < 0:
+    def guard(self, patience: float = _PATIENCE) -> Iterator[None]:
+        """Keep the copier and readers apart. Raises Contention if another process is inside for `patience` seconds."""
+        if not self._lock.acquire(timeout=patience):  # a thread waits for that process
+            raise Contention(_STOPPED, hint=_HINT)
+        try:
+            if (file := self._file) < 0:
                 yield
                 return
-            until = time.monotonic() + _PATIENCE
-            while True:
-                try:
-                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > until:
-                        raise Contention(
-                            "another process, which does not run, is reading this host's memory",
-                            hint="continue or end it; training goes on",
-                        ) from None
-                    time.sleep(_PAUSE)
+            self._enter(file, patience)
             try:
                 yield
             finally:
-                fcntl.flock(self._file, fcntl.LOCK_UN)
+                fcntl.flock(file, fcntl.LOCK_UN)
+        finally:
+            self._lock.release()
+
+    def _enter(self, file: int, patience: float) -> None:
+        began = time.monotonic()
+        while True:
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.shut_since = None
+                return
+            now = time.monotonic()
+            if self.shut_since is None and patience:
+                self.shut_since = began
+            if self.shut_since is not None and now > self.shut_since + _PATIENCE and not self._told:
+                self._told = True
+                log.warning("%s: no checkpoint is made until it is continued, or ends", _STOPPED)
+            if now >= began + patience:
+                raise Contention(_STOPPED, hint=_HINT)
+            time.sleep(_PAUSE)
 
     def take(self, slots: tuple[Slot, Slot], current: int, seconds: float) -> Hold:
         """Take the hold of slot `current`, or join the hold that there is. Call it inside `guard`."""
@@ -137,7 +172,7 @@ class Holds:
 
     def let_go(self, number: int) -> None:
         """End one reader's part."""
-        with self.guard():
+        with self._lock:  # the copier can only end it, too
             left = self._members.pop(number, 1) - 1
             if left:
                 self._members[number] = left
@@ -145,10 +180,15 @@ class Holds:
                 self._words[HOLD] = 0
 
     def free(self, slot: int, *, flush: bool) -> bool:
-        """Return whether the copier may write into a slot; end its hold if that is over. Call it inside `guard`."""
+        """Return whether the copier may write into a slot; end its hold if that is over. Call it inside `guard`.
+
+        flush: end any hold.
+        """
         words = self._words
-        if self.number and words[HOLD_SLOT] == slot:
-            if not flush and time.monotonic_ns() <= words[HOLD_UNTIL]:
+        if flush:
+            words[HOLD] = 0
+        elif self.number and words[HOLD_SLOT] == slot:
+            if time.monotonic_ns() <= words[HOLD_UNTIL]:
                 return False
             words[HOLD] = 0
         return True
@@ -209,18 +249,21 @@ class Slots(Fields):
 
     @property
     def writable(self) -> bool:
-        """Whether no reader holds the slot that is not current, as far as is known without the lock."""
-        words = self._words
-        held = words[HOLD] and words[HOLD_SLOT] == self.spare.number
-        return not held or time.monotonic_ns() > int(words[HOLD_UNTIL])
+        """Whether a moment can begin now: no reader holds the slot that is not current."""
+        try:
+            with self._holds.guard(0.0):
+                return self._holds.free(self.spare.number, flush=False)
+        except Contention:
+            return False
 
     def begin_moment(self, *, flush: bool = False) -> tuple[Slot, int] | None:
         """Begin a moment: return the slot to write, and the moment's number. Return None if that slot is held.
 
-        flush: end the hold.
+        flush: end any hold. Raises Contention if a process that does not run prevents that.
         """
+        patience = 0.0 if self._holds.shut_since is not None else _TRAINING_PATIENCE
         try:
-            with self._holds.guard():
+            with self._holds.guard(_FLUSH_PATIENCE if flush else patience):
                 spare = self.spare
                 if not self._holds.free(spare.number, flush=flush):
                     return None

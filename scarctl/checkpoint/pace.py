@@ -12,7 +12,7 @@ from scarctl.checkpoint.selector import LAG, Selector
 from scarctl.config import SessionSettings
 from scarctl.persist.saver import Saver
 from scarctl.policy.interval import Cadence
-from scarctl.policy.turns import DAY, MAX_TURN, REQUESTS, Turn, Turns, per_day
+from scarctl.policy.turns import DAY, MAX_TURN, Turn, Turns, part_requests, per_day
 from scarctl.state.caveats import Caveats
 from scarctl.util.text import counted, human_bytes, span
 
@@ -183,7 +183,7 @@ class Pace:
         fixed = self.cadence.fixed
         if fixed is not None:
             turns = int(DAY / max(fixed * (self.cadence.step_seconds or 1.0), 1e-3))
-            daily = per_day(turns * self._part_bytes, turns * REQUESTS)
+            daily = per_day(turns * self._part_bytes, turns * part_requests(self._part_bytes))
             what = f"a part every {counted(fixed, 'iteration')}: {daily}"
         elif not self.turns.known:
             return f"{text}. The store's speed is not known yet"

@@ -19,7 +19,7 @@ from scarctl.arena.extras import extras_file
 from scarctl.arena.header import inode_in
 from scarctl.arena.rows import read_rows
 from scarctl.arena.slot import Slot
-from scarctl.arena.slots import Hold
+from scarctl.arena.slots import LEAST_HOLD, MOST_HOLD, Hold
 from scarctl.errors import Corruption, Fenced
 from scarctl.peers.frames import MAX_BODY, Batch, Buffer, Kind, Mark, encode
 from scarctl.state.version import NEVER
@@ -32,8 +32,6 @@ Counters: TypeAlias = "tuple[int | str, ...]"
 BATCH_BYTES = 8 << 20
 """Bytes of rows in a batch, if no partition is larger."""
 _MOST_COPIES = 1 << 16
-_LEAST_HOLD, _MOST_HOLD = 5.0, 600.0
-"""Shortest and longest seconds for which a slot is held. A round that does not end in it has twice the time next."""
 
 
 def most_body(arena: Arena) -> int:
@@ -58,7 +56,7 @@ class Follower:
         """Moments of the copies that the peer has after each frame that is not acknowledged yet; None: as before."""
         self.rank: Ids | None = None
         """Place of each partition in the order of sending: int64 of shape (partitions,). None: ascending ids."""
-        self._seconds = _LEAST_HOLD
+        self._seconds = LEAST_HOLD
         self._extras_of = 0
         """Moment of the extras that the peer has."""
         self._marked_moment = 0
@@ -143,9 +141,9 @@ class Follower:
                     )
             extras = self._extras(slot) if moment and self._extras_of != moment else None
             if not hold.end():
-                self._seen, self._seconds = (), min(2 * self._seconds, _MOST_HOLD)
+                self._seen, self._seconds = (), min(2 * self._seconds, MOST_HOLD)  # twice the time
                 return
-        self._seconds = _LEAST_HOLD
+        self._seconds = LEAST_HOLD
         self._require_place()
         if extras is not None:
             self._under_way.append(None)

@@ -23,7 +23,8 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.extras import read_extras
 from scarctl.arena.header import EXTRAS
 from scarctl.arena.notes import UNKNOWN
-from scarctl.arena.slots import Hold
+from scarctl.arena.slot import Slot
+from scarctl.arena.slots import Hold, Reading
 from scarctl.errors import ScarError, UsageError
 from scarctl.persist.evacuated import NOWHERE, Evacuated, why_mixed_ranks
 from scarctl.persist.speed import Speed
@@ -58,7 +59,7 @@ class Tier(Protocol):
     extras_moment: int
     """The newest moment whose extras the tier is known to have; 0 for none."""
 
-    def commit(self, hold: Hold, ids: Ids, *, seal: bool, extras: bool = True) -> int | None:
+    def commit(self, hold: Reading, ids: Ids, *, seal: bool, extras: bool = True) -> int | None:
         """Save copies of the slot that is held. Return their bytes, now durable; None if the hold has ended.
 
         seal: the tier then has everything of that slot. extras: with its extras.
@@ -169,10 +170,11 @@ class Evacuation:
         while not ended():
             try:
                 with self._arena.held(max(0.0, self._left()) + _PAUSE) as hold:
-                    newest = hold.slot is self._arena.slot
-                    more = self._commit(hold) if newest else self._left() > 0
-                if not newest:  # another reader holds an earlier state
-                    self._sleep(_PAUSE)
+                    if hold.slot is self._arena.slot:
+                        more = self._commit(hold)
+                    else:  # another reader has held an earlier state
+                        self._arena.end_holds()
+                        more = self._left() > 0
             except ScarError as error:
                 self.error = error.message
                 log.warning("evacuating: %s", error)
@@ -200,7 +202,7 @@ class Evacuation:
         """Save the next copies, or the seal. Return False if nothing is left, or no more can be saved in time."""
         arena, slot = self._arena, hold.slot
         pending = np.flatnonzero(slot.differs(arena.saved))
-        extra_bytes = 0 if self._has_extras(hold) else self._extras_bytes(slot.number)
+        extra_bytes = 0 if self._has_extras(slot) else self._extras_bytes(slot.number)
         if not pending.size:
             return self._seal(hold, extra_bytes)
         room, most = self._pace.room(self._left())
@@ -247,9 +249,9 @@ class Evacuation:
         self._failures, self.error = 0, None
         return not seal
 
-    def _has_extras(self, hold: Hold) -> bool:
-        """Return whether the tier has the extras of the slot that is held."""
-        return hold.slot.moment in (self._arena.kept, self._tier.extras_moment)
+    def _has_extras(self, slot: Slot) -> bool:
+        """Return whether the tier has the extras of a slot."""
+        return slot.moment in (self._arena.kept, self._tier.extras_moment)
 
     def _extras_bytes(self, slot: int) -> int:
         try:
@@ -329,7 +331,7 @@ class Evacuation:
         slot = self._arena.slot
         if self._unread or not slot.moment:
             return self._unread
-        return slot.moment not in (self._arena.kept, self._tier.extras_moment)
+        return not self._has_extras(slot)
 
 
 def not_evacuated(arena: Arena, error: ScarError, copies: Copies | None = None) -> Evacuated:
@@ -353,7 +355,7 @@ class _Unreached:
     def notes(self, whole: str) -> Notes:
         raise AssertionError("this tier only reports")
 
-    def commit(self, hold: Hold, ids: Ids, *, seal: bool, extras: bool = True) -> int | None:
+    def commit(self, hold: Reading, ids: Ids, *, seal: bool, extras: bool = True) -> int | None:
         raise AssertionError("this tier only reports")
 
 

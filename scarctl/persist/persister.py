@@ -1,18 +1,21 @@
 """Save copies: commit what is asked for from the arena to the store, then acknowledge it in the arena.
 
 The arena says what the store lacks: copies whose moment differs from that of the store's. A request in its words says
-what to save of it (`Arena.ask`). The persister holds a slot (`scarctl.arena.slots`), copies or writes the rows, and
-looks at the hold after the last byte and before the record. If the hold has ended, it begins again with the current
-slot.
+what to save of it (`Arena.ask`). Parts, and small states, are copied into a private buffer, and the slot is looked at
+after the last byte (`scarctl.arena.slots`). Of a larger state the slot is held while it is written, and the hold looked
+at before the record. If it has ended, all that the store lacks is saved in pieces, as parts are. What changes
+meanwhile is then the rest, of which the slot is held.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +26,10 @@ from scarctl.arena.header import inode_in
 from scarctl.arena.notes import stored_notes
 from scarctl.arena.rows import Gathered
 from scarctl.arena.slot import Slot
-from scarctl.arena.slots import Hold, Look
+from scarctl.arena.slots import LEAST_HOLD, MOST_HOLD, Reading
 from scarctl.errors import Fenced, Overwritten, ScarError
 from scarctl.persist.speed import Meter
+from scarctl.policy.turns import PIECE
 from scarctl.state.encoding import stored_as
 from scarctl.state.encodings import Encoding
 from scarctl.state.extras import Notes
@@ -41,16 +45,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("scarctl")
 
-PRIVATE = 64 << 20
-"""Bytes up to which everything is copied into a private buffer, as parts are: then the slot is free at once."""
-_LEAST_HOLD, _MOST_HOLD = 5.0, 600.0
-"""Shortest and longest time in seconds for which a slot is held while it is written to the store."""
+PRIVATE = PIECE
+"""Bytes that are copied into a private buffer at once, but at least one partition: then the slot is free at once."""
+_MEASURED = 1 << 20
+"""Bytes of a commit from which it shows the speed."""
 _ATTEMPTS = 8
-"""Attempts to write a segment while a flush, or the end of the time, keeps ending the hold. Each has twice the time."""
+"""Attempts to save a state as a whole while a flush, or the end of the time, keeps ending the hold."""
 _LOOKS = 3
-"""Attempts to copy what fits into a private buffer before the slot is held for it."""
+"""Attempts to copy into a private buffer before the slot is held for it."""
 _PAUSE = 0.01
 _TIDY_PAUSE = 30.0  # seconds after a failure
+
+
+_Wanted: TypeAlias = "Callable[[Slot], tuple[NDArray[np.bool_], NDArray[np.bool_] | None]]"
+"""Returns which copies of a slot to save, and which of these may be encoded, None for none: bool (partitions,)."""
 
 
 class Interrupted(Exception):
@@ -72,6 +80,8 @@ class Persister:
         self._tidy_at = 0.0
         self._notes = "", Notes()
         """The newest seal, and the notes that were saved with it."""
+        self._rate = 0.0
+        """Bytes per second of the newest commit that shows it; 0 before the first."""
         self.extras_moment = 0
         """See `scarctl.persist.evacuation.Tier`."""
 
@@ -79,37 +89,47 @@ class Persister:
         """Serve request `number`, and all earlier ones. Return the bytes of state written.
 
         After a failure call it again: durable copies are not written twice. Raises as `StoreWriter.commit` does, and
-        Interrupted. Raises Fenced if another arena, fetched from another host, has taken the place.
+        Interrupted. Raises Fenced if another arena, fetched from another host, has taken the place; Overwritten if a
+        whole state changes faster than it can be written: what was pending is then saved, of several moments.
         """
         self.require_place()
-        arena, needed = self._arena, self._arena.slot.moment
-        speed = self.meter.speed()
-        rate = speed.bytes_per_second if speed is not None else 0.0
-        attempt = 0
-        while attempt < _ATTEMPTS:
-            if self.interrupt.is_set():
-                raise Interrupted
-            whole, served = arena.wants_whole, arena.served
-            nbytes = int(arena.layout.partition_bytes[arena.pending()].sum())
-            if attempt < _LOOKS and (nbytes <= PRIVATE or not whole):
-                look = arena.look()
-                written = self._save_whole(look) if whole else self._save_part(look, served)
-                if written is not None:
-                    arena.serve(number)
-                    return written
-                attempt += 1
-                continue
-            seconds = max(_LEAST_HOLD, 2 * nbytes / rate if rate else 0.0) * 2**attempt
-            with arena.held(min(seconds, _MOST_HOLD)) as hold:
-                if hold.slot.moment >= needed:
-                    written = self._save_whole(hold) if whole else self._save_part(hold, served)
-                    if written is not None:
-                        arena.serve(number)
-                        return written
-                    attempt += 1
-                    continue
-            time.sleep(_PAUSE)  # another reader holds an earlier state
-        raise Overwritten("the state keeps changing while it is written", hint="saving retries")
+        written = self._save_whole() if self._arena.wants_whole else self._save_parts(self._chosen)
+        self._arena.serve(number)
+        return written
+
+    def _save_whole(self) -> int:
+        written, before = 0, math.inf
+        for attempt in range(_ATTEMPTS):
+            nbytes = int(self._arena.layout.partition_bytes[self._lacking(self._arena.slot)].sum())
+            seconds = nbytes / self._rate if self._rate else 0.0
+            if (private := nbytes <= PRIVATE) or seconds <= MOST_HOLD:
+                held = LEAST_HOLD if private else min(MOST_HOLD, max(LEAST_HOLD, 2 * seconds) * 2**attempt)
+                found = self._read(self._seal, held, looks=private)
+                if found is not None:
+                    return written + found
+            elif nbytes >= before:
+                break
+            before = nbytes
+            written += self._save_parts(lambda slot: (self._lacking(slot), None))
+        raise Overwritten(
+            "the state keeps changing while it is written",
+            hint="the store has copies of several steps; saving it as a whole is retried",
+        )
+
+    def _read(self, save: Callable[[Reading], int | None], seconds: float, *, looks: bool) -> int | None:
+        """Return what `save` does with a slot that is held, at most `seconds`. looks: without a hold first."""
+        for _ in range(_LOOKS if looks else 0):
+            self._require_time()
+            if (found := save(self._arena.look())) is not None:
+                return found
+        needed, began = self._arena.slot.moment, time.monotonic()
+        while True:
+            self._require_time()
+            with self._arena.held(seconds) as hold:
+                enough = 2 * hold.seconds > seconds or time.monotonic() > began + LEAST_HOLD
+                if hold.slot.moment >= needed and enough:
+                    return save(hold)
+            time.sleep(_PAUSE)  # another reader holds an earlier state, or not for as long
 
     def require_place(self) -> None:
         """Raise Fenced if another arena has taken the place of the one that is saved."""
@@ -119,42 +139,79 @@ class Persister:
                 hint="the run has continued elsewhere",
             )
 
-    def _save_whole(self, hold: Hold | Look) -> int | None:
-        """Save all that is pending, with the extras. Return the bytes; None if the hold has ended."""
-        arena, slot = self._arena, hold.slot
-        if not slot.moment:
-            return 0
-        ids = np.flatnonzero((slot.differs(arena.saved) | self._encoded()) & slot.intact())
-        if not ids.size and arena.kept == slot.moment:
-            return 0
-        return self.commit(hold, ids, seal=True)
+    def _require_time(self) -> None:
+        if self.interrupt.is_set():
+            raise Interrupted
 
-    def _save_part(self, hold: Hold | Look, served: int) -> int | None:
-        """Save what was chosen and is pending, with the extras. Return the bytes; None if the hold has ended."""
-        arena, slot = self._arena, hold.slot
-        wish = arena.wish.copy()
-        wanted = (wish // 2 > served) & slot.intact()
+    def _lacking(self, slot: Slot) -> NDArray[np.bool_]:
+        """Return which copies of a slot the store lacks, or has in fewer bits: bool (partitions,)."""
+        encoded = np.zeros(self._arena.layout.partitions, dtype=bool)
+        encoded[self._writer.state.ids] = self._writer.state.encoded
+        return (slot.differs(self._arena.saved) | encoded) & slot.intact()
+
+    def _chosen(self, slot: Slot) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return which copies of a slot requests for parts want, and which of these may be encoded."""
+        arena, wish = self._arena, self._arena.wish.copy()
         lossy = (wish % 2).astype(bool)
         # What the store has in fewer bits, it lacks, even if it never changes again.
-        wanted &= slot.differs(arena.saved) | (~lossy & (arena.encoding_error >= 0))
-        parts: list[tuple[Encoding, Ids]] = [
-            (arena.encoding, np.flatnonzero(wanted & lossy)),
-            ("exact", np.flatnonzero(wanted & ~lossy)),
-        ]
-        parts = [part for part in parts if part[1].size]
-        found = [(Gathered(slot, ids), slot.moments[ids], slot.version[ids]) for _, ids in parts]
-        head, moment = slot.head, slot.moment
-        tree = self._extras(slot) if step_of(head) >= self._writer.floor else None
-        if not hold.end():
-            return None
-        written = 0
-        for (encoding, ids), (rows, moments, versions) in zip(parts, found, strict=True):
-            written += self._put(ids, rows, moments, versions, head, encoding, tree)
-            if tree is not None:
-                self.extras_moment, tree = moment, None
+        lacking = slot.differs(arena.saved) | (~lossy & (arena.encoding_error >= 0))
+        return (wish // 2 > arena.served) & slot.intact() & lacking, lossy
+
+    def _seal(self, reading: Reading) -> int | None:
+        """Save all that is pending, with the extras. Return the bytes; None if the slot was written meanwhile."""
+        slot, ids = reading.slot, np.flatnonzero(self._lacking(reading.slot))
+        if not slot.moment or (not ids.size and self._arena.kept == slot.moment):
+            return 0
+        return self.commit(reading, ids, seal=True)
+
+    def _save_parts(self, wanted: _Wanted) -> int:
+        """Save what is wanted in pieces, each of the newest state. Return the bytes.
+
+        Raises Overwritten if that was written again and again while it was copied.
+        """
+        written, left = 0, np.ones(self._arena.layout.partitions, dtype=bool)
+        while left.any():
+            found = self._read(partial(self._save_piece, wanted, left), LEAST_HOLD, looks=True)
+            if found is None:
+                raise Overwritten("memory keeps changing while it is copied", hint="saving retries")
+            written += found
         return written
 
-    def commit(self, hold: Hold | Look, ids: Ids, *, seal: bool, extras: bool = True) -> int | None:
+    def _save_piece(self, wanted: _Wanted, left: NDArray[np.bool_], reading: Reading) -> int | None:
+        """Save a piece of what is `left` and wanted, the most changed first, with the extras of its moment.
+
+        Clears it in `left`, which is empty after the last one. Return the bytes; None if the slot was written.
+        """
+        arena, slot = self._arena, reading.slot
+        encoding: Encoding = "exact"
+        mine, lossy = wanted(slot)
+        mine &= left
+        ids = np.flatnonzero(mine)
+        if not ids.size:
+            left[:] = False
+            return 0
+        if lossy is not None and (mine & lossy).any():
+            ids, encoding = np.flatnonzero(mine & lossy), arena.encoding
+        sizes = arena.layout.partition_bytes[ids]
+        if int(sizes.sum()) > PRIVATE:
+            from scarctl.policy.evacuation import fitting, order
+
+            distance = arena.distance[ids].astype(np.float32)
+            first = order(distance, sizes, arena.saved[ids] == 0)
+            ids = np.sort(ids[first[fitting(sizes[first], PRIVATE, math.inf)]])
+        rows, moments, versions = Gathered(slot, ids), slot.moments[ids], slot.version[ids]
+        head, moment = slot.head, slot.moment
+        new = self.extras_moment != moment and step_of(head) >= self._writer.floor
+        tree = self._extras(slot) if new else None
+        if not reading.end():
+            return None
+        written = self._put(ids, rows, moments, versions, head, encoding, tree)
+        left[ids] = False
+        if tree is not None:
+            self.extras_moment = moment
+        return written
+
+    def commit(self, hold: Reading, ids: Ids, *, seal: bool, extras: bool = True) -> int | None:
         """Commit the copies `ids` (ascending) of the slot that is held. Return the bytes; None if the hold has ended.
 
         seal: the store then has everything of that slot. extras: with its extras.
@@ -168,16 +225,16 @@ class Persister:
             rows = Gathered(slot, ids) if ids.size else slot.source
             if not hold.end():
                 return None
-            look = None
+            lasts = None
         else:
-            look = hold.lasts
+            lasts = hold.lasts
         step = step_of(head)
         if (
             step < self._writer.floor
         ):  # steps of an epoch never decrease: it neither seals nor has earlier extras
             whole, tree, seal = "", None, False
         try:
-            written = self._put(ids, rows, moments, versions, head, "exact", tree, whole, look)
+            written = self._put(ids, rows, moments, versions, head, "exact", tree, whole, lasts)
         except Overwritten:
             return None
         if tree is not None:
@@ -199,11 +256,12 @@ class Persister:
         encoding: Encoding,
         tree: Any,
         whole: str = "",
-        look: Any = None,
+        lasts: Callable[[], bool] | None = None,
     ) -> int:
         """Make one commit, and acknowledge its copies. Return their bytes in the store.
 
-        whole: name of the whole state that it seals; "" if it seals none. look: see `StoreWriter.commit`.
+        whole: name of the whole state that it seals; "" if it seals none. lasts: `verify_source` of
+            `StoreWriter.commit`.
         """
         arena, floor = self._arena, self._writer.floor
         if not ids.size and not whole and tree is None:
@@ -214,20 +272,24 @@ class Persister:
             if not ids.size:
                 return 0
         encoder = None if encoding == "exact" else Encoder(arena.layout, encoding, rows, ids)
+        began = time.monotonic()
         with self.meter.commit():
             self._writer.commit(
                 ids,
-                encoder or partial(self._uninterrupted, rows, look),
+                encoder or partial(self._uninterrupted, rows, lasts),
                 step=step,
                 steps=None if whole else step_of(versions),
                 sealed=bool(whole),
                 whole=whole,
                 extras=tree,
-                verify_source=look,
+                verify_source=lasts,
             )
         arena.encoding_error[ids] = -1.0 if encoder is None else encoder.errors
         arena.acknowledge(ids, versions, moments)
-        return int(stored_as(arena.layout, encoding).partition_bytes[ids].sum())
+        written = int(stored_as(arena.layout, encoding).partition_bytes[ids].sum())
+        if written >= _MEASURED:
+            self._rate = written / max(time.monotonic() - began, 1e-9)
+        return written
 
     def _extras(self, slot: Slot) -> Any:
         found = read_extras(self._arena, slot.number)
@@ -240,23 +302,18 @@ class Persister:
             return notes
         return stored_notes(self._writer.store, [self._writer.state], whole)
 
-    def _encoded(self) -> NDArray[np.bool_]:
-        """Return which partitions' newest copies in the store are encoded: bool (partitions,)."""
-        found = np.zeros(self._arena.layout.partitions, dtype=bool)
-        found[self._writer.state.ids] = self._writer.state.encoded
-        return found
-
     def stored(self) -> Ids:
         """Return the version that the store has of every partition, -1 for none: int64 (partitions,)."""
         found = np.full(self._arena.layout.partitions, NEVER, dtype=np.int64)
         found[self._writer.state.ids] = self._writer.state.version
         return found
 
-    def _uninterrupted(self, source: Source, look: Any, g: int, t: int, start: int, stop: int) -> Buffer:
+    def _uninterrupted(
+        self, source: Source, lasts: Callable[[], bool] | None, g: int, t: int, start: int, stop: int
+    ) -> Buffer:
         """Return rows of a source. Raises Interrupted if another thread wants that, Overwritten to stop early."""
-        if self.interrupt.is_set():
-            raise Interrupted
-        if look is not None and not look():
+        self._require_time()
+        if lasts is not None and not lasts():
             raise Overwritten("the slot was needed for a newer state", hint="saving begins again")
         return source(g, t, start, stop)
 

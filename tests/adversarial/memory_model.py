@@ -28,7 +28,7 @@ The hold
  7. `current` is read and the hold is taken in one step: one word, or under one lock. To look at `current` again
     afterwards is not enough, since another saver may have joined in between.
  8. The copier leaves the moment out if its slot is held. At the deadline it ends the hold, whoever has it and whether
-    that process lives, and then writes the first byte. A flush ends it at any time.
+    that process lives, and then writes the first byte. A flush ends any hold at any time.
  9. A saver looks for its hold, by number, after the last byte and before the record. If it is gone, it drops all that
     it has read, and begins again with the current slot.
 

@@ -156,7 +156,7 @@ class Model(Looking):
         s, moment, flush = 1 - world.current, world.moment + 1, world.due == "flush"
         told, before = Told(world.live, world.extras, world.step), world
         world = world._replace(moment=moment, due="", history=(*world.history[: moment - 1], told))
-        holds = [hold for hold in world.holds if hold and hold.slot == s]
+        holds = [hold for hold in world.holds if hold and (flush or hold.slot == s)]
         if any(self._respects(world, hold) for hold in holds) and not flush:
             return f"moment {moment} is left out", world._replace(waited=world.waited + 1)
         keeps = self.mutant in ("the copier ignores a hold", "the copier writes before it ends a hold")

@@ -48,6 +48,9 @@ def test_a_hold_ends_for_a_flush_and_at_its_deadline(arena: Arena) -> None:
         assert copy_into(arena, ALL, pack(1, 3), 3, flush=True)
         assert not hold.lasts()
         assert not hold.end()
+    with arena.held(60) as hold:
+        assert copy_into(arena, ALL, pack(1, 3), 3, flush=True)
+        assert not hold.lasts(), "its state is not the newest one any more"
     with arena.held(0.01) as hold:
         assert copy_into(arena, ALL, pack(1, 4), 4)
         time.sleep(0.02)
@@ -71,15 +74,29 @@ def test_a_hold_of_a_process_that_died_is_not_joined(arena: Arena) -> None:
 
 
 def test_training_does_not_wait_for_a_process_that_is_stopped(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("scarctl.arena.slots._PATIENCE", 0.05)
+    monkeypatch.setattr("scarctl.arena.slots._PATIENCE", 0.15)
+    monkeypatch.setattr("scarctl.arena.slots._TRAINING_PATIENCE", 0.05)
+    monkeypatch.setattr("scarctl.arena.slots._FLUSH_PATIENCE", 0.3)
+    waited = []
     fd = os.open(arena.folder / "arena", os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    assert arena.begin_moment() is None
-    with pytest.raises(Contention):
-        arena.begin_moment(flush=True)
+    for flush in (False, False, True, True):
+        began = time.monotonic()
+        if flush:
+            with pytest.raises(Contention):
+                arena.begin_moment(flush=True)
+        else:
+            assert arena.begin_moment() is None
+        waited.append(time.monotonic() - began)
+    assert not arena.writable
     os.close(fd)
+    assert waited[1] < 0.05 <= waited[0] < 0.3 <= min(waited[2:]), (
+        "the first checkpoint waits, and each flush"
+    )
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "once"
+    assert arena.writable
     assert arena.begin_moment() is not None
     arena.remove()
 

@@ -123,12 +123,13 @@ class Rig:
     def version(self, step: int) -> int:
         return pack(self.writer.epoch, step)
 
-    def copy(self, ids: Ids, step: int, value: int | None = None, *, whole: str = "") -> None:
+    def copy(
+        self, ids: Ids, step: int, value: int | None = None, *, whole: str = "", flush: bool = False
+    ) -> None:
         """Make a memory checkpoint, with the step as extras."""
         value = step if value is None else value
-        assert copy_into(
-            self.arena, ids, self.version(step), value, whole=whole, extras={"step": step}, flush=True
-        )
+        extras = {"step": step}
+        assert copy_into(self.arena, ids, self.version(step), value, whole=whole, extras=extras, flush=flush)
 
     def save(self, ids: Ids, step: int, *, sealed: bool = False, value: int | None = None) -> int:
         """Make a memory checkpoint, and ask for it; return the request's number. sealed: for all, as of one state."""

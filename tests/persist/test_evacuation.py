@@ -118,6 +118,19 @@ def test_what_fits_is_sealed_and_exact(slow: Slow) -> None:
     assert found.commits > 3, "in small commits all the same"
 
 
+@pytest.mark.parametrize("flush", [True, False])
+def test_another_reader_of_an_earlier_state_does_not_keep_it_waiting(slow: Slow, flush: bool) -> None:
+    """Without a flush, memory has a newer state than the one that a host is sent."""
+    slow.copy(slow.everything, 6, whole=f"{6:032x}")
+    with slow.arena.held(600.0) as other:
+        slow.copy(slow.everything, 7, whole=f"{7:032x}", flush=flush)
+        evacuation = slow.evacuation(120.0)
+        evacuation.run()
+        assert not other.lasts()
+    assert evacuation.report().safe
+    assert 7 in slow.sealed()
+
+
 def test_a_state_of_the_same_step_takes_as_long_as_its_extras(slow: Slow) -> None:
     """The step was flushed again, with nothing to copy."""
     slow.flush(7, RISING)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scarctl.arena.header import FILE
+from scarctl.arena.slots import LEAST_HOLD, Slots
 from scarctl.errors import AccessDenied, Fenced, Overwritten, ScarError, Unavailable
 from scarctl.persist import persister as module
 from scarctl.persist.thread import PersisterThread
@@ -137,24 +138,111 @@ def test_a_flush_ends_the_hold_and_the_newest_state_is_saved(
     assert set(rig.stored()[1]) == {5}
 
 
-def test_a_state_that_never_holds_still_is_put_off(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PRIVATE", 0)
+class Training:
+    """Makes a memory checkpoint within each commit, which ends its hold."""
+
+    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch, changes: Any) -> None:
+        self.rig, self.commit, self.changes, self.sizes = rig, rig.writer.commit, changes, list[int]()
+        monkeypatch.setattr(rig.writer, "commit", self.committing)
+
+    def committing(self, ids: Any, *args: Any, **kwargs: Any) -> Any:
+        self.sizes.append(int(self.rig.layout.partition_bytes[ids].sum()))
+        step = 2 + len(self.sizes)
+        self.rig.copy(self.changes, step, whole=f"{step:032x}", flush=True)
+        return self.commit(ids, *args, **kwargs)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-9])
+def test_what_is_saved_before_a_hold_is_lost_is_kept_and_the_rest_is_sealed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, rate: float
+) -> None:
+    """The first commit of a large state, which a hold would have to outlast. rate: bytes per second; 0: unknown."""
+    monkeypatch.setattr(module, "PRIVATE", 200)
     number = rig.save(rig.everything, 2, sealed=True)
-    commit = rig.writer.commit
+    rig.persister._rate = rate
+    training = Training(rig, monkeypatch, SOME[:2])
+    assert rig.persist(number) < 1.5 * rig.layout.nbytes
+    lost, pieces = training.sizes[: rate == 0], training.sizes[rate == 0 :]
+    assert lost == [rig.layout.nbytes] * len(lost), "the slot is not even held if that cannot be long enough"
+    assert max(pieces) <= 200
+    assert len(pieces) > 5
+    assert len(rig.sealed()) == 1
+    steps, content = rig.stored()
+    assert (steps == max(rig.sealed())).all(), "all of it is of one step"
+    assert set(np.delete(content, SOME[:2])) == {2}
 
-    def committing(*args: Any, **kwargs: Any) -> Any:
-        for _ in range(2):
-            begun = rig.arena.begin_moment(flush=True)
-            assert begun is not None
-            rig.arena.flip(begun[0], begun[1], rig.version(3), "")
-        return commit(*args, **kwargs)
 
-    monkeypatch.setattr(rig.writer, "commit", committing)
+def test_a_short_hold_of_another_reader_is_waited_for(
+    rig: Rig, private: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number, left = rig.save(rig.everything, 2, sealed=True), list[float]()
+    commit = rig.persister.commit
+
+    def committing(hold: Any, *args: Any, **kwargs: Any) -> Any:
+        if private == "held":
+            left.append(hold.seconds)
+        return commit(hold, *args, **kwargs)
+
+    monkeypatch.setattr(rig.persister, "commit", committing)
+    with rig.arena.held(0.1):
+        rig.persist(number)
+    assert rig.sealed() == {2}
+    assert all(seconds > LEAST_HOLD / 2 for seconds in left)
+    assert len(left) == (private == "held")
+
+
+def test_a_state_that_changes_faster_than_it_is_written_is_saved_in_parts(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PRIVATE", 200)
+    number = rig.save(rig.everything, 2, sealed=True)
+    rig.persister._rate = 1e-9
+    training = Training(rig, monkeypatch, rig.everything)
     with pytest.raises(Overwritten, match="keeps changing") as caught:
         rig.persist(number)
     assert caught.value.retryable
+    assert sum(training.sizes) == rig.layout.nbytes, "each partition once"
     assert rig.arena.waits
-    assert rig.records() == 0
+    assert (rig.stored()[0] >= 2).all(), "the store has copies of all partitions"
+    training.changes = SOME[:0]
+    rig.persist(number)
+    assert rig.sealed(), "it stands still now"
+
+
+def test_parts_are_copied_in_pieces(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PRIVATE", 200)
+    rig.persist(rig.save(rig.everything, 1, sealed=True))
+    training = Training(rig, monkeypatch, SOME[:0])
+    rig.arena.note_distances(np.arange(rig.layout.partitions)[::-1].astype(np.float64))
+    assert rig.persist(rig.save(rig.everything, 2)) == rig.layout.nbytes
+    assert len(training.sizes) > 5
+    assert max(training.sizes) <= 200
+    assert set(rig.stored()[1]) == {2}
+    assert not rig.arena.waits
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_slot_is_held_for_a_short_time_if_looks_do_not_succeed(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    looks, held, hold = list[Any](), list[float](), rig.arena.held
+
+    def look() -> Any:
+        looks.append(Slots.look(rig.arena))
+        rig.copy(rig.everything, 3)
+        rig.copy(rig.everything, 4)
+        return looks[-1]
+
+    def holding(seconds: float) -> Any:
+        held.append(seconds)
+        return hold(seconds)
+
+    monkeypatch.setattr(rig.arena, "look", look)
+    monkeypatch.setattr(rig.arena, "held", holding)
+    rig.persist(rig.save(rig.everything, 2, sealed=whole))
+    assert set(rig.stored()[1]) == {4}
+    assert held == [LEAST_HOLD]
+    assert len(looks) == 3
 
 
 @pytest.mark.parametrize("sealed", [False, True])
