@@ -127,7 +127,8 @@ class Follower:
         )
         with arena.held(self._seconds) as hold:
             slot = hold.slot
-            moment, head, kept, whole = slot.moment, slot.head, arena.kept, slot.whole
+            moment, head, whole = slot.moment, slot.head, slot.whole
+            kept = arena.kept if arena.kept <= moment else 0  # another sender may hold an older slot
             if moment < needed:
                 self._seen = ()
                 if moment == self._marked_moment:
@@ -139,7 +140,7 @@ class Follower:
                     yield self._mark(
                         Mark(epoch, base, step, errors, sealed, moment, NEVER, 0, "", arena.line)
                     )
-            extras = self._extras(slot) if moment and self._extras_of != moment else None
+            extras = self._extras(slot) if moment != self._extras_of else None
             if not hold.end():
                 self._seen, self._seconds = (), min(2 * self._seconds, MOST_HOLD)  # twice the time
                 return
@@ -174,16 +175,16 @@ class Follower:
                 hint="the run has continued elsewhere",
             )
 
-    def _extras(self, slot: Slot) -> bytes | None:
-        """Return the file with the extras of a slot; None without one. Sets `withheld` if it is too large."""
-        data = extras_file(self._arena.folder, slot.number)
-        self.withheld = data is not None and len(data) > MAX_BODY
-        if data is None or not self.withheld:
+    def _extras(self, slot: Slot) -> bytes:
+        """Return the file with the extras of a slot; empty without one, or if it is too large: then sets `withheld`."""
+        data = extras_file(self._arena.folder, slot.number) or b""
+        self.withheld = len(data) > MAX_BODY
+        if not self.withheld:
             return data
         if not self._too_large:
             log.warning("extras of %d bytes are too large for a peer", len(data))
         self._too_large = len(data)
-        return None
+        return b""
 
     def _copies(self, hold: Hold, ids: Ids) -> Iterator[list[Buffer]]:
         """Yield frames with these copies, until the hold ends. Notes the copies that the peer then has."""

@@ -39,7 +39,7 @@ class Kind(IntEnum):
     FIELDS = 6
     """What the store has of copies whose rows the replica has."""
     EXTRAS = 7
-    """The file with the extras of the state that the next mark completes."""
+    """The file with the extras of the state that the next mark completes; empty if it has none."""
     MARK = 8
     """The replica's copies now form a state of the run, with these words."""
     ACK = 9
@@ -270,13 +270,18 @@ class Mark:
     moment: int
     """Moment of the state that the replica's copies form now; 0 if the owner has none yet."""
     head: int
-    """Its version."""
+    """Its version; `NEVER` before all of its copies are sent."""
     kept: int
     """See `Fields.kept`."""
     whole: str
     """Its name; "" if the copies are of several states."""
     line: Word | None
     """See `Arena.line`."""
+
+    @property
+    def partial(self) -> bool:
+        """Whether some copies are of the state before."""
+        return self.moment > 0 and self.head == NEVER
 
     def frame(self) -> list[Buffer]:
         """Return the mark's frame."""
@@ -291,7 +296,7 @@ def decode_mark(head: Mapping[str, Any], body: Bytes) -> Mark:
     """Decode the mark in a frame. Raises Corruption for impossible numbers."""
     if body.size % 8:
         raise Corruption("a mark's body differs in length from its head")
-    whole = text_of(head, "whole")
+    moment, whole = number_of(head, "moment", 0, MAX_NUMBER), text_of(head, "whole")
     if whole and not is_hex(whole, 32):
         raise Corruption("a mark's name of the whole state is not valid")
     return Mark(
@@ -300,9 +305,9 @@ def decode_mark(head: Mapping[str, Any], body: Bytes) -> Mark:
         number_of(head, "head_step", NEVER, MAX_STEP),
         number_of(head, "errors", 0, MAX_NUMBER),
         number_of(head, "sealed", NEVER, pack(MAX_EPOCH, MAX_STEP)),
-        number_of(head, "moment", 0, MAX_NUMBER),
+        moment,
         number_of(head, "head", NEVER, pack(MAX_EPOCH, MAX_STEP)),
-        number_of(head, "kept", 0, MAX_NUMBER),
+        number_of(head, "kept", 0, moment),
         whole,
         _unpack_line(body.view("<i8").tolist()),
     )

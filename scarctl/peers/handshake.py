@@ -25,7 +25,7 @@ from scarctl.errors import AccessDenied
 from scarctl.peers.frames import hex_of, number_of, text_of
 from scarctl.state.version import MAX_EPOCH
 
-VERSION = 4
+VERSION = 5
 SECRET_BYTES = 32
 _NONCE_BYTES = 32
 

@@ -23,7 +23,7 @@ import numpy as np
 from scarctl.arena.arena import Arena
 from scarctl.arena.extras import carry_extras, parse_extras, put_file
 from scarctl.arena.folder import folder_error, lock_folder
-from scarctl.arena.header import FILE, OWNER
+from scarctl.arena.header import EXTRAS, FILE, OWNER
 from scarctl.arena.kinship import put_aside, replace_folder
 from scarctl.arena.line import write_line
 from scarctl.arena.mapping import populate
@@ -33,7 +33,6 @@ from scarctl.arena.transfer import sweep_incoming
 from scarctl.errors import Corruption, Fenced, ScarError, Unavailable
 from scarctl.peers.frames import Batch, Mark
 from scarctl.state.layout import Layout
-from scarctl.state.version import NEVER
 from scarctl.store.format import MAX_LAYOUT_VALUES, parse_json
 from scarctl.util.arrays import Ids
 
@@ -61,8 +60,8 @@ class Replica:
         """Result of `_identity` when the owner's file was last read."""
         self._mapped = 0
         """Bytes of rows that `map_more` has mapped."""
-        self._extras = b""
-        """The file with the extras of the coming mark; empty without one."""
+        self._extras: bytes | None = None
+        """The file with the extras of the coming mark, empty if it has none; None: nothing was sent."""
         self._written = arena.spare.intact() & (not arena.slot.moment)
         """Which copies in the slot that is not current belong to the coming mark: bool of shape (partitions,)."""
 
@@ -145,8 +144,9 @@ class Replica:
         return self._mapped < memory.size
 
     def keep(self, data: bytes) -> None:
-        """Keep the file with the extras of the coming mark. Raises Corruption."""
-        parse_extras(data, "a peer's extras")
+        """Keep the file with the extras of the coming mark, empty if it has none. Raises Corruption."""
+        if data:
+            parse_extras(data, "a peer's extras")
         self._extras = data
 
     def mark(self, mark: Mark) -> None:
@@ -156,6 +156,8 @@ class Replica:
         """
         if mark.base_epoch != self.owner.base_epoch or mark.epoch < self.arena.epoch:
             raise Corruption("a mark belongs to another epoch than the replica")
+        if mark.partial and not self.arena.slot.moment:
+            return  # there is no state that these copies could be of
         with self._held():
             with self._growing():
                 if not self.complete:
@@ -187,22 +189,23 @@ class Replica:
         arena, here, spare = self.arena, self.arena.slot, self.arena.spare
         if not mark.moment:
             return
-        if mark.moment == here.moment and not self._written.any():
-            if mark.whole:
-                here.stamp(here.moment, mark.head, mark.whole)
+        if mark.moment == here.moment and not self._written.any() and self._extras is None:
+            if not mark.partial:
+                here.name(mark.whole)
             return
         rest = ~self._written
         spare.begin(np.flatnonzero(rest & ~here.intact()))
         arena.carry(np.flatnonzero(rest & here.intact() & (spare.moments != here.moments)))
-        if self._extras:
+        if mark.partial:  # the extras are those of the state before
+            if spare.moment != mark.moment:  # otherwise an earlier mark has carried them
+                carry_extras(arena, mark.moment)
+        elif self._extras:
             put_file(self._folder, spare.number, [self._extras])
         else:
-            carry_extras(arena, mark.moment)
-        # Without all copies, the extras are those of the state before.
-        head = here.head if mark.head == NEVER else mark.head
+            (self._folder / EXTRAS[spare.number]).unlink(missing_ok=True)
         arena.adopt_moment(mark.moment)
-        arena.flip(spare, mark.moment, head, mark.whole)
-        self._extras, self._written = b"", np.zeros(arena.layout.partitions, dtype=bool)
+        arena.flip(spare, mark.moment, here.head if mark.partial else mark.head, mark.whole)
+        self._extras, self._written = None, np.zeros(arena.layout.partitions, dtype=bool)
 
     def _take_place(self) -> None:
         """Move the complete replica to its place. An older replica there is deleted; an arena of this host is set

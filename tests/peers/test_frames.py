@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -75,15 +76,16 @@ LINES = st.none() | st.builds(Word, *(st.integers(0, 1 << 60) for _ in Word._fie
 
 @st.composite
 def marks(draw: st.DrawFn) -> Mark:
+    moment = draw(st.integers(0, 1 << 50))
     return Mark(
         draw(st.integers(1, 99)),
         draw(st.integers(1, 99)),
         draw(st.integers(-1, 1 << 30)),
         draw(st.integers(0, 9)),
         draw(st.integers(-1, 1 << 50)),
-        draw(st.integers(0, 1 << 50)),
+        moment,
         draw(st.integers(-1, 1 << 50)),
-        draw(st.integers(0, 1 << 50)),
+        draw(st.integers(0, moment)),
         draw(st.sampled_from(["", "5" * 32])),
         draw(LINES),
     )
@@ -123,6 +125,12 @@ def test_a_mark_comes_back(mark: Mark) -> None:
 @given(offers(), st.sampled_from([Kind.INVENTORY, Kind.FETCH]))
 def test_an_offer_comes_back(offer: Offer, kind: Kind) -> None:
     assert decode(joined(offer.frame(kind))) == offer
+
+
+@given(marks())
+def test_a_mark_of_a_moment_that_is_saved_before_it_was_there_is_refused(mark: Mark) -> None:
+    with pytest.raises(Corruption, match="kept"):
+        decode(joined(replace(mark, kept=mark.moment + 1).frame()))
 
 
 def test_no_offer_comes_back() -> None:

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.extras import read_extras
-from scarctl.arena.header import FILE
+from scarctl.arena.header import EXTRAS, FILE
 from scarctl.arena.owner import Owner, disown, read_owner
 from scarctl.errors import Contention, Corruption, Fenced, ScarError, Unavailable
+from scarctl.peers import follower as followers
 from scarctl.peers.follower import Follower
 from scarctl.peers.frames import Kind
 from scarctl.peers.replica import SUCCESSOR, Replica
@@ -49,6 +50,8 @@ class Run:
         self.step = 0
         self.wholes: dict[str, bytes] = {}
         """Bytes of the named whole states."""
+        self.hurried = False
+        """Whether a round in another order was the newest that brought copies."""
         self.connect()
 
     def copy(self, ids: Any, *, flush: bool = True) -> bool:
@@ -63,10 +66,10 @@ class Run:
         self.arena.reach(self.step)
         return True
 
-    def connect(self) -> None:
+    def connect(self, **options: int) -> None:
         owner = Owner("east", self.start, self.arena.base_epoch)
         self.replica = Replica.begin(self.host, RUN, self.arena.layout_json(), owner, self.arena.epoch, "")
-        self.follower = Follower(self.arena)
+        self.follower = Follower(self.arena, **options)
         self.follower.has(self.replica.have())
 
     def send(self, most: int = 1 << 30, meanwhile: Callable[[], object] | None = None) -> bool:
@@ -79,7 +82,15 @@ class Run:
             if n == 0 and meanwhile is not None:
                 meanwhile()
         assert self.follower.ended == (kind is Kind.MARK) or self.follower.rank is not None
+        self.hurried &= not self.follower.ended
         return self.follower.ended
+
+    def hurry(self, most: int = 1 << 30) -> bool:
+        """Send a round like `send`, in another order, with few copies in a frame."""
+        self.connect(most=64)
+        self.follower.rank = EVERYTHING[::-1].copy()
+        self.hurried = True
+        return self.send(most)
 
     def seal(self) -> None:
         """Note that the store has everything."""
@@ -104,7 +115,7 @@ class Run:
         assert extras.tree == {"step": step_of(extras.version)}
         if found.whole:
             assert found.slot.memory().tobytes() == self.wholes[found.whole], "it is called whole, and is not"
-        assert found.whole or self.follower.rank is not None, "it is of one state"
+        assert found.whole or self.hurried, "it is of one state"
         found.close()
 
 
@@ -146,6 +157,7 @@ ACTIONS = st.one_of(
     st.tuples(st.just("acknowledge"), IDS),
     st.tuples(st.just("send"), st.integers(0, 6)),
     st.tuples(st.just("send"), st.none()),
+    st.tuples(st.just("hurry"), st.integers(0, 30)),
     st.tuples(st.just("send meanwhile"), st.tuples(IDS, st.booleans())),
     st.tuples(st.just("connect"), st.none()),
 )
@@ -165,6 +177,10 @@ def test_any_actions_cut_anywhere(
         elif action == "acknowledge":
             acknowledge(run.arena, about)
         elif action == "connect":
+            run.connect()
+        elif action == "hurry":
+            run.hurry(about)
+            run.check()
             run.connect()
         elif action == "send meanwhile":
             ids, flush = about
@@ -205,15 +221,53 @@ def test_in_another_order_each_frame_is_followed_by_a_mark(tmp_path: Path) -> No
     run.copy(EVERYTHING)
     assert run.send()
     run.copy(EVERYTHING)
-    run.follower.rank = EVERYTHING[::-1].copy()
-    run.follower._buffer = run.follower._buffer[: int(LAYOUT.partition_bytes.max())]  # few in a frame
-    assert not run.send(most=4)
+    assert not run.hurry(most=4)
     found = Arena.share(run.host / RUN, run_id=RUN)
     assert found is not None
     assert set(step_of(found.version).tolist()) == {1, 2}
     assert not found.whole
     run.check()
     run.connect()
+    assert run.send()
+    assert equal(run)
+
+
+@pytest.mark.parametrize("extras", ["own", "none", "withheld"])
+@pytest.mark.parametrize("hurry", [True, False])
+def test_a_state_never_has_the_extras_of_another(
+    tmp_path: Path, extras: str, hurry: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(tmp_path)
+    run.copy(EVERYTHING)
+    assert run.send()
+    run.copy(EVERYTHING)
+    if extras == "none":
+        (run.arena.folder / EXTRAS[run.arena.current]).unlink()
+    elif extras == "withheld":
+        monkeypatch.setattr(followers, "MAX_BODY", 100)
+    assert run.hurry() if hurry else run.send()
+    found = read_extras(run.replica.arena)
+    assert found is not None
+    assert (step_of(found.version), found.tree) == (2, {"step": 2} if extras == "own" else None)
+    assert found.whole == ("" if extras == "withheld" else run.arena.whole)
+    assert run.send()
+    assert read_extras(run.replica.arena) == found, "nothing was new"
+
+
+def test_an_older_slot_that_another_sender_holds_is_not_called_saved(tmp_path: Path) -> None:
+    """The store has the newer state already. A replica that said so could not be opened."""
+    run = Run(tmp_path)
+    run.copy(EVERYTHING)
+    with run.arena.held(60):
+        run.copy(EVERYTHING[:3], flush=False)
+        run.seal()
+        for frame in run.follower.round():
+            deliver(run.replica, frame)
+        assert not run.follower.ended, "memory has a newer state"
+    found = Arena.open_existing(run.host / RUN, run_id=RUN)
+    assert found is not None
+    assert (found.slot.moment, found.kept, found.lacking()) == (1, 0, True)
+    found.close()
     assert run.send()
     assert equal(run)
 
