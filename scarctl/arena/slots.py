@@ -276,10 +276,12 @@ class Slots(Fields):
             return None
 
     def carry(self, ids: Ids) -> None:
-        """Copy these partitions from the current slot into the other one, as copies of the same moments."""
+        """Bring these partitions of the other slot to what the current one has: copies of the same moments, or none."""
         here, there = self.slot, self.spare
-        if ids.size and here is not there:
+        ids = ids[there.moments[ids] != here.moments[ids]]
+        if ids.size:
             there.begin(ids)
+            ids = ids[here.moments[ids] > 0]
             copy_rows(here, there, ids)
             there.end(ids, here.version[ids], here.moments[ids])
 

@@ -171,7 +171,7 @@ def _bring_up(
     *,
     late: bool,
 ) -> bool:
-    """Update the owner's arena. Return whether it was out of date.
+    """Update the owner's arena. Return whether it was out of date, and is complete now.
 
     late: also a replica, although its owner may still send to it. Raises Contention while the owner
     lives, or may live.
@@ -206,11 +206,13 @@ def _bring_up(
         begun = arena.begin_moment(flush=True)
         assert begun is not None
         slot, moment = begun
-        there = np.ones(mine.size, dtype=bool)
-        there[ids] = False
-        slot.begin(np.flatnonzero(there & ~arena.intact()))
-        arena.carry(np.flatnonzero(there & arena.intact() & (slot.moments != arena.moments)))
         live.save(ids, slot, version, moment)
+        there = slot.moments != moment
+        arena.carry(np.flatnonzero(there))
+        if not slot.intact().all():
+            log.warning("%s: this process does not have all rows that are missing in %s", store.url, folder)
+            return False
+        all_of_it = all_of_it and not there[ids].any()  # another thread may keep writing to some
         arena.note_distances(np.nan, ids)  # only the owner knew how far the store's copies are
         if all_of_it:
             found = read_extras(arena)

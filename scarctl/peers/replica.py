@@ -193,9 +193,7 @@ class Replica:
             if not mark.partial:
                 here.name(mark.whole)
             return
-        rest = ~self._written
-        spare.begin(np.flatnonzero(rest & ~here.intact()))
-        arena.carry(np.flatnonzero(rest & here.intact() & (spare.moments != here.moments)))
+        arena.carry(np.flatnonzero(~self._written))
         if mark.partial:  # the extras are those of the state before
             if spare.moment != mark.moment:  # otherwise an earlier mark has carried them
                 carry_extras(arena, mark.moment)

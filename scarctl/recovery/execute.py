@@ -391,8 +391,7 @@ class SlotSink:
             if whole in ("", before.whole):  # another whole state has other extras, which the store has
                 carry_extras(arena, self.moment)
             rest = self.written == 0
-            self.slot.begin(np.flatnonzero(rest & ~before.intact()))
-            arena.carry(np.flatnonzero(rest & before.intact() & (self.slot.moments != before.moments)))
+            arena.carry(np.flatnonzero(rest))
             self.slot.version[rest] = before.newest()[rest]
             self.slot.version[plan.ids] = plan.version
             head = max(int(self.slot.version.max(initial=before.head)), pack(1, 0))

@@ -138,8 +138,7 @@ class History:
         begun = arena.begin_moment(flush=True)
         assert begun is not None
         slot, moment = begun
-        same = np.delete(self.rig.everything, changed)
-        arena.carry(same[slot.moments[same] != arena.moments[same]])
+        arena.carry(np.delete(self.rig.everything, changed))
         for i in changed.tolist():
             slot.begin(np.array([i]))
             fill(slot, np.array([i]), int(self.live[i]))
@@ -293,7 +292,7 @@ class History:
             slot, moment = begun
             before = arena.newest()
             near = np.delete(self.rig.everything, far)
-            arena.carry(near[slot.moments[near] != arena.moments[near]])
+            arena.carry(near)
             slot.version[near] = before[near]
             for i in far.tolist():
                 fill(slot, np.array([i]), found[i])

@@ -46,8 +46,7 @@ def test_each_slot_has_the_state_of_its_moment(moments: list[tuple[set[int], boo
         begun = arena.begin_moment()
         assert begun is not None
         slot, moment = begun
-        same = np.delete(ALL, ids)
-        arena.carry(same[slot.moments[same] != arena.moments[same]])
+        arena.carry(np.delete(ALL, ids))
         for i in ids.tolist():
             slot.begin(np.array([i]))
             for t, spec in enumerate(LAYOUT.groups[int(LAYOUT.group_of([i])[0])].tensors):
@@ -65,6 +64,20 @@ def test_each_slot_has_the_state_of_its_moment(moments: list[tuple[set[int], boo
     for i in np.flatnonzero(equal).tolist():
         if LAYOUT.partition_bytes[i]:
             assert values(arena.spare, i) == {int(state[i])}, "equal moments have equal bytes"
+
+
+def test_what_is_carried_over_is_equal_in_both_slots_or_in_neither(arena: Arena) -> None:
+    assert copy_into(arena, ALL[:2], pack(1, 2), 2)
+    arena.slot.begin(ALL[:1])
+    begun = arena.begin_moment()
+    assert begun is not None
+    arena.spare.begin(ALL[5:6])
+    arena.carry(ALL[:4])
+    assert (arena.spare.moments[:4] == arena.moments[:4]).all()
+    assert (arena.spare.version[1:4] == arena.version[1:4]).all()
+    assert [values(arena.spare, i) for i in (1, 2, 3)] == [{2}, {1}, {1}]
+    assert not arena.spare.intact()[[0, 5]].any()
+    arena.remove()
 
 
 def test_copies_of_a_whole_state_are_of_its_step(arena: Arena) -> None:

@@ -63,10 +63,7 @@ def copy_into(
     if begun is None:
         return False
     slot, moment = begun
-    same = np.ones(arena.layout.partitions, dtype=bool)
-    same[ids] = False
-    slot.begin(np.flatnonzero(same & ~arena.intact()))
-    arena.carry(np.flatnonzero(same & arena.intact() & (slot.moments != arena.moments)))
+    arena.carry(np.delete(np.arange(arena.layout.partitions), ids))
     slot.begin(ids)
     fill(slot, ids, value)
     slot.end(ids, version, moment)
