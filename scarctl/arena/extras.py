@@ -1,7 +1,7 @@
 """Keep the extras of each slot in a small file next to the arena.
 
-It is a safetensors file that appears complete, with a checksum and the moment of its slot. It is written before that
-slot becomes current. Files are not synced: after a reboot they are obsolete, like the arena.
+It is a safetensors file that appears complete, with the moment of its slot, and a checksum of all but that. It is
+written before that slot becomes current. Files are not synced: after a reboot they are obsolete, like the arena.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,14 @@ from scarctl.state import codec
 from scarctl.state.raw_tensor import RawTensor
 from scarctl.state.version import NEVER
 from scarctl.store.backends.local_files import os_error
-from scarctl.store.format import canonical
-from scarctl.store.header import header_length, parse_header, place_header
+from scarctl.store.header import Header, header_length, parse_header, place_header
 
 log = logging.getLogger("scarctl")
 
 LARGE = 64 << 20
 """Bytes of extras from which on a session says so: training waits while they are written."""
 _EXTRAS = "scarctl/extras/"
+_DAMAGED = "the extras in this host's memory cannot be read, and are left out: %s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,12 @@ def write_extras(folder: Path, slot: int, moment: int, tree: Any) -> int:
     """
     text, tensors = codec.encode(tree)
     parts = [bytes(t.data) for t in tensors.values()]
-    metadata = {"moment": str(moment), "extras": text}
-    metadata["digest"] = _digest(metadata, b"".join(parts))
+    metadata = {"moment": str(moment), "extras": text, "digest": _digest(text, parts)}
     head = place_header([(_EXTRAS + n, t.dtype, t.shape) for n, t in tensors.items()], metadata)[1]
     return put_file(folder, slot, [head, *parts])
 
 
-def put_file(folder: Path, slot: int, parts: list[bytes]) -> int:
+def put_file(folder: Path, slot: int, parts: Sequence[bytes | memoryview]) -> int:
     """Give the file of a slot this content, and return its bytes. Raises as `write_extras` does."""
     temporary = folder / EXTRAS_NEW[slot]
     try:
@@ -87,14 +86,13 @@ def extras_file(folder: Path, slot: int) -> bytes | None:
 
 def parse_extras(data: bytes, path: Path | str) -> tuple[int, Any]:
     """Return the moment and the extras in a file. Raises Corruption if it is not what `write_extras` wrote."""
-    length = header_length(data[:8], len(data), path)
-    header = parse_header(data[:length], len(data), path)
+    header = _header(data, path)
     try:
         moment, text = int(header.metadata["moment"]), header.metadata["extras"]
-        digest = header.metadata.pop("digest")
+        digest = header.metadata["digest"]
     except (KeyError, ValueError) as error:
         raise Corruption(f"{path} has no extras: {error}") from error
-    if _digest(header.metadata, data[length:]) != digest:
+    if _digest(text, [memoryview(data)[header.length :]]) != digest:
         raise Corruption(f"{path}: its checksum does not match its content")
     tensors = {
         name.removeprefix(_EXTRAS): RawTensor(e.dtype, e.shape, data[e.start : e.stop])
@@ -119,18 +117,39 @@ def read_extras(arena: Arena, slot: int | None = None) -> SlotExtras | None:
         try:
             of, tree = parse_extras(data, path)
         except Corruption as error:
-            log.error("the extras in this host's memory cannot be read, and are left out: %s", error)
+            log.error(_DAMAGED, error)
             return SlotExtras(moment, head, whole, None)
         tree = tree if of == moment else None
     return SlotExtras(moment, head, whole, tree)
 
 
 def carry_extras(arena: Arena, moment: int) -> None:
-    """Give the other slot the extras of the current one, as of `moment`. Raises as `write_extras` does."""
-    found = read_extras(arena)
-    if found is not None and found.tree is not None:
-        write_extras(arena.folder, arena.spare.number, moment, found.tree)
+    """Give the other slot the extras of the current one, as of `moment`. They are not decoded.
+
+    Raises as `write_extras` does.
+    """
+    data = extras_file(arena.folder, arena.current) if arena.slot.moment else None
+    if data is None:
+        return
+    try:
+        header = _header(data, arena.folder / EXTRAS[arena.current])
+    except Corruption as error:
+        log.error(_DAMAGED, error)
+        return
+    if header.metadata.get("moment") == str(arena.slot.moment):
+        placed = sorted(header.tensors.items(), key=lambda one: one[1].start)
+        tensors = [(name, entry.dtype, entry.shape) for name, entry in placed]
+        head = place_header(tensors, {**header.metadata, "moment": str(moment)})[1]
+        put_file(arena.folder, arena.spare.number, [head, memoryview(data)[header.length :]])
 
 
-def _digest(metadata: Mapping[str, str], data: bytes) -> str:
-    return hashlib.sha256(canonical(dict(metadata)) + data).hexdigest()
+def _header(data: bytes, path: Path | str) -> Header:
+    length = header_length(data[:8], len(data), path)
+    return parse_header(data[:length], len(data), path)
+
+
+def _digest(text: str, parts: Iterable[bytes | memoryview]) -> str:
+    digest = hashlib.sha256(text.encode())
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()

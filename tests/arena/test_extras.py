@@ -1,0 +1,72 @@
+"""Test extras in memory: those of one slot become those of the other, and never those of another state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scarctl.arena.arena import Arena
+from scarctl.arena.extras import carry_extras, read_extras
+from scarctl.arena.header import EXTRAS
+from scarctl.state import codec
+from scarctl.state.version import pack
+from tests.arena.arenas import ALL, create
+from tests.daemon.rig import copy_into
+
+TREE = {"step": 1, "noise": np.arange(7), "name": "ab"}
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Iterator[Arena]:
+    made = create(tmp_path / "run")
+    assert copy_into(made, ALL, pack(1, 1), 1, extras=TREE)
+    yield made
+    made.remove()
+
+
+def carried(arena: Arena) -> object:
+    """Carry the extras into the other slot, make that current, and return them."""
+    begun = arena.begin_moment()
+    assert begun is not None
+    slot, moment = begun
+    arena.carry(ALL)
+    carry_extras(arena, moment)
+    arena.flip(slot, moment, arena.slot.head, "")
+    found = read_extras(arena)
+    assert found is not None
+    return found.tree
+
+
+def test_they_are_carried_over_without_being_decoded(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica carries them over while its owner's host is about to be lost."""
+    with monkeypatch.context() as patch:
+        for name in ("encode", "decode"):
+            patch.delattr(codec, name)
+        carry_extras(arena, arena.newest_moment + 1)
+    for _ in range(3):
+        tree = carried(arena)
+        assert isinstance(tree, dict)
+        np.testing.assert_equal(tree, TREE)
+
+
+@pytest.mark.parametrize("at", [0, 12, -1])
+def test_damaged_ones_are_left_out(arena: Arena, at: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Also if the damage is found only when they are read."""
+    path = arena.folder / EXTRAS[arena.current]
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    assert carried(arena) is None
+    assert "cannot be read" in caplog.text
+
+
+def test_those_of_an_earlier_state_are_not_carried_over(arena: Arena) -> None:
+    begun = arena.begin_moment()
+    assert begun is not None
+    slot, moment = begun
+    arena.carry(ALL)
+    arena.flip(slot, moment, pack(1, 2), "")
+    assert carried(arena) is None
