@@ -69,10 +69,6 @@ class Staged:
             self.tensors[g][t] = flat.view(torch_of(spec.dtype)).view(spec.shape)
             at += size
 
-    def overwrites(self, ids: Ids, versions: Ids) -> bool:
-        """Return False: there is no earlier content."""
-        return False
-
     def room(self, group: int, ids: Ids) -> Sequence[Bytes]:
         """Return the rows of adjacent partitions, by tensor."""
         rows = rows_of(self._layout, group, ids)

@@ -27,7 +27,7 @@ class RowWriter(Protocol):
 
 
 class FileSink:
-    """Write a share's partitions into a new file. See `scarctl.recovery.execute.Sink`."""
+    """Write a share's partitions into a new file, which appears when it is complete. See `recovery.execute.Sink`."""
 
     arena: Arena | None = None
 
@@ -39,10 +39,6 @@ class FileSink:
         self._plan = plan
         self._writer = writer
         self._left_out = left_out
-
-    def overwrites(self, ids: Ids, versions: Ids) -> bool:
-        """Return False: the file appears only when it is complete."""
-        return False
 
     def room(self, group: int, ids: Ids) -> None:
         """Return None: there is no memory of it to read into."""
@@ -99,7 +95,7 @@ class _Counting:
     def __init__(self, sink: Sink, report: Callable[[int], None]) -> None:
         self._sink, self._report = sink, report
         self.arena = sink.arena
-        self.overwrites, self.room = sink.overwrites, sink.room
+        self.room = sink.room
 
     def put(
         self, group: int, ids: Ids, versions: Ids, tensors: Sequence[Bytes]

@@ -43,15 +43,10 @@ _BATCH_BYTES = 64 << 20
 
 
 class Sink(Protocol):
-    """The destination of restored partitions."""
+    """The destination of restored partitions. What is there stays until all of them are written."""
 
     arena: Arena | None
     """The arena, if it is the destination: its own copies need no writing."""
-
-    def overwrites(self, ids: Ids, versions: Ids) -> bool:
-        """Return whether writing these partitions would destroy newer copies. Then all are verified before any is
-        written.
-        """
 
     def room(self, group: int, ids: Ids) -> Sequence[Bytes | None] | None:
         """Return buffers for reading copies of partitions `ids` before they are verified: `scarctl.store.read.Room`.
@@ -80,8 +75,7 @@ def execute(plan: Plan, store: Store | None, arena: Arena | None, sink: Sink) ->
 
     arena: source of the memory tier and of the last known distances. store: required if the plan reads from it.
 
-    Raises NoIntactCopy when a partition has no intact copy at all; AccessDenied, Unavailable. Then nothing was
-    destroyed: if the sink would overwrite newer copies, everything is read and verified before it is written to.
+    Raises NoIntactCopy when a partition has no intact copy at all; AccessDenied, Unavailable.
     """
     started = time.perf_counter()
     problems: tuple[str, ...] = ()
@@ -112,10 +106,6 @@ def execute_once(plan: Plan, store: Store | None, arena: Arena | None, sink: Sin
     # The sink may be the arena itself, and replaces the distances of what it takes in.
     distance = None if arena is None else last_distances(plan, arena)
     run = _Run(plan, store, arena)
-    if sink.overwrites(plan.ids, plan.version):
-        for _ in run.pieces():
-            pass
-        run = _Run(run.outcome(), store, arena, run)
     squared = run.deliver(sink)
     done = run.outcome()
     return Report(
@@ -152,24 +142,18 @@ class _Piece:
 
 
 class _Run:
-    """One pass over a plan: yields verified pieces, and records their actual sources.
+    """One pass over a plan: yields verified pieces, and records their actual sources."""
 
-    earlier: a pass over the same plan, of which this one's plan is the outcome.
-    """
-
-    def __init__(
-        self, plan: Plan, store: Store | None, arena: Arena | None, earlier: _Run | None = None
-    ) -> None:
+    def __init__(self, plan: Plan, store: Store | None, arena: Arena | None) -> None:
         self.plan = plan
         self.store = store
         self.arena = arena
         self.tier = plan.tier.copy()
         self.version = plan.version.copy()
-        none = np.zeros(len(plan.ids), dtype=bool)
-        self.decoded = none.copy()
-        self.problems: list[str] = plan.doubts if earlier is None else earlier.problems
-        self.memory_fault: str = "" if earlier is None else earlier.memory_fault
-        self.changed: NDArray[np.bool_] = none if earlier is None else earlier.changed
+        self.decoded = np.zeros(len(plan.ids), dtype=bool)
+        self.problems: list[str] = plan.doubts
+        self.memory_fault = ""
+        self.changed = np.zeros(len(plan.ids), dtype=bool)
         """Marks the partitions whose copies in memory have other bytes than the same copies in the store."""
         self.fell_back = self.moved_on = False
         self.same = True
@@ -342,17 +326,10 @@ class SlotSink:
         self.written: Ids = np.zeros(arena.layout.partitions, np.int64)
         """Moment of each partition after `put`; 0 before `put`."""
 
-    def overwrites(self, ids: Ids, versions: Ids) -> bool:
-        """Return whether writing these would destroy the only copy of a state: if there is only one slot."""
-        arena = self._arena
-        if self.slot is not arena.slot:
-            return False
-        return bool((arena.intact()[ids] & (arena.newest()[ids] > versions)).any())
-
     def room(self, group: int, ids: Ids) -> Sequence[Bytes | None] | None:
         """Return rows of slots, and of the arena's slot."""
         rows, tensors = rows_of(self._arena.layout, group, ids), self._arena.layout.groups[group].tensors
-        inside = not self._arena.is_filling and self.slot is not self._arena.slot
+        inside = not self._arena.is_filling
         if inside:
             self.slot.begin(ids)
         places: list[Bytes | None] = []

@@ -229,23 +229,13 @@ class SharedReport:
 def execute_shared(plan: SharedPlan, arenas: Arenas, sinks: Sequence[Sink]) -> SharedReport:
     """Write every share's partitions to its sink, verified, as `scarctl.recovery.execute.execute_once` does.
 
-    sinks: one for every share. Raises NoIntactCopy before anything is overwritten in any of them: SealedStateDamaged if
-    the caller should try an older sealed state.
+    sinks: one for every share. Raises NoIntactCopy: SealedStateDamaged if the caller should try an older sealed state.
     """
-    work = [
-        (k, share, one, arena, sink)
-        for k, (share, one, arena, sink) in enumerate(
-            zip(plan.state.shares, plan.plans, arenas, sinks, strict=True)
-        )
-        if one is not None and len(one.ids)
-    ]
     reports: dict[int, Report] = {}
     try:
-        if len(work) > 1 and any(sink.overwrites(one.ids, one.version) for _, _, one, _, sink in work):
-            for _, share, one, arena, _ in work:
-                execute_once(one, share.store, arena, DiscardingSink())
-        for k, share, one, arena, sink in work:
-            reports[k] = execute_once(one, share.store, arena, sink)
+        for k, one in enumerate(plan.plans):
+            if one is not None and len(one.ids):
+                reports[k] = execute_once(one, plan.state.shares[k].store, arenas[k], sinks[k])
     except SealedStateDamaged as damage:
         if plan.snapshot is None:
             raise
@@ -279,10 +269,6 @@ class DiscardingSink:
     """A sink that discards everything, to check that all copies are intact."""
 
     arena: Arena | None = None
-
-    def overwrites(self, ids: Ids, versions: Ids) -> bool:
-        """Return False."""
-        return False
 
     def room(self, group: int, ids: Ids) -> None:
         """Return None."""

@@ -161,9 +161,6 @@ class Kept:
     def __init__(self) -> None:
         self.found: dict[int, tuple[int, bytes]] = {}
 
-    def overwrites(self, ids: NDArray[np.int64], versions: NDArray[np.int64]) -> bool:
-        return True
-
     def room(self, group: int, ids: NDArray[np.int64]) -> None: ...
 
     def put(

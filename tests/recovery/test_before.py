@@ -10,11 +10,11 @@ import pytest
 from scarctl.arena.arena import Arena
 from scarctl.errors import NoIntactCopy
 from scarctl.recovery.before import in_memory_before, plan_before
-from scarctl.recovery.execute import SlotSink, execute
+from scarctl.recovery.execute import execute
 from scarctl.recovery.plan import MEMORY, STORE, Plan
 from scarctl.state.version import pack, step_of
 from scarctl.store.format import segment_path
-from tests.recovery.test_plan import Job, values
+from tests.recovery.test_plan import Collect, Job, values
 
 IDS = np.array([0, 3, 4])
 
@@ -44,8 +44,9 @@ def test_memory_is_taken_where_it_is_early_enough_and_the_store_elsewhere(job: J
     assert plan.tier.tolist() == [STORE, STORE, MEMORY]
     assert step_of(plan.version).tolist() == [5, 5, 2]
     assert not plan.label.of_one
-    report = execute(plan, job.store, job.live, SlotSink(job.live))
-    assert [values(job.live, i) for i in IDS.tolist()] == job.saved  # type: ignore[attr-defined]
+    sink = Collect(job.layout)
+    report = execute(plan, job.store, job.live, sink)
+    assert [values(sink.target, i) for i in IDS.tolist()] == job.saved  # type: ignore[attr-defined]
     assert report.tiers == {"memory": 1, "store": 2}
 
 
@@ -65,7 +66,7 @@ def test_a_damaged_copy_is_not_replaced_by_a_later_one_in_memory(job: Job) -> No
     first = int.from_bytes(content[:8], "little") + 8
     content[first : first + 64] = bytes(byte ^ 255 for byte in content[first : first + 64])
     path.write_bytes(content)
-    report = execute(plan, job.store, job.live, SlotSink(job.live))
+    report = execute(plan, job.store, job.live, Collect(job.layout))
     assert report.degraded
     assert step_of(report.plan.version).tolist() == [2]
 

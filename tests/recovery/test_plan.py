@@ -17,7 +17,7 @@ from scarctl.errors import NoIntactCopy
 from scarctl.recovery.execute import SlotSink, execute
 from scarctl.recovery.plan import MEMORY, STORE, Plan, estimate, plan_partial, plan_rollback
 from scarctl.recovery.report import Report
-from scarctl.state.layout import Layout, TensorSpec, build_layout
+from scarctl.state.layout import Layout, TensorSpec, build_layout, rows_of
 from scarctl.state.version import pack
 from scarctl.store import Store, StoreWriter, open_writer
 from scarctl.store.format import segment_path
@@ -105,13 +105,12 @@ class Collect:
         self.target = Arena.anonymous(of)
         self.seen: list[int] = []
 
-    def overwrites(self, ids: Ids, versions: Ids) -> bool:
-        return False
-
     def room(self, group: int, ids: Ids) -> None: ...
 
     def put(self, group: int, ids: Ids, versions: Ids, tensors: Sequence[NDArray[np.uint8]]) -> None:
-        SlotSink(self.target).put(group, ids, versions, tensors)
+        rows = rows_of(self.layout, group, ids)
+        for t, data in enumerate(tensors):
+            self.target.rows(group, t)[rows] = data
         self.seen += ids.tolist()
 
 
@@ -221,7 +220,7 @@ class TestPartial:
                 path.write_bytes(path.read_bytes()[:-9])
             else:
                 path.unlink()
-        target = Arena.anonymous(job.layout)
+        target = Arena.anonymous(job.layout, slots=2)
         target.slot.end(job.all, pack(job.writer.epoch, 7), 1)
         before = [values(target, i) for i in job.all.tolist()]
         sink = SlotSink(target)
