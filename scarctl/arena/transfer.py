@@ -1,4 +1,7 @@
-"""Send an arena to another host, and receive one: its file in pieces, and the small files that belong to it."""
+"""Send an arena to another host, and receive one: its file in pieces, and the small files that belong to it.
+
+Only the current slot is sent. The other one is blank where the arena arrives.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import xxhash
@@ -23,7 +27,7 @@ from scarctl.arena.folder import (
     require_free,
     reserve,
 )
-from scarctl.arena.header import EXTRAS, FILE, naturalize, read_header
+from scarctl.arena.header import EXTRAS, FILE, naturalize
 from scarctl.arena.kinship import put_aside, take, with_room
 from scarctl.arena.line import FILE as LINE
 from scarctl.arena.mapping import create_file
@@ -43,6 +47,9 @@ INCOMING = ".incoming"
 _SMALL = re.compile("|".join(map(re.escape, (*EXTRAS, LINE))), re.ASCII)
 """Names of files that are sent with an arena."""
 _RECEIVED = ".arena-received"
+
+Gap: TypeAlias = "tuple[int, int]"
+"""Where the tensors of the slot that is not sent begin in the arena's file, and their bytes."""
 
 
 class Outgoing:
@@ -65,7 +72,7 @@ class Outgoing:
             sizes = {
                 name: os.stat(folder / name, follow_symlinks=False).st_size
                 for name in sorted(os.listdir(folder))
-                if _SMALL.fullmatch(name)
+                if _SMALL.fullmatch(name) and name != EXTRAS[arena.spare.number]
             }
             self._fd = os.open(folder / FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
@@ -73,10 +80,11 @@ class Outgoing:
         self.withheld = [name for name, size in sizes.items() if most is not None and size > most]
         """Names of small files that are left out."""
         if self.withheld:
-            log.warning("%s: extras of %d states are too large to be sent", folder, len(self.withheld))
+            log.warning("%s: the extras are too large to be sent", folder)
         self._files = {name: size for name, size in sizes.items() if name not in self.withheld}
-        self.size = os.fstat(self._fd).st_size
-        """Bytes of the arena's file."""
+        self.gap = _gap_of(arena)
+        self.size = os.fstat(self._fd).st_size - self.gap[1]
+        """Bytes of the arena's file that are sent."""
 
     @classmethod
     def open(cls, store: Store, base: str | None) -> Outgoing | None:
@@ -118,16 +126,17 @@ class Outgoing:
             yield name, data
 
     def read(self, at: int, size: int) -> Bytes:
-        """Return bytes of the arena's file, in order: uint8 of shape (size,), valid until the next call.
+        """Return bytes that are sent of the file, in order: uint8 of shape (size,), valid until the next call.
 
-        Call it until the file's end. After a failure the bytes differ from the file's, which `digest` reports: the
+        Call it until their end. After a failure the bytes differ from the file's, which `digest` reports: the
         receiver waits for them anyway.
         """
         if self._buffer.size < size:
             self._buffer = np.zeros(size, np.uint8)
         data = self._buffer[:size]
         try:
-            self._complete &= os.preadv(self._fd, [data], at) == size
+            for where, part in _places(at, size, self.gap):
+                self._complete &= os.preadv(self._fd, [data[part]], where) == data[part].size
         except OSError as error:
             log.warning("%s cannot be read: %s", self._arena.folder / FILE, error.strerror)
             self._complete = False
@@ -151,10 +160,10 @@ class Incoming:
     An arena in the place stays until then, locked, and is set aside: see `scarctl.arena.kinship.put_aside`.
     """
 
-    def __init__(self, store: Store, base: str | None, size: int, files_size: int) -> None:
+    def __init__(self, store: Store, base: str | None, size: int, files_size: int, gap: Gap) -> None:
         """Reserve the space.
 
-        size: bytes of the arena's file. files_size: bytes of the small files.
+        size: bytes of the arena's file that are sent. files_size: bytes of the small files. gap: see `Outgoing`.
 
         Raises Contention if the existing arena is in use, Unavailable (`kind` "arena-full") if there is no room.
         """
@@ -162,7 +171,8 @@ class Incoming:
         assert files_size >= 0
         self.folder = arena_folder(base, store.run_id)
         self.size = size
-        """Bytes of the arena's file."""
+        """Bytes of the arena's file that are sent."""
+        self._gap = gap
         self._growing = self.folder.with_name(self.folder.name + INCOMING)
         self._run_id = store.run_id
         self._digest = xxhash.xxh3_128()
@@ -174,16 +184,16 @@ class Incoming:
             self._growing_lock = lock_folder(self._growing)
             self._clear()  # what a killed process has left
             self._fd = create_file(self._growing / _RECEIVED)
-            with_room(self.folder, lambda: self._reserve(size + files_size))
+            with_room(self.folder, lambda: self._reserve(size + gap[1], files_size))
         except BaseException:
             self.close()
             raise
 
-    def _reserve(self, needed: int) -> None:
+    def _reserve(self, size: int, files_size: int) -> None:
         # Asked first: a size that no file can have might be refused differently, or be written byte by byte.
-        require_free(self._growing, needed)
-        if self.size:
-            reserve(self._fd, self.size, self._growing)
+        require_free(self._growing, size + files_size)
+        if size:
+            reserve(self._fd, size, self._growing)
 
     def keep(self, name: str, data: bytes | Bytes) -> None:
         """Keep a small file of the arena, in the order of `Outgoing.files`, before `write`.
@@ -203,10 +213,12 @@ class Incoming:
             raise folder_error(error, self._growing / name) from error
 
     def write(self, at: int, data: Bytes) -> None:
-        """Write bytes of the file, in order. data: uint8 of any length. A failure is raised by `install`."""
+        """Write bytes of the file, as `Outgoing.read` returns them. A failure is raised by `install`."""
         self._digest.update(data)
+        self._complete &= at + data.size <= self.size
         try:
-            self._complete &= at + data.size <= self.size and os.pwritev(self._fd, [data], at) == data.size
+            for where, part in _places(at, data.size, self._gap) if self._complete else ():
+                self._complete &= os.pwritev(self._fd, [data[part]], where) == data[part].size
         except OSError as error:
             log.warning("%s cannot be written: %s", self._growing, error.strerror)
             self._complete = False
@@ -229,11 +241,15 @@ class Incoming:
             raise Corruption("the arena was damaged on its way", hint="the store is not affected")
         path = self._growing / _RECEIVED
         naturalize(self._fd)
-        read_header(self._fd, path, self._run_id)
         try:
             os.rename(path, self._growing / FILE)
         except OSError as error:
             raise folder_error(error, path) from error
+        arena = Arena.share(self._growing, run_id=self._run_id)
+        if arena is None or _gap_of(arena) != self._gap:
+            raise Corruption(f"{path} is of another slot than announced", hint="the store is not affected")
+        arena.spare.reset()
+        arena.close()
         view = peek_in(self._growing, self._run_id)
         if view is None or not _possible(view):
             raise Corruption(
@@ -286,6 +302,18 @@ def sweep_incoming(folder: Path) -> None:
 def _digest_file(digest: xxhash.xxh3_128, name: str, data: bytes | Bytes) -> None:
     digest.update(f"{name} {len(data)} ".encode())
     digest.update(data)
+
+
+def _gap_of(arena: Arena) -> Gap:
+    rows = arena.spare.memory()
+    return arena.spare.place_of(rows), rows.size
+
+
+def _places(at: int, size: int, gap: Gap) -> Iterator[tuple[int, slice]]:
+    """Yield where some of the bytes that are sent are in the file, and which of them: [at, at + size) of all."""
+    before = max(0, min(size, gap[0] - at))
+    yield at, slice(0, before)
+    yield at + before + gap[1], slice(before, size)
 
 
 def _possible(view: ArenaView) -> bool:

@@ -42,7 +42,9 @@ class _Head(TypedDict):
     """What precedes the pieces of an arena's file."""
 
     size: int
-    """Bytes of the arena's file."""
+    """Bytes of the arena's file that are sent."""
+    gap: tuple[int, int]
+    """See `scarctl.arena.transfer.Gap`."""
     files: dict[str, bytes]
     """The small files, in order."""
 
@@ -242,7 +244,7 @@ def _outgoing(
         if (outgoing := Outgoing.open(view, settings.arena_dir)) is None:
             return None, None
         undo.callback(outgoing.close)
-        return outgoing, {"size": outgoing.size, "files": dict(outgoing.files())}
+        return outgoing, {"size": outgoing.size, "gap": outgoing.gap, "files": dict(outgoing.files())}
     except ScarError as error:
         log.warning("this host's memory of %s cannot be sent: %s", view.url, error)
         return None, None
@@ -251,8 +253,9 @@ def _outgoing(
 def _incoming(view: Store, settings: SessionSettings, head: _Head) -> Incoming | None:
     incoming = None
     try:
-        files = head["files"]
-        incoming = Incoming(view, settings.arena_dir, head["size"], sum(map(len, files.values())))
+        files, (at, size) = head["files"], head["gap"]
+        files_size = sum(map(len, files.values()))
+        incoming = Incoming(view, settings.arena_dir, head["size"], files_size, (at, size))
         for name, data in files.items():
             incoming.keep(name, data)
         return incoming

@@ -50,7 +50,7 @@ class Fetched(NamedTuple):
     host: str
     """Name, for display."""
     bytes: int
-    """Bytes of the arena's file."""
+    """Bytes of the arena's file that were sent."""
 
 
 class Answer(NamedTuple):
@@ -208,12 +208,11 @@ class _Fetch:
                 return None
             if offer.withheld:
                 log.warning(
-                    "%s: the extras of %d states on %s are too large to be sent, and are missing here",
+                    "%s: the extras on %s are too large to be sent, and are missing here",
                     self._view.url,
-                    offer.withheld,
                     host.host,
                 )
-            incoming = Incoming(self._view, self._base, offer.size, offer.files_size)
+            incoming = Incoming(self._view, self._base, offer.size, offer.files_size, offer.gap)
             closing.callback(incoming.close)
             digest = _receive(channel, incoming, offer)
             # An arena of another host: the store may have newer records of its epoch than its line says.

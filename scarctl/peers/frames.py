@@ -211,7 +211,7 @@ class Offer:
     epoch: int
     """The arena's epoch. Its copies may all be of earlier ones."""
     size: int
-    """Bytes of the arena's file."""
+    """Bytes of the arena's file that are sent; of all of it in the answer to INVENTORY."""
     line: Word | None
     """See `Arena.line`."""
     files: int = 0
@@ -222,12 +222,15 @@ class Offer:
     """Number of files that are too large to be sent."""
     rate: int = 0
     """Most bytes per second that the host sends; 0: no limit."""
+    gap: tuple[int, int] = (0, 0)
+    """See `scarctl.arena.transfer.Gap`."""
 
     def frame(self, kind: Kind) -> list[Buffer]:
         """Return the frame of this offer, of kind INVENTORY or FETCH."""
         numbers = {"newest": self.age[0], "head_step": self.age[1], "steps": self.age[2], "epoch": self.epoch}
         sizes = {name: getattr(self, name) for name in ("size", "files", "files_size", "withheld", "rate")}
-        return encode(kind, {"found": True, **numbers, **sizes}, _pack_line(self.line))
+        gap = {"gap_at": self.gap[0], "gap": self.gap[1]}
+        return encode(kind, {"found": True, **numbers, **sizes, **gap}, _pack_line(self.line))
 
 
 def decode_offer(head: Mapping[str, Any], body: Bytes) -> Offer | None:
@@ -249,7 +252,8 @@ def decode_offer(head: Mapping[str, Any], body: Bytes) -> Offer | None:
         number_of(head, "files", 0, MAX_FILES),
         number_of(head, "files_size", 0, MAX_SIZE),
         number_of(head, "withheld", 0, MAX_FILES),
-        number_of(head, "rate", 0, MAX_SIZE) if "rate" in head else 0,
+        number_of(head, "rate", 0, MAX_SIZE),
+        (number_of(head, "gap_at", 0, MAX_SIZE), number_of(head, "gap", 0, MAX_SIZE)),
     )
 
 

@@ -26,7 +26,7 @@ from scarctl.arena.transfer import PIECE, Outgoing
 from scarctl.arena.view import peek_in
 from scarctl.errors import Contention, Corruption, NoIntactCopy, ScarError
 from scarctl.peers.channel import REPLY_SECONDS, Channel
-from scarctl.peers.frames import MAX_BODY, MAX_FILES, Buffer, Kind, Offer, encode
+from scarctl.peers.frames import MAX_BODY, Buffer, Kind, Offer, encode
 from scarctl.peers.replica import RUN_ID
 
 log = logging.getLogger("scarctl")
@@ -172,8 +172,6 @@ class Lender:
             log.info("%s: another host has fetched %d bytes of this host's memory", run, outgoing.size)
 
     def _send(self, channel: Channel, outgoing: Outgoing, offer: Offer, loan: Loan, rate: int) -> None:
-        if outgoing.count > MAX_FILES:
-            raise Contention(f"{outgoing.count} files are next to the arena: too many to be sent")
         whole = Offer(
             offer.age,
             offer.epoch,
@@ -183,6 +181,7 @@ class Lender:
             outgoing.files_size,
             len(outgoing.withheld),
             rate,
+            outgoing.gap,
         )
         channel.within(REPLY_SECONDS)
         channel.send(whole.frame(Kind.FETCH))

@@ -30,6 +30,7 @@ from tests.support.ranks import belong
 pytestmark = pytest.mark.leaves_arena
 LAYOUT = small_layout()
 EVERYTHING = np.arange(LAYOUT.partitions)
+NO_GAP = (0, 0)
 
 
 @pytest.fixture
@@ -46,10 +47,14 @@ def hosts(tmp_path: Path) -> tuple[str, str]:
     return str(tmp_path / "east"), str(tmp_path / "west")
 
 
-def leave(store: Store, host: str, step: int) -> np.ndarray[Any, Any]:
-    """Create the arena of a dead process with all of `step`; return the bytes of its first tensor."""
+def leave(store: Store, host: str, step: int, *, before: int = 0) -> np.ndarray[Any, Any]:
+    """Create the arena of a dead process with all of `step`; return the bytes of its first tensor.
+
+    before: so many earlier steps were copied, too.
+    """
     arena = Arena.create(arena_folder(host, store.run_id), LAYOUT, run_id=store.run_id, epoch=1)
-    assert copy_into(arena, EVERYTHING, pack(1, step), step, extras={"step": step})
+    for past in range(step - before, step + 1):
+        assert copy_into(arena, EVERYTHING, pack(1, past), past, extras={"step": past})
     belong(arena, store)
     rows = arena.rows(0, 0).copy()
     arena.close()
@@ -73,7 +78,7 @@ def step_of_arena(store: Store, host: str, *, in_use: bool = False) -> int:
 
 def receive(outgoing: Outgoing, store: Store, host: str) -> Incoming:
     """Begin to receive an arena, with its small files."""
-    incoming = Incoming(store, host, outgoing.size, outgoing.files_size)
+    incoming = Incoming(store, host, outgoing.size, outgoing.files_size, outgoing.gap)
     files = list(outgoing.files())
     assert len(files) == outgoing.count
     for name, data in files:
@@ -138,12 +143,62 @@ def test_what_did_not_arrive_whole_is_not_used(
         target.close()
 
 
+@pytest.mark.parametrize("current", [0, 1])
+def test_only_the_current_slot_is_sent(store: Store, hosts: tuple[str, str], current: int) -> None:
+    """The other one is blank on the other host: half of the bytes, which a restart waits for, are enough."""
+    east, west = hosts
+    rows = leave(store, east, 7, before=1 + current)
+    there = Arena.open_existing(folder_of(store, east), run_id=store.run_id)
+    assert there is not None
+    assert (there.current, step_of(int(there.spare.version[0]))) == (current, 6)
+    state = there.slot.memory().tobytes()
+    there.close()
+    outgoing = Outgoing.open(store, east)
+    assert outgoing is not None
+    whole = (folder_of(store, east) / FILE).stat().st_size
+    assert outgoing.size == whole - len(state)
+    assert sum(name.startswith("extras") for name, _ in outgoing.files()) == 1
+    outgoing.close()
+    outgoing = Outgoing.open(store, east)
+    assert outgoing is not None
+    incoming = receive(outgoing, store, west)
+    move(outgoing, incoming, chunk=997)
+    outgoing.close()
+    incoming.close()
+    arena = Arena.open_existing(folder_of(store, west), run_id=store.run_id)
+    assert arena is not None
+    assert (folder_of(store, west) / FILE).stat().st_size == whole
+    assert arena.slot.memory().tobytes() == state
+    np.testing.assert_array_equal(arena.rows(0, 0), rows)
+    assert not arena.spare.intact().any()
+    assert (arena.spare.moment, read_extras(arena, arena.spare.number)) == (0, None)
+    assert copy_into(arena, EVERYTHING[:2], pack(1, 8), 8)
+    assert arena.intact().all()
+    arena.close()
+
+
+def test_another_slot_than_announced_is_refused(store: Store, hosts: tuple[str, str]) -> None:
+    leave(store, hosts[0], 7)
+    outgoing = Outgoing.open(store, hosts[0])
+    assert outgoing is not None
+    at, size = outgoing.gap
+    gap = at - size if at > outgoing.size - size else at + size, size
+    incoming = Incoming(store, hosts[1], outgoing.size, outgoing.files_size, gap)
+    for name, data in outgoing.files():
+        incoming.keep(name, data)
+    with pytest.raises(Corruption, match="another slot"):
+        move(outgoing, incoming)
+    outgoing.close()
+    incoming.close()
+    assert not folder_of(store, hosts[1]).exists()
+
+
 @pytest.mark.parametrize("size", [1 << 50, 1 << 60, 1 << 62])
 def test_more_than_there_is_room_for_is_refused_before_the_first_byte(
     store: Store, hosts: tuple[str, str], size: int
 ) -> None:
     leave(store, hosts[1], 3)
-    for sizes in ((size, 0), (1000, size)):
+    for sizes in ((size, 0, NO_GAP), (1000, size, NO_GAP), (1000, 0, (500, size))):
         with pytest.raises(Unavailable, match=r"bytes in .*, .* are free") as caught:
             Incoming(store, hosts[1], *sizes)
         assert caught.value.kind == "arena-full"
@@ -158,7 +213,7 @@ def test_more_than_there_is_room_for_is_refused_before_the_first_byte(
 def test_other_files_than_those_of_an_arena_are_refused(
     store: Store, hosts: tuple[str, str], name: str, size: int
 ) -> None:
-    incoming = Incoming(store, hosts[1], 1000, 100)
+    incoming = Incoming(store, hosts[1], 1000, 100, NO_GAP)
     with pytest.raises(Corruption):
         incoming.keep(name, bytes(size))
     incoming.close()
@@ -355,6 +410,6 @@ def test_an_arena_in_use_is_neither_sent_nor_replaced(store: Store, hosts: tuple
     with pytest.raises(Contention):
         Outgoing.open(store, east)
     with pytest.raises(Contention):
-        Incoming(store, east, outgoing.size, outgoing.files_size)
+        Incoming(store, east, outgoing.size, outgoing.files_size, outgoing.gap)
     outgoing.close()
     assert Outgoing.open(store, west) is None

@@ -85,7 +85,8 @@ def test_it_is_brought_with_its_hand_overs_and_stays_where_it_was(three: list[Si
     before = east.files()
     found = west.fetch(NOBODY, east.listen())
     assert found is not None
-    assert (found.host, found.bytes) == ("east", (east.place / "arena").stat().st_size)
+    assert found.host == "east"
+    assert found.bytes < (east.place / "arena").stat().st_size, "one slot is enough"
     assert west.step() == 5
     assert east.files() == before
     assert west.place.with_name(west.place.name + ASIDE).exists() == there

@@ -36,7 +36,18 @@ def lend(site: Site) -> Offer:
     """Return what a host offers."""
     offer = site.host._lender._offer(site.view().run_id)
     assert offer is not None
+    outgoing = outgoing_of(site)
+    offer = replace(offer, size=outgoing.size, gap=outgoing.gap)
+    outgoing.close()
     return offer
+
+
+def outgoing_of(site: Site, **options: Any) -> Outgoing:
+    arena = Arena.open_existing(site.place, run_id=site.view().run_id)
+    assert arena is not None
+    outgoing = Outgoing(arena, **options)
+    arena.close()
+    return outgoing
 
 
 def newer(offer: Offer, **changed: Any) -> Offer:
@@ -44,7 +55,7 @@ def newer(offer: Offer, **changed: Any) -> Offer:
     epoch, step, steps = offer.age
     age = changed.pop("age", (epoch, step + 1, steps))
     size = changed.pop("size", offer.size)
-    return Offer(age, offer.epoch, size, offer.line, **changed)
+    return replace(offer, age=age, size=size, **changed)
 
 
 Answer = Callable[[Channel, Kind], object]
@@ -71,13 +82,10 @@ def pieces(channel: Channel, data: bytes, digest: str = "0" * 32) -> None:
 
 def honest(site: Site) -> tuple[bytes, str]:
     """Return the bytes of a host's arena without its small files, and their digest."""
-    arena = Arena.open_existing(site.place, run_id=site.view().run_id)
-    assert arena is not None
-    outgoing = Outgoing(arena, most=-1)
+    outgoing = outgoing_of(site, most=-1)
     data = outgoing.read(0, outgoing.size).tobytes()
     digest = outgoing.digest()
     outgoing.close()
-    arena.close()
     return data, digest
 
 
@@ -100,6 +108,12 @@ def test_a_host_that_fails_midway_is_followed_by_the_next_best(
 
 LIES: dict[str, Callable[[Offer, bytes, str], Answer]] = {
     "2**60 bytes": lambda offer, data, digest: offering(newer(offer, size=1 << 60), lambda channel: None),
+    "2**60 bytes that are not sent": lambda offer, data, digest: offering(
+        newer(offer, gap=(0, 1 << 60)), lambda channel: None
+    ),
+    "another slot": lambda offer, data, digest: offering(
+        newer(offer, age=offer.age, gap=(4096, offer.gap[1])), lambda channel: pieces(channel, data, digest)
+    ),
     "2**60 bytes of files": lambda offer, data, digest: offering(
         newer(offer, files=1, files_size=1 << 60), lambda channel: None
     ),
@@ -177,16 +191,13 @@ def joined(frame: Any) -> bytes:
 def conversation(site: Site) -> list[bytes]:
     """Return the frames with which a host lends its arena."""
     offer = lend(site)
-    arena = Arena.open_existing(site.place, run_id=site.view().run_id)
-    assert arena is not None
-    outgoing = Outgoing(arena)
+    outgoing = outgoing_of(site)
     files = [encode(Kind.FILE, {"name": name}, data) for name, data in outgoing.files()]
     piece = outgoing.read(0, outgoing.size).copy()
     head = replace(offer, files=len(files), files_size=outgoing.files_size)
     frames = [head.frame(Kind.FETCH), *files, encode(Kind.PIECE, {}, piece)]
     frames += [encode(Kind.END, {"digest": outgoing.digest()}), encode(Kind.ACK, {})]
     outgoing.close()
-    arena.close()
     return [joined(frame) for frame in frames]
 
 

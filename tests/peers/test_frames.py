@@ -102,6 +102,8 @@ def offers(draw: st.DrawFn) -> Offer:
         draw(counts),
         draw(st.integers(0, 1 << 50)),
         draw(counts),
+        draw(numbers),
+        (draw(numbers), draw(numbers)),
     )
 
 
@@ -171,7 +173,18 @@ def test_random_bytes_raise_nothing_but_corruption(data: bytes) -> None:
             [
                 *("count", "epoch", "base_epoch", "head_step", "errors", "sealed", "moment", "whole"),
                 *("head", "kept"),
-                *("found", "newest", "steps", "size", "files", "files_size", "withheld"),
+                *(
+                    "found",
+                    "newest",
+                    "steps",
+                    "size",
+                    "files",
+                    "files_size",
+                    "withheld",
+                    "rate",
+                    "gap_at",
+                    "gap",
+                ),
             ]
         ),
         st.one_of(
@@ -197,7 +210,10 @@ def test_any_head_and_body_is_decoded_or_refused(kind: Kind, head: dict[str, Any
 @given(
     offers(),
     st.sampled_from(
-        ["found", "newest", "head_step", "steps", "epoch", "size", "files", "files_size", "withheld"]
+        [
+            *("found", "newest", "head_step", "steps", "epoch", "size", "files", "files_size", "withheld"),
+            *("rate", "gap_at", "gap"),
+        ]
     ),
     st.sampled_from([-2, 1 << 63, 1.5, "7", None, [], True]),
 )
