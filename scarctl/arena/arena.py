@@ -69,7 +69,7 @@ from scarctl.util.arrays import Bytes, Ids, adjacent
 log = logging.getLogger("scarctl")
 
 _TEMPORARY = ".arena-new"
-_BESIDE = (LINE, OWNER, SITE, TOLD, *EXTRAS, *EXTRAS_NEW)
+BESIDE = (LINE, OWNER, SITE, TOLD, *EXTRAS, *EXTRAS_NEW)
 """Files next to the arena, of no use without it."""
 
 
@@ -143,7 +143,7 @@ class Arena(Slots):
         try:
             if os.path.lexists(folder / FILE):
                 raise UsageError(f"an arena already exists in {folder}", hint="open it, or remove it")
-            for name in _BESIDE:
+            for name in BESIDE:
                 (folder / name).unlink(missing_ok=True)
             fd = create_file(temporary)
             try:
@@ -190,7 +190,7 @@ class Arena(Slots):
             return None
         except BeforeBoot as error:
             log.warning("%s: its pending copies are lost", error.message)
-            for name in (FILE, *_BESIDE):
+            for name in (FILE, *BESIDE):
                 (folder / name).unlink(missing_ok=True)
             os.close(lock)
             return None
@@ -378,7 +378,7 @@ class Arena(Slots):
         Does nothing after `close`, and in a forked child: another process may own the arena by then.
         """
         if self._folder is not None and self._lock >= 0:
-            remove_files(self._folder, (FILE, *_BESIDE))
+            remove_files(self._folder, (FILE, *BESIDE))
         self.close()
 
 

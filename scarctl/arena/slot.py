@@ -91,17 +91,11 @@ class Slot:
 
     def newest(self) -> Ids:
         """Return the newest version whose values each copy has: int64 (partitions,), `NEVER` without a copy."""
-        if self.whole:
-            return np.where(self.moments > 0, np.int64(self.head), np.int64(NEVER))
-        return np.where(self.moments > 0, self.version, np.int64(NEVER))
+        return newest_of(self.moments, self.version, self.head if self.whole else NEVER)
 
     def differs(self, other: Ids) -> NDArray[np.bool_]:
-        """Return which copies are there, and not of these moments: bool of shape (layout.partitions,)."""
-        found = np.empty(self.moments.size, dtype=bool)
-        for first in range(0, found.size, _CHUNK):
-            part = slice(first, first + _CHUNK)
-            found[part] = (self.moments[part] != other[part]) & (self.moments[part] > 0)
-        return found
+        """See `differing`."""
+        return differing(self.moments, other)
 
     # -- bytes ------------------------------------------------------------------------------------------------------
 
@@ -131,3 +125,20 @@ class Slot:
     def place_of(self, rows: Bytes) -> int:
         """Return the offset in the file of a view of `memory`."""
         return self._geometry.tensors_at[self.number] + rows.ctypes.data - self.memory().ctypes.data
+
+
+def newest_of(moments: Ids, version: Ids, head: int) -> Ids:
+    """Return the newest version whose values each copy has, `NEVER` without a copy. All are int64 (partitions,).
+
+    head: version of the state that all copies are of; `NEVER` if they are of several.
+    """
+    return np.where(moments > 0, version if head == NEVER else np.int64(head), np.int64(NEVER))
+
+
+def differing(moments: Ids, other: Ids) -> NDArray[np.bool_]:
+    """Return which copies are there, and not of the other moments: bool of shape (partitions,)."""
+    found = np.empty(moments.size, dtype=bool)
+    for first in range(0, found.size, _CHUNK):
+        part = slice(first, first + _CHUNK)
+        found[part] = (moments[part] != other[part]) & (moments[part] > 0)
+    return found

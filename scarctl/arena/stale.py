@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
@@ -13,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from scarctl.arena.folder import check_private, lock_folder
+from scarctl.arena.arena import BESIDE
+from scarctl.arena.folder import check_private, lock_folder, remove_files
 from scarctl.arena.gone import why_gone
-from scarctl.arena.header import EXTRAS, EXTRAS_NEW, FILE, OWNER, SITE, TOLD
+from scarctl.arena.header import FILE
 from scarctl.arena.kinship import ASIDE
-from scarctl.arena.line import FILE as LINE
 from scarctl.arena.line import fit
 from scarctl.arena.owner import read_owner
 from scarctl.arena.transfer import sweep_incoming
@@ -33,8 +32,6 @@ DAY = 86400.0
 _RUN_ID = re.compile(
     rf"(?P<store>[0-9a-f]{{32}})(\.[0-9a-f]{{16}})?(-(?P<shard>[0-9]{{1,6}}))?({re.escape(ASIDE)})?", re.ASCII
 )
-_LEFT = LINE, OWNER, SITE, TOLD, *EXTRAS, *EXTRAS_NEW
-"""Files that are of no use without an arena."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,12 +207,7 @@ def reap_run(path: Path) -> StaleArena | None:
         if arena.aside or arena.expired or arena.gone:
             shutil.rmtree(path)
             return arena
-        (path / FILE).unlink()
-        for pattern in _LEFT:
-            for file in path.glob(pattern):
-                file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            path.rmdir()
+        remove_files(path, (FILE, *BESIDE))
         return arena
     finally:
         os.close(lock)

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from scarctl.arena.folder import arena_folder, check_both
 from scarctl.arena.header import FIELDS, FIELDS_AT, FILE, SHARED, read_header, read_place
 from scarctl.arena.line import Word, noted
+from scarctl.arena.slot import differing, newest_of
 from scarctl.errors import AccessDenied, Corruption, ScarError
 from scarctl.state.layout import Layout
-from scarctl.state.version import step_of
+from scarctl.state.version import NEVER, step_of
 from scarctl.util.process import exists
 
 log = logging.getLogger("scarctl")
@@ -68,12 +69,12 @@ class ArenaView:
     @property
     def newest(self) -> NDArray[np.int64]:
         """The newest version whose values each copy has: see `Slot.newest`."""
-        return np.where(self.moments > 0, self.head if self.whole else self.version, -1)
+        return newest_of(self.moments, self.version, self.head if self.whole else NEVER)
 
     @property
     def pending(self) -> int:
         """Number of partitions with a pending copy."""
-        return int(((self.moments != self.saved) & (self.moments > 0)).sum())
+        return int(differing(self.moments, self.saved).sum())
 
     @property
     def lacking(self) -> bool:
