@@ -158,7 +158,7 @@ def test_saving_stops_for_it_and_the_store_is_free_afterwards(
     assert found is not None
     assert found.host == "here"
     arena = elsewhere.arena()
-    assert arena.memory().tobytes() == trainer.arena.memory().tobytes()
+    assert arena.slot.memory().tobytes() == trainer.arena.slot.memory().tobytes()
     assert set(step_of(arena.version)) == {2}
     found = read_extras(arena)
     assert found is not None
