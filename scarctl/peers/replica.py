@@ -123,6 +123,7 @@ class Replica:
         with self._held():
             if rows:
                 spare = arena.spare
+                spare.name("")  # it has copies of several states
                 spare.begin(ids)
                 with self._growing():
                     write_rows(spare, ids, batch.data, None if self.complete else self._folder / FILE)
@@ -193,6 +194,7 @@ class Replica:
             if not mark.partial:
                 here.name(mark.whole)
             return
+        spare.name("")
         arena.carry(np.flatnonzero(~self._written))
         if mark.partial:  # the extras are those of the state before
             if spare.moment != mark.moment:  # otherwise an earlier mark has carried them

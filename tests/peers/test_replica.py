@@ -116,6 +116,8 @@ class Run:
         if found.whole:
             assert found.slot.memory().tobytes() == self.wholes[found.whole], "it is called whole, and is not"
         assert found.whole or self.hurried, "it is of one state"
+        older = found.spare
+        assert not older.whole or older.memory().tobytes() == self.wholes[older.whole], "it is being written"
         found.close()
 
 
@@ -198,6 +200,20 @@ def test_any_actions_cut_anywhere(
         run.check()
     assert run.send()
     assert equal(run)
+
+
+def test_a_slot_that_is_being_written_has_no_name(tmp_path: Path) -> None:
+    """It has copies of several states, and stays so if this host dies before the mark."""
+    run = Run(tmp_path)
+    for step in range(3):
+        assert run.copy(EVERYTHING[step:])
+        if step < 2:
+            assert run.send()
+    assert run.replica.arena.spare.whole
+    run.check()
+    assert not run.send(most=1)
+    assert not run.replica.arena.spare.whole
+    run.check()
 
 
 def test_a_flush_ends_a_round_without_a_mark(tmp_path: Path) -> None:
