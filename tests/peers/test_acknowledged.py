@@ -174,7 +174,7 @@ def test_a_state_that_another_reader_still_holds_answers_nothing(run: Run, hosts
     arena = run.saver.arena
     assert arena is not None
     with arena.held(60):
-        save(arena, 2)
+        save(arena, 2, flush=False)
         assert run.await_peers(1, 1.0)[0] == 0
         wait_until(lambda: hosts.state(0) == 1)
     assert run.await_peers(1, 30.0)[0] >= 1

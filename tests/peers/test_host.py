@@ -52,9 +52,9 @@ def arena(tmp_path: Path) -> Arena:
     return made
 
 
-def save(arena: Arena, step: int) -> None:
+def save(arena: Arena, step: int, *, flush: bool = True) -> None:
     version, whole = pack(1, step), f"{step:032x}"
-    assert copy_into(arena, EVERYTHING, version, step, whole=whole, extras={"step": step}, flush=True)
+    assert copy_into(arena, EVERYTHING, version, step, whole=whole, extras={"step": step}, flush=flush)
     arena.reach(step)
 
 
