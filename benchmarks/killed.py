@@ -1,4 +1,4 @@
-"""Train one of three programs, saved in one of four ways: the job that `kills.py` and `ettr.py` kill.
+"""Train one of four programs, saved in one of four ways: the job that `kills.py` and `ettr.py` kill.
 
 python benchmarks/killed.py --place DIR --program mlp --way scarctl [--until 100]
 
@@ -7,6 +7,7 @@ Programs, all on the processor, in float32:
   mlp          784 -> 1280 -> 1280 -> 10, AdamW: 30 MiB with its moments
   embeddings   30,000 users and 10,000 items of 32 numbers, a small top, clicks; Adagrad with sparse gradients: 10 MiB
   small        64 -> 256 -> 10, AdamW: 0.2 MiB
+  large        784 -> 10,000 -> 10,000 -> 10, AdamW: 1.2 GiB
 
 Ways: none; save (torch.save of everything into a new file, fsync, rename); dcp (torch.distributed.checkpoint's
 async_save with a stager that keeps its memory); scarctl (default options). `save` and `dcp` measure what a save costs,
@@ -31,6 +32,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 EPOCHS = 1_000_000
+SIZES = {"mlp": (784, 1280, 12_800, 64), "small": (64, 256, 12_800, 32), "large": (784, 10_000, 1_280, 8)}
+"""By program: values of an example, of a hidden layer; examples, and those in a batch."""
 
 
 class Clicks(nn.Module):
@@ -76,17 +79,15 @@ class Program:
             self.criterion = nn.BCEWithLogitsLoss()
             self.optimizer: torch.optim.Optimizer = torch.optim.Adagrad(self.model.parameters(), lr=0.01)
         else:
-            wide = name == "mlp"
-            features, hidden, count, batch, rate = (
-                (784, 1280, 12_800, 64, 1e-4) if wide else (64, 256, 12_800, 32, 1e-4)
-            )
+            features, hidden, count, batch = SIZES[name]
             inputs = torch.randn(count, features, generator=draw)
             labels = (inputs[:, :32] @ torch.randn(32, 10, generator=draw)).argmax(1)
             layers = [nn.Linear(features, hidden), nn.ReLU()]
-            layers += [nn.Linear(hidden, hidden), nn.ReLU()] if wide else []
+            layers += [nn.Linear(hidden, hidden), nn.ReLU()] if features > 64 else []
             self.model = nn.Sequential(*layers, nn.Linear(hidden, 10))
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate)
-        self._fixed = inputs[:256], labels[:256]
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        fixed = min(256, count // 40)
+        self._fixed = inputs[:fixed], labels[:fixed]
         self.loader = DataLoader(
             TensorDataset(inputs[rank::ranks], labels[rank::ranks]),
             batch // ranks,
@@ -359,7 +360,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--place", type=Path, required=True, help="folder of the board and of what is saved")
-    options.add_argument("--program", choices=("mlp", "embeddings", "small"), default="mlp")
+    options.add_argument("--program", choices=("embeddings", *SIZES), default="mlp")
     options.add_argument("--way", choices=("none", "save", "dcp", "scarctl"), default="none")
     options.add_argument(
         "--sleep", type=float, default=0.0, help="seconds in which an accelerator would work"
