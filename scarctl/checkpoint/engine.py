@@ -370,7 +370,7 @@ class Engine:
         self.pinning.end()
         durable = drain()
         self.saver.close(Current.FINISH if durable else Current.INTERRUPT)
-        durable = durable and not self.arena.lacking()
+        durable = durable and not self.arena.pending().any()
         if durable:
             self.arena.remove()
         else:

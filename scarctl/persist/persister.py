@@ -29,7 +29,7 @@ from scarctl.arena.slot import Slot
 from scarctl.arena.slots import LEAST_HOLD, MOST_HOLD, Reading
 from scarctl.errors import Fenced, Overwritten, ScarError
 from scarctl.persist.speed import Meter
-from scarctl.policy.turns import PIECE
+from scarctl.policy.turns import PARTS, PRIVATE
 from scarctl.state.encoding import stored_as
 from scarctl.state.encodings import Encoding
 from scarctl.state.extras import Notes
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("scarctl")
 
-PRIVATE = PIECE
-"""Bytes that are copied into a private buffer at once, but at least one partition: then the slot is free at once."""
 _MEASURED = 1 << 20
 """Bytes of a commit from which it shows the speed."""
 _ATTEMPTS = 8
@@ -102,7 +100,7 @@ class Persister:
         for attempt in range(_ATTEMPTS):
             nbytes = int(self._arena.layout.partition_bytes[self._lacking(self._arena.slot)].sum())
             seconds = nbytes / self._rate if self._rate else 0.0
-            if (private := nbytes <= PRIVATE) or seconds <= MOST_HOLD:
+            if (private := nbytes <= self._private) or seconds <= MOST_HOLD:
                 held = LEAST_HOLD if private else min(MOST_HOLD, max(LEAST_HOLD, 2 * seconds) * 2**attempt)
                 found = self._read(self._seal, held, looks=private)
                 if found is not None:
@@ -130,6 +128,11 @@ class Persister:
                 if hold.slot.moment >= needed and enough:
                     return save(hold)
             time.sleep(_PAUSE)  # another reader holds an earlier state, or not for as long
+
+    @property
+    def _private(self) -> int:
+        """Bytes that are copied into a private buffer, but at least one partition: then the slot is free at once."""
+        return max(PRIVATE, self._arena.layout.nbytes // PARTS)
 
     def require_place(self) -> None:
         """Raise Fenced if another arena has taken the place of the one that is saved."""
@@ -193,12 +196,12 @@ class Persister:
         if lossy is not None and (mine & lossy).any():
             ids, encoding = np.flatnonzero(mine & lossy), arena.encoding
         sizes = arena.layout.partition_bytes[ids]
-        if int(sizes.sum()) > PRIVATE:
+        if int(sizes.sum()) > self._private:
             from scarctl.policy.evacuation import fitting, order
 
             distance = arena.distance[ids].astype(np.float32)
             first = order(distance, sizes, arena.saved[ids] == 0)
-            ids = np.sort(ids[first[fitting(sizes[first], PRIVATE, math.inf)]])
+            ids = np.sort(ids[first[fitting(sizes[first], self._private, math.inf)]])
         rows, moments, versions = Gathered(slot, ids), slot.moments[ids], slot.version[ids]
         head, moment = slot.head, slot.moment
         new = self.extras_moment != moment and step_of(head) >= self._writer.floor
@@ -221,7 +224,7 @@ class Persister:
         tree = self._extras(slot) if extras else None
         moments, versions = slot.moments[ids], slot.version[ids]
         rows: Source = slot.source
-        if int(arena.layout.partition_bytes[ids].sum()) <= PRIVATE:
+        if int(arena.layout.partition_bytes[ids].sum()) <= self._private:
             rows = Gathered(slot, ids) if ids.size else slot.source
             if not hold.end():
                 return None

@@ -22,8 +22,8 @@ FULL_EVERY = 20.0
 MAX_TURN = 600.0
 """Seconds in which all of the state should reach the store once."""
 DAY = 86_400.0
-PIECE = 64 << 20
-"""Most bytes of one commit of a part."""
+PRIVATE, PARTS = 64 << 20, 8
+"""One commit of a part has at most `PRIVATE` bytes, or one of `PARTS` parts of the state: they are copied first."""
 REQUESTS, REQUESTS_WHOLE = 13, 32
 """Requests to a remote store per commit of a part, and of the whole state, about, collection included."""
 LEAST = 1 / 4
@@ -33,9 +33,9 @@ store's fixed time per commit."""
 _NEW = 0.3  # weight of a new measurement
 
 
-def part_requests(nbytes: int) -> int:
-    """Return the requests of a part of `nbytes` bytes."""
-    return REQUESTS * max(1, math.ceil(nbytes / PIECE))
+def part_requests(nbytes: int, state: int) -> int:
+    """Return the requests of a part of `nbytes` bytes, of a state of `state` bytes."""
+    return REQUESTS * max(1, math.ceil(nbytes / max(PRIVATE, state // PARTS)))
 
 
 def per_day(nbytes: int, requests: int) -> str:
@@ -182,7 +182,7 @@ class Turns:
             turns = DAY / self._max_lag
             return int(self._state_bytes * turns), int(turns) * REQUESTS_WHOLE
         turns = DAY / max(self._seconds(self._part_bytes), 1.0)
-        return int(self._part_bytes * turns), int(turns) * part_requests(self._part_bytes)
+        return int(self._part_bytes * turns), int(turns) * part_requests(self._part_bytes, self._state_bytes)
 
     @property
     def backlog_seconds(self) -> float:

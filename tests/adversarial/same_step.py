@@ -198,6 +198,7 @@ class History:
         with (
             mock.patch.object(StoreWriter, "commit", committing),
             mock.patch.object(persister, "PRIVATE", 0),
+            mock.patch.object(persister, "PARTS", 1 << 40),
         ):
             self._full()
             self._save()

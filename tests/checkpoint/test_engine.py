@@ -153,22 +153,3 @@ def test_a_copy_that_fails_is_made_again(
     assert step_of(slot.head) == 7
     assert np.array_equal(slot.rows(0, 0).view(np.float32), table.weight.detach().numpy())
     made.close()
-
-
-def test_memory_stays_if_only_its_extras_are_newer_than_the_store(tmp_path: Path) -> None:
-    count = {"n": 0}
-    state = {"x": np.zeros((8, 4))}
-    made = session(tmp_path / "store", state, extras={"count": count})
-    state["x"] += 1
-    made.step()
-    made.checkpoint(full=True, wait=True)
-    made._started().stop()
-    for _ in range(2):
-        count["n"] += 1
-        made.step()
-    made._saving.finish()
-    made.close(seal=False)
-    count["n"] = 0
-    again = session(tmp_path / "store", {"x": np.zeros((8, 4))}, extras={"count": count})
-    assert (again.resume().step, count["n"]) == (3, 2)
-    again.close()

@@ -174,6 +174,7 @@ def test_a_daemon_that_does_not_answer(run: Run, folder: Path, monkeypatch: pyte
         assert "has not answered" in run("daemon", "status", code=17).stderr
     finally:
         os.kill(pid, signal.SIGCONT)
+    monkeypatch.setattr("scarctl.cli.daemon._PATIENCE", 30.0)
     assert run("daemon", "stop", "--all", "--json").document["pid"] == pid
 
 

@@ -11,6 +11,7 @@ import pytest
 from scarctl.arena.gone import DELETED
 from scarctl.arena.stale import survey
 from scarctl.daemon.server import Daemon
+from scarctl.store import Store
 from tests.daemon.trainer import Trainer, assert_sound, idle, orphans
 from tests.support.waiting import wait_until
 
@@ -29,10 +30,12 @@ def dead(daemon: Daemon, arena_dir: Path, tmp_path: Path) -> Trainer:
 
 
 def test_made_again(dead: Trainer, arena_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save_durably(1)
+    Store.create(str(tmp_path / "new"), shards=3).close()
+    (tmp_path / "new").rename(tmp_path / "store")
     shutil.rmtree(tmp_path / "away")
     wait_until(lambda: dead.phases() == [])
+    trainer = Trainer(tmp_path / "store", arena_dir)
+    trainer.save_durably(1)
     assert "another store was made in the place of the one" in caplog.text
     assert "the memory of its dead run was removed" in caplog.text
     assert not (dead.folder / dead.store.run_id).exists()

@@ -28,6 +28,7 @@ def private(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Return whether a whole state is copied into a private buffer, or its slot is held while it is written."""
     if request.param == "held":
         monkeypatch.setattr(module, "PRIVATE", 0)
+        monkeypatch.setattr(module, "PARTS", 1 << 40)
     return str(request.param)
 
 
@@ -116,6 +117,7 @@ def test_a_flush_ends_the_hold_and_the_newest_state_is_saved(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PRIVATE", 0)
+    monkeypatch.setattr(module, "PARTS", 1 << 40)
     number = rig.save(rig.everything, 2, sealed=True)
     commit, flushed = rig.writer.commit, list[int]()
 
@@ -158,6 +160,7 @@ def test_what_is_saved_before_a_hold_is_lost_is_kept_and_the_rest_is_sealed(
 ) -> None:
     """The first commit of a large state, which a hold would have to outlast. rate: bytes per second; 0: unknown."""
     monkeypatch.setattr(module, "PRIVATE", 200)
+    monkeypatch.setattr(module, "PARTS", 1 << 40)
     number = rig.save(rig.everything, 2, sealed=True)
     rig.persister._rate = rate
     training = Training(rig, monkeypatch, SOME[:2])
@@ -195,6 +198,7 @@ def test_a_state_that_changes_faster_than_it_is_written_is_saved_in_parts(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PRIVATE", 200)
+    monkeypatch.setattr(module, "PARTS", 1 << 40)
     number = rig.save(rig.everything, 2, sealed=True)
     rig.persister._rate = 1e-9
     training = Training(rig, monkeypatch, rig.everything)
@@ -211,6 +215,7 @@ def test_a_state_that_changes_faster_than_it_is_written_is_saved_in_parts(
 
 def test_parts_are_copied_in_pieces(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PRIVATE", 200)
+    monkeypatch.setattr(module, "PARTS", 1 << 40)
     rig.persist(rig.save(rig.everything, 1, sealed=True))
     training = Training(rig, monkeypatch, SOME[:0])
     rig.arena.note_distances(np.arange(rig.layout.partitions)[::-1].astype(np.float64))

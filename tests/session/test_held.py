@@ -111,4 +111,5 @@ def test_calls_that_wait_do_not_end_the_hold(tmp_path: Path) -> None:
         assert hold.lasts()
         loop.session._saving.seal(loop.session._saving.take())
         assert not hold.lasts(), "as at the end of the process"
+    drained([loop.session])
     loop.session.close()
