@@ -183,7 +183,9 @@ class Pace:
         fixed = self.cadence.fixed
         if fixed is not None:
             turns = int(DAY / max(fixed * (self.cadence.step_seconds or 1.0), 1e-3))
-            daily = per_day(turns * self._part_bytes, turns * part_requests(self._part_bytes, self._state_bytes))
+            daily = per_day(
+                turns * self._part_bytes, turns * part_requests(self._part_bytes, self._state_bytes)
+            )
             what = f"a part every {counted(fixed, 'iteration')}: {daily}"
         elif not self.turns.known:
             return f"{text}. The store's speed is not known yet"
