@@ -3,8 +3,9 @@
 python benchmarks/kills.py [--kills 20] [--seconds 20] [--programs mlp,embeddings,small] [--folder DIR]
 
 The programs are those of `killed.py`; "large" only if it is named. Each is killed in two ways of saving: scarctl with
-default options, and torch.save of everything, as often as 1 % of the time allows. Both die at the same moments after their first iteration,
-drawn between 0.9 and 1.1 times `--seconds`. Then the program is started again, and says where it continues.
+default options, and torch.save of everything, as often as 1 % of the time allows. Both die at the same moments after
+their first iteration, drawn between 0.9 and 1.1 times `--seconds`. Then the program is started again, and says where it
+continues.
 
 Results go into `build/kills.jsonl`, one line for each kill. What is there is not measured again, so a run that was
 stopped continues: but only with the same sources and options. Measuring takes kills * 6 * (seconds + two starts).
