@@ -49,7 +49,7 @@ class Stats:
     saved_bytes: int = 0
     """Bytes copied into the arena."""
     nonfinite_partitions: int = 0
-    """Partitions whose values were not finite, so that their checkpoints were left out."""
+    """Partitions whose parameters were not finite, so that their checkpoints were left out."""
     torn_copies: int = 0
     """Groups copied again because they changed while they were copied."""
     recoveries: int = 0

@@ -340,8 +340,8 @@ class Session:
         """Note that parts of the live state are lost: memory keeps its last state, until `recover` has restored them.
 
         A copy that is under way is given up, and no other one is made, also by a flush, SIGTERM or `close`. For any
-        thread. lost: see `recover`. Each rank marks its own. Returns the number
-        of partitions. Raises UsageError for an unknown part, and before the first step.
+        thread. lost: see `recover`. Each rank marks its own. Returns the number of partitions.
+        Raises UsageError for an unknown part, and before the first step.
         """
         return self._lost().mark(self._started(), lost)
 
