@@ -350,6 +350,25 @@ class Arena(Slots):
         """Return which partitions have a pending copy: bool of shape (layout.partitions,)."""
         return self.slot.differs(self.saved)
 
+    def complete_states(self) -> list[Slot]:
+        """Return the slots that have a whole state, the current one first."""
+        return [slot for slot in (self.slot, self.spare) if slot.whole and slot.intact().all()]
+
+    def go_back(self) -> None:
+        """Make the state in the other slot the newest one, also compared with the store's. Later copies are forgotten.
+
+        Call it before the store is opened for writing, which begins a new epoch.
+        """
+        later, slot = self.slot, self.spare
+        slot.stamp(slot.moment, pack(self.epoch + 1, step_of(slot.head)), slot.whole)
+        self._flip(slot.number)
+        later.name("")
+        self.settle()
+        # The store may have copies of the state that is given up.
+        self.saved[self.saved > slot.moment] = 0
+        self.seal(NEVER)
+        self.keep(0)
+
     def lacking(self) -> bool:
         """Return whether the store lacks something of the current slot: copies, or the extras."""
         return self.slot.moment != self.kept or bool(self.pending().any())

@@ -12,8 +12,8 @@ from scarctl.state.encodings import ENCODINGS, Encoding
 from scarctl.state.version import NEVER
 
 _EPOCH, _HEAD_STEP, _PID, _SEALED, _ERRORS, _BASE_EPOCH, _INTERVAL, _OVERHEAD, _FAILED_SAVES = range(9)
-_CURRENT, _MOMENT, _ASKED, _ASKED_WHOLE, _SERVED, _KEPT, _ENCODING = range(9, 16)
-HOLD, HOLD_SLOT, HOLD_UNTIL = range(16, 19)
+_CURRENT, _MOMENT, _ASKED, _ASKED_WHOLE, _SERVED, _KEPT, _ENCODING, _LAST = range(9, 17)
+HOLD, HOLD_SLOT, HOLD_UNTIL = range(17, 20)
 
 
 class Fields:
@@ -112,6 +112,15 @@ class Fields:
         """The newest moment that a checkpoint was begun for, complete or not."""
         return int(self._words[_MOMENT])
 
+    @property
+    def last(self) -> int:
+        """The moment that the process copied because it, or its host, was about to end; 0 for none."""
+        return int(self._words[_LAST])
+
+    def note_last(self, moment: int) -> None:
+        """Note that the process has copied this moment because it, or its host, is about to end."""
+        self._words[_LAST] = moment
+
     # -- what is to be saved --------------------------------------------------------------------------------------
 
     @property
@@ -170,5 +179,6 @@ class Fields:
         self.take_over()
         self.seal(NEVER)
         self.keep(0)
+        self.note_last(0)
         self.serve(self.asked)
         self._words[HOLD] = 0

@@ -30,14 +30,14 @@ SITE = "site"
 TOLD = "told"
 """Name of an empty file next to an arena: `scarctl status` has said that its store is gone."""
 _MAGIC = b"SCARaren"
-_FORMAT = 4
+_FORMAT = 5
 HEADER = 4096
 _FIXED = struct.Struct("<8sIIQQQQQQ32s16s16s")
 # magic, format, header, file, partitions, json at, json, arrays, tensors, layout digest, store, boot
 FIELDS_AT = 256
 FIELDS = (
     *("epoch", "head_step", "pid", "sealed", "errors", "base_epoch", "interval", "overhead", "failed_saves"),
-    *("current", "moment", "asked", "asked_whole", "served", "kept", "encoding"),
+    *("current", "moment", "asked", "asked_whole", "served", "kept", "encoding", "last"),
     *("hold", "hold_slot", "hold_until"),
     *(f"{name}_{slot}" for slot in range(SLOTS) for name in ("moment", "head", "whole", "whole_low")),
 )

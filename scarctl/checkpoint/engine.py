@@ -13,15 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from scarctl.arena.arena import Arena
 from scarctl.arena.extras import LARGE, write_extras
-from scarctl.arena.kinship import arena_for
 from scarctl.checkpoint.copied import Copied
 from scarctl.checkpoint.copies import Copies, Fetched
 from scarctl.checkpoint.encoded import EncodedCopies
@@ -62,20 +61,18 @@ class Engine:
         store: Store,
         layout: Layout,
         settings: SessionSettings,
-        folder: Path,
+        arena: Arena,
         saver: Saver,
         *,
         selector: Selector,
         caveats: Caveats,
-        resuming: bool = False,
     ) -> None:
-        """Open or create the arena in `folder`, and begin a new epoch.
+        """Begin a new epoch, with an arena of this layout, which is closed with the engine, or if this fails.
 
         selector: selects the partitions of a partial checkpoint.
         caveats: gets a caveat when the store falls behind, or bytes in memory have changed.
-        resuming: saved copies fill a new arena, whose rows get no space before.
 
-        Raises Contention, Unavailable (arena or store is full), AccessDenied, Corruption.
+        Raises Contention, Unavailable (the store is full), AccessDenied, Corruption.
         """
         self.store = store
         self.layout = layout
@@ -88,7 +85,7 @@ class Engine:
         self.policy_memory = PolicyMemory()
         self.motion = Motion(layout)
         self.marked = Marked(layout)
-        self.arena = arena_for(folder, layout, store, sparse=resuming)
+        self.arena = arena
         self.filling = Filling(self.arena)
         self.pinning = Pinning(self.arena.memory())
         self.copies = Copies(self.arena, store, self.shard_of, caveats)

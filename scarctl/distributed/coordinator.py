@@ -20,12 +20,14 @@ import torch
 from numpy.typing import NDArray
 
 from scarctl.adapter import Adapter, StateGroup, ranks_may_differ
+from scarctl.arena.arena import Arena
 from scarctl.checkpoint.selector import Selector
 from scarctl.config import SessionSettings
 from scarctl.daemon.request import Request
 from scarctl.distributed.alike import check_alike, settings_of
 from scarctl.distributed.collectives import Team
 from scarctl.distributed.common import Common
+from scarctl.distributed.common_state import agree_in_memory
 from scarctl.distributed.copies import keep_copies
 from scarctl.distributed.credentials import Credentials, agreed_credentials, check_files, identity_of
 from scarctl.distributed.digests import Digests
@@ -275,6 +277,9 @@ class RankCoordinator(Together):
 
     def gather(self, value: object) -> list[Any]:
         return self.team.gather(value)
+
+    def agree_in_memory(self, arena: Arena) -> None:
+        agree_in_memory(arena, self.team)
 
     def agree_on_state(self, found: Found | None, store: Store) -> AgreedState | None:
         mine = None

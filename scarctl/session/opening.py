@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scarctl.adapter import Adapter
+from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder, require_room
+from scarctl.arena.kinship import arena_for
 from scarctl.checkpoint.binding import Binding
 from scarctl.checkpoint.engine import Engine
 from scarctl.config import SessionSettings
@@ -109,27 +111,43 @@ class Opening:
         """Whether the session supersedes the state in the store."""
 
     def open(self, layout: Layout, *, resuming: bool = False) -> Engine:
-        """Open the arena, unless it is open. Nothing is saved before `Engine.start`. resuming: see `Engine`."""
+        """Open the arena, unless it is open. Nothing is saved before `Engine.start`.
+
+        resuming: saved copies fill a new arena, whose rows get no space before.
+        """
         if self.opened is None:
             self._together.begin(self.store)
+            arena = self._together.agree(
+                lambda: self._arena(layout, resuming), undo=lambda arena: arena.close()
+            )
+            try:
+                if resuming:
+                    self._together.agree_in_memory(arena)
+            except BaseException:
+                arena.close()
+                raise
             self.opened = self._together.agree(
-                lambda: self._engine(layout, resuming), undo=lambda engine: engine.leave()
+                lambda: self._engine(layout, arena), undo=lambda engine: engine.leave()
             )
             self._together.keep_copies(self._saver, self._settings, self._caveats)
         return self.opened
 
-    def _engine(self, layout: Layout, resuming: bool) -> Engine:
+    def _arena(self, layout: Layout, resuming: bool) -> Arena:
         settings = self._settings
         check_cut(self.store, layout, asked=settings.partition_bytes is not None or bool(settings.rows))
+        return arena_for(
+            arena_folder(settings.arena_dir, self.store.run_id), layout, self.store, sparse=resuming
+        )
+
+    def _engine(self, layout: Layout, arena: Arena) -> Engine:
         return Engine(
             self.store,
             layout,
-            settings,
-            arena_folder(settings.arena_dir, self.store.run_id),
+            self._settings,
+            arena,
             self._saver,
             selector=self._together.selector(),
             caveats=self._caveats,
-            resuming=resuming,
         )
 
     def start(self, layout: Layout, head_step: int) -> Engine:

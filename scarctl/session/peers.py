@@ -191,6 +191,9 @@ class Together:
         """Return whether the store holds an earlier run."""
         return store.current_layout() is not None
 
+    def agree_in_memory(self, arena: Arena) -> None:
+        """Make the newest state that all processes have in memory the arena's newest one, if all were killed."""
+
     def agree_on_state(self, found: Found | None, store: Store) -> AgreedState | None:
         """Agree on the state from which all continue. Return None if a process has no complete state."""
         if found is None:

@@ -224,9 +224,11 @@ class Saving:
         self.finish()
         self._await_slot(patience or 0.0)
         self.begin(moment, Turn.WHOLE, flush=patience is None)
-        sealed = self.finish()
+        sealed, engine = self.finish(), self._opening.engine
         if sealed and moment is not None:
             self.flushed = moment.step
+            if patience is None and engine is not None:
+                engine.arena.note_last(engine.arena.slot.moment)
         return sealed
 
     def now(self, turn: Turn, patience: float) -> str:

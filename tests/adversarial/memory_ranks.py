@@ -12,6 +12,9 @@ Within a rank a slot is whole or not; `tests.adversarial.memory_model` has the r
 5. As long as a rank does not know which of the two it is, it writes into neither slot: the next moment is left out,
    and a flush goes to the target alone.
 6. A restart of both takes the newest moment that is whole in both memories, whatever is current in each.
+
+scarctl does 1, 2 and 6, and a rank flips by itself. So after copies that were left out a restart may find no moment in
+both memories. It then says that the state is mixed.
 """
 
 from __future__ import annotations

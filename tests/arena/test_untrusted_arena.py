@@ -29,7 +29,7 @@ def at(offset: int, form: str, *new: Any) -> Callable[[bytearray], None]:
     [
         pytest.param(at(0, "<8s", b"ELF"), "header is not valid", id="magic"),
         pytest.param(at(8, "<I", 2), "format 2", id="older-format"),
-        pytest.param(at(8, "<I", 5), "format 5", id="newer-format"),
+        pytest.param(at(8, "<I", 6), "format 6", id="newer-format"),
         pytest.param(at(12, "<I", 512), "header is not valid", id="header-size"),
         pytest.param(at(16, "<Q", 1 << 62), "size", id="file-size"),
         pytest.param(at(24, "<Q", 1 << 40), "does not fit", id="partitions"),

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import scarctl
+from scarctl.arena.arena import Arena
 from scarctl.checkpoint.live_state import LiveState
 from scarctl.config import grouped
 from scarctl.distributed import collectives
@@ -44,6 +45,8 @@ PLACES = {
     "checkpoint": (LiveState, "save", 3),
     "resume": (RankCoordinator, "agree_on_state", 1),
     "spread": (RankCoordinator, "spread", 1),
+    "before flip": (Arena, "flip", 3),
+    "after flip": (Arena, "flip", 3),
 }
 """Owner and name of the function called there, and which of its calls is the last."""
 
@@ -88,15 +91,17 @@ def train(
 ) -> dict[str, Any]:
     """Resume and train up to iteration `steps`.
 
-    Options: `die` (a rank, several, or "all") at the end of iteration `die_at`, or `die_in` a place of `PLACES`;
+    Options: `die` (a rank, several, or "all") at the end of iteration `die_at`, or `die_in` a place of `PLACES`, one
+    for all or a list by rank;
     iterations after which it waits for the store (`drained_at`); a file to keep the state in that was `resumed`, and
     that of the end (`keep`); arguments of `attach` (`settings`); `snapshot` of `resume`; a `snapshot_at` iteration;
     folders of the ranks' arenas (`homes`); iterations after which the store stops (`store_stops_at`), and the state is
     flushed (`flush_at`).
     """
     options = options or {}
-    if rank == options.get("die") and "die_in" in options:
-        die_in(options["die_in"])
+    if "die_in" in options and rank in dying(world, options["die"]):
+        places = options["die_in"]
+        die_in(places if isinstance(places, str) else places[rank])
     warned: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
@@ -182,6 +187,8 @@ def die_in(place: str) -> None:
     def deadly(*arguments: Any, **named: Any) -> Any:
         left[0] -= 1
         if not left[0]:
+            if place.startswith("after"):
+                real(*arguments, **named)
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*arguments, **named)
 

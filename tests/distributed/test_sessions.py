@@ -91,6 +91,15 @@ def test_losing_a_rank_loses_only_what_it_owned(tmp_path: Path) -> None:
     assert found[0]["ranks"]["perturbation"] == {"value": None, "kind": "unknown"}
 
 
+def test_all_are_killed_while_some_have_a_newer_checkpoint(tmp_path: Path, uninterrupted: Any) -> None:
+    with pytest.raises(AssertionError, match="-9"):
+        launch(TRAIN, 2, "fsdp", str(tmp_path), 20, {"die": "all", "die_in": ["after flip", "before flip"]})
+    found = launch(TRAIN, 2, "fsdp", str(tmp_path), 14, {"keep": f"{tmp_path}/end.pt"})
+    assert [(report["step"], report["consistent"]) for report in found] == [(5, True)] * 2
+    assert found[0]["ranks"]["lost"] == []
+    assert same(tmp_path / "end.pt", uninterrupted("fsdp", 14))
+
+
 @pytest.mark.long
 def test_death_in_a_checkpoint_then_while_resuming_then_again(tmp_path: Path) -> None:
     options = [
