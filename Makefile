@@ -35,7 +35,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick servers servers-quick man schemas pictures quick test lint types layers unit long oldest pythons optimizers frameworks gpu docs package format bench kills ettr ettr-quick torture soak attack ceph clean
+.PHONY: help demo demo-ranks demo-rows paper paper-quick beyond beyond-quick servers servers-quick man pictures quick test lint types layers unit long oldest pythons optimizers frameworks gpu docs package format bench kills ettr ettr-quick torture soak attack ceph clean
 
 help:
 	@echo "make demo     a host is lost with its memory, the store is slow: the cost with scarctl and with full checkpoints: under a minute"
@@ -56,7 +56,6 @@ help:
 	@echo "make frameworks  tests with frameworks that have an environment of their own: $(TORCHREC), $(DEEPSPEED), $(TORCHTITAN), $(RAY), $(JAX): some minutes"
 	@echo "make gpu      tests that need a GPU, with the scarctl and the torch of another Python: PYTHON=$(PYTHON)"
 	@echo "make man      the manual page, docs/scarctl.1, from what the commands say of their options"
-	@echo "make schemas  the JSON Schemas of the commands' documents, docs/schemas.json, from their types"
 	@echo "make pictures  the pictures of report, status and live view, from a real run: a minute, needs Chromium"
 	@echo "make docs     the site, into build/site: broken links fail; in $(DOCS)"
 	@echo "make package  sdist and wheel, into dist, checked as the package index does; in $(DOCS)"
@@ -179,9 +178,6 @@ frameworks: $(TORCHREC)/.torchrec $(DEEPSPEED)/.deepspeed $(TORCHTITAN)/.torchti
 gpu:
 	CUBLAS_WORKSPACE_CONFIG=:4096:8 $(PYTHON) -m pytest -rs tests/session/test_gpu.py tests/checkpoint
 	CUBLAS_WORKSPACE_CONFIG=:4096:8 $(PYTHON) -m tests.optimizers --device cuda
-
-schemas: $(VENV)/.dev
-	$(BIN)/scarctl help --schemas > docs/schemas.json
 
 man: $(VENV)/.dev
 	$(BIN)/scarctl help --man > docs/scarctl.1

@@ -28,7 +28,6 @@ PROGRAMS = (
     "docs/loops.md",
     "docs/members.md",
     "docs/metrics.md",
-    "docs/schemas.md",
     *(f"docs/howto/{name}.md" for name in ("containers", "embeddings", "notebooks", "stages")),
 )
 """Documents whose Python blocks form one program each."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 
@@ -41,16 +40,15 @@ Examples:
 )
 @click.argument("words", metavar="[COMMAND]", nargs=-1)
 @click.option("--man", "manual", is_flag=True, help="Print the manual page of all commands, for `man -l -`.")
-@click.option("--schemas", is_flag=True, help="Print the JSON Schemas of what --json prints.")
 @click.pass_context
-def help_(context: click.Context, words: tuple[str, ...], manual: bool, schemas: bool) -> int:
+def help_(context: click.Context, words: tuple[str, ...], manual: bool) -> int:
     """Show the help of scarctl or of a command, as --help does."""
     assert context.parent is not None, "this command belongs to scarctl's group"
     here = context.parent
-    if manual or schemas:
-        if words or (manual and schemas):
-            raise click.UsageError("--man and --schemas cover all commands: give one of them alone", context)
-        click.echo(_schemas() if schemas else _manual(here), nl=False)
+    if manual:
+        if words:
+            raise click.UsageError("--man covers all commands: give it alone", context)
+        click.echo(_manual(here), nl=False)
         return EXIT_OK
     for word in words:
         command = here.command
@@ -68,9 +66,3 @@ def _manual(root: click.Context) -> str:
     from scarctl.cli import man
 
     return man.manual(root)
-
-
-def _schemas() -> str:
-    from scarctl.cli.schemas import schemas
-
-    return json.dumps(schemas(), indent=1) + "\n"

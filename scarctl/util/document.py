@@ -1,9 +1,9 @@
-"""Return results as JSON values, field by field, so that one class is the result and the type of its JSON document."""
+"""Return results as JSON values, field by field, so that one class is the result and its JSON document."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import Field, fields
+from dataclasses import fields
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -14,10 +14,7 @@ INLINE: Mapping[str, bool] = {"inline": True}
 
 
 class Document:
-    """A dataclass whose fields are those of its JSON object, under the same names, unless they are `INTERNAL`.
-
-    `scarctl.cli.schemas` publishes the types of the fields, with the text below each.
-    """
+    """A dataclass whose fields are those of its JSON object, under the same names, unless they are `INTERNAL`."""
 
     __slots__ = ()
     COMPUTED: ClassVar[tuple[str, ...]] = ()
@@ -26,15 +23,12 @@ class Document:
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
         found: dict[str, Any] = {}
-        for one in document_fields(type(self)):
+        for one in fields(self):  # type: ignore[arg-type]
+            if one.metadata.get("internal"):
+                continue
             value = json_of(getattr(self, one.name))
             found |= value if one.metadata.get("inline") else {one.name: value}
         return found | {name: json_of(getattr(self, name)) for name in self.COMPUTED}
-
-
-def document_fields(kind: type[Document]) -> list[Field[Any]]:
-    """Return the fields of a document, in order."""
-    return [one for one in fields(kind) if not one.metadata.get("internal")]  # type: ignore[arg-type]
 
 
 def json_of(value: Any) -> Any:
