@@ -6,8 +6,7 @@ import logging
 import math
 import time
 
-from scarctl.persist.saver import Saver
-from scarctl.persist.speed import Speed
+from scarctl.policy.turns import Turns
 from scarctl.state.caveats import Caveats
 from scarctl.util.text import counted
 
@@ -23,7 +22,6 @@ _STARTING = 10.0
 """Seconds of a lag before which a saver that has saved nothing yet is not reported: the daemon may only be starting."""
 _LONG = 10
 """Turns without a lag after which a new lag is reported again."""
-_HALF = 0.5
 
 
 class Behind:
@@ -40,11 +38,11 @@ class Behind:
         self._oldest, self._oldest_since = -1, math.inf
         """Step of the oldest checkpoint that waits, and the time at which it became the oldest."""
 
-    def look(self, step: int, lag: int, turn: int, saver: Saver, step_seconds: float | None) -> None:
+    def look(self, step: int, lag: int, turn: int, turns: Turns, step_seconds: float | None) -> None:
         """Report the lag if it has grown too large.
 
         lag: iterations since the oldest checkpoint that waits for the store. turn: iterations in which all of the state
-        is saved once. step_seconds: seconds per iteration; None if unknown.
+        is saved once. turns: has measured the store. step_seconds: seconds per iteration; None if unknown.
         """
         self._look_for_standstill(step - lag if lag else -1, time.monotonic())
         if lag <= turn:
@@ -53,38 +51,24 @@ class Behind:
                 self._said = 0
             return
         self._behind_at = step
-        starting = saver.speed is None and lag * (step_seconds or 0.0) < _STARTING
+        starting = turns.bandwidth is None and lag * (step_seconds or 0.0) < _STARTING
         if lag > TURNS * turn and lag >= 2 * self._said and not starting:
             self._said = lag
-            self._caveats.say(KIND, self._text(lag, step, turn, saver.speed, step_seconds))
+            self._caveats.say(KIND, self._text(lag, step, turn, turns, step_seconds))
 
-    def _text(self, lag: int, step: int, turn: int, speed: Speed | None, step_seconds: float | None) -> str:
+    def _text(self, lag: int, step: int, turn: int, turns: Turns, step_seconds: float | None) -> str:
         text = (
             f"step {step}: the store is {counted(lag, 'iteration')} behind. "
             f"The whole state should be saved every {turn}. "
             "Newer copies are in memory only: lost if this host fails, unless another host has them."
         )
-        if speed is None:
+        if turns.bandwidth is None or turns.part_seconds is None:
             return f"{text} Nothing was measured yet: `scarctl daemon status` shows the pending copies."
-        text += (
-            f" Measured: {speed.request_seconds:.3g} s for a checkpoint; {speed.bytes_per_second / 1e6:.3g} MB/s and "
-            f"{speed.commits_per_second:.3g} commits/s."
-        )
-        pace = "Use a faster store, or peers"
-        if self._fixed is not None:
-            needed = (
-                math.ceil(1.25 * speed.request_seconds / step_seconds) if step_seconds else 2 * self._fixed
-            )
-            pace = f'Set interval={max(needed, self._fixed + 1)} or more, or interval="auto"'
-        if speed.processor_share > _HALF:
-            share = round(100 * speed.processor_share)
-            return f"{text} The saving threads wait for a processor {share} % of their time. Leave them one. {pace}."
-        if speed.fixed_share is not None and speed.fixed_share > _HALF:
-            return (
-                f"{text} Most of that time goes into commits, whatever their size (fsync, requests). {pace}, with a "
-                "larger fraction."
-            )
-        return f"{text} {pace}."
+        text += f" It takes {turns.bandwidth / 1e6:.3g} MB/s, and {turns.part_seconds:.3g} s for a part."
+        if self._fixed is None:
+            return f"{text} Use a faster store, or peers."
+        needed = math.ceil(1.25 * turns.part_seconds / step_seconds) if step_seconds else 2 * self._fixed
+        return f'{text} Set interval={max(needed, self._fixed + 1)} or more, or interval="auto".'
 
     def _look_for_standstill(self, oldest: int, now: float) -> None:
         """Warn once if the checkpoint of step `oldest` has waited for too long; -1: none waits."""

@@ -91,7 +91,7 @@ class Engine:
         self.copies = Copies(self.arena, store, self.shard_of, caveats)
         self.encoded = EncodedCopies(self.arena, settings.encoding, settings.norm)
         self.arena.note_encoding(settings.encoding)
-        self.pace = Pace(settings, layout.nbytes, self.budget, selector, self.arena, saver, caveats)
+        self.pace = Pace(settings, layout.nbytes, self.budget, selector, self.arena, caveats)
         self.cadence = self.pace.cadence
         self._large = False
         """Extras are large; this was logged."""

@@ -10,7 +10,6 @@ from scarctl.arena.arena import Arena
 from scarctl.checkpoint.behind import Behind
 from scarctl.checkpoint.selector import LAG, Selector
 from scarctl.config import SessionSettings
-from scarctl.persist.saver import Saver
 from scarctl.policy.interval import Cadence
 from scarctl.policy.turns import DAY, MAX_TURN, Turn, Turns, part_requests, per_day
 from scarctl.state.caveats import Caveats
@@ -40,7 +39,6 @@ class Pace:
         part_bytes: int,
         selector: Selector,
         arena: Arena,
-        saver: Saver,
         caveats: Caveats,
     ) -> None:
         """state_bytes: of the whole state. part_bytes: of a partial turn. caveats: gets one while copies get old."""
@@ -64,7 +62,6 @@ class Pace:
         self._part_bytes = part_bytes
         self._selector = selector
         self._arena = arena
-        self._saver = saver
         self._caveats = caveats
         self._behind = Behind(caveats, fixed=self.cadence.fixed)
         self._skip = 0
@@ -98,7 +95,8 @@ class Pace:
 
     def turn(self, step: int) -> Turn:
         """Return what the store gets of the regular checkpoint of `step`. Call it once for each."""
-        self._behind.look(step, self.lag(step), self.turn_steps, self._saver, self.cadence.step_seconds)
+        turns = self.turns
+        self._behind.look(step, self.lag(step), self.turn_steps, turns, self.cadence.step_seconds)
         self._say(step)
         fixed, mine = self.cadence.fixed, self._wanted()
         due = fixed is None or step % fixed == 0 or self.cadence.crossed

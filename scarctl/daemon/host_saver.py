@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from scarctl.arena.arena import Arena
@@ -14,7 +14,6 @@ from scarctl.errors import Corruption, Unavailable, UsageError
 from scarctl.persist.evacuated import Evacuated
 from scarctl.persist.evacuation import Copies
 from scarctl.persist.saver import LocalSaver
-from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current
 from scarctl.store import Store
 
@@ -27,9 +26,9 @@ class HostSaver(LocalSaver):
     Requests come from the training process's connection, `finish` and `release` from the daemon: one at a time.
     """
 
-    def __init__(self, store: Store, folder: Path, on_saved: Callable[[Speed | None], None]) -> None:
-        """Prepare, without opening the arena. folder: folder of the arena. on_saved: see `LocalSaver`."""
-        super().__init__(store, on_saved)
+    def __init__(self, store: Store, folder: Path) -> None:
+        """Prepare, without opening the arena. folder: folder of the arena."""
+        super().__init__(store)
         self._folder = folder
         self._lock = threading.Lock()
         self._released = self._adopted = self._looked = False

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from scarctl.daemon.status import DaemonStatus, RunStatus
 from scarctl.store.saved import parse
-from scarctl.util.document import json_of
 from scarctl.util.text import printable
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -91,7 +90,7 @@ FAMILIES = (
         "scarctl_bandwidth_bytes_per_second",
         "gauge",
         "Bytes per second while the store is written.",
-        lambda run: _number(json_of(run.get("speed")) or {}, "bytes_per_second"),
+        _count("bytes_per_second"),
     ),
 )
 """The metrics with one sample for each run, labelled with store, id and rank."""

@@ -27,11 +27,9 @@ from scarctl.peers.link import CONNECTED
 from scarctl.peers.sender import Candidate, Places, Sender, Source
 from scarctl.persist.evacuated import Evacuated
 from scarctl.persist.evacuation import STORE_ONLY, before, not_evacuated, unknown_host
-from scarctl.persist.speed import Speed
 from scarctl.persist.thread import PersisterStats
 from scarctl.state.version import NEVER, step_of
 from scarctl.store import Store, newest_topology
-from scarctl.util.document import json_of
 from scarctl.util.process import exists
 
 log = logging.getLogger("scarctl")
@@ -46,23 +44,6 @@ _ACK_PAUSE = 0.002
 """Seconds between two checks whether a peer has acknowledged."""
 _RETRY_SECONDS, _RETRY_PAUSE = 1.0, 0.05
 """Seconds for which an evacuation waits for peers until it checks again whether the store is saved to; and at least."""
-_SPEED_PAUSE = 0.25
-"""Least time between two messages to the session about the speed of saving."""
-
-
-class _Speeds:
-    """Sends the speed of saving to a session, now and then. It has no reference to the run, which would be a cycle."""
-
-    def __init__(self, events: queue.SimpleQueue[dict[str, Any]]) -> None:
-        self._events = events
-        self._sent = 0.0
-
-    def __call__(self, speed: Speed | None) -> None:
-        """Send the speed after a request has become durable, unless it was just sent."""
-        now = time.monotonic()
-        if speed is not None and now > self._sent + _SPEED_PAUSE:
-            self._sent = now
-            self._events.put({"speed": speed.to_json()})
 
 
 class Owner(Protocol):
@@ -88,7 +69,7 @@ class Run:
         """Answers of the training process to the newest requests, by their number."""
         self._asked = 0
         self._tokens: dict[str, int] = {}
-        self.saver = HostSaver(store, folder, _Speeds(self.events))
+        self.saver = HostSaver(store, folder)
         self.closed = False
         """Whether the training process ended by closing its session."""
         self._senders: list[Sender] = []
@@ -316,7 +297,6 @@ class Run:
             "saved_at": stats.saved_at,
             "saved_bytes": stats.nbytes,
             "bytes_per_second": int(stats.nbytes / seconds),
-            "speed": json_of(thread.speed) if thread is not None else None,
             "space": thread.space if thread is not None else None,
             "errors": stats.errors,
             "last_error": str(fault) if fault is not None else None,

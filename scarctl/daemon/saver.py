@@ -19,7 +19,6 @@ from scarctl.daemon.client import REPLY_SECONDS, ask, connect, evacuate, gone, i
 from scarctl.daemon.urgency import URGENT
 from scarctl.errors import Corruption, Fenced, ScarError, error_from
 from scarctl.persist.saver import Acknowledged
-from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current, late
 from scarctl.store.store import Part
 from scarctl.util.niceness import set_session
@@ -77,7 +76,6 @@ class DaemonSaver:
         self._closing, self._stopped = False, True
         self._failure: ScarError | None = None
         self._trouble: ScarError | None = None
-        self._speed: Speed | None = None
         self._last: ScarError | None = None
         self._copied: tuple[dict[str, Any], dict[str, Any]] | None = None
         """The request for copies on peers, to repeat to the next daemon."""
@@ -136,11 +134,6 @@ class DaemonSaver:
     @property
     def trouble(self) -> ScarError | None:
         return self._trouble
-
-    @property
-    def speed(self) -> Speed | None:
-        """See `Saver`. The daemon's newest report."""
-        return self._speed
 
     def stop(self) -> None:
         self._stopped = True  # first, so that a new daemon does not start saving either
@@ -360,8 +353,6 @@ class DaemonSaver:
                     log.warning("%s", event["warn"])
                 elif "note" in event:
                     log.info("%s", event["note"])
-                elif "speed" in event:
-                    self._speed = Speed.from_json(event["speed"])
             except (protocol.Closed, OSError, Corruption):
                 self._begin_again()
 

@@ -6,7 +6,6 @@ from typing import TypedDict
 
 from scarctl.peers.link import State
 from scarctl.persist.space import SpaceFields
-from scarctl.persist.speed import Speed
 
 NO_HOST = f"no host yet: {State.ABSENT.value}"
 """A copy in `RunStatus` for which there is no host."""
@@ -59,7 +58,6 @@ class RunStatus(_Claimed, total=False):
     """UTC time of the newest request that became durable, in ISO 8601."""
     saved_bytes: int
     bytes_per_second: int
-    speed: Speed | None
     space: SpaceFields | None
     errors: int
     last_error: str | None

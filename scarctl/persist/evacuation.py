@@ -27,7 +27,6 @@ from scarctl.arena.slot import Slot
 from scarctl.arena.slots import Hold, Reading
 from scarctl.errors import ScarError, UsageError
 from scarctl.persist.evacuated import NOWHERE, Evacuated, why_mixed_ranks
-from scarctl.persist.speed import Speed
 from scarctl.policy.evacuation import Pace, fitting, order
 from scarctl.state.caveats import Caveat
 from scarctl.state.common import UNREAD
@@ -116,12 +115,12 @@ class Evacuation:
         tier: Tier,
         deadline: float,
         *,
-        speed: Speed | None = None,
+        earlier: Pace | None = None,
         copies: Copies | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Prepare. deadline: seconds on `clock`. speed: speed of saving so far. copies: the arena's on other hosts."""
+        """Prepare. deadline: seconds on `clock`. earlier: pace of saving so far. copies: the arena's on other hosts."""
         self.error: str | None = None
         self.saved = False
         """Whether `run` saves nothing more: at most it reads the notes."""
@@ -131,7 +130,7 @@ class Evacuation:
         self._deadline = deadline
         self._clock = clock
         self._sleep = sleep
-        self._pace = _pace_of(speed)
+        self._pace = Pace(earlier)
         self.written_bytes = 0
         self._commits = self._failures = 0
         self._notes = Notes.from_tree(None)
@@ -357,10 +356,3 @@ class _Unreached:
 
     def commit(self, hold: Reading, ids: Ids, *, seal: bool, extras: bool = True) -> int | None:
         raise AssertionError("this tier only reports")
-
-
-def _pace_of(speed: Speed | None) -> Pace:
-    if speed is None or not speed.bytes_per_second:
-        return Pace()
-    seconds = speed.request_seconds
-    return Pace(speed.bytes_per_second * seconds, seconds, seconds * (speed.fixed_share or 0.0))

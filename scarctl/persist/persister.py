@@ -28,7 +28,7 @@ from scarctl.arena.rows import Gathered
 from scarctl.arena.slot import Slot
 from scarctl.arena.slots import LEAST_HOLD, MOST_HOLD, Reading
 from scarctl.errors import Fenced, Overwritten, ScarError
-from scarctl.persist.speed import Meter
+from scarctl.policy.evacuation import Pace
 from scarctl.policy.turns import PARTS, PRIVATE
 from scarctl.state.encoding import stored_as
 from scarctl.state.encodings import Encoding
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("scarctl")
 
-_MEASURED = 1 << 20
-"""Bytes of a commit from which it shows the speed."""
 _ATTEMPTS = 8
 """Attempts to save a state as a whole while a flush, or the end of the time, keeps ending the hold."""
 _LOOKS = 3
@@ -67,8 +65,8 @@ class Persister:
     """Commits copies. Use one thread at a time."""
 
     def __init__(self, arena: Arena, writer: StoreWriter) -> None:
-        self.meter = Meter()
-        """Measures the speed of commits."""
+        self.pace = Pace()
+        """The pace of commits so far."""
         self.interrupt = threading.Event()
         """Set by another thread to end the current write with `Interrupted`."""
         self._arena = arena
@@ -78,8 +76,6 @@ class Persister:
         self._tidy_at = 0.0
         self._notes = "", Notes()
         """The newest seal, and the notes that were saved with it."""
-        self._rate = 0.0
-        """Bytes per second of the newest commit that shows it; 0 before the first."""
         self.extras_moment = 0
         """See `scarctl.persist.evacuation.Tier`."""
 
@@ -99,7 +95,7 @@ class Persister:
         written, before = 0, math.inf
         for attempt in range(_ATTEMPTS):
             nbytes = int(self._arena.layout.partition_bytes[self._lacking(self._arena.slot)].sum())
-            seconds = nbytes / self._rate if self._rate else 0.0
+            seconds = self.pace.seconds(nbytes)
             if (private := nbytes <= self._private) or seconds <= MOST_HOLD:
                 held = LEAST_HOLD if private else min(MOST_HOLD, max(LEAST_HOLD, 2 * seconds) * 2**attempt)
                 found = self._read(self._seal, held, looks=private)
@@ -276,22 +272,21 @@ class Persister:
                 return 0
         encoder = None if encoding == "exact" else Encoder(arena.layout, encoding, rows, ids)
         began = time.monotonic()
-        with self.meter.commit():
-            self._writer.commit(
-                ids,
-                encoder or partial(self._uninterrupted, rows, lasts),
-                step=step,
-                steps=None if whole else step_of(versions),
-                sealed=bool(whole),
-                whole=whole,
-                extras=tree,
-                verify_source=lasts,
-            )
+        self._writer.commit(
+            ids,
+            encoder or partial(self._uninterrupted, rows, lasts),
+            step=step,
+            steps=None if whole else step_of(versions),
+            sealed=bool(whole),
+            whole=whole,
+            extras=tree,
+            verify_source=lasts,
+        )
         arena.encoding_error[ids] = -1.0 if encoder is None else encoder.errors
         arena.acknowledge(ids, versions, moments)
         written = int(stored_as(arena.layout, encoding).partition_bytes[ids].sum())
-        if written >= _MEASURED:
-            self._rate = written / max(time.monotonic() - began, 1e-9)
+        if written:
+            self.pace.add(written, time.monotonic() - began)
         return written
 
     def _extras(self, slot: Slot) -> Any:

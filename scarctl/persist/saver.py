@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +15,6 @@ from scarctl.arena.folder import note_site
 from scarctl.arena.kinship import require_kinship
 from scarctl.errors import ScarError, Unavailable
 from scarctl.persist.persister import Persister
-from scarctl.persist.speed import Speed
 from scarctl.persist.thread import Current, PersisterThread
 from scarctl.state.version import NEVER, pack, step_of
 from scarctl.store import ShardState, Store, StoreWriter, open_writer
@@ -68,10 +67,6 @@ class Saver(Protocol):
     def trouble(self) -> ScarError | None:
         """The error that has prevented saving for some time, while it is retried; None while saving works."""
 
-    @property
-    def speed(self) -> Speed | None:
-        """Speed of saving; None while unknown."""
-
     def stop(self) -> None:
         """Write nothing to the store until `resume`. Interrupts the current write: the request is served later."""
 
@@ -114,10 +109,9 @@ class LocalSaver:
 
     outlives = False
 
-    def __init__(self, store: Store, on_saved: Callable[[Speed | None], None] = lambda _: None) -> None:
-        """Prepare, without a thread. on_saved: called in the saving thread after every request, with `speed`."""
+    def __init__(self, store: Store) -> None:
+        """Prepare, without a thread."""
         self.store = store
-        self._on_saved = on_saved
         self.arena: Arena | None = None
         """The arena, once open."""
         self._writer: StoreWriter | None = None
@@ -173,10 +167,6 @@ class LocalSaver:
     def trouble(self) -> ScarError | None:
         """See `Saver`. Always None, because the thread logs failures."""
         return None
-
-    @property
-    def speed(self) -> Speed | None:
-        return self._thread.speed if self._thread is not None else None
 
     @property
     def thread(self) -> PersisterThread | None:
@@ -246,7 +236,7 @@ class LocalSaver:
         persister = Persister(self.arena, self._writer)
         if self._thread is not None:
             self._saved_at = self._thread.stats.saved_at
-        self._thread = PersisterThread(persister, self._on_saved)
+        self._thread = PersisterThread(persister)
         self._thread.stats.saved_at = self._thread.stats.saved_at or self._saved_at
 
     def _running(self) -> PersisterThread:

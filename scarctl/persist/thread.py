@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from scarctl.errors import AccessDenied, ScarError, Unavailable
 from scarctl.persist.persister import Interrupted, Persister
 from scarctl.persist.retry import Halt, Instruction, Machine, Persist, Phase, Stopped, Wake
-from scarctl.persist.speed import Speed
 from scarctl.store.term import now
 from scarctl.util.niceness import be_polite
 
@@ -81,12 +80,8 @@ class _Evacuate:
 class PersisterThread:
     """Serves requests in the background until `close`. Failures of the store do not raise: see `failure`."""
 
-    def __init__(
-        self,
-        persister: Persister,
-        on_saved: Callable[[Speed | None], None] = lambda _: None,
-    ) -> None:
-        """Start the thread. on_saved: called in it after every request, with `speed`."""
+    def __init__(self, persister: Persister) -> None:
+        """Start the thread."""
         self.stats = PersisterStats()
         self.last_error: ScarError | None = None
         """The newest failure since the last success."""
@@ -95,7 +90,6 @@ class PersisterThread:
         self.store_deleted = False
         """Whether the store was found deleted for certain at the newest failure: see `Store.is_deleted`."""
         self._persister = persister
-        self._on_saved = on_saved
         self._machine = Machine()
         self._changed = threading.Condition()
         self._refusals = 0
@@ -225,11 +219,6 @@ class PersisterThread:
             return not self._events and self._machine.phase is Phase.IDLE
 
     @property
-    def speed(self) -> Speed | None:
-        """Speed of saving; None before the first request."""
-        return self._persister.meter.speed()
-
-    @property
     def space(self) -> SpaceFields:
         """See `Persister.space`."""
         return self._persister.space
@@ -277,7 +266,7 @@ class PersisterThread:
             self._persister.arena,
             self._persister,
             request.deadline,
-            speed=self.speed,
+            earlier=self._persister.pace,
             copies=request.copies,
         )
         if self.failure is not None:
@@ -335,11 +324,9 @@ class PersisterThread:
             return self._failed(retryable=False)
         finally:
             self.stats.busy_seconds += time.monotonic() - started
-        self._persister.meter.served(written, time.monotonic() - started)
         self.stats.requests += 1
         self.stats.saved_at = now()
         self.last_error = None
-        self._on_saved(self.speed)
         # Other requests may wait, so collecting moves at most half of the bytes that were just saved.
         self._tidy(written // 2)
         return partial(self._machine.persisted, number)

@@ -7,6 +7,7 @@ a small part of the time left. Its size follows the bandwidth of the earlier one
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,21 +31,20 @@ LEAST = 0.02
 """Least planned seconds of a commit, so that the last ones do not become ever smaller."""
 _KEPT = 3
 """Number of newest measurements, whose slowest counts."""
+_MOST = 32
+"""Number of newest measurements that are kept."""
 
 
 @dataclass(slots=True)
 class Pace:
     """Predicts the seconds of a commit: a fixed time, and the bytes over a bandwidth.
 
-    expected_bytes, expected_seconds: a typical earlier commit, 0 if unknown. expected_fixed: the part of these
-    seconds that does not depend on bytes.
+    earlier: what was measured before, and may be outdated; None: nothing.
     """
 
-    expected_bytes: float = 0.0
-    expected_seconds: float = 0.0
-    expected_fixed: float = 0.0
-    _points: list[tuple[int, float]] = field(default_factory=list)
-    """Bytes and seconds of the commits so far."""
+    earlier: Pace | None = None
+    _points: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_MOST))
+    """Bytes and seconds of the newest commits."""
 
     def add(self, nbytes: int, seconds: float) -> None:
         """Note a commit that is durable."""
@@ -81,15 +81,15 @@ class Pace:
         predicts, both are scaled by that factor.
         """
         if not self._points:
-            over = self.expected_seconds - self.expected_fixed
-            return self.expected_fixed, self.expected_bytes / over if over > 0 else 0.0
+            return (0.0, 0.0) if self.earlier is None else self.earlier._line()
         (least, shortest), (most, longest) = min(self._points), max(self._points)
         if most >= 2 * least and longest > shortest:
             bandwidth = (most - least) / (longest - shortest)
             fixed = max(0.0, shortest - least / bandwidth)
         else:  # similar sizes do not show the fixed part: assume that all of the time is fixed
             bandwidth, fixed = most / longest, shortest
-        slower = [seconds / (fixed + nbytes / bandwidth) for nbytes, seconds in self._points[-_KEPT:]]
+        newest = list(self._points)[-_KEPT:]
+        slower = [seconds / (fixed + nbytes / bandwidth) for nbytes, seconds in newest]
         factor = max(1.0, *slower)
         return fixed * factor, bandwidth / factor
 

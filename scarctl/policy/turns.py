@@ -165,6 +165,11 @@ class Turns:
         return turns * self._seconds(self._part_bytes)
 
     @property
+    def part_seconds(self) -> float | None:
+        """Seconds that the store takes for a usual part; None before the first measurement."""
+        return None if self.bandwidth is None else self._part_bytes / self.bandwidth
+
+    @property
     def known(self) -> bool:
         """Whether it is known how fast the store is, or may be used."""
         return self.bandwidth is not None or self._most is not None

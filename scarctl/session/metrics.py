@@ -89,9 +89,8 @@ def _of_copies(engine: Engine, step: int) -> dict[str, float]:
     if newest.size and newest.min() >= 0:
         ages = np.maximum(step - newest, 0)
         figures |= {"staleness_max": int(ages.max()), "staleness_median": float(np.median(ages))}
-    speed = engine.saver.speed
-    if speed is not None:
-        figures["bandwidth"] = speed.bytes_per_second
+    if engine.pace.turns.bandwidth is not None:
+        figures["bandwidth"] = engine.pace.turns.bandwidth
     return figures
 
 

@@ -112,8 +112,8 @@ MUTANTS = (
     Mutant(
         "test_the_reason_and_what_to_do",
         "scarctl/checkpoint/behind.py",
-        "        if speed.processor_share > _HALF:",
-        "        if speed.processor_share > 2:",
+        "        if self._fixed is None:",
+        "        if self._fixed == 10:",
     ),
     Mutant(
         "test_a_store_that_was_copied_away_says_that_the_run_may_be_further",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 import shutil
@@ -18,26 +17,25 @@ from scarctl import Session
 from scarctl.checkpoint import behind
 from scarctl.checkpoint.behind import KIND, Behind
 from scarctl.config import grouped
-from scarctl.persist.speed import Speed
+from scarctl.policy.turns import Turns
 from scarctl.state.caveats import Caveats
 
 TURN = 100
-SPEED = Speed(
-    bytes_per_second=2e6, commits_per_second=3, request_seconds=5, fixed_share=0.1, processor_share=0
-)
 
 
 class Store:
     """A store that is behind by as much as the test says; an iteration takes a second."""
 
-    def __init__(self, *, fixed: int | None = 10, speed: Speed | None = SPEED) -> None:
-        self.speed = speed
+    def __init__(self, *, fixed: int | None = 10, seconds: float | None = 5.0) -> None:
+        """seconds: that it takes for a part of 10 MB; None: unknown."""
+        self.turns = Turns(state_bytes=80_000_000, part_bytes=10_000_000, max_lag=30.0)
+        self.turns.bandwidth = None if seconds is None else 10e6 / seconds
         self.caveats = Caveats()
         self.behind = Behind(self.caveats, fixed=fixed)
 
     def look(self, step: int, lag: int) -> str | None:
         """Return the caveat after a look."""
-        self.behind.look(step, lag, TURN, self, 1.0)  # type: ignore[arg-type]
+        self.behind.look(step, lag, TURN, self.turns, 1.0)
         return next((caveat.message for caveat in self.caveats if caveat.kind == KIND), None)
 
 
@@ -57,25 +55,19 @@ def test_a_lag_of_more_than_two_turns_is_said_whenever_it_has_doubled(
 
 
 @pytest.mark.parametrize(
-    ("speed", "fixed", "remedy"),
+    ("seconds", "fixed", "remedy"),
     [
-        ({}, 10, '2 MB/s and 3 commits/s. Set interval=11 or more, or interval="auto".'),
-        ({"request_seconds": 40}, 10, "Set interval=50 or more"),
-        ({}, None, "Use a faster store, or peers."),
-        (
-            {"fixed_share": 0.9},
-            10,
-            "goes into commits, whatever their size (fsync, requests). Set interval=11",
-        ),
-        ({"processor_share": 0.7}, 10, "wait for a processor 70 % of their time. Leave them one."),
+        (5.0, 10, '2 MB/s, and 5 s for a part. Set interval=11 or more, or interval="auto".'),
+        (40.0, 10, "Set interval=50 or more"),
+        (5.0, None, "Use a faster store, or peers."),
     ],
 )
-def test_the_reason_and_what_to_do(speed: dict[str, float], fixed: int | None, remedy: str) -> None:
-    assert remedy in str(Store(fixed=fixed, speed=dataclasses.replace(SPEED, **speed)).look(1000, 300))
+def test_the_reason_and_what_to_do(seconds: float, fixed: int | None, remedy: str) -> None:
+    assert remedy in str(Store(fixed=fixed, seconds=seconds).look(1000, 300))
 
 
 def test_a_saver_that_has_only_begun_is_no_store_that_falls_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(speed=None)
+    store = Store(seconds=None)
     monkeypatch.setattr(behind, "_STARTING", 1000.0)
     assert store.look(900, 900) is None
     assert "Nothing was measured yet" in str(store.look(1100, 1100))
@@ -133,18 +125,6 @@ def test_a_resume_that_is_not_exact_is_a_warning(
     assert said.levelname == "WARNING"
     assert said.getMessage() == f"resumed {tmp_path / 'run'} at {loop.resumed}"
     assert "mixed, partitions of steps" in said.getMessage()
-    loop.session.close()
-
-
-def test_the_daemon_says_how_fast_it_is(tmp_path: Path, arena_dir: Path) -> None:
-    loop = Loop(tmp_path, interval=1, daemon=True, arena_dir=arena_dir)
-    deadline = time.monotonic() + 60
-    while loop.session._saver.speed is None:
-        loop.step()
-        assert time.monotonic() < deadline
-        assert loop.session._engine is not None
-        loop.session._engine.saver.drain(5)
-    assert loop.session._saver.speed.commits_per_second > 0
     loop.session.close()
 
 

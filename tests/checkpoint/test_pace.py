@@ -31,10 +31,6 @@ class Clock:
         return self.now
 
 
-class Saver:
-    speed = None
-
-
 class Run:
     """One rank, whose memory changes completely between checkpoints, which cost `cost` seconds."""
 
@@ -50,7 +46,6 @@ class Run:
             STATE // 10,
             self.selector,
             self.arena,
-            Saver(),  # type: ignore[arg-type]
             self.caveats,
         )
 

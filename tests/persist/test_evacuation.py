@@ -16,7 +16,7 @@ from scarctl.errors import Corruption, Unavailable
 from scarctl.persist import evacuation as evacuation_module
 from scarctl.persist.evacuated import Evacuated, rework_of_all
 from scarctl.persist.evacuation import Evacuation, not_evacuated
-from scarctl.persist.speed import Speed
+from scarctl.policy.evacuation import Pace
 from scarctl.state.extras import Notes
 from scarctl.state.layout import TensorSpec, build_layout
 from scarctl.state.version import step_of
@@ -265,8 +265,11 @@ def test_extras_that_fit_no_commit_are_lost_until_they_are_saved(slow: Slow) -> 
         if not evacuation.report().lost_partitions:
             break
     assert slow.extras()["step"] == 1
+    earlier = Pace()
+    earlier.add(2 * ROW, 1.0)
+    earlier.add(8 * ROW, 4.0)
     for _ in range(2):
-        evacuation = slow.evacuation(6.0, speed=Speed(2 * ROW, 1.0, 1.0, 0.1, 0.0))
+        evacuation = slow.evacuation(6.0, earlier=earlier)
         evacuation.run()
         found = evacuation.report()
         assert (found.lost_partitions, found.extras_lost, found.safe) == (0, True, False)

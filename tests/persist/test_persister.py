@@ -16,6 +16,7 @@ from scarctl.arena.slots import LEAST_HOLD, Slots
 from scarctl.errors import AccessDenied, Fenced, Overwritten, ScarError, Unavailable
 from scarctl.persist import persister as module
 from scarctl.persist.thread import PersisterThread
+from scarctl.policy.evacuation import Pace
 from scarctl.state.version import step_of
 from tests.daemon.rig import Rig
 from tests.support.faulty import OPERATIONS
@@ -154,18 +155,26 @@ class Training:
         return self.commit(ids, *args, **kwargs)
 
 
-@pytest.mark.parametrize("rate", [0.0, 1e-9])
+class Slow(Pace):
+    """The pace of a store in which nothing is ever saved in time."""
+
+    def seconds(self, nbytes: int) -> float:
+        return 1e9
+
+
+@pytest.mark.parametrize("known", [False, True])
 def test_what_is_saved_before_a_hold_is_lost_is_kept_and_the_rest_is_sealed(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, rate: float
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
-    """The first commit of a large state, which a hold would have to outlast. rate: bytes per second; 0: unknown."""
+    """The first commit of a large state, which a hold would have to outlast. known: whether that is known before."""
     monkeypatch.setattr(module, "PRIVATE", 200)
     monkeypatch.setattr(module, "PARTS", 1 << 40)
     number = rig.save(rig.everything, 2, sealed=True)
-    rig.persister._rate = rate
+    if known:
+        rig.persister.pace = Slow()
     training = Training(rig, monkeypatch, SOME[:2])
     assert rig.persist(number) < 1.5 * rig.layout.nbytes
-    lost, pieces = training.sizes[: rate == 0], training.sizes[rate == 0 :]
+    lost, pieces = training.sizes[: not known], training.sizes[not known :]
     assert lost == [rig.layout.nbytes] * len(lost), "the slot is not even held if that cannot be long enough"
     assert max(pieces) <= 200
     assert len(pieces) > 5
@@ -200,7 +209,7 @@ def test_a_state_that_changes_faster_than_it_is_written_is_saved_in_parts(
     monkeypatch.setattr(module, "PRIVATE", 200)
     monkeypatch.setattr(module, "PARTS", 1 << 40)
     number = rig.save(rig.everything, 2, sealed=True)
-    rig.persister._rate = 1e-9
+    rig.persister.pace = Slow()
     training = Training(rig, monkeypatch, rig.everything)
     with pytest.raises(Overwritten, match="keeps changing") as caught:
         rig.persist(number)

@@ -49,11 +49,26 @@ def test_a_tiny_commit_does_not_make_a_slow_store() -> None:
     assert pace.room(25.0)[0] == GROWTH * SMALL
 
 
+def paced(bandwidth: float, fixed: float = 0.0) -> Pace:
+    """Return a pace that has measured two commits of this bandwidth and fixed time."""
+    pace = Pace()
+    for seconds in (1.0, 5.0):
+        pace.add(int(bandwidth * seconds), fixed + seconds)
+    return pace
+
+
 def test_a_known_speed_is_believed_a_little() -> None:
-    usual, most = Pace(expected_bytes=1e6, expected_seconds=5.0).room(16.0)
+    usual, most = Pace(paced(2e5)).room(16.0)
     assert usual == pytest.approx(200_000 - LEAST * 2e5)  # a sixteenth of the time at 0.2 MB/s
     assert most == pytest.approx((16 * 0.8 - LEAST) * 2e5)
-    assert Pace(expected_bytes=1e9, expected_seconds=1.0).room(16.0)[0] == FIRST_KNOWN
+    assert Pace(paced(1e9)).room(16.0)[0] == FIRST_KNOWN
+
+
+def test_the_newest_commits_count() -> None:
+    pace = paced(1e9)
+    for _ in range(40):
+        pace.add(1_000_000, 1.0)
+    assert pace.seconds(10_000_000) > 9.0
 
 
 def test_no_commit_begins_that_may_end_too_late() -> None:
@@ -101,7 +116,7 @@ def test_a_steady_store_is_used_well_and_never_beyond_the_deadline(
     def seconds(nbytes: int) -> float:
         return fixed + nbytes / bandwidth
 
-    pace = Pace(bandwidth, fixed + 1.0, fixed) if known else Pace()
+    pace = Pace(paced(bandwidth, fixed)) if known else Pace()
     done, now, sizes = _run(seconds, total, deadline, pace)
     assert now <= deadline
     assert len(sizes) < 200
