@@ -1,4 +1,4 @@
-"""Decide when the daemon releases a run, and when it ends: a pure state machine, like `scarctl.persist.retry`.
+"""Decide when the daemon releases a run, and when it ends: a pure state machine.
 
 A run is attached while its training process lives. When that process dies, the run is orphaned: the daemon finishes
 saving, then releases the run, which takes until the current write has ended. A daemon without runs ends after a while,

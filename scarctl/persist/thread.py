@@ -1,20 +1,23 @@
-"""Drive the persister's state machine with the real memory, store and clock, in a thread."""
+"""Save in a thread: look into memory for what was asked for, save it, and try again after a failure.
+
+The arena's words say which requests wait (`scarctl.arena.fields`), so that nothing is queued here. After a temporary
+failure saving is tried again after a growing pause. A permanent one (another writer has taken over) ends it. Requests
+then stay.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from scarctl.errors import AccessDenied, ScarError, Unavailable
 from scarctl.persist.persister import Interrupted, Persister
-from scarctl.persist.retry import Halt, Instruction, Machine, Persist, Phase, Stopped, Wake
 from scarctl.store.term import now
 from scarctl.util.niceness import be_polite
 
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("scarctl")
 
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0
+"""Shortest and longest pause before another attempt, in seconds."""
 _REFUSALS = 3
 # A separate generator: the global one belongs to the training, which may run in the same process.
 _random = random.Random()
@@ -59,12 +64,9 @@ def late() -> Unavailable:
     return Unavailable("the store has not finished yet", hint=hint, kind="store-late")
 
 
-_Event = Callable[[], list[Instruction]]
-"""A call of one of the machine's methods."""
-
-
-class _Look:
-    """Request that the thread reads the words in memory, which creates the event."""
+def pause_after(failures: int, jitter: float) -> float:
+    """Return the seconds until another attempt. jitter: in [0, 1), spreads the attempts of many hosts."""
+    return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(failures - 1, 16)) * (1 + jitter) / 2
 
 
 @dataclass(slots=True, eq=False)
@@ -90,38 +92,44 @@ class PersisterThread:
         self.store_deleted = False
         """Whether the store was found deleted for certain at the newest failure: see `Store.is_deleted`."""
         self._persister = persister
-        self._machine = Machine()
         self._changed = threading.Condition()
+        self._stopping = self._busy = self._ended = False
+        self._failures = 0
+        """Number of consecutive failures."""
+        self._resume_at = -math.inf
+        """Time of the next attempt after a failure, on the monotonic clock."""
         self._refusals = 0
-        self._obeying = self._ended = False
+        self._evacuations: list[_Evacuate] = []
+        """The evacuations that have not ended, the one under way included."""
         self._evacuating: _Evacuate | None = None
-        """The evacuation under way."""
-        self._events: list[_Event | _Look | _Evacuate] = [_Look()]
         self._thread = threading.Thread(target=self._run, name="scarctl-persister", daemon=True)
         self._thread.start()
 
     def notify(self) -> None:
         """Look for requests, because one was made."""
-        self._send(_Look())
+        with self._changed:
+            self._changed.notify_all()
 
     def drain(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds until all requests are durable. Return whether they are.
 
         If the store refuses access a few times meanwhile, return at once: waiting longer would not help.
         """
-        self._send(_Look(), self._machine.hurry)
         with self._changed:
+            self._resume_at = -math.inf  # a caller waits
+            self._changed.notify_all()
             most = self._refusals + _REFUSALS
             self._changed.wait_for(
-                lambda: self._settled() or self._ended or self.failure is not None or self._refusals >= most,
+                lambda: self.settled or self._ended or self.failure is not None or self._refusals >= most,
                 timeout,
             )
-            return self._settled()
+            return self.settled
 
     def evacuate(self, seconds: float, copies: Copies | None = None) -> Evacuated:
         """Save what the time allows, the most changed per byte first, and report what is safe.
 
-        Interrupts the current request, and returns in time even if the store hangs. Usual saving then continues.
+        Interrupts the current request, and returns in time even if the store hangs. Usual saving then continues. One
+        with an earlier deadline goes first.
         copies: the arena's copies on other hosts. Copies that these lack are saved first; the others count as safe.
         """
         from scarctl.persist.evacuation import Evacuation, before
@@ -130,8 +138,7 @@ class PersisterThread:
         with self._changed:
             if self._evacuating is None or request.deadline < self._evacuating.deadline:
                 self._persister.interrupt.set()  # one that ends earlier is waited for
-            # Before all waiting events except the thread's end, and after the result of the interrupted one.
-            self._events.insert(int(self._events[:1] == [self._machine.stop]), request)
+            self._evacuations.append(request)
             self._changed.notify_all()
             self._changed.wait_for(
                 lambda: request.ended or self._ended, max(0.0, request.deadline - time.monotonic())
@@ -147,30 +154,26 @@ class PersisterThread:
 
     def close(self, current: Current = Current.FINISH) -> None:
         """End the thread. Requests that wait stay. current: treatment of the one being written."""
-        if current is Current.INTERRUPT:
-            self._persister.interrupt.set()
         with self._changed:
-            self._events.insert(0, self._machine.stop)  # before all other events
+            self._stopping = True
+            if current is Current.INTERRUPT:
+                self._persister.interrupt.set()
             self._changed.notify_all()
         self._thread.join()
 
     def fault(self) -> ScarError:
         """Return the reason why requests are still waiting."""
-        return self.failure or (None if self._settled() else self.last_error) or late()
+        return self.failure or (None if self.settled else self.last_error) or late()
 
     @property
     def settled(self) -> bool:
-        """Whether all requests that the thread knows are durable."""
-        return self._settled()
+        """Whether all requests are durable, and nothing is being done."""
+        return not (self._busy or self._evacuations or self._persister.arena.waits)
 
-    def _settled(self) -> bool:
-        machine = self._machine
-        return not (self._events or self._obeying or machine.waiting or machine.phase is Phase.BUSY)
-
-    def _send(self, *events: _Event | _Look | _Evacuate) -> None:
-        with self._changed:
-            self._events += events
-            self._changed.notify_all()
+    @property
+    def space(self) -> SpaceFields:
+        """See `Persister.space`."""
+        return self._persister.space
 
     # -- the thread ---------------------------------------------------------------------------------------------
 
@@ -189,150 +192,116 @@ class PersisterThread:
 
     def _work(self) -> None:
         be_polite()
-        wake_at: float | None = None
-        while True:
+        tidies = False
+        while (task := self._next(tidies)) is not None:
+            if task == "tidy":
+                tidies = self._tidy(0)
+                continue
+            if isinstance(task, _Evacuate):
+                self._evacuate(task)
+            else:
+                self._persist(self._persister.arena.asked)
             # Only after the first request: a run that has just started has more urgent work.
-            while self.stats.requests and self._idle() and self._tidy(0):
-                pass
-            event = self._wait(wake_at)
-            wake_at = None
-            if isinstance(event, _Evacuate):
-                self._evacuate(event)
-                event = self._look()
-            if isinstance(event, _Look):
-                event = self._look()
+            tidies = self.stats.requests > 0
             with self._changed:
-                instructions = event()
-            for instruction in instructions:
-                if isinstance(instruction, Stopped):
-                    return
-                if isinstance(instruction, Wake):
-                    wake_at = instruction.at
-                else:
-                    self._obey(instruction)
-            with self._changed:
-                self._obeying = False
+                self._busy = False
                 self._changed.notify_all()
 
-    def _idle(self) -> bool:
-        with self._changed:
-            return not self._events and self._machine.phase is Phase.IDLE
+    def _next(self, tidies: bool) -> _Evacuate | Literal["persist", "tidy"] | None:
+        """Wait for something to do, and return it; None at the end. tidies: whether old copies may be left to collect.
 
-    @property
-    def space(self) -> SpaceFields:
-        """See `Persister.space`."""
-        return self._persister.space
-
-    def _look(self) -> _Event:
-        arena = self._persister.arena
-        return partial(self._machine.asked, arena.asked if arena.waits else 0)
-
-    def _evacuate(self, request: _Evacuate) -> None:
-        """Carry out an evacuation, independently of the request that the machine counts as being served.
-
-        One with an earlier deadline that comes meanwhile is carried out first.
+        Then `_busy` is set, unless it is that.
         """
-        outer, again = self._evacuating, True
-        while again:
-            with self._changed:
-                urgent = self._take_evacuation(before=request.deadline)
-                if urgent is None:
-                    self._evacuating = request
-                    self._persister.interrupt.clear()
-            if urgent is not None:
-                self._evacuate(urgent)
-                continue
-            again = False
-            try:
-                self._evacuate_once(request)
-            except Interrupted:
-                with self._changed:  # otherwise the thread is about to end
-                    again = bool(self._events) and isinstance(self._events[0], _Evacuate)
-            except Exception as error:
-                log.exception("evacuating failed unexpectedly")
-                self._note(_defect(error))
-                if request.made is not None:
-                    request.made.error = _defect(error).message
+        arena = self._persister.arena
         with self._changed:
-            self._evacuating = outer
-            request.ended = True
-            self._events.append(self._machine.hurry)
-            self._changed.notify_all()
-
-    def _evacuate_once(self, request: _Evacuate) -> None:
-        from scarctl.persist.evacuation import Evacuation
-
-        made = request.made = Evacuation(
-            self._persister.arena,
-            self._persister,
-            request.deadline,
-            earlier=self._persister.pace,
-            copies=request.copies,
-        )
-        if self.failure is not None:
-            made.error = self.failure.message
-        else:
-            made.run(lambda: bool(self._events[:1] == [self._machine.stop]))
-            self.stats.nbytes += made.written_bytes
-
-    def _take_evacuation(self, before: float) -> _Evacuate | None:
-        """Take a waiting evacuation with an earlier deadline; None without one. Inside `_changed`."""
-        for event in self._events:
-            if isinstance(event, _Evacuate) and event.deadline < before:
-                self._events.remove(event)
-                return event
+            while not self._stopping:
+                timeout = None
+                if self._evacuations:
+                    self._busy = True
+                    self._evacuating = min(self._evacuations, key=lambda one: one.deadline)
+                    self._persister.interrupt.clear()
+                    return self._evacuating
+                if arena.waits and self.failure is None:
+                    timeout = self._resume_at - time.monotonic()
+                    if timeout <= 0:
+                        self._busy = True
+                        return "persist"
+                elif tidies:
+                    return "tidy"
+                self._changed.wait(timeout)
+                tidies = self.stats.requests > 0
         return None
 
-    def _wait(self, wake_at: float | None) -> _Event | _Look | _Evacuate:
-        """Return the next event, or a tick at `wake_at`."""
+    def _evacuate(self, request: _Evacuate) -> None:
+        """Carry out an evacuation, unless it is interrupted: by one with an earlier deadline, or by the end."""
+        from scarctl.persist.evacuation import Evacuation
+
+        ended = True
+        try:
+            made = request.made = Evacuation(
+                self._persister.arena,
+                self._persister,
+                request.deadline,
+                earlier=self._persister.pace,
+                copies=request.copies,
+            )
+            if self.failure is not None:
+                made.error = self.failure.message
+            else:
+                made.run(lambda: self._stopping)
+                self.stats.nbytes += made.written_bytes
+        except Interrupted:
+            ended = False
+        except Exception as error:
+            log.exception("evacuating failed unexpectedly")
+            self._note(_defect(error))
+            if request.made is not None:
+                request.made.error = _defect(error).message
         with self._changed:
-            timeout = None if wake_at is None else max(0.0, wake_at - time.monotonic())
-            if self._changed.wait_for(lambda: self._events, timeout):
-                self._obeying = True  # set before memory is read, so that `settled` is False meanwhile
-                return self._events.pop(0)
-            return partial(self._machine.tick, time.monotonic())
+            self._evacuating = None
+            if ended:
+                self._evacuations.remove(request)
+                request.ended = True
+            self._resume_at = -math.inf
 
-    def _obey(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Persist):
-            event = self._persist(instruction.number)
-            with self._changed:
-                # The result of an instruction precedes all other events but `Stop`.
-                self._events.insert(int(self._events[:1] == [self._machine.stop]), event)
-        elif isinstance(instruction, Halt):
-            with self._changed:
-                self.failure = self.last_error
-                self._changed.notify_all()
-            log.error("saving has stopped: %s", self.failure)
-
-    def _persist(self, number: int) -> _Event:
+    def _persist(self, number: int) -> None:
         started = time.monotonic()
         try:
             written = self._persister.persist(number)
-            self.stats.nbytes += written
-        except ScarError as error:
-            self._note(error)
-            return self._failed(retryable=_may_pass(error), jitter=_random.random())
         except Interrupted:
-            return self._failed(retryable=True)
+            return
+        except ScarError as error:
+            self._fail(error, passes=_may_pass(error))
+            return
         except (OSError, MemoryError) as error:
-            self._note(Unavailable(f"the state cannot be saved: {error}"))
-            return self._failed(retryable=True, jitter=_random.random())
+            self._fail(Unavailable(f"the state cannot be saved: {error}"), passes=True)
+            return
         except Exception as error:
             # A defect in scarctl must be reported, and must not end the training.
             log.exception("saving failed unexpectedly")
-            self._note(_defect(error))
-            return self._failed(retryable=False)
+            self._fail(_defect(error), passes=False)
+            return
         finally:
             self.stats.busy_seconds += time.monotonic() - started
+        self._failures = 0
+        self.stats.nbytes += written
         self.stats.requests += 1
         self.stats.saved_at = now()
         self.last_error = None
         # Other requests may wait, so collecting moves at most half of the bytes that were just saved.
         self._tidy(written // 2)
-        return partial(self._machine.persisted, number)
 
-    def _failed(self, *, retryable: bool, jitter: float = 0.0) -> _Event:
-        return partial(self._machine.failed, time.monotonic(), retryable=retryable, jitter=jitter)
+    def _fail(self, error: ScarError, *, passes: bool) -> None:
+        """Note that serving a request failed. passes: whether to try again after a pause."""
+        self._note(error)
+        self._failures += 1
+        with self._changed:
+            if passes:
+                self._resume_at = time.monotonic() + pause_after(self._failures, _random.random())
+            else:
+                self.failure = error
+        if not passes:
+            log.error("saving has stopped: %s", error)
 
     def _tidy(self, limit: int) -> bool:
         try:

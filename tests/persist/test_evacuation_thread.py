@@ -101,7 +101,7 @@ def test_one_that_comes_during_another_ends_neither_early(stuck: Stuck) -> None:
     """Signals and commands may ask at once: each is answered when all is safe, as there is time for it."""
     thread, held, found = stuck
     others = [ask(thread, found) for _ in range(3)]
-    wait_until(lambda: len(thread._events) == 3)
+    wait_until(lambda: len(thread._evacuations) == 4)
     held.clear()
     for other in others:
         other.join()

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from scarctl.errors import AccessDenied, Fenced, Unavailable
-from scarctl.persist.thread import PersisterThread
+from scarctl.persist.thread import FIRST_PAUSE, LONGEST_PAUSE, PersisterThread, pause_after
 from scarctl.store import open_writer
 from scarctl.util.niceness import POLITE
 from tests.daemon.rig import Rig
@@ -94,6 +94,14 @@ def test_a_store_that_stays_down_keeps_the_queue_and_says_why(rig: Rig, thread: 
     assert set(rig.stored()[0][SOME]) == {1}
 
 
+def test_pauses_grow_and_are_not_the_same_on_all_hosts() -> None:
+    for jitter in (0.0, 0.5, 0.999):
+        pauses = [pause_after(failures, jitter) for failures in range(1, 100)]
+        assert pauses == sorted(pauses)
+        assert FIRST_PAUSE / 2 <= pauses[0] <= FIRST_PAUSE
+        assert LONGEST_PAUSE / 2 <= pauses[-1] <= LONGEST_PAUSE
+
+
 def test_a_refusal_is_not_for_ever(rig: Rig, thread: PersisterThread) -> None:
     rig.blobs.break_down("writer", errno.EROFS)
     rig.save(SOME, 1)
@@ -163,11 +171,13 @@ def test_closing_finishes_what_is_being_written_and_leaves_the_rest(
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a niceness of their own on Linux only")
 def test_training_goes_first(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(
-        rig.persister,
-        "persist",
-        lambda _: seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())) or 0,
-    )
+
+    def persist(number: int) -> int:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        rig.arena.serve(number)
+        return 0
+
+    monkeypatch.setattr(rig.persister, "persist", persist)
     usual = os.getpriority(os.PRIO_PROCESS, 0)
     thread = PersisterThread(rig.persister)
     number = rig.save(SOME, 1)
