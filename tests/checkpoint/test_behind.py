@@ -19,6 +19,7 @@ from scarctl.checkpoint.behind import KIND, Behind
 from scarctl.config import grouped
 from scarctl.policy.turns import Turns
 from scarctl.state.caveats import Caveats
+from tests.support.training import drained
 
 TURN = 100
 
@@ -113,8 +114,9 @@ def test_a_resume_that_is_not_exact_is_a_warning(
 ) -> None:
     """A loop that does not print it, or whose framework resumes, would begin with a mix of steps in silence."""
     loop = Loop(tmp_path, interval=100, fraction=0.25, partition_bytes=256)
-    for _ in range(3):
-        loop.step()
+    loop.step()
+    drained([loop.session])
+    loop.step()
     loop.session.checkpoint()
     loop.session.close(seal=False)
     for place in arena_dir.iterdir():
