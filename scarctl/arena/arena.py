@@ -41,7 +41,6 @@ from scarctl.arena.folder import (
 )
 from scarctl.arena.header import (
     EXTRAS,
-    EXTRAS_NEW,
     FIELDS,
     FIELDS_AT,
     FILE,
@@ -69,7 +68,7 @@ from scarctl.util.arrays import Bytes, Ids, adjacent
 log = logging.getLogger("scarctl")
 
 _TEMPORARY = ".arena-new"
-BESIDE = (LINE, OWNER, SITE, TOLD, *EXTRAS, *EXTRAS_NEW)
+BESIDE = (LINE, OWNER, SITE, TOLD, *EXTRAS)
 """Files next to the arena, of no use without it."""
 
 

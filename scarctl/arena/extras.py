@@ -1,7 +1,8 @@
 """Keep the extras of each slot in a small file next to the arena.
 
-It is a safetensors file that appears complete, with the moment of its slot, and a checksum of all but that. It is
-written before that slot becomes current. Files are not synced: after a reboot they are obsolete, like the arena.
+It is a safetensors file with the moment of its slot, and a checksum of all but that. It is written in place before that
+slot becomes current, so that a full folder does not stop checkpoints. Files are not synced: after a reboot they are
+obsolete, like the arena.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import folder_error, no_links, private
-from scarctl.arena.header import EXTRAS, EXTRAS_NEW
+from scarctl.arena.header import EXTRAS
 from scarctl.errors import Corruption
 from scarctl.state import codec
 from scarctl.state.raw_tensor import RawTensor
@@ -58,18 +59,19 @@ def write_extras(folder: Path, slot: int, moment: int, tree: Any) -> int:
 
 
 def put_file(folder: Path, slot: int, parts: Sequence[bytes | memoryview]) -> int:
-    """Give the file of a slot this content, and return its bytes. Raises as `write_extras` does."""
-    temporary = folder / EXTRAS_NEW[slot]
+    """Give the file of a slot, which is not current, this content. Return its bytes. Raises as `write_extras` does."""
+    path = folder / EXTRAS[slot]
     try:
-        with open(temporary, "wb", opener=private) as file:
+        with open(path, "wb", opener=_in_place) as file:
             file.writelines(parts)
-        os.replace(temporary, folder / EXTRAS[slot])
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise folder_error(error, temporary) from error
-        raise
+            file.truncate()
+    except OSError as error:
+        raise folder_error(error, path) from error
     return sum(map(len, parts))
+
+
+def _in_place(path: str, flags: int) -> int:
+    return private(path, flags & ~os.O_TRUNC)
 
 
 def extras_file(folder: Path, slot: int) -> bytes | None:
@@ -117,8 +119,9 @@ def read_extras(arena: Arena, slot: int | None = None) -> SlotExtras | None:
         try:
             of, tree = parse_extras(data, path)
         except Corruption as error:
-            log.error(_DAMAGED, error)
-            return SlotExtras(moment, head, whole, None)
+            of = -1
+            if found is arena.slot and found.moment == moment:  # otherwise it is being written
+                log.error(_DAMAGED, error)
         tree = tree if of == moment else None
     return SlotExtras(moment, head, whole, tree)
 

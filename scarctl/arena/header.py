@@ -21,8 +21,6 @@ FILE = "arena"
 SLOTS = 2
 EXTRAS = tuple(f"extras-{number}.safetensors" for number in range(SLOTS))
 """Names of the files next to the arena with the extras of each slot: see `scarctl.arena.extras`."""
-EXTRAS_NEW = tuple(f".{name}" for name in EXTRAS)
-"""Names of these files while they are written."""
 OWNER = "owner"
 """Name of an optional file next to the arena: see `scarctl.arena.owner`."""
 SITE = "site"

@@ -20,7 +20,7 @@ from scarctl.store.saved import seconds_since
 from scarctl.store.verdict import Verdict
 from scarctl.theory.rework import Rework
 from scarctl.util.document import Document, json_of
-from scarctl.util.text import counted
+from scarctl.util.text import counted, span
 
 Severity: TypeAlias = Literal["losing", "at-risk", "note"]
 LOSING: Final = "losing"
@@ -260,6 +260,12 @@ def _of_processes(view: Survey) -> Iterable[Finding]:
         else:
             text += ": the launcher starts the ranks again, otherwise start the job again on this host"
         yield Finding(LOSING, "rank-died", text, f"scarctl inspect --store {_name(view)}")
+    elif run.errors and view.memory_seconds is not None and view.memory_seconds > 2 * view.max_lag:
+        text = (
+            f"{counted(run.errors, 'error')} while saving; the newest checkpoint in memory is "
+            f"{span(view.memory_seconds)} old, and all since would be lost: the training's log says why"
+        )
+        yield Finding(LOSING, "memory-late", text)
     elif run.errors and run.pending_partitions and _is_late(view):
         text = f"{counted(run.errors, 'error')} while saving; {_pending(run.pending_partitions)}"
         yield Finding(AT_RISK, "errors", text, _doctor(view.url))

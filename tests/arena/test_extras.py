@@ -63,6 +63,31 @@ def test_damaged_ones_are_left_out(arena: Arena, at: int, caplog: pytest.LogCapt
     assert "cannot be read" in caplog.text
 
 
+def test_they_need_no_more_space_once_they_are_there(arena: Arena) -> None:
+    """Other programs may fill the folder. Shorter ones leave nothing of the longer ones."""
+    assert carried(arena) is not None
+    for tree in ({**TREE, "name": "a"}, {"step": 3}, {"step": 4, "noise": np.arange(3)}):
+        path = arena.folder / EXTRAS[arena.spare.number]
+        place = path.stat().st_ino
+        assert copy_into(arena, ALL, pack(1, 2), 2, extras=tree)
+        assert (arena.folder / EXTRAS[arena.current], path.stat().st_ino) == (path, place)
+        assert {one.name for one in arena.folder.iterdir()} == {"arena", *EXTRAS}
+        found = read_extras(arena)
+        assert found is not None
+        np.testing.assert_equal(found.tree, tree)
+
+
+def test_those_that_are_being_written_are_no_damage(arena: Arena, caplog: pytest.LogCaptureFixture) -> None:
+    assert carried(arena) is not None
+    before = arena.spare
+    path = arena.folder / EXTRAS[before.number]
+    path.write_bytes(path.read_bytes()[:40])
+    found = read_extras(arena, before.number)
+    assert found is not None
+    assert found.tree is None
+    assert not caplog.records
+
+
 def test_those_of_an_earlier_state_are_not_carried_over(arena: Arena) -> None:
     begun = arena.begin_moment()
     assert begun is not None

@@ -53,7 +53,6 @@ def left(base: Path, store_id: str = ID, *, pending: int = 0, queued: bool = Fal
 
 def test_what_a_dead_run_left_is_found_and_removed(arena_dir: Path) -> None:
     folder = left(arena_dir)
-    (folder / ".extras-0.safetensors").touch()
     (found,) = survey(folder.parent)
     assert (found.id, found.folder, found.pid) == (ID, str(folder), NO_PROCESS)
     assert (found.head_step, found.durable_step, found.pending_partitions) == (9, 7, 0)

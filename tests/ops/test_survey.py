@@ -16,7 +16,7 @@ from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder
 from scarctl.errors import Corruption
 from scarctl.ops.ages import Age
-from scarctl.ops.health import AT_RISK, health_of
+from scarctl.ops.health import AT_RISK, LOSING, health_of
 from scarctl.ops.survey import survey
 from scarctl.ops.surveyed import Survey
 from scarctl.state.caveats import Caveat
@@ -181,6 +181,9 @@ def test_memory_that_is_newer_than_the_store_is_no_alarm(tmp_path: Path, arena_d
     late = replace(survey(store, str(arena_dir)), age=Age("2020-01-01T00:00:00+00:00", is_lower_bound=False))
     assert [found.kind for found in health_of(late, []).findings] == ["errors"]
     assert health_of(replace(late, max_lag=1e9), []).well, "this run lets the store be older"
+    (stuck,) = health_of(replace(late, memory_seconds=100.0), []).findings
+    assert (stuck.kind, stuck.severity) == ("memory-late", LOSING)
+    assert "the newest checkpoint in memory is 100 s old" in stuck.message
     slow = replace(view, caveats=(Caveat("turn", "the store takes 20 min for all that has changed"),))
     assert health_of(slow, []).severity == AT_RISK
     acknowledge(arena, every[:1])
