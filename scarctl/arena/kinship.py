@@ -183,10 +183,15 @@ def believed(arena: Arena | None, store: Store, *, set_aside: bool = False) -> A
 def take(folder: Path, store: Store) -> Arena | None:
     """Return the arena of a dead run of this store in `folder`, to continue with; None if there is no arena.
 
-    An arena that does not belong to the store is set aside, with a warning. Raises as `Arena.open_existing` does, and
-    as reading the store does.
+    An arena that is damaged, or does not belong to the store, is set aside, with a warning. Raises Contention,
+    AccessDenied, and as reading the store does.
     """
-    arena = Arena.open_existing(folder, run_id=store.run_id)
+    try:
+        arena = Arena.open_existing(folder, run_id=store.run_id)
+    except Corruption as error:
+        aside = put_aside(folder)
+        log.warning("%s. It is set aside in %s: only the store is used", error.message, aside)
+        return None
     if arena is None:
         _report_others(folder, store)
     return believed(arena, store, set_aside=True)

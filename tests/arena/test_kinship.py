@@ -157,6 +157,23 @@ def test_what_was_contradicted_is_set_aside_and_said(
     assert not aside.exists()
 
 
+def test_damaged_memory_is_set_aside_and_the_run_goes_on(
+    arena_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = died_at(tmp_path / "run", arena_dir, pending=2)
+    with (folder / "arena").open("r+b") as file:
+        file.write(bytes(4096))
+    host = Host(tmp_path / "run", arena_dir)
+    assert not host.arena.intact().any()
+    (said,) = [record for record in caplog.records if "set aside" in record.getMessage()]
+    assert said.levelno == logging.WARNING
+    assert "its header is not valid" in said.getMessage()
+    host.save(3)
+    assert host.step == 3
+    host.die()
+    assert (folder.with_name(folder.name + kinship.ASIDE) / "arena").exists()
+
+
 def test_what_was_set_aside_gives_way_where_there_is_no_room(
     arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
