@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import subprocess
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from scarctl.persist.evacuated import Evacuated
 
 T = TypeVar("T")
+log = logging.getLogger("scarctl")
 
 START_SECONDS = 60.0
 """Time after which a daemon that does not answer counts as failed. Hosts may be busy."""
@@ -108,9 +110,16 @@ def connect(
 
 
 def request(
-    connection: socket.socket, op: str, *, patience: float = REPLY_SECONDS, **fields: Any
+    connection: socket.socket,
+    op: str,
+    *,
+    patience: float = REPLY_SECONDS,
+    warns: bool = False,
+    **fields: Any,
 ) -> dict[str, Any]:
     """Send a request to the daemon, and return its reply. Raises the error that the reply contains.
+
+    warns: say at WARNING that there is no answer after a few seconds.
 
     Raises Unavailable (`kind` "daemon-gone") if no reply arrives within `patience` seconds. The connection must not be
     used after that.
@@ -119,7 +128,11 @@ def request(
         connection.settimeout(patience)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the reply may already be there
             protocol.send(connection, {"v": protocol.VERSION, "op": op, **fields})
+        if warns and not protocol.readable(connection, _ANSWER_SECONDS):
+            log.warning("%s", _silent(protocol.check_peer(connection), _ANSWER_SECONDS))
         reply = protocol.receive(connection, protocol.MAX_REPLY)
+    except TimeoutError as error:
+        raise _silent(protocol.check_peer(connection), patience, kind="daemon-gone") from error
     except (protocol.Closed, OSError) as error:
         raise gone() from error
     return protocol.check_reply(reply)
@@ -282,11 +295,11 @@ def gone() -> Unavailable:
     return Unavailable("the daemon has ended", hint="a session starts another one", kind="daemon-gone")
 
 
-def _silent(pid: int, patience: float) -> Unavailable:
+def _silent(pid: int, patience: float, kind: str = "daemon-silent") -> Unavailable:
     return Unavailable(
         f"the daemon{f', process {pid},' if pid else ''} has not answered for {patience:g} s",
         hint="if it was stopped, SIGCONT continues it; killing it loses no copy in memory or in the store",
-        kind="daemon-silent",
+        kind=kind,
     )
 
 

@@ -79,9 +79,9 @@ def _read(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def readable(connection: socket.socket) -> bool:
-    """Return whether a read would not block. The end of the connection counts as readable."""
-    return _ready(connection, select.POLLIN)
+def readable(connection: socket.socket, seconds: float = 0.0) -> bool:
+    """Return whether a read would not block, now or within `seconds`. The end of the connection counts as readable."""
+    return _ready(connection, select.POLLIN, seconds)
 
 
 def writable(connection: socket.socket) -> bool:
@@ -97,11 +97,11 @@ def hung_up(connection: socket.socket) -> bool:
         return True
 
 
-def _ready(connection: socket.socket, event: int) -> bool:
+def _ready(connection: socket.socket, event: int, seconds: float = 0.0) -> bool:
     # select() cannot handle descriptors above 1023.
     poll = select.poll()
     poll.register(connection, event)
-    return bool(poll.poll(0))
+    return bool(poll.poll(int(1000 * seconds)))
 
 
 def failure(error: ScarError) -> dict[str, Any]:

@@ -77,6 +77,8 @@ class DaemonSaver:
         self._failure: ScarError | None = None
         self._trouble: ScarError | None = None
         self._last: ScarError | None = None
+        self._lost: ScarError | None = None
+        """Why there is no connection."""
         self._copied: tuple[dict[str, Any], dict[str, Any]] | None = None
         """The request for copies on peers, to repeat to the next daemon."""
         self._watcher = threading.Thread(target=self._look, name="scarctl-watch", daemon=True)
@@ -283,10 +285,11 @@ class DaemonSaver:
         with self._lock:
             self._disconnect()
             self._control = connect(self._folder)
-            self._ask("claim", store=self._store, options=self._options, part=self._part_of)
+            self._ask("claim", warns=True, store=self._store, options=self._options, part=self._part_of)
             self._watch = connect(self._folder)
             request(self._watch, "watch", run=self._id)
             self._watch.settimeout(None)
+            self._lost = None
 
     def _disconnect(self) -> None:
         with self._lock:
@@ -305,10 +308,10 @@ class DaemonSaver:
 
     def _ask(self, op: str, *, patience: float = REPLY_SECONDS, **fields: Any) -> dict[str, Any]:
         if not self._lock.acquire(timeout=patience):
-            raise gone()  # the watching thread is still starting another one
+            raise self._lost or gone()  # the watching thread is still starting another one
         try:
             if self._control is None:
-                raise gone()
+                raise self._lost or gone()
             if op in URGENT:
                 set_session(0, protocol.check_peer(self._control))
             return request(self._control, op, patience=patience, **fields)
@@ -319,6 +322,7 @@ class DaemonSaver:
                 raise gone() from error
             if error.kind == "daemon-gone":
                 self._disconnect()  # a late reply would be taken for the reply to the next request
+                self._lost = error
             raise
         finally:
             self._lock.release()

@@ -30,6 +30,8 @@ _ATTEMPTS = 3
 _TOGETHER = 10
 """Most attempts to have all ranks save after the same step."""
 _ANSWER_SECONDS = 5.0
+_PATIENCE = 10.0
+"""Seconds in which the daemon has to accept a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +246,7 @@ def _ask(store: Store, request: _Request) -> int:
 def _pass_on(arena_dir: str | None, run: str, request: Request, hint: str) -> dict[str, Any]:
     """Give a request to the daemon, and return its answer. Raises UsageError (`kind` "no-session") without one."""
     try:
-        return ask(host_folder(arena_dir), "ask", store=run, request=request.to_json())
+        return ask(host_folder(arena_dir), "ask", patience=_PATIENCE, store=run, request=request.to_json())
     except Unavailable as error:
         if error.kind != "no-daemon":
             raise

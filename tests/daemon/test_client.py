@@ -97,9 +97,17 @@ def test_a_kill_right_after_the_claim(folder: Path, arena_dir: Path, tmp_path: P
 
 
 def test_a_daemon_that_hangs_holds_up_nobody(
-    folder: Path, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    arena_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Only who has to wait: a session that begins, which says what it waits for."""
     monkeypatch.setattr(saver, "_MARGIN", 0.3)
+    monkeypatch.setattr(client, "_ANSWER_SECONDS", 0.3)
+    others: list[Trainer] = []
+    starting = threading.Thread(target=lambda: others.append(Trainer(tmp_path / "other", arena_dir)))
     trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save_durably(1)
     pid = kill(folder, signal.SIGSTOP)
@@ -114,9 +122,14 @@ def test_a_daemon_that_hangs_holds_up_nobody(
         started = time.monotonic()
         assert not trainer.saver.drain(0.2)
         assert trainer.saver.fault().kind == "daemon-gone"
+        assert f"process {pid}, has not answered" in trainer.saver.fault().message
         assert time.monotonic() - started < 30
+        starting.start()
+        wait_until(lambda: f"the daemon, process {pid}, has not answered for 0.3 s" in caplog.text)
     finally:
         os.kill(pid, signal.SIGCONT)
+    starting.join()
+    others[0].close()
     trainer.save_durably(1000)
     assert daemon_of(folder) == pid
     assert set(trainer.stored()[0]) == {1000}
