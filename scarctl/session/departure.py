@@ -27,6 +27,10 @@ log = logging.getLogger("scarctl")
 _FLUSH_SHARE = 1 / 3
 """Largest fraction of the time left for which a flush waits for a running step to end."""
 _POLL = 0.005
+_ELSEWHERE = (
+    "attach was called outside of the main thread: SIGTERM and SIGINT then save nothing, and the run goes back to the "
+    "newest checkpoint in memory. Attach in the main thread; the loop may run in another one"
+)
 
 
 class Departure:
@@ -92,6 +96,8 @@ class Departure:
         """Flush and evacuate before signals take effect, if the settings allow it; return a function that ends this."""
         if not self._settings.flush_on_signal:
             return lambda: None
+        if threading.current_thread() is not threading.main_thread():
+            self._progress.caveats.say("signals", _ELSEWHERE)
         return signals.watch(self.before_signal, patience=self._grace or 0.0)
 
     def settle(self) -> None:

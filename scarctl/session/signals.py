@@ -380,7 +380,6 @@ def watch(callback: Callback, *, patience: float = 0.0) -> Callable[[], None]:
     """
     global _watch
     if threading.current_thread() is not threading.main_thread():
-        log.info("not in the main thread: nothing will be saved when a signal ends the process")
         return lambda: None
     if _watch is None:
         _watch = _Watch()
