@@ -30,7 +30,7 @@ from scarctl.store import Store
 log = logging.getLogger("scarctl")
 
 REPLACED = "another store was made in its place"
-DELETED = "it was deleted"
+DELETED = "it was deleted or moved"
 _MOST = 1 << 16
 
 

@@ -325,7 +325,8 @@ def _report_others(folder: Path, store: Store) -> None:
             ours = True
         if ours:
             log.warning(
-                "%s: the copies in %s are not used: they are of the store in %s, step %d",
+                "%s: the copies in %s are not used: they are of the store in %s, step %d. If this store was moved from "
+                "there, move it back to continue from them",
                 store.url,
                 path,
                 view.place or "another place",

@@ -64,6 +64,8 @@ class Pace:
         self._arena = arena
         self._caveats = caveats
         self._behind = Behind(caveats, fixed=self.cadence.fixed)
+        self._served, self._failures = arena.served, arena.failed_saves
+        """The newest request that was served, and the failures until then."""
         self._skip = 0
         self._leaving_until = -math.inf
         """Checkpoints at which ranks have agreed on a turn before they knew of the newest one."""
@@ -95,8 +97,12 @@ class Pace:
 
     def turn(self, step: int) -> Turn:
         """Return what the store gets of the regular checkpoint of `step`. Call it once for each."""
-        turns = self.turns
-        self._behind.look(step, self.lag(step), self.turn_steps, turns, self.cadence.step_seconds)
+        turns, arena = self.turns, self._arena
+        if arena.served != self._served:
+            self._served, self._failures = arena.served, arena.failed_saves
+        # While saving fails, that is said, and is the reason.
+        if arena.failed_saves == self._failures:
+            self._behind.look(step, self.lag(step), self.turn_steps, turns, self.cadence.step_seconds)
         self._say(step)
         fixed, mine = self.cadence.fixed, self._wanted()
         due = fixed is None or step % fixed == 0 or self.cadence.crossed

@@ -39,7 +39,7 @@ def page(stores: Sequence[Health], width: int) -> list[str]:
 
 
 def _store(one: Health, width: int) -> Iterator[str]:
-    yield f"{'gone' if one.survey is None and one.well else _VERDICT[one.severity]}: {one.url}"
+    yield f"{_VERDICT[one.severity]}: {one.url}"
     view = one.survey
     if view is not None and view.layout is not None:
         who = "no run on this host" if view.run is None else _run(one)
@@ -132,6 +132,8 @@ def loss_cells(what: str, loss: Loss) -> tuple[str, ...]:
         return name, f"{gone} of {counted(total, 'partition')} lost: no other copy is known here"
     if loss.steps is None:
         return name, "unknown: damage hides how far the run was"
+    if not loss.steps and what == "store":
+        return name, "nothing while its process lives, then everything"
     if not loss.steps:
         return name, _UNSEEN if loss.age_is_lower_bound else "nothing is lost"
     return (

@@ -163,11 +163,11 @@ def unreadable(url: str, error: ScarError, *, remembered: bool = False) -> Healt
 def gone(url: str, why: str, pid: int) -> Health:
     """Return the health of a store that is gone, for which a dead process has left memory on this host."""
     text = (
-        f"its store is gone: {why}. What process {pid} left in this host's memory can be saved nowhere. The daemon "
-        "removes it after a day"
+        f"its store is gone: {why}. If it was moved, move it back, and start the run there: it continues from what "
+        f"process {pid} left in this host's memory. Otherwise that can be saved nowhere. The daemon removes it after a "
+        "day"
     )
-    command = f"scarctl daemon stop --reap --store {shlex.quote(url)}"
-    return Health(url, (Finding(NOTE, "gone", text, command),))
+    return Health(url, (Finding(AT_RISK, "gone", text),))
 
 
 def health_of(view: Survey, runs: Iterable[RunStatus], rehearsed: Verdict | None = None) -> Health:
@@ -316,9 +316,9 @@ def _losses(view: Survey) -> dict[str, Loss]:
     if kept is None:
         left = nowhere
     else:
-        # A live process has the values, even while a resume fills its arena; a dead one's arena has its copies.
+        # A live process has the values, even while a resume fills its arena. A dead one's memory belongs to its store.
         has = (kept >= 0).all() or (view.topology is None and view.run is not None and view.run.head_step > 0)
-        left = np.full_like(saved, np.maximum(view.head, 0)) if alive and has else kept
+        left = np.full_like(saved, np.maximum(view.head, 0)) if alive and has else nowhere
     return {
         "process": _loss(view, near, from_near, hidden=view.hidden and kept is None),
         "host": _loss(view, saved, None if kept is None else _from_store(view), hidden=view.hidden),
@@ -343,6 +343,8 @@ def _loss(
     ages = np.maximum(view.head - steps, 0)
     parameters = parameters_of(view.layout)
     distance = known if known is not None and np.isfinite(known).all() else None
+    if distance is not None and ages.any() and not distance.any():
+        distance = None  # it is of an earlier moment
     if gone:
         rework = Rework(None, reason=f"{counted(gone, 'partition')} without a copy")
     elif hidden:

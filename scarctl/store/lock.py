@@ -22,6 +22,10 @@ from scarctl.store.backends.local_files import os_error
 from scarctl.store.format import corrupt
 
 _T = TypeVar("_T")
+_DAEMON = (
+    "it is a daemon, which saves for a run that has ended, here or where this store was before it was moved: "
+    "`scarctl daemon status` shows it"
+)
 _MOMENT = 0.5
 """Seconds for which a writer tries to get the lock."""
 
@@ -126,7 +130,7 @@ def _lock(fd: int, path: Path, *, shared: bool) -> None:
         holder = f"process {words[0]} on {words[1]}" if len(words) == 2 else "another process"
         raise Contention(
             f"{path.parent}: {holder} is writing to this store",
-            hint="wait until it ends, or stop it; reading needs no lock",
+            hint=_DAEMON if _is_daemon(words) else "wait until it ends, or stop it; reading needs no lock",
         ) from None
     except OSError as error:
         if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
@@ -135,6 +139,16 @@ def _lock(fd: int, path: Path, *, shared: bool) -> None:
                 hint="put the store on another file system",
             ) from error
         raise
+
+
+def _is_daemon(words: list[str]) -> bool:
+    """Return whether a holder on this host is a daemon, as far as the system says. words: its process id and host."""
+    if len(words) != 2 or not words[0].isdecimal() or words[1] != socket.gethostname():
+        return False
+    try:
+        return b"scarctl.daemon" in Path("/proc", words[0], "cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _sign(fd: int) -> None:

@@ -101,6 +101,18 @@ def test_a_fixed_interval_gives_parts_at_its_multiples_only(clock: Clock) -> Non
     assert {turn for step, turn in found.items() if step % 10} == {NOTHING}
 
 
+def test_a_store_that_fails_is_not_said_to_be_slow(clock: Clock) -> None:
+    run = Run(interval=10)
+    run.pace.turns.bandwidth = 1e6
+    run.arena.ask(whole=True)
+    run.arena.count_failed_save()
+    train(run, clock, 500, saves=False)
+    assert [caveat.kind for caveat in run.caveats] == []
+    run.saved()
+    train(run, clock, 500, first=501, saves=False)
+    assert [caveat.kind for caveat in run.caveats] == ["behind"]
+
+
 def test_a_fixed_interval_waits_for_a_store_that_has_a_whole_state_to_save(clock: Clock) -> None:
     run = Run(interval=10)
     found = train(run, clock, 200, saves=False)

@@ -145,7 +145,7 @@ def test_the_memory_of_a_deleted_store_is_removed(
     wait_until(lambda: (status(folder) or {"runs": []})["runs"] == [])
     shutil.rmtree(tmp_path / "gone")
     told = run("daemon", "stop", "--store", "gone", "--reap", "--dry-run", "--json").document
-    assert [one["gone"] for one in told["reaped"]] == ["it was deleted"]
+    assert [one["gone"] for one in told["reaped"]] == ["it was deleted or moved"]
     assert gone.arena.folder.exists()
     assert "removed" in run("daemon", "stop", "--store", "gone", "--reap").stdout
     assert not gone.arena.folder.exists()

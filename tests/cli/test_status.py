@@ -150,11 +150,11 @@ def test_a_store_that_was_deleted_is_listed_once(run: Run, saved: Model, arena_d
     arena.close()
     note_site(folder, store)
     Path("ckpt").rename("elsewhere")
-    (shown,) = run("status", "--json").document["stores"]
-    assert [(one["severity"], one["kind"]) for one in shown["findings"]] == [("note", "gone")]
+    (shown,) = run("status", "--json", code=3).document["stores"]
+    assert [(one["severity"], one["kind"]) for one in shown["findings"]] == [("at-risk", "gone")]
     assert run("status", "--json", code=10).error["kind"] == "nothing-known"
     (folder / TOLD).unlink()
-    assert " ".join(run("status").stdout.split()).startswith(f"gone: {store.where} ")
+    assert " ".join(run("status", code=3).stdout.split()).startswith(f"AT RISK: {store.where} ")
     Path("elsewhere").rename("ckpt")
     assert run("status", code=3).stdout.startswith("AT RISK:")  # its process has died
 

@@ -143,12 +143,12 @@ def _timeout(value: object) -> float:
 
 
 def local_path(url: str | os.PathLike[str]) -> Path:
-    """Return the folder that a path, or file:///path, names. Raises UsageError for anything else."""
+    """Return the folder that a path, or file:///path, names. ~ is the home folder. Raises UsageError otherwise."""
     text = os.fspath(url)
     if "://" not in text:
         if not text or "\0" in text:
             raise UsageError(f"{text!r} is not a path", hint="use the store's folder")
-        return Path(os.path.abspath(text))
+        return Path(os.path.abspath(os.path.expanduser(text)))
     parts = urllib.parse.urlsplit(text)
     if (
         parts.scheme != "file"

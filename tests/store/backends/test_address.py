@@ -19,6 +19,11 @@ def test_a_folder_is_local_with_and_without_options(tmp_path: Path) -> None:
         assert not address.options
 
 
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert Address.parse("~/ckpt").root == tmp_path / "ckpt"
+
+
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
