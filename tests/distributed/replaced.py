@@ -31,39 +31,12 @@ class Job:
         )
 
 
-def put(model: nn.Module, factor: float, *, behind: bool) -> None:
-    """Scale this rank's part of all parameters, without torch counting the writes.
-
-    behind: put another part behind each sharded parameter, instead of writing to it.
-    """
-    for parameter in model.parameters():
-        part: Any = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        if behind:
-            parameter._local_tensor = part.detach() * factor
-        else:
-            part.data.mul_(factor)
-
-
-def flushed(
-    rank: int,
-    world: int,
-    kind: str,
-    folder: str,
-    swapped: list[int],
-    averaged: list[int],
-    behind: bool = False,
-) -> None:
-    """Take three steps, seal their state, and end.
-
-    swapped: ranks that replace the weights before, `behind` the parameters or in them. averaged: ranks that change an
-    extra after the seal, and seal the state again.
-    """
-    job = Job(kind, folder)
+def flushed(rank: int, world: int, folder: str, averaged: list[int]) -> None:
+    """Take three steps, seal their state, and end. averaged: ranks that change an extra after that, and seal again."""
+    job = Job("fsdp", folder)
     job.session.resume()
     for number in range(1, 4):
         step(job.model, job.optimizer, number)
-    if rank in swapped:
-        put(job.model, 0.5, behind=behind)
     job.session.flush()
     if rank in averaged:
         job.average["norm"] += 1
@@ -88,7 +61,8 @@ def diverged(rank: int, world: int, folder: str, ranks: list[int]) -> list[str]:
         for number in range(1, 9):
             step(job.model, job.optimizer, number)
             if number == 2 and rank in ranks:
-                put(job.model, 0.5, behind=False)
+                for parameter in job.model.parameters():
+                    parameter.data.mul_(0.5)  # torch does not count it
         return [caveat.kind for caveat in session.caveats]
 
 

@@ -35,7 +35,7 @@ CUT = {
     "store_stops_at": 7,
     "copied_at": 13,
     "recorded": True,
-    "host_dies": 0,
+    "lost": [0],
     "all_die_at": 13,
 }
 """The store has nothing after step 7, and both hosts have copies of step 13. Then both ranks are killed."""
@@ -145,7 +145,7 @@ def test_a_future_that_was_left_never_returns(hosts: Hosts) -> None:
 @pytest.mark.parametrize("homes", [["west", "north"], ["north", "east"]], ids=["East is outside", "West is"])
 def test_the_newest_is_used_wherever_it_is(hosts: Hosts, homes: list[str]) -> None:
     """East's memory of rank 0 is of step 13, West's copy of it of step 9. West alone has rank 1's memory."""
-    hosts.cut_short(copied_at=9, peers_stop_at=9, flush_at=13, host_dies=None)
+    hosts.cut_short(copied_at=9, peers_stop_at=9, flush_at=13, lost=[])
     assert resumed(hosts.start(homes)) == [(13, True, {"peer"})] * 2
 
 

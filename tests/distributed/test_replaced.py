@@ -16,7 +16,7 @@ DIVERGED, REGROUPED = "tests.distributed.replaced:diverged", "tests.distributed.
 @pytest.mark.long
 def test_extras_that_change_without_a_step(tmp_path: Path, averaged: list[int], exact: bool) -> None:
     """If a rank has saved other extras since, its state no longer belongs to that of the others."""
-    launch(FLUSHED, 2, "fsdp", str(tmp_path), [], averaged)
+    launch(FLUSHED, 2, str(tmp_path), averaged)
     found = launch(RESUMED, 2, "fsdp", str(tmp_path))
     assert [(one["step"], one["consistent"]) for one in found] == [(3, exact)] * 2
     for one in found:
