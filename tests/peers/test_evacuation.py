@@ -115,9 +115,7 @@ def test_a_link_that_is_cut_leaves_the_most_changed_at_the_peer_and_only_that_co
     slow: Slow, relay: Relay, sender: Sender, tmp_path: Path
 ) -> None:
     copies = cut_midway(slow, relay, sender)
-    evacuation = slow.evacuation(0.0, copies=copies)
-    evacuation.run()
-    found = evacuation.report()
+    found = slow.evacuate(0.0, copies=copies)
     there = np.flatnonzero(at_west(tmp_path) == 7)
     assert 0 < there.size < ROWS
     assert there.tolist() == list(range(ROWS - there.size, ROWS)), "the largest changes, and no gap"
@@ -269,8 +267,7 @@ def test_a_host_that_never_answered_has_nothing(slow: Slow) -> None:
         copies = PeerCopies(slow.arena, [sender])
         copies.hurry()
         copies.wait(0.2)
-        evacuation = slow.evacuation(0.0, copies=copies)
-        found = evacuation.report()
+        found = slow.evacuation(0.0, copies=copies).report()
         assert (found.peers, found.peer_partitions, found.lost_partitions) == ((), 0, ROWS)
     sender.close(done=False, patience=30.0)
 

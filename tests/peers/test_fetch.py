@@ -13,12 +13,10 @@ import pytest
 
 from scarctl.arena.age import age_of
 from scarctl.arena.arena import Arena
-from scarctl.arena.header import OWNER
 from scarctl.arena.kinship import ASIDE, take
 from scarctl.arena.owner import Owner, read_owner, write_owner
 from scarctl.arena.transfer import Outgoing
 from scarctl.arena.view import peek
-from scarctl.errors import Contention
 from scarctl.peers.channel import Channel
 from scarctl.peers.fetch import Asker, fetch_memory
 from scarctl.peers.frames import Kind, encode
@@ -264,22 +262,3 @@ def test_two_hosts_fetch_the_same_at_once(three: list[Site], monkeypatch: pytest
     again = Arena.open_existing(east.place, run_id=east.view().run_id)  # the lock is free
     assert again is not None
     again.close()
-
-
-def test_the_arena_does_not_change_while_it_is_sent(
-    three: list[Site], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    east, west, _ = three
-    east.train(5)
-    read, tried = Outgoing.read, []
-
-    def meanwhile(self: Outgoing, at: int, size: int) -> Any:
-        with pytest.raises(Contention):
-            Arena.open_existing(east.place, run_id=east.view().run_id, patience=0.0)
-        tried.append(at)
-        return read(self, at, size)
-
-    monkeypatch.setattr(Outgoing, "read", meanwhile)
-    assert west.fetch(east.listen()) is not None
-    assert tried
-    assert not (east.place / OWNER).exists()

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from scarctl.arena import folder as folders
 from scarctl.arena.arena import Arena
 from scarctl.arena.transfer import PIECE, Outgoing
 from scarctl.peers import fetch as fetching
@@ -30,6 +29,16 @@ CASES = int(os.environ.get("SCARCTL_HOSTILE_CASES", "20"))
 def three(tmp_path: Path) -> Iterator[list[Site]]:
     with sites(tmp_path, "east", "west", "north") as made:
         yield made
+
+
+@pytest.fixture
+def two(three: list[Site]) -> tuple[Site, Site]:
+    """Return East, which has step 5, and West, which has step 2 of the same."""
+    east, west, _ = three
+    west.train(2)
+    shutil.copytree(west.place, east.place)
+    east.train(5)
+    return east, west
 
 
 def lend(site: Site) -> Offer:
@@ -169,12 +178,9 @@ LIES: dict[str, Callable[[Offer, bytes, str], Answer]] = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_an_authenticated_host_that_lies_costs_a_line_in_the_log(
-    three: list[Site], caplog: pytest.LogCaptureFixture, lie: str
+    two: tuple[Site, Site], caplog: pytest.LogCaptureFixture, lie: str
 ) -> None:
-    east, west, _ = three
-    west.train(2)
-    shutil.copytree(west.place, east.place)
-    east.train(5)
+    east, west = two
     before = west.files()
     with Liar(LIES[lie](lend(east), *honest(east))) as liar:
         assert west.fetch(liar) is None
@@ -219,12 +225,9 @@ def corrupted(frames: list[bytes], chance: random.Random) -> list[bytes]:
 
 
 def test_any_change_of_the_conversation_brings_nothing_or_all_of_it(
-    three: list[Site], caplog: pytest.LogCaptureFixture
+    two: tuple[Site, Site], caplog: pytest.LogCaptureFixture
 ) -> None:
-    east, west, _ = three
-    west.train(2)
-    shutil.copytree(west.place, east.place)
-    east.train(5)
+    east, west = two
     before, frames, brought = west.files(), conversation(east), 0
     kept = west.home.with_name("kept")
     shutil.copytree(west.home, kept)
@@ -253,12 +256,9 @@ def test_any_change_of_the_conversation_brings_nothing_or_all_of_it(
 @pytest.mark.parametrize("stage", ["an offer", "the head", "a piece", "the end", "byte by byte"])
 @pytest.mark.long
 def test_a_host_that_stalls_is_not_waited_for(
-    three: list[Site], monkeypatch: pytest.MonkeyPatch, stage: str
+    two: tuple[Site, Site], monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    east, west, _ = three
-    west.train(2)
-    shutil.copytree(west.place, east.place)
-    east.train(5)
+    east, west = two
     before = west.files()
     offer, (data, _) = newer(lend(east)), honest(east)
     done = threading.Event()
@@ -284,38 +284,3 @@ def test_a_host_that_stalls_is_not_waited_for(
         assert west.fetch(liar, seconds=seconds) is None
         done.set()
     assert west.files() == before
-
-
-def test_bytes_that_are_damaged_on_the_way_are_refused(
-    three: list[Site], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After they were read, and before a frame has its checksum."""
-    east, west, _ = three
-    east.train(5)
-    read = Outgoing.read
-
-    def damaged(self: Outgoing, at: int, size: int) -> Any:
-        data = read(self, at, size)
-        data[-1] ^= 1
-        return data
-
-    monkeypatch.setattr(Outgoing, "read", damaged)
-    host = east.listen()
-    assert west.fetch(host) is None
-    assert west.files() == {}
-    monkeypatch.undo()
-    assert west.fetch(host) is not None
-
-
-def test_without_room_there_is_a_warning_and_nothing_is_lost(
-    three: list[Site], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    east, west, _ = three
-    west.train(2)
-    shutil.copytree(west.place, east.place)
-    east.train(5)
-    before = west.files(), east.files()
-    monkeypatch.setattr(folders, "_free_bytes", lambda _: 1000)
-    assert west.fetch(east.listen()) is None
-    assert "1,000 are free" in caplog.text
-    assert (west.files(), east.files()) == before

@@ -175,14 +175,6 @@ def test_who_says_nothing_after_the_proof_is_not_waited_for(
             channel.receive()
 
 
-def test_a_daemon_that_has_ended_is_unreachable(two: list[Site]) -> None:
-    east, west = two
-    east.host.close()
-    with pytest.raises(OSError, match="refused"), asking(east):
-        pass
-    assert west.fetch(east.candidate) is None
-
-
 def hostile(chance: random.Random) -> bytes:
     """Return what a hostile borrower sends after its proof."""
     kinds = [Kind.INVENTORY, Kind.FETCH, Kind.ACK, Kind.FILE, Kind.PIECE, Kind.END, Kind.LAYOUT, Kind.BATCH]
@@ -237,14 +229,6 @@ def test_a_connection_has_one_limit_for_all_its_parts(
         monkeypatch.setattr(connect, "STRANGER_SECONDS", 0.2)
         with pytest.raises(Gone), connected("127.0.0.1", port, hello, SECRET, None):
             pass
-
-
-def test_an_unknown_start_is_refused_with_its_reason(two: list[Site]) -> None:
-    east, _ = two
-    hello = Hello.new("22" * 16, east.view().run_id, 1)
-    with pytest.raises(Unavailable) as caught, connected("127.0.0.1", east.port, hello, SECRET, None):
-        pass
-    assert caught.value.kind == "unknown-start"
 
 
 def test_a_store_that_cannot_be_read_makes_nothing_believed(
