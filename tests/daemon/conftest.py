@@ -15,7 +15,7 @@ from scarctl.daemon import client, protocol
 from scarctl.daemon.server import Daemon
 from scarctl.errors import ScarError
 from tests.daemon.rig import Rig
-from tests.daemon.trainer import stop
+from tests.daemon.trainer import Trainer, stop
 from tests.support import daemons
 
 
@@ -55,6 +55,13 @@ def daemon(arena_dir: Path) -> Iterator[Daemon]:
     thread.join(20)
     assert not thread.is_alive()
     assert not (folder / protocol.SOCKET).exists()
+
+
+@pytest.fixture
+def trainer(request: pytest.FixtureRequest, arena_dir: Path, tmp_path: Path) -> Trainer:
+    """Return the saving side of a session, with the daemon of the thread if the test has it."""
+    request.getfixturevalue("daemon" if "daemon" in request.fixturenames else "folder")
+    return Trainer(tmp_path / "store", arena_dir)
 
 
 @pytest.fixture

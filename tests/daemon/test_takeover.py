@@ -80,23 +80,6 @@ class TestALongWrite:
         trainer.drained()
         trainer.close()
 
-    def test_a_pause_does_not_wait_for_it(
-        self, daemon: Daemon, arena_dir: Path, tmp_path: Path, slow: threading.Event
-    ) -> None:
-        trainer = Trainer(tmp_path / "store", arena_dir, shards=1, layout=many_tensors())
-        trainer.save(trainer.everything, 1)
-        time.sleep(0.3)
-        started = time.monotonic()
-        trainer.saver.stop()
-        assert time.monotonic() - started < QUICK
-        assert trainer.arena.pending().all()
-        slow.set()
-        trainer.saver.resume()
-        trainer.drained()
-        assert set(trainer.stored()[0]) == {1}
-        trainer.close()
-        assert_sound(tmp_path / "store")
-
 
 @pytest.mark.leaves_arena
 class TestDeath:
@@ -115,9 +98,8 @@ class TestDeath:
         assert not trainer.arena.waits
 
     def test_what_an_earlier_process_left_becomes_durable_when_the_next_dies_at_its_start(
-        self, daemon: Daemon, arena_dir: Path, tmp_path: Path
+        self, daemon: Daemon, trainer: Trainer
     ) -> None:
-        trainer = Trainer(tmp_path / "store", arena_dir)
         trainer.save_durably(1)
         trainer.saver.stop()
         trainer.save(trainer.everything, 2, sealed=True)
