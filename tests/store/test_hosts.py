@@ -180,8 +180,7 @@ def test_a_store_with_records_is_a_good_store(store: Store) -> None:
 
 @pytest.mark.parametrize("alive", [False, True], ids=["stopped", "while ranks save"])
 def test_prune_removes_records_of_hosts_that_are_gone(tmp_path: Path, alive: bool) -> None:
-    ranks = RankStore(tmp_path / "store", 2)
-    ranks.save(3)
+    ranks = RankStore(tmp_path / "store", 2).save(3)
     if not alive:
         ranks.close()
     store = Store.open(tmp_path / "store")
