@@ -82,6 +82,14 @@ def at_west(tmp_path: Path) -> Any:
     return np.where(found.intact(), step_of(found.version), -1)
 
 
+def hurried(slow: Slow, *senders: Sender) -> PeerCopies:
+    """Take the newest step, and return its copies, which are sent with haste."""
+    slow.flush(7, RISING)
+    copies = PeerCopies(slow.arena, list(senders))
+    copies.hurry()
+    return copies
+
+
 def cut_midway(slow: Slow, relay: Relay, sender: Sender) -> PeerCopies:
     """Return a host's copies of a part of the newest step, the most changed first, from before the link was cut."""
     copies = PeerCopies(slow.arena, [sender])
@@ -182,9 +190,7 @@ def test_extras_that_a_peer_has_not_acknowledged_are_lost(
         keep(self, data)
 
     monkeypatch.setattr(Replica, "keep", held)
-    slow.flush(7, RISING)
-    copies = PeerCopies(slow.arena, [sender])
-    copies.hurry()
+    copies = hurried(slow, sender)
     try:
         wait_until(lambda: (copies.moments() == slow.arena.moments).all())
         found = slow.evacuation(0.0, copies=copies).report()
@@ -243,9 +249,7 @@ def test_what_another_host_has_is_safe_while_the_store_hangs(
 def test_a_store_that_fails_leaves_the_time_to_the_peers(slow: Slow, relay: Relay, sender: Sender) -> None:
     """Saving ends at once, and the peer continues for as long as the deadline allows."""
     relay.allow(0)
-    slow.flush(7, RISING)
-    copies = PeerCopies(slow.arena, [sender])
-    copies.hurry()
+    copies = hurried(slow, sender)
     wait_until(lambda: relay.stuck)
     slow.blobs.break_down("writer", 13)
     thread = PersisterThread(slow.persister)
@@ -263,9 +267,7 @@ def test_a_host_that_never_answered_has_nothing(slow: Slow) -> None:
             Source(RUN, "", "east", START, SECRET, None), [Candidate("west", "127.0.0.1", port)], slow.arena
         )
         sender.start()
-        slow.flush(7, RISING)
-        copies = PeerCopies(slow.arena, [sender])
-        copies.hurry()
+        copies = hurried(slow, sender)
         copies.wait(0.2)
         found = slow.evacuation(0.0, copies=copies).report()
         assert (found.peers, found.peer_partitions, found.lost_partitions) == ((), 0, ROWS)
@@ -274,9 +276,7 @@ def test_a_host_that_never_answered_has_nothing(slow: Slow) -> None:
 
 def test_a_host_that_has_died_since_has_nothing(slow: Slow, relay: Relay, sender: Sender) -> None:
     """The peer had everything, and its end of the link is gone."""
-    slow.flush(7, RISING)
-    copies = PeerCopies(slow.arena, [sender])
-    copies.hurry()
+    copies = hurried(slow, sender)
     copies.wait(60.0)
     assert slow.evacuation(0.0, copies=copies).report().safe
     relay.refuse()
@@ -291,10 +291,8 @@ def test_a_lost_link_is_tried_at_once_when_the_host_goes(
     relay.refuse()
     wait_until(lambda: sender.state is State.LOST and sender.link.pause >= 4.0)
     relay.accept()
-    slow.flush(7, RISING)
-    copies = PeerCopies(slow.arena, [sender])
     began = time.monotonic()
-    copies.hurry()
+    hurried(slow, sender)
     wait_until(lambda: sender.current)
     assert sender.link.pause < 4.0, "the pause of a link that was lost for long is over"
     assert set(at_west(tmp_path)) == {7}
@@ -308,9 +306,7 @@ def test_a_link_that_has_not_begun_yet_is_waited_for(slow: Slow, relay: Relay, t
     relay.target = host.admit(START, SECRET, "ab" * 16, "127.0.0.1", 0)
     source = Source(RUN, "", "east", START, SECRET, rate=None)
     sender = Sender(source, [Candidate("west", "127.0.0.1", relay.port)], slow.arena)
-    slow.flush(7, RISING)
-    copies = PeerCopies(slow.arena, [sender])
-    copies.hurry()
+    copies = hurried(slow, sender)
     late = threading.Timer(0.5, sender.start)
     late.start()
     copies.head_start(60.0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,18 @@ def test_the_other_host_keeps_its_rate(
     assert kept == [paced], "-1 is no limit"
     slowest = PIECE_SECONDS + (found.bytes / paced if rate else 0.0)
     assert patience.count(pytest.approx(slowest)) >= 2, "on both sides"
+
+
+def test_hosts_that_never_answer_are_asked_at_once(three: list[Site]) -> None:
+    east, west, _ = three
+    east.train(5)
+    with contextlib.ExitStack() as silent:
+        mute = [silent.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(40)]
+        hosts = [Candidate("mute", "127.0.0.1", one.getsockname()[1]) for one in mute]
+        began = time.monotonic()
+        assert west.fetch(*hosts, east.listen(), seconds=3.0) is not None
+    assert west.step() == 5
+    assert time.monotonic() - began < 60, "3 s at once, not one after the other"
 
 
 # -- which one -----------------------------------------------------------------------------------------------------

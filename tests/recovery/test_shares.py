@@ -86,7 +86,7 @@ def test_a_damaged_record_is_read_around(store: Store, place: int, exact: bool) 
     assert (back.consistent, back.degraded, back.step) == (True, not exact, 5 if exact else 3)
 
 
-def test_a_share_is_restored_though_another_rank_cannot_be_read(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     """Nothing is known without the first record."""
     ranks = RankStore(tmp_path / "ranks", 3).save(5).close()
     for place in (0, 1):
