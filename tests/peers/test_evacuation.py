@@ -28,6 +28,7 @@ from scarctl.state.caveats import Caveat
 from scarctl.state.extras import Notes
 from scarctl.state.version import step_of
 from tests.persist.test_evacuation import RISING, ROW, ROWS, Slow
+from tests.support.frames import joined
 from tests.support.relay import Relay
 from tests.support.waiting import wait_until
 
@@ -108,7 +109,7 @@ def test_the_most_changed_is_sent_first_also_when_that_is_said_in_the_middle(slo
     sent = []
     for frame in follower.round():
         if bytes(memoryview(frame[0])[:1]) == bytes([Kind.BATCH]):
-            body = b"".join(bytes(memoryview(part)) for part in frame[1:])
+            body = joined(frame[1:])
             ids = decode_batch({"count": 4}, np.frombuffer(body, np.uint8), ROWS).ids
             sent.append(ids.tolist())
             if len(sent) == 2:

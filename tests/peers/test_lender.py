@@ -28,6 +28,7 @@ from scarctl.peers.sender import Sender, Source
 from scarctl.store import Store
 from tests.peers.lending import SECRET, START, Site, sites
 from tests.peers.test_hostile import mutated
+from tests.support.frames import joined
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.leaves_arena
@@ -180,8 +181,7 @@ def hostile(chance: random.Random) -> bytes:
     kinds = [Kind.INVENTORY, Kind.FETCH, Kind.ACK, Kind.FILE, Kind.PIECE, Kind.END, Kind.LAYOUT, Kind.BATCH]
     frames = []
     for kind in (Kind.INVENTORY, Kind.FETCH, Kind.ACK, Kind.ACK)[chance.randrange(3) :]:
-        frame = b"".join(bytes(memoryview(part)) for part in encode(kind, {"count": 1}, b""))
-        frames.append(frame)
+        frames.append(joined(encode(kind, {"count": 1}, b"")))
     at = chance.randrange(len(frames))
     strange = encode(
         chance.choice(kinds), {"count": chance.randrange(-9, 9)}, chance.randbytes(chance.randrange(200))
@@ -189,7 +189,7 @@ def hostile(chance: random.Random) -> bytes:
     frames[at] = chance.choice(
         [
             mutated(frames[at], chance),
-            b"".join(bytes(memoryview(part)) for part in strange),
+            joined(strange),
             PREFIX.pack(chance.choice(kinds), 2, MAX_BODY, 0) + b"{}",
             chance.randbytes(chance.randrange(1, 300)),
         ]
