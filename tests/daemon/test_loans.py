@@ -25,37 +25,15 @@ from scarctl.peers.fetch import Asker, Fetched, fetch_memory
 from scarctl.peers.frames import Kind, encode
 from scarctl.peers.handshake import SECRET_BYTES, Hello
 from scarctl.peers.sender import Candidate
-from scarctl.persist.persister import Persister
-from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import step_of
 from scarctl.store import Store
 from scarctl.store.store import Part
-from tests.daemon.trainer import Trainer, assert_sound, status
+from tests.daemon.trainer import Trainer, assert_sound, many_tensors, status
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.leaves_arena
 PART = Part(3)
 START, SECRET = "11" * 16, secrets.token_bytes(SECRET_BYTES)
-
-
-def many_tensors() -> Layout:
-    return build_layout(
-        [(f"layers.{i}", "parameter", (TensorSpec("", "F32", (8, 8)),)) for i in range(60)], rows={"*": 4}
-    )
-
-
-@pytest.fixture
-def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Let nothing be saved until this event is set: reading a tensor takes a while, and there are many."""
-    fast, source = threading.Event(), Persister._uninterrupted
-
-    def reading(self: Persister, *arguments: Any) -> Any:
-        fast.wait(1.0)
-        return source(self, *arguments)
-
-    monkeypatch.setattr(Persister, "_uninterrupted", reading)
-    yield fast
-    fast.set()
 
 
 class Sending:
@@ -133,7 +111,7 @@ def die_with_pending_copies(trainer: Trainer) -> None:
 
 @pytest.fixture
 def lent(
-    trainer: Trainer, stuck: threading.Event, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer, slow: threading.Event, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Sending]:
     """Let memory of which nothing is in the store be on its way elsewhere, before its first piece."""
     sending = Sending(monkeypatch)
@@ -156,9 +134,9 @@ def test_a_run_that_is_attached_is_not_lent(
 
 
 def test_saving_stops_for_it_and_the_store_is_free_afterwards(
-    daemon: Daemon, trainer: Trainer, elsewhere: Elsewhere, stuck: threading.Event, lent: Sending
+    daemon: Daemon, trainer: Trainer, elsewhere: Elsewhere, slow: threading.Event, lent: Sending
 ) -> None:
-    stuck.set()
+    slow.set()
     before = {path.name: path.read_bytes() for path in trainer.arena.folder.iterdir()}
     assert trainer.phases() == ["orphaned"]
     assert not (trainer.arena.durable == trainer.arena.version).any()
@@ -186,7 +164,7 @@ def test_saving_continues_after_a_fetch_that_failed(
     trainer: Trainer,
     elsewhere: Elsewhere,
     tmp_path: Path,
-    stuck: threading.Event,
+    slow: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Here its bytes are damaged on the way."""
@@ -200,7 +178,7 @@ def test_saving_continues_after_a_fetch_that_failed(
 
     monkeypatch.setattr(Outgoing, "read", damaged)
     assert elsewhere.fetch() is None
-    stuck.set()
+    slow.set()
     wait_until(lambda: trainer.phases() == [])
     assert set(trainer.stored()[0]) == {2}
     assert_sound(tmp_path / "store")
@@ -210,7 +188,7 @@ def test_who_does_not_read_is_not_waited_for(
     daemon: Daemon,
     trainer: Trainer,
     elsewhere: Elsewhere,
-    stuck: threading.Event,
+    slow: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another host asks for the arena, and then says nothing: saving continues, and the arena's lock is free."""
@@ -222,7 +200,7 @@ def test_who_does_not_read_is_not_waited_for(
         channel.send(encode(Kind.FETCH, {}))
         channel.expect(Kind.FETCH)
         assert not (trainer.arena.durable == trainer.arena.version).any()
-        stuck.set()
+        slow.set()
         wait_until(lambda: trainer.phases() == [])
     assert set(trainer.stored()[0]) == {2}
     run = trainer.store.run_id
@@ -237,7 +215,7 @@ def test_a_process_of_this_host_ends_the_loan(
     arena_dir: Path,
     elsewhere: Elsewhere,
     tmp_path: Path,
-    stuck: threading.Event,
+    slow: threading.Event,
     lent: Sending,
 ) -> None:
     claimed: list[Trainer] = []
@@ -250,7 +228,7 @@ def test_a_process_of_this_host_ends_the_loan(
     wait_until(lambda: daemon.runs._wanted)
     lent.go.set()
     again.join(60.0)
-    stuck.set()
+    slow.set()
     assert elsewhere.end() is None
     (next_one,) = claimed
     assert next_one.arena.pending().all()
@@ -269,7 +247,7 @@ def test_a_run_that_was_released_is_lent_too(daemon: Daemon, trainer: Trainer, e
 
 
 def test_a_claimed_run_that_was_never_opened_is_lent_once_the_daemon_has_looked_at_it(
-    daemon: Daemon, trainer: Trainer, elsewhere: Elsewhere, stuck: threading.Event
+    daemon: Daemon, trainer: Trainer, elsewhere: Elsewhere, slow: threading.Event
 ) -> None:
     """The next process died before it opened its arena: the daemon opens it, in a new epoch."""
     die_with_pending_copies(trainer)
@@ -280,7 +258,7 @@ def test_a_claimed_run_that_was_never_opened_is_lent_once_the_daemon_has_looked_
     next_one.abandon()
     wait_until(lambda: trainer.phases() in (["orphaned"], []))
     found = elsewhere.fetch()
-    stuck.set()
+    slow.set()
     assert found is not None
     assert set(step_of(elsewhere.arena().version)) == {2}
 
@@ -290,7 +268,7 @@ def test_a_daemon_that_ends_finishes_a_fetch_within_seconds_or_refuses_it(
     daemon: Daemon,
     trainer: Trainer,
     elsewhere: Elsewhere,
-    stuck: threading.Event,
+    slow: threading.Event,
     lent: Sending,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -307,7 +285,7 @@ def test_a_daemon_that_ends_finishes_a_fetch_within_seconds_or_refuses_it(
     if not in_time:
         assert "the daemon is ending" in caplog.text
     wait_until(lambda: status(daemon.folder) is None)
-    stuck.set()
+    slow.set()
     assert set(trainer.stored()[0]) == {1}
 
 
@@ -315,7 +293,7 @@ def test_a_fetch_does_not_keep_a_host_that_shuts_down_from_saving(
     daemon: Daemon,
     trainer: Trainer,
     elsewhere: Elsewhere,
-    stuck: threading.Event,
+    slow: threading.Event,
     lent: Sending,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -326,7 +304,7 @@ def test_a_fetch_does_not_keep_a_host_that_shuts_down_from_saving(
     wait_until(lambda: daemon.host._lender._until is not None)
     lent.go.set()
     assert elsewhere.end() is None
-    stuck.set()
+    slow.set()
     wait_until(lambda: status(daemon.folder) is None)
     daemon._terminated = False  # the fixture ends it once more
     assert set(trainer.stored()[0]) == {2}
@@ -336,13 +314,13 @@ def test_an_evacuation_ends_a_fetch_and_saves_everything(
     daemon: Daemon,
     trainer: Trainer,
     elsewhere: Elsewhere,
-    stuck: threading.Event,
+    slow: threading.Event,
     lent: Sending,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The time for the fetch is over before its first piece was sent."""
     monkeypatch.setattr(servers, "_FOR_LOANS", 0.0)
-    stuck.set()
+    slow.set()
     reports: list[Any] = []
     run = trainer.store.run_id
     evacuation = threading.Thread(target=lambda: reports.append(client.evacuate(daemon.folder, run, 60.0)))

@@ -60,15 +60,16 @@ def sender(slow: Slow, relay: Relay, tmp_path: Path) -> Iterator[Sender]:
 
 
 @contextlib.contextmanager
-def sending(slow: Slow, relay: Relay, tmp_path: Path, name: str) -> Iterator[Sender]:
+def sending(slow: Slow, relay: Relay, tmp_path: Path, name: str, *, started: bool = True) -> Iterator[Sender]:
     (tmp_path / name).mkdir(mode=0o700)
     host = Host(tmp_path / name)
     relay.target = host.admit(START, SECRET, "ab" * 16, "127.0.0.1", 0)
     source = Source(RUN, "", "east", START, SECRET, rate=None)
     made = Sender(source, [Candidate(name, "127.0.0.1", relay.port)], slow.arena)
     made._follower._buffer = made._follower._buffer[: 2 * ROW]  # two partitions in a frame
-    made.start()
-    wait_until(lambda: made.current)
+    if started:
+        made.start()
+        wait_until(lambda: made.current)
     yield made
     relay.close()
     made.close(done=False, patience=30.0)
@@ -302,20 +303,13 @@ def test_a_lost_link_is_tried_at_once_when_the_host_goes(
 
 def test_a_link_that_has_not_begun_yet_is_waited_for(slow: Slow, relay: Relay, tmp_path: Path) -> None:
     """On a busy host its thread runs late."""
-    (tmp_path / "west").mkdir(mode=0o700)
-    host = Host(tmp_path / "west")
-    relay.target = host.admit(START, SECRET, "ab" * 16, "127.0.0.1", 0)
-    source = Source(RUN, "", "east", START, SECRET, rate=None)
-    sender = Sender(source, [Candidate("west", "127.0.0.1", relay.port)], slow.arena)
-    copies = hurried(slow, sender)
-    late = threading.Timer(0.5, sender.start)
-    late.start()
-    copies.head_start(60.0)
-    found = slow.evacuation(0.0, copies=copies).report()
-    late.join()
-    relay.close()
-    sender.close(done=False, patience=30.0)
-    host.close()
+    with sending(slow, relay, tmp_path, "west", started=False) as sender:
+        copies = hurried(slow, sender)
+        late = threading.Timer(0.5, sender.start)
+        late.start()
+        copies.head_start(60.0)
+        found = slow.evacuation(0.0, copies=copies).report()
+        late.join()
     assert found.safe, found.to_json()
     assert found.peer_sealed
 
