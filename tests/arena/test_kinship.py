@@ -89,13 +89,6 @@ def save_elsewhere(folder: Path, base: Path, step: int) -> None:
     host.die()
 
 
-def test_memory_that_nobody_has_contradicted_is_used(arena_dir: Path, tmp_path: Path) -> None:
-    died_at(tmp_path / "run", arena_dir, pending=2)
-    host = Host(tmp_path / "run", arena_dir)
-    assert host.step == 2
-    host.die()
-
-
 def test_a_prune_contradicts_nothing(arena_dir: Path, tmp_path: Path) -> None:
     """This also holds if the record that the arena noted is collected."""
     host = Host(tmp_path / "run", arena_dir)
@@ -239,20 +232,6 @@ def test_memory_of_a_store_that_was_moved_is_not_used_but_said(
     (record,) = (r for r in caplog.records if "are not used" in r.message)
     assert record.levelno == logging.WARNING
     assert f"of the store in {tmp_path / 'run'}," in record.message
-    host.die()
-
-
-def test_an_arena_without_lines_is_not_believed(
-    arena_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = died_at(tmp_path / "run", arena_dir, pending=2)
-    arena = Arena.open_existing(folder, run_id=folder.name)
-    assert arena is not None
-    (arena.folder / "line").unlink()
-    arena.close()
-    host = Host(tmp_path / "run", arena_dir)
-    assert host.step == -1
-    assert "set aside" in caplog.text
     host.die()
 
 

@@ -60,7 +60,9 @@ def copy(host: Host, ids: np.ndarray, step: int, *, wait: bool) -> None:
         assert host.saver.drain(20), host.saver.fault()
 
 
-def test_the_store_has_gone_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("starts", [0, 2])
+def test_the_store_has_gone_on(tmp_path: Path, starts: int) -> None:
+    """starts: of processes that began an epoch on a third host, and were lost with it before they saved."""
     host = Host(tmp_path / "store", tmp_path / "east")
     host.save(2)
     host.saver.stop()
@@ -69,6 +71,8 @@ def test_the_store_has_gone_on(tmp_path: Path) -> None:
     host.saver.resume()
     copy(host, REST, 4, wait=True)
     lose(host)
+    for _ in range(starts):
+        lose(Host(tmp_path / "store", tmp_path / "north"))
     with contextlib.closing(Store.open(str(tmp_path / "store"))) as store:
         seen = view_of(str(tmp_path / "west"), store)
         assert seen is not None
@@ -103,60 +107,24 @@ def test_another_process_has_saved_since(tmp_path: Path, caplog: pytest.LogCaptu
     again.die()
 
 
-def test_a_process_that_died_before_it_saved_takes_nothing_away(tmp_path: Path) -> None:
-    """It has begun an epoch on a third host, and was lost with it. The replica is older than the store."""
-    host = Host(tmp_path / "store", tmp_path / "east")
-    host.save(2)
-    host.saver.stop()
-    copy(host, HALF, 3, wait=False)
-    place = send(host, tmp_path / "west")
-    host.saver.resume()
-    copy(host, REST, 4, wait=True)
-    lose(host)
-    for _ in range(2):
-        lose(Host(tmp_path / "store", tmp_path / "north"))
-    again = Host(tmp_path / "store", tmp_path / "west")
-    assert again.arena.folder == place
-    assert again.arena.intact()[HALF].all()
-    assert (step_of(again.arena.version[HALF]) == 3).all()
-    assert not again.arena.intact()[REST].any()
-    again.die()
-
-
-def test_the_store_was_rolled_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["rolled back", "an older backup", "an older copy of its own memory"])
+def test_what_is_of_another_history_is_not_used(tmp_path: Path, how: str) -> None:
     host = Host(tmp_path / "store", tmp_path / "east")
     host.save(2)
     seq = host.store.state(0).seq
-    host.save(5)
-    send(host, tmp_path / "west")
-    host.saver.stop()
-    host.saver.roll_back(seq)
-    lose(host)
-    again = Host(tmp_path / "store", tmp_path / "west")
-    assert not (again.arena.version >= 0).any()
-    again.die()
-
-
-def test_an_older_copy_of_a_hosts_own_memory_is_no_replica(tmp_path: Path) -> None:
-    host = Host(tmp_path / "store", tmp_path / "east")
-    host.save(2)
-    send(host, tmp_path / "west", owner=None)
-    host.save(3)
-    lose(host)
-    again = Host(tmp_path / "store", tmp_path / "west")
-    assert not (again.arena.version >= 0).any()
-    again.die()
-
-
-def test_an_older_backup_of_the_store_takes_nothing_of_it(tmp_path: Path) -> None:
-    host = Host(tmp_path / "store", tmp_path / "east")
-    host.save(2)
+    if how == "an older copy of its own memory":
+        send(host, tmp_path / "west", owner=None)
     shutil.copytree(tmp_path / "store", tmp_path / "backup")
     host.save(3)
-    send(host, tmp_path / "west")
+    if how != "an older copy of its own memory":
+        send(host, tmp_path / "west")
+    if how == "rolled back":
+        host.saver.stop()
+        host.saver.roll_back(seq)
     lose(host)
-    shutil.rmtree(tmp_path / "store")
-    (tmp_path / "backup").rename(tmp_path / "store")
+    if how == "an older backup":
+        shutil.rmtree(tmp_path / "store")
+        (tmp_path / "backup").rename(tmp_path / "store")
     again = Host(tmp_path / "store", tmp_path / "west")
     assert not (again.arena.version >= 0).any()
     again.die()

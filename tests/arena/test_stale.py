@@ -236,42 +236,24 @@ def test_a_fault_while_looking_is_logged(
 
 
 def test_a_daemon_that_runs_on_tidies_up_now_and_then(
-    arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+    arena_dir: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr("scarctl.daemon.server._REAP_SECONDS", 0.3)
-    folder = host_folder(str(arena_dir))
-    folder.mkdir(mode=0o700)
-    daemon = Daemon(folder)
-    serving = threading.Thread(target=daemon.serve)
-    serving.start()
-    try:
-        client.ask(folder, "hold", seconds=60)
-        for _ in range(2):
-            old = left(arena_dir, age=2 * DAY)
-            wait_until(lambda gone=old: not gone.exists())  # type: ignore[misc]
-    finally:
-        daemon.terminate()
-        serving.join()
+    request.getfixturevalue("daemon")
+    for _ in range(2):
+        old = left(arena_dir, age=2 * DAY)
+        wait_until(lambda gone=old: not gone.exists())  # type: ignore[misc]
 
 
 def test_looking_does_not_keep_the_daemon_from_answering(
-    arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     go_on = threading.Event()
     monkeypatch.setattr("scarctl.daemon.server.reap", lambda *_, **__: go_on.wait(20))
-    folder = host_folder(str(arena_dir))
-    folder.mkdir(mode=0o700)
-    daemon = Daemon(folder)
-    serving = threading.Thread(target=daemon.serve)
-    serving.start()
-    try:
-        client.ask(folder, "hold", seconds=60)
-        wait_until(lambda: any(thread.name == "scarctl-reap" for thread in threading.enumerate()))
-        assert client.question(folder, "status", patience=5.0) is not None
-    finally:
-        go_on.set()
-        daemon.terminate()
-        serving.join()
+    daemon: Daemon = request.getfixturevalue("daemon")
+    wait_until(lambda: any(thread.name == "scarctl-reap" for thread in threading.enumerate()))
+    assert client.question(daemon.folder, "status", patience=5.0) is not None
+    go_on.set()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -76,6 +77,19 @@ def step_of_arena(store: Store, host: str, *, in_use: bool = False) -> int:
     return step_of(version)
 
 
+def sending(store: Store, host: str) -> Outgoing:
+    outgoing = Outgoing.open(store, host)
+    assert outgoing is not None
+    return outgoing
+
+
+def arena_of(store: Store, host: str) -> Arena:
+    """Open the arena on a host."""
+    arena = Arena.open_existing(folder_of(store, host), run_id=store.run_id)
+    assert arena is not None
+    return arena
+
+
 def receive(outgoing: Outgoing, store: Store, host: str) -> Incoming:
     """Begin to receive an arena, with its small files."""
     incoming = Incoming(store, host, outgoing.size, outgoing.files_size, outgoing.gap)
@@ -97,21 +111,27 @@ def move(
     incoming.install(outgoing.digest(), **install)
 
 
+@contextlib.contextmanager
+def transfer(
+    store: Store, hosts: tuple[str, str], target: Store | None = None
+) -> Iterator[tuple[Outgoing, Incoming]]:
+    """Yield both ends of a transfer from East to West, which has received the small files."""
+    outgoing = sending(store, hosts[0])
+    incoming = receive(outgoing, target or store, hosts[1])
+    yield outgoing, incoming
+    outgoing.close()
+    incoming.close()
+
+
 @pytest.mark.parametrize("there", [False, True])
 def test_it_arrives_as_it_was(store: Store, hosts: tuple[str, str], there: bool) -> None:
     east, west = hosts
     rows = leave(store, east, 7)
     if there:
         leave(store, west, 3)
-    outgoing = Outgoing.open(store, east)
-    assert outgoing is not None
-    incoming = receive(outgoing, store, west)
-    move(outgoing, incoming)
-    outgoing.close()
-    incoming.close()
-    folder = arena_folder(west, store.run_id)
-    arena = Arena.open_existing(folder, run_id=store.run_id)
-    assert arena is not None
+    with transfer(store, hosts) as (outgoing, incoming):
+        move(outgoing, incoming)
+    folder, arena = folder_of(store, west), arena_of(store, west)
     assert set(arena.version) == {pack(1, 7)}
     assert arena.intact().all()
     np.testing.assert_array_equal(arena.rows(0, 0), rows)
@@ -128,16 +148,12 @@ def test_what_did_not_arrive_whole_is_not_used(
 ) -> None:
     east, west = hosts
     leave(store, east, 7)
-    outgoing = Outgoing.open(store, east)
-    assert outgoing is not None
     target = Store.create(str(tmp_path / "other"), shards=2) if fault == "another run" else store
-    incoming = receive(outgoing, target, west)
-    if fault == "shorter":
-        os.truncate(arena_folder(east, store.run_id) / FILE, outgoing.size // 2)
-    with pytest.raises(Corruption):
-        move(outgoing, incoming, damage=fault == "damaged")
-    outgoing.close()
-    incoming.close()
+    with transfer(store, hosts, target) as (outgoing, incoming):
+        if fault == "shorter":
+            os.truncate(arena_folder(east, store.run_id) / FILE, outgoing.size // 2)
+        with pytest.raises(Corruption):
+            move(outgoing, incoming, damage=fault == "damaged")
     assert Arena.open_existing(arena_folder(west, target.run_id), run_id=target.run_id) is None
     if target is not store:
         target.close()
@@ -148,25 +164,18 @@ def test_only_the_current_slot_is_sent(store: Store, hosts: tuple[str, str], cur
     """The other one is blank on the other host: half of the bytes, which a restart waits for, are enough."""
     east, west = hosts
     rows = leave(store, east, 7, before=1 + current)
-    there = Arena.open_existing(folder_of(store, east), run_id=store.run_id)
-    assert there is not None
+    there = arena_of(store, east)
     assert (there.current, step_of(int(there.spare.version[0]))) == (current, 6)
     state = there.slot.memory().tobytes()
     there.close()
-    outgoing = Outgoing.open(store, east)
-    assert outgoing is not None
     whole = (folder_of(store, east) / FILE).stat().st_size
-    assert outgoing.size == whole - len(state)
+    outgoing = sending(store, east)
     assert sum(name.startswith("extras") for name, _ in outgoing.files()) == 1
     outgoing.close()
-    outgoing = Outgoing.open(store, east)
-    assert outgoing is not None
-    incoming = receive(outgoing, store, west)
-    move(outgoing, incoming, chunk=997)
-    outgoing.close()
-    incoming.close()
-    arena = Arena.open_existing(folder_of(store, west), run_id=store.run_id)
-    assert arena is not None
+    with transfer(store, hosts) as (outgoing, incoming):
+        assert outgoing.size == whole - len(state)
+        move(outgoing, incoming, chunk=997)
+    arena = arena_of(store, west)
     assert (folder_of(store, west) / FILE).stat().st_size == whole
     assert arena.slot.memory().tobytes() == state
     np.testing.assert_array_equal(arena.rows(0, 0), rows)
@@ -179,8 +188,7 @@ def test_only_the_current_slot_is_sent(store: Store, hosts: tuple[str, str], cur
 
 def test_another_slot_than_announced_is_refused(store: Store, hosts: tuple[str, str]) -> None:
     leave(store, hosts[0], 7)
-    outgoing = Outgoing.open(store, hosts[0])
-    assert outgoing is not None
+    outgoing = sending(store, hosts[0])
     at, size = outgoing.gap
     gap = at - size if at > outgoing.size - size else at + size, size
     incoming = Incoming(store, hosts[1], outgoing.size, outgoing.files_size, gap)
@@ -223,17 +231,13 @@ def test_other_files_than_those_of_an_arena_are_refused(
 def test_more_bytes_than_announced_are_refused(store: Store, hosts: tuple[str, str]) -> None:
     """The second piece would lie behind the file's end."""
     leave(store, hosts[0], 7)
-    outgoing = Outgoing.open(store, hosts[0])
-    assert outgoing is not None
-    incoming = receive(outgoing, store, hosts[1])
-    incoming.write(0, outgoing.read(0, outgoing.size))
-    more = np.zeros(5, np.uint8)
-    outgoing._digest.update(more)
-    incoming.write(outgoing.size, more)
-    with pytest.raises(Corruption):
-        incoming.install(outgoing.digest())
-    outgoing.close()
-    incoming.close()
+    with transfer(store, hosts) as (outgoing, incoming):
+        incoming.write(0, outgoing.read(0, outgoing.size))
+        more = np.zeros(5, np.uint8)
+        outgoing._digest.update(more)
+        incoming.write(outgoing.size, more)
+        with pytest.raises(Corruption):
+            incoming.install(outgoing.digest())
     assert not folder_of(store, hosts[1]).exists()
 
 
@@ -242,8 +246,7 @@ def test_extras_that_are_too_large_are_left_out(
 ) -> None:
     east, west = hosts
     leave(store, east, 7)
-    arena = Arena.open_existing(folder_of(store, east), run_id=store.run_id)
-    assert arena is not None
+    arena = arena_of(store, east)
     outgoing = Outgoing(arena, most=100)
     assert len(outgoing.withheld) == 1
     assert "too large" in caplog.text
@@ -265,24 +268,19 @@ def test_the_older_arena_stays_until_the_new_one_is_verified(
     leave(store, east, 7)
     leave(store, west, 3)
     if fault == "versions":
-        broken = Arena.open_existing(folder_of(store, east), run_id=store.run_id)
-        assert broken is not None
+        broken = arena_of(store, east)
         broken.durable[0] = -7
         broken.close()
     before = {path.name: path.read_bytes() for path in folder_of(store, west).iterdir()}
-    outgoing = Outgoing.open(store, east)
-    assert outgoing is not None
-    incoming = receive(outgoing, store, west)
-    if fault == "cut":
-        incoming.write(0, outgoing.read(0, 5000))
-    elif fault == "refused":
-        with pytest.raises(Corruption, match="another one"):
-            move(outgoing, incoming, check=_refuse)
-    else:
-        with pytest.raises(Corruption):
-            move(outgoing, incoming, damage=fault == "damaged")
-    outgoing.close()
-    incoming.close()
+    with transfer(store, hosts) as (outgoing, incoming):
+        if fault == "cut":
+            incoming.write(0, outgoing.read(0, 5000))
+        elif fault == "refused":
+            with pytest.raises(Corruption, match="another one"):
+                move(outgoing, incoming, check=_refuse)
+        else:
+            with pytest.raises(Corruption):
+                move(outgoing, incoming, damage=fault == "damaged")
     assert {path.name: path.read_bytes() for path in folder_of(store, west).iterdir()} == before
     assert [path.name for path in folder_of(store, west).parent.iterdir()] == [store.run_id]
     assert step_of_arena(store, west) == 3
@@ -302,9 +300,6 @@ def test_the_older_arena_stays_if_the_new_one_cannot_take_its_place(
     east, west = hosts
     leave(store, east, 7)
     leave(store, west, 3)
-    outgoing = Outgoing.open(store, east)
-    assert outgoing is not None
-    incoming = receive(outgoing, store, west)
     rename = os.rename
 
     def fail(source: Path, target: Path) -> None:
@@ -312,11 +307,10 @@ def test_the_older_arena_stays_if_the_new_one_cannot_take_its_place(
             raise OSError(errno.EIO, "input/output error")
         rename(source, target)
 
-    monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises(Unavailable):
-        move(outgoing, incoming)
-    outgoing.close()
-    incoming.close()
+    with transfer(store, hosts) as (outgoing, incoming):
+        monkeypatch.setattr(os, "rename", fail)
+        with pytest.raises(Unavailable):
+            move(outgoing, incoming)
     assert step_of_arena(store, west) == 3
     assert [path.name for path in folder_of(store, west).parent.iterdir()] == [store.run_id]
 
@@ -332,8 +326,7 @@ def test_a_process_that_is_killed_leaves_an_arena_in_the_place(
     child = os.fork()
     if not child:
         try:
-            outgoing = Outgoing.open(store, east)
-            assert outgoing is not None
+            outgoing = sending(store, east)
             incoming = receive(outgoing, store, west)
             rename, left = os.rename, [1 + death]  # the first one names the received file
 
@@ -364,8 +357,7 @@ def test_an_arena_that_was_set_aside_makes_room(
     aside = put_aside(folder_of(store, west))
     leave(store, west, 3)
     monkeypatch.setattr(folders, "_free_bytes", lambda _: 1 << 40 if not aside.exists() else 0)
-    outgoing = Outgoing.open(store, east)
-    assert outgoing is not None
+    outgoing = sending(store, east)
     incoming = receive(outgoing, store, west)
     assert not aside.exists()
     assert step_of_arena(store, west, in_use=True) == 3
@@ -380,8 +372,7 @@ def test_an_arena_that_was_set_aside_makes_room(
 def test_what_a_killed_process_was_receiving_is_swept(store: Store, hosts: tuple[str, str]) -> None:
     east, west = hosts
     leave(store, east, 7)
-    outgoing = Outgoing.open(store, east)
-    assert outgoing is not None
+    outgoing = sending(store, east)
     place = folder_of(store, west)
     left = place.with_name(place.name + INCOMING)
     incoming = receive(outgoing, store, west)
@@ -405,8 +396,7 @@ def test_what_a_killed_process_was_receiving_is_swept(store: Store, hosts: tuple
 def test_an_arena_in_use_is_neither_sent_nor_replaced(store: Store, hosts: tuple[str, str]) -> None:
     east, west = hosts
     leave(store, east, 7)
-    outgoing = Outgoing.open(store, east)
-    assert outgoing is not None
+    outgoing = sending(store, east)
     with pytest.raises(Contention):
         Outgoing.open(store, east)
     with pytest.raises(Contention):

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,9 @@ from scarctl.arena.folder import host_folder
 from scarctl.daemon import client, protocol
 from scarctl.daemon.server import Daemon
 from scarctl.errors import ScarError
+from scarctl.persist.persister import Persister
 from tests.daemon.rig import Rig
-from tests.daemon.trainer import stop
+from tests.daemon.trainer import Trainer, stop
 from tests.support import daemons
 
 
@@ -58,6 +60,27 @@ def daemon(arena_dir: Path) -> Iterator[Daemon]:
 
 
 @pytest.fixture
+def trainer(request: pytest.FixtureRequest, arena_dir: Path, tmp_path: Path) -> Trainer:
+    """Return the saving side of a session, with the daemon of the thread if the test has it."""
+    request.getfixturevalue("daemon" if "daemon" in request.fixturenames else "folder")
+    return Trainer(tmp_path / "store", arena_dir)
+
+
+@pytest.fixture
 def connection(daemon: Daemon) -> Iterator[socket.socket]:
     with protocol.connect(daemon.folder, 10) as made:
         yield made
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Make every tensor take a second to be read until this event is set: of many, nothing is saved until then."""
+    fast, source = threading.Event(), Persister._uninterrupted
+
+    def reading(self: Persister, *arguments: Any) -> Any:
+        fast.wait(1.0)
+        return source(self, *arguments)
+
+    monkeypatch.setattr(Persister, "_uninterrupted", reading)
+    yield fast
+    fast.set()

@@ -29,8 +29,7 @@ def daemon_of(folder: Path) -> int:
     return int(found["pid"])
 
 
-def test_after_a_kill_another_daemon_goes_on(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path / "store", arena_dir)
+def test_after_a_kill_another_daemon_goes_on(trainer: Trainer, folder: Path, tmp_path: Path) -> None:
     trainer.save_durably(1, sealed=True)
     epoch = trainer.arena.epoch
     for step in range(2, 5):
@@ -47,11 +46,11 @@ def test_after_a_kill_another_daemon_goes_on(folder: Path, arena_dir: Path, tmp_
     assert_sound(tmp_path / "store")
 
 
-def test_a_pause_outlives_the_daemon(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path / "store", arena_dir)
+def test_a_pause_outlives_the_daemon(trainer: Trainer, folder: Path) -> None:
     trainer.save_durably(1, sealed=True)
     seq = trainer.store.state(0).seq
     trainer.save_durably(2)
+    trainer.saver.stop()
     trainer.saver.stop()
     dead = kill(folder)
     trainer.save(trainer.everything, 3)
@@ -64,14 +63,16 @@ def test_a_pause_outlives_the_daemon(folder: Path, arena_dir: Path, tmp_path: Pa
     assert set(trainer.stored()[0]) == {1}
     trainer.save(trainer.everything, 4)
     trainer.saver.resume()
+    trainer.saver.resume()
     trainer.drained()
     assert set(trainer.stored()[0]) == {4}
     trainer.close()
 
 
-def test_a_kill_right_after_the_claim(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
+def test_a_kill_right_after_the_claim(
+    trainer: Trainer, folder: Path, arena_dir: Path, tmp_path: Path
+) -> None:
     """The arena of a dead process is reconciled by the first daemon that opens it, whichever that is."""
-    trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save_durably(1, sealed=True)
     trainer.saver.stop()
     trainer.save(trainer.everything, 2)
@@ -136,16 +137,14 @@ def test_a_daemon_that_hangs_holds_up_nobody(
     trainer.close()
 
 
-def test_what_nobody_told_of_is_found(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path / "store", arena_dir)
+def test_what_nobody_told_of_is_found(trainer: Trainer) -> None:
     trainer.saver.notify = lambda: None  # type: ignore[method-assign]
     trainer.save(trainer.everything, 1)
     wait_until(lambda: not trainer.arena.pending().any())
     trainer.close()
 
 
-def test_a_forked_child_has_nothing_to_do_with_it(folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path / "store", arena_dir)
+def test_a_forked_child_has_nothing_to_do_with_it(trainer: Trainer) -> None:
     trainer.save(trainer.everything, 1)
     child = os.fork()
     if child == 0:
@@ -167,10 +166,9 @@ def test_a_forked_child_has_nothing_to_do_with_it(folder: Path, arena_dir: Path,
 
 @pytest.mark.leaves_arena
 def test_a_store_that_another_process_saved_to_meanwhile_is_left_alone(
-    folder: Path, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a daemon the store is free: another host's session takes it and ends before this session is back."""
-    trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save_durably(1, sealed=True)
     start = client.start
 
@@ -197,10 +195,9 @@ def test_a_store_that_another_process_saved_to_meanwhile_is_left_alone(
 
 
 def test_stopping_the_daemon_does_not_end_the_wait_for_the_store(
-    folder: Path, arena_dir: Path, tmp_path: Path
+    trainer: Trainer, folder: Path, tmp_path: Path
 ) -> None:
     """The daemon has released the run while its connections are still open: the session continues with a new daemon."""
-    trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save_durably(1)
     (tmp_path / "store" / "lanes").rename(tmp_path / "lanes")
     trainer.save(trainer.everything, 2)
@@ -221,9 +218,8 @@ def test_stopping_the_daemon_does_not_end_the_wait_for_the_store(
 
 
 def test_closed_in_the_middle_of_a_new_start(
-    folder: Path, arena_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trainer: Trainer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save_durably(1)
     kill(folder)
     trainer.saver.close()
@@ -332,14 +328,14 @@ class TestWaitingForTheStore:
         client.wait_until_released(folder, "0" * 32)
         trainer.close()
 
-    def test_a_live_run_is_named(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-        trainer = Trainer(tmp_path / "store", arena_dir)
+    def test_a_live_run_is_named(self, trainer: Trainer, folder: Path) -> None:
         with pytest.raises(Contention, match=f"process {os.getpid()} is saving"):
             client.wait_until_released(folder, trainer.store.run_id)
         trainer.close()
 
-    def test_what_a_dead_run_left_is_saved_first(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-        trainer = Trainer(tmp_path / "store", arena_dir)
+    def test_what_a_dead_run_left_is_saved_first(
+        self, trainer: Trainer, folder: Path, arena_dir: Path, tmp_path: Path
+    ) -> None:
         trainer.saver.stop()
         trainer.save(trainer.everything, 3)
         trainer.die()
@@ -351,8 +347,9 @@ class TestWaitingForTheStore:
         again = Trainer(tmp_path / "store", arena_dir)
         again.close()
 
-    def test_a_store_that_takes_nothing(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-        trainer = Trainer(tmp_path / "store", arena_dir)
+    def test_a_store_that_takes_nothing(
+        self, trainer: Trainer, folder: Path, arena_dir: Path, tmp_path: Path
+    ) -> None:
         trainer.save_durably(1)
         (tmp_path / "store" / "lanes").rename(tmp_path / "lanes")
         trainer.save(trainer.everything, 2)

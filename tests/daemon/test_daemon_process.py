@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from scarctl.daemon import client, protocol
+from scarctl.daemon import client
 from scarctl.daemon.__main__ import LOCK, LOG
 from scarctl.errors import Unavailable
-from scarctl.state.version import step_of
-from scarctl.store import Store
-from tests.daemon.trainer import Trainer, assert_sound, idle, status
+from tests.daemon.trainer import Trainer, assert_sound, status
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -48,66 +44,6 @@ def gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
-
-
-class Training:
-    """`tests.daemon.trainer` as a process."""
-
-    def __init__(self, store: Path, base: Path, log: Path, steps: int = 100_000) -> None:
-        self.store = store
-        self.log = log
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.daemon.trainer", str(store), str(base), str(steps)],
-                stdout=output,
-                stderr=subprocess.PIPE,
-                cwd=ROOT,
-            )
-        wait_until(lambda: len(self.told()) > 5 or self.process.poll() is not None)
-        assert self.process.poll() is None, self.process.stderr and self.process.stderr.read().decode()
-
-    def told(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.log.read_bytes().split(b"\n")[:-1]]
-
-    def goes_on(self) -> None:
-        """Check that training and saving continue."""
-        last = self.told()[-1]
-        wait_until(lambda: max(self.told()[-1]["durable"]) > last["step"])
-
-    def kill(self) -> dict[str, Any]:
-        """Send SIGKILL; return the last message."""
-        self.process.kill()
-        _, errors = self.process.communicate()
-        assert self.process.returncode == -signal.SIGKILL, errors.decode()
-        return self.told()[-1]
-
-
-def assert_stored(store: Path, told: list[int]) -> None:
-    """Check that the store is intact and every partition is at least as new as reported."""
-    assert_sound(store)
-    opened = Store.open(str(store))
-    for shard in opened.shards():
-        state = opened.state(shard)
-        steps = step_of(state.version).tolist()
-        assert all(step >= told[i] for i, step in zip(state.ids.tolist(), steps, strict=True))
-
-
-@pytest.mark.leaves_arena
-class TestKilled:
-    def test_the_daemon_under_a_live_session(self, folder: Path, arena_dir: Path, tmp_path: Path) -> None:
-        training = Training(tmp_path / "store", arena_dir, tmp_path / "log")
-        daemon = begin(folder)
-        told = training.told()[-1]
-        os.kill(daemon, signal.SIGKILL)
-        started = time.monotonic()
-        wait_until(lambda: (status(folder) or {"pid": daemon})["pid"] != daemon)
-        assert time.monotonic() - started < SECONDS
-        assert_stored(tmp_path / "store", told["durable"])
-        training.goes_on()
-        told = training.kill()
-        wait_until(lambda: idle(folder))
-        assert_stored(tmp_path / "store", told["handed"])
-        assert training.process.stderr is not None
 
 
 class TestEnding:
@@ -216,12 +152,6 @@ class TestStarting:
         loaded = Path(f"/proc/{daemon}/maps").read_text()
         assert "numpy" in loaded
         assert "torch" not in loaded
-
-    def test_a_socket_that_nobody_serves_is_replaced(self, folder: Path, pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: gone(pid))
-        assert (folder / protocol.SOCKET).is_socket()
-        assert begin(folder) != pid
 
     def test_a_large_log_is_begun_anew(self, folder: Path) -> None:
         folder.mkdir(mode=0o700)

@@ -21,8 +21,7 @@ NO_PROCESS = 0x7FFFFFF0
 
 
 class TestHostilePeers:
-    def test_garbage_never_stops_the_daemon(self, daemon: Daemon, arena_dir: Path, tmp_path: Path) -> None:
-        trainer = Trainer(tmp_path / "store", arena_dir)
+    def test_garbage_never_stops_the_daemon(self, daemon: Daemon, trainer: Trainer) -> None:
         rng = random.Random(11)
         whole = b'{"v":1,"op":"status"}'
         texts = [

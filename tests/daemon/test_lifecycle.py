@@ -49,15 +49,6 @@ def test_a_dead_run_is_kept_until_it_is_durable(life: Lifecycle) -> None:
     assert life.runs == {"a": Phase.CLOSING}
 
 
-def test_another_process_takes_a_dead_run_over(life: Lifecycle) -> None:
-    life.trainer_gone("a")
-    assert life.detached("a") == [Release("a")]
-    assert life.detached("a") == []
-    life.released("a")
-    life.attached("a")
-    assert life.runs == {"a": Phase.ATTACHED}
-
-
 def test_after_a_death_the_daemon_waits_for_a_process_that_comes_back(life: Lifecycle) -> None:
     life.attached("b")
     life.trainer_gone("a")
@@ -141,10 +132,6 @@ def test_without_a_run_it_ends_soon() -> None:
     assert life.tick(1.0 + LINGER) == [Exit()]
 
 
-def test_stopping_without_a_run_ends_at_once() -> None:
-    assert Lifecycle().stop() == [Exit()]
-
-
 def test_a_signal_without_a_run_ends_it_at_once() -> None:
     assert Lifecycle().terminate(7.0) == [Exit()]
 
@@ -172,12 +159,6 @@ def test_a_signal_does_not_wait_for_ever_for_a_slow_store(life: Lifecycle) -> No
     life.trainer_gone("a")
     assert life.tick(10.0 + LAST_SAVES) == [Release("a")]
     assert life.released("a") == [Exit()]
-
-
-def test_more_signals_give_no_more_time(life: Lifecycle) -> None:
-    life.terminate(10.0)
-    assert life.terminate(10.0 + LAST_WORDS / 2) == []
-    assert life.terminate(10.0 + LAST_WORDS) == [Release("a")]
 
 
 def test_a_process_may_still_start_while_others_end(life: Lifecycle) -> None:

@@ -25,37 +25,15 @@ from scarctl.peers.fetch import Asker, Fetched, fetch_memory
 from scarctl.peers.frames import Kind, encode
 from scarctl.peers.handshake import SECRET_BYTES, Hello
 from scarctl.peers.sender import Candidate
-from scarctl.persist.persister import Persister
-from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import step_of
 from scarctl.store import Store
 from scarctl.store.store import Part
-from tests.daemon.trainer import Trainer, assert_sound, status
+from tests.daemon.trainer import Trainer, assert_sound, many_tensors, status
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.leaves_arena
 PART = Part(3)
 START, SECRET = "11" * 16, secrets.token_bytes(SECRET_BYTES)
-
-
-def many_tensors() -> Layout:
-    return build_layout(
-        [(f"layers.{i}", "parameter", (TensorSpec("", "F32", (8, 8)),)) for i in range(60)], rows={"*": 4}
-    )
-
-
-@pytest.fixture
-def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Let nothing be saved until this event is set: reading a tensor takes a while, and there are many."""
-    fast, source = threading.Event(), Persister._uninterrupted
-
-    def reading(self: Persister, *arguments: Any) -> Any:
-        fast.wait(1.0)
-        return source(self, *arguments)
-
-    monkeypatch.setattr(Persister, "_uninterrupted", reading)
-    yield fast
-    fast.set()
 
 
 class Sending:
@@ -71,13 +49,9 @@ class Sending:
             return read(outgoing, at, size)
 
         monkeypatch.setattr(Outgoing, "read", held)
-
-
-@pytest.fixture
-def sending(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sending]:
-    made = Sending(monkeypatch)
-    yield made
-    made.go.set()
+        # So that a check after the first piece comes before the last one.
+        monkeypatch.setattr(lenders, "PIECE", 4096)
+        monkeypatch.setattr(fetching, "PIECE", 4096)
 
 
 class Elsewhere:
@@ -124,16 +98,33 @@ def trainer(daemon: Daemon, arena_dir: Path, tmp_path: Path) -> Trainer:
     return made
 
 
+@pytest.fixture
+def elsewhere(tmp_path: Path, trainer: Trainer) -> Elsewhere:
+    return Elsewhere(tmp_path / "elsewhere", trainer)
+
+
 def die_with_pending_copies(trainer: Trainer) -> None:
     """Let the training process die right after step 2, of which nothing is in the store."""
     trainer.save(trainer.everything, 2, sealed=True)
     trainer.die()
 
 
+@pytest.fixture
+def lent(
+    trainer: Trainer, slow: threading.Event, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Sending]:
+    """Let memory of which nothing is in the store be on its way elsewhere, before its first piece."""
+    sending = Sending(monkeypatch)
+    die_with_pending_copies(trainer)
+    elsewhere.begin()
+    assert sending.began.wait(60.0)
+    yield sending
+    sending.go.set()
+
+
 def test_a_run_that_is_attached_is_not_lent(
-    daemon: Daemon, trainer: Trainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    daemon: Daemon, trainer: Trainer, elsewhere: Elsewhere, caplog: pytest.LogCaptureFixture
 ) -> None:
-    elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
     assert elsewhere.fetch() is None
     assert "its process lives on here" in caplog.text
     trainer.arena.take_over(0x7FFFFFF0)  # even if its process seems to be dead
@@ -143,17 +134,13 @@ def test_a_run_that_is_attached_is_not_lent(
 
 
 def test_saving_stops_for_it_and_the_store_is_free_afterwards(
-    daemon: Daemon, trainer: Trainer, tmp_path: Path, stuck: threading.Event, sending: Sending
+    daemon: Daemon, trainer: Trainer, elsewhere: Elsewhere, slow: threading.Event, lent: Sending
 ) -> None:
-    elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
-    die_with_pending_copies(trainer)
-    elsewhere.begin()
-    assert sending.began.wait(60.0)
-    stuck.set()
+    slow.set()
     before = {path.name: path.read_bytes() for path in trainer.arena.folder.iterdir()}
     assert trainer.phases() == ["orphaned"]
     assert not (trainer.arena.durable == trainer.arena.version).any()
-    sending.go.set()
+    lent.go.set()
     found = elsewhere.end()
     assert found is not None
     assert found.host == "here"
@@ -173,10 +160,14 @@ def test_saving_stops_for_it_and_the_store_is_free_afterwards(
 
 
 def test_saving_continues_after_a_fetch_that_failed(
-    daemon: Daemon, trainer: Trainer, tmp_path: Path, stuck: threading.Event, monkeypatch: pytest.MonkeyPatch
+    daemon: Daemon,
+    trainer: Trainer,
+    elsewhere: Elsewhere,
+    tmp_path: Path,
+    slow: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Here its bytes are damaged on the way."""
-    elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
     die_with_pending_copies(trainer)
     read = Outgoing.read
 
@@ -187,7 +178,7 @@ def test_saving_continues_after_a_fetch_that_failed(
 
     monkeypatch.setattr(Outgoing, "read", damaged)
     assert elsewhere.fetch() is None
-    stuck.set()
+    slow.set()
     wait_until(lambda: trainer.phases() == [])
     assert set(trainer.stored()[0]) == {2}
     assert_sound(tmp_path / "store")
@@ -196,21 +187,20 @@ def test_saving_continues_after_a_fetch_that_failed(
 def test_who_does_not_read_is_not_waited_for(
     daemon: Daemon,
     trainer: Trainer,
-    tmp_path: Path,
-    stuck: threading.Event,
+    elsewhere: Elsewhere,
+    slow: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another host asks for the arena, and then says nothing: saving continues, and the arena's lock is free."""
 
     monkeypatch.setattr(lenders, "REPLY_SECONDS", 0.5)
-    elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
     die_with_pending_copies(trainer)
     hello = Hello.new(START, trainer.store.run_id, 1)
     with connected("127.0.0.1", elsewhere.host.port, hello, SECRET, None) as channel:
         channel.send(encode(Kind.FETCH, {}))
         channel.expect(Kind.FETCH)
         assert not (trainer.arena.durable == trainer.arena.version).any()
-        stuck.set()
+        slow.set()
         wait_until(lambda: trainer.phases() == [])
     assert set(trainer.stored()[0]) == {2}
     run = trainer.store.run_id
@@ -223,14 +213,11 @@ def test_a_process_of_this_host_ends_the_loan(
     daemon: Daemon,
     trainer: Trainer,
     arena_dir: Path,
+    elsewhere: Elsewhere,
     tmp_path: Path,
-    stuck: threading.Event,
-    sending: Sending,
+    slow: threading.Event,
+    lent: Sending,
 ) -> None:
-    elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
-    die_with_pending_copies(trainer)
-    elsewhere.begin()
-    assert sending.began.wait(60.0)
     claimed: list[Trainer] = []
     again = threading.Thread(
         target=lambda: claimed.append(
@@ -239,9 +226,9 @@ def test_a_process_of_this_host_ends_the_loan(
     )
     again.start()
     wait_until(lambda: daemon.runs._wanted)
-    sending.go.set()
+    lent.go.set()
     again.join(60.0)
-    stuck.set()
+    slow.set()
     assert elsewhere.end() is None
     (next_one,) = claimed
     assert next_one.arena.pending().all()
@@ -250,9 +237,8 @@ def test_a_process_of_this_host_ends_the_loan(
     next_one.close()
 
 
-def test_a_run_that_was_released_is_lent_too(daemon: Daemon, trainer: Trainer, tmp_path: Path) -> None:
+def test_a_run_that_was_released_is_lent_too(daemon: Daemon, trainer: Trainer, elsewhere: Elsewhere) -> None:
     """The daemon has saved everything. The memory is still what a process elsewhere needs to resume quickly."""
-    elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
     die_with_pending_copies(trainer)
     wait_until(lambda: trainer.phases() == [])
     assert elsewhere.fetch() is not None
@@ -261,10 +247,9 @@ def test_a_run_that_was_released_is_lent_too(daemon: Daemon, trainer: Trainer, t
 
 
 def test_a_claimed_run_that_was_never_opened_is_lent_once_the_daemon_has_looked_at_it(
-    daemon: Daemon, trainer: Trainer, tmp_path: Path, stuck: threading.Event
+    daemon: Daemon, trainer: Trainer, elsewhere: Elsewhere, slow: threading.Event
 ) -> None:
     """The next process died before it opened its arena: the daemon opens it, in a new epoch."""
-    elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
     die_with_pending_copies(trainer)
     run, folder = trainer.store.run_id, trainer.folder
     next_one = DaemonSaver(str(trainer.store.root), run, folder, lambda _: None, part=PART)
@@ -273,7 +258,7 @@ def test_a_claimed_run_that_was_never_opened_is_lent_once_the_daemon_has_looked_
     next_one.abandon()
     wait_until(lambda: trainer.phases() in (["orphaned"], []))
     found = elsewhere.fetch()
-    stuck.set()
+    slow.set()
     assert found is not None
     assert set(step_of(elsewhere.arena().version)) == {2}
 
@@ -282,57 +267,44 @@ def test_a_claimed_run_that_was_never_opened_is_lent_once_the_daemon_has_looked_
 def test_a_daemon_that_ends_finishes_a_fetch_within_seconds_or_refuses_it(
     daemon: Daemon,
     trainer: Trainer,
-    tmp_path: Path,
-    stuck: threading.Event,
-    sending: Sending,
+    elsewhere: Elsewhere,
+    slow: threading.Event,
+    lent: Sending,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     in_time: bool,
 ) -> None:
     monkeypatch.setattr(lenders, "GRACE_SECONDS", 60.0 if in_time else 0.0)
     monkeypatch.setattr(lenders, "_LATE_SECONDS", 60.0)
-    # So that the first check after the first piece comes too late.
-    monkeypatch.setattr(lenders, "PIECE", 4096)
-    monkeypatch.setattr(fetching, "PIECE", 4096)
-    elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
-    die_with_pending_copies(trainer)
-    elsewhere.begin()
-    assert sending.began.wait(60.0)
     client.ask(daemon.folder, "stop")
     wait_until(lambda: daemon.host._lender._until is not None)
     assert elsewhere.fetch() is None  # nobody else begins
-    sending.go.set()
+    lent.go.set()
     found = elsewhere.end()
     assert (found is not None) == in_time
     if not in_time:
         assert "the daemon is ending" in caplog.text
     wait_until(lambda: status(daemon.folder) is None)
-    stuck.set()
+    slow.set()
     assert set(trainer.stored()[0]) == {1}
 
 
 def test_a_fetch_does_not_keep_a_host_that_shuts_down_from_saving(
     daemon: Daemon,
     trainer: Trainer,
-    tmp_path: Path,
-    stuck: threading.Event,
-    sending: Sending,
+    elsewhere: Elsewhere,
+    slow: threading.Event,
+    lent: Sending,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The daemon has received SIGTERM, and saves what it can. Another host has not even got the first piece."""
     monkeypatch.setattr(lenders, "GRACE_SECONDS", 0.0)
     monkeypatch.setattr("scarctl.daemon.lifecycle.LAST_SAVES", 120.0)
-    monkeypatch.setattr(lenders, "PIECE", 4096)
-    monkeypatch.setattr(fetching, "PIECE", 4096)
-    elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
-    die_with_pending_copies(trainer)
-    elsewhere.begin()
-    assert sending.began.wait(60.0)
     daemon._terminated = True
     wait_until(lambda: daemon.host._lender._until is not None)
-    sending.go.set()
+    lent.go.set()
     assert elsewhere.end() is None
-    stuck.set()
+    slow.set()
     wait_until(lambda: status(daemon.folder) is None)
     daemon._terminated = False  # the fixture ends it once more
     assert set(trainer.stored()[0]) == {2}
@@ -341,24 +313,20 @@ def test_a_fetch_does_not_keep_a_host_that_shuts_down_from_saving(
 def test_an_evacuation_ends_a_fetch_and_saves_everything(
     daemon: Daemon,
     trainer: Trainer,
-    tmp_path: Path,
-    stuck: threading.Event,
-    sending: Sending,
+    elsewhere: Elsewhere,
+    slow: threading.Event,
+    lent: Sending,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The time for the fetch is over before its first piece was sent."""
     monkeypatch.setattr(servers, "_FOR_LOANS", 0.0)
-    elsewhere = Elsewhere(tmp_path / "elsewhere", trainer)
-    die_with_pending_copies(trainer)
-    elsewhere.begin()
-    assert sending.began.wait(60.0)
-    stuck.set()
+    slow.set()
     reports: list[Any] = []
     run = trainer.store.run_id
     evacuation = threading.Thread(target=lambda: reports.append(client.evacuate(daemon.folder, run, 60.0)))
     evacuation.start()
     wait_until(lambda: daemon.runs._wanted)
-    sending.go.set()
+    lent.go.set()
     assert elsewhere.end() is None
     evacuation.join(120.0)
     assert [report.lost_partitions for report in reports] == [0]

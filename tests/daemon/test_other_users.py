@@ -66,9 +66,8 @@ class TestOtherUsers:
         arena_dir.chmod(0o1777)
 
     def test_can_neither_connect_nor_read_nor_write(
-        self, folder: Path, arena_dir: Path, tmp_path: Path
+        self, trainer: Trainer, folder: Path, arena_dir: Path
     ) -> None:
-        trainer = Trainer(tmp_path / "store", arena_dir)
         trainer.save_durably(1)
         trainer.saver.stop()
         trainer.save(trainer.everything, 2)

@@ -69,20 +69,14 @@ def test_what_is_sent_arrives(message: dict[str, Any]) -> None:
         assert protocol.receive(b) == {}
 
 
-@given(data=st.binary(max_size=300))
-def test_garbage_is_never_anything_but_turned_away(data: bytes) -> None:
+@given(data=st.binary(max_size=300), framed=st.booleans())
+def test_garbage_is_never_anything_but_turned_away(data: bytes, framed: bool) -> None:
     try:
-        message = exchange(data)
-    except (protocol.Closed, Corruption):
-        return
-    assert isinstance(message, dict)
-
-
-@given(content=st.binary(max_size=200))
-def test_garbage_of_the_right_length_neither(content: bytes) -> None:
-    try:
-        message = exchange(struct.pack(">I", len(content)) + content)
+        message = exchange(struct.pack(">I", len(data)) + data if framed else data)
     except Corruption:
+        return
+    except protocol.Closed:
+        assert not framed
         return
     assert isinstance(message, dict)
 
@@ -160,10 +154,6 @@ def test_replies_that_cannot_be_understood(reply: dict[str, Any]) -> None:
         protocol.check_reply(reply)
 
 
-def test_a_good_reply() -> None:
-    assert protocol.check_reply({"ok": True, "a": 1})["a"] == 1
-
-
 def test_readable_and_writable_never_wait(pair: tuple[socket.socket, socket.socket]) -> None:
     a, b = pair
     assert (protocol.readable(b), protocol.writable(a)) == (False, True)
@@ -177,10 +167,6 @@ def test_readable_and_writable_never_wait(pair: tuple[socket.socket, socket.sock
     assert not protocol.writable(a)
     a.close()
     assert protocol.readable(b), "the end is something to read"
-
-
-def test_the_peer_is_this_process(pair: tuple[socket.socket, socket.socket]) -> None:
-    assert protocol.check_peer(pair[0]) == os.getpid()
 
 
 def test_a_peer_of_another_user_is_refused(

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from scarctl.arena.gone import DELETED
 from scarctl.arena.stale import survey
 from scarctl.daemon.server import Daemon
 from scarctl.store import Store
@@ -68,13 +67,3 @@ def test_away(dead: Trainer, tmp_path: Path) -> None:
     wait_until(lambda: idle(dead.folder))
     assert set(dead.stored()[0]) == {2}
     assert_sound(tmp_path / "store")
-
-
-def test_deleted_while_no_daemon_runs(daemon: Daemon, arena_dir: Path, tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path / "store", arena_dir)
-    trainer.save_durably(1)
-    trainer.die()
-    wait_until(lambda: idle(trainer.folder))
-    shutil.rmtree(tmp_path / "store")
-    (left,) = survey(trainer.folder)
-    assert left.gone == DELETED

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -65,8 +64,7 @@ def test_one_for_no_session_or_with_a_wrong_token_is_refused(connection: socket.
         assert caught.value.kind == kind
 
 
-def test_one_for_a_checkpoint_reaches_the_session(daemon: Daemon, arena_dir: Path, tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path / "store", arena_dir)
+def test_one_for_a_checkpoint_reaches_the_session(daemon: Daemon, trainer: Trainer) -> None:
     for kind in ("full", "partial"):
         told = client.ask(daemon.folder, "ask", store=trainer.store.run_id, request={"kind": kind})
         assert told["pid"] == os.getpid()
@@ -77,11 +75,8 @@ def test_one_for_a_checkpoint_reaches_the_session(daemon: Daemon, arena_dir: Pat
     assert caught.value.kind == "no-session"
 
 
-def test_one_that_is_repeated_reaches_the_session_once(
-    daemon: Daemon, arena_dir: Path, tmp_path: Path
-) -> None:
+def test_one_that_is_repeated_reaches_the_session_once(daemon: Daemon, trainer: Trainer) -> None:
     """Its answer was late, and the command has asked again."""
-    trainer = Trainer(tmp_path / "store", arena_dir)
     for kind, token, number in (("full", "a", 1), ("full", "b", 2), ("full", "a", 1), ("partial", "c", 3)):
         asked = {"store": trainer.store.run_id, "request": {"kind": kind}, "token": 32 * token}
         assert client.ask(daemon.folder, "ask", **asked)["number"] == number

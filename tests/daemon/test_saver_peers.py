@@ -50,14 +50,9 @@ def test_saving_continues_without_a_certificate(
 
 
 def test_copies_are_asked_for_before_saving_continues(
-    folder: Path,
-    arena_dir: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    trainer: Trainer, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An evacuation that was interrupted begins again as soon as saving does, and uses the links of that moment."""
-    trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save_durably(1)
     trainer.saver.admit("11" * 16, "22" * 32, "127.0.0.1", None)
     trainer.saver.follow("east", [], 1, None)

@@ -40,8 +40,7 @@ def refused(connection: socket.socket, op: str, error: type[ScarError] = UsageEr
 
 
 class TestOperations:
-    def test_a_whole_run(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
-        trainer = Trainer(tmp_path / "store", base)
+    def test_a_whole_run(self, daemon: Daemon, trainer: Trainer, tmp_path: Path) -> None:
         trainer.save_durably(1, sealed=True)
         trainer.save(trainer.everything[::2], 2)
         trainer.drained()
@@ -70,15 +69,6 @@ class TestOperations:
         (run,) = status(daemon.folder)["runs"]  # type: ignore[index]
         assert run["shard"] == 5
         assert run["shards"] == [{"shard": 5, "durable_step": 2, "oldest_durable_step": 2}]
-        trainer.close()
-
-    def test_a_sealed_step_holds_for_all_shards(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
-        trainer = Trainer(tmp_path / "store", base)
-        trainer.save(trainer.everything, 1, sealed=True)
-        trainer.save(trainer.everything[:3], 5, sealed=True)
-        trainer.drained()
-        (run,) = status(daemon.folder)["runs"]  # type: ignore[index]
-        assert (run["durable_step"], run["oldest_durable_step"]) == (5, 5)
         trainer.close()
 
     def test_a_store_that_somebody_else_writes_to_is_refused(
@@ -125,22 +115,9 @@ class TestOperations:
         client.request(connection, "close")
         assert client.request(connection, "status")["runs"] == []
 
-    def test_paused_nothing_is_written(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
-        trainer = Trainer(tmp_path / "store", base)
-        trainer.save_durably(1, sealed=True)
-        trainer.saver.stop()
-        trainer.saver.stop()
-        trainer.save(trainer.everything, 2)
-        assert not trainer.saver.drain(0.3)
-        assert set(trainer.stored()[0]) == {1}
-        trainer.saver.resume()
-        trainer.saver.resume()
-        trainer.drained()
-        assert set(trainer.stored()[0]) == {2}
-        trainer.close()
-
-    def test_rolled_back_what_came_later_is_gone(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
-        trainer = Trainer(tmp_path / "store", base)
+    def test_rolled_back_what_came_later_is_gone(
+        self, daemon: Daemon, trainer: Trainer, tmp_path: Path
+    ) -> None:
         trainer.save_durably(1, sealed=True)
         seq = trainer.store.state(0).seq
         trainer.save_durably(2)
@@ -156,8 +133,9 @@ class TestOperations:
         trainer.close()
         assert_sound(tmp_path / "store")
 
-    def test_a_failure_for_good_is_told_and_shown(self, daemon: Daemon, base: Path, tmp_path: Path) -> None:
-        trainer = Trainer(tmp_path / "store", base)
+    def test_a_failure_for_good_is_told_and_shown(
+        self, daemon: Daemon, trainer: Trainer, tmp_path: Path
+    ) -> None:
         trainer.save_durably(1)
         # Another host takes over, which this host's lock does not show.
         (tmp_path / "store" / ".lock").unlink(missing_ok=True)
@@ -181,23 +159,7 @@ class TestOperations:
 
 class TestDeath:
     @pytest.mark.leaves_arena
-    def test_what_a_dead_process_handed_over_becomes_durable(
-        self, daemon: Daemon, base: Path, tmp_path: Path
-    ) -> None:
-        trainer = Trainer(tmp_path / "store", base)
-        trainer.saver.stop()  # it dies in the middle of a pause
-        for step in range(1, 6):
-            trainer.save(trainer.everything, step)
-        trainer.die()
-        wait_until(lambda: status(daemon.folder)["runs"] == [])  # type: ignore[index]
-        assert set(trainer.stored()[0]) == {5}
-        assert not trainer.arena.waits
-
-    @pytest.mark.leaves_arena
-    def test_a_death_that_only_the_process_number_tells(
-        self, daemon: Daemon, base: Path, tmp_path: Path
-    ) -> None:
-        trainer = Trainer(tmp_path / "store", base)
+    def test_a_death_that_only_the_process_number_tells(self, daemon: Daemon, trainer: Trainer) -> None:
         trainer.save(trainer.everything, 1)
         run = daemon.runs.known(trainer.store.run_id)
         assert run is not None

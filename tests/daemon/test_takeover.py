@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,33 +12,11 @@ from scarctl.daemon import client, protocol
 from scarctl.daemon import runs as runs_module
 from scarctl.daemon.server import Daemon
 from scarctl.errors import Contention
-from scarctl.persist.persister import Persister
-from scarctl.state.layout import Layout, TensorSpec, build_layout
-from tests.daemon.trainer import Trainer, assert_sound, orphans, status, wide_layout
+from tests.daemon.trainer import Trainer, assert_sound, many_tensors, orphans, status, wide_layout
 from tests.support.waiting import wait_until
 
 QUICK = 30.0
-"""Seconds; a third of the time of the slow commits below."""
-
-
-def many_tensors() -> Layout:
-    return build_layout(
-        [(f"layers.{i}", "parameter", (TensorSpec("", "F32", (8, 8)),)) for i in range(60)], rows={"*": 4}
-    )
-
-
-@pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Make every tensor take a tenth of a second until this event is set."""
-    fast, source = threading.Event(), Persister._uninterrupted
-
-    def reading(self: Persister, *arguments: Any) -> Any:
-        fast.wait(0.1)
-        return source(self, *arguments)
-
-    monkeypatch.setattr(Persister, "_uninterrupted", reading)
-    yield fast
-    fast.set()
+"""Seconds; less than the slow commits below take."""
 
 
 class TestALongWrite:
@@ -80,23 +56,6 @@ class TestALongWrite:
         trainer.drained()
         trainer.close()
 
-    def test_a_pause_does_not_wait_for_it(
-        self, daemon: Daemon, arena_dir: Path, tmp_path: Path, slow: threading.Event
-    ) -> None:
-        trainer = Trainer(tmp_path / "store", arena_dir, shards=1, layout=many_tensors())
-        trainer.save(trainer.everything, 1)
-        time.sleep(0.3)
-        started = time.monotonic()
-        trainer.saver.stop()
-        assert time.monotonic() - started < QUICK
-        assert trainer.arena.pending().all()
-        slow.set()
-        trainer.saver.resume()
-        trainer.drained()
-        assert set(trainer.stored()[0]) == {1}
-        trainer.close()
-        assert_sound(tmp_path / "store")
-
 
 @pytest.mark.leaves_arena
 class TestDeath:
@@ -115,9 +74,8 @@ class TestDeath:
         assert not trainer.arena.waits
 
     def test_what_an_earlier_process_left_becomes_durable_when_the_next_dies_at_its_start(
-        self, daemon: Daemon, arena_dir: Path, tmp_path: Path
+        self, daemon: Daemon, trainer: Trainer
     ) -> None:
-        trainer = Trainer(tmp_path / "store", arena_dir)
         trainer.save_durably(1)
         trainer.saver.stop()
         trainer.save(trainer.everything, 2, sealed=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +17,8 @@ from tests.support.waiting import wait_until
 
 
 def test_a_store_that_cannot_be_written_and_its_return_are_reported(
-    daemon: Daemon,
-    arena_dir: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    daemon: Daemon, trainer: Trainer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = Trainer(tmp_path / "store", arena_dir)
     trainer.save_durably(1)
 
     def full(*args: Any) -> int:
@@ -45,13 +39,8 @@ def test_a_store_that_cannot_be_written_and_its_return_are_reported(
 
 
 def test_a_pause_is_not_the_stores_return(
-    daemon: Daemon,
-    arena_dir: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    daemon: Daemon, trainer: Trainer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = Trainer(tmp_path / "store", arena_dir)
     paused, end = threading.Event(), threading.Event()
 
     def full(*args: Any) -> int:

@@ -33,6 +33,12 @@ from tests.daemon.rig import Rig, copy_into, small_layout
 from tests.support.waiting import wait_until
 
 
+def many_tensors() -> Layout:
+    return build_layout(
+        [(f"layers.{i}", "parameter", (TensorSpec("", "F32", (8, 8)),)) for i in range(60)], rows={"*": 4}
+    )
+
+
 def wide_layout(rows: int = 512) -> Layout:
     """Return the layout of a state with 32 KiB per row."""
     return build_layout([("wide", "parameter", (TensorSpec("", "F32", (rows, 8192)),))], rows={"*": 8})

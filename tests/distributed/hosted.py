@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -18,59 +19,58 @@ from scarctl.arena.folder import host_folder
 from scarctl.config import grouped
 from scarctl.daemon.client import ask_status
 from scarctl.errors import ScarError
-from scarctl.ops.survey import survey
+from scarctl.state.version import step_of
 from scarctl.store import Store
 from scarctl.store.hosts import read_hosts
 from tests.distributed.jobs import build, step, values
 from tests.support.training import drained
 from tests.support.waiting import wait_until
 
+END = "end"
+"""A file in the job's folder that ends the job."""
+
 
 def train(
     rank: int, world: int, kind: str, folder: str, steps: int, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Resume and train up to iteration `steps`. Each of `homes` is a host: its arenas and its daemon.
+    """Resume and train up to iteration `steps`, or until the file END appears. Each of `homes` is a host.
 
-    Options: `store_stops_at` an iteration; `flush_at` one; `copied_at` one, after which it waits until its peers have
-    all, with `recorded` for the records of all hosts; `wait_at` one, after which its checkpoint waits for the peers;
-    `peers_stop_at` one, from which on nothing is sent;
-    `daemon_dies_at` one, that of rank 1; `host_dies` (a rank): at iteration `dies_at` its daemon, its memory and
-    itself; `all_die_at` one; a file to `keep` the end in; arguments of `attach` (`settings`).
+    Options: `pace`, seconds per iteration; `store`; `store_stops_at` an iteration; `flush_at` one; `copied_at` one,
+    after which it waits until its peers have all, with `recorded` for the records of all hosts; `wait_at` one, after
+    which its checkpoint waits for the peers; `peers_stop_at` one, from which on nothing is sent; `dies_at` one, at
+    which the hosts of the ranks `lost` go, each with its daemon, its memory and its rank, or `all_die_at` one, at which
+    all other ranks die as well; a file to `keep` the end in; `fraction`; arguments of `attach` (`settings`).
     """
     warned: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("scarctl").addHandler(handler)
-    home = Path(folder, options["homes"][rank])
+    homes = [Path(folder, home) for home in options["homes"]]
+    home, lost = homes[rank], options.get("lost", [])
     home.mkdir(exist_ok=True)
     model, optimizer = build(kind)
-    peers: list[str] = []
-    inspected: list[list[str]] = []
     said: list[str] = []
     common = {"interval": 5, "partition_bytes": 2048, "daemon": True, "arena_dir": str(home), "peers": 1}
     session = scarctl.attach(
         model,
         optimizer,
-        store=f"{folder}/store",
-        fraction=0.25,
+        store=options.get("store", f"{folder}/store"),
+        fraction=options.get("fraction", 0.25),
         **grouped(**{**common, **options.get("settings", {})}),
     )
     with session:
         resumed = session.resume()
         for number in range(resumed.step + 1, steps + 1):
             step(model, optimizer, number)
+            time.sleep(options.get("pace", 0.0))
+            note(Path(folder), f"step-{rank}", number)
             if options.get("store_stops_at") == number:
                 drained([session])
                 session._saver.stop()
             if options.get("flush_at") == number:
                 session.flush()
-            if options.get("daemon_dies_at") == number and rank == 1:
-                os.kill(status_of(str(home))["pid"], signal.SIGKILL)
             if options.get("copied_at") == number:
-                peers = wait_for_peers(str(home), session.head_step)
-                inspected = [
-                    list(line.copies) for line in survey(Store.open(f"{folder}/store"), str(home)).ranks
-                ]
+                wait_for_peers(str(home), session.head_step)
                 if options.get("recorded"):
                     wait_until(lambda: len(read_hosts(Store.open(f"{folder}/store"))) == world)
                 dist.barrier()  # a dying host keeps the copies of another one
@@ -80,17 +80,23 @@ def train(
             if options.get("peers_stop_at") == number:
                 # With an empty list of peers the copies no longer change.
                 session._saver.follow("here", [], 1, None)
-            if options.get("dies_at") == number and options["host_dies"] == rank:
+            if options.get("dies_at") == number and rank in lost:
                 lose_host(home)
             if options.get("all_die_at") == number:
-                lost = options["host_dies"]
-                if lost == rank:
+                assert session._engine is not None
+                note(Path(folder), f"memory-{rank}", step_of(session._engine.arena.newest()).tolist())
+                dist.barrier()
+                if rank in lost:
                     lose_host(home)
-                die_after(home, *(() if lost is None else (Path(folder, options["homes"][lost]),)))
+                die_after(home, *(homes[one] for one in lost))
+            ended = torch.tensor([int(Path(folder, END).exists())])
+            dist.all_reduce(ended, dist.ReduceOp.MAX)
+            if ended:
+                break
         end = values(model, optimizer)
         if rank == 0 and options.get("keep"):
             torch.save(end, options["keep"])
-        peers = peers or status_of(str(home))["runs"][0]["peers"]
+        peers = status_of(str(home))["runs"][0]["peers"]
     return {
         "step": resumed.step,
         "consistent": resumed.consistent,
@@ -100,9 +106,14 @@ def train(
         "errors": session.stats.errors,
         "peers": peers,
         "warned": warned,
-        "inspected": inspected,
         "said": said,
     }
+
+
+def note(folder: Path, name: str, value: object) -> None:
+    """Write a file atomically."""
+    (folder / f".{name}").write_text(json.dumps(value))
+    os.replace(folder / f".{name}", folder / name)
 
 
 def status_of(arena_dir: str) -> dict[str, Any]:
@@ -112,7 +123,7 @@ def status_of(arena_dir: str) -> dict[str, Any]:
     return dict(found)
 
 
-def wait_for_peers(arena_dir: str, step: int) -> list[str]:
+def wait_for_peers(arena_dir: str, step: int) -> None:
     """Wait until all copies of all runs of this host are complete and have its newest step."""
     deadline = time.monotonic() + 100
     while True:
@@ -124,7 +135,7 @@ def wait_for_peers(arena_dir: str, step: int) -> list[str]:
             and all(run["head_step"] == step for run in runs)
             and all(p.endswith("up to date") for p in peers)
         ):
-            return peers
+            return
         assert time.monotonic() < deadline, (step, runs)
         time.sleep(0.05)
 

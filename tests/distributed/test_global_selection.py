@@ -239,11 +239,6 @@ def test_another_seed_or_step_gives_other_random_picks() -> None:
     assert [len(ids) > 50 for ids in ranks.round("random", 3)] == [True] * 3
 
 
-def test_what_one_rank_has_decides_about_what_others_may_take() -> None:
-    ranks = Ranks([rank([5, 1, 1]), rank([4, 9, 8, 7]), rank([])], budget=4)
-    assert [ids.tolist() for ids in ranks.round("priority")] == [[0], [1, 2, 3], []]
-
-
 def test_one_rank_with_everything_and_others_with_nothing() -> None:
     everything = rank(np.arange(1, 101))
     nothing = replace(everything, eligible=np.zeros(100, dtype=bool))
@@ -265,16 +260,6 @@ def test_credit_lets_a_partition_through_that_is_larger_than_a_budget() -> None:
     taken = [ranks.flat(ranks.round("priority", step)).tolist() for step in range(5)]
     assert taken[:3] == [[], [], []]  # 30, 60, 90: smaller ones do not pass it
     assert taken[3] == [0, 1, 2, 3]
-
-
-def test_credit_is_capped_at_a_budget_and_the_largest_partition() -> None:
-    ranks = Ranks([rank([0.0], 50), rank([0.0], 20)], budget=30)
-    left = []
-    for step in range(6):
-        ranks.round("priority", step)
-        left.append(ranks.books[0].credit)
-    assert left == [30, 60, 80, 80, 80, 80]
-    assert ranks.at_once("priority", credit=80).credit == 80
 
 
 def test_what_was_picked_too_much_is_made_up_for() -> None:

@@ -22,8 +22,7 @@ def elsewhere() -> Any:
 
 
 def test_a_job_that_still_runs_elsewhere_is_fenced() -> None:
-    job = RankStore(elsewhere(), 2)
-    job.save(3)
+    job = RankStore(elsewhere(), 2).save(3)
     before = [sealed.step for sealed in complete_sets(job.store.again())]
     fence(job.store.again())
     assert [sealed.step for sealed in complete_sets(job.store.again())] == before == [3]
@@ -34,10 +33,8 @@ def test_a_job_that_still_runs_elsewhere_is_fenced() -> None:
 
 
 def test_only_who_saves_the_newest_state_is_fenced() -> None:
-    first = RankStore(url := elsewhere(), 2)
-    first.save(3)
-    second = RankStore(url, 3)
-    second.save(5)
+    first = RankStore(url := elsewhere(), 2).save(3)
+    second = RankStore(url, 3).save(5)
     newest = [first.store.again().log(shard).newest() for shard in first.topology.shards]
     fence(second.store.again())
     assert [first.store.again().log(shard).newest() for shard in first.topology.shards] == newest

@@ -8,8 +8,6 @@ import pytest
 
 from scarctl.distributed.credentials import disk_of
 from scarctl.distributed.host_address import machine
-from scarctl.errors import Unavailable
-from scarctl.store.hosts import read_hosts
 from tests.distributed.test_meeting import A, B, Table, made, record, table
 
 __all__ = ["table"]
@@ -77,9 +75,7 @@ def test_containers_of_one_machine_are_used_last_and_are_a_caveat(table: Table) 
     """They are hosts of their own: the machine's loss takes all of them."""
     object.__setattr__(table.meeting._settings, "peer_address", "10.0.0.7")
     near = record(A, 1, domain=machine(), address="10.0.0.8")
-    table.put(near)
-    table.look()
-    table.look(1.0)
+    table.meet(near)
     table.daemon.links_now = [{"address": "10.0.0.8", "port": 1, "state": "following", "complete": True}]
     table.look(1.0)
     (caveat,) = table.caveats
@@ -97,23 +93,9 @@ def test_containers_of_one_machine_are_used_last_and_are_a_caveat(table: Table) 
 
 def test_one_of_two_hosts_is_too_few(tmp_path: Path) -> None:
     for seat in made(tmp_path, peers=2):
-        seat.put(record(A, 1))
-        seat.look()
-        seat.look(1.0)
+        seat.meet(record(A, 1))
         seat.daemon.has(1)
         seat.look(70.0)
         (caveat,) = seat.caveats
         text = "peers=2, but only 1 other host can keep copies of this host's memory"
         assert caveat.message.removeprefix(text) == disk_sentence(seat)
-
-
-def test_a_daemon_that_cannot_listen_is_a_caveat_until_it_can(table: Table) -> None:
-    table.daemon.refusal = Unavailable("the daemon cannot listen at 10.0.0.7")
-    table.look()
-    (caveat,) = table.caveats
-    assert "keeps none: the daemon cannot listen" in caveat.message
-    assert read_hosts(table.store) == {}
-    table.daemon.refusal = None
-    table.look(1.0)
-    assert list(table.caveats) == []
-    assert table.own.port == 4000

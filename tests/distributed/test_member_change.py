@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import scarctl
-from scarctl.errors import Contention, Fenced, LayoutMismatch, SettingsConflict, UsageError
+from scarctl.errors import Contention, Fenced, LayoutMismatch, UsageError
 from scarctl.ops.export import ExportSettings, export
 from scarctl.store import Store, newest_topology, open_writer, topology_epochs, verify
 from scarctl.store.prune import Retention, plan_prune, prune
@@ -53,12 +53,10 @@ def test_each_row_comes_from_the_member_that_had_it(old: int, new: int, tmp_path
 
 def test_steps_and_extras_are_those_of_the_member_of_that_number(tmp_path: Path) -> None:
     for number in range(2):
-        seen = {"of": number}
         state = state_of(number, 2)
         with attached(tmp_path / "s", number, 2, state, interval=1) as session:
             session.resume()
             train(session, state, number, 2, 3 + number)
-        del seen
     steps = [run_member(tmp_path / "s", n, 4, 0, replaces=2)[0].step for n in range(4)]
     # Members 2 and 3 are new. All of their rows belonged to member 1.
     assert steps == [3, 4, 4, 4]
@@ -137,18 +135,6 @@ def test_a_member_that_waits_to_take_over_is_named_and_its_rows_stay(tmp_path: P
     prune(Store.open(tmp_path / "s"), plan)
     assert after(tmp_path / "s", 3, None) == [5] * 8 + [step + 1 for step in rows[8:]]
     assert after(tmp_path / "s", 4, 3) == [5] * 8 + [step + 1 for step in rows[8:]]
-
-
-def test_the_number_changes_only_where_it_is_asked_for_and_is_the_one_expected(tmp_path: Path) -> None:
-    before(tmp_path / "s", 2)
-    for replaces in (None, 3):
-        with pytest.raises(SettingsConflict, match="has 2 members, not 4") as caught:
-            run_member(tmp_path / "s", 3, 4, 0, replaces=replaces)
-        assert "replaces=2" in caught.value.hint
-    assert topology_epochs(Store.open(tmp_path / "s")) == [1]
-    after(tmp_path / "s", 4, 2)
-    with pytest.raises(SettingsConflict, match="has 4 members, not 2"):
-        run_member(tmp_path / "s", 0, 2, 0)
 
 
 def test_a_member_that_still_runs_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,22 +93,3 @@ def test_copies_of_members_that_are_replaced(alone: Hosts) -> None:
     found = two.start(2, "west", replaces=2)
     assert found["step"] >= head
     assert found["tiers"].keys() == {"peer"}
-
-
-@pytest.mark.long
-def test_two_copies_survive_two_hosts(alone: Hosts) -> None:
-    alone.count = 3
-    alone.options |= {"peers": 2, "peer_ack": "all"}
-    for number, home in enumerate(("east", "west", "south")):
-        alone.start(number, home)
-    for number, home in enumerate(("east", "west", "south")):
-        assert len(alone.until_copied(number, home, 2)) == 2
-    for number in (0, 1):
-        alone.order(number, "stop store")
-    heads = [alone.copy(number) for number in (0, 1)]
-    alone.lose("east", 0)
-    alone.lose("west", 1)
-    for number in (0, 1):
-        found = alone.start(number, "north")
-        assert found["tiers"].keys() == {"peer"}, found
-        assert found["step"] >= heads[number]

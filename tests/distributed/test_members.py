@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,11 +12,10 @@ import pytest
 import torch
 
 import scarctl
-from scarctl.errors import Contention, LayoutMismatch, SettingsConflict, UsageError
+from scarctl.errors import Contention, LayoutMismatch, UsageError
 from scarctl.store import Store, read_snapshot
 from tests.support.member import ROWS, attached, epochs, state_of, train
-from tests.support.ranks import RankStore
-from tests.support.training import Loop, differing, drained
+from tests.support.training import drained
 
 
 @contextmanager
@@ -45,19 +43,6 @@ def test_each_resumes_exactly_what_it_was_at_a_step_of_its_own(tmp_path: Path) -
             assert (resumed.step, resumed.consistent, resumed.reasons) == (3 + number, True, ())
             assert all((state[name] == kept[number][name]).all() for name in state)
     assert epochs(Store.open(tmp_path / "s")) == {0: 2, 1: 1, 2: 2}
-
-
-def test_a_member_with_torch_and_adam_resumes_exactly(tmp_path: Path) -> None:
-    first = Loop(tmp_path / "s", member=(1, 2))
-    first.session.resume()
-    first.train(7)
-    first.session.close()
-    kept = first.state()
-    again = Loop(tmp_path / "s", seed=5, member=(1, 2))
-    resumed = again.session.resume()
-    assert (resumed.step, resumed.consistent) == (7, True)
-    assert differing(kept, again.state()) == []
-    again.session.close()
 
 
 def test_its_parts_have_its_own_names_and_those_of_the_whole_state(tmp_path: Path) -> None:
@@ -153,53 +138,6 @@ def test_contradictions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="each member is one shard"):
         attached(tmp_path / "s", 0, 2, state_of(0), shards=4)
     assert not (tmp_path / "s").exists()
-
-
-def test_another_number_of_members_and_other_writers_are_refused(tmp_path: Path) -> None:
-    with members(tmp_path / "s", 2):
-        pass
-    with pytest.raises(SettingsConflict, match="has 2 members, not 3"):
-        attached(tmp_path / "s", 2, 3, state_of(2))
-    for ranks in (None, False):
-        with pytest.raises(UsageError, match="written by 2 members") as caught:
-            scarctl.attach(state_of(0), store=tmp_path / "s", ranks=ranks)
-        assert caught.value.kind == "store-of-members"
-    with members(tmp_path / "s", 2) as two:
-        assert [session.resumed.step for session, _ in two] == [3, 4]
-
-    RankStore(tmp_path / "ranks", 2).close()
-    with pytest.raises(UsageError, match="2 ranks, not by members"):
-        scarctl.attach(state_of(0), store=tmp_path / "ranks", member=(0, 2))
-    with scarctl.attach(state_of(0), store=tmp_path / "one") as session:
-        session.step()
-    with pytest.raises(UsageError, match="one process saved"):
-        scarctl.attach(state_of(0), store=tmp_path / "one", member=(0, 2))
-
-
-def test_the_part_of_another_member_is_refused_if_its_shapes_differ(tmp_path: Path) -> None:
-    with members(tmp_path / "s", 2):
-        pass
-    with attached(tmp_path / "s", 1, 2, {"rows": np.zeros((ROWS, 5)), "bias": np.zeros(4)}) as session:
-        with pytest.raises(LayoutMismatch, match="rows"):
-            session.resume()
-        session.close(seal=False)
-
-
-def test_a_copied_store_is_a_store_of_its_own(tmp_path: Path) -> None:
-    with members(tmp_path / "s", 2):
-        # Before the last seal. Files that are still written may vanish meanwhile.
-        shutil.copytree(tmp_path / "s", tmp_path / "copy", ignore=shutil.ignore_patterns(".tmp-*"))
-    with members(tmp_path / "s", 2, steps=9):
-        pass
-    for url, step in (("s", 14), ("copy", None)):
-        state = state_of(1)
-        with attached(tmp_path / url, 1, 2, state) as session:
-            resumed = session.resume()
-            assert step is None or resumed.step == step
-            assert resumed.report is None or resumed.report.tiers.keys() == {"store"}
-            train(session, state, 1)
-    assert epochs(Store.open(tmp_path / "s")) == {0: 2, 1: 3}
-    assert epochs(Store.open(tmp_path / "copy")) == {0: 1, 1: 2}
 
 
 def test_a_sharded_model_is_no_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

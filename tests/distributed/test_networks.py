@@ -11,7 +11,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,17 @@ from scarctl.arena.folder import host_folder
 from scarctl.arena.owner import read_owner
 from scarctl.state.version import step_of
 from tests.daemon.trainer import status, stop
-from tests.distributed.paced import END
+from tests.distributed.hosted import END
 from tests.support.networks import CONTROL, Networks, Unavailable, networks, outcome
 from tests.support.places import KEY, SECRET
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.long
 
-TRAIN = "tests.distributed.paced:train"
+TRAIN = "tests.distributed.hosted:train"
+ENDLESS = 10**6
 HOMES, ELSEWHERE = ["east", "west", "north"], ["there", "west", "north"]
 INTERVAL = 5
-PATIENCE = 60.0
 LISTENS = "0A"
 """State of a listening socket in /proc/net/tcp."""
 
@@ -58,10 +58,51 @@ three_hosts = pytest.mark.parametrize("hosts", [3], indirect=True, ids=[""])
 
 def resume(hosts: Networks, folder: Path, kind: str, homes: list[str], **options: Any) -> list[Any]:
     """Start the job again on some hosts, and return what each rank resumed."""
-    again = {"homes": homes, "steps": 16, **options}
-    ended = outcome(hosts.start(TRAIN, folder, kind, str(folder), again), folder)
+    again = {"homes": homes, **options}
+    ended = outcome(hosts.start(TRAIN, folder, kind, str(folder), 16, again), folder)
     assert [code for code, _ in ended] == [0] * len(homes), ended
     return [report for _, report in ended]
+
+
+@contextlib.contextmanager
+def training(
+    hosts: Networks, folder: Path, world: int = 0, **options: Any
+) -> Iterator[Callable[[], list[Any]]]:
+    """Train on all hosts, until the function is called that ends the job and returns the reports."""
+    job = {"homes": HOMES, "pace": 0.1, "fraction": 1.0, **options}
+    ranks = hosts.start(TRAIN, folder, "fsdp", str(folder), ENDLESS, job, world=world, seconds=300)
+
+    def end() -> list[Any]:
+        (folder / END).touch()
+        ended = outcome(ranks, folder)
+        assert [code for code, _ in ended] == [0] * len(ranks), ended
+        assert [report["errors"] for _, report in ended] == [0] * len(ranks)
+        return [report for _, report in ended]
+
+    try:
+        for rank, home in enumerate(HOMES[: len(ranks)]):
+            wait_until(lambda home=home: "up to date" in link_of(folder, home))  # type: ignore[misc]
+            wait_until(lambda rank=rank: step_at(folder, rank) >= INTERVAL)  # type: ignore[misc]
+        yield end
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def link_of(folder: Path, home: str = "east") -> str:
+    found = run_of(folder, home).get("peers", [""])
+    return str(found[0]) if found else ""
+
+
+def trains_on(folder: Path) -> None:
+    """Wait until training has gone on for three intervals."""
+    before = step_at(folder, 0)
+    wait_until(lambda: step_at(folder, 0) >= before + 3 * INTERVAL)
+
+
+def catches_up(folder: Path) -> None:
+    was = step_at(folder, 0)
+    wait_until(lambda: step_of(replica_at(folder, "west").newest()).min() >= was - INTERVAL)
 
 
 def run_of(folder: Path, home: str) -> dict[str, Any]:
@@ -97,8 +138,8 @@ def listening(pid: int, port: int) -> set[str]:
 @two_hosts
 def test_a_host_dies_with_its_ranks_daemon_and_memory(hosts: Networks, tmp_path: Path) -> None:
     """Without a flush, its peer has the memory of two intervals before, or newer. The store has none of it."""
-    job = {"homes": HOMES, "pace": 0.25, "store_stops_at": 7, "all_die_at": 33, "lost": [0]}
-    ended = outcome(hosts.start(TRAIN, tmp_path, "fsdp", str(tmp_path), job), tmp_path)
+    job = {"homes": HOMES, "pace": 0.25, "fraction": 1.0, "store_stops_at": 7, "all_die_at": 33, "lost": [0]}
+    ended = outcome(hosts.start(TRAIN, tmp_path, "fsdp", str(tmp_path), ENDLESS, job), tmp_path)
     assert [code for code, _ in ended] == [-9, -9], ended
     assert not (tmp_path / "east").exists()
     memory = np.array(json.loads((tmp_path / "memory-0").read_text()))
@@ -125,7 +166,7 @@ def test_two_of_three_hosts_die_at_once(hosts: Networks, tmp_path: Path) -> None
     settings = {"peers": 2}
     job = {"homes": HOMES, "store_stops_at": 7, "flush_at": 13, "copied_at": 13, "all_die_at": 13}
     job |= {"lost": [0, 1], "settings": settings}
-    ended = outcome(hosts.start(TRAIN, tmp_path, "fsdp", str(tmp_path), job), tmp_path)
+    ended = outcome(hosts.start(TRAIN, tmp_path, "fsdp", str(tmp_path), ENDLESS, job), tmp_path)
     assert [code for code, _ in ended] == [-9] * 3, ended
     found = resume(hosts, tmp_path, "fsdp", ["there", "elsewhere", "north"], settings=settings)
     assert [(report["step"], report["consistent"]) for report in found] == [(13, True)] * 3
@@ -135,31 +176,19 @@ def test_two_of_three_hosts_die_at_once(hosts: Networks, tmp_path: Path) -> None
 @two_hosts
 @pytest.mark.parametrize("seconds", [3.0, 45.0])
 def test_a_cable_is_cut_shaped_and_healed(hosts: Networks, tmp_path: Path, seconds: float) -> None:
-    job = {"homes": HOMES, "pace": 0.1}
-    ranks = hosts.start(TRAIN, tmp_path, "fsdp", str(tmp_path), job)
-    try:
-        wait_until(lambda: "up to date" in str(run_of(tmp_path, "east").get("peers")))
+    with training(hosts, tmp_path) as end:
         hosts.cut(0)
-        before = step_at(tmp_path, 0)
         time.sleep(seconds)
-        wait_until(lambda: step_at(tmp_path, 0) >= before + 3 * INTERVAL)
-        (said,) = run_of(tmp_path, "east")["peers"]
-        behind = re.search(r"(\d+) behind", said)
-        assert behind is not None, said
+        trains_on(tmp_path)
+        behind = re.search(r"(\d+) behind", link_of(tmp_path))
+        assert behind is not None, link_of(tmp_path)
         assert int(behind[1]) >= INTERVAL
         hosts.shape(0, "4mbit")
         hosts.heal(0)
-        was = step_at(tmp_path, 0)
-        wait_until(lambda: step_of(replica_at(tmp_path, "west").newest()).min() >= was - INTERVAL)
+        catches_up(tmp_path)
         hosts.unshape(0)
-        (tmp_path / END).touch()
-        ended = outcome(ranks, tmp_path)
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [code for code, _ in ended] == [0, 0], ended
-    assert [report["errors"] for _, report in ended] == [0, 0]
-    assert any("not kept up to date" in text for _, report in ended for text in report["warned"]) == (
+        reports = end()
+    assert any("not kept up to date" in text for report in reports for text in report["warned"]) == (
         seconds > 30
     )
 
@@ -187,10 +216,7 @@ def test_the_store_and_a_peer_are_away_at_once(
     hosts: Networks, bucket: dict[str, Any], tmp_path: Path
 ) -> None:
     """The run continues, reports both, and catches up when they are back."""
-    job = {"homes": HOMES, "pace": 0.1, **bucket}
-    ranks = hosts.start(TRAIN, tmp_path, "fsdp", str(tmp_path), job, world=2)
-    try:
-        wait_until(lambda: "up to date" in str(run_of(tmp_path, "east").get("peers")))
+    with training(hosts, tmp_path, world=2, **bucket) as end:
         wait_until(lambda: run_of(tmp_path, "east").get("durable_step", -1) > 0)
         hosts.cut(2)
         hosts.cut(1)
@@ -205,11 +231,6 @@ def test_the_store_and_a_peer_are_away_at_once(
         hosts.heal(1)
         hosts.heal(2)
         was = step_at(tmp_path, 0)
-        wait_until(lambda: step_of(replica_at(tmp_path, "west").newest()).min() >= was - INTERVAL)
+        catches_up(tmp_path)
         wait_until(lambda: run_of(tmp_path, "east")["oldest_durable_step"] >= was - 2 * INTERVAL, 90)
-        (tmp_path / END).touch()
-        ended = outcome(ranks, tmp_path)
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [code for code, _ in ended] == [0, 0], ended
+        end()

@@ -19,7 +19,7 @@ from tests.distributed.launch import launch
 
 TRAIN = "tests.distributed.hosted:train"
 HOMES, ELSEWHERE = ["east", "west"], ["north", "west"]
-STOPPED = {"homes": HOMES, "store_stops_at": 7, "host_dies": 0}
+STOPPED = {"homes": HOMES, "store_stops_at": 7, "lost": [0]}
 """The store has nothing after step 7."""
 
 
@@ -66,19 +66,6 @@ def test_all_die_and_one_host_is_lost(hosts: Path, calm: Any, monkeypatch: pytes
 
 
 @pytest.mark.long
-def test_a_checkpoint_that_waits_for_peers_survives_the_host(hosts: Path, calm: Any) -> None:
-    """The call waits for nothing else: the other host has everything when it returns."""
-    job = {**STOPPED, "settings": {"peer_ack": "all"}, "wait_at": 13, "all_die_at": 13}
-    with pytest.raises(AssertionError, match="ended with -9"):
-        launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
-    end = str(hosts / "end.pt")
-    found = launch(TRAIN, 2, "fsdp", str(hosts), 17, {"homes": ELSEWHERE, "keep": end})
-    assert [(report["step"], report["consistent"]) for report in found] == [(13, True)] * 2
-    assert [set(report["tiers"]) for report in found] == [{"peer"}, {"memory"}]
-    assert same(load(Path(end)), calm("fsdp"))
-
-
-@pytest.mark.long
 def test_another_number_of_ranks_takes_over_what_copies_have(hosts: Path) -> None:
     """East's memory is lost, and West has both: its own, and the copy. The store has none of it."""
     job = {**STOPPED, "flush_at": 13, "copied_at": 13, "all_die_at": 13}
@@ -109,37 +96,6 @@ def test_a_state_that_all_ranks_have_is_exact_if_the_lost_host_had_saved_this_st
         launch(TRAIN, 2, "ddp", str(hosts), 20, job)
     found = launch(TRAIN, 2, "ddp", str(hosts), 17, {"homes": ELSEWHERE})
     assert [(report["step"], report["consistent"]) for report in found] == [(13, True)] * 2
-
-
-@pytest.mark.long
-def test_a_daemon_that_dies_is_replaced_and_keeps_what_it_kept(hosts: Path) -> None:
-    job = {
-        **STOPPED,
-        "store_stops_at": 0,
-        "daemon_dies_at": 8,
-        "flush_at": 13,
-        "copied_at": 13,
-        "all_die_at": 13,
-    }
-    with pytest.raises(AssertionError, match="ended with -9"):
-        launch(TRAIN, 2, "fsdp", str(hosts), 20, job)
-    found = launch(TRAIN, 2, "fsdp", str(hosts), 14, {"homes": ELSEWHERE})
-    assert [(report["step"], report["consistent"]) for report in found] == [(13, True)] * 2
-    # Copies of that step that the store already has are taken from there.
-    assert found[0]["tiers"].get("peer", 0) + found[0]["tiers"].get("store", 0) == sum(
-        found[0]["tiers"].values()
-    )
-
-
-@pytest.mark.long
-def test_a_run_that_ends_well_leaves_no_copies(hosts: Path) -> None:
-    found = launch(TRAIN, 2, "fsdp", str(hosts), 12, {"homes": HOMES, "copied_at": 12})
-    assert ["up to date" in peer for report in found for peer in report["peers"]] == [True, True]
-    for rank, report in enumerate(found):  # `inspect` on a host shows the copies of its own ranks
-        assert "following" in report["inspected"][rank][0]
-        assert report["inspected"][1 - rank] == []
-    left = [path.name for path in hosts.rglob("*") if path.is_file() and "scarctl-" in str(path)]
-    assert [name for name in left if name not in ("daemon.lock", "daemon.log")] == []
 
 
 @pytest.mark.long

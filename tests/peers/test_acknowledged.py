@@ -40,6 +40,12 @@ def run(tmp_path: Path) -> Run:
     return made
 
 
+@pytest.fixture
+def arena(run: Run) -> Arena:
+    assert run.saver.arena is not None
+    return run.saver.arena
+
+
 class Hosts:
     """Daemons that keep copies, without their sockets for sessions."""
 
@@ -75,11 +81,10 @@ def hosts(tmp_path: Path, run: Run) -> Iterator[Hosts]:
     run.store.close()
 
 
-def test_what_is_acknowledged_is_on_the_other_hosts(run: Run, hosts: Hosts) -> None:
+def test_what_is_acknowledged_is_on_the_other_hosts(run: Run, arena: Arena, hosts: Hosts) -> None:
     """The call waits for this moment's step, whichever it is, and for nothing else."""
-    assert run.saver.arena is not None
     for step in range(2, 12):
-        save(run.saver.arena, step)
+        save(arena, step)
         have, links = run.await_peers(2, 30.0)
         assert [hosts.step(0), hosts.step(1)] == [step, step]
         assert have == 2
@@ -87,9 +92,8 @@ def test_what_is_acknowledged_is_on_the_other_hosts(run: Run, hosts: Hosts) -> N
 
 
 def test_one_is_enough_for_next_and_not_for_all(
-    run: Run, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+    run: Run, arena: Arena, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run.saver.arena is not None
     assert run.await_peers(2, 30.0)[0] == 2
     stuck, original = threading.Event(), Replica.mark
 
@@ -100,7 +104,7 @@ def test_one_is_enough_for_next_and_not_for_all(
 
     monkeypatch.setattr(Replica, "mark", held)
     try:
-        save(run.saver.arena, 2)
+        save(arena, 2)
         assert run.await_peers(1, 30.0)[0] >= 1
         assert hosts.step(0) == 2
         began = time.monotonic()
@@ -125,11 +129,9 @@ def test_a_peer_that_never_will_is_not_waited_for(run: Run, hosts: Hosts) -> Non
 
 
 def test_extras_that_are_too_large_are_not_acknowledged(
-    run: Run, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+    run: Run, arena: Arena, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The peers have the copies, but the other things that a resume needs only once the store has them."""
-    arena = run.saver.arena
-    assert arena is not None
     assert run.await_peers(2, 30.0)[0] == 2
     monkeypatch.setattr(followers, "MAX_BODY", 100)
     save(arena, 2)
@@ -155,11 +157,9 @@ def test_extras_that_are_too_large_are_not_acknowledged(
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_replica_goes_with_its_run_only_if_the_store_has_all_of_it(
-    run: Run, hosts: Hosts, waits: bool
+    run: Run, arena: Arena, hosts: Hosts, waits: bool
 ) -> None:
     """It may have all copies, and neither the extras nor the seal."""
-    arena = run.saver.arena
-    assert arena is not None
     assert run.await_peers(2, 30.0)[0] == 2
     acknowledge(arena, EVERYTHING)
     if not waits:
@@ -169,10 +169,10 @@ def test_a_replica_goes_with_its_run_only_if_the_store_has_all_of_it(
     assert [hosts.step(0), hosts.step(1)] == ([1, 1] if waits else [-1, -1])
 
 
-def test_a_state_that_another_reader_still_holds_answers_nothing(run: Run, hosts: Hosts) -> None:
+def test_a_state_that_another_reader_still_holds_answers_nothing(
+    run: Run, arena: Arena, hosts: Hosts
+) -> None:
     """The link sends the slot that the saver holds: memory has a newer state, which is what was asked for."""
-    arena = run.saver.arena
-    assert arena is not None
     with arena.held(60):
         save(arena, 2, flush=False)
         assert run.await_peers(1, 1.0)[0] == 0
@@ -186,10 +186,9 @@ def test_without_links_the_answer_comes_at_once(run: Run) -> None:
     run.store.close()
 
 
-def test_who_asks_during_a_round_gets_the_next_one(run: Run) -> None:
+def test_who_asks_during_a_round_gets_the_next_one(run: Run, arena: Arena) -> None:
     """The current round may have read the arena before."""
-    assert run.saver.arena is not None
-    sender = Sender(source(), [], run.saver.arena)
+    sender = Sender(source(), [], arena)
     first = sender.ask()
     sender._begun = 1  # a round begins
     assert (first, sender.ask(), sender.ask()) == (1, 2, 2)

@@ -28,6 +28,7 @@ from scarctl.state.caveats import Caveat
 from scarctl.state.extras import Notes
 from scarctl.state.version import step_of
 from tests.persist.test_evacuation import RISING, ROW, ROWS, Slow
+from tests.support.frames import joined
 from tests.support.relay import Relay
 from tests.support.waiting import wait_until
 
@@ -59,15 +60,16 @@ def sender(slow: Slow, relay: Relay, tmp_path: Path) -> Iterator[Sender]:
 
 
 @contextlib.contextmanager
-def sending(slow: Slow, relay: Relay, tmp_path: Path, name: str) -> Iterator[Sender]:
+def sending(slow: Slow, relay: Relay, tmp_path: Path, name: str, *, started: bool = True) -> Iterator[Sender]:
     (tmp_path / name).mkdir(mode=0o700)
     host = Host(tmp_path / name)
     relay.target = host.admit(START, SECRET, "ab" * 16, "127.0.0.1", 0)
     source = Source(RUN, "", "east", START, SECRET, rate=None)
     made = Sender(source, [Candidate(name, "127.0.0.1", relay.port)], slow.arena)
     made._follower._buffer = made._follower._buffer[: 2 * ROW]  # two partitions in a frame
-    made.start()
-    wait_until(lambda: made.current)
+    if started:
+        made.start()
+        wait_until(lambda: made.current)
     yield made
     relay.close()
     made.close(done=False, patience=30.0)
@@ -80,6 +82,14 @@ def at_west(tmp_path: Path) -> Any:
     found = Arena.share(tmp_path / "west" / RUN, run_id=RUN)
     assert found is not None
     return np.where(found.intact(), step_of(found.version), -1)
+
+
+def hurried(slow: Slow, *senders: Sender) -> PeerCopies:
+    """Take the newest step, and return its copies, which are sent with haste."""
+    slow.flush(7, RISING)
+    copies = PeerCopies(slow.arena, list(senders))
+    copies.hurry()
+    return copies
 
 
 def cut_midway(slow: Slow, relay: Relay, sender: Sender) -> PeerCopies:
@@ -100,7 +110,7 @@ def test_the_most_changed_is_sent_first_also_when_that_is_said_in_the_middle(slo
     sent = []
     for frame in follower.round():
         if bytes(memoryview(frame[0])[:1]) == bytes([Kind.BATCH]):
-            body = b"".join(bytes(memoryview(part)) for part in frame[1:])
+            body = joined(frame[1:])
             ids = decode_batch({"count": 4}, np.frombuffer(body, np.uint8), ROWS).ids
             sent.append(ids.tolist())
             if len(sent) == 2:
@@ -115,9 +125,7 @@ def test_a_link_that_is_cut_leaves_the_most_changed_at_the_peer_and_only_that_co
     slow: Slow, relay: Relay, sender: Sender, tmp_path: Path
 ) -> None:
     copies = cut_midway(slow, relay, sender)
-    evacuation = slow.evacuation(0.0, copies=copies)
-    evacuation.run()
-    found = evacuation.report()
+    found = slow.evacuate(0.0, copies=copies)
     there = np.flatnonzero(at_west(tmp_path) == 7)
     assert 0 < there.size < ROWS
     assert there.tolist() == list(range(ROWS - there.size, ROWS)), "the largest changes, and no gap"
@@ -184,9 +192,7 @@ def test_extras_that_a_peer_has_not_acknowledged_are_lost(
         keep(self, data)
 
     monkeypatch.setattr(Replica, "keep", held)
-    slow.flush(7, RISING)
-    copies = PeerCopies(slow.arena, [sender])
-    copies.hurry()
+    copies = hurried(slow, sender)
     try:
         wait_until(lambda: (copies.moments() == slow.arena.moments).all())
         found = slow.evacuation(0.0, copies=copies).report()
@@ -245,9 +251,7 @@ def test_what_another_host_has_is_safe_while_the_store_hangs(
 def test_a_store_that_fails_leaves_the_time_to_the_peers(slow: Slow, relay: Relay, sender: Sender) -> None:
     """Saving ends at once, and the peer continues for as long as the deadline allows."""
     relay.allow(0)
-    slow.flush(7, RISING)
-    copies = PeerCopies(slow.arena, [sender])
-    copies.hurry()
+    copies = hurried(slow, sender)
     wait_until(lambda: relay.stuck)
     slow.blobs.break_down("writer", 13)
     thread = PersisterThread(slow.persister)
@@ -265,21 +269,16 @@ def test_a_host_that_never_answered_has_nothing(slow: Slow) -> None:
             Source(RUN, "", "east", START, SECRET, None), [Candidate("west", "127.0.0.1", port)], slow.arena
         )
         sender.start()
-        slow.flush(7, RISING)
-        copies = PeerCopies(slow.arena, [sender])
-        copies.hurry()
+        copies = hurried(slow, sender)
         copies.wait(0.2)
-        evacuation = slow.evacuation(0.0, copies=copies)
-        found = evacuation.report()
+        found = slow.evacuation(0.0, copies=copies).report()
         assert (found.peers, found.peer_partitions, found.lost_partitions) == ((), 0, ROWS)
     sender.close(done=False, patience=30.0)
 
 
 def test_a_host_that_has_died_since_has_nothing(slow: Slow, relay: Relay, sender: Sender) -> None:
     """The peer had everything, and its end of the link is gone."""
-    slow.flush(7, RISING)
-    copies = PeerCopies(slow.arena, [sender])
-    copies.hurry()
+    copies = hurried(slow, sender)
     copies.wait(60.0)
     assert slow.evacuation(0.0, copies=copies).report().safe
     relay.refuse()
@@ -294,10 +293,8 @@ def test_a_lost_link_is_tried_at_once_when_the_host_goes(
     relay.refuse()
     wait_until(lambda: sender.state is State.LOST and sender.link.pause >= 4.0)
     relay.accept()
-    slow.flush(7, RISING)
-    copies = PeerCopies(slow.arena, [sender])
     began = time.monotonic()
-    copies.hurry()
+    hurried(slow, sender)
     wait_until(lambda: sender.current)
     assert sender.link.pause < 4.0, "the pause of a link that was lost for long is over"
     assert set(at_west(tmp_path)) == {7}
@@ -306,22 +303,13 @@ def test_a_lost_link_is_tried_at_once_when_the_host_goes(
 
 def test_a_link_that_has_not_begun_yet_is_waited_for(slow: Slow, relay: Relay, tmp_path: Path) -> None:
     """On a busy host its thread runs late."""
-    (tmp_path / "west").mkdir(mode=0o700)
-    host = Host(tmp_path / "west")
-    relay.target = host.admit(START, SECRET, "ab" * 16, "127.0.0.1", 0)
-    source = Source(RUN, "", "east", START, SECRET, rate=None)
-    sender = Sender(source, [Candidate("west", "127.0.0.1", relay.port)], slow.arena)
-    slow.flush(7, RISING)
-    copies = PeerCopies(slow.arena, [sender])
-    copies.hurry()
-    late = threading.Timer(0.5, sender.start)
-    late.start()
-    copies.head_start(60.0)
-    found = slow.evacuation(0.0, copies=copies).report()
-    late.join()
-    relay.close()
-    sender.close(done=False, patience=30.0)
-    host.close()
+    with sending(slow, relay, tmp_path, "west", started=False) as sender:
+        copies = hurried(slow, sender)
+        late = threading.Timer(0.5, sender.start)
+        late.start()
+        copies.head_start(60.0)
+        found = slow.evacuation(0.0, copies=copies).report()
+        late.join()
     assert found.safe, found.to_json()
     assert found.peer_sealed
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,10 @@ import pytest
 
 from scarctl.arena.age import age_of
 from scarctl.arena.arena import Arena
-from scarctl.arena.header import OWNER
 from scarctl.arena.kinship import ASIDE, take
 from scarctl.arena.owner import Owner, read_owner, write_owner
 from scarctl.arena.transfer import Outgoing
 from scarctl.arena.view import peek
-from scarctl.errors import Contention
 from scarctl.peers.channel import Channel
 from scarctl.peers.fetch import Asker, fetch_memory
 from scarctl.peers.frames import Kind, encode
@@ -70,6 +70,18 @@ def test_the_other_host_keeps_its_rate(
     assert kept == [paced], "-1 is no limit"
     slowest = PIECE_SECONDS + (found.bytes / paced if rate else 0.0)
     assert patience.count(pytest.approx(slowest)) >= 2, "on both sides"
+
+
+def test_hosts_that_never_answer_are_asked_at_once(three: list[Site]) -> None:
+    east, west, _ = three
+    east.train(5)
+    with contextlib.ExitStack() as silent:
+        mute = [silent.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(40)]
+        hosts = [Candidate("mute", "127.0.0.1", one.getsockname()[1]) for one in mute]
+        began = time.monotonic()
+        assert west.fetch(*hosts, east.listen(), seconds=3.0) is not None
+    assert west.step() == 5
+    assert time.monotonic() - began < 60, "3 s at once, not one after the other"
 
 
 # -- which one -----------------------------------------------------------------------------------------------------
@@ -264,22 +276,3 @@ def test_two_hosts_fetch_the_same_at_once(three: list[Site], monkeypatch: pytest
     again = Arena.open_existing(east.place, run_id=east.view().run_id)  # the lock is free
     assert again is not None
     again.close()
-
-
-def test_the_arena_does_not_change_while_it_is_sent(
-    three: list[Site], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    east, west, _ = three
-    east.train(5)
-    read, tried = Outgoing.read, []
-
-    def meanwhile(self: Outgoing, at: int, size: int) -> Any:
-        with pytest.raises(Contention):
-            Arena.open_existing(east.place, run_id=east.view().run_id, patience=0.0)
-        tried.append(at)
-        return read(self, at, size)
-
-    monkeypatch.setattr(Outgoing, "read", meanwhile)
-    assert west.fetch(east.listen()) is not None
-    assert tried
-    assert not (east.place / OWNER).exists()

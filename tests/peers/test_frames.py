@@ -25,34 +25,25 @@ from scarctl.peers.frames import (
     Mark,
     Offer,
     decode_batch,
-    decode_head,
     decode_mark,
     decode_offer,
     decode_prefix,
     encode,
 )
+from tests.support.frames import joined, parse
 
 PARTITIONS = 50
 VERSION = st.integers(-1, (1 << 63) - 1)
 
 
-def joined(parts: list[Any]) -> bytes:
-    return b"".join(memoryview(part).tobytes() for part in parts)
-
-
 def decode(data: bytes) -> Any:
     """Decode as a channel does: the prefix, the head, the body, then the content of the kind."""
-    prefix = decode_prefix(data[: PREFIX.size])
-    text, body = data[PREFIX.size :][: prefix.head], data[PREFIX.size + prefix.head :]
-    if len(body) != prefix.body:
-        raise Corruption("cut")
-    array = np.frombuffer(body, np.uint8)
-    head = decode_head(prefix, text, array)
-    if prefix.kind in (Kind.BATCH, Kind.FIELDS):
+    kind, head, array = parse(data)
+    if kind in (Kind.BATCH, Kind.FIELDS):
         return decode_batch(head, array, PARTITIONS)
-    if prefix.kind in (Kind.INVENTORY, Kind.FETCH):
+    if kind in (Kind.INVENTORY, Kind.FETCH):
         return decode_offer(head, array)
-    return decode_mark(head, array) if prefix.kind is Kind.MARK else head
+    return decode_mark(head, array) if kind is Kind.MARK else head
 
 
 @st.composite

@@ -13,7 +13,6 @@ import pytest
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.header import FILE
-from scarctl.arena.owner import disown
 from scarctl.errors import AccessDenied, ScarError, Unavailable
 from scarctl.peers.channel import Channel, Gone
 from scarctl.peers.frames import Kind, encode
@@ -148,17 +147,6 @@ def test_a_process_without_a_good_name_is_refused(west: Host, arena: Arena, proc
         begin(channel, encode(Kind.LAYOUT, about, arena.layout_json()))
 
 
-def test_a_host_that_does_not_know_the_start_yet_is_tried_again(
-    west: Host, arena: Arena, senders: list[Sender]
-) -> None:
-    port = west.admit("22" * 16, SECRET, "ee" * 16, "127.0.0.1", 0)
-    sender, warned = follow(senders, arena, port)
-    wait_until(lambda: sender.state is State.LOST)
-    assert west.admit(START, SECRET, STORE, "127.0.0.1", 0) == port
-    wait_until(lambda: "up to date" in sender.describe())
-    assert warned == []
-
-
 def test_an_earlier_start_of_the_job_is_not_let_in_again(
     west: Host, arena: Arena, senders: list[Sender]
 ) -> None:
@@ -167,22 +155,6 @@ def test_an_earlier_start_of_the_job_is_not_let_in_again(
     sender, _ = follow(senders, arena, port)
     wait_until(lambda: sender.state is State.LOST)
     assert not west.status()
-
-
-def test_a_replica_that_a_process_takes_ends_the_link_for_good(
-    west: Host, arena: Arena, senders: list[Sender], tmp_path: Path
-) -> None:
-    port = west.admit(START, SECRET, STORE, "127.0.0.1", 0)
-    sender, warned = follow(senders, arena, port)
-    wait_until(lambda: "up to date" in sender.describe())
-    taken = Arena.open_existing(tmp_path / "west" / RUN, run_id=RUN)
-    assert taken is not None
-    disown(taken.folder)
-    taken.close()
-    save(arena, 2)
-    wait_until(lambda: sender.state is State.FENCED)
-    assert any("taken" in text for text in warned)
-    assert (taken.version == pack(1, 1)).all()
 
 
 def test_the_next_host_is_asked_if_the_first_hasno_room(

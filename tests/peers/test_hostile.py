@@ -29,16 +29,13 @@ from scarctl.peers.sender import Sender
 from scarctl.peers.tls import Tls
 from tests.peers.test_host import RUN, SECRET, START, STORE, arena, follow, replica, senders, west
 from tests.support.certificates import Authority
+from tests.support.frames import joined
 from tests.support.waiting import wait_until
 
 __all__ = ["arena", "senders", "west"]
 pytestmark = pytest.mark.leaves_arena
 CASES = int(os.environ.get("SCARCTL_HOSTILE_CASES", "60"))
 ABOUT = {"host": "x", "store": "", "base_epoch": 1}
-
-
-def joined(frame: Any) -> bytes:
-    return b"".join(bytes(memoryview(part)) for part in frame)
 
 
 class Peer:

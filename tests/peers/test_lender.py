@@ -28,6 +28,7 @@ from scarctl.peers.sender import Sender, Source
 from scarctl.store import Store
 from tests.peers.lending import SECRET, START, Site, sites
 from tests.peers.test_hostile import mutated
+from tests.support.frames import joined
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.leaves_arena
@@ -175,21 +176,12 @@ def test_who_says_nothing_after_the_proof_is_not_waited_for(
             channel.receive()
 
 
-def test_a_daemon_that_has_ended_is_unreachable(two: list[Site]) -> None:
-    east, west = two
-    east.host.close()
-    with pytest.raises(OSError, match="refused"), asking(east):
-        pass
-    assert west.fetch(east.candidate) is None
-
-
 def hostile(chance: random.Random) -> bytes:
     """Return what a hostile borrower sends after its proof."""
     kinds = [Kind.INVENTORY, Kind.FETCH, Kind.ACK, Kind.FILE, Kind.PIECE, Kind.END, Kind.LAYOUT, Kind.BATCH]
     frames = []
     for kind in (Kind.INVENTORY, Kind.FETCH, Kind.ACK, Kind.ACK)[chance.randrange(3) :]:
-        frame = b"".join(bytes(memoryview(part)) for part in encode(kind, {"count": 1}, b""))
-        frames.append(frame)
+        frames.append(joined(encode(kind, {"count": 1}, b"")))
     at = chance.randrange(len(frames))
     strange = encode(
         chance.choice(kinds), {"count": chance.randrange(-9, 9)}, chance.randbytes(chance.randrange(200))
@@ -197,7 +189,7 @@ def hostile(chance: random.Random) -> bytes:
     frames[at] = chance.choice(
         [
             mutated(frames[at], chance),
-            b"".join(bytes(memoryview(part)) for part in strange),
+            joined(strange),
             PREFIX.pack(chance.choice(kinds), 2, MAX_BODY, 0) + b"{}",
             chance.randbytes(chance.randrange(1, 300)),
         ]
@@ -237,14 +229,6 @@ def test_a_connection_has_one_limit_for_all_its_parts(
         monkeypatch.setattr(connect, "STRANGER_SECONDS", 0.2)
         with pytest.raises(Gone), connected("127.0.0.1", port, hello, SECRET, None):
             pass
-
-
-def test_an_unknown_start_is_refused_with_its_reason(two: list[Site]) -> None:
-    east, _ = two
-    hello = Hello.new("22" * 16, east.view().run_id, 1)
-    with pytest.raises(Unavailable) as caught, connected("127.0.0.1", east.port, hello, SECRET, None):
-        pass
-    assert caught.value.kind == "unknown-start"
 
 
 def test_a_store_that_cannot_be_read_makes_nothing_believed(

@@ -99,13 +99,23 @@ class Run:
         arena.seal(arena.slot.head)
         arena.keep(arena.slot.moment)
 
+    def there(self) -> Arena:
+        """Return the arena that the peer would give back."""
+        found = Arena.share(self.host / RUN, run_id=RUN)
+        assert found is not None
+        return found
+
+    def take(self) -> Arena:
+        """Open the replica as a process of the peer's host does."""
+        found = Arena.open_existing(self.host / RUN, run_id=RUN)
+        assert found is not None
+        return found
+
     def check(self) -> None:
         """Check that recovery would find a true state."""
-        place = self.host / RUN
-        if not (place / FILE).exists():
+        if not (self.host / RUN / FILE).exists():
             return
-        found = Arena.share(place, run_id=RUN)
-        assert found is not None
+        found = self.there()
         assert found.intact().all()
         for i in NOT_EMPTY.tolist():
             assert values(found, i) == {step_of(int(found.version[i])) % 251}
@@ -121,12 +131,18 @@ class Run:
         found.close()
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Return a run whose peer has its first state."""
+    made = Run(tmp_path)
+    made.copy(EVERYTHING)
+    assert made.send()
+    return made
+
+
 def equal(run: Run) -> bool:
     """Return whether the replica equals the owner's arena."""
-    place = run.host / RUN
-    found = Arena.share(place, run_id=RUN)
-    assert found is not None
-    mine = run.arena
+    found, mine = run.there(), run.arena
     return (
         bool((found.moments == mine.moments).all() and (found.saved == mine.saved).all())
         and bool((found.version == mine.version).all() and (found.durable == mine.durable).all())
@@ -142,9 +158,11 @@ def equal(run: Run) -> bool:
 def test_a_round_brings_everything(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.copy(EVERYTHING)
+    run.arena.encoding_error[5] = 0.5  # of the owner's store, which the next owner reads itself
     assert not (run.host / RUN).exists()
     assert run.send()
     assert equal(run)
+    assert (run.there().encoding_error == -1).all(), "its copies are exact"
     assert read_owner(run.host / RUN) == Owner("east", run.start, 1)
     run.copy(EVERYTHING[3:5])
     run.seal()
@@ -216,30 +234,22 @@ def test_a_slot_that_is_being_written_has_no_name(tmp_path: Path) -> None:
     run.check()
 
 
-def test_a_flush_ends_a_round_without_a_mark(tmp_path: Path) -> None:
+def test_a_flush_ends_a_round_without_a_mark(run: Run) -> None:
     """What was sent remains, and the next round sends the rest."""
-    run = Run(tmp_path)
-    run.copy(EVERYTHING)
-    assert run.send()
     run.copy(EVERYTHING[2:4])
     assert not run.send(meanwhile=lambda: [run.copy(EVERYTHING[5:6]) for _ in range(2)])
     run.check()
-    found = Arena.share(run.host / RUN, run_id=RUN)
-    assert found is not None
+    found = run.there()
     assert step_of(found.slot.head) == 1
     assert run.follower.changed().nonzero()[0].tolist() == [5]
     assert run.send()
     assert equal(run)
 
 
-def test_in_another_order_each_frame_is_followed_by_a_mark(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.copy(EVERYTHING)
-    assert run.send()
+def test_in_another_order_each_frame_is_followed_by_a_mark(run: Run) -> None:
     run.copy(EVERYTHING)
     assert not run.hurry(most=4)
-    found = Arena.share(run.host / RUN, run_id=RUN)
-    assert found is not None
+    found = run.there()
     assert set(step_of(found.version).tolist()) == {1, 2}
     assert not found.whole
     run.check()
@@ -251,11 +261,8 @@ def test_in_another_order_each_frame_is_followed_by_a_mark(tmp_path: Path) -> No
 @pytest.mark.parametrize("extras", ["own", "none", "withheld"])
 @pytest.mark.parametrize("hurry", [True, False])
 def test_a_state_never_has_the_extras_of_another(
-    tmp_path: Path, extras: str, hurry: bool, monkeypatch: pytest.MonkeyPatch
+    run: Run, extras: str, hurry: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Run(tmp_path)
-    run.copy(EVERYTHING)
-    assert run.send()
     run.copy(EVERYTHING)
     if extras == "none":
         (run.arena.folder / EXTRAS[run.arena.current]).unlink()
@@ -280,18 +287,14 @@ def test_an_older_slot_that_another_sender_holds_is_not_called_saved(tmp_path: P
         for frame in run.follower.round():
             deliver(run.replica, frame)
         assert not run.follower.ended, "memory has a newer state"
-    found = Arena.open_existing(run.host / RUN, run_id=RUN)
-    assert found is not None
+    found = run.take()
     assert (found.slot.moment, found.kept, found.lacking()) == (1, 0, True)
     found.close()
     assert run.send()
     assert equal(run)
 
 
-def test_a_new_connection_sends_only_what_has_changed(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.copy(EVERYTHING)
-    run.send()
+def test_a_new_connection_sends_only_what_has_changed(run: Run) -> None:
     run.copy(EVERYTHING[5:7])
     run.connect()
     assert run.follower.changed().nonzero()[0].tolist() == [5, 6]
@@ -319,12 +322,8 @@ def test_the_older_replica_stays_until_its_successor_is_complete(tmp_path: Path)
     assert equal(second)
 
 
-def test_what_a_process_of_this_host_has_taken_is_not_touched(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.copy(EVERYTHING)
-    run.send()
-    taken = Arena.open_existing(run.host / RUN, run_id=RUN)
-    assert taken is not None
+def test_what_a_process_of_this_host_has_taken_is_not_touched(run: Run) -> None:
+    taken = run.take()
     disown(taken.folder)
     before = taken.slot.memory().tobytes()
     run.copy(EVERYTHING)
@@ -339,12 +338,8 @@ def test_what_a_process_of_this_host_has_taken_is_not_touched(tmp_path: Path) ->
     assert taken.intact().all()
 
 
-def test_a_replica_that_a_command_reads_is_continued_afterwards(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.copy(EVERYTHING)
-    run.send()
-    read = Arena.open_existing(run.host / RUN, run_id=RUN)
-    assert read is not None
+def test_a_replica_that_a_command_reads_is_continued_afterwards(run: Run) -> None:
+    read = run.take()
     run.copy(EVERYTHING)
     with pytest.raises(Contention):
         run.send()
@@ -354,11 +349,8 @@ def test_a_replica_that_a_command_reads_is_continued_afterwards(tmp_path: Path) 
     assert equal(run)
 
 
-def test_a_sender_whose_place_was_taken_sends_no_more(tmp_path: Path) -> None:
+def test_a_sender_whose_place_was_taken_sends_no_more(run: Run) -> None:
     """The replica of the next start is in the place of its arena: extras there do not belong to its copies."""
-    run = Run(tmp_path)
-    run.copy(EVERYTHING)
-    assert run.send()
     place = run.arena.folder
     place.rename(place.with_name("aside"))
     Arena.create(place, LAYOUT, run_id=RUN, epoch=2).close()
@@ -367,12 +359,8 @@ def test_a_sender_whose_place_was_taken_sends_no_more(tmp_path: Path) -> None:
     run.check()
 
 
-def test_a_replica_whose_folder_was_removed_is_not_made_again(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.copy(EVERYTHING)
-    run.send()
-    taken = Arena.open_existing(run.host / RUN, run_id=RUN)
-    assert taken is not None
+def test_a_replica_whose_folder_was_removed_is_not_made_again(run: Run) -> None:
+    taken = run.take()
     taken.remove()
     run.copy(EVERYTHING)
     with pytest.raises(Fenced):

@@ -8,7 +8,6 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,8 @@ from tests.peers.test_host import (
     west,
 )
 from tests.support.certificates import Authority
+from tests.support.frames import joined
+from tests.support.relay import Relay
 
 __all__ = ["arena", "senders", "west"]
 pytestmark = pytest.mark.leaves_arena
@@ -62,10 +63,9 @@ def listen(west: Host, authority: Authority) -> int:
 def test_it_follows_and_nothing_is_readable_on_the_way(
     west: Host, arena: Arena, senders: list[Sender], tmp_path: Path, authority: Authority
 ) -> None:
-    seen = bytearray()
-    port = listen(west, authority)
-    with wiretap(port, seen) as tapped:
-        sender, warned = follow(senders, arena, tapped, tls=Tls(authority.host("east")))
+    with Relay() as tapped:
+        tapped.target = listen(west, authority)
+        sender, warned = follow(senders, arena, tapped.port, tls=Tls(authority.host("east")))
         for step in (2, 3):
             wait_until(lambda: sender.describe() == "host0: following, up to date")
             assert replica(tmp_path).memory().tobytes() == arena.memory().tobytes()
@@ -73,9 +73,9 @@ def test_it_follows_and_nothing_is_readable_on_the_way(
         wait_until(lambda: sender.describe() == "host0: following, up to date")
         sender.close(done=True, patience=30.0)
     assert warned == []
-    assert len(seen) > arena.layout.nbytes
+    assert len(tapped.seen) > arena.layout.nbytes
     for clear in (RUN.encode(), b'"nonce"', START.encode(), bytes(arena.memory()[:64])):
-        assert clear not in bytes(seen)
+        assert clear not in tapped.seen
 
 
 def test_both_ends_use_at_least_tls_1_2(west: Host, authority: Authority) -> None:
@@ -234,7 +234,7 @@ def test_what_is_buffered_inside_of_tls_counts_as_readable(authority: Authority)
     with Tls(authority.host("b")).secure(far, server=False, seconds=30.0) as secured:
         thread.join()
         with made[0] as sending:
-            frame = b"".join(bytes(part) for part in encode(Kind.ACK, {}))
+            frame = joined(encode(Kind.ACK, {}))
             sending.sendall(frame + frame)
             connection = Channel.__new__(Channel)
             assert not connection_ready(connection, secured, False)
@@ -266,32 +266,3 @@ def test_files_that_do_not_fit_are_named(
         Tls(files)
     assert "peer_tls" in str(caught.value)
     assert "PRIVATE KEY" not in str(caught.value)
-
-
-@contextlib.contextmanager
-def wiretap(port: int, seen: bytearray) -> Iterator[int]:
-    """Yield a port that relays everything to another port, and records it."""
-    ended: list[threading.Thread] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def copy(source: socket.socket, target: socket.socket) -> None:
-            with contextlib.suppress(OSError):
-                while data := source.recv(1 << 16):
-                    seen.extend(data)
-                    target.sendall(data)
-            for one in (source, target):
-                with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
-
-        def accept() -> None:
-            near, _ = listener.accept()
-            with near, socket.create_connection(("127.0.0.1", port)) as far:
-                back = threading.Thread(target=copy, args=(far, near))
-                back.start()
-                copy(near, far)
-                back.join()
-
-        ended.append(threading.Thread(target=accept))
-        ended[0].start()
-        yield int(listener.getsockname()[1])
-        ended[0].join(30)

@@ -81,6 +81,12 @@ class Slow(Rig):
         self.arena.note_distances(np.asarray(unsaved, dtype=np.float64))
         self.arena.ask(whole=True)
 
+    def evacuate(self, seconds: float, **options: Any) -> Evacuated:
+        """Evacuate, and return the report."""
+        evacuation = self.evacuation(seconds, **options)
+        evacuation.run()
+        return evacuation.report()
+
     def evacuation(self, seconds: float, **options: Any) -> Evacuation:
         deadline = self.clock() + seconds
         return Evacuation(
@@ -105,9 +111,7 @@ RISING = np.arange(ROWS) + 1.0
 
 def test_what_fits_is_sealed_and_exact(slow: Slow) -> None:
     slow.flush(7, RISING)
-    evacuation = slow.evacuation(120.0)
-    evacuation.run()
-    found = evacuation.report()
+    found = slow.evacuate(120.0)
     assert found.safe
     assert found.sealed
     assert found.lost_partitions == found.lost_bytes == found.squared == 0
@@ -124,10 +128,9 @@ def test_another_reader_of_an_earlier_state_does_not_keep_it_waiting(slow: Slow,
     slow.copy(slow.everything, 6, whole=f"{6:032x}")
     with slow.arena.held(600.0) as other:
         slow.copy(slow.everything, 7, whole=f"{7:032x}", flush=flush)
-        evacuation = slow.evacuation(120.0)
-        evacuation.run()
+        found = slow.evacuate(120.0)
         assert not other.lasts()
-    assert evacuation.report().safe
+    assert found.safe
     assert 7 in slow.sealed()
 
 
@@ -136,19 +139,16 @@ def test_a_state_of_the_same_step_takes_as_long_as_its_extras(slow: Slow) -> Non
     slow.flush(7, RISING)
     slow.evacuation(120.0).run()
     slow.copy(slow.everything[:0], 7, whole=f"{8:032x}")
-    evacuation = slow.evacuation(20.0)
-    evacuation.run()
-    assert evacuation.report().safe
-    assert evacuation.report().sealed
+    found = slow.evacuate(20.0)
+    assert found.safe
+    assert found.sealed
 
 
 @pytest.mark.parametrize("seconds", [3.0, 8.0, 15.0])
 def test_what_does_not_fit_is_saved_in_the_order_of_change(slow: Slow, seconds: float) -> None:
     slow.flush(7, RISING)
-    evacuation = slow.evacuation(seconds)
-    evacuation.run()
+    found = slow.evacuate(seconds)
     assert slow.clock() <= seconds
-    found = evacuation.report()
     steps, content = slow.stored()
     saved = np.flatnonzero(steps == 7)
     assert 0 < saved.size < ROWS
@@ -194,9 +194,7 @@ def test_a_cut_at_any_write_leaves_all_earlier_commits(slow: Slow) -> None:
 def test_copies_of_several_steps_keep_theirs(slow: Slow) -> None:
     slow.copy(np.arange(0, 8), 3)
     slow.copy(np.arange(8, 16), 5)
-    evacuation = slow.evacuation(60.0)
-    evacuation.run()
-    found = evacuation.report()
+    found = slow.evacuate(60.0)
     assert slow.stored()[0][:16].tolist() == [3] * 8 + [5] * 8
     assert found.safe
     assert not found.sealed, "it has no name"
@@ -213,21 +211,18 @@ def test_a_flush_meanwhile_is_what_is_saved(slow: Slow) -> None:
         passing(nbytes, seconds)
 
     slow.throttled.pass_through = look  # type: ignore[method-assign]
-    evacuation = slow.evacuation(240.0)
-    evacuation.run()
-    assert evacuation.report().sealed
+    found = slow.evacuate(240.0)
+    assert found.sealed
     assert set(slow.stored()[1]) == {8}
 
 
 def test_what_the_store_lacks_goes_first(tmp_path: Path) -> None:
     rig = Slow(tmp_path / "store", tmp_path)
-    evacuation = rig.evacuation(20.0)
     rig.flush(2, RISING)
     lacking = rig.persister.stored()
     lacking[[3, 5]] = -1
     rig.persister.stored = lambda: lacking  # type: ignore[method-assign]
-    evacuation = rig.evacuation(4.0)
-    evacuation.run()
+    rig.evacuate(4.0)
     saved = np.flatnonzero(rig.stored()[0] == 2)
     assert {3, 5} <= set(saved.tolist())
     rig.close()
@@ -235,24 +230,19 @@ def test_what_the_store_lacks_goes_first(tmp_path: Path) -> None:
 
 def test_extras_too_large_for_a_commit_do_not_keep_partitions_from_it(slow: Slow) -> None:
     slow.flush(7, RISING, large=np.zeros(20 * ROW, dtype=np.uint8))
-    evacuation = slow.evacuation(10.0)
-    evacuation.run()
+    slow.evacuate(10.0)
     assert slow.clock() <= 10.0
     assert (slow.stored()[0] == 7).sum() >= 6
     assert slow.extras()["step"] == 1
     for _ in range(20):  # each leaves time for copies, never for the extras
-        evacuation = slow.evacuation(6.0)
-        evacuation.run()
-        if not evacuation.report().lost_partitions:
+        found = slow.evacuate(6.0)
+        if not found.lost_partitions:
             break
-    found = evacuation.report()
     assert set(slow.stored()[0]) == {7}
     assert slow.extras()["step"] == 1
     assert (found.lost_partitions, found.extras_lost, found.safe) == (0, True, False)
-    rest = slow.evacuation(500.0)
-    rest.run()
-    assert rest.report().sealed
-    assert rest.report().safe
+    rest = slow.evacuate(500.0)
+    assert (rest.sealed, rest.safe) == (True, True)
     assert slow.extras()["step"] == 7
 
 
@@ -260,18 +250,15 @@ def test_extras_that_fit_no_commit_are_lost_until_they_are_saved(slow: Slow) -> 
     """Also in the evacuations after the one that saves the last copies, and in usual saving between them."""
     slow.flush(7, RISING, sealed=False, large=np.zeros(20 * ROW, dtype=np.uint8))
     for _ in range(20):
-        evacuation = slow.evacuation(6.0)
-        evacuation.run()
-        if not evacuation.report().lost_partitions:
+        found = slow.evacuate(6.0)
+        if not found.lost_partitions:
             break
     assert slow.extras()["step"] == 1
     earlier = Pace()
     earlier.add(2 * ROW, 1.0)
     earlier.add(8 * ROW, 4.0)
     for _ in range(2):
-        evacuation = slow.evacuation(6.0, earlier=earlier)
-        evacuation.run()
-        found = evacuation.report()
+        found = slow.evacuate(6.0, earlier=earlier)
         assert (found.lost_partitions, found.extras_lost, found.safe) == (0, True, False)
     assert slow.persist(slow.arena.asked) == 0, "all copies are durable"
     assert slow.extras()["step"] == 7
@@ -286,8 +273,7 @@ def test_extras_that_cannot_be_read_say_nothing(slow: Slow, monkeypatch: pytest.
         raise Unavailable("away")
 
     monkeypatch.setattr(evacuation_module, "read_extras", fails)
-    evacuation = slow.evacuation(0.0)
-    found = evacuation.report()
+    found = slow.evacuation(0.0).report()
     assert (found.extras_lost, found.safe, found.error) == (True, False, "away")
     monkeypatch.setattr(evacuation_module, "read_extras", read)
 
@@ -296,9 +282,8 @@ def test_a_deadline_that_is_over_writes_nothing(slow: Slow) -> None:
     slow.flush(7, RISING)
     records = slow.records()
     for seconds in (0.0, -5.0):
-        evacuation = slow.evacuation(seconds)
-        evacuation.run()
-        assert evacuation.report().lost_partitions == ROWS
+        found = slow.evacuate(seconds)
+        assert found.lost_partitions == ROWS
     assert slow.records() == records
     assert slow.clock() == 0.0
 
@@ -306,18 +291,16 @@ def test_a_deadline_that_is_over_writes_nothing(slow: Slow) -> None:
 def test_a_fault_that_passes_is_retried_and_one_that_lasts_ends_in_time(slow: Slow) -> None:
     slow.flush(7, RISING)
     slow.blobs.fail("commit", errno.EIO, at=(1, 2))
-    evacuation = slow.evacuation(120.0)
-    evacuation.run()
-    assert evacuation.report().sealed
-    assert evacuation.report().error is None
+    found = slow.evacuate(120.0)
+    assert found.sealed
+    assert found.error is None
     slow.flush(8, RISING)
     slow.blobs.break_down("writer", errno.ENOSPC)
     began = slow.clock()
-    evacuation = slow.evacuation(10.0)
-    evacuation.run()
+    found = slow.evacuate(10.0)
     assert slow.clock() - began <= 10.0
-    assert "No space left" in (evacuation.report().error or "")
-    assert evacuation.report().lost_partitions == ROWS
+    assert "No space left" in (found.error or "")
+    assert found.lost_partitions == ROWS
     slow.blobs.mend()
 
 
@@ -326,17 +309,14 @@ def test_a_fenced_writer_ends_at_once_and_says_why(slow: Slow) -> None:
     other = slow.writer.store.again()
     Path(other.blobs.where("lock")).unlink()  # as if on another host
     open_writer(other, layout=slow.layout).close()
-    evacuation = slow.evacuation(120.0)
-    evacuation.run()
-    assert "taken over" in (evacuation.report().error or "")
+    found = slow.evacuate(120.0)
+    assert "taken over" in (found.error or "")
     assert slow.clock() < 60
 
 
 def test_a_report_survives_its_way_between_processes(slow: Slow) -> None:
     slow.flush(7, RISING)
-    evacuation = slow.evacuation(5.0)
-    evacuation.run()
-    found = evacuation.report()
+    found = slow.evacuate(5.0)
     assert Evacuated.from_json(found.to_json()) == found
     for bad in (None, {}, {**found.to_json(), "ages": None}):
         with pytest.raises(Corruption):

@@ -17,7 +17,6 @@ from scarctl.errors import AccessDenied, Fenced, Overwritten, ScarError, Unavail
 from scarctl.persist import persister as module
 from scarctl.persist.thread import PersisterThread
 from scarctl.policy.evacuation import Pace
-from scarctl.state.version import step_of
 from tests.daemon.rig import Rig
 from tests.support.faulty import OPERATIONS
 
@@ -342,9 +341,3 @@ def test_requests_of_another_arena_are_left_alone(rig: Rig) -> None:
     thread.close()
     assert rig.arena.waits
     assert set(rig.stored()[0]) == {1}
-
-
-def test_a_seal_that_was_noted_is_not_made_again(rig: Rig) -> None:
-    rig.persist(rig.save(rig.everything, 1, sealed=True))
-    assert step_of(rig.arena.sealed) == 1
-    assert rig.arena.kept == rig.arena.slot.moment

@@ -23,6 +23,7 @@ from scarctl.state.layout import TensorSpec, build_layout
 from scarctl.state.version import pack
 from scarctl.store import Store, open_writer
 from scarctl.util.arrays import Ids
+from tests.recovery.test_plan import values
 
 LAYOUT = build_layout(
     [
@@ -64,14 +65,7 @@ class Saved:
 
 def bytes_of(arena: Arena) -> list[bytes]:
     """Return the bytes of every partition."""
-    found = []
-    for i in EVERYTHING.tolist():
-        g = int(LAYOUT.group_of([i])[0])
-        (start,), (stop,) = LAYOUT.row_ranges([i])
-        found.append(
-            b"".join(arena.rows(g, t)[start:stop].tobytes() for t in range(len(LAYOUT.groups[g].tensors)))
-        )
-    return found
+    return [values(arena, i) for i in EVERYTHING.tolist()]
 
 
 def damage(path: Path, partition: int) -> None:

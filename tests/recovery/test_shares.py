@@ -86,11 +86,9 @@ def test_a_damaged_record_is_read_around(store: Store, place: int, exact: bool) 
     assert (back.consistent, back.degraded, back.step) == (True, not exact, 5 if exact else 3)
 
 
-def test_a_share_is_restored_though_another_rank_cannot_be_read(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     """Nothing is known without the first record."""
-    ranks = RankStore(tmp_path / "ranks", 3)
-    ranks.save(5)
-    ranks.close()
+    ranks = RankStore(tmp_path / "ranks", 3).save(5).close()
     for place in (0, 1):
         damage_log(ranks.path, 2, place)
     with pytest.raises(Corruption, match="lanes/2/log"):
@@ -125,12 +123,10 @@ def test_a_rank_that_owns_nothing_goes_back_to_its_own_part_of_the_state(tmp_pat
 
 
 def test_what_was_saved_meanwhile_is_seen_when_asked_again(store: Store, tmp_path: Path) -> None:
-    ranks = RankStore(tmp_path / "ranks", 3)
-    ranks.save(5)
+    ranks = RankStore(tmp_path / "ranks", 3).save(5)
     alone, together = open_shares(store), open_shares(ranks.store)
     save(store, 8)
-    ranks.save(8)
-    ranks.close()
+    ranks.save(8).close()
 
     def newest(state: SharedState) -> tuple[int, int]:
         return state.head, state.sealed()[0].step

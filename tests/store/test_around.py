@@ -13,7 +13,6 @@ from scarctl.state.layout import Layout
 from scarctl.state.version import step_of
 from scarctl.store import Store, create_snapshot, open_writer, read_snapshot, sealed_sets, verify
 from scarctl.store import format as store_format
-from scarctl.store.snapshot import lost_seals
 from tests.store.helpers import Data, read_all, record_file
 
 SHARDS = 3
@@ -69,20 +68,6 @@ def test_between_others(saved: Store, layout: Layout) -> None:
     assert np.array_equal(saved.state(0, around=True).doubt, ~later), "a later record has their newest copies"
 
 
-def test_a_missing_one(saved: Store, layout: Layout, data: Data) -> None:
-    with open_writer(saved, layout=layout) as writer:
-        for step in range(4, 8):
-            writer.commit(np.arange(0, layout.partitions, 2), data, step=step)
-    path = record_file(saved, 3, 2)
-    path.unlink()
-    assert steps(saved, layout)[:2] == [4, 1]
-    (damage,) = saved.state(0, around=True).damaged
-    assert (damage.file, damage.why) == (
-        str(path),
-        "this record is missing, and there are later ones, up to 5",
-    )
-
-
 def test_a_whole_state_after_it_is_exact(saved: Store, layout: Layout, data: Data) -> None:
     with open_writer(saved, layout=layout) as writer:
         writer.commit(np.arange(layout.partitions), data, step=4, sealed=True)
@@ -128,24 +113,6 @@ def test_without_the_newest_file_the_log_goes_on(saved: Store, layout: Layout, d
     with open_writer(saved, layout=layout) as writer:
         writer.commit(np.arange(layout.partitions), data, step=4, sealed=True)
     assert verify(saved, read_data=True).problems == []
-
-
-def test_a_newer_seal_that_damage_hides(saved: Store, layout: Layout, data: Data) -> None:
-    """A rollback to the seal before it says so: the segment of the newest seal is damaged, or its record."""
-    shard_of = saved.shard_of(layout)
-    with open_writer(saved, layout=layout) as writer:
-        record = writer.commit(np.arange(layout.partitions), data, step=4, sealed=True)
-    assert not plan_rollback(saved, layout, shard_of).degraded
-    assert record.segment is not None
-    path = saved.root / "lanes/0/seg" / record.segment.name
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
-    plan = plan_rollback(saved, layout, shard_of)
-    assert (plan.step, plan.consistent, plan.degraded) == (1, True, True)
-    damage(saved, record.k, 2)
-    state = saved.state(0, around=True)
-    assert len(lost_seals([state], sealed_sets([state]))) == 1
 
 
 def test_a_snapshot_whose_own_record_is_damaged_is_not_another_state(saved: Store, layout: Layout) -> None:

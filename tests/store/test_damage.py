@@ -225,20 +225,6 @@ def test_an_older_copy_below_damage_is_not_called_sealed(
     assert older.version.tolist() == [pack(1, 0)]
 
 
-def test_a_torn_record_is_named(tiny: tuple[Store, Layout, Data]) -> None:
-    store, layout, _ = tiny
-    path = record_file(store, 3)
-    path.write_bytes(path.read_bytes()[:-5])
-    with pytest.raises(Corruption, match=path.name):
-        store.state(0)
-    with pytest.raises(Corruption, match=path.name):
-        list(store.log(0).records())
-    with pytest.raises(Corruption, match=path.name):
-        open_writer(store, layout=layout)
-    assert store.state(0, at=store.log(0).term(1).place(2).seq).step == 1
-    assert [p.file for p in verify(store, read_data=True).problems] == [str(path)]
-
-
 def test_a_record_of_another_chain_is_found(tiny: tuple[Store, Layout, Data]) -> None:
     store, _, _ = tiny
     record = list(store.log(0).records())[1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from scarctl.store import (
     snapshots,
     verify,
 )
-from scarctl.store.backends.base import Buffer, InDoubt
+from scarctl.store.backends.base import InDoubt
 from scarctl.store.format import log_folder
 from scarctl.store.lock import NoLock
 from tests.store.helpers import Data, read_all
@@ -61,22 +60,26 @@ def check(url: str, expected: dict[int, bytes]) -> None:
 
 
 class Hooked:
-    """Blobs that do something before, or in place of, creating one file."""
+    """Blobs that do something before, in place of, or after one operation on a record or a folder of records."""
 
-    def __init__(self, inner: Any, name: str, action: Any, *, after: bool = False) -> None:
+    def __init__(
+        self, inner: Any, name: str, action: Any, *, after: bool = False, operation: str = ""
+    ) -> None:
         self.inner, self.name, self.action, self.after = inner, name, action, after
+        self.operation = operation or "create_exclusive"
 
-    def create_exclusive(self, name: str, parts: Sequence[Buffer]) -> None:
-        mine = "/log/" in name and name.endswith(self.name)
-        action, self.action = (self.action, None) if mine else (None, self.action)
-        if action is not None and not self.after:
-            action()
-        self.inner.create_exclusive(name, parts)
-        if action is not None and self.after:
-            action()
+    def __getattr__(self, operation: str) -> Any:
+        def call(name: str, *args: Any) -> Any:
+            mine = "/log" in name and name.endswith(self.name)
+            action, self.action = (self.action, None) if mine else (None, self.action)
+            if action is not None and not self.after:
+                action()
+            found = getattr(self.inner, operation)(name, *args)
+            if action is not None and self.after:
+                action()
+            return found
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+        return call if operation == self.operation else getattr(self.inner, operation)
 
 
 def test_a_writer_that_was_stopped_for_long(url: str, layout: Layout) -> None:
@@ -303,26 +306,6 @@ def test_no_way_back_to_what_was_given_up(url: str, layout: Layout) -> None:
     check(url, data.all(ids.tolist()))
 
 
-class Overtaken:
-    """Blobs of a reader next to a writer that continues and collects, after one listing or before one operation."""
-
-    def __init__(self, inner: Any, action: Any, operation: str, name: str) -> None:
-        self.inner, self.action, self.operation, self.name = inner, action, operation, name
-
-    def __getattr__(self, operation: str) -> Any:
-        def call(name: str, *args: Any) -> Any:
-            mine = (operation, name) == (self.operation, self.name)
-            action, self.action = (self.action, None) if mine else (None, self.action)
-            if action is not None and operation == "read":
-                action()
-            found = getattr(self.inner, operation)(name, *args)
-            if action is not None and operation == "names":
-                action()
-            return found
-
-        return call if operation in ("names", "read") else getattr(self.inner, operation)
-
-
 def test_the_newest_record_is_collected_before_it_is_read(url: str, layout: Layout) -> None:
     data, ids = Data(layout), np.arange(layout.partitions)
     older = open_at(url, layout)
@@ -334,7 +317,7 @@ def test_the_newest_record_is_collected_before_it_is_read(url: str, layout: Layo
     for read in (lambda store: store.current_layout() == layout, lambda store: store.state(0).step > 1):
         store = Store.open(url)
         term = max(store.log(0).logs())
-        store.blobs = Overtaken(store.blobs, collect, "names", log_folder(0, *term))
+        store.blobs = Hooked(store.blobs, log_folder(0, *term), collect, operation="names", after=True)
         assert read(store)
 
 
@@ -346,7 +329,7 @@ def test_a_snapshot_of_what_is_collected_already_is_late(url: str, layout: Layou
     sealed = sealed_sets([store.state(0)])[0]
     newer.commit(ids, data, step=2, sealed=True)
     path = sealed.places[0].path(0)
-    store.blobs = Overtaken(store.blobs, lambda: go_on(newer, data), "read", path)
+    store.blobs = Hooked(store.blobs, path, lambda: go_on(newer, data), operation="read")
     with pytest.raises(Unavailable, match="was collected before it became snapshot 'late'"):
         create_snapshot(store, "late", sealed)
     assert snapshots(store) == []

@@ -86,22 +86,6 @@ def test_plain_safetensors_opens_a_segment(
     assert path.stat().st_size == record.segment.nbytes
 
 
-def test_numpy_loads_what_it_has_dtypes_for(tmp_path: Path) -> None:
-    specs = tuple(TensorSpec(d, d, (5, 3)) for d in ("F64", "F32", "F16", "I8", "U16", "BOOL", "U64"))
-    layout = build_layout(
-        [(s.slot, "buffer", (TensorSpec("", s.dtype, s.shape),)) for s in specs], rows={"*": 2}
-    )
-    data = Data(layout)
-    data.tensors[5][0] &= 1
-    store, writer = _store(tmp_path, layout)
-    with writer:
-        writer.commit(np.arange(layout.partitions), data, step=1, sealed=True)
-    loaded = safetensors.numpy.load_file(_segment(store))
-    for g, group in enumerate(layout.groups):
-        assert loaded[group.name].shape == (5, 3)
-        assert loaded[group.name].tobytes() == data.tensors[g][0].tobytes()
-
-
 def test_data_are_aligned_to_their_items(
     store: Store, writer: StoreWriter, layout: Layout, data: Data
 ) -> None:

@@ -17,7 +17,6 @@ from scarctl.errors import (
     AccessDenied,
     Contention,
     Corruption,
-    Fenced,
     NoStore,
     SettingsConflict,
     UsageError,
@@ -29,7 +28,7 @@ from scarctl.store.backends.local import LocalBlobs
 from scarctl.store.foreign import near
 from scarctl.store.lock import StoreLock
 from scarctl.store.term import Term
-from tests.store.helpers import Data, files, read_all, summary
+from tests.store.helpers import Data, files, read_all
 
 
 def test_settings_are_fixed_when_the_store_is_created(tmp_path: Path) -> None:
@@ -72,25 +71,15 @@ def test_bad_settings_create_nothing(tmp_path: Path, bad: dict[str, object]) -> 
     assert not (tmp_path / "run").exists()
 
 
-def test_missing_and_foreign_folders(tmp_path: Path) -> None:
+def test_a_missing_folder_and_a_file_in_its_place(tmp_path: Path) -> None:
     with pytest.raises(NoStore) as info:
         Store.open(tmp_path / "nothing")
     assert info.value.kind == "no-store"
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(NoStore):
-        Store.open(tmp_path / "empty")
-    (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign" / "thesis.tex").write_text("x")
     (tmp_path / "file").write_text("x")
-    for path in (tmp_path / "foreign", tmp_path / "file"):
-        for call in (Store.open, Store.create):
-            with pytest.raises(NoStore) as info:
-                call(path)
-            assert info.value.kind == "foreign-store"
-    assert os.listdir(tmp_path / "foreign") == ["thesis.tex"]
-    # A killed creation leaves a temporary file, which is not foreign.
-    (tmp_path / "empty" / ".tmp-0123").write_text("{")
-    Store.create(tmp_path / "empty")
+    for call in (Store.open, Store.create):
+        with pytest.raises(NoStore) as info:
+            call(tmp_path / "file")
+        assert info.value.kind == "foreign-store"
 
 
 def test_an_empty_store_has_no_state(store: Store) -> None:
@@ -184,42 +173,6 @@ def test_a_forked_child_neither_writes_nor_keeps_the_lock(
         os.kill(grandchild, signal.SIGKILL)
         for fd in (*ready, *go):
             os.close(fd)
-
-
-def test_a_stale_writer_cannot_roll_back(
-    store: Store, writer: StoreWriter, layout: Layout, data: Data, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer.commit(np.arange(6), data, step=5)
-    monkeypatch.setattr("scarctl.store.lock.fcntl.flock", lambda *_: None)
-    with open_writer(Store.open(store.url), layout=layout):
-        with pytest.raises(Fenced):
-            writer.roll_back(writer.state.seq)
-        with pytest.raises(Fenced):
-            writer.commit(np.arange(3), data, step=6)
-
-
-def test_of_two_openings_at_one_time_the_later_claim_counts(
-    store: Store, layout: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another writer opens right before this one's first record."""
-    monkeypatch.setattr("scarctl.store.lock.fcntl.flock", lambda *_: None)
-    open_writer(store, layout=layout).close()
-    original, others = StoreWriter._begin, []
-
-    def begin(self: StoreWriter, *args: object, **kwargs: object) -> None:
-        if not others:
-            others.append(None)
-            others.append(open_writer(Store.open(store.url), layout=layout))
-        original(self, *args, **kwargs)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(StoreWriter, "_begin", begin)
-    with pytest.raises(Fenced, match="a newer writer has taken over: term 3"):
-        open_writer(store, layout=layout)
-    other = others[1]
-    assert other is not None
-    assert other.epoch == 3
-    assert summary(store.state(0)) == summary(other.state)
-    other.close()
 
 
 def test_a_term_that_was_claimed_without_a_record_is_passed(store: Store, layout: Layout, data: Data) -> None:

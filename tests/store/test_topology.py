@@ -60,6 +60,11 @@ def test_of_two_jobs_that_begin_at_one_moment_one_fails(tmp_path: Path) -> None:
         {"kind": "snapshot"},
         {"division": "xyz"},
         {"format": FORMAT + 1},
+        {"division": ""},
+        {"independent": "yes"},
+        {"independent": 1},
+        {"independent": True, "shards": [0, 2]},
+        {"independent": True, "shards": [1, 0]},
     ],
 )
 def test_a_topology_that_lies_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
@@ -72,12 +77,11 @@ def test_a_topology_that_lies_is_refused(tmp_path: Path, change: dict[str, objec
     path.write_bytes(canonical({**obj, "checksum": checksum(obj)}))
     with pytest.raises(Corruption, match=r"topology/00000001\.json"):
         read_topology(store, 1)
+    assert [problem.file for problem in verify(store, read_data=False).problems] == [str(path)]
 
 
 def test_a_damaged_topology_is_found_and_the_error_says_what_next(tmp_path: Path) -> None:
-    ranks = RankStore(tmp_path / "s", 2)
-    ranks.save(3)
-    ranks.close()
+    ranks = RankStore(tmp_path / "s", 2).save(3).close()
     path = tmp_path / "s/topology/00000001.json"
     data = bytearray(path.read_bytes())
     data[40] ^= 1
@@ -89,9 +93,7 @@ def test_a_damaged_topology_is_found_and_the_error_says_what_next(tmp_path: Path
 
 
 def test_one_process_may_not_write_to_a_store_of_ranks(tmp_path: Path) -> None:
-    ranks = RankStore(tmp_path / "s", 4)
-    ranks.save(3)
-    ranks.close()
+    RankStore(tmp_path / "s", 4).save(3).close()
     layout = layout_of(0, 4)
     store = Store.open(tmp_path / "s")
     with pytest.raises(UsageError, match="written by 4 ranks") as error:
@@ -103,9 +105,7 @@ def test_one_process_may_not_write_to_a_store_of_ranks(tmp_path: Path) -> None:
 def test_a_rank_that_owns_nothing_has_a_log_all_the_same(tmp_path: Path) -> None:
     from scarctl.state.layout import Layout
 
-    ranks = RankStore(tmp_path / "s", 2)
-    ranks.save(3)
-    ranks.close()
+    ranks = RankStore(tmp_path / "s", 2).save(3).close()
     store = ranks.store
     create_topology(store, Topology(9, (0, 1, 2), "ab" * 32))
     view, empty = store.of_shard(2), Layout([], "Adam")
@@ -131,17 +131,14 @@ def test_sealed_by_all_ranks(tmp_path: Path) -> None:
 
 
 def test_nothing_is_sealed_by_all_while_a_rank_has_no_log(tmp_path: Path) -> None:
-    ranks = RankStore(tmp_path / "s", 2)
-    ranks.save(3)
-    ranks.close()
+    ranks = RankStore(tmp_path / "s", 2).save(3).close()
     create_topology(ranks.store, Topology(9, (0, 5), "ab" * 32))
     assert complete_sets(ranks.store) == []
     assert not plan_prune(ranks.store, Retention()).retire, "shard 1 is still needed"
 
 
 def test_ranks_that_were_replaced_keep_what_they_have_sealed_together(tmp_path: Path) -> None:
-    two = RankStore(tmp_path / "s", 2)
-    two.save(3)
+    two = RankStore(tmp_path / "s", 2).save(3)
     RankStore(tmp_path / "s", 3, topology_only=True)
     two.save(5, [0])
     Collector(two.writers[0], floor=0).collect()
@@ -152,17 +149,13 @@ def test_ranks_that_were_replaced_keep_what_they_have_sealed_together(tmp_path: 
 
 
 def test_the_newest_topology_that_is_whole_counts(tmp_path: Path) -> None:
-    four = RankStore(tmp_path / "s", 4)
-    four.save(3)
-    four.close()
+    four = RankStore(tmp_path / "s", 4).save(3).close()
     create_snapshot(four.store, "four", complete_sets(four.store)[0])
-    three = RankStore(tmp_path / "s", 3)
-    three.save(5, [0, 2])
+    three = RankStore(tmp_path / "s", 3).save(5, [0, 2])
     found = find_parts(four.store)
     assert found is not None
     assert (found.topology, found.passed_over) == (four.topology, (three.topology.epoch,))
-    three.save(5, [1])
-    three.close()
+    three.save(5, [1]).close()
     found = find_parts(four.store)
     assert found is not None
     assert (found.topology, found.passed_over) == (three.topology, ())
@@ -183,8 +176,7 @@ def test_shards_of_earlier_ranks_are_retired(tmp_path: Path) -> None:
     # Not before the new ranks have a state that all of them have sealed.
     three.save(8, [0, 1])
     assert plan_prune(four.store, Retention()).retire == ()
-    three.save(8, [2])
-    three.close()
+    three.save(8, [2]).close()
     # Nor while a snapshot needs them.
     assert plan_prune(four.store, Retention()).retire == ()
     plan = plan_prune(four.store, Retention(delete=("four",)))
@@ -203,12 +195,8 @@ def test_shards_of_earlier_ranks_are_retired(tmp_path: Path) -> None:
 
 
 def test_a_retirement_that_was_killed_goes_on(tmp_path: Path) -> None:
-    four = RankStore(tmp_path / "s", 4)
-    four.save(3)
-    four.close()
-    three = RankStore(tmp_path / "s", 3)
-    three.save(5)
-    three.close()
+    four = RankStore(tmp_path / "s", 4).save(3).close()
+    three = RankStore(tmp_path / "s", 3).save(5).close()
     # One of them has lost its members: the old state is no longer whole, and no reader takes it for one.
     view, layout = four.view(1), four.layouts[1]
     open_writer(view, layout=layout, empty=True).close()
@@ -221,18 +209,15 @@ def test_a_retirement_that_was_killed_goes_on(tmp_path: Path) -> None:
 
 
 def test_beside_a_live_job_shards_of_earlier_ranks_are_retired_too(tmp_path: Path) -> None:
-    four = RankStore(tmp_path / "s", 4)
-    four.save(3)
-    three = RankStore(tmp_path / "s", 3)
-    three.save(5)
+    four = RankStore(tmp_path / "s", 4).save(3)
+    three = RankStore(tmp_path / "s", 3).save(5)
     four.writers.pop().close()
     plan = plan_prune(four.store, Retention())
     assert plan.writer is not None
     prune(four.store, plan)
     # A shard whose lock is held stays unchanged.
     assert [len(four.store.state(shard).ids) > 0 for shard in range(4)] == [True, True, True, False]
-    three.save(6)
-    three.close()
+    three.save(6).close()
     four.close()
     assert complete_sets(four.store)[0].step == 6
 

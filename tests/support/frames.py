@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from scarctl.peers.frames import PREFIX, Kind, decode_batch, decode_head, decode_mark, decode_prefix
 from scarctl.peers.replica import Replica
+
+
+def joined(frame: Iterable[Any]) -> bytes:
+    """Return a frame as one piece."""
+    return b"".join(memoryview(part).tobytes() for part in frame)
 
 
 def parse(data: bytes) -> tuple[Kind, dict[str, Any], Any]:
@@ -19,7 +25,7 @@ def parse(data: bytes) -> tuple[Kind, dict[str, Any], Any]:
 
 def deliver(replica: Replica, frame: list[Any]) -> Kind:
     """Process a channel's frame as a host does."""
-    kind, head, body = parse(b"".join(memoryview(part).tobytes() for part in frame))
+    kind, head, body = parse(joined(frame))
     if kind is Kind.MARK:
         replica.mark(decode_mark(head, body))
     elif kind is Kind.EXTRAS:

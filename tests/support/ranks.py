@@ -115,7 +115,7 @@ class RankStore:
         every: int = 1,
         whole: str = "",
         notes: Mapping[int, Notes] | None = None,
-    ) -> None:
+    ) -> RankStore:
         """Save what ranks own, or of every rank only each `every`-th partition, as of `step`.
 
         whole: the ranks' name of the state, if it is not the usual one. notes: what ranks note in their extras.
@@ -133,6 +133,7 @@ class RankStore:
                 whole=(whole or self.whole(step)) if seals else "",
                 extras=extras,
             )
+        return self
 
     def whole(self, step: int) -> str:
         """Return the name that all ranks give to their state of a step."""

@@ -15,6 +15,8 @@ class Relay:
         self.target = 0
         self.stuck = False
         """Whether bytes wait that may not pass."""
+        self.seen = bytearray()
+        """All bytes that have passed, in both directions."""
         self._left = 1 << 40
         self._refusing = self._closed = False
         self._lock = threading.Lock()
@@ -82,6 +84,7 @@ class Relay:
                         count = min(len(data), self._left) if counted else len(data)
                         self._left -= count if counted else 0
                         self.stuck = counted and not count
+                        self.seen += data[:count]
                     other.sendall(data[:count])
                     data = data[count:]
                     if data:

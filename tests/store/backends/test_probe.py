@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import uuid
@@ -17,13 +16,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from scarctl.errors import MissingGuarantee
 from scarctl.store import Store
 from scarctl.store.backends import client, exclusive
-from scarctl.store.backends.address import Address
 from scarctl.store.backends.aside import Aside
-from scarctl.store.backends.connect import blobs_at
 from scarctl.store.backends.local import LocalBlobs
 from scarctl.store.backends.probe import race
 from scarctl.store.doctor import diagnose
-from tests.support.places import KEY, SECRET, s3_client, s3_server
 
 
 class LooksFirst(MemoryFileSystem):  # type: ignore[misc]
@@ -206,21 +202,3 @@ def test_an_interrupted_race_leaves_no_racer_waiting(tmp_path: Path, monkeypatch
     assert len(started) == 5
     assert not any(thread.is_alive() for thread in started)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_the_s3_server_of_the_tests_has_one_winner() -> None:
-    """The stand-in must not fail by its own races, however its threads take turns."""
-    with s3_server() as endpoint:
-        s3_client(endpoint).create_bucket(Bucket="winners")
-        address = Address.parse(
-            "s3://winners/run", {"endpoint_url": endpoint, "key": KEY, "secret": SECRET, "anon": False}
-        )
-        usual = sys.getswitchinterval()
-        sys.setswitchinterval(1e-6)
-        try:
-            done = race(blobs_at(address), "race-", rounds=10)
-        finally:
-            sys.setswitchinterval(usual)
-    assert done.one_winner == done.rounds == 10, done.problems

@@ -7,14 +7,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
-from scarctl.errors import AccessDenied, Fenced, MissingGuarantee, Unavailable
-from scarctl.store import Store, open_writer, verify
-from scarctl.store.backends import remote_errors, s3
+from scarctl.errors import AccessDenied, MissingGuarantee, Unavailable
+from scarctl.store import Store, open_writer
+from scarctl.store.backends import remote_errors
 from scarctl.store.backends.address import Address
 from scarctl.store.backends.base import Blobs, InDoubt
 from scarctl.store.backends.connect import blobs_at
@@ -251,31 +250,6 @@ def test_an_upload_that_fails_leaves_nothing(hurried: Blobs, place: Place, wire:
     assert place.raw.uploads() == []  # type: ignore[attr-defined]
 
 
-def test_memory_of_a_writer_is_bounded(blobs: Blobs, wire: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the server is, no more parts wait than are being sent."""
-    under_way, most = [0], [0]
-    fs = blobs._fs  # type: ignore[attr-defined]
-    original = fs._call_s3
-
-    async def counted(method: str, **asked: Any) -> Any:
-        part = method == "upload_part"
-        under_way[0] += part
-        most[0] = max(most[0], under_way[0])
-        try:
-            return await original(method, **asked)
-        finally:
-            under_way[0] -= part
-
-    monkeypatch.setattr(fs, "_call_s3", counted)
-    block = bytes(PART)
-    with blobs.writer("a/x") as out:
-        for _ in range(9):
-            out.write(block)
-            assert len(out._sending) <= s3.IN_FLIGHT  # type: ignore[attr-defined]
-        out.commit()
-    assert 1 < most[0] <= s3.IN_FLIGHT
-
-
 def test_only_records_and_claims_are_created_under_a_condition(place: Place, wire: Proxy) -> None:
     """Nobody else uses the name of a segment."""
     layout, data = small_layout(), Data(small_layout())
@@ -290,42 +264,6 @@ def test_only_records_and_claims_are_created_under_a_condition(place: Place, wir
         ("log", True),
     ]
     assert len(wire.seen) == 8
-
-
-def test_a_commit_in_doubt_is_settled_by_the_next(place: Place, wire: Proxy) -> None:
-    """The record arrives late: the next commit finds it, and nothing is lost or torn."""
-    layout, data = small_layout(), Data(small_layout())
-    options = {**place.options, "scarctl_timeout": TIMEOUT}
-    store = Store.create(place.url, storage_options=options)
-    with open_writer(store, layout=layout) as writer:
-        writer.commit(writer.state.ids, data, step=1, sealed=True)
-        name = writer.term.place(writer.state.records + 1).path(0)
-        for step, done in ((2, True), (4, False)):
-            wire.rule = lambda request, done=done: (  # type: ignore[misc]
-                Fault(done=done) if request.method in ("PUT", "GET") and "/log/" in request.path else None
-            )
-            data.change([3], 4 + done)
-            with pytest.raises(InDoubt):
-                writer.commit(np.array([3]), data, step=step)
-            wire.rule = lambda request: None
-            writer.commit(np.array([3, 4]), data, step=step + 1)
-        assert name in place.raw.names()
-    store = Store.open(place.url, storage_options=place.options)
-    assert read_all(store, store.state(0)) == (data.all(store.state(0).ids.tolist()), {})
-    assert verify(store, read_data=True).problems == []
-
-
-def test_a_late_answer_does_not_hide_that_another_has_taken_over(place: Place, wire: Proxy) -> None:
-    layout, data = small_layout(), Data(small_layout())
-    store = Store.create(place.url, storage_options=place.options)
-    older = open_writer(store, layout=layout)
-    older.commit(older.state.ids, data, step=1, sealed=True)
-    newer = open_writer(Store.open(place.url, storage_options=place.options), layout=layout)
-    wire.rule = times(1, RESET, "PUT", ".json")
-    with pytest.raises(Fenced):
-        older.commit(np.array([1]), data, step=2)
-    older.close()
-    newer.close()
 
 
 def test_a_server_that_ignores_the_condition_is_refused(place: Place, wire: Proxy) -> None:
