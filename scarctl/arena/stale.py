@@ -76,16 +76,15 @@ class StaleArena(Document):
         return self.owner is not None and min(self.idle_seconds, _uptime()) >= DAY
 
 
-def survey(folder: Path, live: frozenset[str] = frozenset()) -> list[StaleArena]:
+def survey(folder: Path, live: frozenset[str] = frozenset(), *, place: str | None = None) -> list[StaleArena]:
     """Return the arenas of dead processes in the host folder. Takes no lock, so it disturbs no process.
 
-    live: stores whose runs another process, the daemon, still saves.
+    live: stores whose runs another process, the daemon, still saves. place: see `reap`.
 
     Raises AccessDenied if the folder belongs to another user.
     """
-    return [
-        arena for path in run_folders(folder) if path.name not in live and (arena := _look(path)) is not None
-    ]
+    paths = [path for path in run_folders(folder) if place is None or is_at(path.name, place)]
+    return [arena for path in paths if path.name not in live and (arena := _look(path)) is not None]
 
 
 def reap(

@@ -190,7 +190,7 @@ def _status(folder: Path) -> int:
 
 
 def _stop(folder: Path, timeout: float, place: str | None, *, reap_too: bool, dry_run: bool) -> int:
-    from scarctl.arena.stale import is_at, reap, survey
+    from scarctl.arena.stale import reap, survey
     from scarctl.daemon.client import ask, question
     from scarctl.ops.known import described, runs_at
 
@@ -219,7 +219,7 @@ def _stop(folder: Path, timeout: float, place: str | None, *, reap_too: bool, dr
         _await_end(folder, answer["pid"], None if place is None else {run["id"] for run in runs}, timeout)
     kept = frozenset(run["id"] for run in runs_at(answer, None) if run in alive or run not in runs)
     reaped = reap(folder, place=place, live=kept) if reap_too and not dry_run else []
-    stale = [arena for arena in survey(folder, kept) if place is None or is_at(arena.id, place)]
+    stale = survey(folder, kept, place=place)
     if dry_run and reap_too:
         reaped = [arena for arena in stale if arena.removable]
         stale = [arena for arena in stale if not arena.removable]

@@ -81,7 +81,7 @@ def command(place: str | None, store: str | None, follow: bool, every: float, ar
 def _look(wanted: str | None, arena_dir: str | None) -> list[Health]:
     """Return the health of the wanted store, or of all known here, worst first. Raises NoStore, AccessDenied."""
     from scarctl.ops.health import LOSING, Finding, gone, health_of, unreadable, worst_first
-    from scarctl.ops.known import daemon_here, known_stores, runs_of, say_once
+    from scarctl.ops.known import daemon_here, known_stores, place_of, runs_at, runs_of, say_once
     from scarctl.ops.survey import survey
     from scarctl.store.verdict import read_verdict
 
@@ -106,7 +106,8 @@ def _look(wanted: str | None, arena_dir: str | None) -> list[Health]:
                 health_of(survey(opened, arena_dir), runs_of(daemon, opened.run_id), read_verdict(opened))
             )
         except ScarError as error:
-            found.append(unreadable(place, error, remembered=wanted is None))
+            runs = runs_at(daemon, place_of(place))
+            found.append(unreadable(place, error, remembered=wanted is None, runs=runs))
     if silent is not None:
         finding = Finding(LOSING, silent.kind, str(silent), "scarctl daemon status")
         found = [one.with_finding(finding) for one in found]

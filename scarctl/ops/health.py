@@ -34,6 +34,10 @@ _RANK: dict[Severity, int] = {NOTE: 0, AT_RISK: 1, LOSING: 2}
 _RISKS = ("behind", "turn")
 """Kinds of caveats that put the store's copies at risk of getting old."""
 _AGAIN = "start it again with the command that started it"
+_TRAINS = (
+    "process {} trains for it, and its state is in that process alone: put the store back, or have the program write "
+    "its state to another place before it ends"
+)
 _AWAY = (
     "a run has left copies for it in this host's memory: mount it, or move it back. If the run is over, remove the "
     "folder that `scarctl daemon status --json` names"
@@ -147,15 +151,23 @@ class Health:
         return fields
 
 
-def unreadable(url: str, error: ScarError, *, remembered: bool = False) -> Health:
-    """Return the health of a store that cannot be read. remembered: whether memory on this host names it."""
+def unreadable(
+    url: str, error: ScarError, *, remembered: bool = False, runs: Iterable[RunStatus] = ()
+) -> Health:
+    """Return the health of a store that cannot be read.
+
+    remembered: whether memory on this host names it. runs: the daemon's report on the runs that save to this place.
+    """
     command: str | None = (
         f"scarctl verify --store {shlex.quote(url)}" if error.exit_code == 13 else _doctor(url)
     )
     unknown = ("store-without-settings", "damaged-settings", "no-store", "foreign-store")
     if error.kind in unknown or isinstance(error, UsageError):
         command = None  # none can open it
-    hint = _AWAY if remembered and error.kind == "no-store" else error.hint
+    hint = error.hint
+    if error.kind == "no-store":
+        training = [str(run["pid"]) for run in runs if run["phase"] == "attached"]
+        hint = _TRAINS.format(", ".join(training)) if training else _AWAY if remembered else hint
     reason = f"{error.message}{f' ({hint})' if hint else ''}"
     return Health(url, (Finding(LOSING, error.kind, reason, command),), exit_code=error.exit_code)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from scarctl.arena.notes import UNKNOWN
 from scarctl.arena.view import peek
 from scarctl.daemon.client import ask, ask_status
 from scarctl.daemon.request import Request
-from scarctl.errors import Unavailable, UsageError, error_from
+from scarctl.errors import ScarError, Unavailable, UsageError, error_from
 from scarctl.recovery.label import MEMBERS, NO_COMMIT, Writer, noted
 from scarctl.recovery.shares import open_shares
 from scarctl.state.label import PART, Label, Labelled
@@ -269,9 +270,20 @@ def _wait(store: Store, pid: int, asked_at: int, request: _Request) -> LiveCheck
     if found is not None:
         return found
     raise Unavailable(
-        f"process {pid} got the request, but no newer checkpoint is durable after {request.timeout:g} s",
+        f"process {pid} got the request, but no newer checkpoint is durable after {request.timeout:g} s"
+        f"{_failing(store, request.arena_dir)}",
         hint="it saves after its next step, if a partition has changed; `scarctl daemon status` shows its step",
     )
+
+
+def _failing(store: Store, arena_dir: str | None) -> str:
+    """Return why the daemon cannot save, as the end of a sentence; "" if it can, or does not say."""
+    with suppress(ScarError):
+        answer = ask_status(host_folder(arena_dir), patience=_PATIENCE)
+        for run in answer["runs"] if answer else []:
+            if run["id"] == store.run_id and run.get("last_error"):
+                return f". Saving fails, and is retried: {run['last_error']}"
+    return ""
 
 
 def snapshot_live(

@@ -86,8 +86,8 @@ def cause_after_restart(first: Steps, again: Steps, comparable: Collection[str])
         )
         remedy = (
             "read the data from session.batches(loader), with the loader itself, and wrap what that returns: "
-            "zip(session.batches(loader), ...); pass a source of data with a state of its own, such as a replay buffer, "
-            "to attach, in extras="
+            "zip(session.batches(loader), ...); pass a source of data with a state of its own, such as a replay "
+            "buffer, to attach, in extras="
         )
     elif kind == RANDOM:
         reason = f"the random generator of {name} is in another state at step {step}"

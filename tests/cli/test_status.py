@@ -198,12 +198,21 @@ def test_stores_come_worst_first(saved: Model) -> None:
     well = health_of(survey(Store.open("ckpt"), None), [])
     Store.create("empty")
     risky = health_of(survey(Store.open("empty"), None), [])
-    broken = unreadable("gone", NoStore("there is no store here"))
+    broken = unreadable("gone", NoStore("there is no store here", kind="no-store"))
     assert worst_first([well, broken, risky]) == [broken, risky, well]
     lines = page(worst_first([well, broken, risky]), 60)
     assert lines[0] == "3 stores, 2 with problems"
     assert [line.partition(":")[0] for line in lines if line[0] != " "][1:] == ["LOSING", "AT RISK", "well"]
     assert all(len(line) <= 60 or "$ " in line for line in lines)
+
+
+def test_a_store_that_is_deleted_under_its_training_names_the_process() -> None:
+    run: Any = {"store": "/gone", "id": "x", "pid": 71, "phase": "attached"}
+    missing = NoStore("there is no store here", kind="no-store")
+    (found,) = unreadable("/gone", missing, runs=[run]).findings
+    assert "process 71 trains for it, and its state is in that process alone" in found.message
+    (found,) = unreadable("/gone", missing, runs=[{**run, "phase": "orphaned"}]).findings
+    assert "71" not in found.message
 
 
 def test_watch_repeats_until_it_is_interrupted(saved: Model, tmp_path: Path) -> None:
