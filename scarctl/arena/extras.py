@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ log = logging.getLogger("scarctl")
 LARGE = 64 << 20
 """Bytes of extras from which on a session says so: training waits while they are written."""
 _EXTRAS = "scarctl/extras/"
+_SPARE, _MOST_SPARE = 16 << 10, 1 << 20
+"""A file's bytes are about a multiple of the first. At most the second, and a quarter, is spare."""
 _DAMAGED = "the extras in this host's memory cannot be read, and are left out: %s"
 
 
@@ -54,8 +56,24 @@ def write_extras(folder: Path, slot: int, moment: int, tree: Any) -> int:
     text, tensors = codec.encode(tree)
     parts = [bytes(t.data) for t in tensors.values()]
     metadata = {"moment": str(moment), "extras": text, "digest": _digest(text, parts)}
-    head = place_header([(_EXTRAS + n, t.dtype, t.shape) for n, t in tensors.items()], metadata)[1]
+    head = _head(
+        [(_EXTRAS + n, t.dtype, t.shape) for n, t in tensors.items()], metadata, sum(map(len, parts))
+    )
     return put_file(folder, slot, [head, *parts])
+
+
+def _head(
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str], body: int
+) -> bytes:
+    """Return the header of a file, with spaces at its end: the next extras, a little larger, then need no more pages.
+
+    body: bytes of the tensors.
+    """
+    head = bytes(place_header(tensors, metadata)[1])
+    size = len(head) + body
+    spare = min(size // 4, _MOST_SPARE)
+    more = (spare + -(size + spare) % _SPARE) // 8 * 8
+    return (len(head) - 8 + more).to_bytes(8, "little") + head[8:] + b" " * more
 
 
 def put_file(folder: Path, slot: int, parts: Sequence[bytes | memoryview]) -> int:
@@ -142,8 +160,9 @@ def carry_extras(arena: Arena, moment: int) -> None:
     if header.metadata.get("moment") == str(arena.slot.moment):
         placed = sorted(header.tensors.items(), key=lambda one: one[1].start)
         tensors = [(name, entry.dtype, entry.shape) for name, entry in placed]
-        head = place_header(tensors, {**header.metadata, "moment": str(moment)})[1]
-        put_file(arena.folder, arena.spare.number, [head, memoryview(data)[header.length :]])
+        body = memoryview(data)[header.length :]
+        head = _head(tensors, {**header.metadata, "moment": str(moment)}, len(body))
+        put_file(arena.folder, arena.spare.number, [head, body])
 
 
 def _header(data: bytes, path: Path | str) -> Header:

@@ -66,11 +66,14 @@ def test_damaged_ones_are_left_out(arena: Arena, at: int, caplog: pytest.LogCapt
 def test_they_need_no_more_space_once_they_are_there(arena: Arena) -> None:
     """Other programs may fill the folder. Shorter ones leave nothing of the longer ones."""
     assert carried(arena) is not None
-    for tree in ({**TREE, "name": "a"}, {"step": 3}, {"step": 4, "noise": np.arange(3)}):
+    sizes = {(arena.folder / name).stat().st_size for name in EXTRAS}
+    for tree in ({**TREE, "name": "a" * 2000}, {"step": 3}, {"step": 4, "noise": np.arange(3)}):
         path = arena.folder / EXTRAS[arena.spare.number]
         place = path.stat().st_ino
         assert copy_into(arena, ALL, pack(1, 2), 2, extras=tree)
         assert (arena.folder / EXTRAS[arena.current], path.stat().st_ino) == (path, place)
+        assert max(sizes) - min(sizes) < 8
+        assert max(sizes) - 8 < path.stat().st_size < min(sizes) + 8
         assert {one.name for one in arena.folder.iterdir()} == {"arena", *EXTRAS}
         found = read_extras(arena)
         assert found is not None
