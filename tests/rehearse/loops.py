@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import OneCycleLR, StepLR
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import scarctl
@@ -140,20 +138,6 @@ def early_break(run: Run) -> None:
         evaluate(model)
 
 
-def one_cycle(run: Run) -> None:
-    """Step a schedule per batch."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = OneCycleLR(optimizer, 0.5, total_steps=STEPS + 1)
-    loader = DataLoader(Digits(noise=True), batch_size=4, shuffle=True)
-    session = run.attach(model, optimizer, schedulers=scheduler)
-    run.resume()
-    for _ in session.epochs(EPOCHS):
-        for batch in session.batches(loader):
-            train(model, optimizer, batch)
-            scheduler.step()
-
-
 # -- loops without epochs ----------------------------------------------------------------------------------------------
 
 
@@ -183,77 +167,6 @@ def nanogpt(run: Run) -> None:
         scaler.update()
         optimizer.zero_grad()
         step += 1
-
-
-def words(run: Run) -> None:
-    """Train as pytorch/examples word_language_model: a text in pieces, and a hidden state passed between them."""
-    torch.manual_seed(1)
-    text = torch.randint(0, 8, (PER_EPOCH * 3, 4), generator=torch.Generator().manual_seed(2))
-
-    class Words(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.cell, self.drop = nn.Embedding(8, 6), nn.GRU(6, 6), nn.Dropout(0.3)
-            self.out = nn.Linear(6, 8)
-
-        def forward(self, piece: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            found, hidden = self.cell(self.drop(self.embed(piece)), hidden)
-            return self.out(found), hidden
-
-    model = Words()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    carried = {"hidden": torch.zeros(1, 4, 6)}
-    session = run.attach(model, optimizer, extras={"carried": carried})
-    run.resume()
-    for _ in session.epochs(EPOCHS):
-        pieces = range(0, len(text) - 1, 3)
-        for start in session.batches(pieces):
-            piece, target = text[start : start + 2], text[start + 1 : start + 3]
-            found, hidden = model(piece, carried["hidden"])
-            optimizer.zero_grad()
-            functional.cross_entropy(found.flatten(0, 1), target.flatten()).backward()
-            optimizer.step()
-            carried["hidden"] = hidden.detach()
-        evaluate_words = torch.rand(3)
-        assert evaluate_words.numel() == 3
-
-
-def cleanrl(run: Run) -> None:
-    """Train as CleanRL: an environment with a generator of its own, and forward passes between the steps."""
-    torch.manual_seed(1)
-    np.random.seed(3)
-
-    class Agent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.actor, self.critic = nn.Linear(4, 2), nn.Linear(4, 1)
-
-    agent = Agent()
-    optimizer = torch.optim.Adam(agent.parameters(), lr=0.01)
-    rng = np.random.default_rng(4)
-    world = {"obs": rng.standard_normal(4).astype(np.float32)}
-    session = run.attach(agent, optimizer, extras={"world": world, "rng": rng})
-    run.resume()
-    for _ in session.batches(range(STEPS)):
-        kept = []
-        for _ in range(3):
-            obs = torch.from_numpy(world["obs"])[None]
-            with torch.no_grad():
-                action = torch.distributions.Categorical(logits=agent.actor(obs)).sample()
-            kept.append((obs, action))
-            world["obs"] = (0.5 * world["obs"] + rng.standard_normal(4)).astype(np.float32)
-        np.random.shuffle(kept)  # type: ignore[arg-type]
-        loss = torch.zeros(())
-        for obs, action in kept:
-            chosen = torch.distributions.Categorical(logits=agent.actor(obs)).log_prob(action)
-            loss = (
-                loss
-                - (chosen * (action - agent.critic(obs).detach())).mean()
-                + agent.critic(obs).square().mean()
-            )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
 
 
 # -- loaders that count the epochs themselves -----------------------------------------------------------------------
@@ -291,23 +204,6 @@ def stateful(run: Run, *, workers: int = 0) -> None:
 # -- what changes after the step ---------------------------------------------------------------------------------------
 
 
-def average(run: Run) -> None:
-    """Average a model on which training depends, after the step; batches are a function of the step."""
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    session = run.attach(model, optimizer, extras={"ema": ema})
-    run.resume()
-    for number in session.batches(range(STEPS)):
-        x, y = by_step(number)
-        optimizer.zero_grad()
-        with torch.no_grad():
-            teacher = ema(x)
-        (functional.cross_entropy(model(x), y) + functional.mse_loss(model(x), teacher)).backward()
-        optimizer.step()
-        ema.update_parameters(model)
-
-
 def skipping(run: Run) -> None:
     """Let a gradient scaler skip the steps of some batches."""
     model = net()
@@ -334,11 +230,7 @@ PROGRAMS: dict[str, Program] = {
     "distributed sampler": distributed,
     "two loaders": two_loaders,
     "early break": early_break,
-    "one cycle": one_cycle,
-    "words": words,
     "nanogpt": nanogpt,
-    "cleanrl": cleanrl,
-    "average": average,
     "scaler": skipping,
 }
 TORCHDATA: dict[str, Program] = {

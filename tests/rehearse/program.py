@@ -27,19 +27,29 @@ def model_of() -> Any:
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 2))
 
 
-def train(store: str, change: Callable[[Any, int], None] = lambda *_: None, **given: Any) -> None:
-    """Train in a loop that continues bit for bit, except for what `change` does before each step."""
+def train(
+    store: str,
+    change: Callable[[Any, int], None] = lambda *_: None,
+    *,
+    carries: float = 0.0,
+    **given: Any,
+) -> None:
+    """Train in a loop that continues bit for bit, except for what `change` does before each step.
+
+    carries: the share of the batch before that is added to each batch.
+    """
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.8)
     batches = loader()
     session = scarctl.attach(model, optimizer, store=store, schedulers=schedule, **given)
     session.resume()
-    count = 0
+    count, carried = 0, torch.zeros(4)
     for _ in session.epochs(STEPS):
         for x, y in session.batches(batches):
             count += 1
-            loss = mse_loss(model(x), y)
+            loss = mse_loss(model(x + carried), y)
+            carried = carries * x
             optimizer.zero_grad()
             loss.backward()
             change(optimizer, count)
@@ -76,6 +86,43 @@ def unseeded(store: str) -> None:
         gradient.add_(torch.randn(gradient.shape, generator=noise), alpha=1e-3)
 
     train(store, change)
+
+
+def fell_back(store: str) -> None:
+    """Set the learning rate by a count that begins anew in a restart."""
+
+    def change(optimizer: Any, count: int) -> None:
+        optimizer.param_groups[0]["lr"] = 0.05 * 0.9**count
+
+    train(store, change)
+
+
+def carried(store: str) -> None:
+    """Carry a part of each batch over to the next one, in a variable that nobody saves."""
+    train(store, carries=0.1)
+
+
+def attributes(store: str) -> None:
+    """Scale the loss by an attribute of a LightningModule, which nobody saves."""
+    from lightning.pytorch import LightningModule, Trainer
+
+    from scarctl_adapters.lightning import ScarCallback
+
+    class Scales(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.scale = model_of(), 1.0
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            self.scale *= 0.9
+            return self.scale * mse_loss(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.net.parameters(), lr=0.05)
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(max_steps=500, accelerator="cpu", callbacks=[ScarCallback(store=store)], **quiet)
+    trainer.fit(Scales(), loader())
 
 
 def again(store: str) -> None:
