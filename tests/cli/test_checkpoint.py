@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import resource
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +10,7 @@ import torch
 
 from scarctl.arena.arena import Arena
 from scarctl.arena.folder import arena_folder
-from scarctl.store import Store, open_writer
+from scarctl.store import Store
 from tests.cli.conftest import Done, Model, Run, assert_sound
 from tests.daemon.rig import acknowledge
 from tests.support.ranks import belong
@@ -162,54 +157,6 @@ class TestBadInput:
         error = self.refused(run).error
         assert error["kind"] == "layout-mismatch"
         assert says in error["message"]
-
-    def test_state_files(self, run: Run, saved: Model, tmp_path: Path) -> None:
-        data = saved.path.read_bytes()
-        saved.path.write_bytes(data[:-7])
-        assert self.refused(run, code=13).error["kind"] == "corruption"
-        saved.path.write_bytes(b"something else")
-        assert self.refused(run).error["kind"] == "foreign-state-file"
-        saved.path.unlink()
-        assert self.refused(run).error["kind"] == "no-file"
-        assert self.refused(run, path=tmp_path).error["kind"] == "foreign-state-file"
-
-    def test_a_foreign_folder(self, run: Run, model: Model, tmp_path: Path) -> None:
-        (tmp_path / "ckpt").mkdir()
-        (tmp_path / "ckpt" / "letter.txt").write_text("dear")
-        assert checkpoint(run, model.path, 0, code=10).error["kind"] == "foreign-store"
-        assert os.listdir(tmp_path / "ckpt") == ["letter.txt"]
-
-    def test_a_second_writer(self, run: Run, saved: Model) -> None:
-        store = Store.open("ckpt")
-        layout = store.current_layout()
-        assert layout is not None
-        writer = open_writer(store, layout=layout)
-        try:
-            assert str(os.getpid()) in self.refused(run, code=11).error["message"]
-        finally:
-            writer.close()
-        saved.train()
-        checkpoint(run, saved.path, 20)
-
-    def test_a_disk_that_is_full(self, run: Run, saved: Model) -> None:
-        saved.train()
-        with file_size_limit(2000):
-            done = self.refused(run, "--policy", "full", code=17)
-        assert done.error["kind"] in ("unavailable", "full")
-        assert checkpoint(run, saved.path, 20, "--policy", "full").document["consistent"]
-
-
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """Make writes beyond `size` bytes of any file fail, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_a_damaged_copy_is_saved_again(run: Run, saved: Model, tmp_path: Path) -> None:

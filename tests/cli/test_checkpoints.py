@@ -109,11 +109,6 @@ def test_an_archive_without_checksums_is_intact(run: Run) -> None:
     assert run("verify", "w.pt").stdout.endswith(": intact\n")
 
 
-class Evil:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return open, ("/tmp/scarctl-was-here", "w")  # type: ignore[return-value]
-
-
 def test_an_index_that_does_not_fit_its_files(run: Run) -> None:
     index = save_index(tensors(), Path("x"))
     obj = json.loads(index.read_text())

@@ -32,12 +32,6 @@ def test_the_document(run: Run, saved: Model) -> None:
     assert all(line["staleness"] == 6 - line["saved_step"] for line in done["partitions"])
 
 
-@pytest.mark.parametrize(("limit", "count"), [("3", 3), ("ALL", None)])
-def test_the_limit(run: Run, saved: Model, limit: str, count: int | None) -> None:
-    done = run("inspect", "--store", "ckpt", "--json", "--limit", limit).document
-    assert len(done["partitions"]) == (done["total_partitions"] if count is None else count)
-
-
 def test_a_listing_off_a_terminal(run: Run, saved: Model) -> None:
     text = run("inspect", "--store", "ckpt").stdout
     assert text.isascii()
@@ -83,13 +77,3 @@ def test_what_the_run_on_this_host_knows(run: Run, saved: Model, arena_dir: Path
     spoiled = run("inspect", "--store", "ckpt", "--json")
     assert spoiled.document["run"] is None
     assert "warning" in spoiled.stderr
-
-
-@pytest.mark.parametrize("spoiled", ["scarctl.json", "layout"])
-def test_damage_is_an_error_that_names_the_file(run: Run, saved: Model, tmp_path: Path, spoiled: str) -> None:
-    path = {
-        "scarctl.json": tmp_path / "ckpt" / "scarctl.json",
-        "layout": next((tmp_path / "ckpt" / "layout").glob("[0-9a-f]*")),
-    }[spoiled]
-    path.write_bytes(path.read_bytes().replace(b":", b";", 1))
-    assert path.name in run("inspect", "--store", "ckpt", "--json", code=13).error["message"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import pytest
 
@@ -160,12 +159,6 @@ class TestFromAStore:
         assert 0 < document["history"]["fraction"] < 0.5
         said = run("plan", "--from", "ckpt", "--bandwidth", "1MB", "--mtbf", "1h").stdout
         assert "of the state is saved every 10 iterations" in said
-
-    def test_a_store_that_is_not_there_or_empty(self, run: Run, tmp_path: Path) -> None:
-        given = ("--bandwidth", "1MB", "--mtbf", "1h", "--json")
-        assert run("plan", "--from", "nowhere", *given, code=10).error["kind"] == "no-store"
-        Store.create(tmp_path / "empty").close()
-        assert "still empty" in run("plan", "--from", "empty", *given, code=2).error["message"]
 
 
 def test_odds_that_copies_on_other_hosts_survive(run: Run) -> None:

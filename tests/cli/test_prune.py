@@ -155,15 +155,6 @@ def test_beside_a_live_writer_only_left_overs_go(run: Run, grown: Model) -> None
     assert verify(store, read_data=True).problems == []
 
 
-def test_bad_names_and_taken_ones_are_refused(run: Run, grown: Model) -> None:
-    for name in ("../x", ".x", "a/b", "", "x" * 65):
-        run("snapshot", "create", name, grown.path, "--store", "ckpt", "--step", 90, code=2)
-    error = run(
-        "snapshot", "create", "first", grown.path, "--store", "ckpt", "--step", 90, "--json", code=2
-    ).error
-    assert error["kind"] == "snapshot-exists"
-
-
 def test_export_safetensors_with_an_index(run: Run, grown: Model, tmp_path: Path) -> None:
     done = run(
         "export", "--store", "ckpt", "out", "--snapshot", "second", "--max-shard-size", "1KB", "--json"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import save_file
@@ -131,43 +130,3 @@ def test_snapshots_over_ranks(run: Run, ranks: RankStore, tmp_path: Path) -> Non
     run("verify", "--store", "ckpt")
     run("export", "--store", "ckpt", "last.pt", "--format", "pt")
     assert same(read(tmp_path / "last.pt"), tensors(8, 3))
-
-
-def test_export_of_all_ranks(run: Run, ranks: RankStore, tmp_path: Path) -> None:
-    create_snapshot(ranks.store, "five", complete_sets(ranks.store)[0])
-    done = run(
-        "export",
-        "--store",
-        "ckpt",
-        "out",
-        "--snapshot",
-        "five",
-        "--max-shard-size",
-        "2KB",
-        "--json",
-    ).document
-    assert (done["consistent"], done["step"], done["bytes"]) == (
-        True,
-        5,
-        sum(of.nbytes for of in ranks.layouts),
-    )
-    found: dict[str, Any] = {}
-    for path in (tmp_path / "out").glob("*.safetensors"):
-        found |= read(path)
-    assert len(done["files"]) > 2
-    assert same(found, tensors(5, 4))
-
-
-# -- what one process may not do, what needs a session ----------------------------------------------------------------
-
-
-def test_one_process_cannot_save_to_it(run: Run, ranks: RankStore, tmp_path: Path) -> None:
-    save_file(tensors(11, 4), tmp_path / "state.safetensors")
-    for words in (("checkpoint",), ("checkpoint", "--dry-run"), ("snapshot", "create", "best")):
-        arguments = (*words, "state.safetensors", "--store", "ckpt", "--step", 20, "--json")
-        error = run(*arguments, code=2).error
-        assert error["kind"] == "store-of-ranks"
-        assert "written by 4 ranks" in error["message"]
-    for words in (("live", "checkpoint"), ("snapshot", "create", "best")):
-        error = run(*words, "--store", "ckpt", "--arena-dir", tmp_path, "--json", code=2).error
-        assert error["kind"] == "no-session"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,12 +31,6 @@ def layout() -> Layout:
     return found
 
 
-def lost_partitions(*shards: int) -> int:
-    """Return the number of partitions in these shards."""
-    store = Store.open("ckpt")
-    return int(np.isin(store.shard_of(layout()), shards).sum())
-
-
 def lost_rows(*shards: int) -> dict[str, np.ndarray]:
     """Return a bool mask of every tensor's rows that belong to these shards."""
     of = layout()
@@ -58,26 +51,6 @@ def put(tensor: torch.Tensor, mask: np.ndarray, value: torch.Tensor | float) -> 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
     return dict(torch.load(path, weights_only=True)) if path.suffix == ".pt" else dict(load_file(path))
-
-
-def damage(shard: int, newest: bool = True) -> None:
-    """Flip a bit in one of a shard's copies, in the newest segment that has some, or in every one."""
-    of, found = layout(), []
-    for path in sorted(Path("ckpt/lanes/0/seg").iterdir(), key=lambda p: p.stat().st_mtime_ns):
-        data = bytearray(path.read_bytes())
-        base = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(data[8:base])
-        start, stop = header["scarctl/partitions"]["data_offsets"]
-        ids = np.frombuffer(bytes(data[base + start : base + stop]), np.int64)
-        mine = ids[of.shards(4, 0)[ids] == shard]
-        if "scarctl/checksums" in header and mine.size:
-            group = of.groups[int(of.group_of(mine[:1])[0])]
-            first = int(of.base[of.groups.index(group)])
-            before = int(((ids >= first) & (ids < mine[0])).sum()) * group.rows_per_partition
-            data[base + header[group.name]["data_offsets"][0] + before * group.row_bytes] ^= 1
-            found.append((path, data))
-    for path, data in found[-1:] if newest else found:
-        path.write_bytes(data)
 
 
 class TestIntoAFile:
@@ -162,20 +135,6 @@ class TestRollback:
         assert all(torch.equal(after[name], tensor) for name, tensor in mixed.items())
         assert run("inspect", "--store", "ckpt", "--json").document["step"] == 6
 
-    def test_into_a_file_takes_the_store_back_too(
-        self, run: Run, saved: Model, mixed: dict[str, torch.Tensor]
-    ) -> None:
-        recover(run, "--lost", "all", "--mode", "rollback", "--into", saved.path, "--dry-run")
-        assert run("inspect", "--store", "ckpt", "--json").document["step"] == 6
-        recover(run, "--lost", "all", "--mode", "rollback", "--into", saved.path)
-        after = read(saved.path)
-        assert all(torch.equal(after[name], tensor) for name, tensor in mixed.items())
-        document = run("inspect", "--store", "ckpt", "--json").document
-        assert document["step"] == 5
-        assert {p["saved_step"] for p in document["partitions"]} == {5}
-        run("checkpoint", saved.path, "--store", "ckpt", "--step", 5)
-        assert_sound()
-
 
 def test_a_dry_run_prints_the_plan_and_changes_nothing(run: Run, saved: Model, tmp_path: Path) -> None:
     before = saved.path.read_bytes()
@@ -208,10 +167,6 @@ class TestArena:
         arena.slot.begin(everything[:1])
         yield arena
         arena.close()
-
-    def test_a_live_run_is_contention(self, run: Run, arena: Arena) -> None:
-        assert recover(run, "--lost", "1", code=11).error["kind"] == "contention"
-        recover(run, "--lost", "1", "--output", "out.pt")
 
     def test_the_lost_partitions_come_from_the_store(self, run: Run, saved: Model, arena: Arena) -> None:
         arena.close()

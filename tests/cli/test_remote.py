@@ -6,11 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
-from scarctl.store import Store, doctor
-from scarctl.store.backends.probe import race
-from scarctl.store.doctor import diagnose
+from scarctl.store import Store
 from tests.cli.conftest import Model, Run
 from tests.support.places import KEY, SECRET, Place
 from tests.support.proxy import Fault, proxy
@@ -27,34 +24,9 @@ def url(s3_place: Place, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def quick_doctor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten `scarctl doctor` where its figures do not matter."""
-    monkeypatch.setitem(diagnose.__kwdefaults__, "large_bytes", 1 << 20)
-    monkeypatch.setitem(race.__kwdefaults__, "racers", 4)
-    monkeypatch.setattr(doctor, "SMALL_COUNT", 3)
-
-
-@pytest.fixture
 def saved(run: Run, model: Model, url: str) -> Model:
     run("checkpoint", model.path, "--store", url, "--step", 0, "--shards", 4, "--partition-bytes", 256)
     return model
-
-
-def test_checkpoint_inspect_verify_recover(
-    run: Run, saved: Model, url: str, tmp_path: Path, s3_place: Place
-) -> None:
-    done = run("checkpoint", saved.train("emb"), "--store", url, "--step", 10)
-    assert f"to {url}" in done.stdout
-    document = run("inspect", "--store", url, "--json").document
-    assert document["step"] == 10
-    assert document["store"]["bytes"] == sum(len(s3_place.raw.get(name)) for name in s3_place.raw.names())
-    assert f"store {url}: step 10" in run("inspect", "--store", url).stdout
-    assert run("verify", "--store", url, "--json").document["intact"]
-    run("recover", "--store", url, "--lost", "all", "--output", "whole.safetensors")
-    restored = load_file(tmp_path / "whole.safetensors")
-    assert set(restored) == set(saved.tensors)
-    run("recover", "--store", url, "--lost", "2", "--into", saved.path, "--mode", "rollback")
-    assert run("inspect", "--store", url, "--json").document["step"] == 0
 
 
 def test_errors_have_their_exit_codes(
@@ -141,17 +113,3 @@ def test_doctor_finds_a_sound_place_and_cleans_up(run: Run, tmp_path: Path) -> N
     text = run("doctor", "--store", url, "--rounds", 1).stdout
     assert "\nsafe" in text
     assert "FAIL" not in text
-
-
-def test_doctor_refuses_a_place_without_exclusive_creation(
-    run: Run, quick_doctor: None, url: str, s3_endpoint: str, s3_place: Place, tmp_path: Path
-) -> None:
-    with proxy(s3_endpoint) as wire:
-        wire.drop_headers = ("if-none-match",)
-        (tmp_path / "scarctl.toml").write_text(
-            f'[storage_options]\nendpoint_url = "{wire.url}"\nkey = "a"\nsecret = "b"\n'
-        )
-        document = run("doctor", "--store", url, "--json", code=14).document
-    assert not document["sound"]
-    assert [check["name"] for check in document["checks"] if not check["ok"]] == ["exclusive-create"]
-    assert s3_place.raw.names() == []

@@ -21,7 +21,6 @@ from tests.cli.running import Running
 from tests.daemon.trainer import Trainer, assert_sound, idle, status
 from tests.support.waiting import wait_until
 
-ROOT = Path(__file__).parents[2]
 # -- the command -------------------------------------------------------------------------------------------------
 
 

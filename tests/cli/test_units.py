@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from scarctl.cli.units import Size, Time
-from scarctl.simulate.study import parse_share
 from tests.cli.conftest import Run
 
 
@@ -22,12 +21,3 @@ def test_what_was_given_is_shown_as_it_was() -> None:
     assert {text: Size().convert(text, None, None).text for text in sizes} == sizes
     times = {"90S": "90 s", "30m": "30 min", "0.5": ""}
     assert {text: Time().convert(text, None, None).text for text in times} == times
-
-
-def test_shares_of_a_study() -> None:
-    assert [float(parse_share(text)) for text in ("12.5%", "1/8", "0.125", "100 %")] == [
-        0.125,
-        0.125,
-        0.125,
-        1,
-    ]

@@ -23,7 +23,7 @@ from scarctl.ops import evacuate
 from scarctl.state.version import pack
 from tests.daemon.rig import acknowledge, copy_into, small_layout
 from tests.support import stepper
-from tests.support.process import Forked, Tell
+from tests.support.process import Forked
 
 pytestmark = [pytest.mark.leaves_arena, pytest.mark.usefixtures("warm_torch", "daemon_folder")]
 
@@ -48,20 +48,9 @@ def in_memory(folder: Path, name: str, *, pid: int, pending: bool = True) -> Pat
     return folder / name
 
 
-def trains(store: Path, tell: Tell) -> None:
-    model, optimizer = stepper.build()
-    session = stepper.attach(model, optimizer, str(store))
-    for _ in range(7):
-        optimizer.step()
-    tell("ready")
-    while True:
-        time.sleep(600)
-    del session
-
-
 @pytest.fixture
 def child(tmp_path: Path) -> Iterator[Forked]:
-    with Forked(lambda tell: trains(tmp_path / "store", tell)) as child:
+    with Forked(lambda tell: stepper.trains(tmp_path / "store", tell)) as child:
         child.expect("ready")
         yield child
 

@@ -1,17 +1,10 @@
-"""Run a training loop whose every value is the number of its step, so that a copy of mixed steps shows.
-
-    python -m tests.support.stepper STORE STEPS
-
-It resumes, checks what it got, trains, and prints after every step a JSON line with the step and, per partition, the
-step that is acknowledged as durable.
-"""
+"""Provide a training whose every value is the number of its step, so that a copy of mixed steps shows."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +12,7 @@ from torch import nn
 
 import scarctl
 from scarctl.config import grouped
-from scarctl.state.version import step_of
+from tests.support.process import Tell
 
 
 class Stepper(torch.optim.Optimizer):
@@ -66,30 +59,13 @@ def torn_rows(model: nn.Module, optimizer: Stepper) -> list[str]:
     ]
 
 
-def tell(step: int, durable: list[int]) -> None:
-    """Write one whole line at once: the process may be killed right after."""
-    os.write(1, json.dumps({"step": step, "durable": durable}).encode() + b"\n")
-
-
-def main() -> None:
-    torch.set_num_threads(1)
+def trains(store: Path | str, tell: Tell, steps: int = 7) -> None:
+    """Take some steps, then wait as a loop does in a long evaluation."""
     model, optimizer = build()
-    session = attach(model, optimizer, sys.argv[1])
-    start = session.resume().step
-    if start:
-        assert torn_rows(model, optimizer) == []
-        # Continue from whole numbers: from here on every value is its step again.
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(start)
-                optimizer.state[parameter]["count"].fill_(start)
-    tell(start, [])
-    for step in range(start + 1, int(sys.argv[2]) + 1):
+    session = attach(model, optimizer, str(store))
+    for _ in range(steps):
         optimizer.step()
-        assert session._engine is not None
-        tell(step, step_of(session._engine.arena.durable).tolist())
-    session.close()
-
-
-if __name__ == "__main__":
-    main()
+    tell("ready")
+    while True:
+        time.sleep(600)
+    del session
