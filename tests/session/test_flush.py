@@ -18,12 +18,10 @@ import torch
 import scarctl
 import scarctl.session.departure
 from scarctl.session import signals
-from scarctl.store import Store
 from tests.session.flushed import STEPS, assert_goes_on_exactly, trained
 from tests.support import stepper
 from tests.support.process import Forked, Tell
 from tests.support.training import Loop
-from tests.support.waiting import wait_until
 
 # -- a signal ends the process -----------------------------------------------------------------------------------
 
@@ -68,30 +66,6 @@ def test_sigterm(
 
     end_by_sigterm(body)
     assert_goes_on_exactly(tmp_path / "store", expected)
-
-
-def test_what_was_flushed_becomes_durable_without_its_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: dict[str, torch.Tensor], arena_dir: Path
-) -> None:
-    monkeypatch.setenv("SCARCTL_DAEMON", "1")
-
-    def body(tell: Tell) -> None:
-        trained(tmp_path / "store")
-        tell("ready")
-        sleeps()
-
-    end_by_sigterm(body)
-    wait_until(lambda: newest_sealed(tmp_path / "store") >= STEPS)
-    assert_goes_on_exactly(tmp_path / "store", expected)
-
-
-def newest_sealed(folder: Path) -> int:
-    store = Store.open(str(folder))
-    try:
-        sealed = store.state(0).sealed
-        return sealed[-1].step if sealed else -1
-    finally:
-        store.close()
 
 
 # -- steps -------------------------------------------------------------------------------------------------------
@@ -142,36 +116,6 @@ def test_sigterm_in_the_middle_of_a_step(
     assert stepper.torn_rows(model, optimizer) == []  # type: ignore[arg-type]
     assert {int(v) for p in model.parameters() for v in p[:, 0]} == {resumed.step}
     session.close()
-
-
-def test_signals_at_any_moment_of_a_loop(tmp_path: Path, both_savers: str) -> None:
-    """Steps are as fast as possible, and the signal comes at another moment each time."""
-    step = 0
-    for round_ in range(3):
-
-        def body(tell: Tell) -> None:
-            model, optimizer = stepper.build()
-            session = stepper.attach(model, optimizer, str(tmp_path / "store"))
-            session.resume()
-            optimizer.step()
-            tell("ready")
-            while True:
-                optimizer.step()
-
-        with Forked(body) as child:
-            child.expect("ready")
-            time.sleep(0.037 * round_)
-            child.signal(signal.SIGTERM)
-            assert child.wait() == -signal.SIGTERM
-        model, optimizer = stepper.build()
-        session = stepper.attach(model, optimizer, str(tmp_path / "store"))
-        resumed = session.resume()
-        assert resumed.consistent
-        assert resumed.step > step
-        assert stepper.torn_rows(model, optimizer) == []
-        assert {int(v) for p in model.parameters() for v in p[:, 0]} == {resumed.step}
-        step = resumed.step
-        session.close()
 
 
 def test_a_loop_that_says_itself_when_a_step_is_over(tmp_path: Path) -> None:

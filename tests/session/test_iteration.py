@@ -56,19 +56,6 @@ def test_sigterm_within_a_block_waits_for_its_end(tmp_path: Path, both_savers: s
     assert (found.step, found.consistent, values, count) == (4, True, [4.0], 4)
 
 
-def test_sigterm_within_a_block_that_does_not_end(tmp_path: Path) -> None:
-    def body(tell: Tell) -> None:
-        scarctl.session.departure.FLUSH_SECONDS = 0.2
-        server = Server(tmp_path / "s")
-        server.serve(3)
-        server.session.checkpoint(full=True)
-        server.serve(1, lambda: (tell("ready"), waits()))
-
-    sigterm(body)
-    found, values, _ = resumed(tmp_path / "s")
-    assert (found.step, found.consistent, values) == (3, True, [3.0]), "no half of a block is saved"
-
-
 @pytest.mark.parametrize("within", [False, True])
 def test_once_sigterm_has_flushed_no_request_is_answered(tmp_path: Path, within: bool) -> None:
     """It would be lost: an evacuation has its time, but nothing more is saved. The process then ends by the signal."""
@@ -128,17 +115,6 @@ def test_sigterm_after_a_block_that_raised_leaves_the_state_before_it(
     sigterm(body)
     found, values, count = resumed(tmp_path / "s")
     assert (found.step, found.consistent, values, count) == (3, True, [3.0], 3)
-
-
-def test_a_rollback_after_a_block_that_raised_is_to_the_state_before(tmp_path: Path) -> None:
-    server = Server(tmp_path / "s")
-    server.serve(3)
-    server.session.checkpoint(full=True, wait=True)
-    raises(server)
-    assert not server.session.flush()
-    server.session.close()
-    found, values, _ = resumed(tmp_path / "s", "rollback")
-    assert (found.step, found.consistent, values) == (3, True, [3.0])
 
 
 def test_no_checkpoint_claims_to_have_a_block_that_raised(tmp_path: Path) -> None:

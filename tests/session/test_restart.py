@@ -14,11 +14,9 @@ import pytest
 import torch
 
 from scarctl.errors import Corruption, NoIntactCopy, UsageError
-from tests.daemon.trainer import idle, kill
 from tests.support.elsewhere import elsewhere
 from tests.support.process import Forked, Tell
 from tests.support.training import Loop, differing, drained
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("warm_torch")
 
@@ -34,41 +32,6 @@ def left_by(child: Forked, tmp_path: Path) -> dict[str, torch.Tensor]:
     assert child.wait() == -signal.SIGKILL
     state: dict[str, torch.Tensor] = torch.load(tmp_path / "state.pt")
     return state
-
-
-def epoch_of(loop: Loop) -> int:
-    assert loop.session._engine is not None
-    return loop.session._engine.arena.epoch
-
-
-# -- the daemon is replaced --------------------------------------------------------------------------------------
-
-
-def test_a_daemon_that_is_replaced_between_copy_and_hand_over(tmp_path: Path, daemon_folder: Path) -> None:
-    """Memory has the extras of its step: without them the run would continue from an older step."""
-
-    def body(tell: Tell) -> None:
-        loop = Loop(tmp_path / "store", interval=10, fraction=1.0)
-        loop.train(8)
-        loop.session.checkpoint(full=True, wait=True)
-        loop.train(2)  # a copy is under way
-        epoch = epoch_of(loop)
-        kill(daemon_folder)
-        wait_until(lambda: epoch_of(loop) > epoch)
-        torch.save(loop.state(), tmp_path / "copied.pt")
-        loop.train(1)
-        drained([loop.session])
-        dies(loop, tmp_path)
-
-    with Forked(body) as child:
-        left_by(child, tmp_path)
-    wait_until(lambda: idle(daemon_folder))
-    resumed, state = elsewhere(tmp_path / "store")
-    assert resumed.step == 10
-    assert differing(state, torch.load(tmp_path / "copied.pt")) == []
-    again = Loop(tmp_path / "store")
-    assert again.session.resume().step == 10
-    again.session.close()
 
 
 # -- what a dead process left ------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from pathlib import Path
@@ -14,7 +13,6 @@ from torch import nn
 
 import scarctl
 import scarctl.errors
-from scarctl.daemon.request import Request
 from scarctl.errors import Corruption, UsageError
 from tests.daemon.trainer import assert_sound
 from tests.support.training import Loop, differing, drained
@@ -28,27 +26,6 @@ def test_resume_on_an_empty_store_changes_nothing(tmp_path: Path) -> None:
     resumed = loop.session.resume()
     assert (resumed.step, resumed.consistent, resumed.report) == (0, True, None)
     assert differing(loop.state(), before) == []
-    loop.session.close()
-
-
-def test_a_partition_that_is_not_finite_keeps_its_last_good_copy(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    loop = Loop(tmp_path / "store", interval=100)
-    loop.train(3)
-    loop.session.checkpoint(full=True, wait=True)
-    good = loop.state()["embed.weight"]
-    with torch.no_grad():
-        loop.model.embed.weight[5] = float("nan")
-    with caplog.at_level(logging.WARNING, "scarctl"):
-        loop.session.checkpoint(full=True)
-    assert "1 partition not finite" in caplog.text
-    assert loop.session.stats.nonfinite_partitions == 1
-    loop.session.recover(lost="embed.weight")
-    assert torch.isfinite(loop.model.embed.weight).all()
-    rows = loop.session.layout.groups[0].rows_per_partition
-    first = 5 // rows * rows
-    assert torch.equal(loop.model.embed.weight[first : first + rows], good[first : first + rows])
     loop.session.close()
 
 
@@ -178,20 +155,6 @@ def test_a_session_shows_its_layout_and_its_adapter(tmp_path: Path) -> None:
     ]
     loop.session.close()
     assert loop.session.layout.partitions > 0, "also afterwards"
-
-
-def test_of_two_requests_the_whole_state_is_saved_once(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store", interval=1000)
-    loop.train(1)
-    loop.session._saving.finish()
-    drained([loop.session])
-    for kind in ("full", "partial"):
-        loop.session._requests.add(Request(kind))
-    loop.train(3)
-    loop.session._saving.finish()
-    assert loop.session.stats.checkpoints == 2
-    assert loop.session._started().arena.sealed >= 0
-    loop.session.close()
 
 
 def test_the_copy_leaves_half_of_the_threads_to_training(tmp_path: Path) -> None:
