@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import scarctl
 import scarctl.api
@@ -46,23 +46,6 @@ class Loop(TorchTraining):
 
     def end(self, session: scarctl.Session) -> None:
         session.close()
-
-
-class NeverCloses(Loop):
-    """The session stays open until the process ends."""
-
-    left: ClassVar[list[scarctl.Session]] = []
-
-    def end(self, session: scarctl.Session) -> None:
-        self.left.append(session)
-
-
-class KeepsSession(Loop):
-    """The loop keeps a reference to its session."""
-
-    def end(self, session: scarctl.Session) -> None:
-        session.close()
-        self.session = session
 
 
 class NeverSeals(Loop):

@@ -29,7 +29,7 @@ class Mutated(AdapterConformance):
     """The suite of the torch adapter, with another adapter or another loop."""
 
     loop: ClassVar[type[TorchTraining]] = TorchTraining
-    variants = frozenset({"tied", "bfloat16", "non-contiguous", "several-optimizers", "factored"})
+    variants = frozenset({"bfloat16", "factored"})
 
     def training(self, variant: str = "") -> Training:
         return self.loop(variant)
@@ -69,14 +69,6 @@ class TurnsOrder(TorchAdapter):
     def groups(self) -> list[StateGroup]:
         self.turned = not self.turned
         return super().groups()[:: -1 if self.turned else 1]
-
-
-class OrderOfHashes(TorchAdapter):
-    """The order is that of a set of names, which differs between processes."""
-
-    def groups(self) -> list[StateGroup]:
-        groups = {group.name: group for group in super().groups()}
-        return [groups[name] for name in set(groups)]
 
 
 class NamesOfAddresses(TorchAdapter):
@@ -168,16 +160,6 @@ class Upcasts(TorchAdapter):
         ]
 
 
-class MakesContiguous(TorchAdapter):
-    """Tensors that are not contiguous are copied."""
-
-    def groups(self) -> list[StateGroup]:
-        return [
-            replace(group, tensors={slot: t.detach().contiguous() for slot, t in group.tensors.items()})
-            for group in super().groups()
-        ]
-
-
 class ForgetsExtras(TorchAdapter):
     """The data position is saved, but not restored."""
 
@@ -242,17 +224,6 @@ class CountsTwice(TorchAdapter):
 
     def install(self, before: Hook, after: Hook) -> Hook:
         return super().install(before, lambda: (after(), after(), None)[2])
-
-
-class CountsEveryOptimizer(TorchAdapter):
-    """Every optimizer ends an iteration."""
-
-    def install(self, before: Hook, after: Hook) -> Hook:
-        removals = [type(self)(self._model, [o], {}, {})._install(before, after) for o in self._optimizers]
-        return lambda: [remove() for remove in removals] and None
-
-    def _install(self, before: Hook, after: Hook) -> Hook:
-        return super().install(before, after)
 
 
 class NeverBefore(TorchAdapter):

@@ -28,16 +28,6 @@ def test_a_resumed_run_is_the_undisturbed_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_a_backward_pass_ends_an_iteration_where_no_other_optimizer_steps(tmp_path: Path) -> None:
-    for whole, resumed in launch(f"{JOBS}:only_fused", 2, str(tmp_path), timeout=150):
-        assert resumed["step"] == 4
-        assert resumed["consistent"], resumed["reasons"]
-        assert resumed["last"] == whole["last"] != whole["first"]
-        assert not resumed["warnings"]
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_another_plan_takes_over_the_same_values(tmp_path: Path) -> None:
     pairs = [

@@ -51,25 +51,26 @@ def test_beside_scarctl_a_run_is_what_it_is_without(tmp_path: Path, whole: trans
     assert callback.session is None
 
 
-@pytest.mark.skipif(
-    Version(metadata.version("transformers")) < Version("5"),
-    reason="a Trainer that resumes scales that step otherwise",
+@pytest.mark.parametrize(
+    ("arguments", "step"),
+    [
+        pytest.param(
+            {"rows": 44},
+            7,
+            marks=pytest.mark.skipif(
+                Version(metadata.version("transformers")) < Version("5"),
+                reason="a Trainer that resumes scales that step otherwise",
+            ),
+        ),
+        ({"accelerator_config": {"use_seedable_sampler": False}}, 9),
+    ],
+    ids=["an epoch ends with a smaller step", "the order is drawn from the global generator"],
 )
-def test_an_epoch_that_ends_with_a_smaller_step(tmp_path: Path) -> None:
-    bare = runs.make_trainer(tmp_path / "bare", rows=44)
-    bare.train()
-    expected = runs.state_of(bare)
-    runs.ended_at(tmp_path, "on_step_end", 7, signal.SIGKILL, rows=44)
-    trainer, _ = runs.resumed(tmp_path, options={"mode": "rollback"}, rows=44)
-    assert differing(runs.state_of(trainer), expected) == []
-
-
-def test_an_order_that_is_drawn_from_the_global_generator(tmp_path: Path) -> None:
-    arguments = {"accelerator_config": {"use_seedable_sampler": False}}
+def test_a_killed_run_goes_on_exactly(tmp_path: Path, arguments: dict[str, Any], step: int) -> None:
     bare = runs.make_trainer(tmp_path / "bare", **arguments)
     bare.train()
     expected = runs.state_of(bare)
-    runs.ended_at(tmp_path, "on_step_end", 9, signal.SIGKILL, **arguments)
+    runs.ended_at(tmp_path, "on_step_end", step, signal.SIGKILL, **arguments)
     trainer, _ = runs.resumed(tmp_path, options={"mode": "rollback"}, **arguments)
     assert differing(runs.state_of(trainer), expected) == []
 
