@@ -74,12 +74,6 @@ def test_blocks_are_whole_values() -> None:
     assert list(blocks(TensorSpec("", "F32", (0, 3)))) == []
 
 
-def test_values_stored_in_another_order_come_in_c_order(tmp_path: Path) -> None:
-    torch.save({"t": torch.arange(12.0).view(3, 4).t()}, tmp_path / "t.pt")
-    data = open_source(tmp_path / "t.pt").read("t", 0, 48)
-    assert data.view(np.float32).tolist() == torch.arange(12.0).view(3, 4).t().reshape(-1).tolist()
-
-
 def test_a_checkpoint_without_tensors(tmp_path: Path) -> None:
     save_file({}, tmp_path / "none.safetensors")
     torch.save({"step": 3}, tmp_path / "none.pt")
