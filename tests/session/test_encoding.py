@@ -14,7 +14,7 @@ from scarctl.state.encodings import ERROR_BOUND, Encoding
 from scarctl.state.version import step_of
 from scarctl.store import Store
 from tests.store.helpers import read_all
-from tests.support.training import Loop, differing
+from tests.support.training import Loop
 
 HERE: dict[str, Any] = {"daemon": False}
 
@@ -93,24 +93,6 @@ def test_what_has_stopped_is_exact_in_the_end(tmp_path: Path, arena_dir: Path) -
         start, stop = (int(row[0]) for row in layout.row_ranges([i]))
         assert copy.startswith(still[start:stop].numpy().tobytes())
     run.session.close()
-
-
-def test_a_rollback_takes_exact_copies(tmp_path: Path, arena_dir: Path) -> None:
-    run = loop(tmp_path / "store", arena_dir, "int8")
-    run.train(11, settle=True)
-    run.session.checkpoint(full=True, wait=True)
-    state = run.state()
-    run.train(9, settle=True)
-    assert encoded_in(tmp_path / "store")
-    report = run.session.recover("all", mode="rollback")
-    assert (report.step, report.consistent, report.plan.encoded) == (11, True, 0)
-    assert differing(run.state(), state) == []
-    engine = run.session._engine
-    assert engine is not None
-    assert (engine.arena.encoding_error == -1).all()
-    run.train(5)
-    run.session.close()
-    assert encoded_in(tmp_path / "store") == 0
 
 
 def test_copies_of_one_step_that_the_store_has_encoded_are_no_seal(

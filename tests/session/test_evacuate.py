@@ -56,25 +56,18 @@ def test_all_that_fits_is_exact_on_another_host(tmp_path: Path, arena_dir: Path,
     again.session.close()
 
 
-def test_training_goes_on_after_a_false_alarm(tmp_path: Path) -> None:
+def test_checkpoints_rest_until_the_deadline_and_training_goes_on_after_a_false_alarm(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "store")
     loop.train(STEPS)
-    assert loop.session.evacuate(30.0).safe
-    loop.session._saving._opening.engine.pace.leave(0.0)  # type: ignore[union-attr]  # the deadline is over
-    loop.train(4)
-    loop.session.close()
-    assert set(stored_steps(tmp_path / "store")) == {STEPS + 4}
-    assert loop.session.stats.errors == 0
-
-
-def test_checkpoints_rest_until_the_deadline(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store")
-    loop.train(STEPS)
-    loop.session.evacuate(600.0)
+    assert loop.session.evacuate(600.0).safe
     before = loop.session.stats.saved_bytes
     loop.train(5)
     assert loop.session.stats.saved_bytes == before
+    loop.session._saving._opening.engine.pace.leave(0.0)  # type: ignore[union-attr]  # the deadline is over
+    loop.train(4)
     loop.session.close()
+    assert set(stored_steps(tmp_path / "store")) == {STEPS + 9}
+    assert loop.session.stats.errors == 0
 
 
 def test_a_call_before_the_first_step_and_nonsense_are_refused(tmp_path: Path) -> None:

@@ -15,19 +15,14 @@ from torch import nn
 
 import scarctl
 from scarctl.arena.arena import Arena
-from scarctl.checkpoint import filling
-from scarctl.checkpoint.filling import Filling
 from scarctl.errors import ScarError, Unavailable
 from scarctl.peers.follower import Follower
 from scarctl.peers.frames import Kind
 from tests.support.training import state_of
 
+pytestmark = pytest.mark.usefixtures("small_states_too")
+
 State = dict[str, torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def small_states_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filling, "_WORTH", 0)
 
 
 class Run:
@@ -73,19 +68,6 @@ def saved(store: Path) -> State:
         run.step()
     run.session.close()
     return run.state()
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Hold up every filling until it is set."""
-    gate, run = threading.Event(), Filling.run
-
-    def held(self: Filling) -> None:
-        assert gate.wait(60)
-        run(self)
-
-    monkeypatch.setattr(Filling, "run", held)
-    return gate
 
 
 def same(one: State, other: State) -> bool:

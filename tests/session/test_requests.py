@@ -22,9 +22,7 @@ def test_a_request_that_comes_while_another_is_looked_at_is_kept(
 ) -> None:
     """Another thread makes a request, perhaps just when the requested copy begins."""
     loop = Loop(tmp_path / "store", interval=1000)
-    loop.train(1)
-    loop.session._saving.finish()
-    drained([loop.session])
+    loop.train(1, settle=True)
     arena, requests = loop.session._started().arena, loop.session._requests
     coming = [Request("full")]
     begin = arena.begin_moment
@@ -50,9 +48,7 @@ def test_a_request_that_comes_while_a_step_is_counted_waits_for_the_next_one(
 ) -> None:
     """The command has seen the step's number already, and waits for a newer one."""
     loop = Loop(tmp_path / "store", interval=1000)
-    loop.train(1)
-    loop.session._saving.finish()
-    drained([loop.session])
+    loop.train(1, settle=True)
     arena, requests = loop.session._started().arena, loop.session._requests
     coming, reach = [Request("partial")], arena.reach
 

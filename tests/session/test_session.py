@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import scarctl
 import scarctl.errors
@@ -109,32 +108,6 @@ def test_an_exception_inside_an_optimizer_step_does_not_seal_half_a_step(tmp_pat
     assert again.session.resume().step == 4
     assert differing(again.state(), expected) == []
     again.session.close()
-
-
-def test_unused_parameters_join_later_without_a_new_layout(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-    optimizer = torch.optim.Adam(model.parameters())
-    session = scarctl.attach(model, optimizer, store=tmp_path / "store", interval=1)
-    for step in range(6):
-        optimizer.zero_grad()
-        model[0 if step < 3 else 1](torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        if step == 1:
-            assert session.recover("1.*").restored_partitions == 2
-            assert not optimizer.state[model[1].weight], "there is nothing to restore into yet"
-    assert session.stats.errors == 0
-    session.close()
-    expected = {k: v.clone() for k, v in model.state_dict().items()}
-    moments = optimizer.state[model[1].weight]["exp_avg_sq"].clone()
-
-    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-    optimizer = torch.optim.Adam(model.parameters())
-    session = scarctl.attach(model, optimizer, store=tmp_path / "store", interval=1)
-    assert session.resume().consistent
-    assert all(torch.equal(v, expected[k]) for k, v in model.state_dict().items())
-    assert torch.equal(optimizer.state[model[1].weight]["exp_avg_sq"], moments)
-    session.close()
 
 
 def test_a_snapshot_of_nothing_is_no_new_run(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ import torch
 from torch import nn
 
 import scarctl
-from scarctl.checkpoint import filling
-from scarctl.checkpoint.filling import Filling
 from scarctl.daemon.client import ask_status
 from scarctl.ops.health import health_of
 from scarctl.ops.known import daemon_here, runs_of
@@ -25,10 +22,7 @@ from scarctl.state.version import step_of
 from scarctl.store import Store
 from tests.session.test_filling import Run, same
 
-
-@pytest.fixture(autouse=True)
-def small_states_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filling, "_WORTH", 0)
+pytestmark = pytest.mark.usefixtures("small_states_too")
 
 
 @pytest.fixture
@@ -39,20 +33,6 @@ def store(tmp_path: Path) -> Path:
         run.step()
     run.session.close()
     return tmp_path / "store"
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Hold up every filling until it is set."""
-    gate, run = threading.Event(), Filling.run
-
-    def held(self: Filling) -> None:
-        assert gate.wait(60)
-        run(self)
-
-    monkeypatch.setattr(Filling, "run", held)
-    yield gate
-    gate.set()
 
 
 @pytest.mark.usefixtures("daemon_folder")
