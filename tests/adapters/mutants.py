@@ -71,6 +71,14 @@ class TurnsOrder(TorchAdapter):
         return super().groups()[:: -1 if self.turned else 1]
 
 
+class OrderOfHashes(TorchAdapter):
+    """The order is that of a set of names, which differs between processes."""
+
+    def groups(self) -> list[StateGroup]:
+        groups = {group.name: group for group in super().groups()}
+        return [groups[name] for name in set(groups)]
+
+
 class NamesOfAddresses(TorchAdapter):
     """Groups are named by their address in memory."""
 

@@ -15,6 +15,7 @@ from tests.adapters.torch.test_conformance import TorchTraining
 
 FOUND: dict[type[TorchAdapter] | type[TorchTraining], tuple[str, str]] = {
     mutants.TurnsOrder: ("the_layout_is_stable", "in another order"),
+    mutants.OrderOfHashes: ("a_killed_run_continues_bit_for_bit", "in another order"),
     mutants.NamesOfAddresses: ("the_layout_is_stable", "the groups are"),
     mutants.SameMemoryTwice: ("the_layout_is_stable", "are the same memory"),
     mutants.WindowsOverlap: ("partial_recovery_touches_only_the_lost_rows", "were changed"),
@@ -72,7 +73,11 @@ def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         mutants.KeepsFile.kept.pop().close()
 
 
-@pytest.mark.parametrize("mutant", FOUND, ids=lambda mutant: mutant.__name__)
+@pytest.mark.parametrize(
+    "mutant",
+    [pytest.param(one, marks=[pytest.mark.long] * (one is mutants.OrderOfHashes)) for one in FOUND],
+    ids=lambda mutant: mutant.__name__,
+)
 def test_a_defect_is_found(mutant: type[TorchAdapter] | type[TorchTraining], tmp_path: Path) -> None:
     name, said = FOUND[mutant]
     with pytest.raises(Exception, match=said):
