@@ -180,15 +180,6 @@ class TestArena:
         assert (arena.rows(1, 0) == 0).all()
         assert arena.pending().sum() == layout().partitions - len(ids)
 
-    def test_memory_is_nearer_than_the_store_for_a_file(self, run: Run, saved: Model, arena: Arena) -> None:
-        arena.close()
-        done = recover(run, "--lost", "emb", "--output", "out.pt").document
-        assert done["tiers"] == {"memory": 4, "store": 1}
-        assert not done["consistent"]
-        after = read(Path("out.pt"))["emb"]
-        assert torch.equal(after[:8], saved.tensors["emb"][:8])
-        assert (after[8:] == 0).all()
-
     def test_a_rollback_forgets_what_memory_had_of_the_time_after(
         self, run: Run, saved: Model, arena: Arena, arena_dir: Path
     ) -> None:

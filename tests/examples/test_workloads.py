@@ -17,7 +17,7 @@ from scarctl.simulate.workload import load
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"
-HALF, EIGHTH = Fraction(1, 2), Fraction(1, 8)
+EIGHTH = Fraction(1, 8)
 
 needs_numba = pytest.mark.skipif(
     find_spec("numba") is None, reason="numba is not installed: see the extra [paper]"

@@ -39,11 +39,8 @@ def save_index(tensors: dict[str, torch.Tensor], folder: Path, shards: int = 3) 
     return index
 
 
-@pytest.fixture(params=["safetensors", "torch", "dcp", "index"])
+@pytest.fixture(params=["torch", "dcp", "index"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
-    if request.param == "safetensors":
-        save_file(named(), tmp_path / "state")
-        return open_source(tmp_path / "state")
     if request.param == "torch":
         torch.save(named(), tmp_path / "state")
         return open_source(tmp_path / "state")
