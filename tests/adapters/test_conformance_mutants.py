@@ -10,7 +10,7 @@ import pytest
 
 from scarctl.testing import leaks
 from scarctl_adapters.torch import TorchAdapter
-from tests.adapters import broken_loops, mutants
+from tests.adapters import mutants
 from tests.adapters.torch.test_conformance import TorchTraining
 
 FOUND: dict[type[TorchAdapter] | type[TorchTraining], tuple[str, str]] = {
@@ -49,14 +49,14 @@ FOUND: dict[type[TorchAdapter] | type[TorchTraining], tuple[str, str]] = {
         "other handlers: .*SIGUSR1",
     ),
     mutants.KeepsFile: ("runs_one_after_the_other_leave_nothing_in_the_process", "open files"),
-    broken_loops.NeverSeals: ("a_closed_run_continues_bit_for_bit", "resumed after iteration 1, not 3"),
-    broken_loops.SwallowsExceptions: ("an_exception_in_the_loop_comes_through", "swallowed"),
-    broken_loops.IgnoresSnapshot: ("a_snapshot_is_resumed_by_its_name", "resumed after iteration 5, not 2"),
-    broken_loops.WaitsForStore: (
+    mutants.NeverSeals: ("a_closed_run_continues_bit_for_bit", "resumed after iteration 1, not 3"),
+    mutants.SwallowsExceptions: ("an_exception_in_the_loop_comes_through", "swallowed"),
+    mutants.IgnoresSnapshot: ("a_snapshot_is_resumed_by_its_name", "resumed after iteration 5, not 2"),
+    mutants.WaitsForStore: (
         "a_store_that_fails_does_not_end_the_run",
         "the store is missing|has not finished yet",
     ),
-    broken_loops.CountsItself: ("hooks_are_called_around_every_iteration", "would count each twice"),
+    mutants.CountsItself: ("hooks_are_called_around_every_iteration", "would count each twice"),
 }
 
 

@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import click
 import pytest
 
 from scarctl.cli.main import COMMANDS, GROUPS, cli, default_map
+from scarctl.cli.output import Terminated, signals
 from scarctl.config import (
     KNOWN_NAMES,
     VERBS,
@@ -269,3 +271,27 @@ class TestProcess:
         assert process.returncode == 128 + signal.SIGTERM
         assert "Traceback" not in err
         assert sorted(os.listdir(tmp_path)) == before
+
+
+class Noted:
+    """An object that can be referred to weakly."""
+
+
+def meets_a_signal() -> None:
+    """Get SIGTERM in a callback of a weak reference, like those at the end of an import, and go on."""
+    noted = Noted()
+
+    def arrives(_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    reference = weakref.ref(noted, arrives)
+    del noted
+    assert reference() is None
+    time.sleep(10)
+
+
+def test_a_signal_ends_a_command_even_where_python_drops_its_exception() -> None:
+    with pytest.raises(Terminated) as ended, signals():
+        meets_a_signal()
+    assert ended.value.number == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

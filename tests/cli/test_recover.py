@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.folder import arena_folder
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import pack
 from scarctl.store import Store, open_writer
 from tests.cli.conftest import Done, Model, Run, assert_sound
 from tests.support.logs import records
-from tests.support.ranks import belong
+from tests.support.ranks import arena_of, current_layout
 
 
 def recover(run: Run, *arguments: object, code: int = 0) -> Done:
@@ -26,9 +25,7 @@ def recover(run: Run, *arguments: object, code: int = 0) -> Done:
 
 
 def layout() -> Layout:
-    found = Store.open("ckpt").current_layout()
-    assert found is not None
-    return found
+    return current_layout(Store.open("ckpt"))
 
 
 def lost_rows(*shards: int) -> dict[str, np.ndarray]:
@@ -155,10 +152,8 @@ class TestArena:
     def arena(self, saved: Model, run: Run, arena_dir: Path) -> Iterator[Arena]:
         """Yield the arena of a stopped run: all of step 3, one partition torn."""
         store = Store.open("ckpt")
-        of = layout()
-        arena = Arena.create(arena_folder(str(arena_dir), store.run_id), of, run_id=store.run_id, epoch=1)
-        belong(arena, store)
-        everything = np.arange(of.partitions)
+        arena = arena_of(store, arena_dir)
+        everything = np.arange(layout().partitions)
         arena.slot.end(everything, pack(1, 3), 1)
         arena.adopt_moment(1)
         arena.slot.stamp(1, pack(1, 3), "")

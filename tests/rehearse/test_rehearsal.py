@@ -1,4 +1,4 @@
-"""Rehearse programs as processes: the verdict, the reason, and what is left behind."""
+"""Rehearse programs as processes: the verdict, the reason, what is left behind, and all of `tests.rehearse.loops`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from scarctl.rehearse.run import ARENA
 from scarctl.store.verdict import waiting_path
 from tests.cli.conftest import validator
 from tests.rehearse.conftest import rehearse
+from tests.rehearse.loops import PER_EPOCH, PROGRAMS
 from tests.support.waiting import wait_until
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -157,3 +158,13 @@ def test_ctrl_c_ends_the_program(tmp_path: Path) -> None:
     assert process.wait(60) == 128 + signal.SIGINT
     assert not Path("/proc", mark.read_text().strip()).exists()
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stop", [PER_EPOCH, PER_EPOCH + 2], ids=["last step of an epoch", "within an epoch"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_ends_as_it_would_have(tmp_path: Path, name: str, stop: int) -> None:
+    words = [sys.executable, "-m", "tests.rehearse.loops", name, str(tmp_path / "store")]
+    found, said = rehearse(words, 2 * stop)
+    assert found.verdict == "identical", (found, said)
+    assert all(run.resumed for run in found.runs[1:])

@@ -14,7 +14,7 @@ import pytest
 import scarctl
 from scarctl.errors import UsageError
 from tests.support import stepper
-from tests.support.process import Forked, Tell
+from tests.support.process import Forked, Tell, end_by_signal
 from tests.support.stored import stored_steps
 from tests.support.throttled import ThrottledBlobs
 from tests.support.training import Loop, differing
@@ -130,17 +130,10 @@ def _training(store: Path, tell: Tell, *, grace: str, bytes_per_second: float) -
 @pytest.mark.leaves_arena
 def test_sigterm_with_enough_grace_is_exact_on_another_host(tmp_path: Path, arena_dir: Path) -> None:
     store = tmp_path / "store"
-    with Forked(lambda tell: _training(store, tell, grace="100s", bytes_per_second=1e9)) as child:
-        child.expect("ready")
-        child.signal(signal.SIGTERM)
-        assert child.wait(110) == -signal.SIGTERM
+    end_by_signal(lambda tell: _training(store, tell, grace="100s", bytes_per_second=1e9))
     assert set(stored_steps(store)) == {STEPS + 1}
     leave_host(arena_dir)
-    model, optimizer = stepper.build()
-    session = stepper.attach(model, optimizer, str(store))
-    resumed = session.resume()
-    assert (resumed.step, resumed.consistent) == (STEPS + 1, True)
-    session.close()
+    assert stepper.resumed(store, "auto") == (STEPS + 1, True)
 
 
 @pytest.mark.leaves_arena
@@ -162,11 +155,7 @@ def test_sigkill_within_the_grace_period_leaves_what_was_committed(
     if commits:
         assert (steps > 1).any()
     leave_host(arena_dir)
-    model, optimizer = stepper.build()
-    session = stepper.attach(model, optimizer, str(store))
-    session.resume()
-    assert stepper.torn_rows(model, optimizer) == []
-    session.close()
+    stepper.resumed(store, "auto")
 
 
 @pytest.mark.leaves_arena

@@ -9,11 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
 import scarctl
 import scarctl.errors
-from scarctl.errors import Corruption, UsageError
+from scarctl.errors import Corruption, NoIntactCopy, UsageError
+from scarctl.formats.state_file import open_state
+from scarctl.ops.checkpoint import CheckpointSettings, checkpoint
 from tests.daemon.trainer import assert_sound
+from tests.support.places import SECRET, Place
 from tests.support.training import Loop, differing, drained
 
 pytestmark = pytest.mark.usefixtures("both_savers")
@@ -149,3 +153,57 @@ def test_the_copy_leaves_half_of_the_threads_to_training(tmp_path: Path) -> None
         assert (torch.get_num_threads(), found) == (4, {"copy": 2, "later": 4})
     finally:
         torch.set_num_threads(before)
+
+
+def test_rollback_waits_for_a_sealed_state_that_is_on_its_way(tmp_path: Path, both_savers: str) -> None:
+    """This includes the first seal: while it is written, the store has nothing complete."""
+    loop = Loop(tmp_path / "store", interval=100)
+    loop.train(3)
+    # Like a slow store.
+    loop.session._started().saver.stop()
+    loop.session.checkpoint(full=True)
+    sealed = loop.state()
+    loop.train(4)
+    report = loop.session.recover("all", mode="rollback")
+    assert (report.consistent, report.step) == (True, 3)
+    assert differing(loop.state(), sealed) == []
+    loop.session.close()
+
+
+@pytest.mark.slow
+def test_options_that_are_refused_are_not_repeated(s3_place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCARCTL_DAEMON", "1")
+    odd = {**s3_place.options, "s3_additional_kwargs": {"odd": object()}}
+    unknown = {**s3_place.options, "sekret": SECRET}
+    for given, said in ((odd, "cannot be sent"), (unknown, "s3:// has no storage option 'sekret'")):
+        settings = scarctl.Settings(storage_options=given)
+        with pytest.raises(UsageError, match=said) as caught:
+            scarctl.attach({"users": np.zeros(4)}, store=s3_place.url, settings=settings)
+        assert SECRET not in str(caught.value)
+
+
+def test_a_store_in_memory_is_saved_by_the_process_itself(usual_saver: None) -> None:
+    for trained in (False, True):
+        state = {"users": np.zeros((50, 4))}
+        with scarctl.attach(state, store=f"memory://{os.getpid()}/run", interval=2) as session:
+            assert session.resume().step == (3 if trained else 0)
+            for _ in range(session.head_step, 3):
+                state["users"] += 0.5
+                session.step()
+        assert (state["users"] == 1.5).all()
+
+
+@pytest.mark.leaves_arena
+@pytest.mark.parametrize("mode", ["partial", "rollback"])
+def test_resuming_says_once_what_restores_it(tmp_path: Path, mode: str) -> None:
+    state = {"a": np.ones((64, 32), np.float32)}
+    save_file(state, tmp_path / "state.safetensors")
+    settings = CheckpointSettings(store=str(tmp_path / "store"), step=4)
+    checkpoint(open_state(tmp_path / "state.safetensors"), settings)
+    state["a"][:] = 0
+    session = scarctl.attach(state, store=tmp_path / "store")
+    with pytest.raises(NoIntactCopy) as caught:
+        session.resume(mode)
+    session.close()
+    assert caught.value.message.count("`scarctl recover` restores a run that `scarctl checkpoint` saved") == 1
+    assert not state["a"].any()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -57,6 +57,15 @@ def torn_rows(model: nn.Module, optimizer: Stepper) -> list[str]:
         if (parameter[row] != parameter[row, 0]).any()
         or (optimizer.state[parameter]["count"][row] != parameter[row, 0]).any()
     ]
+
+
+def resumed(store: Path | str, mode: Literal["partial", "auto"] = "partial") -> tuple[int, bool]:
+    """Return the step at which another process resumes, and whether the state is consistent. No row may be torn."""
+    model, optimizer = build()
+    with attach(model, optimizer, str(store)) as session:
+        found = session.resume(mode)
+        assert torn_rows(model, optimizer) == []
+    return found.step, found.consistent
 
 
 def trains(store: Path | str, tell: Tell, steps: int = 7) -> None:
