@@ -71,7 +71,7 @@ class TrainerTraining(TorchTraining):
         self.trainer = Trainer(self.model, args, train_dataset=Rows(24))
         self.trainer.remove_callback(PrinterCallback)
         self.optimizers = [self.trainer.create_optimizer()]
-        self.schedulers = [self.trainer.create_scheduler(100)]
+        self.schedulers = []
 
     def run(
         self, store: Path, until: int, visit: Visit, *, resume: Mapping[str, Any], options: Mapping[str, Any]
@@ -82,4 +82,6 @@ class TrainerTraining(TorchTraining):
         self.trainer.train()
 
     def extras(self) -> Mapping[str, Any]:
-        return {**super().extras(), "global_step": self.trainer.state.global_step}
+        scheduler, step = self.trainer.lr_scheduler, self.trainer.state.global_step
+        schedule = scheduler.last_epoch if scheduler is not None else 0
+        return {**super().extras(), "schedule": schedule, "global_step": step}
