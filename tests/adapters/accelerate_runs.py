@@ -6,7 +6,6 @@ epoch, evaluation that draws random numbers, and a registered object.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
 
 import scarctl
 from scarctl_adapters.accelerate import attach_and_resume
-from tests.support.training import drain
+from tests.support.training import drain, whole_state
 
 EXACT: dict[str, Any] = {"selection": scarctl.Selection(policy="full"), "interval": 1}
 """Attach, with every step sealed."""
@@ -40,11 +39,11 @@ class Meter:
 class Loop:
     """A loop over epochs of 11 batches, which make 6 steps; the last step has one batch."""
 
-    def __init__(self, seed: int = 3, *, rows: int = 44) -> None:
+    def __init__(self, seed: int = 3) -> None:
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Embedding(16, 8), nn.BatchNorm1d(8), nn.Dropout(0.25), nn.Linear(8, 16))
-        data = torch.utils.data.TensorDataset(torch.arange(rows) % 16, torch.arange(rows) * 7 % 16)
+        data = torch.utils.data.TensorDataset(torch.arange(44) % 16, torch.arange(44) * 7 % 16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
         scheduler = CosineAnnealingLR(optimizer, T_max=40)
@@ -54,12 +53,9 @@ class Loop:
         self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
             model, optimizer, loader, scheduler
         )
-        self.steps = 0
 
-    def train(
-        self, run: Any = None, *, epochs: int = 3, on_step: Callable[[int], None] = lambda _: None
-    ) -> None:
-        self.steps = run.session.head_step if run is not None else 0
+    def train(self, run: Any = None, *, epochs: int = 3) -> None:
+        steps = run.session.head_step if run is not None else 0
         for _ in run.epochs(epochs) if run is not None else range(epochs):
             self.model.train()
             for ids, labels in run.batches(self.loader) if run is not None else self.loader:
@@ -70,24 +66,18 @@ class Loop:
                     self.scheduler.step()
                     self.optimizer.zero_grad()
                 if self.accelerator.sync_gradients:
-                    self.steps += 1
+                    steps += 1
                     self.meter.losses.append(loss.item())
-                    if self.steps % 4 == 0:
+                    if steps % 4 == 0:
                         torch.rand(3)  # as an evaluation does
-                    on_step(self.steps)
+                    assert run is None or drain(run.session)
             torch.rand(2)
             self.by_epoch.step()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the complete state, to be compared bit for bit."""
-        model = getattr(self.model, "module", self.model)
-        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        for number, slots in self.optimizer.state_dict()["state"].items():
-            state |= {f"{number}.{key}": torch.as_tensor(value).clone() for key, value in slots.items()}
-        state["lr"] = torch.tensor([g["lr"] for g in self.optimizer.param_groups], dtype=torch.float64)
-        state["losses"] = torch.tensor(self.meter.losses, dtype=torch.float64)
-        state["torch"] = torch.get_rng_state()
-        return state
+        losses = torch.tensor(self.meter.losses, dtype=torch.float64)
+        return {**whole_state(self.model, self.optimizer), "losses": losses}
 
 
 def forget_accelerators() -> None:
@@ -96,29 +86,13 @@ def forget_accelerators() -> None:
         shared._reset_state()
 
 
-def go(
-    folder: Path,
-    *,
-    options: dict[str, Any] | None = None,
-    mode: str = "partial",
-    seed: int = 3,
-    rows: int = 44,
-    on_step: Callable[[Any, int], None] = lambda run, step: None,
-) -> tuple[dict[str, torch.Tensor], Any]:
-    """Run in this process until the end. Return the state, and what the run resumed from. options None: without
-    scarctl.
-    """
+def go(store: Path | None = None) -> tuple[dict[str, torch.Tensor], Any]:
+    """Run in this process until the end. Return the state, and what the run resumed from."""
     forget_accelerators()
-    loop = Loop(seed, rows=rows)
-    if options is None:
+    loop = Loop()
+    if store is None:
         loop.train()
         return loop.state(), None
-    run = attach_and_resume(loop.accelerator, mode=mode, store=folder / "store", **{**EXACT, **options})
-    with run:
-
-        def drained(step: int) -> None:
-            assert drain(run.session)
-            on_step(run, step)
-
-        loop.train(run, on_step=drained)
+    with attach_and_resume(loop.accelerator, store=store, **EXACT) as run:
+        loop.train(run)
         return loop.state(), run.resumed

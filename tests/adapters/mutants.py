@@ -1,10 +1,11 @@
-"""Provide adapters with one defect each, as an author might make it. The conformance suite has to find them."""
+"""Provide adapters and loops with one defect each, as an author might make it. The suite has to find them."""
 
 from __future__ import annotations
 
+import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,6 @@ from scarctl.adapter import StateGroup
 from scarctl.state.layout import Layout
 from scarctl.testing import AdapterConformance, Training, Visit
 from scarctl_adapters.torch import TorchAdapter
-from tests.adapters import broken_loops
 from tests.adapters.torch.test_conformance import TorchTraining
 
 Hook = Callable[[], None]
@@ -29,7 +29,7 @@ class Mutated(AdapterConformance):
     """The suite of the torch adapter, with another adapter or another loop."""
 
     loop: ClassVar[type[TorchTraining]] = TorchTraining
-    variants = frozenset({"tied", "bfloat16", "non-contiguous", "several-optimizers", "factored"})
+    variants = frozenset({"bfloat16", "factored"})
 
     def training(self, variant: str = "") -> Training:
         return self.loop(variant)
@@ -168,16 +168,6 @@ class Upcasts(TorchAdapter):
         ]
 
 
-class MakesContiguous(TorchAdapter):
-    """Tensors that are not contiguous are copied."""
-
-    def groups(self) -> list[StateGroup]:
-        return [
-            replace(group, tensors={slot: t.detach().contiguous() for slot, t in group.tensors.items()})
-            for group in super().groups()
-        ]
-
-
 class ForgetsExtras(TorchAdapter):
     """The data position is saved, but not restored."""
 
@@ -244,17 +234,6 @@ class CountsTwice(TorchAdapter):
         return super().install(before, lambda: (after(), after(), None)[2])
 
 
-class CountsEveryOptimizer(TorchAdapter):
-    """Every optimizer ends an iteration."""
-
-    def install(self, before: Hook, after: Hook) -> Hook:
-        removals = [type(self)(self._model, [o], {}, {})._install(before, after) for o in self._optimizers]
-        return lambda: [remove() for remove in removals] and None
-
-    def _install(self, before: Hook, after: Hook) -> Hook:
-        return super().install(before, after)
-
-
 class NeverBefore(TorchAdapter):
     """`before` is never called."""
 
@@ -310,6 +289,85 @@ class KeepsFile(TorchAdapter):
         return super().install(before, after)
 
 
+# -- loops ------------------------------------------------------------------------------------------------------
+
+
+class Parted(TorchTraining):
+    """The loop of the torch suite, split into its parts."""
+
+    def run(
+        self, store: Path, until: int, visit: Visit, *, resume: Mapping[str, Any], options: Mapping[str, Any]
+    ) -> None:
+        extras = {"position": self.position}
+        session = scarctl.attach(
+            self.model, self.optimizers, store=store, schedulers=self.schedulers, extras=extras, **options
+        )
+        try:
+            self.begin(session, resume)
+            visit(session)
+            while session.head_step < until:
+                self.step()
+                self.step_done(session)
+                visit(session)
+        except BaseException as error:
+            if not self.failed(error):
+                raise
+        finally:
+            self.end(session)
+
+    def begin(self, session: scarctl.Session, resume: Mapping[str, Any]) -> None:
+        session.resume(**resume)
+
+    def step_done(self, session: scarctl.Session) -> None: ...
+
+    def failed(self, error: BaseException) -> bool:
+        return False
+
+    def end(self, session: scarctl.Session) -> None:
+        session.close()
+
+
+class NeverSeals(Parted):
+    """State that is not saved when the loop ends is never saved, and memory is gone."""
+
+    def step_done(self, session: scarctl.Session) -> None:
+        session._saving.finish()
+        assert session._started().saver.drain(60)  # else it is up to the store what the last step may save
+
+    def end(self, session: scarctl.Session) -> None:
+        memory = session._started().arena.folder
+        session.close(seal=False)
+        shutil.rmtree(memory, ignore_errors=True)
+
+
+class SwallowsExceptions(Parted):
+    """An exception from a callback ends the loop without being reported."""
+
+    def failed(self, error: BaseException) -> bool:
+        return True
+
+
+class IgnoresSnapshot(Parted):
+    """The loop always resumes from the newest state."""
+
+    def begin(self, session: scarctl.Session, resume: Mapping[str, Any]) -> None:
+        session.resume()
+
+
+class WaitsForStore(Parted):
+    """The loop requires every iteration to be durable."""
+
+    def step_done(self, session: scarctl.Session) -> None:
+        session.checkpoint(wait=True)
+
+
+class CountsItself(Parted):
+    """The loop counts iterations without the hooks."""
+
+    def step_done(self, session: scarctl.Session) -> None:
+        session.step()
+
+
 # -- their suites ------------------------------------------------------------------------------------------------
 
 
@@ -323,11 +381,8 @@ def suite_of(mutant: type[TorchAdapter] | type[TorchTraining]) -> type[Mutated]:
     return found
 
 
-for _mutant in [item for item in [*vars().values(), *vars(broken_loops).values()] if isinstance(item, type)]:
-    if issubclass(_mutant, TorchAdapter | TorchTraining) and _mutant.__module__ in (
-        __name__,
-        broken_loops.__name__,
-    ):
+for _mutant in [item for item in vars().values() if isinstance(item, type)]:
+    if issubclass(_mutant, TorchAdapter | TorchTraining) and _mutant.__module__ == __name__:
         _loop = _mutant if issubclass(_mutant, TorchTraining) else with_adapter(_mutant)
         _names = {"loop": _loop, "__qualname__": f"Suites.{_mutant.__name__}", "__module__": __name__}
         setattr(Suites, _mutant.__name__, type(_mutant.__name__, (Mutated,), _names))

@@ -10,7 +10,7 @@ import pytest
 
 from scarctl.testing import leaks
 from scarctl_adapters.torch import TorchAdapter
-from tests.adapters import broken_loops, mutants
+from tests.adapters import mutants
 from tests.adapters.torch.test_conformance import TorchTraining
 
 FOUND: dict[type[TorchAdapter] | type[TorchTraining], tuple[str, str]] = {
@@ -30,7 +30,6 @@ FOUND: dict[type[TorchAdapter] | type[TorchTraining], tuple[str, str]] = {
     ),
     mutants.Copies: ("partial_recovery_touches_only_the_lost_rows", "were not restored"),
     mutants.Upcasts: ("tensors_of_a_dtype_that_numpy_lacks", "has no such tensor"),
-    mutants.MakesContiguous: ("tensors_that_are_not_contiguous", "has no such tensor"),
     mutants.ForgetsExtras: (
         "a_closed_run_continues_bit_for_bit",
         "extras that were not restored: .*position",
@@ -41,7 +40,6 @@ FOUND: dict[type[TorchAdapter] | type[TorchTraining], tuple[str, str]] = {
     mutants.TakesAnything: ("another_model_is_refused", "not its own"),
     mutants.KeepsHooks: ("nothing_refers_to_a_closed_session", "still referenced"),
     mutants.CountsTwice: ("hooks_are_called_around_every_iteration", "has counted 2"),
-    mutants.CountsEveryOptimizer: ("several_optimizers_are_one_iteration", "has counted 2"),
     mutants.NeverBefore: ("hooks_are_called_around_every_iteration", "`before` comes first"),
     mutants.AfterTooEarly: ("hooks_are_called_around_every_iteration", "comes before these are changed"),
     mutants.KeepsModel: ("nothing_of_the_training_outlives_it", "model"),
@@ -51,16 +49,14 @@ FOUND: dict[type[TorchAdapter] | type[TorchTraining], tuple[str, str]] = {
         "other handlers: .*SIGUSR1",
     ),
     mutants.KeepsFile: ("runs_one_after_the_other_leave_nothing_in_the_process", "open files"),
-    broken_loops.NeverCloses: ("a_closed_run_continues_bit_for_bit", "other handlers: .*SIGTERM"),
-    broken_loops.KeepsSession: ("nothing_refers_to_a_closed_session", "still referenced"),
-    broken_loops.NeverSeals: ("a_closed_run_continues_bit_for_bit", "resumed after iteration 1, not 3"),
-    broken_loops.SwallowsExceptions: ("an_exception_in_the_loop_comes_through", "swallowed"),
-    broken_loops.IgnoresSnapshot: ("a_snapshot_is_resumed_by_its_name", "resumed after iteration 5, not 2"),
-    broken_loops.WaitsForStore: (
+    mutants.NeverSeals: ("a_closed_run_continues_bit_for_bit", "resumed after iteration 1, not 3"),
+    mutants.SwallowsExceptions: ("an_exception_in_the_loop_comes_through", "swallowed"),
+    mutants.IgnoresSnapshot: ("a_snapshot_is_resumed_by_its_name", "resumed after iteration 5, not 2"),
+    mutants.WaitsForStore: (
         "a_store_that_fails_does_not_end_the_run",
         "the store is missing|has not finished yet",
     ),
-    broken_loops.CountsItself: ("hooks_are_called_around_every_iteration", "would count each twice"),
+    mutants.CountsItself: ("hooks_are_called_around_every_iteration", "would count each twice"),
 }
 
 
@@ -73,9 +69,8 @@ def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     mutants.KeepsModel.kept.clear()
     mutants.KeepsThread.end.set()
-    for kept in (mutants.KeepsFile.kept, broken_loops.NeverCloses.left):
-        while kept:
-            kept.pop().close()
+    while mutants.KeepsFile.kept:
+        mutants.KeepsFile.kept.pop().close()
 
 
 @pytest.mark.parametrize(

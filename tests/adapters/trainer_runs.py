@@ -30,7 +30,7 @@ import scarctl
 from scarctl.config import grouped
 from scarctl_adapters.transformers import ScarCallback
 from tests.support.process import Forked
-from tests.support.training import drain
+from tests.support.training import drain, whole_state
 
 EXACT: dict[str, Any] = {"selection": scarctl.Selection(policy="full"), "interval": 1}
 """Return arguments with which every step is sealed."""
@@ -181,14 +181,8 @@ def resumed(
 
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Return parameters, buffers, moments, counts, learning rates and random numbers, to be compared bit for bit."""
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    state = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
-    for number, slots in optimizer.state_dict()["state"].items():
-        state |= {f"{number}.{key}": torch.as_tensor(value).clone() for key, value in slots.items()}
-    state["lr"] = torch.tensor([group["lr"] for group in optimizer.param_groups], dtype=torch.float64)
-    state["random numbers"] = torch.get_rng_state()
-    return state
+    """Return the complete state, to be compared bit for bit."""
+    return whole_state(trainer.model, getattr(trainer.optimizer, "optimizer", trainer.optimizer))
 
 
 def log_of(trainer: Trainer) -> list[dict[str, float]]:

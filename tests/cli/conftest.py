@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -164,35 +162,6 @@ def saved(run: Run, model: Model, template: Path, tmp_path: Path) -> Model:
     """Return the model with a store "ckpt" of four shards, partitions of 256 bytes, saved at step 0."""
     shutil.copytree(template, tmp_path / "ckpt")
     return model
-
-
-@pytest.fixture
-def others_folder() -> Iterator[Path]:
-    """Yield a folder that every user may read, and only this process's user may write to."""
-    folder = Path(tempfile.mkdtemp(prefix="scarctl-others-"))
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder)
-
-
-@contextmanager
-def unprivileged() -> Iterator[None]:
-    """Forbid writing. Root, who may write anywhere, becomes an ordinary user; for others folders are read-only."""
-    if os.geteuid() == 0:
-        os.seteuid(65534)
-        try:
-            yield
-        finally:
-            os.seteuid(0)
-        return
-    folders = [Path(), *(path for path in Path().rglob("*") if path.is_dir())]
-    for folder in folders:
-        folder.chmod(0o555)
-    try:
-        yield
-    finally:
-        for folder in folders:
-            folder.chmod(0o755)
 
 
 def assert_sound(store: str | Path = "ckpt") -> Store:

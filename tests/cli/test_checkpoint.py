@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import resource
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from scarctl.arena.arena import Arena
-from scarctl.arena.folder import arena_folder
-from scarctl.store import Store, open_writer
+from scarctl.store import Store
 from tests.cli.conftest import Done, Model, Run, assert_sound
 from tests.daemon.rig import acknowledge
-from tests.support.ranks import belong
+from tests.support.ranks import arena_of, current_layout
+from tests.support.stored import stored_steps
 
 
 def checkpoint(run: Run, path: Path | str, step: int, *arguments: object, code: int = 0) -> Done:
     return run("checkpoint", path, "--store", "ckpt", "--step", step, "--json", *arguments, code=code)
 
 
-def saved_steps(store: str = "ckpt") -> list[int]:
-    opened = Store.open(store)
-    layout = opened.current_layout()
-    assert layout is not None
-    version = np.full(layout.partitions, -1)
-    for shard in opened.shards():
-        state = opened.state(shard)
-        version[state.ids] = state.version
-    return [int(v) & ((1 << 40) - 1) if v >= 0 else -1 for v in version]
+def saved_steps() -> list[int]:
+    return list(stored_steps(Path("ckpt")))
 
 
 def test_the_first_call_creates_the_store_and_saves_everything(run: Run, model: Model) -> None:
@@ -53,8 +40,7 @@ def test_later_calls_save_what_changed_most_within_the_budget(run: Run, saved: M
     saved.train("layers.3.w", by=5.0)
     done = checkpoint(run, saved.path, 7, "--fraction", "1/8").document
     assert 0 < done["saved_bytes"] <= done["total_bytes"] / 8
-    layout = Store.open("ckpt").current_layout()
-    assert layout is not None
+    layout = current_layout(Store.open("ckpt"))
     steps = np.array(saved_steps())
     newest = np.flatnonzero(steps == 7)
     assert len(newest) == done["saved_partitions"]
@@ -122,94 +108,17 @@ class TestNotFinite:
         assert torch.equal(torch.load("out.pt", weights_only=True)["mask"], mask)
 
 
-class TestBadInput:
-    def refused(self, run: Run, *arguments: object, code: int = 2, path: Path | str | None = None) -> Done:
-        """Check that it is refused with an error that says what to do, and that the store is unchanged."""
-        steps = saved_steps()
-        step = () if "--step" in arguments else ("--step", 20)
-        done = run(
-            "checkpoint",
-            path or "state.safetensors",
-            "--store",
-            "ckpt",
-            "--json",
-            *step,
-            *arguments,
-            code=code,
-        )
-        assert done.error["hint"]
-        assert_sound()
-        assert saved_steps() == steps
-        return done
-
-    def test_a_step_that_goes_back(self, run: Run, saved: Model) -> None:
-        checkpoint(run, saved.path, 30)
-        assert self.refused(run, "--step", 29).error["kind"] == "step-goes-back"
-        checkpoint(run, saved.path, 30)
-
-    @pytest.mark.parametrize(
-        ("change", "says"),
-        [
-            ({"emb": torch.zeros(41, 8)}, "(40, 8) -> (41, 8)"),
-            ({"emb": torch.zeros(40, 8, dtype=torch.float16)}, "F32 -> F16"),
-            ({"more": torch.zeros(3)}, "'more'"),
-        ],
-    )
-    def test_a_changed_model(
-        self, run: Run, saved: Model, change: dict[str, torch.Tensor], says: str
-    ) -> None:
-        saved.save(**change)
-        error = self.refused(run).error
-        assert error["kind"] == "layout-mismatch"
-        assert says in error["message"]
-
-    def test_state_files(self, run: Run, saved: Model, tmp_path: Path) -> None:
-        data = saved.path.read_bytes()
-        saved.path.write_bytes(data[:-7])
-        assert self.refused(run, code=13).error["kind"] == "corruption"
-        saved.path.write_bytes(b"something else")
-        assert self.refused(run).error["kind"] == "foreign-state-file"
-        saved.path.unlink()
-        assert self.refused(run).error["kind"] == "no-file"
-        assert self.refused(run, path=tmp_path).error["kind"] == "foreign-state-file"
-
-    def test_a_foreign_folder(self, run: Run, model: Model, tmp_path: Path) -> None:
-        (tmp_path / "ckpt").mkdir()
-        (tmp_path / "ckpt" / "letter.txt").write_text("dear")
-        assert checkpoint(run, model.path, 0, code=10).error["kind"] == "foreign-store"
-        assert os.listdir(tmp_path / "ckpt") == ["letter.txt"]
-
-    def test_a_second_writer(self, run: Run, saved: Model) -> None:
-        store = Store.open("ckpt")
-        layout = store.current_layout()
-        assert layout is not None
-        writer = open_writer(store, layout=layout)
-        try:
-            assert str(os.getpid()) in self.refused(run, code=11).error["message"]
-        finally:
-            writer.close()
-        saved.train()
-        checkpoint(run, saved.path, 20)
-
-    def test_a_disk_that_is_full(self, run: Run, saved: Model) -> None:
-        saved.train()
-        with file_size_limit(2000):
-            done = self.refused(run, "--policy", "full", code=17)
-        assert done.error["kind"] in ("unavailable", "full")
-        assert checkpoint(run, saved.path, 20, "--policy", "full").document["consistent"]
-
-
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """Make writes beyond `size` bytes of any file fail, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+def test_what_is_refused_changes_nothing(run: Run, saved: Model) -> None:
+    checkpoint(run, saved.path, 30)
+    steps = saved_steps()
+    error = checkpoint(run, saved.path, 29, code=2).error
+    assert (error["kind"], bool(error["hint"])) == ("step-goes-back", True)
+    checkpoint(run, saved.path, 30)
+    saved.save(emb=torch.zeros(41, 8, dtype=torch.float16), more=torch.zeros(3))
+    error = checkpoint(run, saved.path, 40, code=2).error
+    assert (error["kind"], bool(error["hint"])) == ("layout-mismatch", True)
+    assert all(part in error["message"] for part in ("(40, 8) -> (41, 8)", "F32 -> F16", "'more'"))
+    assert saved_steps() == steps
 
 
 def test_a_damaged_copy_is_saved_again(run: Run, saved: Model, tmp_path: Path) -> None:
@@ -227,20 +136,13 @@ def test_a_damaged_copy_is_saved_again(run: Run, saved: Model, tmp_path: Path) -
 @pytest.mark.leaves_arena
 def test_the_memory_of_a_stopped_run_is_compared_with(run: Run, saved: Model, arena_dir: Path) -> None:
     store = Store.open("ckpt")
-    layout = store.current_layout()
-    assert layout is not None
-    version = np.full(layout.partitions, -1)
-    for shard in store.shards():
-        state = store.state(shard)
-        version[state.ids] = state.version
-    arena = Arena.create(arena_folder(str(arena_dir), store.run_id), layout, run_id=store.run_id, epoch=1)
-    belong(arena, store)
+    layout, arena = current_layout(store), arena_of(store, arena_dir)
+    (version,) = {int(one) for shard in store.shards() for one in store.state(shard).version}
     everything = np.arange(layout.partitions)
     for g, group in enumerate(layout.groups):
         arena.rows(g, 0)[:] = saved.tensors[group.name].reshape(group.rows, -1).numpy().view(np.uint8)
-    arena.slot.end(everything, int(version[0]), 1)
+    arena.slot.end(everything, version, 1)
     acknowledge(arena, everything)
-    assert len(set(version.tolist())) == 1
     # It differs from the store, which shows that memory is compared.
     arena.rows(0, 0)[0] ^= 1
     arena.close()

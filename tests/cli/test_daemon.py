@@ -178,45 +178,6 @@ def test_a_daemon_that_does_not_answer(run: Run, folder: Path, monkeypatch: pyte
     assert run("daemon", "stop", "--all", "--json").document["pid"] == pid
 
 
-def test_reap_removes_what_the_store_has_and_nothing_else(
-    run: Run, folder: Path, arena_dir: Path, tmp_path: Path
-) -> None:
-    durable, waiting, alive = (Trainer(tmp_path / name, arena_dir) for name in ("a", "b", "c"))
-    for trainer in (durable, waiting, alive):
-        trainer.save_durably(1, sealed=True)
-    os.kill(status(folder)["pid"], signal.SIGSTOP)  # type: ignore[index]
-    waiting.save(waiting.everything, 2)
-    durable.saver._closing = waiting.saver._closing = True
-    pid = None
-    for trainer in (durable, waiting):
-        trainer.saver.abandon()
-        trainer.arena.take_over(0x7FFFFFF0)
-        trainer.arena.close()
-    # The daemon dies with them; the live session starts another one, which does not know the dead runs.
-    for entry in folder.glob("daemon.log"):
-        pid = int(entry.read_text().split("daemon ")[1].split()[0])
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: alive.phases() == ["attached"])
-    stale = {arena["id"]: arena for arena in run("daemon", "status", "--json").document["stale"]}
-    assert set(stale) == {durable.store.run_id, waiting.store.run_id}
-    assert (stale[durable.store.run_id]["durable"], stale[waiting.store.run_id]["durable"]) == (True, False)
-    assert stale[waiting.store.run_id]["pending_partitions"] == waiting.layout.partitions
-    text = run("daemon", "status").stdout
-    assert "completely in the store" in text
-    assert "not in the store" in text
-    done = run("daemon", "stop", "--all", "--reap", "--json").document
-    assert [arena["id"] for arena in done["reaped"]] == [durable.store.run_id]
-    assert [arena["id"] for arena in done["stale"]] == [waiting.store.run_id]
-    assert not durable.arena.folder.exists()
-    assert alive.arena.folder.exists()
-    wait_until(lambda: alive.phases() == ["attached"])
-    alive.close()
-    again = Trainer(tmp_path / "b", arena_dir)
-    again.close()
-    assert set(again.stored()[0]) == {2}
-
-
 class Training:
     """A session in a thread of this process, with steps of 10 ms."""
 
@@ -348,14 +309,6 @@ class TestLive:
         assert (done["step"], done["consistent"]) == (training.session.head_step, True)
         assert run("live", "checkpoint", "--store", "ckpt", "--json", code=2).error["kind"] == "no-session"
 
-    @pytest.mark.usefixtures("saved")
-    def test_no_session(self, run: Run, folder: Path) -> None:
-        arguments = ["live", "checkpoint", "--store", "ckpt", "--json"]
-        assert run(*arguments, code=2).error["kind"] == "no-session"
-        run("daemon", "start")
-        assert run(*arguments, code=2).error["kind"] == "no-session"
-        assert run("live", "checkpoint", "--store", "x", "--json", code=10).error["kind"] == "no-store"
-
 
 def test_a_replica_without_a_daemon_is_a_copy_of_another_hosts_memory() -> None:
     """No process of this host left it, so none is named."""
@@ -364,6 +317,7 @@ def test_a_replica_without_a_daemon_is_a_copy_of_another_hosts_memory() -> None:
     )
     assert _stale_line(replica) == "/s: copy of the memory of node1, 2.0 KiB, step 619"
     own = replace(replica, owner=None, pid=812)
+    assert _stale_line(replace(own, durable=True)).endswith(", step 610, completely in the store")
     assert "of a store that is gone: it was deleted" in _stale_line(replace(own, gone="it was deleted"))
     assert _stale_line(own).startswith(
         "/s: left by process 812, 2.0 KiB, step 619, 4 partitions not in the store"

@@ -16,6 +16,7 @@ from scarctl.state.version import NEVER
 from scarctl.store import Store, open_writer
 from scarctl.store.encoder import Encoder
 from tests.cli.conftest import Model, Run
+from tests.support.ranks import current_layout
 from tests.support.training import Loop
 
 
@@ -80,8 +81,7 @@ def test_a_state_file_is_sealed_exactly(run: Run, saved: Model, tmp_path: Path, 
     """`same`: the file has the decoded values, so that no partition has changed."""
     state, out = tmp_path / "new.safetensors", tmp_path / "out.safetensors"
     store = Store.open("ckpt")
-    layout = store.current_layout()
-    assert layout is not None
+    layout = current_layout(store)
     arena = Arena.anonymous(layout)
     for g, group in enumerate(layout.groups):
         arena.rows(g, 0)[:] = saved.tensors[group.name].reshape(group.rows, -1).numpy().view(np.uint8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from scarctl.state.common import DIFFERED
 from scarctl.state.label import Label
 from tests.cli.conftest import Done
 from tests.support import stepper
-from tests.support.process import Forked, Tell
+from tests.support.process import Forked
 
 pytestmark = pytest.mark.usefixtures("warm_torch")
 
@@ -32,23 +31,14 @@ def evacuate(*arguments: str) -> tuple[int, Any]:
     return done.exit_code, Done(done.exit_code, done.stdout, done.stderr).document
 
 
-def trains(store: Path, tell: Tell, steps: int = 7) -> None:
-    """Take some steps, then wait as a loop does in a long evaluation."""
-    model, optimizer = stepper.build()
-    session = stepper.attach(model, optimizer, str(store))
-    for _ in range(steps):
-        optimizer.step()
-    tell("ready")
-    while True:
-        time.sleep(600)
-    del session
-
-
 @pytest.mark.leaves_arena
 @pytest.mark.usefixtures("daemon_folder")
 def test_all_sessions_of_a_host(tmp_path: Path) -> None:
     stores = [tmp_path / "a", tmp_path / "b"]
-    with Forked(lambda t: trains(stores[0], t)) as one, Forked(lambda t: trains(stores[1], t)) as two:
+    with (
+        Forked(lambda t: stepper.trains(stores[0], t)) as one,
+        Forked(lambda t: stepper.trains(stores[1], t)) as two,
+    ):
         one.expect("ready")
         two.expect("ready")
         code, found = evacuate("--deadline", "60s", "--all")
@@ -67,7 +57,7 @@ def test_all_sessions_of_a_host(tmp_path: Path) -> None:
 def test_a_host_whose_runs_were_not_chosen(tmp_path: Path) -> None:
     """They are named, and nothing is done to them."""
     store = tmp_path / "store"
-    with Forked(lambda tell: trains(store, tell, 8)) as child:
+    with Forked(lambda tell: stepper.trains(store, tell, 8)) as child:
         child.expect("ready")
         code, found = evacuate("--deadline", "60s")
         assert code == 2
@@ -85,7 +75,7 @@ def test_a_host_whose_runs_were_not_chosen(tmp_path: Path) -> None:
 def test_a_session_that_does_not_answer(tmp_path: Path) -> None:
     """Its copies in memory are saved, and what is missing there is reported."""
     store = tmp_path / "store"
-    with Forked(lambda tell: trains(store, tell, 8)) as child:
+    with Forked(lambda tell: stepper.trains(store, tell, 8)) as child:
         child.expect("ready")
         child.signal(signal.SIGSTOP)
         code, found = evacuate("--deadline", "5s", "--all")
@@ -95,19 +85,6 @@ def test_a_session_that_does_not_answer(tmp_path: Path) -> None:
         assert process["lost_partitions"] == 0
         assert not found["safe"]
         child.signal(signal.SIGCONT)
-
-
-@pytest.mark.leaves_arena
-@pytest.mark.usefixtures("daemon_folder")
-def test_the_memory_of_a_process_that_was_killed(tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    with Forked(lambda tell: trains(store, tell)) as child:
-        child.expect("ready")
-        child.signal(signal.SIGKILL)
-        child.wait()
-        code, found = evacuate("--deadline", "60s", "--all")
-    assert code == 0, found
-    assert found["safe"]
 
 
 def test_members_and_the_place_that_is_safe_are_named() -> None:

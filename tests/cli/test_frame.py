@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import click
 import pytest
 
 from scarctl.cli.main import COMMANDS, GROUPS, cli, default_map
+from scarctl.cli.output import Terminated, signals
 from scarctl.config import (
     KNOWN_NAMES,
     VERBS,
@@ -237,17 +238,6 @@ class TestWhereValuesComeFrom:
 class TestProcess:
     """Tests through a real process."""
 
-    def test_exit_codes_and_streams(self, saved, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-        for arguments, code in (
-            (["inspect", "--store", "ckpt"], 0),
-            (["inspect", "--store", "missing", "--json"], 10),
-            (["inspect"], 2),
-        ):
-            done = subprocess.run([*SCARCTL, *arguments], capture_output=True, text=True, cwd=tmp_path)
-            assert done.returncode == code, done.stderr
-            assert bool(done.stdout) == (code != 2)
-        assert json.loads(done.stdout or "{}") == {}
-
     def test_a_reader_that_goes_away_is_no_noise(self, saved, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
         read, write = os.pipe()
         os.close(read)
@@ -281,3 +271,27 @@ class TestProcess:
         assert process.returncode == 128 + signal.SIGTERM
         assert "Traceback" not in err
         assert sorted(os.listdir(tmp_path)) == before
+
+
+class Noted:
+    """An object that can be referred to weakly."""
+
+
+def meets_a_signal() -> None:
+    """Get SIGTERM in a callback of a weak reference, like those at the end of an import, and go on."""
+    noted = Noted()
+
+    def arrives(_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    reference = weakref.ref(noted, arrives)
+    del noted
+    assert reference() is None
+    time.sleep(10)
+
+
+def test_a_signal_ends_a_command_even_where_python_drops_its_exception() -> None:
+    with pytest.raises(Terminated) as ended, signals():
+        meets_a_signal()
+    assert ended.value.number == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -9,11 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from scarctl.cli.main import COMMANDS, GROUPS
+from scarctl.rehearse.rehearsal import Rehearsal, Rehearsed
 from scarctl.util.text import counted
 from tests.cli.conftest import Model, Run, examples
+from tests.cli.test_daemon import Training
 
 ALL = [*(name for name in COMMANDS if name not in GROUPS), *(f"{a} {b}" for a in GROUPS for b in GROUPS[a])]
 
@@ -47,12 +52,12 @@ RUN = {
     "help": (0, 1, 2),
 }
 """Examples that run one after the other in one folder. The others need a bucket, or more files."""
-IN_TEST_EXAMPLES = ("live checkpoint", "live recover", "daemon", "diff", "evacuate", "rehearse")
-"""Examples of tests/cli/test_examples.py, which need a running session or other files."""
+WITH_A_TEST = ("live checkpoint", "live recover", "daemon", "diff", "evacuate", "rehearse")
+"""Examples with a test of their own below, which need a running session or other files."""
 
 
 def test_examples_run(run: Run, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {*ALL, "help", "version"} - RUN.keys() == set(IN_TEST_EXAMPLES)
+    assert {*ALL, "help", "version"} - RUN.keys() == set(WITH_A_TEST)
     model.path.rename("model.safetensors")
     shutil.copy("model.safetensors", "survivors.safetensors")
     (tmp_path / "train.py").touch()
@@ -135,3 +140,65 @@ def test_the_manual_page_says_what_the_commands_say(run: Run) -> None:
     assert page == (Path(__file__).parents[2] / "docs" / "scarctl.1").read_text()
     assert page.count(".SS scarctl ") == len(ALL) + 2
     run("help", "verify", "--man", code=2)
+
+
+def test_examples_on_a_running_session(run: Run, folder: Path) -> None:
+    """Examples of ranks are run in test_ranks.py."""
+    training = Training(**{"layers.3.w": np.zeros((16, 8), np.float32)})
+    try:
+        (by_name, by_rank, by_member) = examples(run, "live recover")
+        assert (by_rank[-1], by_member[-1]) == ("rank:1", "member:2")
+        for words in (
+            *examples(run, "live checkpoint"),
+            by_name,
+            *examples(run, "live")[:2],
+            *examples(run, "evacuate"),
+        ):
+            # The run has no peers: the host of the example is unknown.
+            run(*words, code=2 if "--to" in words else 0)
+    finally:
+        training.end()
+
+
+def test_examples_of_the_daemon(run: Run, folder: Path) -> None:
+    """A free port replaces the shown one, which another program may have."""
+    start, publish, status, release, end = examples(run, "daemon")
+    run(*start)
+    assert run(*status).document["running"]
+    assert "saves nothing to this store" in run(*release, code=2).stderr
+    run(*end)
+    assert "/metrics" in run(*publish[:-1], "0").stdout
+    run(*end)
+
+
+def test_examples_of_rehearse(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they run is replaced: whole rehearsals are in tests/rehearse."""
+    asked = []
+
+    def rehearsed(self: Rehearsal, steps: int) -> Rehearsed:
+        asked.append((self._command, steps))
+        return Rehearsed(
+            "identical", steps, "2026-11-22T10:00:00+00:00", " ".join(self._command), 5, 1, (), (), ()
+        )
+
+    monkeypatch.setattr(Rehearsal, "run", rehearsed)
+    for words in examples(run, "rehearse"):
+        run(*words)
+    assert asked == [
+        (["python", "train.py"], 40),
+        (["torchrun", "--nproc-per-node", "8", "train.py"], 10),
+    ]
+
+
+def test_examples_of_diff(run: Run, saved: Model) -> None:
+    shutil.copy(saved.path, "before.safetensors")
+    run("snapshot", "create", "best", saved.path, "--store", "ckpt", "--step", 1200)
+    saved.train("emb")
+    shutil.copy(saved.path, "after.safetensors")
+    torch.save(saved.tensors, "model.pt")
+    run("checkpoint", saved.path, "--store", "ckpt", "--step", 1201)
+    save_file(saved.tensors, "float32.safetensors")
+    save_file({name: value.bfloat16() for name, value in saved.tensors.items()}, "bfloat16.safetensors")
+    files, snapshots, sealed, dtypes = examples(run, "diff")
+    for words in (files, snapshots, sealed, dtypes):
+        run(*words, code=4)

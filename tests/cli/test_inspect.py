@@ -1,17 +1,18 @@
-"""Test `scarctl inspect`: the document and the listing."""
+"""Test `scarctl inspect`: the document, the listing, and its tables on terminals of several widths."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from scarctl.arena.arena import Arena
-from scarctl.arena.folder import arena_folder
+from scarctl.cli.inspect_view import plain
+from scarctl.ops.survey import survey
 from scarctl.store import Store
 from tests.cli.conftest import Model, Run
-from tests.support.ranks import belong
+from tests.support.ranks import RankStore, arena_of, current_layout
 
 
 def test_the_document(run: Run, saved: Model) -> None:
@@ -32,12 +33,6 @@ def test_the_document(run: Run, saved: Model) -> None:
     assert all(line["staleness"] == 6 - line["saved_step"] for line in done["partitions"])
 
 
-@pytest.mark.parametrize(("limit", "count"), [("3", 3), ("ALL", None)])
-def test_the_limit(run: Run, saved: Model, limit: str, count: int | None) -> None:
-    done = run("inspect", "--store", "ckpt", "--json", "--limit", limit).document
-    assert len(done["partitions"]) == (done["total_partitions"] if count is None else count)
-
-
 def test_a_listing_off_a_terminal(run: Run, saved: Model) -> None:
     text = run("inspect", "--store", "ckpt").stdout
     assert text.isascii()
@@ -49,10 +44,7 @@ def test_a_listing_off_a_terminal(run: Run, saved: Model) -> None:
 @pytest.mark.leaves_arena
 def test_what_the_run_on_this_host_knows(run: Run, saved: Model, arena_dir: Path) -> None:
     store = Store.open("ckpt")
-    layout = store.current_layout()
-    assert layout is not None
-    arena = Arena.create(arena_folder(str(arena_dir), store.run_id), layout, run_id=store.run_id, epoch=1)
-    belong(arena, store)
+    layout, arena = current_layout(store), arena_of(store, arena_dir)
     arena.reach(40)
     arena.note_errors(2)
     arena.count_failed_save()
@@ -85,11 +77,14 @@ def test_what_the_run_on_this_host_knows(run: Run, saved: Model, arena_dir: Path
     assert "warning" in spoiled.stderr
 
 
-@pytest.mark.parametrize("spoiled", ["scarctl.json", "layout"])
-def test_damage_is_an_error_that_names_the_file(run: Run, saved: Model, tmp_path: Path, spoiled: str) -> None:
-    path = {
-        "scarctl.json": tmp_path / "ckpt" / "scarctl.json",
-        "layout": next((tmp_path / "ckpt" / "layout").glob("[0-9a-f]*")),
-    }[spoiled]
-    path.write_bytes(path.read_bytes().replace(b":", b";", 1))
-    assert path.name in run("inspect", "--store", "ckpt", "--json", code=13).error["message"]
+def test_a_narrow_terminal_leaves_columns_out_instead_of_breaking_numbers(tmp_path: Path) -> None:
+    made = RankStore(tmp_path / "ckpt", 2)
+    made.save(3)
+    made.close()
+    lines = [line.rstrip() for line in plain(survey(made.store, None), 80).splitlines()]
+    (title,) = (line for line in lines if line.startswith("ranks ("))
+    assert title == "ranks (a wider terminal shows: bytes, head, durable, partitions)"
+    at = lines.index(title)
+    assert re.split(r" {2,}", lines[at + 1])[-2:] == ["change if lost", "rework"]
+    assert "not on this host" in lines[at + 2]
+    assert "not on this host" in lines[at + 3]

@@ -13,10 +13,9 @@ from scarctl_adapters.torch import TorchAdapter
 from tests.cli.conftest import Run
 
 
-@pytest.mark.parametrize("knows", [pytest.param(True, marks=pytest.mark.long), False])
-def test_optimizer_state_of_another_shape(run: Run, monkeypatch: pytest.MonkeyPatch, knows: bool) -> None:
-    if not knows:
-        monkeypatch.delattr(TorchAdapter, "restore_lost")
+def test_optimizer_state_of_another_shape(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its adapter cannot put back such state."""
+    monkeypatch.delattr(TorchAdapter, "restore_lost")
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.NAdam(model.parameters(), lr=0.01)
     ended, spoiled = threading.Event(), threading.Event()
@@ -44,12 +43,9 @@ def test_optimizer_state_of_another_shape(run: Run, monkeypatch: pytest.MonkeyPa
         thread.start()
         try:
             assert spoiled.wait(20)
-            done = run(
-                "live", "recover", "--lost", "weight", "--store", "ckpt", "--json", code=0 if knows else 3
-            )
+            done = run("live", "recover", "--lost", "weight", "--store", "ckpt", "--json", code=3)
         finally:
             ended.set()
             thread.join()
-    named = [text for text in done.document["problems"] if "mu_product" in text]
-    assert bool(named) is not knows
-    assert ("mu_product" in done.stderr) is not knows
+    assert [text for text in done.document["problems"] if "mu_product" in text]
+    assert "mu_product" in done.stderr

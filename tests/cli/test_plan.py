@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import pytest
 
@@ -13,6 +12,7 @@ from scarctl.store.record import Record
 from scarctl.store.segment import Source
 from scarctl.theory.job_cost import HOUR, Job, advise
 from tests.cli.conftest import Model, Run
+from tests.support.ranks import current_layout
 
 LARGE = (
     "--state-bytes",
@@ -123,8 +123,7 @@ def test_a_unit_that_was_forgotten(run: Run) -> None:
 
 class TestFromAStore:
     def test_it_knows_state_and_shards(self, run: Run, saved: Model) -> None:
-        layout = Store.open("ckpt").current_layout()
-        assert layout is not None
+        layout = current_layout(Store.open("ckpt"))
         given = ("--from", "ckpt", "--bandwidth", "1MB", "--mtbf", "1h")
         document = run("plan", *given, "--step-time", "0.5", "--json").document
         assert document["job"]["state_bytes"] == layout.nbytes
@@ -146,8 +145,7 @@ class TestFromAStore:
 
     def test_it_knows_the_pace(self, run: Run, saved: Model, monkeypatch: pytest.MonkeyPatch) -> None:
         store = Store.open("ckpt")
-        layout = store.current_layout()
-        assert layout is not None
+        layout = current_layout(store)
         with open_writer(store, layout=layout) as writer:
             for minute, step in enumerate((10, 20, 30)):
                 # The records were written within a moment; make them look a minute apart.
@@ -160,12 +158,6 @@ class TestFromAStore:
         assert 0 < document["history"]["fraction"] < 0.5
         said = run("plan", "--from", "ckpt", "--bandwidth", "1MB", "--mtbf", "1h").stdout
         assert "of the state is saved every 10 iterations" in said
-
-    def test_a_store_that_is_not_there_or_empty(self, run: Run, tmp_path: Path) -> None:
-        given = ("--bandwidth", "1MB", "--mtbf", "1h", "--json")
-        assert run("plan", "--from", "nowhere", *given, code=10).error["kind"] == "no-store"
-        Store.create(tmp_path / "empty").close()
-        assert "still empty" in run("plan", "--from", "empty", *given, code=2).error["message"]
 
 
 def test_odds_that_copies_on_other_hosts_survive(run: Run) -> None:

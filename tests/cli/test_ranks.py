@@ -1,16 +1,16 @@
-"""Test commands on a store that several ranks have written, each to its own shard."""
+"""Test commands on stores that several ranks have written, each to its own shard, also while they train."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import save_file
 
 from scarctl.store import complete_sets, create_snapshot
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, examples
 from tests.support.ranks import RankStore, read, same, tensors
+from tests.support.waiting import wait_until
 
 # -- inspect -----------------------------------------------------------------------------------------------------
 
@@ -133,41 +133,36 @@ def test_snapshots_over_ranks(run: Run, ranks: RankStore, tmp_path: Path) -> Non
     assert same(read(tmp_path / "last.pt"), tensors(8, 3))
 
 
-def test_export_of_all_ranks(run: Run, ranks: RankStore, tmp_path: Path) -> None:
-    create_snapshot(ranks.store, "five", complete_sets(ranks.store)[0])
-    done = run(
-        "export",
-        "--store",
-        "ckpt",
-        "out",
-        "--snapshot",
-        "five",
-        "--max-shard-size",
-        "2KB",
-        "--json",
-    ).document
-    assert (done["consistent"], done["step"], done["bytes"]) == (
-        True,
-        5,
-        sum(of.nbytes for of in ranks.layouts),
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.long
+def test_a_running_job_is_asked(run: Run, tmp_path: Path) -> None:
+    from threading import Thread
+
+    from tests.distributed.launch import launch
+
+    folder = str(tmp_path)
+    job = Thread(
+        target=launch, args=("tests.cli.rank_job:until", 2, "ddp", folder, 90.0), kwargs={"timeout": 120}
     )
-    found: dict[str, Any] = {}
-    for path in (tmp_path / "out").glob("*.safetensors"):
-        found |= read(path)
-    assert len(done["files"]) > 2
-    assert same(found, tensors(5, 4))
-
-
-# -- what one process may not do, what needs a session ----------------------------------------------------------------
-
-
-def test_one_process_cannot_save_to_it(run: Run, ranks: RankStore, tmp_path: Path) -> None:
-    save_file(tensors(11, 4), tmp_path / "state.safetensors")
-    for words in (("checkpoint",), ("checkpoint", "--dry-run"), ("snapshot", "create", "best")):
-        arguments = (*words, "state.safetensors", "--store", "ckpt", "--step", 20, "--json")
-        error = run(*arguments, code=2).error
-        assert error["kind"] == "store-of-ranks"
-        assert "written by 4 ranks" in error["message"]
-    for words in (("live", "checkpoint"), ("snapshot", "create", "best")):
-        error = run(*words, "--store", "ckpt", "--arena-dir", tmp_path, "--json", code=2).error
-        assert error["kind"] == "no-session"
+    job.start()
+    try:
+        wait_until((tmp_path / "started").exists)
+        place = ("--store", "store", "--arena-dir", tmp_path / "arena")
+        status = run("daemon", "status", "--arena-dir", tmp_path / "arena", "--json").document
+        assert sorted((line["rank"], line["shard"]) for line in status["runs"]) == [(0, 0), (1, 1)]
+        done = run("live", "checkpoint", *place, "--json").document
+        assert (done["world"], [line["rank"] for line in done["ranks"]]) == (2, [0, 1])
+        done = run("snapshot", "create", "best", *place, "--json").document
+        assert done["consistent"]
+        lines = run("inspect", *place, "--json").document["ranks"]
+        assert [line["alive"] for line in lines] == [True, True]
+        (example,) = (words for words in examples(run, "live recover") if "rank:1" in words)
+        back = run(*example[:2], *place, *example[4:], "--json").document
+        assert [line["restored_partitions"] > 0 for line in back["by_rank"]] == [False, True]
+        run("recover", *place, "--lost", "rank:1", code=11)
+    finally:
+        (tmp_path / "stop").touch()
+        job.join()
+    exported = run("export", "--store", "store", "out", "--snapshot", "best", "--json").document
+    assert (exported["consistent"], exported["step"]) == (True, done["step"])

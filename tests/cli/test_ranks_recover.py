@@ -104,26 +104,6 @@ def test_a_rollback_of_all_ranks(run: Run, ranks: RankStore, tmp_path: Path) -> 
     assert [one.step for one in complete_sets(back.store)] == [6, 5, 3]
 
 
-def test_a_rollback_takes_the_next_older_state_where_a_rank_has_damage(
-    run: Run, ranks: RankStore, tmp_path: Path
-) -> None:
-    row = ranks.source(1, 5)(0, 0, 5, 6).tobytes()  # not saved again at step 7
-    for path in (tmp_path / "ckpt/lanes/1/seg").iterdir():
-        data = bytearray(path.read_bytes())
-        if row in data:
-            data[data.index(row)] ^= 1
-            path.write_bytes(data)
-    done = run(*ROLLBACK, "--output", "x.pt", "--json", code=3).document
-    assert (done["step"], done["consistent"], done["degraded"]) == (3, True, True)
-    assert same(read(tmp_path / "x.pt"), tensors(3, 4))
-    done = run(
-        "recover", "--store", "ckpt", "--lost", "rank:1", "--output", "y.pt", "--json", code=3
-    ).document
-    assert (done["degraded"], done["consistent"]) == (True, False)
-    assert any("checksum" in problem for problem in done["problems"])
-    run("verify", "--store", "ckpt", code=13)
-
-
 def test_into_the_arenas_of_the_stopped_ranks(run: Run, ranks: RankStore, tmp_path: Path) -> None:
     for rank in (0, 1, 3):
         ranks.arena(tmp_path, rank, 9).close()

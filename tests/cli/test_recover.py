@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scarctl.arena.arena import Arena
-from scarctl.arena.folder import arena_folder
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 from scarctl.state.version import pack
 from scarctl.store import Store, open_writer
 from tests.cli.conftest import Done, Model, Run, assert_sound
 from tests.support.logs import records
-from tests.support.ranks import belong
+from tests.support.ranks import arena_of, current_layout
 
 
 def recover(run: Run, *arguments: object, code: int = 0) -> Done:
@@ -27,15 +25,7 @@ def recover(run: Run, *arguments: object, code: int = 0) -> Done:
 
 
 def layout() -> Layout:
-    found = Store.open("ckpt").current_layout()
-    assert found is not None
-    return found
-
-
-def lost_partitions(*shards: int) -> int:
-    """Return the number of partitions in these shards."""
-    store = Store.open("ckpt")
-    return int(np.isin(store.shard_of(layout()), shards).sum())
+    return current_layout(Store.open("ckpt"))
 
 
 def lost_rows(*shards: int) -> dict[str, np.ndarray]:
@@ -58,26 +48,6 @@ def put(tensor: torch.Tensor, mask: np.ndarray, value: torch.Tensor | float) -> 
 
 def read(path: Path) -> dict[str, torch.Tensor]:
     return dict(torch.load(path, weights_only=True)) if path.suffix == ".pt" else dict(load_file(path))
-
-
-def damage(shard: int, newest: bool = True) -> None:
-    """Flip a bit in one of a shard's copies, in the newest segment that has some, or in every one."""
-    of, found = layout(), []
-    for path in sorted(Path("ckpt/lanes/0/seg").iterdir(), key=lambda p: p.stat().st_mtime_ns):
-        data = bytearray(path.read_bytes())
-        base = 8 + int.from_bytes(data[:8], "little")
-        header = json.loads(data[8:base])
-        start, stop = header["scarctl/partitions"]["data_offsets"]
-        ids = np.frombuffer(bytes(data[base + start : base + stop]), np.int64)
-        mine = ids[of.shards(4, 0)[ids] == shard]
-        if "scarctl/checksums" in header and mine.size:
-            group = of.groups[int(of.group_of(mine[:1])[0])]
-            first = int(of.base[of.groups.index(group)])
-            before = int(((ids >= first) & (ids < mine[0])).sum()) * group.rows_per_partition
-            data[base + header[group.name]["data_offsets"][0] + before * group.row_bytes] ^= 1
-            found.append((path, data))
-    for path, data in found[-1:] if newest else found:
-        path.write_bytes(data)
 
 
 class TestIntoAFile:
@@ -162,20 +132,6 @@ class TestRollback:
         assert all(torch.equal(after[name], tensor) for name, tensor in mixed.items())
         assert run("inspect", "--store", "ckpt", "--json").document["step"] == 6
 
-    def test_into_a_file_takes_the_store_back_too(
-        self, run: Run, saved: Model, mixed: dict[str, torch.Tensor]
-    ) -> None:
-        recover(run, "--lost", "all", "--mode", "rollback", "--into", saved.path, "--dry-run")
-        assert run("inspect", "--store", "ckpt", "--json").document["step"] == 6
-        recover(run, "--lost", "all", "--mode", "rollback", "--into", saved.path)
-        after = read(saved.path)
-        assert all(torch.equal(after[name], tensor) for name, tensor in mixed.items())
-        document = run("inspect", "--store", "ckpt", "--json").document
-        assert document["step"] == 5
-        assert {p["saved_step"] for p in document["partitions"]} == {5}
-        run("checkpoint", saved.path, "--store", "ckpt", "--step", 5)
-        assert_sound()
-
 
 def test_a_dry_run_prints_the_plan_and_changes_nothing(run: Run, saved: Model, tmp_path: Path) -> None:
     before = saved.path.read_bytes()
@@ -196,10 +152,8 @@ class TestArena:
     def arena(self, saved: Model, run: Run, arena_dir: Path) -> Iterator[Arena]:
         """Yield the arena of a stopped run: all of step 3, one partition torn."""
         store = Store.open("ckpt")
-        of = layout()
-        arena = Arena.create(arena_folder(str(arena_dir), store.run_id), of, run_id=store.run_id, epoch=1)
-        belong(arena, store)
-        everything = np.arange(of.partitions)
+        arena = arena_of(store, arena_dir)
+        everything = np.arange(layout().partitions)
         arena.slot.end(everything, pack(1, 3), 1)
         arena.adopt_moment(1)
         arena.slot.stamp(1, pack(1, 3), "")
@@ -208,10 +162,6 @@ class TestArena:
         arena.slot.begin(everything[:1])
         yield arena
         arena.close()
-
-    def test_a_live_run_is_contention(self, run: Run, arena: Arena) -> None:
-        assert recover(run, "--lost", "1", code=11).error["kind"] == "contention"
-        recover(run, "--lost", "1", "--output", "out.pt")
 
     def test_the_lost_partitions_come_from_the_store(self, run: Run, saved: Model, arena: Arena) -> None:
         arena.close()
@@ -224,15 +174,6 @@ class TestArena:
         assert arena.rows(0, 0).tobytes() == saved.tensors["emb"].numpy().tobytes()
         assert (arena.rows(1, 0) == 0).all()
         assert arena.pending().sum() == layout().partitions - len(ids)
-
-    def test_memory_is_nearer_than_the_store_for_a_file(self, run: Run, saved: Model, arena: Arena) -> None:
-        arena.close()
-        done = recover(run, "--lost", "emb", "--output", "out.pt").document
-        assert done["tiers"] == {"memory": 4, "store": 1}
-        assert not done["consistent"]
-        after = read(Path("out.pt"))["emb"]
-        assert torch.equal(after[:8], saved.tensors["emb"][:8])
-        assert (after[8:] == 0).all()
 
     def test_a_rollback_forgets_what_memory_had_of_the_time_after(
         self, run: Run, saved: Model, arena: Arena, arena_dir: Path

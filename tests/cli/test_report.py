@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from scarctl.cli.report_charts import text
-from tests.cli.conftest import Model, Run, unprivileged
+from tests.cli.conftest import Model, Run
 from tests.support.logs import records
 
 BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome")
@@ -127,20 +127,6 @@ def test_json_prints_the_data_of_the_page(run: Run, saved: Model) -> None:
     data = Page(Path("report.html").read_text(encoding="utf-8")).data
     assert done.pop("output") == "report.html"
     assert done == data
-
-
-def test_a_place_that_cannot_be_written_is_named(
-    run: Run, saved: Model, others_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = run("report", "--store", "ckpt", "-o", "no/where.html", "--json", code=2)
-    assert "no/where.html" in done.error["message"]
-    run("report", "--store", "ckpt", "-o", "ckpt", code=2)
-    shutil.copytree("ckpt", others_folder / "ckpt")
-    monkeypatch.chdir(others_folder)
-    with unprivileged():
-        done = run("report", "--store", "ckpt", "-o", "report.html", "--json", code=12)
-    assert "report.html" in done.error["message"]
-    assert [path.name for path in others_folder.iterdir()] == ["ckpt"]
 
 
 def _pixels(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:

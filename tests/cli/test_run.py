@@ -15,13 +15,13 @@ from typing import IO, Any
 import pytest
 
 from scarctl.arena.folder import host_folder
-from scarctl.state.version import step_of
-from scarctl.store import Store
+from scarctl.cli.run import _Unattached
+from scarctl.daemon import client
 from tests.cli.running import Running
-from tests.daemon.trainer import Trainer, assert_sound, idle, status
+from tests.daemon.trainer import Trainer, idle, status
+from tests.support.stored import stored_steps
 from tests.support.waiting import wait_until
 
-ROOT = Path(__file__).parents[2]
 # -- the command -------------------------------------------------------------------------------------------------
 
 
@@ -130,13 +130,7 @@ class Training(Running):
 
     def stored(self) -> list[int]:
         """Return the step of every partition, as its values show, in an intact store."""
-        assert_sound(self.store)
-        store = Store.open(str(self.store))
-        steps = {}
-        for shard in store.shards():
-            state = store.state(shard)
-            steps.update(zip(state.ids.tolist(), step_of(state.version).tolist(), strict=True))
-        return [steps[i] for i in sorted(steps)]
+        return list(stored_steps(self.store))
 
 
 def at_least(found: list[int], told: list[int]) -> bool:
@@ -203,3 +197,31 @@ def test_a_process_that_is_killed_continues_with_its_memory(
     # Partitions that wait for the store are not copied again, so the last copies are of several steps.
     assert training.stored() == lines[-1]["handed"]
     assert at_least(training.stored(), told["handed"])
+
+
+def test_a_command_that_attaches_nothing_is_warned_of(folder: Path, tmp_path: Path) -> None:
+    """A command that fails has printed why, so nothing is added."""
+    done = Running(tmp_path, "true").ends(0)
+    assert done.stderr.startswith("scarctl: warning: true has ended, and no session has attached")
+    assert Running(tmp_path, "false").ends(1).stderr == ""
+
+
+def test_a_long_command_that_attaches_nothing_is_warned_of_while_it_runs(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.hold(folder, 60)
+    watch = _Unattached(folder, "train")
+    watch.look("is running")
+    watch.look("has ended")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("scarctl: warning: train is running, and no session has attached")
+
+
+def test_a_session_that_attaches_is_seen(
+    folder: Path, arena_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.hold(folder, 60)
+    watch = _Unattached(folder, "train")
+    Trainer(tmp_path / "store", arena_dir).close()
+    watch.look("has ended")
+    assert capsys.readouterr().err == ""

@@ -33,7 +33,7 @@ from scarctl.state.version import pack
 from scarctl.store import Store
 from tests.cli.conftest import Model, Run
 from tests.daemon.trainer import Trainer, stop
-from tests.support.ranks import RankStore, belong
+from tests.support.ranks import RankStore, arena_of
 
 
 @pytest.fixture
@@ -104,10 +104,7 @@ def test_a_live_run_and_what_each_loss_costs(
 def test_a_process_that_has_died(run: Run, saved: Model, arena_dir: Path) -> None:
     """No daemon runs, so copies that are only in memory stay there."""
     store = Store.open("ckpt")
-    layout = store.current_layout()
-    assert layout is not None
-    arena = Arena.create(arena_folder(str(arena_dir), store.run_id), layout, run_id=store.run_id, epoch=1)
-    belong(arena, store)
+    arena = arena_of(store, arena_dir)
     newer = np.arange(2)
     arena.slot.end(newer, pack(1, 2), 1)
     arena.adopt_moment(1)
@@ -129,11 +126,7 @@ def test_a_process_that_has_died(run: Run, saved: Model, arena_dir: Path) -> Non
 @pytest.mark.leaves_arena
 def test_a_store_that_is_gone_but_has_copies_here(run: Run, saved: Model, arena_dir: Path) -> None:
     store = Store.open("ckpt")
-    layout = store.current_layout()
-    assert layout is not None
-    folder = arena_folder(str(arena_dir), store.run_id)
-    arena = Arena.create(folder, layout, run_id=store.run_id, epoch=1, place=store.where)
-    arena.close()
+    arena_of(store, arena_dir, place=store.where).close()
     Path("ckpt").rename("elsewhere")
     said = " ".join(run("status", code=3).stdout.split())
     assert "there is no store here (a run has left copies for it in this host's memory: mount it" in said
@@ -142,18 +135,15 @@ def test_a_store_that_is_gone_but_has_copies_here(run: Run, saved: Model, arena_
 @pytest.mark.leaves_arena
 def test_a_store_that_was_deleted_is_listed_once(run: Run, saved: Model, arena_dir: Path) -> None:
     store = Store.open("ckpt")
-    layout = store.current_layout()
-    assert layout is not None
-    folder = arena_folder(str(arena_dir), store.run_id)
-    arena = Arena.create(folder, layout, run_id=store.run_id, epoch=1, place=store.where)
+    arena = arena_of(store, arena_dir, place=store.where)
     arena.take_over(0x7FFFFFF0)  # an id that no process has
     arena.close()
-    note_site(folder, store)
+    note_site(arena.folder, store)
     Path("ckpt").rename("elsewhere")
     (shown,) = run("status", "--json", code=3).document["stores"]
     assert [(one["severity"], one["kind"]) for one in shown["findings"]] == [("at-risk", "gone")]
     assert run("status", "--json", code=10).error["kind"] == "nothing-known"
-    (folder / TOLD).unlink()
+    (arena.folder / TOLD).unlink()
     assert " ".join(run("status", code=3).stdout.split()).startswith(f"AT RISK: {store.where} ")
     Path("elsewhere").rename("ckpt")
     assert run("status", code=3).stdout.startswith("AT RISK:")  # its process has died

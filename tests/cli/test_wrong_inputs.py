@@ -59,12 +59,7 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "state.safetensors --store page.html --step 0": A_FILE,
         "missing.safetensors --store new --step 0": (2, "missing.safetensors does not exist"),
         "x.npz --store new --step 0": (2, "x.npz is an archive of numpy arrays (.npz)"),
-        "x.npy --store new --step 0": (2, "an array of numpy"),
-        "packed.npz --store new --step 0": (2, "an archive of numpy arrays"),
         "page.html --store new --step 0": (2, "page.html is a web page"),
-        "empty.safetensors --store new --step 0": (2, "is empty"),
-        "pointer.safetensors --store new --step 0": (2, "a pointer of Git LFS"),
-        "notes.txt --store new --step 0": (2, "no known format"),
         "folder --store new --step 0": (2, "a folder without a .metadata file"),
         "ckpt --store new --step 0": (2, "ckpt is a store, not a state file"),
     },
@@ -174,11 +169,8 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "--store ckpt --lost 0": (2, "this host has no arena of a stopped run"),
         "--store ckpt --lost 0 --into state.safetensors --output o.pt": (2, "exclude each other"),
         "--store ckpt --lost 0 --output o.npz": (2, "scarctl writes no .npz files"),
-        "--store ckpt --lost 0 --output o.txt": (2, "scarctl writes no .txt files"),
         "--store ckpt --lost 0 --output folder": (2, "not a regular file"),
         "--store ckpt --lost 0 --output ckpt/o.safetensors": (2, "inside the store"),
-        "--store ckpt --lost 0 --into x.npz": (2, "an archive of numpy arrays"),
-        "--store ckpt --lost 0 --into page.html": (2, "a web page"),
         "--store ckpt --lost 0 --into folder": (2, "without a .metadata file"),
         "--store ckpt --lost 0 --into missing.safetensors": (2, "does not exist"),
         "--store ckpt --lost all --snapshot best": (2, "use --mode rollback"),
@@ -251,8 +243,6 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "--store page.html": A_FILE,
         "--store folder": (10, "folder"),
         "--store empty": (16, "nothing has been saved to this store yet"),
-        "page.html": (2, "a web page"),
-        "empty.safetensors": (2, "is empty"),
         "--store ckpt --finite": (2, "--finite is for a CHECKPOINT"),
         "state.safetensors --read-data-subset 1/2": (2, "--read-data-subset is for stores"),
         "--store ckpt --read-data-subset 8/7": (2, "'8/7' is not a part of the data"),
@@ -271,11 +261,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, template: Path) -> Path:
     shutil.copytree(template, folder / "ckpt")
     Store.create(str(folder / "empty"))
     np.savez(folder / "x.npz", a=np.ones(3))
-    np.savez_compressed(folder / "packed.npz", a=np.ones(3))
-    np.save(folder / "x.npy", np.ones(3))
     (folder / "page.html").write_text("\n<!DOCTYPE html><html><body>404</body></html>")
     (folder / "empty.safetensors").touch()
-    (folder / "pointer.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     (folder / "notes.txt").write_text("just text")
     (folder / "folder").mkdir()
     (folder / "folder" / "file").touch()

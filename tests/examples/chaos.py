@@ -43,11 +43,6 @@ class Outcome:
     away: list[float] = field(default_factory=list)
     """Seconds from a fault of the primary to the next acknowledgement."""
 
-    @property
-    def bad(self) -> int:
-        """Return the number of violations."""
-        return self.lost + self.twice + self.split + self.two
-
 
 class Simulation:
     """Servers, workers, a network and a control plane with sessions, on one clock."""

@@ -12,8 +12,6 @@ import pytest
 
 from examples.elastic import elastic_constant
 from scarctl.errors import UsageError
-from scarctl.theory.history import History
-from scarctl.theory.rework import Outlook
 from tests.distributed.launch import environment, free_port, launch
 
 RANKS = "tests.examples.elastic_ranks"
@@ -112,41 +110,6 @@ def test_the_constant_is_the_least_that_holds_at_every_moment() -> None:
     assert b == pytest.approx(20.0)
     squares = np.array([25.0, 4.0, 0.0])
     assert (squares <= (alphas * b) ** 2 + 1e-9).all()
-
-
-@pytest.mark.parametrize("delay", [1, 16])
-@pytest.mark.parametrize(
-    ("curvature", "noise"), [((0.01, 0.01), 0.0), ((0.01, 1.0), 0.0), ((0.01, 0.01), 1.0)],
-    ids=["straight", "spread", "noise"],
-)  # fmt: skip
-def test_the_staleness_of_gradients_on_quadratics(
-    curvature: tuple[float, float], noise: float, delay: int
-) -> None:
-    """B/M is the true delay where the run goes straight, never more, and its root where steps are noise.
-
-    The staleness that `inspect` shows has the recent movement over 4 steps for M. Steps that cancel make it too
-    large by 2, the root of 4.
-    """
-    rate, steps, gap = 0.1, 400, 4
-    curvatures, random = np.geomspace(*curvature, 50), np.random.default_rng(0)
-    x = np.full((steps + 1, 50), 0.0 if noise else 1.0)
-    gradients = np.empty((steps, 50))
-    for t in range(steps):
-        gradients[t] = curvatures * x[max(0, t - delay)] + noise * random.normal(size=50)
-        x[t + 1] = x[t] - rate * gradients[t]
-    away = x[delay:steps] - x[: steps - delay]
-    largest = float(np.linalg.norm(gradients, axis=1).max())
-    stale = elastic_constant(list(away), np.full(len(away), rate)) / largest
-    moved = np.linalg.norm(x[gap::gap] - x[:-gap:gap], axis=1)
-    history = History((gap * k, gap, norm) for k, norm in enumerate(moved.tolist()))
-    shown = Outlook.after(steps, history).staleness(float(np.linalg.norm(x[steps] - x[steps - delay])))
-    assert stale <= delay * (1 + 1e-9)
-    if noise:
-        assert stale == pytest.approx(math.sqrt(delay), rel=0.1)
-        assert shown == pytest.approx(math.sqrt(gap * delay), rel=0.2)
-    else:
-        assert stale == pytest.approx(delay, rel=0.03)
-        assert shown == pytest.approx(delay, rel=0.03)
 
 
 @pytest.mark.parametrize("alphas", [[], [0.0], [0.1, 0.1], [math.nan]])

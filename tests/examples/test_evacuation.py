@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_evacuate import trains
+from tests.support import stepper
 from tests.support.process import Forked
 from tests.support.stored import stored_steps
 
@@ -38,7 +38,7 @@ def test_slurms_signal_to_the_batch_script(tmp_path: Path, options: str) -> None
         "wait $training ||", "echo ready; wait $training ||"
     )
     go = tmp_path / "go"
-    with Forked(lambda tell: trains(store, tell)) as child:
+    with Forked(lambda tell: stepper.trains(store, tell)) as child:
         child.expect("ready")
         shell = subprocess.Popen(
             ["bash", "-c", f"{options}\n{STAND_INS}{recipe}"],

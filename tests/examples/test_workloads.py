@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +17,7 @@ from scarctl.simulate.workload import load
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"
-HALF, EIGHTH = Fraction(1, 2), Fraction(1, 8)
+EIGHTH = Fraction(1, 8)
 
 needs_numba = pytest.mark.skipif(
     find_spec("numba") is None, reason="numba is not installed: see the extra [paper]"
@@ -63,18 +61,6 @@ def test_a_failure_and_all_ways_back(name: str, folder: str, target: float | Non
 
 
 @needs_numba
-@pytest.mark.long
-def test_what_is_found_again_is_exact() -> None:
-    """All of L is saved in every iteration: nothing is lost, though R was never saved."""
-    name = "examples.paper.als:build_only_l"
-    workload = load(name, data("movielens-small"))
-    of = Study(workload=name, iterations=5, lost=(Fraction(1),), fractions=(Fraction(1),), interval=1)
-    result = run_trial(of, workload, 0)
-    assert result["rework"] == [0, 0]
-    assert result["perturbation"] == [0, 0]
-
-
-@needs_numba
 def test_least_squares_are_those_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Python, because compiling takes long."""
     from examples.paper import als
@@ -107,28 +93,3 @@ def test_costs_on_the_quadratic_stay_below_the_bound() -> None:
     for costs in quadratic(200):
         assert costs.above == 0
         assert min(cost for _, cost in costs.points) < 0
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_studies_are_kept(tmp_path: Path) -> None:
-    """A second call runs nothing: the tables are those of the first."""
-    data("reuters-395")
-    program = """
-import sys
-from pathlib import Path
-from examples.paper import tables
-from examples.paper.studies import Runs, pairs, studies
-runs = Runs(Path(sys.argv[2]), 2)
-pair = pairs(quick=True)[2]
-study = studies(pair, sys.argv[1], quick=True)["policies"]
-print(tables.priority({pair.name: {"policies": runs.measure(pair, "policies", study)}}))
-"""
-    pytest.importorskip("numba")
-    command = [sys.executable, "-c", program, str(DATA), str(tmp_path)]
-    first, second = (
-        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
-        for _ in range(2)
-    )
-    assert first.stdout == second.stdout
-    assert "LDA on Reuters" in first.stdout

@@ -23,7 +23,8 @@ from scarctl.ops import evacuate
 from scarctl.state.version import pack
 from tests.daemon.rig import acknowledge, copy_into, small_layout
 from tests.support import stepper
-from tests.support.process import Forked, Tell
+from tests.support.process import Forked
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.leaves_arena, pytest.mark.usefixtures("warm_torch", "daemon_folder")]
 
@@ -48,20 +49,9 @@ def in_memory(folder: Path, name: str, *, pid: int, pending: bool = True) -> Pat
     return folder / name
 
 
-def trains(store: Path, tell: Tell) -> None:
-    model, optimizer = stepper.build()
-    session = stepper.attach(model, optimizer, str(store))
-    for _ in range(7):
-        optimizer.step()
-    tell("ready")
-    while True:
-        time.sleep(600)
-    del session
-
-
 @pytest.fixture
 def child(tmp_path: Path) -> Iterator[Forked]:
-    with Forked(lambda tell: trains(tmp_path / "store", tell)) as child:
+    with Forked(lambda tell: stepper.trains(tmp_path / "store", tell)) as child:
         child.expect("ready")
         yield child
 
@@ -71,16 +61,10 @@ def kill(child: Forked) -> None:
     child.wait()
 
 
-def wait_until(folder: Path, reached: Callable[[list[str]], bool]) -> None:
-    """Wait for the phases of the runs that the daemon has."""
-    deadline = time.monotonic() + 40
-    while True:
-        answer = ask_status(folder, patience=30.0)
-        found = [] if answer is None else [run["phase"] for run in answer["runs"]]
-        if reached(found):
-            return
-        assert time.monotonic() < deadline, found
-        time.sleep(0.02)
+def phases(folder: Path) -> list[str]:
+    """Return the phases of the runs that the daemon has."""
+    answer = ask_status(folder, patience=30.0)
+    return [] if answer is None else [run["phase"] for run in answer["runs"]]
 
 
 def after(name: str, then: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +102,7 @@ def test_a_process_dies_before_it_is_asked_to_flush(
 
     def dies() -> None:
         kill(child)
-        wait_until(daemon_folder, lambda phases: "attached" not in phases)
+        wait_until(lambda: "attached" not in phases(daemon_folder))
 
     after("runs_at", dies, monkeypatch)
     host = evacuate.evacuate_host(60.0, arena_dir=str(daemon_folder.parent))
@@ -132,7 +116,7 @@ def test_a_run_is_released_before_it_is_evacuated(
 
     def dies() -> None:
         kill(child)
-        wait_until(daemon_folder, lambda phases: not phases)
+        wait_until(lambda: not phases(daemon_folder))
 
     after("_flush", dies, monkeypatch)
     began = time.monotonic()

@@ -105,21 +105,6 @@ def test_several_files_and_dcp(store: Path, tmp_path: Path) -> None:
     loads(state, expected)
 
 
-def test_a_snapshot(store: Path, tmp_path: Path) -> None:
-    model = Tied()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with scarctl.attach(model, optimizer, store=str(store)) as session:
-        session.resume()
-        for step in range(4):
-            model(torch.arange(6)).square().mean().backward()
-            optimizer.step()
-            if step == 1:
-                session.snapshot("best")
-                expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    written(store, tmp_path / "best.pt", snapshot="best")
-    loads(torch.load(tmp_path / "best.pt", weights_only=True), expected)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_model_of_transformers(store: Path, tmp_path: Path) -> None:

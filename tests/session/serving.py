@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ import scarctl
 import scarctl.session.departure
 from scarctl.config import grouped
 from scarctl.session.resumed import Resumed
-from tests.support.process import Forked, Tell
 from tests.support.waiting import wait_until
 
 ROWS = 16
@@ -62,13 +60,6 @@ def resumed(store: Path, mode: Any = "partial") -> tuple[Resumed, list[float], i
 def never_waits() -> None:
     """Make a flush that waits outlast the test: it has to find out at once that no step is running."""
     scarctl.session.departure.FLUSH_SECONDS = LONG
-
-
-def sigterm(body: Callable[[Tell], object]) -> None:
-    with Forked(body) as child:
-        child.expect("ready")
-        child.signal(signal.SIGTERM)
-        assert child.wait() == -signal.SIGTERM
 
 
 def waits() -> None:

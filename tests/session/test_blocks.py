@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from scarctl.errors import UsageError
-from tests.session.serving import LONG, ROWS, Server, resumed, sigterm, waits
-from tests.support.process import Tell
+from tests.session.serving import LONG, ROWS, Server, resumed, waits
+from tests.support.process import Tell, end_by_signal
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("warm_torch")
@@ -32,7 +32,7 @@ def test_a_pool_of_threads_serves_one_request_after_the_other(tmp_path: Path, bo
         tell("ready")
         waits()
 
-    sigterm(body)
+    end_by_signal(body)
     found, values, count = resumed(tmp_path / "s")
     assert found.step >= 40
     assert (found.consistent, values, count) == (True, [float(found.step)], found.step)

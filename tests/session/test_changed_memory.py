@@ -88,17 +88,6 @@ def test_the_stores_copy_is_taken_instead(
     after.session.close()
 
 
-def damage(store: Path, row: bytes) -> None:
-    """Change a byte of this row in every segment that has it."""
-    found = 0
-    for path in store.rglob("*.safetensors"):
-        data = path.read_bytes()
-        if row in data:
-            path.write_bytes(data.replace(row, bytes([row[0] ^ 1]) + row[1:]))
-            found += 1
-    assert found
-
-
 def test_a_file_gets_the_stores_copy(store: Path, arena_dir: Path, tmp_path: Path) -> None:
     """`scarctl recover` reads the memory of a stopped run, and leaves it unchanged."""
     arena = opened(store, arena_dir)

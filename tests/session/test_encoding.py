@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import scarctl
-from scarctl.errors import Contention, Unavailable
+from scarctl.errors import Unavailable
 from scarctl.persist.evacuation import not_evacuated
 from scarctl.state.encodings import ERROR_BOUND, Encoding
 from scarctl.state.version import step_of
 from scarctl.store import Store
 from tests.store.helpers import read_all
-from tests.support import stepper
-from tests.support.training import Loop, differing
+from tests.support.training import Loop
 
 HERE: dict[str, Any] = {"daemon": False}
 
@@ -99,24 +95,6 @@ def test_what_has_stopped_is_exact_in_the_end(tmp_path: Path, arena_dir: Path) -
     run.session.close()
 
 
-def test_a_rollback_takes_exact_copies(tmp_path: Path, arena_dir: Path) -> None:
-    run = loop(tmp_path / "store", arena_dir, "int8")
-    run.train(11, settle=True)
-    run.session.checkpoint(full=True, wait=True)
-    state = run.state()
-    run.train(9, settle=True)
-    assert encoded_in(tmp_path / "store")
-    report = run.session.recover("all", mode="rollback")
-    assert (report.step, report.consistent, report.plan.encoded) == (11, True, 0)
-    assert differing(run.state(), state) == []
-    engine = run.session._engine
-    assert engine is not None
-    assert (engine.arena.encoding_error == -1).all()
-    run.train(5)
-    run.session.close()
-    assert encoded_in(tmp_path / "store") == 0
-
-
 def test_copies_of_one_step_that_the_store_has_encoded_are_no_seal(
     tmp_path: Path, arena_dir: Path, apart: Path
 ) -> None:
@@ -156,20 +134,3 @@ def test_what_only_the_memory_has_exactly_is_not_safe(tmp_path: Path, arena_dir:
     report = not_evacuated(arena, cut)
     assert (report.lost_partitions, report.safe) == (0, True)
     run.session.close()
-
-
-def attached(model: torch.nn.Module, optimizer: stepper.Stepper, store: Path) -> scarctl.Session:
-    """Attach a session once the killed daemon's lock is gone."""
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            return stepper.attach(model, optimizer, str(store), daemon=False)
-        except Contention:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-
-def several(lines: list[dict[str, Any]]) -> bool:
-    """Return whether all copies are durable, of two steps at least, after the step at which the process began."""
-    durable = lines[-1]["durable"] if lines else []
-    return bool(durable) and min(durable) >= 0 and max(durable) > min(durable)

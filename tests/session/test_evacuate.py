@@ -14,7 +14,7 @@ import pytest
 import scarctl
 from scarctl.errors import UsageError
 from tests.support import stepper
-from tests.support.process import Forked, Tell
+from tests.support.process import Forked, Tell, end_by_signal
 from tests.support.stored import stored_steps
 from tests.support.throttled import ThrottledBlobs
 from tests.support.training import Loop, differing
@@ -56,25 +56,18 @@ def test_all_that_fits_is_exact_on_another_host(tmp_path: Path, arena_dir: Path,
     again.session.close()
 
 
-def test_training_goes_on_after_a_false_alarm(tmp_path: Path) -> None:
+def test_checkpoints_rest_until_the_deadline_and_training_goes_on_after_a_false_alarm(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "store")
     loop.train(STEPS)
-    assert loop.session.evacuate(30.0).safe
-    loop.session._saving._opening.engine.pace.leave(0.0)  # type: ignore[union-attr]  # the deadline is over
-    loop.train(4)
-    loop.session.close()
-    assert set(stored_steps(tmp_path / "store")) == {STEPS + 4}
-    assert loop.session.stats.errors == 0
-
-
-def test_checkpoints_rest_until_the_deadline(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store")
-    loop.train(STEPS)
-    loop.session.evacuate(600.0)
+    assert loop.session.evacuate(600.0).safe
     before = loop.session.stats.saved_bytes
     loop.train(5)
     assert loop.session.stats.saved_bytes == before
+    loop.session._saving._opening.engine.pace.leave(0.0)  # type: ignore[union-attr]  # the deadline is over
+    loop.train(4)
     loop.session.close()
+    assert set(stored_steps(tmp_path / "store")) == {STEPS + 9}
+    assert loop.session.stats.errors == 0
 
 
 def test_a_call_before_the_first_step_and_nonsense_are_refused(tmp_path: Path) -> None:
@@ -137,17 +130,10 @@ def _training(store: Path, tell: Tell, *, grace: str, bytes_per_second: float) -
 @pytest.mark.leaves_arena
 def test_sigterm_with_enough_grace_is_exact_on_another_host(tmp_path: Path, arena_dir: Path) -> None:
     store = tmp_path / "store"
-    with Forked(lambda tell: _training(store, tell, grace="100s", bytes_per_second=1e9)) as child:
-        child.expect("ready")
-        child.signal(signal.SIGTERM)
-        assert child.wait(110) == -signal.SIGTERM
+    end_by_signal(lambda tell: _training(store, tell, grace="100s", bytes_per_second=1e9))
     assert set(stored_steps(store)) == {STEPS + 1}
     leave_host(arena_dir)
-    model, optimizer = stepper.build()
-    session = stepper.attach(model, optimizer, str(store))
-    resumed = session.resume()
-    assert (resumed.step, resumed.consistent) == (STEPS + 1, True)
-    session.close()
+    assert stepper.resumed(store, "auto") == (STEPS + 1, True)
 
 
 @pytest.mark.leaves_arena
@@ -169,11 +155,7 @@ def test_sigkill_within_the_grace_period_leaves_what_was_committed(
     if commits:
         assert (steps > 1).any()
     leave_host(arena_dir)
-    model, optimizer = stepper.build()
-    session = stepper.attach(model, optimizer, str(store))
-    session.resume()
-    assert stepper.torn_rows(model, optimizer) == []
-    session.close()
+    stepper.resumed(store, "auto")
 
 
 @pytest.mark.leaves_arena

@@ -52,34 +52,7 @@ def full_memory() -> Iterator[None]:
         yield
 
 
-def settled(loop: Loop) -> None:
-    """Wait until everything handed over so far is durable."""
-    loop.session._saving.finish()
-    drained([loop.session])
-
-
 # -- the arena's folder ------------------------------------------------------------------------------------------
-
-
-def test_what_found_no_room_in_memory_is_saved_when_there_is_some(tmp_path: Path, both_savers: str) -> None:
-    loop = Loop(tmp_path / "store", interval=1, policy="full")
-    loop.train(3, settle=True)
-    with full_memory():
-        loop.train(2)
-        for _ in range(4):
-            before = loop.session.stats.errors
-            loop.train(1)
-            assert loop.session.stats.errors == before + 1, "every checkpoint that fails counts"
-        assert "No space left" in loop.session.stats.last_error
-    loop.train(1)
-    settled(loop)
-    before = loop.session.stats.errors
-    loop.train(2, settle=True)
-    assert loop.session.stats.errors == before
-    resumed, state = elsewhere(tmp_path / "store")
-    assert (resumed.step, resumed.consistent) == (loop.session.head_step, True)
-    assert differing(state, loop.state()) == []
-    loop.session.close()
 
 
 def test_who_waits_for_a_checkpoint_hears_that_it_failed(tmp_path: Path, both_savers: str) -> None:
@@ -258,6 +231,3 @@ def test_closed_by_another_thread_what_is_sealed_is_of_one_step(
     assert {int(v) for p in model.parameters() for v in p.flatten()} == {resumed.step}
     assert resumed.step == closed_at
     session.close()
-
-
-# -- other processes, other threads ------------------------------------------------------------------------------

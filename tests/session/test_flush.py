@@ -1,4 +1,4 @@
-"""Test the state that is flushed on a signal, in real processes with real signals."""
+"""Test the state that is flushed on a signal, an exception, a call, or the end of the program, in real processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import os
 import signal
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -17,13 +18,13 @@ import torch
 
 import scarctl
 import scarctl.session.departure
+from scarctl.errors import UsageError
 from scarctl.session import signals
-from scarctl.store import Store
-from tests.session.flushed import STEPS, assert_goes_on_exactly, trained
+from tests.session.flushed import STEPS, assert_goes_on_exactly, half_an_iteration, trained
 from tests.support import stepper
-from tests.support.process import Forked, Tell
+from tests.support.forkserver import Program
+from tests.support.process import Forked, Tell, end_by_signal
 from tests.support.training import Loop
-from tests.support.waiting import wait_until
 
 # -- a signal ends the process -----------------------------------------------------------------------------------
 
@@ -48,14 +49,6 @@ def is_stuck() -> None:
     libc.pthread_mutex_lock(mutex)
 
 
-def end_by_sigterm(body: Callable[[Tell], object]) -> None:
-    """Run `body` in a process until it prints "ready", and end that with SIGTERM."""
-    with Forked(body) as child:
-        child.expect("ready")
-        child.signal(signal.SIGTERM)
-        assert child.wait() == -signal.SIGTERM
-
-
 @pytest.mark.parametrize("blocked", [computes, is_stuck])
 def test_sigterm(
     tmp_path: Path, both_savers: str, expected: dict[str, torch.Tensor], blocked: Callable[[], None]
@@ -66,32 +59,8 @@ def test_sigterm(
         blocked()
         del loop
 
-    end_by_sigterm(body)
+    end_by_signal(body)
     assert_goes_on_exactly(tmp_path / "store", expected)
-
-
-def test_what_was_flushed_becomes_durable_without_its_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: dict[str, torch.Tensor], arena_dir: Path
-) -> None:
-    monkeypatch.setenv("SCARCTL_DAEMON", "1")
-
-    def body(tell: Tell) -> None:
-        trained(tmp_path / "store")
-        tell("ready")
-        sleeps()
-
-    end_by_sigterm(body)
-    wait_until(lambda: newest_sealed(tmp_path / "store") >= STEPS)
-    assert_goes_on_exactly(tmp_path / "store", expected)
-
-
-def newest_sealed(folder: Path) -> int:
-    store = Store.open(str(folder))
-    try:
-        sealed = store.state(0).sealed
-        return sealed[-1].step if sealed else -1
-    finally:
-        store.close()
 
 
 # -- steps -------------------------------------------------------------------------------------------------------
@@ -133,7 +102,7 @@ def test_sigterm_in_the_middle_of_a_step(
         optimizer.step()
         sleeps()
 
-    end_by_sigterm(body)
+    end_by_signal(body)
     model, _ = stepper.build()
     optimizer = Slow(model.parameters())
     session = stepper.attach(model, optimizer, str(tmp_path / "store"))
@@ -142,36 +111,6 @@ def test_sigterm_in_the_middle_of_a_step(
     assert stepper.torn_rows(model, optimizer) == []  # type: ignore[arg-type]
     assert {int(v) for p in model.parameters() for v in p[:, 0]} == {resumed.step}
     session.close()
-
-
-def test_signals_at_any_moment_of_a_loop(tmp_path: Path, both_savers: str) -> None:
-    """Steps are as fast as possible, and the signal comes at another moment each time."""
-    step = 0
-    for round_ in range(3):
-
-        def body(tell: Tell) -> None:
-            model, optimizer = stepper.build()
-            session = stepper.attach(model, optimizer, str(tmp_path / "store"))
-            session.resume()
-            optimizer.step()
-            tell("ready")
-            while True:
-                optimizer.step()
-
-        with Forked(body) as child:
-            child.expect("ready")
-            time.sleep(0.037 * round_)
-            child.signal(signal.SIGTERM)
-            assert child.wait() == -signal.SIGTERM
-        model, optimizer = stepper.build()
-        session = stepper.attach(model, optimizer, str(tmp_path / "store"))
-        resumed = session.resume()
-        assert resumed.consistent
-        assert resumed.step > step
-        assert stepper.torn_rows(model, optimizer) == []
-        assert {int(v) for p in model.parameters() for v in p[:, 0]} == {resumed.step}
-        step = resumed.step
-        session.close()
 
 
 def test_a_loop_that_says_itself_when_a_step_is_over(tmp_path: Path) -> None:
@@ -190,7 +129,7 @@ def test_a_loop_that_says_itself_when_a_step_is_over(tmp_path: Path) -> None:
             state["w"][32:] += 1
             session.step()
 
-    end_by_sigterm(body)
+    end_by_signal(body)
     state = {"w": torch.ones(64, 8).numpy()}
     session = scarctl.attach(
         state, store=tmp_path / "store", partitioning=scarctl.Partitioning(rows={"*": 1})
@@ -291,3 +230,68 @@ def test_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
 
     with Forked(body) as child:
         assert child.wait() == 0
+
+
+# -- an exception, a call, or the end of the program --------------------------------------------------------------
+
+
+def test_an_exception_in_the_loop(
+    tmp_path: Path, both_savers: str, expected: dict[str, torch.Tensor]
+) -> None:
+    loop = trained(tmp_path / "store")
+    with pytest.raises(RuntimeError, match="broken batch"), loop.session:
+        raise RuntimeError("broken batch")
+    # The daemon has the remaining work, and the arena stays; without a daemon the session has waited for the
+    # store.
+    assert_goes_on_exactly(tmp_path / "store", expected, "memory" if both_savers == "daemon" else "store")
+
+
+def test_a_program_that_just_ends(tmp_path: Path, expected: dict[str, torch.Tensor]) -> None:
+    ends = {"raise RuntimeError('broken batch')": 1, "sys.exit(3)": 3, "": 0}
+    running = []
+    for number, end in enumerate(ends):
+        program = f"""
+            import sys, torch
+            from pathlib import Path
+            from tests.session.flushed import trained
+            torch.set_num_threads(1)
+            loop = trained(Path({str(tmp_path / str(number))!r}))
+            {end}
+        """
+        running.append(Program(["-c", textwrap.dedent(program)]))
+    assert [process.wait(60) for process in running] == list(ends.values())
+    for number in range(len(ends)):
+        assert_goes_on_exactly(tmp_path / str(number), expected, tier=None)
+
+
+def test_by_hand(tmp_path: Path, both_savers: str, expected: dict[str, torch.Tensor]) -> None:
+    loop = Loop(tmp_path / "store")
+    with pytest.raises(UsageError, match="before the first step"):
+        loop.session.flush()
+    loop.train(STEPS)
+    half_an_iteration(loop)
+    assert loop.session.flush()
+    # In memory and queued: a process that dies here has lost nothing.
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    from_thread: list[bool] = []
+    thread = threading.Thread(target=lambda: from_thread.append(loop.session.flush()))
+    thread.start()
+    thread.join()
+    assert from_thread == [True]
+    loop.session.close(seal=False)
+    assert_goes_on_exactly(tmp_path / "store", expected, tier=None)
+
+
+def test_values_that_are_not_finite_are_not_flushed(tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "store", interval=100)
+    loop.train(3)
+    with torch.no_grad():
+        loop.model.out.weight[:] = float("nan")
+    assert not loop.session.flush()
+    loop.session.recover("out.weight")
+    assert torch.isfinite(loop.model.out.weight).all()
+    assert loop.session.flush()
+    loop.session.close()

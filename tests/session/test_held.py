@@ -22,9 +22,7 @@ from tests.support.training import Loop, drained
 def test_a_request_is_carried_out_once_the_saver_lets_go(tmp_path: Path, kind: str, interval: int) -> None:
     """Until then checkpoints are left out, regular and requested ones."""
     loop = Loop(tmp_path / "store", interval=interval)
-    loop.train(1)
-    loop.session._saving.finish()
-    drained([loop.session])
+    loop.train(1, settle=True)
     arena = loop.session._started().arena
     with arena.held(60.0):
         loop.session.checkpoint()  # from here on the held slot is the one to write
@@ -32,9 +30,7 @@ def test_a_request_is_carried_out_once_the_saver_lets_go(tmp_path: Path, kind: s
         loop.train(3)
         loop.session._saving.finish()
         assert step_of(arena.slot.head) == 1
-    loop.train(1)
-    loop.session._saving.finish()
-    drained([loop.session])
+    loop.train(1, settle=True)
     newest = arena.sealed if kind == "full" else int(arena.durable.max())
     loop.session.close()
     assert step_of(newest) == 5
@@ -43,9 +39,7 @@ def test_a_request_is_carried_out_once_the_saver_lets_go(tmp_path: Path, kind: s
 def test_a_checkpoint_that_was_left_out_is_made_after_the_next_step(tmp_path: Path) -> None:
     """It does not wait for the next multiple of the interval."""
     loop = Loop(tmp_path / "store", interval=4)
-    loop.train(1)
-    loop.session._saving.finish()
-    drained([loop.session])
+    loop.train(1, settle=True)
     arena = loop.session._started().arena
     with arena.held(60.0):
         loop.session.checkpoint()
@@ -61,9 +55,7 @@ def test_a_checkpoint_that_was_left_out_is_made_after_the_next_step(tmp_path: Pa
 @contextmanager
 def held(loop: Loop) -> Iterator[Hold]:
     """Hold the slot with step 1, while the one with step 2 is current."""
-    loop.train(1)
-    loop.session._saving.finish()
-    drained([loop.session])
+    loop.train(1, settle=True)
     with loop.session._started().arena.held(60.0) as hold:
         loop.train(1)
         loop.session.checkpoint()
@@ -80,9 +72,7 @@ def test_a_call_that_does_not_wait_is_carried_out_after_a_later_step(
         assert hold.lasts(), "calls in a row do not keep the saver from ending"
         loop.train(1)
     assert ("not saved as a whole: an earlier state" in caplog.text) == full
-    loop.train(1)
-    loop.session._saving.finish()
-    drained([loop.session])
+    loop.train(1, settle=True)
     arena = loop.session._started().arena
     assert step_of(arena.sealed if full else int(arena.durable.max())) == 4
     loop.session.close()

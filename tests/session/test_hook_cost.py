@@ -1,9 +1,8 @@
-"""Test that steps make few calls, read no generator, load nothing, and keep what a flush needs."""
+"""Test that steps make few calls, read no generator, and keep what a flush needs."""
 
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -84,37 +83,3 @@ def test_random_numbers_of_each_step_are_kept_without_asking_for_them(
         assert np.array_equal(np.random.get_state()[1], expected[1][1])
         assert np.random.get_state()[2:] == expected[1][2:]
         assert torch.equal(torch.get_rng_state(), expected[2])
-
-
-_SAVES_AND_RESUMES = """
-import sys, torch, scarctl
-
-def build():
-    torch.manual_seed(0)
-    model = torch.nn.Linear(64, 64)
-    return model, torch.optim.AdamW(model.parameters())
-
-def train(model, optimizer):
-    for _ in range(6):
-        optimizer.zero_grad()
-        model(torch.ones(2, 64)).square().sum().backward()
-        optimizer.step()
-
-loaded = "numpy.ma" in sys.modules
-for expected in (0, 6):
-    saved = build()
-    session = scarctl.attach(*saved, store=sys.argv[1], interval=2)
-    assert session.resume().step == expected
-    train(*saved)
-    assert session.stats.checkpoints >= 2, session.stats
-    session.close(seal=not expected)
-assert ("numpy.ma" in sys.modules) == loaded
-"""
-
-
-@pytest.mark.long
-def test_no_checkpoint_and_no_resume_loads_numpys_masked_arrays(tmp_path: Path) -> None:
-    """Some of numpy's functions for sets import them at their first call: 8 ms in the middle of a training."""
-    command = [sys.executable, "-c", _SAVES_AND_RESUMES, str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

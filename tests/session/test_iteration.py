@@ -17,9 +17,9 @@ import scarctl
 import scarctl.session.departure
 from scarctl.daemon.request import Request
 from scarctl.errors import ScarError, Unavailable
-from tests.session.serving import LONG, ROWS, Server, fails, never_waits, raises, resumed, sigterm, waits
+from tests.session.serving import LONG, ROWS, Server, fails, never_waits, raises, resumed, waits
 from tests.session.test_evacuate import throttle
-from tests.support.process import Forked, Tell
+from tests.support.process import Forked, Tell, end_by_signal
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("warm_torch")
@@ -38,7 +38,7 @@ def test_sigterm_between_two_blocks_is_exact_and_at_once(tmp_path: Path, both_sa
         tell("ready")
         waits()
 
-    sigterm(body)
+    end_by_signal(body)
     found, values, count = resumed(tmp_path / "s")
     assert (found.step, found.consistent, values, count) == (7, True, [7.0], 7)
 
@@ -51,22 +51,9 @@ def test_sigterm_within_a_block_waits_for_its_end(tmp_path: Path, both_savers: s
             server.change(lambda: (tell("ready"), server.flush_waits()))
         waits()
 
-    sigterm(body)
+    end_by_signal(body)
     found, values, count = resumed(tmp_path / "s")
     assert (found.step, found.consistent, values, count) == (4, True, [4.0], 4)
-
-
-def test_sigterm_within_a_block_that_does_not_end(tmp_path: Path) -> None:
-    def body(tell: Tell) -> None:
-        scarctl.session.departure.FLUSH_SECONDS = 0.2
-        server = Server(tmp_path / "s")
-        server.serve(3)
-        server.session.checkpoint(full=True)
-        server.serve(1, lambda: (tell("ready"), waits()))
-
-    sigterm(body)
-    found, values, _ = resumed(tmp_path / "s")
-    assert (found.step, found.consistent, values) == (3, True, [3.0]), "no half of a block is saved"
 
 
 @pytest.mark.parametrize("within", [False, True])
@@ -104,10 +91,7 @@ def test_kill_9_within_a_block(tmp_path: Path) -> None:
         server.serve(6)
         server.serve(1, lambda: (tell("ready"), waits()))
 
-    with Forked(body) as child:
-        child.expect("ready")
-        child.signal(signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL
+    end_by_signal(body, signal.SIGKILL)
     found, values, count = resumed(tmp_path / "s")
     assert 0 < found.step <= 6
     assert (values, count) == ([float(found.step)], found.step)
@@ -125,20 +109,9 @@ def test_sigterm_after_a_block_that_raised_leaves_the_state_before_it(
         tell("ready")
         waits()
 
-    sigterm(body)
+    end_by_signal(body)
     found, values, count = resumed(tmp_path / "s")
     assert (found.step, found.consistent, values, count) == (3, True, [3.0], 3)
-
-
-def test_a_rollback_after_a_block_that_raised_is_to_the_state_before(tmp_path: Path) -> None:
-    server = Server(tmp_path / "s")
-    server.serve(3)
-    server.session.checkpoint(full=True, wait=True)
-    raises(server)
-    assert not server.session.flush()
-    server.session.close()
-    found, values, _ = resumed(tmp_path / "s", "rollback")
-    assert (found.step, found.consistent, values) == (3, True, [3.0])
 
 
 def test_no_checkpoint_claims_to_have_a_block_that_raised(tmp_path: Path) -> None:
@@ -183,7 +156,7 @@ def test_several_sessions_in_one_process(tmp_path: Path) -> None:
         tell("ready")
         waits()
 
-    sigterm(body)
+    end_by_signal(body)
     for name, step in (("a", 5), ("b", 3)):
         found, values, _ = resumed(tmp_path / name)
         assert (found.step, found.consistent, values) == (step, True, [float(step)])
@@ -229,6 +202,6 @@ def test_a_flush_that_waits_for_a_block_that_raises(tmp_path: Path) -> None:
         raises(server, lambda: (tell("ready"), server.flush_waits()))
         waits()
 
-    sigterm(body)
+    end_by_signal(body)
     found, values, _ = resumed(tmp_path / "s")
     assert (found.step, found.consistent, values) == (3, True, [3.0])

@@ -23,15 +23,6 @@ from tests.support.training import Loop
 pytestmark = [pytest.mark.usefixtures("warm_torch"), pytest.mark.leaves_arena]
 
 
-def resumed_at(store: Path) -> tuple[int, bool]:
-    model, optimizer = stepper.build()
-    session = stepper.attach(model, optimizer, str(store))
-    resumed = session.resume(mode="partial")
-    assert stepper.torn_rows(model, optimizer) == []
-    session.close()
-    return resumed.step, resumed.consistent
-
-
 def test_a_signal_while_another_departure_runs(tmp_path: Path, arena_dir: Path) -> None:
     """A notice two minutes before the end, and then the usual SIGTERM: the process ends within its grace period."""
     store = tmp_path / "store"
@@ -59,7 +50,7 @@ def test_a_signal_while_another_departure_runs(tmp_path: Path, arena_dir: Path) 
     steps = stored_steps(store)
     assert set(steps) <= {1, 2}
     leave_host(arena_dir)
-    step, exact = resumed_at(store)
+    step, exact = stepper.resumed(store)
     assert step in (1, 2)
     assert exact == (len(set(steps)) == 1)
 
@@ -96,7 +87,7 @@ def test_all_processes_of_a_loop_get_the_signal(tmp_path: Path, arena_dir: Path)
         assert child.wait() == -signal.SIGTERM
     leave_host(arena_dir)
     assert set(stored_steps(store)) == {6}
-    assert resumed_at(store) == (6, True)
+    assert stepper.resumed(store) == (6, True)
 
 
 FAILS = """
@@ -124,7 +115,7 @@ def test_a_program_that_fails_because_of_the_signal(tmp_path: Path, arena_dir: P
     assert "the loop fails because of the signal" in errors.read_text()
     leave_host(arena_dir)
     assert set(stored_steps(store)) == {2}
-    assert resumed_at(store) == (2, True)
+    assert stepper.resumed(store) == (2, True)
 
 
 def test_a_notice_of_more_than_a_day_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -12,36 +11,10 @@ from torch import nn
 
 import scarctl
 import scarctl.errors
-from scarctl.errors import Contention, LayoutMismatch, SettingsConflict, UsageError
-from tests.daemon.trainer import assert_sound
+from scarctl.errors import LayoutMismatch, SettingsConflict, UsageError
 from tests.support.training import Loop
 
 pytestmark = pytest.mark.usefixtures("both_savers")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda m: setattr(m, "extra", nn.Linear(2, 2)), "extra"),
-        (lambda m: delattr(m, "norm"), "norm"),
-    ],
-    ids=["new", "missing"],
-)
-def test_a_changed_model_is_refused_and_nothing_is_changed(tmp_path: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
-    loop = Loop(tmp_path / "store")
-    loop.train(3)
-    loop.session.close()
-    other = Loop(tmp_path / "other")
-    other.session.close()
-    model = other.model
-    change(model)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    session = scarctl.attach(model, torch.optim.Adam(model.parameters()), store=tmp_path / "store")
-    with pytest.raises(LayoutMismatch, match=message):
-        session.resume()
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    session.close()
-    assert_sound(tmp_path / "store")
 
 
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
@@ -62,15 +35,6 @@ def test_an_earlier_run_is_not_overwritten_by_a_loop_that_did_not_resume(tmp_pat
     with pytest.raises(UsageError, match=r"call session.resume\(\)"):
         again.train(1)
     again.session.close()
-
-
-def test_two_sessions_on_one_store(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store")
-    with loop.session:
-        with pytest.raises(Contention, match=str(os.getpid())):
-            Loop(tmp_path / "store")
-        loop.train(3)
-    assert_sound(tmp_path / "store")
 
 
 def test_settings_that_contradict_the_store(tmp_path: Path) -> None:
@@ -97,11 +61,6 @@ def test_bad_arguments_are_refused_before_anything_is_written(tmp_path: Path, ba
     with pytest.raises(UsageError):
         Loop(tmp_path / "store", **bad)
     assert not (tmp_path / "store").exists()
-
-
-def test_an_object_without_adapter(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no adapter is installed for builtins"):
-        scarctl.attach(3, store=tmp_path / "store")
 
 
 def test_several_models_are_passed_as_one(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import scarctl
 from scarctl.arena.slot import Slot
 from scarctl.daemon.request import Request
 from scarctl.state.version import step_of
+from tests.session.counting import Counting
 from tests.support.training import Loop, drained
 
 pytestmark = pytest.mark.usefixtures("both_savers")
@@ -21,9 +22,7 @@ def test_a_request_that_comes_while_another_is_looked_at_is_kept(
 ) -> None:
     """Another thread makes a request, perhaps just when the requested copy begins."""
     loop = Loop(tmp_path / "store", interval=1000)
-    loop.train(1)
-    loop.session._saving.finish()
-    drained([loop.session])
+    loop.train(1, settle=True)
     arena, requests = loop.session._started().arena, loop.session._requests
     coming = [Request("full")]
     begin = arena.begin_moment
@@ -49,9 +48,7 @@ def test_a_request_that_comes_while_a_step_is_counted_waits_for_the_next_one(
 ) -> None:
     """The command has seen the step's number already, and waits for a newer one."""
     loop = Loop(tmp_path / "store", interval=1000)
-    loop.train(1)
-    loop.session._saving.finish()
-    drained([loop.session])
+    loop.train(1, settle=True)
     arena, requests = loop.session._started().arena, loop.session._requests
     coming, reach = [Request("partial")], arena.reach
 
@@ -69,44 +66,22 @@ def test_a_request_that_comes_while_a_step_is_counted_waits_for_the_next_one(
     assert newest == 3
 
 
-class Table:
-    """A table of eight partitions, all of which change in every step, next to one that does not change."""
-
-    def __init__(self, store: Path, fraction: float) -> None:
-        self.x = np.zeros((8, 4))
-        self.session = scarctl.attach(
-            {"x": self.x, "kept": np.ones((8, 4))},
-            store=store,
-            interval=1000,
-            fraction=fraction,
-            partitioning=scarctl.Partitioning(rows={"*": 1}),
-        )
-        self.train(1)
-        drained([self.session])
-        self.engine = self.session._started()
-
-    def train(self, steps: int) -> int:
-        """Return the step of the newest copy."""
-        for _ in range(steps):
-            self.x += 1
-            self.session.step()
-            self.session._saving.finish()
-        return step_of(int(self.session._started().arena.version.max()))
-
-
 def test_a_request_is_fulfilled_while_all_that_changes_waits_for_the_store(tmp_path: Path) -> None:
-    table = Table(tmp_path / "store", fraction=1.0)
-    table.engine.saver.stop()
-    table.train(1)
-    table.session.checkpoint()
-    arena = table.engine.arena
-    assert arena.pending().sum() == len(table.x)
-    table.session._requests.add(Request("partial"))
-    assert table.train(2) == 3
-    table.engine.start()
-    assert table.engine.saver.drain(30.0)
-    assert not arena.pending().any()
-    table.session.close()
+    run = Counting(tmp_path / "store", daemon=None)
+    run.train(1)
+    drained([run.session])
+    engine = run.session._started()
+    engine.saver.stop()
+    run.train(1)
+    run.session.checkpoint()
+    assert engine.arena.pending().sum() == len(run.x)
+    run.session._requests.add(Request("partial"))
+    run.train(2)
+    assert step_of(engine.arena.version.max()) == 3
+    engine.start()
+    assert engine.saver.drain(30.0)
+    assert not engine.arena.pending().any()
+    run.session.close()
 
 
 def test_a_request_is_not_repeated_for_a_partition_that_is_not_finite(tmp_path: Path) -> None:

@@ -13,12 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from scarctl.errors import Corruption, NoIntactCopy, UsageError
-from tests.daemon.trainer import idle, kill
+from scarctl.arena.folder import arena_folder
+from scarctl.daemon.client import ask
+from scarctl.daemon.protocol import SOCKET
+from scarctl.errors import Corruption, NoIntactCopy, Unavailable, UsageError
+from scarctl.store import Store
+from tests.support import stepper
 from tests.support.elsewhere import elsewhere
 from tests.support.process import Forked, Tell
+from tests.support.stored import stored_steps
 from tests.support.training import Loop, differing, drained
-from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("warm_torch")
 
@@ -34,41 +38,6 @@ def left_by(child: Forked, tmp_path: Path) -> dict[str, torch.Tensor]:
     assert child.wait() == -signal.SIGKILL
     state: dict[str, torch.Tensor] = torch.load(tmp_path / "state.pt")
     return state
-
-
-def epoch_of(loop: Loop) -> int:
-    assert loop.session._engine is not None
-    return loop.session._engine.arena.epoch
-
-
-# -- the daemon is replaced --------------------------------------------------------------------------------------
-
-
-def test_a_daemon_that_is_replaced_between_copy_and_hand_over(tmp_path: Path, daemon_folder: Path) -> None:
-    """Memory has the extras of its step: without them the run would continue from an older step."""
-
-    def body(tell: Tell) -> None:
-        loop = Loop(tmp_path / "store", interval=10, fraction=1.0)
-        loop.train(8)
-        loop.session.checkpoint(full=True, wait=True)
-        loop.train(2)  # a copy is under way
-        epoch = epoch_of(loop)
-        kill(daemon_folder)
-        wait_until(lambda: epoch_of(loop) > epoch)
-        torch.save(loop.state(), tmp_path / "copied.pt")
-        loop.train(1)
-        drained([loop.session])
-        dies(loop, tmp_path)
-
-    with Forked(body) as child:
-        left_by(child, tmp_path)
-    wait_until(lambda: idle(daemon_folder))
-    resumed, state = elsewhere(tmp_path / "store")
-    assert resumed.step == 10
-    assert differing(state, torch.load(tmp_path / "copied.pt")) == []
-    again = Loop(tmp_path / "store")
-    assert again.session.resume().step == 10
-    again.session.close()
 
 
 # -- what a dead process left ------------------------------------------------------------------------------------
@@ -190,3 +159,53 @@ def test_what_fails_right_after_a_resume_saves_no_later_extras(tmp_path: Path) -
     assert (resumed.step, resumed.consistent) == (4, True)
     assert third.position == {"batches": 4}
     third.session.close()
+
+
+# -- killed before the first checkpoint is whole ------------------------------------------------------------------
+
+
+def kill_daemon(base: Path) -> None:
+    """Send SIGKILL to the host's daemon, if there is one."""
+    folder = arena_folder(str(base), "x").parent
+    try:
+        pid = ask(folder, "status")["pid"]
+    except Unavailable:
+        return
+    os.kill(pid, signal.SIGKILL)
+    (folder / SOCKET).unlink(missing_ok=True)
+
+
+@pytest.mark.leaves_arena
+@pytest.mark.usefixtures("both_savers")
+@pytest.mark.parametrize("forget", ["extras", "arena", "nothing"])
+def test_death_before_the_first_whole_checkpoint(tmp_path: Path, arena_dir: Path, forget: str) -> None:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(1)
+            model, optimizer = stepper.build()
+            session = stepper.attach(model, optimizer, str(tmp_path / "store"))
+            session._saver.notify = lambda: None  # type: ignore[method-assign]
+            optimizer.step()
+            session._saving.finish()
+            kill_daemon(arena_dir)  # it would at once make durable what this process leaves
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    folder = arena_folder(str(arena_dir), Store.open(str(tmp_path / "store")).run_id)
+    lost = {"extras": ("extras-*",), "arena": ("*",)}
+    for pattern in lost.get(forget, ()):
+        paths = list(folder.glob(pattern))
+        assert paths
+        for path in paths:
+            path.unlink()
+    model, optimizer = stepper.build()
+    session = stepper.attach(model, optimizer, str(tmp_path / "store"))
+    resumed = session.resume()
+    assert resumed.step == (1 if forget == "nothing" else 0)
+    assert resumed.consistent
+    for _ in range(5):
+        optimizer.step()
+    session.close()
+    assert session.stats.errors == 0
+    assert set(stored_steps(tmp_path / "store")) == {resumed.step + 5}

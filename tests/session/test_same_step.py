@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -14,7 +15,9 @@ from scarctl.recovery.shared_plan import plan_lost, plans_back
 from scarctl.recovery.shares import open_shares
 from scarctl.store import Store, complete_sets
 from tests.session.counting import Counting
+from tests.support import stepper
 from tests.support.ranks import RankStore
+from tests.support.training import drained
 
 ROWS, STEP = 16, 5
 
@@ -90,3 +93,33 @@ def test_all_of_an_earlier_step_with_the_extras_of_now_is_not_exact(tmp_path: Pa
         assert not report.consistent
         session.checkpoint(full=True, wait=True)
         assert session.recover("all").consistent
+
+
+def life(store: Path, arena: Path, steps: int, mode: Literal["partial", "auto"] = "auto") -> scarctl.Session:
+    """Resume with new memory, and take these steps."""
+    arena.mkdir()
+    model, optimizer = stepper.build()
+    session = stepper.attach(model, optimizer, str(store), arena_dir=str(arena), daemon=False)
+    session.resume(mode=mode)
+    for _ in range(steps):
+        optimizer.step()
+        session._saving.finish()
+        drained([session])  # the store gets a part of every step that it is due one
+    return session
+
+
+def test_saving_a_mixed_state_again_without_a_step_does_not_make_it_consistent(tmp_path: Path) -> None:
+    session = life(tmp_path / "first", tmp_path / "a", 12)
+    shutil.copytree(tmp_path / "first", tmp_path / "s")
+    session.close()
+    reasons = []
+    for name in "bcde":
+        session = life(
+            tmp_path / "s", tmp_path / name, int(name == "d"), "partial" if name == "b" else "auto"
+        )
+        assert session.resumed is not None
+        reasons.append(session.resumed.reasons)
+        session.close()
+    mixed = ("partitions are of several steps",)
+    again = ("it was restored like this, and no step has ended since: partitions are of several steps",)
+    assert reasons == [mixed, again, again, ()], "the last but one life has taken a step"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from pathlib import Path
@@ -10,13 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from safetensors.numpy import save_file
 
 import scarctl
 import scarctl.errors
-from scarctl.daemon.request import Request
-from scarctl.errors import Corruption, UsageError
+from scarctl.errors import Corruption, NoIntactCopy, UsageError
+from scarctl.formats.state_file import open_state
+from scarctl.ops.checkpoint import CheckpointSettings, checkpoint
 from tests.daemon.trainer import assert_sound
+from tests.support.places import SECRET, Place
 from tests.support.training import Loop, differing, drained
 
 pytestmark = pytest.mark.usefixtures("both_savers")
@@ -28,27 +29,6 @@ def test_resume_on_an_empty_store_changes_nothing(tmp_path: Path) -> None:
     resumed = loop.session.resume()
     assert (resumed.step, resumed.consistent, resumed.report) == (0, True, None)
     assert differing(loop.state(), before) == []
-    loop.session.close()
-
-
-def test_a_partition_that_is_not_finite_keeps_its_last_good_copy(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    loop = Loop(tmp_path / "store", interval=100)
-    loop.train(3)
-    loop.session.checkpoint(full=True, wait=True)
-    good = loop.state()["embed.weight"]
-    with torch.no_grad():
-        loop.model.embed.weight[5] = float("nan")
-    with caplog.at_level(logging.WARNING, "scarctl"):
-        loop.session.checkpoint(full=True)
-    assert "1 partition not finite" in caplog.text
-    assert loop.session.stats.nonfinite_partitions == 1
-    loop.session.recover(lost="embed.weight")
-    assert torch.isfinite(loop.model.embed.weight).all()
-    rows = loop.session.layout.groups[0].rows_per_partition
-    first = 5 // rows * rows
-    assert torch.equal(loop.model.embed.weight[first : first + rows], good[first : first + rows])
     loop.session.close()
 
 
@@ -134,32 +114,6 @@ def test_an_exception_inside_an_optimizer_step_does_not_seal_half_a_step(tmp_pat
     again.session.close()
 
 
-def test_unused_parameters_join_later_without_a_new_layout(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-    optimizer = torch.optim.Adam(model.parameters())
-    session = scarctl.attach(model, optimizer, store=tmp_path / "store", interval=1)
-    for step in range(6):
-        optimizer.zero_grad()
-        model[0 if step < 3 else 1](torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        if step == 1:
-            assert session.recover("1.*").restored_partitions == 2
-            assert not optimizer.state[model[1].weight], "there is nothing to restore into yet"
-    assert session.stats.errors == 0
-    session.close()
-    expected = {k: v.clone() for k, v in model.state_dict().items()}
-    moments = optimizer.state[model[1].weight]["exp_avg_sq"].clone()
-
-    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-    optimizer = torch.optim.Adam(model.parameters())
-    session = scarctl.attach(model, optimizer, store=tmp_path / "store", interval=1)
-    assert session.resume().consistent
-    assert all(torch.equal(v, expected[k]) for k, v in model.state_dict().items())
-    assert torch.equal(optimizer.state[model[1].weight]["exp_avg_sq"], moments)
-    session.close()
-
-
 def test_a_snapshot_of_nothing_is_no_new_run(tmp_path: Path) -> None:
     loop = Loop(tmp_path / "store")
     with pytest.raises(UsageError, match="has no snapshot 'five': nothing is saved there"):
@@ -178,20 +132,6 @@ def test_a_session_shows_its_layout_and_its_adapter(tmp_path: Path) -> None:
     ]
     loop.session.close()
     assert loop.session.layout.partitions > 0, "also afterwards"
-
-
-def test_of_two_requests_the_whole_state_is_saved_once(tmp_path: Path) -> None:
-    loop = Loop(tmp_path / "store", interval=1000)
-    loop.train(1)
-    loop.session._saving.finish()
-    drained([loop.session])
-    for kind in ("full", "partial"):
-        loop.session._requests.add(Request(kind))
-    loop.train(3)
-    loop.session._saving.finish()
-    assert loop.session.stats.checkpoints == 2
-    assert loop.session._started().arena.sealed >= 0
-    loop.session.close()
 
 
 def test_the_copy_leaves_half_of_the_threads_to_training(tmp_path: Path) -> None:
@@ -213,3 +153,57 @@ def test_the_copy_leaves_half_of_the_threads_to_training(tmp_path: Path) -> None
         assert (torch.get_num_threads(), found) == (4, {"copy": 2, "later": 4})
     finally:
         torch.set_num_threads(before)
+
+
+def test_rollback_waits_for_a_sealed_state_that_is_on_its_way(tmp_path: Path, both_savers: str) -> None:
+    """This includes the first seal: while it is written, the store has nothing complete."""
+    loop = Loop(tmp_path / "store", interval=100)
+    loop.train(3)
+    # Like a slow store.
+    loop.session._started().saver.stop()
+    loop.session.checkpoint(full=True)
+    sealed = loop.state()
+    loop.train(4)
+    report = loop.session.recover("all", mode="rollback")
+    assert (report.consistent, report.step) == (True, 3)
+    assert differing(loop.state(), sealed) == []
+    loop.session.close()
+
+
+@pytest.mark.slow
+def test_options_that_are_refused_are_not_repeated(s3_place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCARCTL_DAEMON", "1")
+    odd = {**s3_place.options, "s3_additional_kwargs": {"odd": object()}}
+    unknown = {**s3_place.options, "sekret": SECRET}
+    for given, said in ((odd, "cannot be sent"), (unknown, "s3:// has no storage option 'sekret'")):
+        settings = scarctl.Settings(storage_options=given)
+        with pytest.raises(UsageError, match=said) as caught:
+            scarctl.attach({"users": np.zeros(4)}, store=s3_place.url, settings=settings)
+        assert SECRET not in str(caught.value)
+
+
+def test_a_store_in_memory_is_saved_by_the_process_itself(usual_saver: None) -> None:
+    for trained in (False, True):
+        state = {"users": np.zeros((50, 4))}
+        with scarctl.attach(state, store=f"memory://{os.getpid()}/run", interval=2) as session:
+            assert session.resume().step == (3 if trained else 0)
+            for _ in range(session.head_step, 3):
+                state["users"] += 0.5
+                session.step()
+        assert (state["users"] == 1.5).all()
+
+
+@pytest.mark.leaves_arena
+@pytest.mark.parametrize("mode", ["partial", "rollback"])
+def test_resuming_says_once_what_restores_it(tmp_path: Path, mode: str) -> None:
+    state = {"a": np.ones((64, 32), np.float32)}
+    save_file(state, tmp_path / "state.safetensors")
+    settings = CheckpointSettings(store=str(tmp_path / "store"), step=4)
+    checkpoint(open_state(tmp_path / "state.safetensors"), settings)
+    state["a"][:] = 0
+    session = scarctl.attach(state, store=tmp_path / "store")
+    with pytest.raises(NoIntactCopy) as caught:
+        session.resume(mode)
+    session.close()
+    assert caught.value.message.count("`scarctl recover` restores a run that `scarctl checkpoint` saved") == 1
+    assert not state["a"].any()

@@ -52,13 +52,6 @@ class Job:
             self.session._saving.finish()
             drained([self.session])
 
-    def state(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{group.name}/{slot}": tensor.detach().clone()
-            for group in self.session.adapter.groups()
-            for slot, tensor in group.tensors.items()
-        }
-
 
 def exact_and_found(session: scarctl.Session) -> tuple[np.ndarray, np.ndarray]:
     engine = session._started()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 import scarctl
-from tests.support.process import Forked, Tell
+from tests.support.process import Tell, end_by_signal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -72,10 +71,7 @@ def test_a_signal_without_a_copy_is_said(tmp_path: Path, both_savers: str) -> No
         time.sleep(600)
         del session
 
-    with Forked(body) as child:
-        child.expect("ready")
-        child.signal(signal.SIGTERM)
-        assert child.wait() == -signal.SIGTERM
+    end_by_signal(body)
     says((tmp_path / "log").read_text())
     assert resumed(tmp_path / "store").step == SAVED
 

@@ -78,6 +78,14 @@ class Forked:
         return self.status
 
 
+def end_by_signal(body: Callable[[Tell], object], signum: int = signal.SIGTERM) -> None:
+    """Run `body` in a process until it tells "ready", and end that with a signal."""
+    with Forked(body) as child:
+        child.expect("ready")
+        child.signal(signum)
+        assert child.wait() == -signum
+
+
 def _run(body: Callable[[Tell], object], told: int) -> NoReturn:
     code = 1
     try:

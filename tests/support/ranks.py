@@ -74,6 +74,21 @@ def belong(arena: Arena, store: Store) -> None:
         write_line(arena.folder, Word(1, 0, found.id, found.k))
 
 
+def current_layout(store: Store) -> Layout:
+    """Return the layout of a store that has one."""
+    layout = store.current_layout()
+    assert layout is not None
+    return layout
+
+
+def arena_of(store: Store, base: Path, **more: Any) -> Arena:
+    """Return the arena of a run of this process that saves to `store`. The caller closes it."""
+    folder = arena_folder(str(base), store.run_id)
+    arena = Arena.create(folder, current_layout(store), run_id=store.run_id, epoch=1, **more)
+    belong(arena, store)
+    return arena
+
+
 class RankStore:
     """The ranks of a job that save to a store at `path`. Starting it makes a topology, and every rank's writer."""
 

@@ -1,25 +1,18 @@
-"""Run a training loop whose every value is the number of its step, so that a copy of mixed steps shows.
-
-    python -m tests.support.stepper STORE STEPS
-
-It resumes, checks what it got, trains, and prints after every step a JSON line with the step and, per partition, the
-step that is acknowledged as durable.
-"""
+"""Provide a training whose every value is the number of its step, so that a copy of mixed steps shows."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
+import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 import scarctl
 from scarctl.config import grouped
-from scarctl.state.version import step_of
+from tests.support.process import Tell
 
 
 class Stepper(torch.optim.Optimizer):
@@ -66,30 +59,22 @@ def torn_rows(model: nn.Module, optimizer: Stepper) -> list[str]:
     ]
 
 
-def tell(step: int, durable: list[int]) -> None:
-    """Write one whole line at once: the process may be killed right after."""
-    os.write(1, json.dumps({"step": step, "durable": durable}).encode() + b"\n")
-
-
-def main() -> None:
-    torch.set_num_threads(1)
+def resumed(store: Path | str, mode: Literal["partial", "auto"] = "partial") -> tuple[int, bool]:
+    """Return the step at which another process resumes, and whether the state is consistent. No row may be torn."""
     model, optimizer = build()
-    session = attach(model, optimizer, sys.argv[1])
-    start = session.resume().step
-    if start:
+    with attach(model, optimizer, str(store)) as session:
+        found = session.resume(mode)
         assert torn_rows(model, optimizer) == []
-        # Continue from whole numbers: from here on every value is its step again.
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(start)
-                optimizer.state[parameter]["count"].fill_(start)
-    tell(start, [])
-    for step in range(start + 1, int(sys.argv[2]) + 1):
+    return found.step, found.consistent
+
+
+def trains(store: Path | str, tell: Tell, steps: int = 7) -> None:
+    """Take some steps, then wait as a loop does in a long evaluation."""
+    model, optimizer = build()
+    session = attach(model, optimizer, str(store))
+    for _ in range(steps):
         optimizer.step()
-        assert session._engine is not None
-        tell(step, step_of(session._engine.arena.durable).tolist())
-    session.close()
-
-
-if __name__ == "__main__":
-    main()
+    tell("ready")
+    while True:
+        time.sleep(600)
+    del session

@@ -102,3 +102,13 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
         if slot in optimizer.state[parameter]
     }
     return slots | {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return copies of tensors, slots, counts, learning rates and random numbers, to be compared bit for bit."""
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    for number, slots in optimizer.state_dict()["state"].items():
+        state |= {f"{number}.{key}": torch.as_tensor(value).clone() for key, value in slots.items()}
+    state["lr"] = torch.tensor([group["lr"] for group in optimizer.param_groups], dtype=torch.float64)
+    state["random numbers"] = torch.get_rng_state()
+    return state

@@ -31,9 +31,6 @@ class TreeTraining(Training):
     numpy.
     """
 
-    step = staticmethod(models.step)
-    donated = False
-
     def __init__(self, variant: str) -> None:
         random.seed(1)
         np.random.seed(2)
@@ -53,7 +50,7 @@ class TreeTraining(Training):
         self, store: Path, until: int, visit: Visit, *, resume: Mapping[str, Any], options: Mapping[str, Any]
     ) -> None:
         extras = {"position": self.position}
-        with attach(self.state, store=store, extras=extras, donated=self.donated, **options) as session:
+        with attach(self.state, store=store, extras=extras, **options) as session:
             self.live = lambda: session.state
             try:
                 state = session.resume(**resume)
@@ -62,7 +59,7 @@ class TreeTraining(Training):
                 for _ in range(session.head_step, until):
                     self.position["batch"] += 1
                     weight = random.random() + np.random.rand()
-                    state = self.step(state, models.batch(self.position["batch"]), jnp.float32(weight))
+                    state = models.step(state, models.batch(self.position["batch"]), jnp.float32(weight))
                     session.step(state)
                     visit(session.session)
                     state = session.state
@@ -91,21 +88,6 @@ class TestJax(AdapterConformance):
 
     def training(self, variant: str = "") -> Training:
         return TreeTraining(variant)
-
-
-class DonatingTraining(TreeTraining):
-    step = staticmethod(models.donating)
-    donated = True
-
-
-class TestJaxDonating(AdapterConformance):
-    generators = ("python", "numpy")
-
-    def training(self, variant: str = "") -> Training:
-        return DonatingTraining(variant)
-
-    def test_hooks_are_called_around_every_iteration(self, tmp_path: Path) -> None:
-        pytest.skip("the loop ends iterations itself")
 
 
 def test_jax_runs_on_the_cpu() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,12 +12,17 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from scarctl.state.torch_dtypes import plain
 from tests.support.lazy import Lazy
+from tests.support.process import Forked, Tell
 
 if TYPE_CHECKING:
+    from lightning.pytorch.plugins import precision as plugins
+
     from tests.adapters.lightning import fits
 else:
     fits = Lazy("tests.adapters.lightning.fits")
+    plugins = Lazy("lightning.pytorch.plugins.precision")
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -126,3 +133,61 @@ def test_a_loader_with_a_state_reads_nothing_again(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_options_of_the_trainer(ends: list[fits.Point], options: dict[str, Any], tmp_path: Path) -> None:
     check(tmp_path, fits.Net, ends, **options)
+
+
+@pytest.mark.leaves_arena
+def test_what_lightning_does_with_sigterm_it_still_does(tmp_path: Path) -> None:
+    """The fit ends its batch and raises, and the newest step is in the store."""
+    store = tmp_path / "store"
+
+    def train(tell: Tell) -> None:
+        def then(_: fits.Point) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        try:
+            fits.fit(fits.Net, store, ("train", 1, 1), then)
+        except BaseException as error:
+            tell(type(error).__name__)
+            raise
+        tell("returned")
+
+    with Forked(train) as child:
+        child.expect("SIGTERMException", 60)
+        assert child.wait(60) == 1
+    whole, trainer = fits.fit(fits.Net, None)
+    expected = fits.outcome(whole, trainer)
+    net, trainer = fits.fit(fits.Net, store)
+    assert trainer.callbacks[0].resumed.consistent
+    assert len(net.seen) == 4
+    assert fits.differing(fits.outcome(net, trainer), expected) == []
+
+
+def scaled() -> dict[str, Any]:
+    """Use float16 on the CPU, where Lightning's precision="16-mixed" falls back to bfloat16. The scale doubles often,
+    and some steps overflow and are skipped.
+    """
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
+    return {"plugins": [plugins.MixedPrecision("16-mixed", device="cpu", scaler=scaler)]}
+
+
+def state_of(net: fits.Net, trainer: Any) -> dict[str, Any]:
+    found = fits.outcome(net, trainer) if net.embed.weight.dtype == torch.float32 else {}
+    weights = {f"{name} itself": str(plain(value)) for name, value in net.state_dict().items()}
+    return {**found, **weights, "scaler": str(trainer.precision_plugin.state_dict())}
+
+
+@pytest.mark.parametrize("precision", ["scaled", "bf16-true"])
+def test_a_fit_goes_on_exactly(precision: str, tmp_path: Path) -> None:
+    def arguments() -> dict[str, Any]:
+        return scaled() if precision == "scaled" else {"precision": precision}
+
+    whole = state_of(*fits.fit(fits.Net, None, accumulate_grad_batches=1, **arguments()))
+    with pytest.raises(fits.Interrupted):
+        fits.fit(fits.Net, tmp_path / "store", ("train", 1, 3), accumulate_grad_batches=1, **arguments())
+    net, trainer = fits.fit(fits.Net, tmp_path / "store", accumulate_grad_batches=1, seed=9, **arguments())
+    resumed = trainer.callbacks[0].resumed
+    assert resumed.consistent
+    assert 0 < resumed.step <= 9
+    assert fits.differing(state_of(net, trainer), whole) == []
+    if precision == "scaled":
+        assert resumed.step < 9, "no step has overflowed"

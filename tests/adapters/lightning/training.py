@@ -11,31 +11,27 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
-from scarctl.testing import Training, Visit
+from scarctl.testing import Visit
 from scarctl_adapters.lightning import ScarCallback
 from tests.adapters.lightning.fits import QUIET
+from tests.adapters.torch.test_conformance import TorchTraining
 
 
 class Module(pl.LightningModule):
-    """Draw from all three global generators in every iteration."""
+    """The model of the torch suite. Draw from all three global generators in every iteration."""
 
-    def __init__(self, variant: str) -> None:
+    def __init__(self, training: LightningTraining) -> None:
         super().__init__()
-        self.embed = nn.Embedding(8, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.drop = nn.Dropout(0.25)
-        self.out = nn.Linear(4, 5 if variant == "changed" else 3)
-        self.several = variant == "several-optimizers"
-        self.automatic_optimization = not self.several
+        self.net = training.model
+        self._made = training.optimizers, training.schedulers
+        self.automatic_optimization = len(training.optimizers) == 1
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         ids = torch.cat([torch.randperm(8), batch % 8])
-        loss = self.out(self.drop(self.norm(self.embed(ids)))).square().mean()
-        loss = loss * random.uniform(0.5, 1.0) * np.random.uniform(0.5, 1.0)
-        if self.several:
+        loss = self.net(ids).square().mean() * random.uniform(0.5, 1.0) * np.random.uniform(0.5, 1.0)
+        if not self.automatic_optimization:
             for optimizer in self.optimizers():
                 optimizer.zero_grad()
             self.manual_backward(loss)
@@ -45,15 +41,7 @@ class Module(pl.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        parameters = list(self.parameters())
-        if self.several:
-            optimizers: list[torch.optim.Optimizer] = [
-                torch.optim.SGD(parameters[:1], lr=0.1, momentum=0.9),
-                torch.optim.AdamW(parameters[1:], lr=0.01),
-            ]
-        else:
-            optimizers = [torch.optim.Adam(parameters, lr=0.01)]
-        schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in optimizers]
+        optimizers, schedules = self._made
         return optimizers, [{"scheduler": schedule, "interval": "step"} for schedule in schedules]
 
 
@@ -76,16 +64,8 @@ class Visitor(pl.Callback):
             self._visit(self._saving.session)
 
 
-class LightningTraining(Training):
+class LightningTraining(TorchTraining):
     """Return four batches per epoch, in another order each time."""
-
-    def __init__(self, variant: str) -> None:
-        random.seed(1)
-        np.random.seed(2)
-        torch.manual_seed(3)
-        self.module = Module(variant)
-        self.accumulate = 2 if variant == "accumulation" else 1
-        self.steps = {"step": 0}
 
     def run(
         self, store: Path, until: int, visit: Visit, *, resume: Mapping[str, Any], options: Mapping[str, Any]
@@ -93,27 +73,8 @@ class LightningTraining(Training):
         warnings.simplefilter("ignore")
         mode = {"mode": "resume"}
         saving = ScarCallback(store, **{mode.get(k, k): v for k, v in resume.items()}, **options)
-        settings = {**QUIET, "max_steps": until * (2 if self.module.several else 1), "max_epochs": -1}
+        settings = {**QUIET, "max_steps": until * len(self.optimizers), "max_epochs": -1}
         trainer = pl.Trainer(
-            **settings, accumulate_grad_batches=self.accumulate, callbacks=[saving, Visitor(saving, visit)]
+            **settings, accumulate_grad_batches=self.backwards, callbacks=[saving, Visitor(saving, visit)]
         )
-        trainer.fit(self.module, DataLoader(torch.arange(16), batch_size=4, shuffle=True))
-
-    def values(self) -> Mapping[str, Any]:
-        found: dict[str, Any] = dict(self.module.state_dict())
-        for name, parameter in self.module.named_parameters():
-            for optimizer in self._optimizers():
-                slots = optimizer.state.get(parameter, {})
-                found |= {f"{name}/{slot}": value for slot, value in slots.items() if slot != "step"}
-        return found
-
-    def extras(self) -> Mapping[str, Any]:
-        optimizers = self._optimizers()
-        return {
-            "steps": [[s["step"] for s in o.state.values() if "step" in s] for o in optimizers],
-            "rates": [[group["lr"] for group in o.param_groups] for o in optimizers],
-        }
-
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        attached = self.module._trainer is not None
-        return list(self.module.trainer.optimizers) if attached else []
+        trainer.fit(Module(self), DataLoader(torch.arange(16), batch_size=4, shuffle=True))

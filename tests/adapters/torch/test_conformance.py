@@ -52,7 +52,7 @@ class TorchTraining(Training):
         random.seed(1)
         np.random.seed(2)
         torch.manual_seed(3)
-        self.model = Net(variant)
+        self.model: nn.Module = Net(variant)
         if variant == "bfloat16":
             self.model.to(torch.bfloat16)
         self.backwards = 3 if variant == "accumulation" else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,12 @@ class Sharded:
         return before is not None and before.hold()
 
     @property
+    def slots(self) -> dict[str, Any]:
+        """The optimizer's state of the first weight."""
+        found: dict[str, Any] = self.optimizer.state[self.model[0].weight]
+        return found
+
+    @property
     def weight(self) -> DTensor:
         found = self.model[0].weight
         assert isinstance(found, DTensor)
@@ -62,21 +69,12 @@ def test_steps_replace_nothing() -> None:
         training.step()
 
 
-def _replace_a_part(t: Sharded) -> None:
-    t.weight._local_tensor = t.weight._local_tensor.clone()
-
-
 def _replace_its_memory(t: Sharded) -> None:
     t.weight._local_tensor.data = t.weight._local_tensor.data.clone()
 
 
-def _replace_a_slot(t: Sharded) -> None:
-    state = t.optimizer.state[t.model[0].weight]
-    state["exp_avg"] = state["exp_avg"].clone()
-
-
 def _replace_a_slots_part(t: Sharded) -> None:
-    slot = t.optimizer.state[t.model[0].weight]["exp_avg"]
+    slot = t.slots["exp_avg"]
     slot._local_tensor = slot._local_tensor.clone()
 
 
@@ -85,25 +83,21 @@ def _divide_otherwise(t: Sharded) -> None:
     t.weight._spec = type(spec)(spec.mesh, (torch.distributed.tensor.Shard(1),), spec.tensor_meta)
 
 
-def _gather(t: Sharded) -> None:
-    t.model.unshard()
+CHANGES: dict[str, Callable[[Sharded], object]] = {
+    "a part": lambda t: setattr(t.weight, "_local_tensor", t.weight._local_tensor.clone()),
+    "its memory": _replace_its_memory,
+    "a slot": lambda t: t.slots.update(exp_avg=t.slots["exp_avg"].clone()),
+    "a slot's part": _replace_a_slots_part,
+    "divided otherwise": _divide_otherwise,
+    "gathered": lambda t: t.model.unshard(),
+}
 
 
-CHANGES = [
-    _replace_a_part,
-    _replace_its_memory,
-    _replace_a_slot,
-    _replace_a_slots_part,
-    _divide_otherwise,
-    _gather,
-]
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
-def test_what_is_replaced_is_seen(change: Callable[[Sharded], None]) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_replaced_is_seen(name: str) -> None:
     training = Sharded()
     assert training.same()
-    change(training)
+    CHANGES[name](training)
     assert not training.same()
 
 

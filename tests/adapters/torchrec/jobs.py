@@ -112,13 +112,6 @@ def undisturbed(rank: int, world: int, folder: str, kinds: list[Kinds]) -> list[
     return halves(train, folder, kinds)
 
 
-def only_fused(rank: int, world: int, folder: str) -> list[Any]:
-    """Do the same without any torch optimizer that steps."""
-    whole = train(Path(folder, "whole"), LAST, "table", dense=False)
-    train(Path(folder, "halves"), HALF, "table", dense=False)
-    return [whole, train(Path(folder, "halves"), LAST, "table", dense=False)]
-
-
 def resharded(rank: int, world: int, folder: str, pairs: list[tuple[Kinds, Kinds]]) -> list[Any]:
     """Return for each pair of plans a run that changes from the first to the second, or the class of the error."""
     found = []

@@ -26,7 +26,6 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.warmup import WarmupOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from scarctl.config import Selection
 from tests.adapters.torchrec import models
 
 
@@ -94,31 +93,6 @@ def test_a_module_outside_of_the_model_that_changes_is_reported(
         session.checkpoint(full=True, wait=True)
         kinds = [caveat.kind for caveat in session.caveats]
     assert ("outside-module" in kinds) is moves, kinds
-
-
-def test_each_tracker_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    """With interval 1 every checkpoint saves a part, and the store ends with the same bytes."""
-    found = []
-    for tracker in ("exact", "auto"):
-        model, optimizer = models.build("table", "rowwise")
-        torch.manual_seed(1)
-        store = tmp_path / tracker
-        options = {"fraction": 0.3, "interval": 1, "selection": Selection(tracker=tracker)}
-        with scarctl.attach(model, optimizer, store=store, **options) as session:
-            session.resume()
-            for step in range(12):
-                optimizer.zero_grad()
-                model(models.batch(step)).square().sum().backward()
-                optimizer.step()
-            saved = session.stats.saved_bytes
-        found.append((saved, {n: t.clone() for n, t in models.local_values(model, optimizer).items()}))
-        model, optimizer = models.build("table", "rowwise")
-        with scarctl.attach(model, optimizer, store=store, **options) as session:
-            assert session.resume().step == 12
-            now = models.local_values(model, optimizer)
-            assert all(torch.equal(now[name], value) for name, value in found[-1][1].items())
-    assert found[0][1].keys() == found[1][1].keys()
-    assert all(torch.equal(found[0][1][name], value) for name, value in found[1][1].items())
 
 
 def test_sequences_are_tables_too(tmp_path: Path) -> None:

@@ -30,7 +30,6 @@ def group_is_ended() -> Iterator[None]:
 class TorchRecTraining(Training):
     """Do a forward pass, a backward pass, and a step of all optimizers as TorchRec combines them."""
 
-    fused = "adagrad"
     dense = True
 
     def __init__(self, variant: str) -> None:
@@ -39,7 +38,7 @@ class TorchRecTraining(Training):
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         width = 4 if variant == "changed" else 3
-        self.model, self.optimizer = models.build("table", self.fused, width=width, dense=self.dense)
+        self.model, self.optimizer = models.build("table", width=width, dense=self.dense)
         torch.manual_seed(3)
         self.backwards = 3 if variant == "accumulation" else 1
         self.position = {"batch": 0}
@@ -80,23 +79,10 @@ class TestTorchRec(AdapterConformance):
         return TorchRecTraining(variant)
 
 
-class RowwiseTraining(TorchRecTraining):
-    """A slot with one number per row."""
-
-    fused = "rowwise"
-
-
 class FusedTraining(TorchRecTraining):
     """Without any other optimizer the backward pass ends an iteration."""
 
     dense = False
-
-
-class TestRowwise(AdapterConformance):
-    variants = frozenset({"accumulation"})
-
-    def training(self, variant: str = "") -> Training:
-        return RowwiseTraining(variant)
 
 
 class TestFusedOnly(AdapterConformance):

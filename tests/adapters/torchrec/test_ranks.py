@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,6 @@ def test_a_resumed_run_is_the_undisturbed_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
-def test_a_backward_pass_ends_an_iteration_where_no_other_optimizer_steps(tmp_path: Path) -> None:
-    for whole, resumed in launch(f"{JOBS}:only_fused", 2, str(tmp_path), timeout=150):
-        assert resumed["step"] == 4
-        assert resumed["consistent"], resumed["reasons"]
-        assert resumed["last"] == whole["last"] != whole["first"]
-        assert not resumed["warnings"]
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_another_plan_takes_over_the_same_values(tmp_path: Path) -> None:
     pairs = [
@@ -54,34 +43,6 @@ def test_another_plan_takes_over_the_same_values(tmp_path: Path) -> None:
                 "saved by 2 ranks that divided the state otherwise"
             ]
             assert moved["last"] != moved["first"], pair
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_tables_with_other_states_are_refused(tmp_path: Path) -> None:
-    """Tensors are matched by name, and afterwards have the values that the first run left."""
-    pairs = [
-        ("table", ["table", "sgd"]),
-        ("table", ["table", "rowwise"]),
-        (["column", "rowwise"], ["table", "rowwise"]),
-    ]
-    for _, refused in launch(f"{JOBS}:resharded", 2, str(tmp_path), pairs, timeout=300)[0]:
-        assert refused.startswith("LayoutMismatch: "), refused
-    ended = json.loads(json.dumps(launch(f"{JOBS}:one_run", 2, str(tmp_path / "0"), 4, "table", timeout=100)))
-    assert ended[0]["first"] == ended[0]["last"]
-    assert ended[0]["step"] == 4
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_one_process_takes_over_what_two_ranks_had(tmp_path: Path) -> None:
-    """Two ranks also take over the state of one rank."""
-    two = launch(f"{JOBS}:one_run", 2, str(tmp_path), 3, "mixed", timeout=100)[0]
-    one = launch(f"{JOBS}:one_run", 1, str(tmp_path), 5, "table", timeout=100)[0]
-    again = launch(f"{JOBS}:one_run", 2, str(tmp_path), 8, "row", timeout=100)[0]
-    assert one["first"] == two["last"]
-    assert again["first"] == one["last"] != one["first"]
-    assert (one["step"], again["step"]) == (3, 5)
 
 
 @pytest.mark.slow

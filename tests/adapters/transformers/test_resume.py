@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from packaging.version import Version
 from torch import nn
 
-from tests.adapters.launched import check_ranks, torchrun
+from tests.distributed.launch import torchrun
 from tests.support.lazy import Lazy
 from tests.support.training import differing
 
@@ -51,25 +53,26 @@ def test_beside_scarctl_a_run_is_what_it_is_without(tmp_path: Path, whole: trans
     assert callback.session is None
 
 
-@pytest.mark.skipif(
-    Version(metadata.version("transformers")) < Version("5"),
-    reason="a Trainer that resumes scales that step otherwise",
+@pytest.mark.parametrize(
+    ("arguments", "step"),
+    [
+        pytest.param(
+            {"rows": 44},
+            7,
+            marks=pytest.mark.skipif(
+                Version(metadata.version("transformers")) < Version("5"),
+                reason="a Trainer that resumes scales that step otherwise",
+            ),
+        ),
+        ({"accelerator_config": {"use_seedable_sampler": False}}, 9),
+    ],
+    ids=["an epoch ends with a smaller step", "the order is drawn from the global generator"],
 )
-def test_an_epoch_that_ends_with_a_smaller_step(tmp_path: Path) -> None:
-    bare = runs.make_trainer(tmp_path / "bare", rows=44)
-    bare.train()
-    expected = runs.state_of(bare)
-    runs.ended_at(tmp_path, "on_step_end", 7, signal.SIGKILL, rows=44)
-    trainer, _ = runs.resumed(tmp_path, options={"mode": "rollback"}, rows=44)
-    assert differing(runs.state_of(trainer), expected) == []
-
-
-def test_an_order_that_is_drawn_from_the_global_generator(tmp_path: Path) -> None:
-    arguments = {"accelerator_config": {"use_seedable_sampler": False}}
+def test_a_killed_run_goes_on_exactly(tmp_path: Path, arguments: dict[str, Any], step: int) -> None:
     bare = runs.make_trainer(tmp_path / "bare", **arguments)
     bare.train()
     expected = runs.state_of(bare)
-    runs.ended_at(tmp_path, "on_step_end", 9, signal.SIGKILL, **arguments)
+    runs.ended_at(tmp_path, "on_step_end", step, signal.SIGKILL, **arguments)
     trainer, _ = runs.resumed(tmp_path, options={"mode": "rollback"}, **arguments)
     assert differing(runs.state_of(trainer), expected) == []
 
@@ -212,4 +215,15 @@ def test_lora_saves_the_frozen_base_once(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.leaves_arena
 def test_two_ranks_one_of_which_is_killed(tmp_path: Path, arena_dir: Path) -> None:
-    check_ranks(torchrun("tests.adapters.trainer_runs", tmp_path, arena_dir, kill_at=8), killed_at=8)
+    """Both ranks continue from one sealed state, and end bit for bit like a run without scarctl."""
+    given = {"out": tmp_path, "store": tmp_path / "store", "arena": arena_dir, "kill_at": 8}
+    imports = ("torch.distributed.run", "transformers", "scarctl_adapters.transformers")
+    words = json.dumps(given, default=str)
+    torchrun("tests.adapters.trainer_runs", words, world=2, timeout=220, imports=imports)
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert found[0]["resumed"] == found[1]["resumed"]
+    step, exact = found[0]["resumed"]
+    assert 1 <= step <= 8
+    assert exact
+    for rank in found:
+        assert differing(rank["whole"], rank["state"]) == []

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from scarctl.testing import Training, Visit
+from scarctl.testing import Visit
 from scarctl_adapters.transformers import ScarCallback
+from tests.adapters.torch.test_conformance import TorchTraining
 from tests.adapters.trainer_runs import Net, Rows
 
 
@@ -48,12 +49,13 @@ class Visiting(TrainerCallback):  # type: ignore[misc]  # transformers has no ty
         self.on_train_begin(args, state, control)
 
 
-class TrainerTraining(Training):
+class TrainerTraining(TorchTraining):
     """A Trainer whose schedule does not depend on the length of the training."""
 
     def __init__(self, variant: str) -> None:
         torch.manual_seed(3)
         self.model = Drawing(variant)
+        self.position = {}
         args = TrainingArguments(
             output_dir=tempfile.gettempdir(),  # no files are written there
             max_steps=100,
@@ -68,6 +70,8 @@ class TrainerTraining(Training):
         )
         self.trainer = Trainer(self.model, args, train_dataset=Rows(24))
         self.trainer.remove_callback(PrinterCallback)
+        self.optimizers = [self.trainer.create_optimizer()]
+        self.schedulers = []
 
     def run(
         self, store: Path, until: int, visit: Visit, *, resume: Mapping[str, Any], options: Mapping[str, Any]
@@ -77,25 +81,7 @@ class TrainerTraining(Training):
         self.trainer.add_callback(Visiting(callback, visit, until))
         self.trainer.train()
 
-    def values(self) -> Mapping[str, Any]:
-        slots = {
-            f"{number}.{name}": value
-            for number, state in enumerate(self._optimizer_state())
-            for name, value in state.items()
-            if name != "step"
-        }
-        return {**self.model.state_dict(), **slots}
-
     def extras(self) -> Mapping[str, Any]:
-        scheduler = self.trainer.lr_scheduler
-        return {
-            "steps": [state.get("step") for state in self._optimizer_state()],
-            "rates": [g["lr"] for g in self.trainer.optimizer.param_groups] if self.trainer.optimizer else [],
-            "schedule": scheduler.last_epoch if scheduler is not None else 0,
-            "global_step": self.trainer.state.global_step,
-        }
-
-    def _optimizer_state(self) -> list[dict[str, Any]]:
-        optimizer = self.trainer.optimizer
-        groups = optimizer.param_groups if optimizer is not None else []
-        return [optimizer.state.get(p, {}) for group in groups for p in group["params"]]
+        scheduler, step = self.trainer.lr_scheduler, self.trainer.state.global_step
+        schedule = scheduler.last_epoch if scheduler is not None else 0
+        return {**super().extras(), "schedule": schedule, "global_step": step}

@@ -1,14 +1,17 @@
-"""Test that a stopped loop with Accelerate continues bit for bit like an uninterrupted one."""
+"""Test that a stopped loop with Accelerate continues bit for bit like an uninterrupted one, and what is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch import nn
 
 from scarctl.errors import UsageError
@@ -22,26 +25,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.s
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
+    forget_accelerators()
     yield
     forget_accelerators()
 
 
-@pytest.fixture(scope="module")
-def whole() -> dict[str, torch.Tensor]:
-    """Return the run without scarctl."""
-    return go(Path())[0]
-
-
-def test_beside_scarctl_a_run_is_what_it_is_without(tmp_path: Path, whole: dict[str, torch.Tensor]) -> None:
-    state, resumed = go(tmp_path, options={})
+def test_beside_scarctl_a_run_is_what_it_is_without(tmp_path: Path) -> None:
+    whole, _ = go()
+    state, resumed = go(tmp_path / "store")
     assert (resumed.step, resumed.consistent) == (0, True)
     assert differing(state, whole) == []
 
 
-def test_a_run_that_is_done_trains_nothing_and_a_longer_one_goes_on(
-    tmp_path: Path, whole: dict[str, torch.Tensor]
-) -> None:
-    go(tmp_path, options={})
+def test_a_run_that_is_done_trains_nothing_and_a_longer_one_goes_on(tmp_path: Path) -> None:
+    go(tmp_path / "store")
     forget_accelerators()
     loop = Loop(99)
     run = attach_and_resume(loop.accelerator, store=tmp_path / "store", **EXACT)
@@ -57,7 +54,6 @@ def test_a_run_that_is_done_trains_nothing_and_a_longer_one_goes_on(
 
 
 def test_the_end_of_the_epochs_closes_the_run(tmp_path: Path) -> None:
-    forget_accelerators()
     loop = Loop()
     run = attach_and_resume(loop.accelerator, store=tmp_path / "store", **EXACT)
     loop.train(run)
@@ -105,39 +101,6 @@ def test_batches_without_epochs(tmp_path: Path) -> None:
         assert passes(run, loop, 2) == [expected[1][4:], expected[2]]
 
 
-def test_a_loader_that_draws_from_its_own_generator(tmp_path: Path) -> None:
-    """Make a loader as Accelerate does for several ranks."""
-    stop = (1, 2)
-
-    def trained(folder: Path, stop: tuple[int, int] | None) -> list[list[int]]:
-        forget_accelerators()
-        accelerator = Accelerator(cpu=True)
-        torch.manual_seed(0)
-        model = nn.Linear(1, 1)
-        data = torch.utils.data.TensorDataset(torch.arange(10.0)[:, None])
-        generator = torch.Generator().manual_seed(5)
-        loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True, generator=generator)
-        model, loader, optimizer = accelerator.prepare(
-            model, loader, torch.optim.Adam(model.parameters(), lr=0.1)
-        )
-        seen = []
-        with attach_and_resume(accelerator, store=folder / "store", **EXACT) as run:
-            for epoch in run.epochs(3):
-                for number, (batch,) in enumerate(run.batches(loader)):
-                    accelerator.backward(model(batch).sum())
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    seen.append(batch[:, 0].tolist())
-                    if (epoch, number) == stop:
-                        raise KeyboardInterrupt
-        return seen
-
-    whole = trained(tmp_path / "whole", None)
-    with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path / "run", stop)
-    assert trained(tmp_path / "run", None) == whole[stop[0] * 5 + stop[1] + 1 :]
-
-
 class _Augmented(torch.utils.data.Dataset[Any]):
     """A dataset whose noise is drawn again each time."""
 
@@ -148,13 +111,24 @@ class _Augmented(torch.utils.data.Dataset[Any]):
         return index + torch.rand(1)
 
 
-@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.long), 2])
-def test_random_augmentation_comes_out_the_same(tmp_path: Path, workers: int) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"dataset": _Augmented()}, marks=pytest.mark.long),
+        {"dataset": _Augmented(), "num_workers": 2},
+        {"dataset": torch.arange(20.0)[:, None], "generator": 5},  # as Accelerate does for several ranks
+    ],
+    ids=["augmented", "by workers", "own generator"],
+)
+def test_random_batches_come_out_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
     def trained(folder: Path, stop: int = 0) -> tuple[list[list[float]], bool]:
         forget_accelerators()
         accelerator = Accelerator(cpu=True)
         torch.manual_seed(0)
-        loader = torch.utils.data.DataLoader(_Augmented(), 4, shuffle=True, num_workers=workers)
+        made = dict(options)
+        if "generator" in options:
+            made["generator"] = torch.Generator().manual_seed(options["generator"])
+        loader = torch.utils.data.DataLoader(batch_size=4, shuffle=True, **made)
         model = nn.Linear(1, 1)
         model, loader, optimizer = accelerator.prepare(model, loader, torch.optim.Adam(model.parameters()))
         seen = []
@@ -174,3 +148,64 @@ def test_random_augmentation_comes_out_the_same(tmp_path: Path, workers: int) ->
     with pytest.raises(KeyboardInterrupt):
         trained(tmp_path / "run", 8)
     assert trained(tmp_path / "run") == (whole[8:], True)
+
+
+def test_nothing_prepared(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(UsageError, match=r"has prepared no model .call accelerator.prepare"):
+        attach_and_resume(accelerator, store=tmp_path / "store")
+    accelerator.prepare(nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="has prepared no optimizer"):
+        attach_and_resume(accelerator, store=tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"fractoin": 1}, "no option 'fractoin'"),
+        ({"optimizer": 1}, "optimizer comes from the Accelerator"),
+        ({"extras": {"accelerate": {}}}, "the extra 'accelerate' is scarctl's own"),
+    ],
+)
+def test_options(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        attach_and_resume(Loop().accelerator, store=tmp_path / "store", **options)
+    assert not (tmp_path / "store").exists()
+
+
+def test_what_is_no_accelerator(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="accelerator is a Linear"):
+        attach_and_resume(nn.Linear(2, 2), store=tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    ("kind", "plugin", "said"),
+    [
+        (DistributedType.DEEPSPEED, None, "DEEPSPEED keeps parameters"),
+        (DistributedType.MEGATRON_LM, None, "MEGATRON_LM keeps parameters"),
+        (DistributedType.XLA, None, "TPUs are not supported"),
+        (DistributedType.FSDP, SimpleNamespace(fsdp_version=1), "FSDP of version 1 flattens"),
+    ],
+)
+def test_strategies(tmp_path: Path, kind: DistributedType, plugin: Any, said: str) -> None:
+    accelerator = Loop().accelerator
+    # The launcher would set this variable.
+    shared = AcceleratorState._shared_state
+    shared["distributed_type"], shared["fsdp_plugin"] = kind, plugin
+    with pytest.raises(UsageError, match=said):
+        attach_and_resume(accelerator, store=tmp_path / "store")
+
+
+def test_a_registered_object_that_no_checkpoint_can_hold(tmp_path: Path) -> None:
+    loop = Loop()
+
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"lock": object()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    loop.accelerator.register_for_checkpointing(Odd())
+    with pytest.raises(UsageError, match="the registered Odd has a state that cannot be saved"):
+        attach_and_resume(loop.accelerator, store=tmp_path / "store")
