@@ -210,6 +210,19 @@ def say(text: str, *, err: bool = True) -> None:
     click.echo((text + "\n").encode(encoding, "backslashreplace"), err=err, nl=False)
 
 
+def open_streams() -> None:
+    """Open the standard streams that the caller has closed: nothing can be read there, and what is written is lost.
+
+    Otherwise the next file would get a stream's number, and messages of libraries.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the process ends
+
+
 def plain_streams() -> None:
     """Escape characters that stdout and stderr cannot represent. With LC_ALL=C that is everything but ASCII.
 
