@@ -313,5 +313,18 @@ def test_wrong_inputs(command: str, folder: Path, monkeypatch: pytest.MonkeyPatc
     assert content(folder) == before
 
 
+def test_a_current_folder_that_was_deleted(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for words in ("status ../ckpt", "verify --store ckpt", f"export --store {folder / 'ckpt'} out"):
+        code, stdout, stderr = answer(words.split(), folder)
+        assert (code, stdout, "the current folder no longer exists" in stderr) == (2, "", True), stderr
+    assert answer(["verify", "--store", str(folder / "ckpt")], folder)[0] == 0
+
+
 def test_the_table_has_every_command() -> None:
     assert set(TABLE) == {"", "help", "version", *COMMANDS}
