@@ -100,7 +100,9 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "": (2, "Missing option '--deadline'"),
         "--deadline soon": (2, "'soon'"),
         "--deadline 5s": (2, "no run is here"),
-        "--deadline 5s --store nowhere": (2, "no running session saves to this store"),
+        "--deadline 5s --store nowhere": NO_STORE,
+        "--deadline 5s --store nowhere --dry-run": NO_STORE,
+        "--deadline 5s --store ckpt": (2, "no running session saves to this store"),
         "--deadline 5s --store ckpt --all": (2, "--all acts on every run"),
     },
     "export": {
