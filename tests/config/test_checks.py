@@ -37,18 +37,25 @@ def test_values_that_are_no_shares(value: object) -> None:
 
 @pytest.mark.parametrize(
     ("given", "seconds"),
-    [(25, 25.0), (0, 0.0), ("26", 26.0), ("25s", 25.0), ("2m", 120.0), (" 1.5h ", 5400.0)],
+    [(25, 25.0), (0, 0.0), ("26", 26.0), ("25s", 25.0), ("2m", 120.0), (" 1.5h ", 5400.0), ("1d", 86400.0)],
 )
 def test_durations_that_are_read(given: object, seconds: float) -> None:
     assert checks.seconds_of("grace", given) == seconds
 
 
 @pytest.mark.parametrize(
-    "given", [-1, math.nan, math.inf, True, None, "", "s", "1d", "-2m", "NaN", "infs", [1]]
+    "given", [-1, math.nan, math.inf, True, None, "", "s", "1w", "-2m", "NaN", "infs", [1]]
 )
 def test_what_is_no_duration(given: object) -> None:
     with pytest.raises(UsageError, match="grace is "):
         checks.seconds_of("grace", given)
+
+
+def test_a_host_shuts_down_within_a_day() -> None:
+    assert checks.notice_of("grace", "1d") == checks.LONGEST_NOTICE
+    for given in (86401, "25h", "99999d"):
+        with pytest.raises(UsageError, match="more than a day"):
+            checks.notice_of("grace", given)
 
 
 @pytest.mark.parametrize(
