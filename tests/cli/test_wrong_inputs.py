@@ -57,6 +57,7 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "state.safetensors --store new --step 0 --shards 0": (2, "shards is 0"),
         "state.safetensors --store ckpt --step 1 --shards 9": (2, "shards"),
         "state.safetensors --store page.html --step 0": A_FILE,
+        "state.safetensors --store dangling/new --step 0": (10, "this symbolic link leads to nothing"),
         "missing.safetensors --store new --step 0": (2, "missing.safetensors does not exist"),
         "x.npz --store new --step 0": (2, "x.npz is an archive of numpy arrays (.npz)"),
         "x.npy --store new --step 0": (2, "an array of numpy"),
@@ -94,7 +95,9 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "--peer west:4 --peer-tls a.pem,a.key,ca.pem": (2, "a.pem"),
         "--peer 127.0.0.1:1": (17, "cannot be reached"),
         "--store ckpt --rounds 0": (2, "--rounds"),
-        "--store page.html": (10, "file"),
+        "--store page.html": A_FILE,
+        "--store folder": (10, "this folder holds other files ('file'), but no store"),
+        "--store dangling": (10, "dangling: this symbolic link leads to nothing"),
     },
     "evacuate": {
         "": (2, "Missing option '--deadline'"),
@@ -279,6 +282,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, template: Path) -> Path:
     (folder / "empty.safetensors").touch()
     (folder / "pointer.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     (folder / "notes.txt").write_text("just text")
+    (folder / "dangling").symlink_to("gone")
     (folder / "folder").mkdir()
     (folder / "folder" / "file").touch()
     return folder
