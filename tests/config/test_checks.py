@@ -139,3 +139,14 @@ def test_rates(value: object) -> None:
 def test_a_budget_that_allows_nothing_is_refused_by_its_name(name: str, value: object) -> None:
     with pytest.raises(UsageError, match=name):
         SessionSettings.resolve({"store": "s", name: value}, environ={})
+
+
+@pytest.mark.parametrize(
+    ("name", "valid"),
+    [("interval", '"auto"'), ("daemon", "true or false"), ("peers", "whole number"), ("timeout", "seconds")],
+)
+def test_a_variable_that_cannot_be_read_has_its_valid_values(name: str, valid: str) -> None:
+    variable = f"SCARCTL_{name.upper()}"
+    with pytest.raises(UsageError, match=f"{variable} is 'maybe', which cannot be read") as caught:
+        SessionSettings.resolve({"store": "s"}, environ={variable: "maybe"})
+    assert valid in caught.value.hint
