@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from scarctl.cli.given import chosen_place, refuse
+from scarctl.cli.given import chosen_store, refuse
 from scarctl.cli.output import (
     EXIT_OK,
     arena_option,
@@ -89,7 +89,7 @@ def command(
     because its session would begin again: stop the training instead.
     """
     from scarctl.arena.folder import host_folder
-    from scarctl.ops.known import unchosen
+    from scarctl.ops.known import place_of, unchosen
 
     if action != "stop":
         refuse("reap", "timeout", "store", "everything", "dry_run", why=f"requires stop, not {action}")
@@ -100,7 +100,7 @@ def command(
         return _start(folder, metrics, metrics_listen)
     if action == "status":
         return _status(folder)
-    place = chosen_place(store, everything=everything)
+    place = place_of(chosen_store(store, everything=everything))
     if store is None and not everything:
         raise unchosen("daemon stop", (_ask(folder) or {"runs": []})["runs"])
     return _stop(folder, timeout, place, reap_too=reap, dry_run=dry_run)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from scarctl.cli.given import chosen_place
+from scarctl.cli.given import chosen_store
 from scarctl.cli.output import (
     EXIT_OK,
     EXIT_PARTLY,
@@ -66,11 +66,11 @@ def command(
     from scarctl.ops.known import described, unchosen
 
     seconds = notice_of("--deadline", deadline)
-    place = chosen_place(store, everything=everything)
+    wanted = chosen_store(store, everything=everything)
     if store is None and not everything:
         raise unchosen("evacuate", *evacuees(arena_dir, None))
     if dry_run:
-        runs, waiting = evacuees(arena_dir, place)
+        runs, waiting = evacuees(arena_dir, wanted)
         fields = {"deadline": seconds, "dry_run": True, "runs": runs, "in_memory": list(waiting)}
         lines = [f"would evacuate {described(run)}" for run in runs] + _waiting_lines(waiting)
         emit(fields, text="\n".join(lines) or "nothing would be evacuated")
@@ -80,7 +80,7 @@ def command(
         for run in runs:
             note(f"evacuating {described(run)}")
 
-    host = evacuate_host(seconds, arena_dir=arena_dir, place=place, to=to, before_it=told)
+    host = evacuate_host(seconds, arena_dir=arena_dir, store=wanted, to=to, before_it=told)
     fields = {
         "deadline": seconds,
         "safe": host.safe,

@@ -34,13 +34,11 @@ def required_store(place: str | None, store: str | None) -> str:
     return wanted
 
 
-def chosen_place(store: str | None, *, everything: bool) -> str | None:
-    """Return the place of `--store`; None with `--all`, which is needed to act on every run. Raises UsageError."""
-    from scarctl.ops.known import place_of
-
+def chosen_store(store: str | None, *, everything: bool) -> str | None:
+    """Return `--store`; None with `--all`, which is needed to act on every run. Raises UsageError."""
     if everything and was_given("store"):
         raise UsageError("--all acts on every run, --store on those of one store", hint="give one of them")
-    return None if everything or store is None else place_of(store)
+    return None if everything else store
 
 
 def refuse(*names: str, why: str, hint: str = "") -> None:

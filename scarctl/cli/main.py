@@ -17,6 +17,7 @@ from scarctl.cli.output import (
     EXIT_RUN_FAILED,
     EXIT_SIGNAL,
     logging_to_stderr,
+    open_streams,
     plain_streams,
     report_error,
     signals,
@@ -149,6 +150,7 @@ class LazyGroup(Group):
         arguments = list(sys.argv[1:] if args is None else args)
         prog_name = prog_name or "scarctl"
         self._main_shell_completion(extra, prog_name, complete_var)
+        open_streams()
         plain_streams()
         try:
             with signals(), logging_to_stderr():

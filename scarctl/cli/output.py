@@ -28,7 +28,7 @@ import click
 from scarctl.cli.completion import complete_store
 from scarctl.cli.given import required_store
 from scarctl.config import brief, read_file, storage_options
-from scarctl.errors import ScarError, Unavailable
+from scarctl.errors import ScarError, Unavailable, UsageError
 from scarctl.util.text import printable, printable_lines
 
 if TYPE_CHECKING:
@@ -210,6 +210,19 @@ def say(text: str, *, err: bool = True) -> None:
     click.echo((text + "\n").encode(encoding, "backslashreplace"), err=err, nl=False)
 
 
+def open_streams() -> None:
+    """Open the standard streams that the caller has closed: nothing can be read there, and what is written is lost.
+
+    Otherwise the next file would get a stream's number, and messages of libraries.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the process ends
+
+
 def plain_streams() -> None:
     """Escape characters that stdout and stderr cannot represent. With LC_ALL=C that is everything but ASCII.
 
@@ -322,6 +335,10 @@ def report_error(error: BaseException, *, command: str | None, as_json: bool, de
             hint="free space, and look at the result with another command: the work itself may be done",
         ).with_traceback(error.__traceback__)
         as_json = False
+    elif _has_no_folder(error):
+        error = UsageError(
+            "the current folder no longer exists", hint="change to one that does, or give absolute paths"
+        ).with_traceback(error.__traceback__)
     code = exit_code_of(error)
     if isinstance(error, BrokenPipeError):
         _drop_stdout()
@@ -379,6 +396,17 @@ def _brief(error: BaseException) -> tuple[str, str, str]:
 def _is_full(error: BaseException) -> bool:
     """Return whether stdout could not be written. Errors of other files have their name, or are ScarErrors."""
     return isinstance(error, OSError) and error.filename is None and error.errno in _FULL
+
+
+def _has_no_folder(error: BaseException) -> bool:
+    """Return whether a relative path had no meaning, because the current folder was deleted."""
+    if not isinstance(error, FileNotFoundError) or error.filename is not None:
+        return False
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _drop_stdout() -> None:

@@ -14,7 +14,7 @@ from scarctl.errors import UsageError
 
 _FRACTION = "it is the share of the state that one checkpoint writes, such as 1/8, 0.125 or 12.5%"
 _OVERHEAD = "it is the share of training time that checkpoints may take, such as 0.01 or 1%"
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def check_store(store: object) -> None:

@@ -305,7 +305,16 @@ def _parse(name: str, text: str, read: Callable[[str], object]) -> object:
     try:
         return read(text)
     except (ValueError, KeyError):
-        raise UsageError(f"{name} is {text!r}, which cannot be read") from None
+        raise UsageError(f"{name} is {text!r}, which cannot be read", hint=_VALUES.get(read, "")) from None
+
+
+_VALUES: dict[Callable[[str], object], str] = {
+    _interval: 'give a number of iterations, 1 or more, or "auto"',
+    _flag: "give true or false",
+    int: "give a whole number",
+    float: "give seconds, 0 or more",
+}
+"""What a variable that a function reads may be. Other functions say so themselves."""
 
 
 # A norm function and row patterns have no form as text.

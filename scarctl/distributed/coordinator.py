@@ -7,7 +7,6 @@ The session of a rank is an ordinary one. It sees only the rows that its rank ow
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import logging
 import uuid
 from collections import deque
@@ -52,7 +51,7 @@ from scarctl.distributed.rounds import Exchange
 from scarctl.distributed.selector import GlobalSelector
 from scarctl.errors import Unavailable, UsageError
 from scarctl.persist.saver import Saver
-from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
+from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched, without_match_anywhere
 from scarctl.recovery.reshard import find_parts
 from scarctl.session.peers import AgreedState, Found, Together
 from scarctl.state.caveats import Caveats
@@ -372,16 +371,14 @@ class RankCoordinator(Together):
         return ids
 
     def own_ids(self, lost: Lost, layout: Layout, store: Store) -> NDArray[np.int64]:
-        """See `Together`. Raises UsageError for a name that no rank has. Rows are not compared with other ranks'."""
+        """See `Together`. Raises UsageError for a name that no rank has, and for rows beyond the last of a tensor here.
+
+        Other rows are not compared with other ranks'.
+        """
         names = self._names()
         items = parse_lost(lost, names, self.shards, self.team.world)
         ids, unmatched = find_lost(items, layout, store.shard_of(layout), self.team.rank)
-        nowhere = {
-            name: why
-            for name, why in unmatched.items()
-            if not fnmatch.filter(names, name) and not fnmatch.filter(names, name.rpartition("[")[0])
-        }
-        refuse_unmatched([nowhere], names)
+        refuse_unmatched([without_match_anywhere(unmatched, layout, names)], names)
         return ids
 
     def _names(self) -> dict[str, None]:

@@ -22,7 +22,7 @@ from scarctl.daemon import client
 from scarctl.daemon.request import Request
 from scarctl.daemon.status import RunStatus
 from scarctl.errors import ScarError, UsageError
-from scarctl.ops.known import daemon_here, runs_at
+from scarctl.ops.known import daemon_here, place_of, require_store, runs_at
 from scarctl.persist.evacuated import Evacuated, rework_of_all, why_mixed_ranks
 from scarctl.persist.evacuation import before, not_evacuated
 from scarctl.recovery.label import MEMBERS, NO_COMMIT
@@ -137,20 +137,21 @@ def evacuate_host(
     seconds: float,
     *,
     arena_dir: str | None = None,
-    place: str | None = None,
+    store: str | None = None,
     to: str | None = None,
     before_it: Callable[[Sequence[RunStatus]], None] = lambda _: None,
 ) -> Host:
     """Evacuate all processes that save through this host's daemon, in `seconds` at most. Return what is safe.
 
-    place: of a store, to evacuate only its processes, all of its ranks: see `scarctl.ops.known.place_of`. to: see
-        `Session.evacuate`. before_it: called with the runs, before anything is done.
+    store: to evacuate only its processes, all of its ranks. to: see `Session.evacuate`. before_it: called with the
+        runs, before anything is done.
 
-    Raises UsageError (`kind` "no-session") if none of them saves to that store, unless copies for it wait in memory.
+    Raises UsageError (`kind` "no-session") if none of them saves to that store, unless copies for it wait in memory;
+    NoStore if it is not there either.
     Raises UsageError (`kind` "unknown-host") if none of them can use `to`; AccessDenied.
     """
     deadline = time.monotonic() + seconds
-    folder = host_folder(arena_dir)
+    folder, place = host_folder(arena_dir), place_of(store)
     runs = runs_at(client.ask_status(folder, patience=max(min(0.2 * seconds, _PATIENCE), _POLL)), place)
     before_it(runs)
     flushed = _flush(folder, [run for run in runs if run["phase"] == "attached"], deadline, seconds)
@@ -160,7 +161,8 @@ def evacuate_host(
         by_store.setdefault(process.store, []).append(process)
     known = frozenset(run["id"] for run in runs)
     waiting = _only_in_memory(folder, known, place)
-    if place is not None and not runs and not waiting:
+    if store is not None and not runs and not waiting:
+        require_store(store)
         raise UsageError(
             "no running session saves to this store through this host's daemon",
             hint="copies in the store are safe; `scarctl status` shows all stores that this host knows",
@@ -285,14 +287,17 @@ def _waits(path: Path) -> bool:
     return view.lacking
 
 
-def evacuees(arena_dir: str | None, place: str | None) -> tuple[list[RunStatus], tuple[str, ...]]:
+def evacuees(arena_dir: str | None, store: str | None) -> tuple[list[RunStatus], tuple[str, ...]]:
     """Return the runs that `evacuate_host` would evacuate, and the folders of `Host.in_memory` now. Changes nothing.
 
-    Raises Unavailable if the daemon does not answer.
+    Raises Unavailable if the daemon does not answer; NoStore if there are none, and no store.
     """
+    place = place_of(store)
     runs = runs_at(daemon_here(arena_dir), place)
-    known = frozenset(run["id"] for run in runs)
-    return runs, _only_in_memory(host_folder(arena_dir), known, place)
+    waiting = _only_in_memory(host_folder(arena_dir), frozenset(run["id"] for run in runs), place)
+    if store is not None and not runs and not waiting:
+        require_store(store)
+    return runs, waiting
 
 
 def _only_in_memory(folder: Path, known: frozenset[str], place: str | None) -> tuple[str, ...]:

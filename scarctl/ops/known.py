@@ -17,6 +17,7 @@ from scarctl.daemon.client import ask_status
 from scarctl.daemon.lifecycle import Phase
 from scarctl.daemon.status import DaemonStatus, RunStatus, part_of
 from scarctl.errors import UsageError
+from scarctl.store import Store
 from scarctl.store.backends.address import Address
 from scarctl.util.text import counted
 
@@ -44,9 +45,15 @@ def runs_at(daemon: DaemonStatus | None, place: str | None) -> list[RunStatus]:
     return [run for run in runs if place is None or is_at(run["id"], place)]
 
 
-def place_of(url: str) -> str:
+def place_of(url: str | None) -> str | None:
     """Return the place of a store, which need not be there: see `Address.digest`. Raises UsageError."""
-    return Address.parse(url).digest
+    return None if url is None else Address.parse(url).digest
+
+
+def require_store(url: str) -> None:
+    """Raise NoStore or Corruption if a local folder is no store. A remote place is not asked: it may not answer."""
+    if Address.parse(url).root is not None:
+        Store.open(url)
 
 
 def described(run: RunStatus) -> str:

@@ -56,17 +56,19 @@ class Start(Document):
 
 @dataclass(frozen=True, slots=True)
 class Timeline(Document):
-    """The newest part of a store's history, as far back as its logs reach."""
+    """The newest part of a store's history, as far back as its logs and their segments reach."""
 
     points: tuple[Point, ...] = ()
     starts: tuple[Start, ...] = ()
     layers: tuple[str, ...] = ()
     """Names of groups."""
     saved: tuple[tuple[float, ...], ...] = ()
-    """For each layer and span of time: partitions that commits saved, as a share of the layer's. May exceed 1."""
+    """For each layer and span of time: partitions that commits saved, as a share of the layer's. May exceed 1.
+    Commits whose segments are gone are left out."""
     spans: tuple[str, ...] = ()
     """The time at which each span begins."""
     commits: int = 0
+    """Commits whose records are there."""
     bytes: int = 0
     """Bytes of partitions that these commits wrote."""
     damage: str | None = None
@@ -77,9 +79,11 @@ class _Moment(NamedTuple):
     """One record, with the steps of all copies of its shard after it."""
 
     record: Record
-    ids: Ids
-    steps: Ids
     layout: Layout
+    ids: Ids | None
+    """The partitions that it saved; None: its segment is gone."""
+    steps: Ids | None
+    """None: not known, because a segment is gone."""
 
 
 def timeline(store: Store, shards: Sequence[int]) -> Timeline:
@@ -98,14 +102,14 @@ def _timeline(store: Store, shards: Sequence[int]) -> Timeline:
     most = max(1, MOST_RECORDS // max(1, len(shards)))
     tops = [store.log(shard).newest_top(around=True) for shard in shards]
     total = sum(min(most, top.count) for top in tops if top is not None)
-    every = max(1, -(-total // MOST_POINTS))
-    of_shard: dict[int, Ids] = {}
+    number = 0
+    of_shard: dict[int, Ids | None] = {}
     ended: dict[int, bool] = {}
     points: list[Point] = []
     starts: dict[int, Start] = {}
     commits: list[_Moment] = []
     moments = heapq.merge(*(_moments(store, shard, most) for shard in shards), key=_time)
-    for number, moment in enumerate(moments, 1):
+    for moment in moments:
         record = moment.record
         of_shard[record.shard] = moment.steps
         if record.first and record.epoch == record.place.number:
@@ -116,17 +120,21 @@ def _timeline(store: Store, shards: Sequence[int]) -> Timeline:
         elif record.commits:
             ended[record.shard] = record.sealed
             commits.append(moment)
-        if number % every == 0 or number >= total:
-            points += _point(record.created, of_shard)
+        steps = [one for one in of_shard.values() if one is not None]
+        if len(steps) < len(of_shard):
+            total -= 1
+            continue
+        number += 1
+        if number % max(1, -(-total // MOST_POINTS)) == 0 or number >= total:
+            points += _point(record.created, steps)
     layers, saved, spans = _layers(commits)
     nbytes = sum(moment.record.nbytes for moment in commits)
     return Timeline(tuple(points), tuple(starts.values()), layers, saved, spans, len(commits), nbytes)
 
 
 def _moments(store: Store, shard: int, most: int) -> Iterator[_Moment]:
-    for record, ids, state in store.log(shard).replay(most):
-        assert state.layout is not None, "the state follows a record"
-        yield _Moment(record, ids, step_of(state.version), state.layout)
+    for record, layout, ids, state in store.log(shard).replay(most):
+        yield _Moment(record, layout, ids, None if state is None else step_of(state.version))
 
 
 def _time(moment: _Moment) -> tuple[float, int, int]:
@@ -134,20 +142,21 @@ def _time(moment: _Moment) -> tuple[float, int, int]:
     return at.timestamp() if at is not None else 0.0, moment.record.shard, moment.record.seq
 
 
-def _point(at: str, of_shard: dict[int, Ids]) -> list[Point]:
-    steps = np.concatenate(list(of_shard.values()))
+def _point(at: str, of_shards: Sequence[Ids]) -> list[Point]:
+    steps = np.concatenate(of_shards)
     if not steps.size:
         return []
     return [Point(at, int(steps.max()), float(np.median(steps)), int(steps.min()))]
 
 
 def _layers(
-    commits: Sequence[_Moment],
+    moments: Sequence[_Moment],
 ) -> tuple[tuple[str, ...], tuple[tuple[float, ...], ...], tuple[str, ...]]:
     """Return names of layers, the share of each that was saved in each span, and the times of the spans."""
+    commits = [(moment, moment.ids) for moment in moments if moment.ids is not None]
     if not commits:
         return (), (), ()
-    times = np.array([_time(moment)[0] for moment in commits])
+    times = np.array([_time(moment)[0] for moment, _ in commits])
     wide = times[-1] - times[0] >= COLUMNS
     # Records have times of whole seconds: in a short run each commit is a span of its own.
     order = (
@@ -158,18 +167,18 @@ def _layers(
     totals: dict[str, int] = {}
     counted: set[str] = set()
     saved: dict[str, np.ndarray[Any, np.dtype[np.float64]]] = {}
-    for at, moment in zip(column.tolist(), commits, strict=True):
+    for at, (moment, ids) in zip(column.tolist(), commits, strict=True):
         layout = moment.layout
         if layout.digest not in counted:
             counted.add(layout.digest)
             for group in layout.groups:
                 totals[group.name] = totals.get(group.name, 0) + group.partitions
-        if moment.ids.size:
-            of, counts = np.unique(layout.group_of(moment.ids), return_counts=True)
+        if ids.size:
+            of, counts = np.unique(layout.group_of(ids), return_counts=True)
             for g, count in zip(of.tolist(), counts.tolist(), strict=True):
                 saved.setdefault(layout.groups[g].name, np.zeros(columns))[at] += count
     names = [name for name in totals if totals[name]]
     none = np.zeros(columns)
     rows = tuple(tuple((saved.get(name, none) / totals[name]).tolist()) for name in names)
-    first = [commits[int(np.argmax(column >= c))].record.created for c in range(columns)]
+    first = [commits[int(np.argmax(column >= c))][0].record.created for c in range(columns)]
     return tuple(names), rows, tuple(first)

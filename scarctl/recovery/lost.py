@@ -11,6 +11,7 @@ Give several as a list, or as one text with commas. A comma within a group's nam
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
@@ -19,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scarctl.errors import UsageError
-from scarctl.state.layout import Layout, close_to
+from scarctl.state.layout import BEYOND, Layout, close_to
 
 Lost: TypeAlias = str | int | Iterable[str | int]
 Item: TypeAlias = tuple[str, int | str]
 """("all", ""), ("shard", 2), ("rank", 1) or ("name", 'layers.3.*')."""
 Unmatched: TypeAlias = dict[str, list[str]]
-"""Names without a match in one share, each with the error's message and hint."""
+"""Names without a match in one share, or with rows beyond the last, each with the error's message and hint."""
 
 _NUMBER = re.compile(r"(?:(shard|rank|member):)?(-?[0-9]{1,18})")
 _NO_GROUP = "matches no group"
@@ -71,6 +72,8 @@ def find_lost(
 ) -> tuple[NDArray[np.int64], Unmatched]:
     """Return the ids (int64, ascending) of one share's partitions that `items` name, and the names without a match.
 
+    Rows beyond the last count as unmatched, too: another share may have a longer tensor that the pattern matches.
+
     shard_of: int32 of shape (layout.partitions,). rank: rank of the process that saves the share; 0 for one process.
     """
     lost, unmatched = np.zeros(layout.partitions, dtype=bool), Unmatched()
@@ -78,6 +81,7 @@ def find_lost(
         if kind == "name":
             try:
                 lost[layout.match(str(value))] = True
+                layout.check_rows(str(value))
             except UsageError as error:
                 unmatched[str(value)] = [error.message, error.hint]
         else:
@@ -85,8 +89,22 @@ def find_lost(
     return np.flatnonzero(lost), unmatched
 
 
+def without_match_anywhere(unmatched: Unmatched, layout: Layout, names: Collection[str]) -> Unmatched:
+    """Return those of one share's unmatched names that match in no share, as far as this one can tell.
+
+    These are unknown names, and rows beyond the last of a tensor in this layout. names: names of all groups.
+    """
+    here, found = {group.name for group in layout.groups}, Unmatched()
+    for name, why in unmatched.items():
+        groups = name.rpartition("[")[0]
+        known = fnmatch.filter(names, name) or fnmatch.filter(names, groups)
+        if not known or (groups in here and BEYOND in why[0]):
+            found[name] = why
+    return found
+
+
 def refuse_unmatched(everywhere: Sequence[Mapping[str, Sequence[str]]], names: Iterable[str]) -> None:
-    """Raise UsageError for the first name without a match in any share.
+    """Raise UsageError for the first name without a match in any share, or with rows beyond the last in all.
 
     everywhere: the unmatched names that `find_lost` returned for each share. names: names of all groups, for the hint.
     """

@@ -93,6 +93,11 @@ class Group:
         """Index of its first row in the whole tensor."""
         return self.place.offset[0] if self.place is not None else 0
 
+    @property
+    def end_row(self) -> int:
+        """Where the rows of the whole tensor end."""
+        return self.place.shape[0] if self.place is not None else self.rows
+
     @kept
     def row_bytes(self) -> int:
         """Bytes of one row, over all tensors."""

@@ -55,6 +55,7 @@ MAX_PARTITION_BYTES = 1 << 20
 MAX_PARTITIONS = 1 << 28
 """Most partitions of a layout, so that a file cannot demand arrays of any size."""
 _ROWS = re.compile(r"(.+)\[(\d{0,18}):(\d{0,18})\]", re.ASCII | re.DOTALL)
+BEYOND = "ends after the last row"  # a part of a message
 _CHUNK = 1 << 15
 """Values per piece of an array computation: pieces that fit the cache are many times faster."""
 
@@ -183,18 +184,32 @@ class Layout:
         follow, which matches every partition that overlaps it: 'emb.weight[100:200]', 'emb.*[:10]'.
         Raises UsageError when no partition matches, with the closest names.
         """
-        groups, rows = pattern, (0, MAX_BYTES)
-        parts = _ROWS.fullmatch(pattern)
-        # A group's name may end in text that looks like a range of rows: then the pattern is the name.
-        if parts and not any(group.name == pattern for group in self._groups):
-            groups, rows = parts[1], (int(parts[2] or 0), int(parts[3] or MAX_BYTES))
+        groups, start, stop = self._parts(pattern)
         found = self._matching(groups)
-        pieces = [self._overlapping(g, *rows) for g in found]
+        pieces = [self._overlapping(g, start, MAX_BYTES if stop is None else stop) for g in found]
         ids = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
         if not ids.size:
             names = [group.name for group in self._groups]
             raise UsageError(f"{pattern!r} {self._why_nothing(found)}", hint=close_to(groups, names))
         return ids
+
+    def check_rows(self, pattern: str) -> None:
+        """Raise UsageError if a pattern's range of rows ends after the last row of every tensor that it matches."""
+        groups, start, stop = self._parts(pattern)
+        last = max((self._groups[g].end_row for g in self._matching(groups)), default=0)
+        if stop is not None and stop > last > 0:
+            raise UsageError(
+                f"{pattern!r} {BEYOND}: rows are 0:{last}",
+                hint=f"up to the last row: {f'{groups}[{start}:]'!r}",
+            )
+
+    def _parts(self, pattern: str) -> tuple[str, int, int | None]:
+        """Return the names that a pattern matches, the first row, and where its rows end, if it says so."""
+        parts = _ROWS.fullmatch(pattern)
+        # A group's name may end in text that looks like a range of rows: then the pattern is the name.
+        if not parts or any(group.name == pattern for group in self._groups):
+            return pattern, 0, None
+        return parts[1], int(parts[2] or 0), int(parts[3]) if parts[3] else None
 
     def _matching(self, pattern: str) -> list[int]:
         # A name may contain brackets, which have another meaning in a pattern: so an exact name wins.

@@ -19,6 +19,7 @@ from scarctl.store.backends.address import Address
 from scarctl.store.backends.base import Blobs
 from scarctl.store.backends.connect import blobs_at
 from scarctl.store.backends.probe import RACERS, ROUNDS, create_twice, probe_name, race
+from scarctl.store.foreign import refuse_foreign
 from scarctl.util.document import Document
 from scarctl.util.text import counted
 
@@ -109,8 +110,8 @@ def diagnose(
     progress: called with the name of the next test.
     seconds: time limit for a remote place.
 
-    Raises NoStore (no such bucket, or a file), UsageError, AccessDenied, Unavailable. A missing guarantee is not an
-    error: see `Diagnosis.sound`.
+    Raises NoStore (no such bucket, a file, or other files), Corruption (a store without its settings), UsageError,
+    AccessDenied, Unavailable. A missing guarantee is not an error: see `Diagnosis.sound`.
     """
     address = Address.parse(url, storage_options)
     blobs, other = blobs_at(address), blobs_at(address, apart=True)
@@ -149,7 +150,7 @@ def _diagnose(
     blobs: Blobs, other: Blobs, address: Address, rounds: int, large_bytes: int, progress: Progress | None
 ) -> Diagnosis:
     """Test with `blobs`, and with `other` as another client."""
-    blobs.top()  # raises if the place does not exist
+    refuse_foreign(address, blobs, "no store would be made here: give a new folder, or a store's")
     found = Diagnosis(str(address.root or address.shown), address.root is not None, blobs.has("scarctl.json"))
     report = progress or (lambda _: None)
     with _folder(blobs, address, found) as folder:

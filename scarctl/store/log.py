@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from itertools import chain
 
-import numpy as np
-
 from scarctl.errors import Corruption
 from scarctl.state.layout import Layout
 from scarctl.store.backends.base import Blobs
@@ -316,12 +314,15 @@ class ShardLog:
                 state.apply(record, layout, tail, self.blobs.where(record.place.path(self.shard)))
                 break
         else:
-            # Without a full record nothing is known: the records below it were of another term.
-            first = records[-1]
-            if isinstance(first, Damage) and first.error is not None:
-                raise first.error
-            assert isinstance(first, Record), "a way ends at a record"
-            _, _, damage = self._content(first)
+            # Without a full record nothing is known: the records below it were of another term. The newest is to
+            # blame, because a writer may have collected the segments of those before it.
+            newest = next(
+                (one for one in records if isinstance(one, Damage) or one.kind == FULL), records[-1]
+            )
+            if isinstance(newest, Damage) and newest.error is not None:
+                raise newest.error
+            assert isinstance(newest, Record), "a record that cannot be read has an error"
+            _, _, damage = self._content(newest)
             raise corrupt(*(("?", "it has no table") if damage is None else (damage.file, damage.why)))
         later = records[-2::-1]
         contents = self.blobs.each(self._content, [one for one in later if isinstance(one, Record)])
@@ -376,21 +377,35 @@ class ShardLog:
         assert record.segment is not None, "an end has no segment"
         return read_tail(self.blobs, segment_path(self.shard, record.segment.name), record, layout)
 
-    def replay(self, most: int) -> Iterator[tuple[Record, Ids, ShardState]]:
-        """Yield the newest records, oldest first: each with the ids of its partitions, and the state after it.
+    def replay(self, most: int) -> Iterator[tuple[Record, Layout, Ids | None, ShardState | None]]:
+        """Yield the newest records, oldest first: each with its layout, its partitions' ids, and the state after it.
 
-        The same state object changes with the next record. most: limit on records. A damaged segment yields no ids.
+        The same state object changes with the next record. most: limit on records. A writer collects segments that
+        nothing needs. Without that of a record there are no ids, and no state until the next full record.
         Raises Corruption, also if the writer collects these records meanwhile.
         """
         state: ShardState | None = None
-        for record in list(self.records(most)):
-            layout, tail, damage = self._content(record)
-            if state is None and (record.kind != FULL or damage is not None):
-                state = self.state(record.seq)
+        records = list(self.records(most))
+        before = self._before(records[0]) if records else []
+        for number, record in enumerate([*before, *records]):
+            layout, tail, _ = self._content(record)
+            follows = state is not None and state.place == record.place._replace(k=record.place.k - 1)
+            if tail is None or not (follows or record.kind == FULL):
+                state = None
             else:
                 state = state or ShardState(self.shard)
-                state.apply(record, layout, tail, self.blobs.where(record.place.path(self.shard)), damage)
-            yield record, np.empty(0, np.int64) if tail is None else tail.ids, state
+                state.apply(record, layout, tail, self.blobs.where(record.place.path(self.shard)))
+            if number >= len(before):
+                yield record, layout, None if tail is None else tail.ids, state
+
+    def _before(self, record: Record) -> list[Record]:
+        """Return the records on which a record builds, from its newest full one on; none if one was collected."""
+        if record.kind == FULL:
+            return []
+        places = [record.place._replace(k=k) for k in range(record.full, record.place.k)]
+        with contextlib.suppress(FileNotFoundError):
+            return list(self.blobs.each(self.at, places))
+        return []
 
     def _check_parent(self, child: Record | Damage | None, record: Record | Damage) -> None:
         if isinstance(child, Record) and isinstance(record, Record) and child.parent != record.digest:

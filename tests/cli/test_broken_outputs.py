@@ -1,9 +1,11 @@
-"""Test in a real process outputs that cannot be written: a full disk, and a reader such as `head` that has ended."""
+"""Test in a real process outputs that cannot be written: a full disk, a closed stream, a reader that has ended."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,20 @@ def test_a_full_disk_behind_a_file(run: Run, saved: Model, tmp_path: Path, words
     assert "Traceback" not in done.stderr
     assert "File too large" in done.stderr
     assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "closed", "code", "phrase"),
+    [
+        ("status ckpt", ">&-", 0, ""),
+        ("inspect --store ckpt", ">&-", 0, ""),
+        ("verify --store ckpt --json", "<&- 2>&-", 0, '"intact": true'),
+        ("prune --store ckpt", "<&- >&-", 2, "--yes"),
+    ],
+)
+def test_a_closed_stream(folder: Path, words: str, closed: str, code: int, phrase: str) -> None:
+    """Python itself begins without it."""
+    command = ["sh", "-c", f'exec "$0" -c "$1" {words} {closed}', sys.executable, PROGRAM]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    said = done.stdout + done.stderr
+    assert (done.returncode, "unexpected" in said, phrase in said) == (code, False, True), said

@@ -57,6 +57,7 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "state.safetensors --store new --step 0 --shards 0": (2, "shards is 0"),
         "state.safetensors --store ckpt --step 1 --shards 9": (2, "shards"),
         "state.safetensors --store page.html --step 0": A_FILE,
+        "state.safetensors --store dangling/new --step 0": (10, "this symbolic link leads to nothing"),
         "missing.safetensors --store new --step 0": (2, "missing.safetensors does not exist"),
         "x.npz --store new --step 0": (2, "x.npz is an archive of numpy arrays (.npz)"),
         "page.html --store new --step 0": (2, "page.html is a web page"),
@@ -89,13 +90,17 @@ TABLE: dict[str, dict[str, tuple[int, str]]] = {
         "--peer west:4 --peer-tls a.pem,a.key,ca.pem": (2, "a.pem"),
         "--peer 127.0.0.1:1": (17, "cannot be reached"),
         "--store ckpt --rounds 0": (2, "--rounds"),
-        "--store page.html": (10, "file"),
+        "--store page.html": A_FILE,
+        "--store folder": (10, "this folder holds other files ('file'), but no store"),
+        "--store dangling": (10, "dangling: this symbolic link leads to nothing"),
     },
     "evacuate": {
         "": (2, "Missing option '--deadline'"),
         "--deadline soon": (2, "'soon'"),
         "--deadline 5s": (2, "no run is here"),
-        "--deadline 5s --store nowhere": (2, "no running session saves to this store"),
+        "--deadline 5s --store nowhere": NO_STORE,
+        "--deadline 5s --store nowhere --dry-run": NO_STORE,
+        "--deadline 5s --store ckpt": (2, "no running session saves to this store"),
         "--deadline 5s --store ckpt --all": (2, "--all acts on every run"),
     },
     "export": {
@@ -264,6 +269,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, template: Path) -> Path:
     (folder / "page.html").write_text("\n<!DOCTYPE html><html><body>404</body></html>")
     (folder / "empty.safetensors").touch()
     (folder / "notes.txt").write_text("just text")
+    (folder / "dangling").symlink_to("gone")
     (folder / "folder").mkdir()
     (folder / "folder" / "file").touch()
     return folder
@@ -298,6 +304,19 @@ def test_wrong_inputs(command: str, folder: Path, monkeypatch: pytest.MonkeyPatc
             wrong.append(f"scarctl {' '.join(words)}\n    stdout: {stdout}\n")
     assert not wrong, "\n" + "\n".join(wrong)
     assert content(folder) == before
+
+
+def test_a_current_folder_that_was_deleted(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for words in ("status ../ckpt", "verify --store ckpt", f"export --store {folder / 'ckpt'} out"):
+        code, stdout, stderr = answer(words.split(), folder)
+        assert (code, stdout, "the current folder no longer exists" in stderr) == (2, "", True), stderr
+    assert answer(["verify", "--store", str(folder / "ckpt")], folder)[0] == 0
 
 
 def test_the_table_has_every_command() -> None:

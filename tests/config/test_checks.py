@@ -37,18 +37,25 @@ def test_values_that_are_no_shares(value: object) -> None:
 
 @pytest.mark.parametrize(
     ("given", "seconds"),
-    [(25, 25.0), (0, 0.0), ("26", 26.0), ("25s", 25.0), ("2m", 120.0), (" 1.5h ", 5400.0)],
+    [(25, 25.0), (0, 0.0), ("26", 26.0), ("25s", 25.0), ("2m", 120.0), (" 1.5h ", 5400.0), ("1d", 86400.0)],
 )
 def test_durations_that_are_read(given: object, seconds: float) -> None:
     assert checks.seconds_of("grace", given) == seconds
 
 
 @pytest.mark.parametrize(
-    "given", [-1, math.nan, math.inf, True, None, "", "s", "1d", "-2m", "NaN", "infs", [1]]
+    "given", [-1, math.nan, math.inf, True, None, "", "s", "1w", "-2m", "NaN", "infs", [1]]
 )
 def test_what_is_no_duration(given: object) -> None:
     with pytest.raises(UsageError, match="grace is "):
         checks.seconds_of("grace", given)
+
+
+def test_a_host_shuts_down_within_a_day() -> None:
+    assert checks.notice_of("grace", "1d") == checks.LONGEST_NOTICE
+    for given in (86401, "25h", "99999d"):
+        with pytest.raises(UsageError, match="more than a day"):
+            checks.notice_of("grace", given)
 
 
 @pytest.mark.parametrize(
@@ -132,3 +139,14 @@ def test_rates(value: object) -> None:
 def test_a_budget_that_allows_nothing_is_refused_by_its_name(name: str, value: object) -> None:
     with pytest.raises(UsageError, match=name):
         SessionSettings.resolve({"store": "s", name: value}, environ={})
+
+
+@pytest.mark.parametrize(
+    ("name", "valid"),
+    [("interval", '"auto"'), ("daemon", "true or false"), ("peers", "whole number"), ("timeout", "seconds")],
+)
+def test_a_variable_that_cannot_be_read_has_its_valid_values(name: str, valid: str) -> None:
+    variable = f"SCARCTL_{name.upper()}"
+    with pytest.raises(UsageError, match=f"{variable} is 'maybe', which cannot be read") as caught:
+        SessionSettings.resolve({"store": "s"}, environ={variable: "maybe"})
+    assert valid in caught.value.hint

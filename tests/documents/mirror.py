@@ -47,7 +47,7 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         scarctl.ops.report scarctl.ops.sinks scarctl.ops.store_source scarctl.ops.verify_file
         scarctl.peers.probe scarctl.recovery.forecast scarctl.recovery.label scarctl.recovery.members
         scarctl.simulate.worker scarctl.simulate.workers
-        scarctl.store.doctor scarctl.store.saved scarctl.store.visible_damage""",
+        scarctl.store.saved scarctl.store.visible_damage""",
     (
         "cli/test_schemas.py",
         "a type of a part of documents: the schemas are checked with every command's output",

@@ -18,9 +18,11 @@ from scarctl.arena.kinship import ASIDE
 from scarctl.arena.owner import Owner, write_owner
 from scarctl.daemon import client
 from scarctl.daemon.client import ask_status
-from scarctl.errors import ScarError, UsageError
+from scarctl.errors import NoStore, ScarError, UsageError
 from scarctl.ops import evacuate
 from scarctl.state.version import pack
+from scarctl.store import Store
+from scarctl.store.backends.address import Address
 from tests.daemon.rig import acknowledge, copy_into, small_layout
 from tests.support import stepper
 from tests.support.process import Forked
@@ -29,8 +31,8 @@ from tests.support.waiting import wait_until
 pytestmark = [pytest.mark.leaves_arena, pytest.mark.usefixtures("warm_torch", "daemon_folder")]
 
 
-PLACE = "cd" * 8
-RUN = f"{'ab' * 16}.{PLACE}"
+STORE = "/s"
+RUN = f"{'ab' * 16}.{Address.parse(STORE).digest}"
 LAYOUT = small_layout()
 VERSION = pack(1, 1)
 
@@ -204,13 +206,20 @@ def test_copies_of_a_run_that_was_released_are_not_safe(daemon_folder: Path, liv
     assert (host.safe, host.in_memory) == (False, (str(folder),))
 
 
-def test_a_released_rank_of_the_store_that_is_asked_for_is_not_safe(daemon_folder: Path) -> None:
+def test_a_released_rank_of_the_store_that_is_asked_for_is_not_safe(
+    daemon_folder: Path, tmp_path: Path
+) -> None:
     """Its saving had failed permanently, and only the other ranks' runs remain."""
     base = str(daemon_folder.parent)
     folder = in_memory(daemon_folder, f"{RUN}-1", pid=0)
-    assert evacuate.evacuate_host(1.0, arena_dir=base, place=PLACE).in_memory == (str(folder),)
+    assert evacuate.evacuate_host(1.0, arena_dir=base, store=STORE).in_memory == (str(folder),)
+    other = str(tmp_path / "other")
+    for attempt in (evacuate.evacuate_host, lambda _, arena_dir, store: evacuate.evacuees(arena_dir, store)):
+        with pytest.raises(NoStore, match="there is no store here"):
+            attempt(1.0, arena_dir=base, store=other)
+    Store.create(other)
     with pytest.raises(UsageError) as caught:
-        evacuate.evacuate_host(1.0, arena_dir=base, place=PLACE.replace("cd", "ef"))
+        evacuate.evacuate_host(1.0, arena_dir=base, store=other)
     assert caught.value.kind == "no-session"
 
 
@@ -240,7 +249,7 @@ def test_a_run_that_is_being_released_is_asked_too(
 ) -> None:
     """Its store hangs in its last write, and the daemon ends before the answer."""
     in_memory(daemon_folder, RUN, pid=os.getpid(), pending=pending)
-    run = {"id": RUN, "store": "/s", "pid": os.getpid(), "phase": "closing", "open": True, "peers": []}
+    run = {"id": RUN, "store": STORE, "pid": os.getpid(), "phase": "closing", "open": True, "peers": []}
     monkeypatch.setattr(client, "ask_status", lambda *_, **__: {"runs": [run]})
     host = evacuate.evacuate_host(1.0, arena_dir=str(daemon_folder.parent))
     assert host.safe is not pending

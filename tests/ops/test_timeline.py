@@ -15,7 +15,8 @@ from scarctl.ops.falls import with_falls
 from scarctl.ops.timeline import timeline
 from scarctl.state.journal import Event, Sample
 from scarctl.state.version import step_of
-from scarctl.store import Store
+from scarctl.store import Collector, Store, open_writer, verify
+from tests.store.helpers import Data, small_layout
 
 
 def trained(folder: Path, *, steps: int, shards: int = 1, seal: bool = True, mode: str = "partial") -> Store:
@@ -47,11 +48,13 @@ def test_the_replay_has_what_the_store_had(tmp_path: Path, shards: int) -> None:
     assert (last.newest, last.median, last.oldest) == (steps.max(), np.median(steps), steps.min())
     assert found.commits == sum(r.commits for shard in store.shards() for r in store.log(shard).records())
     for shard in store.shards():
-        for record, ids, state in store.log(shard).replay(10_000):
+        for record, _, ids, state in store.log(shard).replay(10_000):
             there = store.state(shard, at=record.seq)
+            assert state is not None
             assert np.array_equal(state.version, there.version)
             assert state.whole == there.whole
             if record.commits:
+                assert ids is not None
                 assert len(ids) == record.partitions
 
 
@@ -92,6 +95,26 @@ def test_a_missing_record_is_named(tmp_path: Path) -> None:
     middle.unlink()
     with pytest.raises(Corruption):
         timeline(store.again(), store.shards())
+
+
+def test_what_a_writer_has_collected_is_no_damage(tmp_path: Path) -> None:
+    """The records of its own term stay, and have no segments."""
+    layout = small_layout()
+    store, data = Store.create(tmp_path / "store"), Data(layout)
+    everything = np.arange(layout.partitions)
+    with open_writer(store, layout=layout) as writer:
+        writer.commit(everything, data, step=1, sealed=True)
+        writer.commit(everything[::2], data, step=2)
+        writer.commit(everything, data, step=3, sealed=True)
+        Collector(writer).collect()
+        writer.commit(everything[:4], data, step=4)
+    assert verify(store, read_data=True).intact
+    found = timeline(store, store.shards())
+    assert [(point.newest, point.oldest) for point in found.points] == [(3, 3), (3, 3), (4, 3)]
+    assert [start.step for start in found.starts] == [0]
+    assert found.commits == 4
+    saved = {name: sum(row) for name, row in zip(found.layers, found.saved, strict=True)}
+    assert saved == pytest.approx({"emb": 1 + 4 / 37, "fc.weight": 1, "count": 1, "odd": 1})
 
 
 def test_an_empty_store_has_no_history(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from scarctl.errors import UsageError
-from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched
+from scarctl.recovery.lost import Lost, find_lost, parse_lost, refuse_unmatched, without_match_anywhere
 from scarctl.state.group import Place
 from scarctl.state.layout import Layout, TensorSpec, build_layout
 
@@ -62,6 +62,14 @@ class Ranks:
         return [ids.tolist() for ids, _ in found]
 
 
+def test_a_rank_that_asks_no_other_refuses_what_none_can_have() -> None:
+    names, layout = ["wide", "left"], Ranks().layouts[1]
+    lost = ["wide[0:2]", "wide[0:13]", "left", "left[0:5]", "*[0:13]", "lefd", "lefd[0:1]"]
+    items = parse_lost(lost, names, Ranks.shards, Ranks.world)
+    _, unmatched = find_lost(items, layout, np.full(layout.partitions, 5, np.int32), 1)
+    assert list(without_match_anywhere(unmatched, layout, names)) == ["wide[0:13]", "lefd", "lefd[0:1]"]
+
+
 def of_shards(*shards: int) -> list[int]:
     return np.flatnonzero(np.isin(Alone.shard_of, shards)).tolist()
 
@@ -107,6 +115,7 @@ def test_names_and_rows_of_one_process() -> None:
         ("rank:1", "the only rank is 0"),
         ("layer.*", "layers"),
         ("emb.weight[50:60]", ""),
+        ("emb.weight[0:22]", "'emb.weight[0:]'"),
         ("emb.wait[0:2]", "emb.weight"),
         ("rank:x", ""),
         ("9" * 5000, ""),
@@ -140,6 +149,7 @@ def test_a_shard_without_partitions_exists() -> None:
         ("left", [[2, 3], [], []]),
         ("left,wide", [[0, 1, 2, 3], [0, 1], [0, 1]]),
         ("wide[5:9]", [[], [0, 1], [0]]),
+        ("*[0:12]", [[0, 1, 2, 3], [0, 1], [0, 1]]),  # beyond the last row of left, not of wide
         (["wide[0:1]", "rank:2"], [[0], [], [0, 1]]),
     ],
 )
@@ -156,6 +166,9 @@ def test_numbers_are_ranks_where_several_save(lost: Lost, ids: list[list[int]]) 
         ("lefd", "matches no group", "left"),
         ("left,lefd[0:1]", "matches no group", "left"),
         ("left[4:9]", "rows are 0:4", ""),  # from the rank that has it
+        ("left[0:5]", "ends after the last row: rows are 0:4", "'left[0:]'"),
+        ("wide[0:13]", "ends after the last row: rows are 0:12", "'wide[0:]'"),
+        ("*[0:13]", "ends after the last row: rows are 0:12", ""),
     ],
 )
 def test_what_no_rank_has_is_refused(lost: Lost, message: str, hint: str) -> None:

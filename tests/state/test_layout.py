@@ -152,7 +152,7 @@ def test_bad_shard_counts(count: int) -> None:
         ("emb.weight[2:4]", ["emb.weight[0:3]", "emb.weight[3:6]"]),
         ("emb.weight[9:]", ["emb.weight[9:10]"]),
         ("emb.weight[:1]", ["emb.weight[0:3]"]),
-        ("emb.weight[8:99]", ["emb.weight[6:9]", "emb.weight[9:10]"]),
+        ("emb.weight[8:10]", ["emb.weight[6:9]", "emb.weight[9:10]"]),
         ("layers.0.*[5:6]", ["layers.0.weight[4:6]", "layers.0.bias[0:6]"]),
         ("s?ale", ["scale[0:1]"]),
         ("[ms]*", ["scale[0:1]", "mean[0:6]"]),
@@ -162,6 +162,17 @@ def test_bad_shard_counts(count: int) -> None:
 def test_match(pattern: str, names: list[str]) -> None:
     layout = model()
     assert [layout.name(i) for i in layout.match(pattern)] == names
+    layout.check_rows(pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "last"), [("emb.weight[8:11]", 10), ("layers.0.*[:7]", 6), ("scale[0:2]", 1)]
+)
+def test_rows_beyond_the_last(pattern: str, last: int) -> None:
+    with pytest.raises(UsageError, match=f"ends after the last row: rows are 0:{last}"):
+        model().check_rows(pattern)
+    model().check_rows(pattern.replace("[", ".[").replace("*", "?"))  # no group
+    model().check_rows(f"*[0:{last}]")
 
 
 @given(layouts)

@@ -285,6 +285,22 @@ def test_ids_so_far_apart_that_their_difference_wraps_are_refused(tiny: tuple[St
     assert any("list of partitions" in p.reason for p in verify(store, read_data=True).problems)
 
 
+def test_a_damaged_segment_is_named_and_none_that_was_collected(tiny: tuple[Store, Layout, Data]) -> None:
+    store, layout, data = tiny
+    with open_writer(store, layout=layout) as writer:
+        for step in (7, 8):
+            writer.commit(np.arange(layout.partitions), data, step=step, sealed=True)
+        Collector(writer, floor=0).collect()
+    state = store.state(0)
+    (seal,) = state.sealed
+    for name in {ref.name for ref in state.segments}:
+        os.truncate(store.root / "lanes/0/seg" / name, 100)
+    segment = store.log(0).at(seal.place).segment
+    assert segment is not None
+    with pytest.raises(Corruption, match=segment.name):
+        store.log(0).state_at(seal.place)
+
+
 def test_a_snapshot_of_a_record_that_is_gone_is_a_problem_not_the_end(
     tiny: tuple[Store, Layout, Data],
 ) -> None:

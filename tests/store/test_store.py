@@ -7,7 +7,7 @@ import os
 import signal
 import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from scarctl.state.layout import Layout
 from scarctl.store import Store, StoreWriter, open_writer, verify
 from scarctl.store.backends.base import Buffer
 from scarctl.store.backends.local import LocalBlobs
+from scarctl.store.doctor import diagnose
 from scarctl.store.foreign import near
 from scarctl.store.lock import StoreLock
 from scarctl.store.term import Term
@@ -76,10 +77,22 @@ def test_a_missing_folder_and_a_file_in_its_place(tmp_path: Path) -> None:
         Store.open(tmp_path / "nothing")
     assert info.value.kind == "no-store"
     (tmp_path / "file").write_text("x")
-    for call in (Store.open, Store.create):
+    (tmp_path / "dangling").symlink_to("gone")
+    calls: list[Callable[[Path], object]] = [Store.open, Store.create, diagnose]
+    for call in calls:
         with pytest.raises(NoStore) as info:
             call(tmp_path / "file")
         assert info.value.kind == "foreign-store"
+        with pytest.raises(NoStore):
+            call(tmp_path / "dangling")
+
+
+def test_a_diagnosis_of_a_folder_with_other_files(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(NoStore) as info:
+        diagnose(tmp_path)
+    assert info.value.kind == "foreign-store"
+    assert os.listdir(tmp_path) == ["thesis.tex"]
 
 
 def test_an_empty_store_has_no_state(store: Store) -> None:

@@ -250,6 +250,12 @@ class LocalBlobs:
             path = path.parent
 
     def begin(self) -> None:
+        for path in (self.root, *self.root.parents):
+            if path.is_symlink() and not path.exists():
+                raise NoStore(
+                    f"{path}: this symbolic link leads to nothing",
+                    hint="make the folder to which it leads, or give another one",
+                )
         make_folder(self.root)
         sync_folder(self.root.parent)
         # Parents may be new, too, or of a process that died before they were durable. Some may not be readable.
