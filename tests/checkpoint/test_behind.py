@@ -115,6 +115,7 @@ def test_a_resume_that_is_not_exact_is_a_warning(
     """A loop that does not print it, or whose framework resumes, would begin with a mix of steps in silence."""
     loop = Loop(tmp_path, interval=100, fraction=0.25, partition_bytes=256)
     loop.step()
+    loop.session._saving.finish()
     drained([loop.session])
     loop.step()
     loop.session.checkpoint()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from scarctl.arena import kinship
+from scarctl.arena import extras, kinship
 from scarctl.arena.arena import Arena
 from scarctl.arena.header import FILE
 from scarctl.arena.slot import Slot
@@ -25,7 +25,7 @@ def half_of_the_rows(slot: Slot, ids: Any, data: Any, path: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-DEATHS = ["rows", "replace", "rename 1", "rename 2", "reach", "seal", "keep", "carry", "flip"]
+DEATHS = ["rows", "private", "rename 1", "rename 2", "reach", "seal", "keep", "carry", "flip"]
 
 
 def arm(death: str, patch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ def arm(death: str, patch: pytest.MonkeyPatch) -> None:
     name, _, count = death.partition(" ")
     if name == "rows":
         return patch.setattr(replicas, "write_rows", half_of_the_rows)
-    owner = {"replace": os, "rename": os, "exchange": kinship}.get(name, Arena)
+    owner = {"private": extras, "rename": os, "exchange": kinship}.get(name, Arena)
     real, left = getattr(owner, name), [int(count or 1)]
 
     def call(*arguments: Any) -> Any:

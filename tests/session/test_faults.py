@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import scarctl
+from scarctl.arena import extras
 from scarctl.checkpoint.copied import Copied
 from scarctl.checkpoint.engine import Engine
 from scarctl.checkpoint.live_state import LiveState
@@ -40,15 +41,12 @@ pytestmark = pytest.mark.usefixtures("warm_torch")
 @contextmanager
 def full_memory() -> Iterator[None]:
     """Make checkpoints fail for lack of space."""
-    replace = os.replace
 
-    def full(source: Any, target: Any) -> None:
-        if Path(target).name.startswith("extras-"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        replace(source, target)
+    def full(path: str, flags: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "replace", full)
+        patch.setattr(extras, "private", full)
         yield
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from scarctl.arena import extras
 from scarctl.arena.folder import arena_folder
 from scarctl.daemon.client import ask
 from scarctl.daemon.protocol import SOCKET
@@ -44,17 +45,18 @@ def left_by(child: Forked, tmp_path: Path) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def at_file(name: str, happens: Any) -> Iterator[None]:
-    """Call `happens()` instead of giving a file next to the arena a name that begins so."""
-    replace = os.replace
+def within_extras(happens: Any) -> Iterator[None]:
+    """Call `happens()` when the first bytes of extras in memory are written."""
+    private = extras.private
 
-    def replacing(source: Any, target: Any) -> None:
-        if Path(target).name.startswith(name):
-            happens()
-        replace(source, target)
+    def opened(path: str, flags: int) -> int:
+        file = private(path, flags)
+        os.write(file, bytes(9))
+        happens()
+        return file
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "replace", replacing)
+        patch.setattr(extras, "private", opened)
         yield
 
 
@@ -81,7 +83,7 @@ def test_a_new_start_that_fails_half_way_loses_nothing(tmp_path: Path, happens: 
     def begins(tell: Tell) -> None:
         loop = Loop(tmp_path / "store")
         assert loop.session.resume().step == 6
-        with at_file("extras", happens):
+        with within_extras(happens):
             assert not loop.session.flush()
             os._exit(3)
 
