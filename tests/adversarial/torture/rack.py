@@ -191,6 +191,7 @@ class Rack:
             store.close()
         self.witness.least = max(0, min(self.witness.least, int(steps.max())))
         self.witness.handed = np.minimum(self.witness.handed, steps)
+        self.witness.memory_lost = True
 
     def check_gave_up(self) -> None:
         """Raise Failed unless the trainer that has ended by its own decision could not continue without the daemon."""

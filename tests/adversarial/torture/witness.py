@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,10 @@ class Witness:
         self.sealed = 0
         self.goes_back = False
         """Whether a rollback is in progress."""
+        self.memory_lost = False
+        """Whether memory was lost since the newest process has resumed."""
+        self.mixed = False
+        """Whether the newest process has resumed a mixed state, and made no checkpoint in memory since."""
         self.gave_up: list[str] = []
         self.closed: dict[str, Any] | None = None
 
@@ -65,6 +70,7 @@ class Witness:
             self.step = message["step"]
             self.acknowledged = np.maximum(self.acknowledged, step_of(np.array(message["durable"])))
         elif "handed" in message:
+            self.mixed = False
             if not self.goes_back:  # otherwise it may be forgotten at once
                 self.handed[message["ids"]] = message["handed"]
         elif "sealed" in message:
@@ -82,8 +88,23 @@ class Witness:
             if self.resumed < self.least:
                 raise Failed(f"resumed from step {self.resumed}, there was step {self.least}")
             self.least = self.resumed
+            self._check_resumed(consistent=message["consistent"], tiers=message.get("tiers", ()))
         elif "closed" in message:
             self.closed = message
+
+    def _check_resumed(self, *, consistent: bool, tiers: Collection[str]) -> None:
+        """Raise Failed if memory is not of one step, or is older than what was acknowledged.
+
+        Without memory a process may go back to the newest state of one step in the store: see
+        `scarctl.session.forecast.mode_of_resume`.
+        """
+        if not (consistent or self.mixed or "memory" not in tiers):
+            raise Failed("memory is not of one step")
+        if self.memory_lost and consistent:
+            self._lower(np.arange(self.handed.size), self.resumed)
+        elif consistent and (self.acknowledged > self.resumed).any():
+            raise Failed(f"resumed from step {self.resumed}, step {self.acknowledged.max()} was acknowledged")
+        self.memory_lost, self.mixed = False, not consistent
 
     def _lower(self, ids: NDArray[np.int64], step: int) -> None:
         for steps in (self.acknowledged, self.handed):
