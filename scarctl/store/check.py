@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -48,6 +49,8 @@ from scarctl.util.text import counted
 Progress = Callable[[int, int], None]
 """Called with (bytes done, total bytes)."""
 
+_PAUSE = 0.05
+"""Seconds between two readings of the newest and the kept states, beside a writer."""
 _NAMED = 1000
 
 
@@ -335,11 +338,19 @@ class _Check:
 
     def _still_needed(self, log: ShardLog, name: str) -> bool:
         """Return whether a segment that is missing is needed now: a writer may have collected it meanwhile."""
-        try:
-            states = [log.state(around=True), *(log.state_at(place) for place in self._kept(log))]
-        except Corruption:
-            return True
-        return any(ref.name == name for one in states for ref in used_segments(one))
+        before: list[object] | None = None
+        while True:
+            found: list[object] = []
+            with contextlib.suppress(Corruption, FileNotFoundError):
+                states = [log.state(around=True), *(log.state_at(place) for place in self._kept(log))]
+                if not any(ref.name == name for one in states for ref in used_segments(one)):
+                    return False
+                found = [one.place for one in states]
+            # What is read beside a writer may be of an earlier moment: it counts if it is read twice.
+            if found == before:
+                return True
+            before = found
+            time.sleep(_PAUSE)
 
     def _data(
         self, segment: SegmentReader, name: str, layout: Layout, ids: Ids, sums: NDArray[np.uint64]

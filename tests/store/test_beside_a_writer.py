@@ -15,6 +15,7 @@ from scarctl.store import (
     Collector,
     Store,
     StoreWriter,
+    check,
     create_snapshot,
     delete_snapshot,
     open_writer,
@@ -155,6 +156,35 @@ def test_a_snapshot_that_is_deleted_while_its_segment_is_checked(
     monkeypatch.setattr(LocalBlobs, "reader", reader)
     assert verify(store, read_data=True).problems == []
     assert not (store.root / path).exists()
+
+
+def test_a_missing_segment_is_damage_only_if_it_is_needed_in_two_readings(
+    monkeypatch: pytest.MonkeyPatch, store: Store, writer: StoreWriter, data: Data
+) -> None:
+    """Beside a writer the first one may be of an earlier moment."""
+    ids = np.arange(data.layout.partitions)
+    first = writer.commit(ids, data, step=1, sealed=True)
+    assert first.segment is not None
+    path = segment_path(0, first.segment.name)
+    earlier = [store.log(0).state()]
+    original, state, saved = check.open_segment, ShardLog.state, list[int]()
+
+    def opening(blobs: Any, of: str, ref: Any) -> Any:
+        if of == path and not saved:
+            for step in (2, 3):
+                saved.append(step)
+                data.change(ids.tolist(), step)
+                writer.commit(ids, data, step=step, sealed=True)
+                Collector(writer, floor=0).collect()
+        return original(blobs, of, ref)
+
+    def reading(log: ShardLog, *arguments: Any, **options: Any) -> ShardState:
+        return earlier.pop() if saved and earlier else state(log, *arguments, **options)
+
+    monkeypatch.setattr(check, "open_segment", opening)
+    monkeypatch.setattr(ShardLog, "state", reading)
+    assert verify(store, read_data=True).problems == []
+    assert (saved, earlier, (store.root / path).exists()) == ([2, 3], [], False)
 
 
 def test_a_kept_state_that_is_collected_while_orphans_are_looked_for(
