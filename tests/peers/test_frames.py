@@ -38,6 +38,9 @@ VERSION = st.integers(-1, (1 << 63) - 1)
 
 def decode(data: bytes) -> Any:
     """Decode as a channel does: the prefix, the head, the body, then the content of the kind."""
+    prefix = decode_prefix(data[: PREFIX.size])
+    if len(data) != PREFIX.size + prefix.head + prefix.body:
+        raise Corruption("cut")
     kind, head, array = parse(data)
     if kind in (Kind.BATCH, Kind.FIELDS):
         return decode_batch(head, array, PARTITIONS)

@@ -84,7 +84,7 @@ def stuck(rig: Rig) -> Iterator[Stuck]:
     rig.save(rig.everything, 2, sealed=True)
     found: list[Evacuated] = []
     asking = ask(thread, found)
-    wait_until(lambda: thread._evacuating is not None)
+    wait_until(lambda: thread._busy)  # with the evacuation, or with the request, if it was still collecting
     yield thread, throttled.stuck, found
     throttled.stuck.clear()
     asking.join()
