@@ -272,10 +272,10 @@ def _of_processes(view: Survey) -> Iterable[Finding]:
         else:
             text += ": the launcher starts the ranks again, otherwise start the job again on this host"
         yield Finding(LOSING, "rank-died", text, f"scarctl inspect --store {_name(view)}")
-    elif run.errors and view.memory_seconds is not None and view.memory_seconds > 2 * view.max_lag:
+    elif run.errors and _is_left_out(view):
         text = (
             f"{counted(run.errors, 'error')} while saving; the newest checkpoint in memory is "
-            f"{span(view.memory_seconds)} old, and all since would be lost: the training's log says why"
+            f"{span(view.memory_seconds or 0.0)} old, and all since would be lost: the training's log says why"
         )
         yield Finding(LOSING, "memory-late", text)
     elif run.errors and run.pending_partitions and _is_late(view):
@@ -391,6 +391,14 @@ def _is_late(view: Survey) -> bool:
     """Return whether the store is older than it is anyway while a run trains, because memory is ahead of it."""
     seconds = seconds_since(view.age.saved_at)
     return seconds is None or seconds > 2 * view.max_lag
+
+
+def _is_left_out(view: Survey) -> bool:
+    """Return whether memory gets no checkpoints although its process trains. One that waits or evaluates needs none."""
+    run, seconds = view.run, view.memory_seconds
+    if run is None or run.memory_age is None or seconds is None:
+        return False
+    return seconds > 2 * view.max_lag and run.memory_age > 2 * (run.interval or 0)
 
 
 def _pending(count: int) -> str:

@@ -264,7 +264,7 @@ def test_a_copier_that_is_killed_leaves_one_whole_state(tmp_path: Path) -> None:
         )
         assert child.stdout is not None
         with child:
-            child.stdout.readline()
+            assert child.stdout.readline() == b"ready\n"
             time.sleep(0.05 + 0.013 * round_)
             child.send_signal(signal.SIGKILL)
         arena = reopen(place)

@@ -184,6 +184,9 @@ def test_memory_that_is_newer_than_the_store_is_no_alarm(tmp_path: Path, arena_d
     (stuck,) = health_of(replace(late, memory_seconds=100.0), []).findings
     assert (stuck.kind, stuck.severity) == ("memory-late", LOSING)
     assert "the newest checkpoint in memory is 100 s old" in stuck.message
+    assert late.run is not None
+    waits = replace(late, memory_seconds=100.0, run=replace(late.run, interval=1))
+    assert [found.kind for found in health_of(waits, []).findings] == ["errors"], "no step was left out"
     slow = replace(view, caveats=(Caveat("turn", "the store takes 20 min for all that has changed"),))
     assert health_of(slow, []).severity == AT_RISK
     acknowledge(arena, every[:1])
